@@ -1,4 +1,4 @@
-"""The demo: a drill on a shipped model, whose one kill is in the middle of the last upload but one."""
+"""The demo: a drill on a shipped model, with one kill in the middle of the second-to-last upload."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.drills.plan import DrillPlan
 
-_WIDTH = 120_000  # of the network: its checkpoint has to be large enough to be hit in its middle
+_NETWORK_WIDTH = 120_000  # the checkpoint must be large enough for a kill in the middle of its upload
 
 
 def demo_plan(steps: int) -> DrillPlan:
@@ -17,9 +17,9 @@ def demo_plan(steps: int) -> DrillPlan:
         InvalidInput: scikit-learn is not installed.
     """
     if not find_spec("sklearn"):
-        raise InvalidInput("the demo trains on scikit-learn's digits: pip install 'prefect-tune[demo]'")
+        raise InvalidInput("the demo needs scikit-learn: pip install 'prefect-tune[demo]'")
     save_every = steps // 4
-    hit_step = (steps - 1) // save_every * save_every  # the last checkpoint but one
+    kill_step = (steps - 1) // save_every * save_every  # the second-to-last checkpoint
     return DrillPlan(
-        "prefect_tune.demo.model:Digits", {"width": _WIDTH}, steps, save_every, kills=((hit_step, "upload"),)
+        "prefect_tune.demo.model:Digits", {"width": _NETWORK_WIDTH}, steps, save_every, kills=((kill_step, "upload"),)
     )

@@ -16,7 +16,7 @@ import prefect_tune as pt
 class Digits(pt.Trainable):
     """One hidden layer of `width` units, trained by gradient descent with momentum; a step is one batch.
 
-    The next step depends on the arrays, and on the generator that draws batches: all are saved.
+    The next step depends on the arrays and on the generator that draws batches: both are saved.
     """
 
     def setup(self, config: Mapping[str, Any]) -> None:
@@ -28,7 +28,7 @@ class Digits(pt.Trainable):
             "weights": self.random.standard_normal((64, width), np.float32) / np.float32(8),
             "scores": self.random.standard_normal((width, 10), np.float32) / np.float32(width**0.5),
         }
-        self.arrays |= {f"{name}-momentum": np.zeros_like(each) for name, each in self.arrays.items()}
+        self.arrays |= {f"{name}-momentum": np.zeros_like(array) for name, array in self.arrays.items()}
 
     def step(self) -> Mapping[str, object]:
         batch, test = self.random.choice(self.order[360:], 128, replace=False), self.order[:360]
@@ -36,8 +36,8 @@ class Digits(pt.Trainable):
         error = np.exp(scores - scores.max(axis=1, keepdims=True))
         error /= error.sum(axis=1, keepdims=True)
         error -= np.eye(10, dtype=np.float32)[self.labels[batch]]
-        below = (error @ self.arrays["scores"].T) * (hidden > 0)
-        for name, slope in (("scores", hidden.T @ error), ("weights", self.images[batch].T @ below)):
+        hidden_error = (error @ self.arrays["scores"].T) * (hidden > 0)
+        for name, slope in (("scores", hidden.T @ error), ("weights", self.images[batch].T @ hidden_error)):
             momentum = self.arrays[f"{name}-momentum"]
             momentum *= np.float32(0.9)
             momentum -= self.rate * slope / np.float32(len(batch))

@@ -31,31 +31,31 @@ except ModuleNotFoundError as error:
 
 __all__ = ["TuneReportCheckpointCallback", "load_variables", "restored_epoch"]
 
-_VARIABLES, _PLACE = "variables.npz", "place.json"
-_PATHS = {
+_VARIABLES_FILE, _POSITION_FILE = "variables.npz", "place.json"
+_PATH_ATTRIBUTES = {
     keras.callbacks.BackupAndRestore: "backup_dir",
     keras.callbacks.CSVLogger: "filename",
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.TensorBoard: "log_dir",
 }
-"""The attribute that holds the path to which a callback writes; paths that begin with it are in others."""
+"""The attribute with the path to which a callback writes; other attributes may contain paths below it."""
 
 
 def restored_epoch() -> int:
     """Return the `initial_epoch` of a resumed trial: the number of epochs trained; 0 on a fresh start."""
     directory = restored_directory()
-    return int(json.loads((directory / _PLACE).read_text())["epochs"]) if directory else 0
+    return int(json.loads((directory / _POSITION_FILE).read_text())["epochs"]) if directory else 0
 
 
 def load_variables(directory: str | Path, model: Any) -> None:
     """Load weights, optimizer state and seeds into a built and compiled model, without running code.
 
     Raises:
-        InvalidInput: the model has other variables than the saved one.
+        InvalidInput: the variables of the model and the saved model differ.
     """
     variables = _variables_of(model)
-    with np.load(Path(directory, _VARIABLES), allow_pickle=False) as saved:
-        shapes, expected = [saved[name].shape for name in saved.files], [tuple(each.shape) for each in variables]
+    with np.load(Path(directory, _VARIABLES_FILE), allow_pickle=False) as saved:
+        shapes, expected = [saved[name].shape for name in saved.files], [tuple(it.shape) for it in variables]
         if shapes != expected:
             raise InvalidInput(f"{directory}: expected variables of shapes {expected}, found {shapes}")
         for variable, name in zip(variables, saved.files, strict=True):
@@ -63,29 +63,29 @@ def load_variables(directory: str | Path, model: Any) -> None:
 
 
 class TuneReportCheckpointCallback(keras.callbacks.Callback):
-    """Report each epoch, save when the flow's `checkpoint` says so and at the end, and resume from there.
+    """Report each epoch, save at the flow's `checkpoint` interval and at the end, and resume from the last save.
 
     ```python
     model.fit(images, labels, epochs=20, initial_epoch=restored_epoch(), callbacks=[TuneReportCheckpointCallback()])
     ```
 
     Restores weights, the optimizer's state, the seeds of layers, and the global generators of Python, NumPy and
-    PyTorch, from which `fit` draws the order of the data. The model has to be compiled, and built by its first `fit`.
+    PyTorch, from which `fit` draws the order of the data. The model must be compiled, and built by its first `fit`.
     Other callbacks (`EarlyStopping`, `ReduceLROnPlateau`) lose their state on a resume: use `pt.Plateau`.
-    The position within an epoch is not saved: an interval is at least one epoch.
+    The position within an epoch is not saved: the smallest interval is one epoch.
 
-    The paths of `ModelCheckpoint`, `CSVLogger`, `TensorBoard` and `BackupAndRestore` become paths below the trial's
+    The paths of `ModelCheckpoint`, `CSVLogger`, `TensorBoard` and `BackupAndRestore` are moved below the trial's
     directory, unless they contain the trial's ID: trials would overwrite each other's files. A backup of an earlier
     attempt is removed, since the trial resumes from its checkpoint.
 
     Args:
-        metrics: which to report; `{"loss": "val_loss"}` renames. Default: all.
+        metrics: the metrics to report; `{"loss": "val_loss"}` renames one. Default: all.
     """
 
     def __init__(self, metrics: MetricNames = None) -> None:
         super().__init__()
         self._metrics = metrics
-        self._random: Mapping[str, Any] | None = None
+        self._restored_random_state: Mapping[str, Any] | None = None
         self._epochs = 0
 
     def set_model(self, model: Any) -> None:
@@ -99,57 +99,58 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
         directory = restored_directory()
         if directory is not None:
             load_variables(directory, self.model)
-            self._random = json.loads((directory / _PLACE).read_text())["random"]
+            self._restored_random_state = json.loads((directory / _POSITION_FILE).read_text())["random"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
         if epoch != self._epochs:
             raise InvalidInput(f"model.fit: pass initial_epoch=restored_epoch(), {self._epochs} here; found {epoch}")
-        if self._random is not None:  # building the model has advanced the generators: set them back
-            _set_random_state(self._random)
-            self._random = None
+        if self._restored_random_state is not None:  # building the model has advanced the generators: reset them
+            _set_random_state(self._restored_random_state)
+            self._restored_random_state = None
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
         self._epochs = epoch + 1
-        if not goes_on_after(chosen(logs or {}, self._metrics), self._save):
+        if not goes_on_after(chosen(logs or {}, self._metrics), self._save_state):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Any = None) -> None:
         del logs
-        save_last_step(self._save)
+        save_last_step(self._save_state)
 
-    def _save(self, directory: str) -> None:
-        arrays = [np.asarray(keras.ops.convert_to_numpy(each)) for each in _variables_of(self.model)]
-        np.savez(Path(directory, _VARIABLES), *arrays)
-        place = {"epochs": self._epochs, "random": _random_state()}
-        Path(directory, _PLACE).write_text(json.dumps(place))
+    def _save_state(self, directory: str) -> None:
+        arrays = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in _variables_of(self.model)]
+        np.savez(Path(directory, _VARIABLES_FILE), *arrays)
+        position = {"epochs": self._epochs, "random": _get_random_state()}
+        Path(directory, _POSITION_FILE).write_text(json.dumps(position))
 
 
 def _move_paths(callback: object) -> None:
-    for kind, attribute in _PATHS.items():
+    for kind, attribute in _PATH_ATTRIBUTES.items():
         if isinstance(callback, kind):
-            before = os.fspath(getattr(callback, attribute))
-            path = path_of_trial(before, f"{kind.__name__}({attribute})")
-            if path == before:
+            original = os.fspath(getattr(callback, attribute))
+            path = path_of_trial(original, f"{kind.__name__}({attribute})")
+            if path == original:
                 continue
             if kind is keras.callbacks.BackupAndRestore:
                 shutil.rmtree(path, ignore_errors=True)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             for name, value in vars(callback).items():
-                if name == attribute or (isinstance(value, str) and value.startswith(before)):
-                    setattr(callback, name, path + os.fspath(value).removeprefix(before))
+                if name == attribute or (isinstance(value, str) and value.startswith(original)):
+                    setattr(callback, name, path + os.fspath(value).removeprefix(original))
 
 
 def _variables_of(model: Any) -> Sequence[Any]:
-    """Return weights, seeds and the optimizer's variables, each once; metrics are reset with each epoch."""
+    """Return the weights, seeds and optimizer variables, each once; metrics are reset in each epoch."""
     optimizer = model.optimizer
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    seeds = [each for each in model.non_trainable_variables if id(each) not in {id(weight) for weight in model.weights}]
+    weights = {id(weight) for weight in model.weights}
+    seeds = [variable for variable in model.non_trainable_variables if id(variable) not in weights]
     return [*model.weights, *seeds, *optimizer.variables]
 
 
-def _random_state() -> dict[str, Any]:
+def _get_random_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  the global generator is what libraries draw from
     torch = sys.modules.get("torch")
     return {

@@ -1,4 +1,4 @@
-"""A Lightning callback that reports and saves; a resume is exact also in the middle of an epoch."""
+"""A Lightning callback that reports and saves; a resume is exact even in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from prefect_tune.integrations.torch import ResumableLoader, random_state, set_r
 
 __all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
 
-_FILE = "checkpoint.ckpt"
+_CHECKPOINT_FILE = "checkpoint.ckpt"
 _RANK_FILE = "random-{}.pt"
-_INTERNALS = (
+_USED_INTERNALS = (
     "_combined_loader",
     "_combined_loader_states_to_load",
     "_data_fetcher",
@@ -49,50 +49,50 @@ _INTERNALS = (
     "epoch_loop.restarting",
     "epoch_loop.val_loop._combined_loader",
 )
-"""Of Lightning's training loop: it has no public way to save between two batches or epochs."""
+"""Used internals of Lightning's training loop: no public API saves between two batches or epochs."""
 
 
 def restored_checkpoint() -> str | None:
     """Return the `ckpt_path` of a resumed trial; None on a fresh start."""
     directory = restored_directory()
-    return str(directory / _FILE) if directory else None
+    return str(directory / _CHECKPOINT_FILE) if directory else None
 
 
 class TuneReportCheckpointCallback(Callback):
-    """Report what was logged, and save the trainer's state when the flow's `checkpoint` says so, and at the end.
+    """Report logged metrics, and save the trainer's state at the flow's `checkpoint` interval and at the end.
 
     ```python
     trainer = Trainer(callbacks=[TuneReportCheckpointCallback(every_steps=10)], enable_checkpointing=False)
     trainer.fit(model, loader, ckpt_path=restored_checkpoint(), weights_only=True)
     ```
 
-    The state is Lightning's own, and the random generators, which Lightning does not keep. The data has to continue
-    where it was: use `prefect_tune.integrations.torch.ResumableLoader`, or another loader with `state_dict`. Averages
-    over an epoch of what was logged with `on_epoch=True` count the batches since a resume. With `processes_per_trial`,
-    pass `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
+    The state is Lightning's own plus the random generators, which Lightning does not save. The data must resume at its
+    position: use `prefect_tune.integrations.torch.ResumableLoader`, or another loader with `state_dict`. Epoch averages
+    of metrics logged with `on_epoch=True` include only the batches since a resume. With `processes_per_trial`, pass
+    `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
 
-    `default_root_dir`, the folders of `CSVLogger` and `TensorBoardLogger`, and `dirpath` of `ModelCheckpoint` become
-    paths below the trial's directory, unless they contain the trial's ID: trials would overwrite each other's files.
+    `default_root_dir`, the folders of `CSVLogger` and `TensorBoardLogger`, and `dirpath` of `ModelCheckpoint` are moved
+    below the trial's directory, unless they contain the trial's ID: trials would overwrite each other's files.
 
     Args:
-        metrics: which of `trainer.callback_metrics` to report; `{"loss": "val_loss"}` renames. Default: all.
-        every_steps: report each so many steps of the optimizer. Default: at the end of each epoch. Until the first
-            validation has ended, reports may lack the metric of the search.
+        metrics: which of `trainer.callback_metrics` to report; `{"loss": "val_loss"}` renames one. Default: all.
+        every_steps: the number of optimizer steps between reports. Default: report at the end of each epoch. Before the
+            end of the first validation, reports may lack the metric of the search.
     """
 
     def __init__(self, metrics: MetricNames = None, *, every_steps: int | None = None) -> None:
         super().__init__()
         self._metrics = metrics
         self._every_steps = every_steps
-        self._restored: Mapping[str, Any] | None = None
+        self._restored_state: Mapping[str, Any] | None = None
         self._reported_step = 0
         self._has_validated = False
-        self._due: Mapping[str, object] | None = None
+        self._due_metrics: Mapping[str, object] | None = None
         self._rank = 0
         self._trainer: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Lightning does not save: of the metrics, such as those of the last validation, too."""
+        """Return the state that Lightning does not save, including metrics, such as those of the last validation."""
         validation = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return {
             "validation": validation._state_dicts() if validation is not None else [],
@@ -104,11 +104,11 @@ class TuneReportCheckpointCallback(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored, self._reported_step = state_dict, state_dict["reported_step"]
+        self._restored_state, self._reported_step = state_dict, state_dict["reported_step"]
         self._has_validated = state_dict["has_validated"]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse another number of processes than the trial's, before anything is trained, and keep its files apart.
+        """Check the number of processes before the training, and move output paths below the trial's directory.
 
         Lightning sets up a `ModelCheckpoint` after all other callbacks.
         """
@@ -116,7 +116,7 @@ class TuneReportCheckpointCallback(Callback):
         self._rank = require_ranks("Trainer", trainer.world_size)
         root = trainer.default_root_dir
         option = None if root == os.getcwd() else "Trainer(default_root_dir)"  # noqa: PTH109 - Lightning's default
-        trainer._default_root_dir = path_of_trial(root, option)  # its one name
+        trainer._default_root_dir = path_of_trial(root, option)  # there is no public name
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger | TensorBoardLogger):
                 _move_logger(logger, None if logger.save_dir == root else f"{type(logger).__name__}(save_dir)")
@@ -125,23 +125,23 @@ class TuneReportCheckpointCallback(Callback):
                 checkpoint.dirpath = path_of_trial(checkpoint.dirpath, "ModelCheckpoint(dirpath)")
         self._trainer = trainer
         if stage == "fit":
-            self._enter_loops(trainer.fit_loop)
+            self._patch_loops(trainer.fit_loop)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         del pl_module
         self._has_validated |= not trainer.sanity_checking
 
-    def _enter_loops(self, fit_loop: Any) -> None:
-        """Let this callback act between Lightning's batches and epochs, where nothing of them is left to do.
+    def _patch_loops(self, fit_loop: Any) -> None:
+        """Patch the loops to call this callback between Lightning's batches and epochs, when each is complete.
 
-        All hooks of callbacks are too early: other hooks, a validation, and schedulers that monitor a metric follow.
+        All hooks of callbacks run too early: before other hooks, a validation, and schedulers that monitor a metric.
 
         Raises:
-            InvalidInput: this release of Lightning has other loops.
+            InvalidInput: this release of Lightning has different loops.
         """
         epoch_loop = fit_loop.epoch_loop
         try:
-            attrgetter(*_INTERNALS)(fit_loop)
+            attrgetter(*_USED_INTERNALS)(fit_loop)
             for loop, name, method in (
                 (fit_loop, "on_run_start", self._start_run),
                 (epoch_loop, "reset", self._restore_epoch),
@@ -149,54 +149,54 @@ class TuneReportCheckpointCallback(Callback):
                 (fit_loop, "on_advance_end", self._end_epoch),
                 (fit_loop, "on_run_end", self._end_run),
             ):
-                # That of the class: this callback has replaced that of the loop if `fit` is called again.
+                # Wrap the method of the class: in a second `fit`, the loop's own method is this patch.
                 setattr(loop, name, partial(method, getattr(type(loop), name).__get__(loop)))
         except AttributeError as error:
             raise InvalidInput(
-                f"lightning {lightning.__version__}: expected the training loop of version 2.6, found another: {error}"
+                f"lightning {lightning.__version__}: expected the training loop of version 2.6: {error}"
             ) from error
 
     def _start_run(self, on_run_start: Callable[[], None]) -> None:
-        loaders = self._trainer.fit_loop._combined_loader.flattened  # the only place where all of them are
-        if strange := [type(each).__name__ for each in loaders if not hasattr(each, "load_state_dict")]:
+        loaders = self._trainer.fit_loop._combined_loader.flattened  # only here are all of them
+        if stateless := [type(loader).__name__ for loader in loaders if not hasattr(loader, "load_state_dict")]:
             raise InvalidInput(
-                f"{strange}: a resumed training would begin with other batches; use "
+                f"{stateless}: a resumed training would start with other batches; use "
                 "prefect_tune.integrations.torch.ResumableLoader, or a loader with state_dict and load_state_dict"
             )
-        # Lightning's own handler of SIGTERM would end the training at the next batch, before it is reported and saved.
+        # Lightning's own SIGTERM handler would end the training at the next batch, before its report and save.
         signals = self._trainer._signal_connector
         signals._register_signal(signal.SIGTERM, signals._original_handlers[signal.SIGTERM])
-        if restored_checkpoint() is not None and self._restored is None:
-            raise InvalidInput("trainer.fit: pass ckpt_path=restored_checkpoint(), the trial resumes from a checkpoint")
+        if restored_checkpoint() is not None and self._restored_state is None:
+            raise InvalidInput("trainer.fit: the trial resumes from a checkpoint: pass ckpt_path=restored_checkpoint()")
         on_run_start()
-        if self._restored is None:
+        if self._restored_state is None:
             return
-        state, self._restored = self._restored, None
+        state, self._restored_state = self._restored_state, None
         fit_loop = self._trainer.fit_loop
         validation = fit_loop.epoch_loop.val_loop
         states, fit_loop._combined_loader_states_to_load = fit_loop._combined_loader_states_to_load, []
-        if states:  # Lightning loads them within an epoch only, and not if the loader was made before they were read
+        if states:  # Lightning loads them only within an epoch, and not into a loader that already exists
             fit_loop._combined_loader._load_state_dicts(states)
             iter(fit_loop._data_fetcher)
         epochs = fit_loop.epoch_progress.current
-        if epochs.ready == epochs.processed:  # the next epoch begins like any other
+        if epochs.ready == epochs.processed:  # the next epoch starts normally
             fit_loop.epoch_loop.restarting = fit_loop._resuming_from_checkpoint = False
-            _leave_epochs(fit_loop._combined_loader)
+            _end_epochs(fit_loop._combined_loader)
         if state["validation"]:
             self._trainer.validating = True
             validation.setup_data()
             self._trainer.training = True
             validation._combined_loader._load_state_dicts(state["validation"])
-            _leave_epochs(validation._combined_loader)
+            _end_epochs(validation._combined_loader)
         self._trainer.callback_metrics.update(state["metrics"])
         self._trainer.should_stop |= state["should_stop"]
-        own = Path(restored_directory() or "", _RANK_FILE.format(self._rank))
-        # A rank that the checkpoint is without draws the numbers of rank 0.
-        has_own = self._rank > 0 and own.exists()
-        set_random_state(torch.load(own, weights_only=True) if has_own else state["random"])
+        rank_file = Path(restored_directory() or "", _RANK_FILE.format(self._rank))
+        # A rank that is not in the checkpoint uses the random state of rank 0.
+        has_state = self._rank > 0 and rank_file.exists()
+        set_random_state(torch.load(rank_file, weights_only=True) if has_state else state["random"])
 
     def _restore_epoch(self, reset: Callable[[], None]) -> None:
-        """Restore the place in the epoch; then nothing of an earlier batch has to be repeated or left out."""
+        """Reset an epoch; after a restore, let Lightning neither repeat nor skip parts of a batch."""
         reset()
         fit_loop = self._trainer.fit_loop
         fit_loop._restarting = fit_loop.epoch_loop.restarting = False
@@ -206,55 +206,55 @@ class TuneReportCheckpointCallback(Callback):
         step = self._trainer.global_step
         if self._every_steps and step % self._every_steps == 0 and step > self._reported_step:
             self._reported_step = step
-            self._due = dict(self._trainer.callback_metrics)
+            self._due_metrics = dict(self._trainer.callback_metrics)
             if not self._trainer.fit_loop.epoch_loop.done:
-                self._report(self._due)
+                self._report_metrics(self._due_metrics)
 
     def _end_epoch(self, on_advance_end: Callable[[], None]) -> None:
         on_advance_end()
         if self._every_steps is None:
-            self._report(self._trainer.callback_metrics)
-        elif self._due is not None:
-            self._report(self._due)
+            self._report_metrics(self._trainer.callback_metrics)
+        elif self._due_metrics is not None:
+            self._report_metrics(self._due_metrics)
 
     def _end_run(self, on_run_end: Callable[[], None]) -> None:
-        save_last_step(self._save)
+        save_last_step(self._save_trainer)
         on_run_end()
 
-    def _report(self, metrics: Mapping[str, object]) -> None:
-        self._due = None
+    def _report_metrics(self, metrics: Mapping[str, object]) -> None:
+        self._due_metrics = None
         may_lack = self._trainer.enable_validation and not self._has_validated
-        reported = {} if self._rank else chosen(metrics, self._metrics, may_lack=may_lack)  # those of rank 0 count
-        if not goes_on_after(reported, self._save, may_lack=may_lack):
+        reported = {} if self._rank else chosen(metrics, self._metrics, may_lack=may_lack)  # only rank 0's count
+        if not goes_on_after(reported, self._save_trainer, may_lack=may_lack):
             self._trainer.should_stop = True
 
-    def _save(self, directory: str) -> None:
-        """Save on all ranks: Lightning gathers what rank 0 writes, and each rank has its own random generators."""
-        self._trainer.save_checkpoint(Path(directory, _FILE))
+    def _save_trainer(self, directory: str) -> None:
+        """Save on all ranks: Lightning gathers the state on rank 0, and each rank has its own random generators."""
+        self._trainer.save_checkpoint(Path(directory, _CHECKPOINT_FILE))
         if self._rank:
             torch.save(random_state(), Path(directory, _RANK_FILE.format(self._rank)))
 
 
 def _move_logger(logger: Any, option: str | None) -> None:
-    """Let a logger, which Lightning has opened by now, begin again below the trial's directory."""
-    before = logger.log_dir
-    if path_of_trial(before) == before:
+    """Restart a logger, which Lightning has already opened, below the trial's directory."""
+    original = logger.log_dir
+    if path_of_trial(original) == original:
         return
     directory = path_of_trial(logger.save_dir, option)
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.close()
-    with suppress(OSError):  # another trial may have the folder too
-        for path in Path(before).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+    with suppress(OSError):  # another trial may use the folder too
+        for path in Path(original).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
             path.unlink()
-        Path(before).rmdir()
-    logger._root_dir = logger._save_dir = directory  # a logger has no other way to be moved
+        Path(original).rmdir()
+    logger._root_dir = logger._save_dir = directory  # there is no public way to move a logger
     logger._experiment = None
     if isinstance(logger._version, int):
         logger._version = None
 
 
-def _leave_epochs(combined_loader: Any) -> None:
-    """Say that what was restored is the end of an epoch, although `limit_train_batches` may have left a part of it."""
+def _end_epochs(combined_loader: Any) -> None:
+    """End the restored epoch of each loader, although `limit_train_batches` may have left a part of it."""
     for loader in combined_loader.flattened:
         if isinstance(loader, ResumableLoader):
             loader.batch_sampler.set_epoch(0)

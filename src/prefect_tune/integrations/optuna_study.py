@@ -1,4 +1,4 @@
-"""Optuna's side of a search: distributions, samplers and a study in memory, rebuilt from the journal at a resume."""
+"""Optuna's side of a search: distributions, samplers and an in-memory study, rebuilt from the journal at a resume."""
 
 from __future__ import annotations
 
@@ -39,46 +39,46 @@ from prefect_tune.core.values import Metrics
 # A parameter has the name that `prefect_tune.core.search.space` gives it: `lr`, `model.depth`, `model?1.depth`.
 
 Scalar: TypeAlias = bool | int | float | str | None
-_NEVER = "\0"  # no configuration has it
+_UNMATCHABLE = "\0"  # no configuration contains it
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What Optuna knows of a configuration, in the order in which it was asked."""
+    """The parameters of a configuration in Optuna, in the order in which they are suggested."""
 
     values: Mapping[str, Scalar]
     distributions: Mapping[str, BaseDistribution]
     is_whole: bool
-    """Whether the space would ask for nothing more."""
+    """Whether the space has no further parameters."""
 
 
 def parameters_in(
     space: Mapping[str, object], domains: Mapping[str, Domain], config: Mapping[str, object]
 ) -> Parameters | None:
-    """Return the parameters of `config`, which may be of another space; None if one of them is outside of this space.
+    """Return the parameters of `config`, which may be from another space; None if one of them is outside of this space.
 
-    `domains` are those of the space, in the order in which they are asked. What the space has and the configuration
-    has not is left out, and what only the configuration has.
+    `domains` are the domains of the space, in the order in which they are suggested. Parameters that only the space or
+    only the configuration has are left out.
     """
-    found: dict[str, object] = {}
+    drawn: dict[str, object] = {}
     is_whole = True
     for reading in read(space, config):
         match reading:
-            case Found(name, _, drawn) if name in domains:
-                found[name] = drawn
+            case Found(name, _, value) if name in domains:
+                drawn[name] = value
             case Found():
                 pass  # a function computes it from the others
             case Misfit(name) if name in domains:
                 return None
             case _:
                 is_whole = False
-    asked = {name: domain for name, domain in domains.items() if name in found}
-    values = {name: stored_as(domain, found[name]) for name, domain in asked.items()}
-    return Parameters(values, {name: distribution_of(domain) for name, domain in asked.items()}, is_whole)
+    present = {name: domain for name, domain in domains.items() if name in drawn}
+    values = {name: stored_as(domain, drawn[name]) for name, domain in present.items()}
+    return Parameters(values, {name: distribution_of(domain) for name, domain in present.items()}, is_whole)
 
 
 def named_domains(node: object, name: str = "") -> Iterator[tuple[str, Domain]]:
-    """Every domain of a space that can be drawn, with the name of its parameter; those of options included."""
+    """Yield each domain of a space that can be drawn, including those in options, with its parameter's name."""
     match node:
         case dict():
             for key, child in node.items():
@@ -97,45 +97,43 @@ def named_domains(node: object, name: str = "") -> Iterator[tuple[str, Domain]]:
 
 
 def without_functions(space: Mapping[str, object]) -> dict[str, object]:
-    """Return what is drawn of a space, in the order of the alphabet: a journal keeps no other."""
-    return {
-        key: _rebuilt(space[key], lambda node: None if isinstance(node, SampleFrom) else node) for key in sorted(space)
-    }
+    """Return a space without its functions, in alphabetical order, the only order that a journal keeps."""
+    return {key: _map_nodes(space[key], lambda it: None if isinstance(it, SampleFrom) else it) for key in sorted(space)}
 
 
 def without_the_undrawn(space: Mapping[str, object]) -> dict[str, object]:
-    """Return a space that reads nothing as an option of weight 0."""
+    """Return a space in which no configuration matches an option of weight 0."""
 
-    def blanked(node: object) -> object:
+    def mask_options(node: object) -> object:
         if not isinstance(node, Choice):
             return node
-        drawable = _drawable(node)
-        options = tuple(each if index in drawable else _NEVER for index, each in enumerate(node.options))
+        drawable = _drawable_indexes(node)
+        options = tuple(value if index in drawable else _UNMATCHABLE for index, value in enumerate(node.options))
         return Choice(options, node.weights)
 
-    return {key: _rebuilt(node, blanked) for key, node in space.items()}
+    return {key: _map_nodes(node, mask_options) for key, node in space.items()}
 
 
-def _rebuilt(node: object, change: Callable[[object], object]) -> object:
+def _map_nodes(node: object, change: Callable[[object], object]) -> object:
     match node:
         case dict():
-            return {key: _rebuilt(node[key], change) for key in sorted(node)}
+            return {key: _map_nodes(node[key], change) for key in sorted(node)}
         case list():
-            return [_rebuilt(child, change) for child in node]
+            return [_map_nodes(child, change) for child in node]
         case Choice(options, weights):
-            return change(Choice(tuple(_rebuilt(each, change) for each in options), weights))
+            return change(Choice(tuple(_map_nodes(value, change) for value in options), weights))
         case _:
             return change(node)
 
 
 def distribution_of(domain: Domain) -> BaseDistribution:
-    """Return Optuna's name for a domain: a normal number is drawn by its quantile, a choice by its options.
+    """Return Optuna's distribution for a domain: a normal number is drawn by its quantile, a choice by its options.
 
-    A step on a logarithmic scale is unknown to Optuna: it draws without, and `drawn_from` rounds.
+    Optuna has no steps on a logarithmic scale: it draws without steps, and `drawn_from` rounds.
     """
     match domain:
         case Float(low, high, "linear", q) if q is not None:
-            return FloatDistribution(_multiple(low, q), _multiple(high, q), step=q)
+            return FloatDistribution(_round_to_multiple(low, q), _round_to_multiple(high, q), step=q)
         case Float(low, high, scale):
             return FloatDistribution(low, high, log=scale == "log")
         case Integer(low, _, "log"):
@@ -145,99 +143,99 @@ def distribution_of(domain: Domain) -> BaseDistribution:
         case Normal():
             return FloatDistribution(0.0, 1.0)
         case Choice() | Grid():
-            labels = _labels(domain)
-            return CategoricalDistribution([labels[index] for index in _drawable(domain)])
+            labels = _choice_labels(domain)
+            return CategoricalDistribution([labels[index] for index in _drawable_indexes(domain)])
         case _:
             assert_never(domain)
 
 
 def drawn_from(domain: Domain, stored: Scalar) -> float:
-    """Return the value, or the index of the option, that a value of Optuna's stands for."""
+    """Return the value, or the index of the option, that a value of Optuna represents."""
     match domain:
         case Float(_, high, _, None):
-            return min(_number(stored), math.nextafter(high, -math.inf))
+            return min(_require_number(stored), math.nextafter(high, -math.inf))
         case Float() | Integer():
-            return domain.nearest(_number(stored))
+            return domain.nearest(_require_number(stored))
         case Normal():
-            return domain.at(_number(stored))
+            return domain.at(_require_number(stored))
         case Choice() | Grid():
-            return _labels(domain).index(stored)
+            return _choice_labels(domain).index(stored)
         case _:
             assert_never(domain)
 
 
 def stored_as(domain: Domain, drawn: object) -> Scalar:
-    """Return Optuna's value for one of a configuration, or for the index of an option."""
+    """Return Optuna's value for a value of a configuration, or for the index of an option."""
     match domain:
         case Float(_, _, "linear", q) if q is not None:
-            return _multiple(_number(drawn), q)
+            return _round_to_multiple(_require_number(drawn), q)
         case Float():
-            return _number(drawn)
+            return _require_number(drawn)
         case Integer():
-            return int(_number(drawn))
+            return int(_require_number(drawn))
         case Normal(mean, sd):
-            return NormalDist(mean, sd).cdf(_number(drawn))
+            return NormalDist(mean, sd).cdf(_require_number(drawn))
         case Choice() | Grid():
-            return _labels(domain)[int(_number(drawn))]
+            return _choice_labels(domain)[int(_require_number(drawn))]
         case _:
             assert_never(domain)
 
 
-def _labels(domain: Choice | Grid) -> list[Scalar]:
+def _choice_labels(domain: Choice | Grid) -> list[Scalar]:
     """Return Optuna's choices: the options, or their indexes if Optuna cannot distinguish the options."""
-    plain = [each for each in domain.options if each is None or isinstance(each, bool | int | float | str)]
+    plain = [value for value in domain.options if value is None or isinstance(value, bool | int | float | str)]
     if len(plain) == len(domain.options) == len(set(plain)):
         return list(plain)
     return list(range(len(domain.options)))
 
 
-def _drawable(domain: Choice | Grid) -> list[int]:
-    """Return the indexes of the options with a weight other than 0. Samplers ignore other weights."""
+def _drawable_indexes(domain: Choice | Grid) -> list[int]:
+    """Return the indexes of the options with a nonzero weight. Samplers ignore the size of weights."""
     weights = domain.weights if isinstance(domain, Choice) else None
     return [index for index in range(len(domain.options)) if weights is None or weights[index] > 0]
 
 
-def _multiple(value: float, q: float) -> float:
-    """Return the multiple of `q` as it is written: Optuna compares 0.1 * 3 and 0.3 by their decimals."""
+def _round_to_multiple(value: float, q: float) -> float:
+    """Round to a multiple of `q` in decimal notation: Optuna compares 0.1 * 3 and 0.3 by their decimals."""
     step = Decimal(repr(q))
     return float((Decimal(repr(value)) / step).to_integral_value() * step)
 
 
-def _number(value: object) -> float:
-    assert isinstance(value, int | float), value  # noqa: S101 - `read` and Optuna's distributions have made sure
+def _require_number(value: object) -> float:
+    assert isinstance(value, int | float), value  # noqa: S101 - `read` and Optuna's distributions ensure it
     return value
 
 
 class StudyStorage(InMemoryStorage):
-    """Optuna's storage in memory, whose trials can also be corrected."""
+    """Optuna's in-memory storage, whose trials can also be changed."""
 
-    def begin_study(self, name: str, modes: Sequence[Mode]) -> None:
-        """Begin the one study there is."""
+    def create_only_study(self, name: str, modes: Sequence[Mode]) -> None:
+        """Create the only study of this storage."""
         directions = [StudyDirection.MINIMIZE if mode == "min" else StudyDirection.MAXIMIZE for mode in modes]
         with quiet():
             self._only_study = self.create_new_study(directions, name)
 
     def begin(self) -> FrozenTrial:
-        """Add a running trial that knows nothing yet."""
+        """Add a running trial without parameters."""
         return self.get_trial(self.create_new_trial(self._only_study))
 
-    def correct(self, trial: FrozenTrial, known: Parameters, notes: Mapping[str, Any]) -> FrozenTrial:
-        """Have a trial know these parameters and the sampler's notes, and nothing else; return it."""
-        corrected = copy.copy(trial)
-        corrected.params = dict(known.values)
-        corrected.distributions = dict(known.distributions)
-        corrected.system_attrs = dict(notes)
-        self._set_trial(trial._trial_id, corrected)  # noqa: SLF001 - its one name here
-        return corrected
+    def correct(self, trial: FrozenTrial, parameters: Parameters, notes: Mapping[str, Any]) -> FrozenTrial:
+        """Replace the parameters of a trial and the sampler's notes on it; return the new trial."""
+        new_trial = copy.copy(trial)
+        new_trial.params = dict(parameters.values)
+        new_trial.distributions = dict(parameters.distributions)
+        new_trial.system_attrs = dict(notes)
+        self._set_trial(trial._trial_id, new_trial)  # noqa: SLF001 - there is no public name
+        return new_trial
 
     def constrain(self, trial_id: int, values: Mapping[str, float]) -> None:
-        """Have the trial know how far each constraint is from being met: met is 0 or less."""
-        noted = create_trial(state=TrialState.RUNNING, constraints=dict(values)).system_attrs
-        for key, value in noted.items():
+        """Store the trial's violation of each constraint: 0 or less if the constraint is met."""
+        attributes = create_trial(state=TrialState.RUNNING, constraints=dict(values)).system_attrs
+        for key, value in attributes.items():
             self.set_trial_system_attr(trial_id, key, value)
 
     def reopen(self, trial_id: int) -> bool:
-        """Have a trial run that had ended; return whether it had."""
+        """Set an ended trial to running; return False if it was running."""
         trial = copy.copy(self.get_trial(trial_id))
         if not trial.state.is_finished():
             return False
@@ -247,24 +245,24 @@ class StudyStorage(InMemoryStorage):
 
 
 class Study(optuna.Study):
-    """A study over `StudyStorage`, driven by asking and telling; its sampler is replaced before each use."""
+    """A study with a `StudyStorage`, driven by ask and tell; its sampler is replaced before each use."""
 
     def __init__(self, name: str, modes: Sequence[Mode]) -> None:
         self.trials_stored = StudyStorage()
-        self.trials_stored.begin_study(name, modes)
+        self.trials_stored.create_only_study(name, modes)
         super().__init__(name, self.trials_stored, RandomSampler(seed=0), NopPruner())
         self.is_stopped = False
 
     def stop(self) -> None:
-        """Remember that there is nothing more to try. Optuna's own refuses outside of `optimize`."""
+        """Record that nothing is left to try. Optuna's own method raises outside of `optimize`."""
         self.is_stopped = True
 
 
 def values_of(objective: Objective, metrics: Metrics, where: str) -> tuple[float, ...]:
-    """Return the objective's metrics as reported, without turning them into losses, since a sampler may expect them so.
+    """Return the objective's metrics with their reported signs, not as losses: a sampler may expect these signs.
 
     Raises:
-        BadMetric: as `Objective.losses` does.
+        BadMetric: like `Objective.losses`.
     """
     losses = objective.losses(metrics, where)
     return tuple(loss if mode == "min" else -loss for loss, mode in zip(losses, objective.modes, strict=True))
@@ -272,103 +270,103 @@ def values_of(objective: Objective, metrics: Metrics, where: str) -> tuple[float
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Optuna from logging what is no news here, and leave its verbosity as it was."""
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(max(before, optuna.logging.ERROR))
+    """Let Optuna log only errors during the block; then restore its verbosity."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(verbosity, optuna.logging.ERROR))
     try:
         yield
     finally:
-        optuna.logging.set_verbosity(before)
+        optuna.logging.set_verbosity(verbosity)
 
 
-# Optuna's samplers: their requirements, and how they are seeded and replayed deterministically.
+# Optuna's samplers: their requirements, deterministic seeds and replay.
 
-_Chance: TypeAlias = LazyRandomState | np.random.RandomState | np.random.Generator | random.Random
+_Generator: TypeAlias = LazyRandomState | np.random.RandomState | np.random.Generator | random.Random
 
-_NEEDS: Mapping[type[BaseSampler], Sequence[str]] = {
+_REQUIRED_PACKAGES: Mapping[type[BaseSampler], Sequence[str]] = {
     samplers.CmaEsSampler: ("cmaes",),
     samplers.GPSampler: ("torch", "scipy"),
     samplers.QMCSampler: ("scipy",),
 }
-_ONE_OBJECTIVE = (samplers.CmaEsSampler,)
-_SEES_ONLY_TRIALS = (
+_SINGLE_OBJECTIVE_SAMPLERS = (samplers.CmaEsSampler,)
+_STATELESS_SAMPLERS = (
     samplers.BruteForceSampler,
     samplers.GPSampler,
     samplers.RandomSampler,
     samplers.TPESampler,
 )
-"""What they propose follows from parameters, values and states of the trials before, and from nothing else that lasts.
+"""Samplers whose proposals depend only on the parameters, values and states of earlier trials.
 
-The others leave notes at the study or its trials (a generation, the state of an optimizer, the place in a sequence).
+The others store notes in the study or its trials (a generation, an optimizer's state, the position in a sequence).
 """
-_SEES_PARTS = (samplers.RandomSampler, samplers.TPESampler)
-"""Of the others each leaves a parameter to chance for good once a trial lacks it."""
-_ENDS_BY_ITSELF = (samplers.BruteForceSampler, samplers.GridSampler)
-_SHARED = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
-"""Not copied: thousands that never change, and a cache of what follows from the trials."""
-_CLOSED = (type, FunctionType, ModuleType, np.ndarray, str, bytes, *_SHARED, *get_args(_Chance))
+_PARTIAL_TRIAL_SAMPLERS = (samplers.RandomSampler, samplers.TPESampler)
+"""Samplers that support trials with missing parameters; the others then always draw such a parameter at random."""
+_EXHAUSTIVE_SAMPLERS = (samplers.BruteForceSampler, samplers.GridSampler)
+_SHARED_TYPES = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
+"""Types that are not copied: thousands of constant objects, and a cache that is derived from the trials."""
+_OPAQUE_TYPES = (type, FunctionType, ModuleType, np.ndarray, str, bytes, *_SHARED_TYPES, *get_args(_Generator))
 _SEED_BITS = 128
 
 
 class SeededSampler:
-    """A sampler of which each proposal gets a copy that has proposed nothing yet, with chance of its own.
+    """A sampler that is copied for each proposal: each copy is unused and has its own seeds.
 
-    Its own seeds count for nothing: what is drawn follows from the seed of the experiment and the number of the trial.
+    The sampler's own seeds are ignored: draws depend on the experiment's seed and the number of the trial.
     """
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
         self._pristine = copy.deepcopy(sampler)
         self._seed = seed
-        parts = list(_parts_of(self._pristine, set()))
+        parts = list(_iter_parts(self._pristine, set()))
         for part in parts:
-            _settle(part, seed)
-        self._chances = [part for part in parts if isinstance(part, _Chance)]
-        # Seeded anew before each use, a generator need not be copied.
-        self._shared: dict[int, object] = {id(part): part for part in parts if isinstance(part, (*_SHARED, _Chance))}
-        if isinstance(core := core_of(self._pristine), samplers.GridSampler):
-            self._shared |= {id(part): part for part in (core._all_grids, core._search_space)}  # noqa: SLF001 - never changed
+            _make_deterministic(part, seed)
+        self._generators = [part for part in parts if isinstance(part, _Generator)]
+        # Generators need no copies: they are reseeded before each use.
+        self._shared: dict[int, object] = {id(it): it for it in parts if isinstance(it, (*_SHARED_TYPES, _Generator))}
+        if isinstance(core := unwrap_sampler(self._pristine), samplers.GridSampler):
+            self._shared |= {id(part): part for part in (core._all_grids, core._search_space)}  # noqa: SLF001 - constant
         kinds = {type(part) for part in parts if isinstance(part, BaseSampler)} - {samplers.PartialFixedSampler}
-        self.is_replayed_by_asking = not kinds <= {*_SEES_ONLY_TRIALS}
-        self.sees_parts = isinstance(core_of(sampler), _SEES_PARTS)
+        self.is_replayed_by_asking = not kinds <= {*_STATELESS_SAMPLERS}
+        self.sees_parts = isinstance(unwrap_sampler(sampler), _PARTIAL_TRIAL_SAMPLERS)
         self.ends_by_itself = ends_by_itself(sampler)
-        self.draws_nothing = isinstance(core_of(sampler), samplers.GridSampler)
+        self.draws_nothing = isinstance(unwrap_sampler(sampler), samplers.GridSampler)
         self.forget()  # a sampler may have been used before
 
     def proposing(self, number: int) -> BaseSampler:
-        """Return the sampler for the proposal of one trial: the same for the same number, whatever happened before."""
-        self._seed_all("propose", number)
+        """Return the sampler for the proposal of trial `number`, which does not depend on earlier calls."""
+        self._seed_generators("propose", number)
         return copy.deepcopy(self._pristine, dict(self._shared))
 
     def hearing(self, number: int) -> BaseSampler:
-        """Return the sampler for the end of one trial: what it stores then, all later copies have."""
-        self._seed_all("ended", number)
+        """Return the sampler for the end of trial `number`: all later copies have what it stores then."""
+        self._seed_generators("ended", number)
         return self._pristine
 
     def forget(self) -> None:
-        """Forget what was found out about the trials until now: one of them runs again."""
+        """Reset the caches that are derived from the trials: an ended trial is running again."""
         for part in self._shared.values():
             if isinstance(part, IntersectionSearchSpace):
-                vars(part).update(vars(IntersectionSearchSpace(part._include_pruned)))  # noqa: SLF001 - as it began
+                vars(part).update(vars(IntersectionSearchSpace(part._include_pruned)))  # noqa: SLF001 - its initial state
 
-    def _seed_all(self, purpose: str, number: int) -> None:
-        for place, chance in enumerate(self._chances):
-            _seed(chance, integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, place))
+    def _seed_generators(self, purpose: str, number: int) -> None:
+        for index, generator in enumerate(self._generators):
+            _seed_generator(generator, integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, index))
 
 
-def sampler_from(given: object) -> BaseSampler:
-    """Return the sampler that `given` is, or names: `"TPESampler"`, `{"TPESampler": {"n_startup_trials": 20}}`.
+def sampler_from(value: object) -> BaseSampler:
+    """Return a sampler, also for its name: `"TPESampler"`, `{"TPESampler": {"n_startup_trials": 20}}`; None for TPE.
 
     Raises:
-        InvalidInput: it is none, or not with these options.
+        InvalidInput: there is no such sampler, or it does not have these options.
     """
-    if given is None or isinstance(given, BaseSampler):
-        return samplers.TPESampler() if given is None else given
-    name, options = next(iter(given.items())) if isinstance(given, Mapping) and len(given) == 1 else (given, {})
+    if value is None or isinstance(value, BaseSampler):
+        return samplers.TPESampler() if value is None else value
+    name, options = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else (value, {})
     kind = getattr(samplers, name) if isinstance(name, str) and name in samplers.__all__ else None
     if not (isinstance(kind, type) and issubclass(kind, BaseSampler) and isinstance(options, Mapping)):
         raise InvalidInput(
-            "OptunaSearch: sampler: expected one of Optuna's, its name such as 'TPESampler', or its name with options, "
-            f"found {given!r}{did_you_mean(str(name), samplers.__all__)}"
+            "OptunaSearch: sampler: expected a sampler of Optuna, its name such as 'TPESampler', or its name with "
+            f"options, found {value!r}{did_you_mean(str(name), samplers.__all__)}"
         )
     try:
         return kind(**options)
@@ -376,78 +374,78 @@ def sampler_from(given: object) -> BaseSampler:
         raise InvalidInput(f"OptunaSearch: sampler: {name}: {error}") from error
 
 
-def core_of(sampler: BaseSampler) -> BaseSampler:
-    """Return the sampler itself, or the one that it wraps to fix some parameters."""
+def unwrap_sampler(sampler: BaseSampler) -> BaseSampler:
+    """Return the sampler itself, or the sampler in a wrapper that fixes some parameters."""
     while isinstance(sampler, samplers.PartialFixedSampler):
-        sampler = sampler._base_sampler  # noqa: SLF001 - there is no public way to ask for it
+        sampler = sampler._base_sampler  # noqa: SLF001 - there is no public name
     return sampler
 
 
 def ends_by_itself(sampler: BaseSampler) -> bool:
-    """Whether it tries each configuration once, and then has no more."""
-    return isinstance(core_of(sampler), _ENDS_BY_ITSELF)
+    """Return whether the sampler proposes each configuration once and then ends."""
+    return isinstance(unwrap_sampler(sampler), _EXHAUSTIVE_SAMPLERS)
 
 
 def check_sampler(sampler: BaseSampler, names: Collection[str], objective_count: int) -> None:
-    """Check what Optuna would find out in the middle of the experiment.
+    """Check for errors that Optuna would raise only in the middle of the experiment.
 
     Raises:
-        InvalidInput: a package is missing, or the sampler does not fit the objective or the names of the space.
+        InvalidInput: a package is missing, or the sampler does not match the objective or the names of the space.
     """
-    core, name = core_of(sampler), type(core_of(sampler)).__name__
-    needed = [package for kind, needs in _NEEDS.items() if isinstance(core, kind) for package in needs]
+    core, name = unwrap_sampler(sampler), type(unwrap_sampler(sampler)).__name__
+    needed = [package for kind, needs in _REQUIRED_PACKAGES.items() if isinstance(core, kind) for package in needs]
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         raise InvalidInput(f"{name}: it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    if objective_count > 1 and isinstance(core, _ONE_OBJECTIVE):
-        raise InvalidInput(f"{name}: it serves one metric, found {objective_count}: take NSGAIISampler or TPESampler")
+    if objective_count > 1 and isinstance(core, _SINGLE_OBJECTIVE_SAMPLERS):
+        raise InvalidInput(f"{name}: expected one metric, found {objective_count}: use NSGAIISampler or TPESampler")
     if isinstance(core, samplers.GridSampler) and set(core._search_space) != set(names):  # noqa: SLF001 - as above
-        raise InvalidInput(f"{name}: expected values for each parameter of the space, {sorted(names)}")
+        raise InvalidInput(f"{name}: expected values for each parameter of the space: {sorted(names)}")
     while isinstance(sampler, samplers.PartialFixedSampler):
-        unknown = sampler._fixed_params.keys() - set(names)  # noqa: SLF001 - there is no public way to ask for it
+        unknown = sampler._fixed_params.keys() - set(names)  # noqa: SLF001 - there is no public name
         if unknown:
             raise InvalidInput(
-                f"PartialFixedSampler: there is no parameter {sorted(unknown)}, the space has {sorted(names)}"
+                f"PartialFixedSampler: unknown parameters {sorted(unknown)}; the space has {sorted(names)}"
             )
         sampler = sampler._base_sampler  # noqa: SLF001 - as above
 
 
-def _parts_of(value: object, seen: set[int]) -> Iterator[object]:
-    """Yield all objects that a sampler consists of, each once, in a fixed order."""
+def _iter_parts(value: object, seen: set[int]) -> Iterator[object]:
+    """Yield each object in a sampler once, in a fixed order."""
     if id(value) in seen:
         return
     seen.add(id(value))
     yield value
-    held: Sequence[object]
+    children: Sequence[object]
     match value:
         case samplers.GridSampler():
-            held = [value._rng]  # noqa: SLF001 - and not each of its points
+            children = [value._rng]  # noqa: SLF001 - not the points of its grid
         case Mapping():
-            held = list(value.values())
+            children = list(value.values())
         case list() | tuple():
-            held = value
+            children = value
         case _:
-            held = [] if isinstance(value, _CLOSED) else list(getattr(value, "__dict__", {}).values())
-    for part in held:
-        yield from _parts_of(part, seen)
+            children = [] if isinstance(value, _OPAQUE_TYPES) else list(getattr(value, "__dict__", {}).values())
+    for part in children:
+        yield from _iter_parts(part, seen)
 
 
-def _settle(part: object, seed: int) -> None:
-    """Replace what a constructor drew by itself, and what makes a difference only with several processes."""
+def _make_deterministic(part: object, seed: int) -> None:
+    """Replace numbers that a constructor drew, and an option that is only for several processes."""
     if isinstance(part, samplers.QMCSampler):
-        part._seed = integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - drawn where it was not given
+        part._seed = integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - drawn if no seed was passed
     elif isinstance(part, samplers.BruteForceSampler):
-        # A running trial has all its parameters here, so that none of them hides a part of the space.
+        # Running trials have all their parameters here, so that none of them hides a part of the space.
         part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
 
 
-def _seed(chance: object, seed: int) -> None:
+def _seed_generator(generator: object, seed: int) -> None:
     words = [seed >> shift & 0xFFFFFFFF for shift in range(0, _SEED_BITS, 32)]
-    if isinstance(chance, LazyRandomState):
-        chance.rng.seed(words)
-    elif isinstance(chance, np.random.RandomState):
-        chance.seed(words)
-    elif isinstance(chance, np.random.Generator):
-        chance.bit_generator.state = type(chance.bit_generator)(seed).state
-    elif isinstance(chance, random.Random):
-        chance.seed(seed)
+    if isinstance(generator, LazyRandomState):
+        generator.rng.seed(words)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(words)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)

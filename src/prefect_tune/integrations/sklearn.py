@@ -1,4 +1,4 @@
-"""Train scikit-learn estimators that have `partial_fit`, batch by batch, and save them without pickle."""
+"""Train scikit-learn estimators with `partial_fit`, batch by batch, and save them without pickle."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ except ModuleNotFoundError as error:
 
 __all__ = ["PartialFitTrainable", "load_estimator"]
 
-_ESTIMATOR, _PLACE = "estimator.skops", "place.json"
-# Plain records of scikit-learn's own that skops does not know yet.
-_TRUSTED = frozenset(f"sklearn.neural_network._stochastic_optimizers.{name}Optimizer" for name in ("Adam", "SGD"))
+_ESTIMATOR_FILE, _POSITION_FILE = "estimator.skops", "place.json"
+# Plain records of scikit-learn that skops does not know yet.
+_TRUSTED_TYPES = frozenset(f"sklearn.neural_network._stochastic_optimizers.{name}Optimizer" for name in ("Adam", "SGD"))
 
 
 def load_estimator(directory: str | Path, *, trusted_types: frozenset[str] = frozenset()) -> Any:
-    """Return the estimator of a checkpoint. It is not unpickled: only types known to skops are made.
+    """Return the estimator of a checkpoint. It is not unpickled: only types known to skops are created.
 
     Args:
         directory: `results.checkpoint(trial).to_directory()`, for example.
-        trusted_types: others that may be made, such as `my_package.MyEstimator`. Making them may run their code.
+        trusted_types: other allowed types, such as `my_package.MyEstimator`. Creating them may run their code.
 
     Raises:
-        InvalidInput: it holds another type.
+        InvalidInput: it contains another type.
     """
-    path = Path(directory, _ESTIMATOR)
+    path = Path(directory, _ESTIMATOR_FILE)
     types = set(skops.io.get_untrusted_types(file=path))
-    if unknown := types - _TRUSTED - trusted_types:
-        raise InvalidInput(f"{path}: holds {sorted(unknown)}; name them in trusted_types if you trust them")
+    if unknown := types - _TRUSTED_TYPES - trusted_types:
+        raise InvalidInput(f"{path}: contains {sorted(unknown)}; name them in trusted_types if you trust them")
     return skops.io.load(path, trusted=sorted(types))
 
 
 class PartialFitTrainable(Trainable):
-    """An estimator that learns by `partial_fit`. Override `make_estimator`, `make_data` and `evaluate`.
+    """An estimator with `partial_fit`. Override `make_estimator`, `make_data` and `evaluate`.
 
     A step is `batches_per_step` batches. Each pass over the data is shuffled, in an order that depends only on `seed`
-    and the number of the pass. A resumed trial ends with the very weights of an undisturbed one: an estimator whose
-    `random_state` is None is given `seed`, since scikit-learn would draw from NumPy's global state.
+    and the number of the pass. A resumed trial ends with exactly the weights of an uninterrupted trial: if an
+    estimator's `random_state` is None, it is set to `seed`, since scikit-learn would draw from NumPy's global state.
     A changed configuration (population based training) sets the parameters of the restored estimator.
     """
 
@@ -55,14 +55,14 @@ class PartialFitTrainable(Trainable):
     batches_per_step: ClassVar[int] = 1
     seed: ClassVar[int] = 0
     trusted_types: ClassVar[frozenset[str]] = frozenset()
-    """Types beside scikit-learn's that the estimator is made of; see `load_estimator`."""
+    """Types in the estimator that are not scikit-learn's: see `load_estimator`."""
 
     def make_estimator(self, config: dict[str, Any]) -> Any:
         """Return a new estimator with the configuration's parameters."""
         raise NotImplementedError(f"{type(self).__name__}.make_estimator: return an estimator with partial_fit")
 
     def make_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the data to train on: an array of examples, and their labels; None where there are none."""
+        """Return the training data: an array of examples, and their labels; None without labels."""
         raise NotImplementedError(f"{type(self).__name__}.make_data: return examples and labels")
 
     def evaluate(self, estimator: Any) -> Mapping[str, object]:
@@ -71,36 +71,36 @@ class PartialFitTrainable(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         self.inputs, self.labels = self.make_data(config)
-        self.estimator = _seeded(self.make_estimator(config), self.seed)
+        self.estimator = _set_missing_seed(self.make_estimator(config), self.seed)
         self._batches_done = 0
 
     def step(self) -> Mapping[str, object]:
         for _ in range(self.batches_per_step):
-            self._learn(self._next_batch())
+            self._train_on_batch(self._next_batch())
         return self.evaluate(self.estimator)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        skops.io.dump(self.estimator, Path(checkpoint_dir, _ESTIMATOR))
-        Path(checkpoint_dir, _PLACE).write_text(json.dumps({"batches_done": self._batches_done}))
+        skops.io.dump(self.estimator, Path(checkpoint_dir, _ESTIMATOR_FILE))
+        Path(checkpoint_dir, _POSITION_FILE).write_text(json.dumps({"batches_done": self._batches_done}))
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         parameters = self.estimator.get_params()
         self.estimator = load_estimator(checkpoint_dir, trusted_types=self.trusted_types).set_params(**parameters)
-        self._batches_done = json.loads(Path(checkpoint_dir, _PLACE).read_text())["batches_done"]
+        self._batches_done = json.loads(Path(checkpoint_dir, _POSITION_FILE).read_text())["batches_done"]
 
     def _next_batch(self) -> Any:
         batches_per_pass = -(-len(self.inputs) // self.batch_size)
-        number, place = divmod(self._batches_done, batches_per_pass)
-        order = np.random.default_rng((self.seed, number)).permutation(len(self.inputs))
-        return order[place * self.batch_size : (place + 1) * self.batch_size]
+        pass_number, batch = divmod(self._batches_done, batches_per_pass)
+        order = np.random.default_rng((self.seed, pass_number)).permutation(len(self.inputs))
+        return order[batch * self.batch_size : (batch + 1) * self.batch_size]
 
-    def _learn(self, batch: Any) -> None:
+    def _train_on_batch(self, batch: Any) -> None:
         first = {"classes": np.unique(self.labels)} if self._batches_done == 0 and is_classifier(self.estimator) else {}
         labels = None if self.labels is None else self.labels[batch]
         self.estimator.partial_fit(self.inputs[batch], labels, **first)
         self._batches_done += 1
 
 
-def _seeded(estimator: Any, seed: int) -> Any:
+def _set_missing_seed(estimator: Any, seed: int) -> Any:
     unseeded = [name for name, value in estimator.get_params().items() if name == "random_state" and value is None]
     return estimator.set_params(**dict.fromkeys(unseeded, seed))

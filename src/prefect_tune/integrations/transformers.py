@@ -1,4 +1,4 @@
-"""A callback for Hugging Face's Trainer that saves at an interval, and reports the trainer's checkpoints."""
+"""A callback for Hugging Face's Trainer that saves at an interval and reports the Trainer's checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def restored_checkpoint() -> str | None:
 
 
 class TuneReportCheckpointCallback(TrainerCallback):
-    """Report what was logged and evaluated, each time with a checkpoint of the trainer's own.
+    """Report logged and evaluated metrics, each time with a checkpoint of the Trainer.
 
     ```python
     trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[
@@ -45,27 +45,26 @@ class TuneReportCheckpointCallback(TrainerCallback):
     trainer.train(resume_from_checkpoint=restored_checkpoint())
     ```
 
-    Each report is saved, whatever the flow's `checkpoint` says: the Trainer can save only where it saves. It restores
-    the random states and skips the batches that were trained. Its weights and states are read without running code
-    (the file `training_args.bin` is a pickle that nothing here reads). Several processes are those of
-    `processes_per_trial`.
+    Each report is saved, even if the flow's `checkpoint` interval is longer: the Trainer saves only at its own save
+    points. It restores the random states and skips trained batches. Its weights and states are read without running
+    code (`training_args.bin` is a pickle, and is not read). For several processes, use `processes_per_trial`.
 
-    `output_dir` becomes a path below the trial's directory, unless it contains the trial's ID: trials would overwrite
-    each other's files. With another `save_strategy` than `"no"` the Trainer also saves for itself, into `output_dir`,
-    which is synced as an artifact; a checkpoint that both want is moved to the target.
+    `output_dir` is moved below the trial's directory, unless it contains the trial's ID: trials would overwrite each
+    other's files. With a `save_strategy` other than `"no"`, the Trainer also saves its own checkpoints to `output_dir`,
+    which is synced as an artifact; a checkpoint that both request is moved to the target.
 
     Args:
-        metrics: which to report, of those that are logged and evaluated; `{"loss": "eval_loss"}` renames. Default: all.
-        every_steps: report each so many steps of the optimizer, and at the last. Default: at the end of each epoch.
-            Until the first evaluation has ended, reports may lack the metric of the search.
+        metrics: the logged and evaluated metrics to report; `{"loss": "eval_loss"}` renames one. Default: all.
+        every_steps: the number of optimizer steps between reports; the last step is always reported. Default: report at
+            the end of each epoch. Before the end of the first evaluation, reports may lack the metric of the search.
     """
 
     def __init__(self, metrics: MetricNames = None, *, every_steps: int | None = None) -> None:
-        self._wanted = metrics
+        self._metric_names = metrics
         self._every_steps = every_steps
         self._metrics: dict[str, object] = {}
-        self._asked_at: int | None = None
-        self._over = False
+        self._requested_step: int | None = None
+        self._is_trial_over = False
         self._rank = 0
         self._output_dir = ""
 
@@ -80,23 +79,23 @@ class TuneReportCheckpointCallback(TrainerCallback):
         _move_output_dir(args)  # `add_callback` came after `on_init_end`
         if args.load_best_model_at_end:
             raise InvalidInput(
-                "TrainingArguments(load_best_model_at_end=True): set it to False, since the Trainer's checkpoints are "
+                "TrainingArguments(load_best_model_at_end=True): expected False, since the Trainer's checkpoints are "
                 "moved to the target"
             )
         if args.save_strategy == "best":
             raise InvalidInput(
-                'TrainingArguments(save_strategy="best"): expected another, such as "no"; with "best" the Trainer does '
-                "not save when this callback asks it to"
+                'TrainingArguments(save_strategy="best"): expected another strategy, such as "no"; with "best" the '
+                "Trainer ignores the save requests of this callback"
             )
         if args.ignore_data_skip or args.save_only_model or args.dataloader_persistent_workers:
             raise InvalidInput(
                 "TrainingArguments(ignore_data_skip, save_only_model, dataloader_persistent_workers): expected False "
-                "for each, or a resumed training would differ"
+                "for each: else a resumed training would differ"
             )
         if getattr(args, "enable_jit_checkpoint", False):
             raise InvalidInput(
                 "TrainingArguments(enable_jit_checkpoint): expected False, found True: the Trainer would end the "
-                "training at SIGTERM, as if it were complete; the trial saves and ends without it"
+                "training at SIGTERM as if it were complete; the trial saves and ends without this option"
             )
         if getattr(model, "_hf_peft_config_loaded", False):
             raise InvalidInput(
@@ -104,20 +103,20 @@ class TuneReportCheckpointCallback(TrainerCallback):
                 "load; pass `peft.get_peft_model(model, config)`"
             )
         if restored_checkpoint() is not None and state.global_step == 0:
-            raise InvalidInput("trainer.train: pass resume_from_checkpoint=restored_checkpoint(), the trial resumes")
-        for logs in state.log_history:  # of a resumed trial: a report also has the metrics of an earlier evaluation
+            raise InvalidInput("trainer.train: the trial resumes: pass resume_from_checkpoint=restored_checkpoint()")
+        for logs in state.log_history:  # after a resume, reports also include the metrics of an earlier evaluation
             self._metrics.update({name: value for name, value in logs.items() if name != "step"})
         if (directory := restored_checkpoint()) is not None and isinstance(model, PreTrainedModel):
-            # The Trainer writes weights under the names of the hub, looks for the model's own, and takes what it finds.
+            # The Trainer writes weights by their hub names, but loads only those that match the model's own names.
             model.load_state_dict(type(model).from_pretrained(directory).state_dict())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._every_steps and (state.global_step % self._every_steps == 0 or state.global_step >= state.max_steps):
-            self._ask(args, state, control)
+            self._request_save(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._every_steps is None:
-            self._ask(args, state, control)
+            self._request_save(args, state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, object] | None = None, **_: Any) -> None:
         del args, state, control
@@ -130,30 +129,30 @@ class TuneReportCheckpointCallback(TrainerCallback):
         self._metrics.update(metrics or {})
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._asked_at != state.global_step:
+        if self._requested_step != state.global_step:
             return
-        self._asked_at = None
+        self._requested_step = None
         folder, args.output_dir = args.output_dir, self._output_dir
         has_evaluated = any(name.startswith("eval_") for logs in state.log_history for name in logs)
         may_lack = args.eval_strategy != "no" and not has_evaluated
 
-        def move(directory: str) -> None:
+        def move_files(directory: str) -> None:
             for path in sorted(Path(folder, f"checkpoint-{state.global_step}").iterdir()):
                 shutil.move(path, Path(directory, path.name))
 
         metrics: dict[str, object] = {}
-        if not self._rank:  # the metrics of rank 0 count, and only it has them
-            metrics = {**chosen(self._metrics, self._wanted, may_lack=may_lack), "should_checkpoint": True}
-        self._over = not goes_on_after(metrics, move, may_lack=may_lack)
+        if not self._rank:  # only rank 0 has the metrics
+            metrics = {**chosen(self._metrics, self._metric_names, may_lack=may_lack), "should_checkpoint": True}
+        self._is_trial_over = not goes_on_after(metrics, move_files, may_lack=may_lack)
         shutil.rmtree(folder)
-        control.should_training_stop = control.should_training_stop or self._over
+        control.should_training_stop = control.should_training_stop or self._is_trial_over
 
-    def _ask(self, args: Any, state: Any, control: Any) -> None:
-        """Request that the Trainer logs and saves next, into a folder of its own; it calls `on_save` last."""
-        if not self._over:
+    def _request_save(self, args: Any, state: Any, control: Any) -> None:
+        """Request that the Trainer logs and then saves to a temporary folder; after the save it calls `on_save`."""
+        if not self._is_trial_over:
             control.should_log = control.should_save = True
-            self._asked_at = state.global_step
-            # Not below `output_dir`: a sync of artifacts would send what is half written.
+            self._requested_step = state.global_step
+            # Not below `output_dir`: an artifact sync would upload incomplete files.
             self._output_dir, args.output_dir = args.output_dir, tempfile.mkdtemp()
 
 

@@ -1,4 +1,4 @@
-"""Loggers that write a file with one row per step for each trial, as JSON lines or CSV."""
+"""Loggers that write a file for each trial with one row per step, as JSON lines or CSV."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ DEFAULT_DIRECTORY = "~/prefect-tune-results"
 class FolderLogger(Callback):
     """A logger that writes to `<directory>/<experiment>/<trial>/`.
 
-    On a machine without these files, all events are delivered again from the first, so the files are rewritten.
+    On a machine without these files, all events are delivered again, so the files are rewritten.
     """
 
     def __init__(self, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
         self._directory = Path(directory).expanduser()
         self._folder = self._directory
-        self._mark = ""
+        self._files_id = ""
 
     def setup(self, search: SearchInfo) -> None:
         self._folder = self._directory.absolute() / search.experiment  # the working directory may change later
@@ -40,13 +40,13 @@ class FolderLogger(Callback):
         path = self._folder / f".{self.name}"
         if not path.exists():
             replace_file(path, uuid.uuid4().hex.encode())
-        self._mark = path.read_text()
+        self._files_id = path.read_text()
 
     def get_state(self) -> Mapping[str, object] | None:
-        return {"files": self._mark}
+        return {"files": self._files_id}
 
     def set_state(self, state: Mapping[str, object]) -> bool | None:
-        return state.get("files") == self._mark
+        return state.get("files") == self._files_id
 
     def folder_of(self, trial: str) -> Path:
         """Return the folder of a trial, creating it if it is missing."""
@@ -77,14 +77,14 @@ def require_package(module: str, extra: str, logger: str) -> None:
 class StepRows:
     """A text file with a row per step; a step replaces its earlier row and all later rows. A row is a JSON object.
 
-    A line that a crash cut off is ignored. Each row is passed to the operating system at once, and survives a
-    power cut after `sync`. A metric named like `trial`, `step` or `trained_seconds` is left out.
+    A line that a crash truncated is ignored. Each row is passed to the operating system at once, and survives a
+    power failure after `sync`. A metric named `trial`, `step` or `trained_seconds` is left out.
     """
 
     header_line_count = 0
 
     def __init__(self, path: Path) -> None:
-        """Open the file, which may have rows already."""
+        """Open the file, which may already have rows."""
         self._path = path
         self._is_dirty = False
         self.last = 0
@@ -92,7 +92,7 @@ class StepRows:
         self.keep_up_to(math.inf)
 
     def add(self, trial: str, report: StepReport) -> str:
-        """Write the row of a step, replacing the rows of this and all later steps; return it."""
+        """Write and return the row of a step; it replaces the rows of this step and all later steps."""
         row = self._format_row({"trial": trial, "step": report.step, "trained_seconds": report.trained_seconds}, report)
         if report.step <= self.last:
             self.keep_up_to(report.step - 1)
@@ -122,8 +122,8 @@ class StepRows:
                 sync_to_disk(path)
             self._is_dirty = False
 
-    def _format_row(self, known: Mapping[str, object], report: StepReport) -> str:
-        return json.dumps({**known, **{name: value for name, value in report.metrics.items() if name not in known}})
+    def _format_row(self, fields: Mapping[str, object], report: StepReport) -> str:
+        return json.dumps({**fields, **{name: value for name, value in report.metrics.items() if name not in fields}})
 
     def _step_of(self, row: str) -> int:
         """Return the step of a row; 0 for a line that is not a row."""
@@ -141,7 +141,7 @@ class StepRows:
 
 
 class CSVRows(StepRows):
-    """Rows in columns, one line each: text of several lines is written as JSON."""
+    """A CSV file with one line per row; text with several lines is written as JSON."""
 
     header_line_count = 1
 
@@ -149,13 +149,13 @@ class CSVRows(StepRows):
         super().__init__(path)
         self._columns = next(csv.reader(self.lines()[:1]), [])
 
-    def _format_row(self, known: Mapping[str, object], report: StepReport) -> str:
-        values = {**known, **flat(report.metrics), **known}
+    def _format_row(self, fields: Mapping[str, object], report: StepReport) -> str:
+        values = {**fields, **flat(report.metrics), **fields}
         if new := [name for name in values if name not in self._columns]:
             self._columns += new
             rows = [f"{row}{',' * len(new)}" for row in self.lines()[1:]]
-            self._rewrite(_join_lines([_format_cells(self._columns), *rows]))
-        return _format_cells([_as_cell(values.get(column)) for column in self._columns])
+            self._rewrite(_join_lines([_format_line(self._columns), *rows]))
+        return _format_line([_escape_lines(values.get(column)) for column in self._columns])
 
     def _step_of(self, row: str) -> int:
         cells = next(csv.reader([row]), [])
@@ -166,18 +166,18 @@ def _join_lines(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _format_cells(cells: Sequence[object]) -> str:
+def _format_line(cells: Sequence[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(cells)
     return text.getvalue()
 
 
-def _as_cell(value: object) -> object:
+def _escape_lines(value: object) -> object:
     return json.dumps(value) if isinstance(value, str) and len(value.splitlines()) > 1 else value
 
 
 class RowLogger(FolderLogger):
-    """A logger with a file of rows, one for each step, in the folder of each trial."""
+    """A logger that writes a file with a row for each step to the folder of each trial."""
 
     def __init__(self, directory: str | os.PathLike[str], file_name: str, rows: type[StepRows]) -> None:
         super().__init__(directory)
@@ -200,7 +200,7 @@ class RowLogger(FolderLogger):
         self.close_rows(trial)
 
     def close_rows(self, trial: Trial) -> None:
-        """Sync the rows of a trial that has ended to the disk."""
+        """Sync the rows of an ended trial to the disk."""
         self.rows_of(trial.trial).sync()
         del self._rows[trial.trial]
 
@@ -217,17 +217,17 @@ _FORMATS: Mapping[str, tuple[str, type[StepRows]]] = {
 
 
 class FileLogger(RowLogger):
-    """Writes a file with a row for each step, and `params.json`, the configuration, into each trial's folder.
+    """Writes a file with a row for each step, and the configuration as `params.json`, to each trial's folder.
 
-    Killed and resumed, each file has one row for each step that counts.
+    Even after kills and resumes, each file has exactly one row for each step.
 
     Args:
-        directory: where the folder `<experiment>/<trial>` is.
-        file_format: `csv` writes `progress.csv`: nested metrics are columns such as `eval/loss`, and a metric that is
-            reported later than others gets a column then. `json` writes `result.json`, with a JSON object in each line.
+        directory: the parent of the folders `<experiment>/<trial>`.
+        file_format: `csv` writes `progress.csv`: nested metrics become columns such as `eval/loss`, and a metric gets a
+            column at its first report. `json` writes `result.json`, with a JSON object in each line.
 
     Raises:
-        InvalidInput: another format.
+        InvalidInput: the format is unknown.
     """
 
     def __init__(

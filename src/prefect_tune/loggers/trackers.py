@@ -30,36 +30,36 @@ if TYPE_CHECKING:
     from wandb import Run as WandbRun
 
 
-def _numbers_in(metrics: Mapping[str, object]) -> dict[str, float]:
+def _select_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     return {name: value for name, value in flat(metrics).items() if isinstance(value, int | float)}
 
 
 # MLflow: a run for each trial, on a tracking server or in a database.
 
-_TRIAL = "prefect_tune.trial"
-_MARK = "prefect_tune.mark"
-_STEPS = "trained_seconds"  # reported with every step, and so the metric that has them all
-_BATCH = 1000  # the most metrics that a server takes at once
-_MAX_PARAMETER = 6000
-_MAX_NAME = 250
-_REFUSED = re.compile(r"[^\w\-. :/]")  # in the name of a metric or parameter; one such name would cost its whole batch
+_TRIAL_TAG = "prefect_tune.trial"
+_ID_TAG = "prefect_tune.mark"
+_STEP_METRIC = "trained_seconds"  # logged at every step, so its history has all steps
+_MAX_BATCH_COUNT = 1000  # the most metrics that a server accepts in one request
+_MAX_VALUE_LENGTH = 6000
+_MAX_NAME_LENGTH = 250
+_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # in a name of a metric or parameter; one would fail its whole batch
 
 
 class MLflowLogger(Callback):
     """Logs each trial as a run: its configuration as parameters, numbers as metrics by step.
 
-    A trial keeps its run, and so the run's ID, when it resumes. MLflow cannot delete metrics: where a step that is
-    trained again has another value, it has both, and MLflow shows the newer one as the last. If a trial ends before a
-    step that it had reported earlier, its last metrics are logged at that step too, so that runs compare by them.
-    Characters that MLflow refuses in names, such as `@`, become `_`. A run that a person deletes is replaced.
+    A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics: if a step that is trained again has
+    another value, the run has both, and MLflow shows the newer value as the last. If a trial ends before a step that it
+    reported earlier, its last metrics are also logged at that step, so that comparisons of runs use them.
+    Characters that MLflow refuses in names, such as `@`, become `_`. A run that a user deletes is replaced.
 
     Args:
-        tracking_uri: such as `"sqlite:///mlflow.db"`. Default: MLflow's own setting.
-        experiment_name: in MLflow. Default: the name of the search's experiment.
-        tags: of every run.
+        tracking_uri: for example `"sqlite:///mlflow.db"`. Default: MLflow's own setting.
+        experiment_name: the experiment's name in MLflow. Default: the name of the search's experiment.
+        tags: tags for every run.
 
     Raises:
-        InvalidInput: MLflow is not installed; at the start of a search: its experiment in MLflow was deleted.
+        InvalidInput: MLflow is not installed; or, at the start of a search, its experiment in MLflow was deleted.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MLflowLogger(Callback):
         self._experiment_name = experiment_name
         self._tags = dict(tags or {})
         self._runs: dict[str, _TrialRun] = {}
-        self._mark = ""
+        self._mlflow_id = ""
 
     def setup(self, search: SearchInfo) -> None:
         from mlflow import MlflowClient
@@ -82,54 +82,54 @@ class MLflowLogger(Callback):
         self._search = search
         self._client = MlflowClient(tracking_uri=self._tracking_uri)
         name = self._experiment_name or search.experiment
-        found = self._client.get_experiment_by_name(name)
-        if found and found.lifecycle_stage != "active":
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment and experiment.lifecycle_stage != "active":
             raise InvalidInput(
                 f"MLflowLogger: the experiment {name!r} was deleted in MLflow; restore it there "
-                f"(mlflow experiments restore -x {found.experiment_id}), or pass another experiment_name"
+                f"(mlflow experiments restore -x {experiment.experiment_id}), or pass another experiment_name"
             )
-        self._experiment_id = found.experiment_id if found else self._client.create_experiment(name)
-        self._mark = (found.tags.get(_MARK) if found else None) or uuid.uuid4().hex
-        self._client.set_experiment_tag(self._experiment_id, _MARK, self._mark)
+        self._experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        self._mlflow_id = (experiment.tags.get(_ID_TAG) if experiment else None) or uuid.uuid4().hex
+        self._client.set_experiment_tag(self._experiment_id, _ID_TAG, self._mlflow_id)
 
     def get_state(self) -> Mapping[str, object] | None:
-        return {"experiment": self._mark}
+        return {"experiment": self._mlflow_id}
 
     def set_state(self, state: Mapping[str, object]) -> bool | None:
-        return state.get("experiment") == self._mark
+        return state.get("experiment") == self._mlflow_id
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
         del started
-        with self._run(trial) as run:
-            run.begin()
+        with self._trial_run(trial) as run:
+            run.mark_running()
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        with self._run(trial) as run:
-            run.log(report)
+        with self._trial_run(trial) as run:
+            run.log_step(report)
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        with self._run(trial) as run:
-            run.tag("prefect_tune.last_failure", f"{ended.cause}: {ended.reason}")
+        with self._trial_run(trial) as run:
+            run.set_tag("prefect_tune.last_failure", f"{ended.cause}: {ended.reason}")
 
     def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
-        self._end(trial, "FINISHED", str(finished.reason))
+        self._end_run(trial, "FINISHED", str(finished.reason))
 
     def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
-        self._end(trial, "FAILED", str(gave_up.reason))
+        self._end_run(trial, "FAILED", str(gave_up.reason))
 
-    def _end(self, trial: Trial, status: str, reason: str) -> None:
-        with self._run(trial) as run:
+    def _end_run(self, trial: Trial, status: str, reason: str) -> None:
+        with self._trial_run(trial) as run:
             run.log_last(last_report(trial))
-            run.tag("prefect_tune.reason", reason)
-            run.end(status)
+            run.set_tag("prefect_tune.reason", reason)
+            run.terminate(status)
         del self._runs[trial.trial]
 
     @contextmanager
-    def _run(self, trial: Trial) -> Iterator[_TrialRun]:
-        """Yield the trial's run; after an error it is looked for again, since a person may have deleted it."""
+    def _trial_run(self, trial: Trial) -> Iterator[_TrialRun]:
+        """Yield the trial's run; after an error, search for it again, since a user may have deleted it."""
         if trial.trial not in self._runs:
             name = f"{self._search.experiment}/{self._search.generation}/{trial.trial}"
-            tags = {**self._tags, _TRIAL: name}
+            tags = {**self._tags, _TRIAL_TAG: name}
             self._runs[trial.trial] = _TrialRun(self._client, self._experiment_id, tags, trial)
         try:
             yield self._runs[trial.trial]
@@ -139,44 +139,44 @@ class MLflowLogger(Callback):
 
 
 class _TrialRun:
-    """The run of one trial: the one that is there, or a new one."""
+    """The run of one trial: the existing run, or a new one."""
 
     def __init__(self, client: MlflowClient, experiment_id: str, tags: Mapping[str, str], trial: Trial) -> None:
         self._client = client
-        wanted = f"tags.`{_TRIAL}` = '{tags[_TRIAL]}'"
-        runs: Sequence[Run] = client.search_runs([experiment_id], wanted, order_by=["attributes.start_time ASC"])
+        query = f"tags.`{_TRIAL_TAG}` = '{tags[_TRIAL_TAG]}'"
+        runs: Sequence[Run] = client.search_runs([experiment_id], query, order_by=["attributes.start_time ASC"])
         run = runs[0] if runs else client.create_run(experiment_id, run_name=trial.trial, tags=dict(tags))
         self._id = str(run.info.run_id)
         if not run.data.params and (config := flat(trial.config)):
             from mlflow.entities import Param
 
-            params = [Param(_accepted(name), str(value)[:_MAX_PARAMETER]) for name, value in config.items()]
+            params = [Param(_clean_name(name), str(value)[:_MAX_VALUE_LENGTH]) for name, value in config.items()]
             client.log_batch(self._id, params=params)
         self._values: dict[str, dict[int, float]] = {}
-        """By metric and step, the newest value in the run; of metrics that were needed."""
-        self._last = max(self._values_of(_STEPS), default=0) if runs else 0
+        """The newest values in the run, by metric and step; only of metrics that were requested."""
+        self._last = max(self._fetch_values(_STEP_METRIC), default=0) if runs else 0
 
-    def log(self, report: StepReport) -> None:
-        """Log the numbers of a step, except those that the run has at this step already."""
-        metrics = _numbers_of(report)
+    def log_step(self, report: StepReport) -> None:
+        """Log the numbers of a step, except values that the run already has at this step."""
+        metrics = _make_metrics(report)
         if report.step <= self._last:
-            known = {name: self._values_of(name).get(report.step) for name in metrics}
-            metrics = {name: value for name, value in metrics.items() if not _is_same(value, known[name])}
+            logged = {name: self._fetch_values(name).get(report.step) for name in metrics}
+            metrics = {name: value for name, value in metrics.items() if not _is_equal_number(value, logged[name])}
         self._log_metrics(metrics, report.step)
         self._last = max(self._last, report.step)
 
     def log_last(self, report: StepReport) -> None:
-        """Make the last metrics of a trial those that MLflow shows, if the run has later steps that were lost."""
+        """Let MLflow show the last metrics of a trial, if the run has later steps that were lost."""
         if report.step < self._last:
-            self._log_metrics(_numbers_of(report), self._last)
+            self._log_metrics(_make_metrics(report), self._last)
 
-    def begin(self) -> None:
+    def mark_running(self) -> None:
         self._client.update_run(self._id, status="RUNNING")
 
-    def tag(self, name: str, value: str) -> None:
-        self._client.set_tag(self._id, name, value[:_MAX_PARAMETER])
+    def set_tag(self, name: str, value: str) -> None:
+        self._client.set_tag(self._id, name, value[:_MAX_VALUE_LENGTH])
 
-    def end(self, status: str) -> None:
+    def terminate(self, status: str) -> None:
         self._client.set_terminated(self._id, status)
 
     def _log_metrics(self, numbers: Mapping[str, float], step: int) -> None:
@@ -184,29 +184,29 @@ class _TrialRun:
 
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in numbers.items()]
-        for begin in range(0, len(metrics), _BATCH):
-            self._client.log_batch(self._id, metrics=metrics[begin : begin + _BATCH])
+        for begin in range(0, len(metrics), _MAX_BATCH_COUNT):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + _MAX_BATCH_COUNT])
         for name in self._values.keys() & numbers.keys():
             self._values[name][step] = numbers[name]
 
-    def _values_of(self, metric: str) -> Mapping[int, float]:
+    def _fetch_values(self, metric: str) -> Mapping[int, float]:
         if metric not in self._values:
             history = sorted(self._client.get_metric_history(self._id, metric), key=attrgetter("timestamp"))
             self._values[metric] = {point.step: point.value for point in history}
         return self._values[metric]
 
 
-def _numbers_of(report: StepReport) -> dict[str, float]:
-    numbers = {_accepted(name): float(value) for name, value in _numbers_in(report.metrics).items()}
-    return {**numbers, _STEPS: float(report.trained_seconds)}
+def _make_metrics(report: StepReport) -> dict[str, float]:
+    numbers = {_clean_name(name): float(value) for name, value in _select_numbers(report.metrics).items()}
+    return {**numbers, _STEP_METRIC: float(report.trained_seconds)}
 
 
-def _accepted(name: str) -> str:
-    return _REFUSED.sub("_", name)[:_MAX_NAME]
+def _clean_name(name: str) -> str:
+    return _INVALID_CHARACTERS.sub("_", name)[:_MAX_NAME_LENGTH]
 
 
-def _is_same(value: float, known: float | None) -> bool:
-    return value == known or (known is not None and isnan(value) and isnan(known))
+def _is_equal_number(value: float, logged: float | None) -> bool:
+    return value == logged or (logged is not None and isnan(value) and isnan(logged))
 
 
 # TensorBoard: event files, written with tensorboardX, which needs neither torch nor TensorFlow.
@@ -215,14 +215,14 @@ _MAX_EVENT_FILES = 64
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes an event file into each trial's folder: `tensorboard --logdir <directory>/<experiment>`.
+    """Writes an event file to each trial's folder: `tensorboard --logdir <directory>/<experiment>`.
 
-    Numbers become scalars by step, nested ones as `eval/loss`; other values are left out. When a trial ends, its
-    configuration and last metrics are listed under HPARAMS. When steps are trained again, a new event file
-    replaces the earlier one from its first step on.
+    Numbers become scalars by step, nested numbers with names like `eval/loss`; other values are left out. When a trial
+    ends, its configuration and last metrics appear under HPARAMS. When steps are trained again, a new event file
+    replaces the earlier file from its first step on.
 
     Args:
-        directory: where the folder `<experiment>/<trial>` is.
+        directory: the parent of the folders `<experiment>/<trial>`.
 
     Raises:
         InvalidInput: tensorboardX is not installed.
@@ -234,62 +234,62 @@ class TensorBoardLogger(FolderLogger):
         self._files: OrderedDict[str, _EventFile] = OrderedDict()  # least recently used first
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
-        self._close(trial.trial)
-        self._open(trial.trial, started.from_step + 1)
+        self._close_event_file(trial.trial)
+        self._open_event_file(trial.trial, started.from_step + 1)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        file = self._files.get(trial.trial) or self._open(trial.trial, report.step)
+        file = self._files.get(trial.trial) or self._open_event_file(trial.trial, report.step)
         self._files.move_to_end(trial.trial)
-        file.write_scalars(report.step, _numbers_in(report.metrics))
+        file.write_scalars(report.step, _select_numbers(report.metrics))
 
     def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
         del finished
         self._write_hparams(trial)
-        self._close(trial.trial)
+        self._close_event_file(trial.trial)
 
     def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
         del gave_up
-        self._close(trial.trial)
+        self._close_event_file(trial.trial)
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
         del trials
         for trial in list(self._files):
-            self._close(trial)
+            self._close_event_file(trial)
 
     def get_state(self) -> Mapping[str, object] | None:
         for file in self._files.values():
             file.flush()
         return super().get_state()
 
-    def _open(self, trial: str, step: int) -> _EventFile:
-        """Open an event file that replaces earlier ones from `step` on."""
+    def _open_event_file(self, trial: str, step: int) -> _EventFile:
+        """Open an event file that replaces earlier files from `step` on."""
         while len(self._files) >= _MAX_EVENT_FILES:
-            self._close(next(iter(self._files)))
+            self._close_event_file(next(iter(self._files)))
         self._files[trial] = _EventFile(self.folder_of(trial), step)
         return self._files[trial]
 
-    def _close(self, trial: str) -> None:
+    def _close_event_file(self, trial: str) -> None:
         if (file := self._files.pop(trial, None)) is not None:
             file.close()
 
     def _write_hparams(self, trial: Trial) -> None:
         from tensorboardX.summary import hparams
 
-        file = self._files.get(trial.trial) or self._open(trial.trial, trial.step + 1)
+        file = self._files.get(trial.trial) or self._open_event_file(trial.trial, trial.step + 1)
         config = flat(trial.config)
         plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in config.items()}
-        for summary in hparams(plain, _numbers_in(trial.metrics)):
+        for summary in hparams(plain, _select_numbers(trial.metrics)):
             file.write(summary=summary)
 
 
 class _EventFile:
-    """An event file, written in the calling thread."""
+    """An event file, written by the calling thread."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
-        # Files are read in the order of their names, which begin with the time in seconds.
+        # TensorBoard reads files in the order of their names, which start with the time in seconds.
         suffix = f".{sum(1 for _ in folder.glob('events.out.tfevents.*')):06d}"
         self._writer = EventsWriter(str(folder / "events"), suffix)
         self.write(step=step, session_log=SessionLog(status=SessionLog.START))
@@ -324,13 +324,13 @@ _MAX_OFFLINE_RUNS = 16
 class WandbLogger(RowLogger):
     """Writes an offline run for each trial: `wandb sync <directory>/<experiment>/wandb/offline-run-*`.
 
-    An offline run can be neither corrected nor resumed. So when a trial resumes, its run is written again from
+    An offline run can be neither changed nor resumed. So when a trial resumes, its run is rewritten from
     `wandb.json` in its folder, and the earlier run is removed. At the end of the search there is one run for each
-    trial, with one row for each step that counts. Upload them then.
+    trial, with exactly one row for each step. Upload the runs then.
 
     Args:
-        project: in W&B. Default: the name of the experiment.
-        directory: where the folder `<experiment>` is.
+        project: the W&B project. Default: the name of the experiment.
+        directory: the parent of the folder `<experiment>`.
 
     Raises:
         InvalidInput: wandb is not installed.
@@ -344,43 +344,43 @@ class WandbLogger(RowLogger):
 
     def on_trial_start(self, trial: Trial, started: Started) -> None:
         self.rows_of(trial.trial).keep_up_to(started.from_step)
-        self._close(trial.trial, 0)
-        self._open(trial)
+        self._close_run(trial.trial, 0)
+        self._open_run(trial)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         rows = self.rows_of(trial.trial)
         if report.step <= rows.last:
             rows.keep_up_to(report.step - 1)
-            self._close(trial.trial, 0)
-        run = self._runs.get(trial.trial) or self._open(trial)
+            self._close_run(trial.trial, 0)
+        run = self._runs.get(trial.trial) or self._open_run(trial)
         self._runs.move_to_end(trial.trial)
         _log_row(run, rows.add(trial.trial, report))
 
     def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
         del finished
-        self._end(trial, 0)
+        self._end_run(trial, 0)
 
     def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
         del gave_up
-        self._end(trial, 1)
+        self._end_run(trial, 1)
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
         del trials
         for trial in list(self._runs):
-            self._close(trial, 0)
+            self._close_run(trial, 0)
 
-    def _end(self, trial: Trial, exit_code: int) -> None:
+    def _end_run(self, trial: Trial, exit_code: int) -> None:
         if trial.trial not in self._runs:
-            self._open(trial)
-        self._close(trial.trial, exit_code)
+            self._open_run(trial)
+        self._close_run(trial.trial, exit_code)
         self.close_rows(trial)
 
-    def _open(self, trial: Trial) -> WandbRun:
-        """Open a new run with the rows so far, and remove the trial's earlier runs."""
+    def _open_run(self, trial: Trial) -> WandbRun:
+        """Open a new run with the existing rows, and remove the trial's earlier runs."""
         import wandb
 
         while len(self._runs) >= _MAX_OFFLINE_RUNS:
-            self._close(next(iter(self._runs)), 0)
+            self._close_run(next(iter(self._runs)), 0)
         name = f"{self._folder.name}-{trial.trial}"
         run = wandb.init(
             mode="offline",
@@ -401,7 +401,7 @@ class WandbLogger(RowLogger):
                 shutil.rmtree(other.parent)
         return run
 
-    def _close(self, trial: str, exit_code: int) -> None:
+    def _close_run(self, trial: str, exit_code: int) -> None:
         if (run := self._runs.pop(trial, None)) is not None:
             run.finish(exit_code=exit_code)
 

@@ -467,8 +467,8 @@ def _identifying_parts(value: Any) -> Iterable[object]:
         case FunctionType():
             return [*_cell_values(value), value.__defaults__, value.__kwdefaults__]
         case type():
-            items = vars(value).items()
-            return [{name: _cell_values(it) or it for name, it in items if _is_identifying(name, it)}, value.__bases__]
+            parts = vars(value).items()
+            return [{name: _cell_values(it) or it for name, it in parts if _is_type_part(name, it)}, value.__bases__]
         case Enum():
             return [value.name]
         case BaseModel():
@@ -483,5 +483,5 @@ def _cell_values(function: object) -> list[object]:
     return [cell.cell_contents for cell in cells if cell != CellType()]
 
 
-def _is_identifying(name: str, part: object) -> bool:
+def _is_type_part(name: str, part: object) -> bool:
     return bool(_cell_values(part)) if isinstance(part, FunctionType) else not name.startswith("_")

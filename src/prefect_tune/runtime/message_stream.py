@@ -69,7 +69,7 @@ class MessageReader(Generic[_Message]):
             message = self._adapter.validate_json(bytes(memoryview(self._received)[start:]))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            raise self._malformed_error(f"expected a prefect-tune message: {first['msg']}") from None
+            raise self._message_error(f"expected a prefect-tune message: {first['msg']}") from None
         self._received = bytearray()
         return message
 
@@ -85,12 +85,12 @@ class MessageReader(Generic[_Message]):
                 return missing
             (length,) = _LONG_LENGTH.unpack_from(self._received, _SHORT_LENGTH.size)
         if not 0 < length <= self._limit_bytes:
-            raise self._malformed_error(f"expected a length of at most {self._limit_bytes} bytes, found {length}")
+            raise self._message_error(f"expected a length of at most {self._limit_bytes} bytes, found {length}")
         if not b"{".startswith(self._received[start : start + 1]):
-            raise self._malformed_error("expected a JSON object")
+            raise self._message_error("expected a JSON object")
         return start + int(length) - len(self._received)
 
-    def _malformed_error(self, expected: str) -> MalformedMessage:
+    def _message_error(self, expected: str) -> MalformedMessage:
         shown = bytes(self._received[:_MAX_SHOWN_BYTES])
         return MalformedMessage(f"{expected}; found {len(self._received)} bytes that begin with {shown!r}")
 

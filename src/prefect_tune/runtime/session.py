@@ -101,8 +101,8 @@ def require_files_written(returned: object, directory: Path, step: int) -> None:
     """
     is_empty = not any(directory.iterdir())
     if isinstance(returned, Mapping) or (is_empty and returned is not None and str(returned) != str(directory)):
-        found = f"a {type(returned).__name__}"
-        raise InvalidInput(f"step {step}: save_checkpoint returned {found}; write files into checkpoint_dir instead")
+        kind = f"a {type(returned).__name__}"
+        raise InvalidInput(f"step {step}: save_checkpoint returned {kind}; write files into checkpoint_dir instead")
     if is_empty:
         # The text is the same at each step, so Python shows it only once.
         warnings.warn("save_checkpoint wrote nothing into checkpoint_dir: a resume has no trained state", stacklevel=2)

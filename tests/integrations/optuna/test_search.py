@@ -355,11 +355,11 @@ def test_a_sampler_that_was_used_before_begins_anew() -> None:
     ("search", "message"),
     [
         (OptunaSearch(), "expected num_samples, since TPESampler never ends"),
-        (OptunaSearch(samplers.CmaEsSampler(), 9), "CmaEsSampler: it serves one metric, found 2"),
+        (OptunaSearch(samplers.CmaEsSampler(), 9), "CmaEsSampler: expected one metric, found 2"),
         (OptunaSearch(samplers.GridSampler({"y": [1]})), "GridSampler: expected values for each parameter.*'x'"),
         (
             OptunaSearch(samplers.PartialFixedSampler({"lr": 1}, samplers.RandomSampler()), 9),
-            "PartialFixedSampler: there is no parameter.*'lr'.*'x'",
+            "PartialFixedSampler: unknown parameters.*'lr'.*'x'",
         ),
         (OptunaSearch(None, 9, [{"x": 3}]), "points_to_evaluate: x: expected uniform"),
         (
@@ -457,7 +457,7 @@ def test_a_sampler_that_is_named_proposes_what_the_object_does_and_can_be_journa
 @pytest.mark.parametrize(
     ("sampler", "said"),
     [
-        ("TPE", "expected one of Optuna's, its name such as 'TPESampler'"),
+        ("TPE", "expected a sampler of Optuna, its name such as 'TPESampler'"),
         ("TPESamplr", "did you mean 'TPESampler'?"),
         ("Study", "found 'Study'"),
         ({"TPESampler": 3}, "found {'TPESampler': 3}"),

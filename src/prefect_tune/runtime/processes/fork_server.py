@@ -183,7 +183,7 @@ def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], hand
     adopt_orphans()
     sigchld_fd, subreaper = sigchld_pipe(), os.getpid()
     if (trial := _fork_child(request)) == 0:
-        return partial(_forked_main, request, subreaper, handlers)
+        return partial(_child_main, request, subreaper, handlers)
     if trial > 0:
         os.close(request.channel)
         os.close(request.output)
@@ -241,7 +241,7 @@ def _reap_children() -> bool:
 # The trial's process, or a template.
 
 
-def _forked_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> Life | None:
+def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> Life | None:
     """Serve trials; or be a template: import a trainable, then, if that is safe, serve forks for its trials.
 
     First, the process is set up as if it had been started by exec.
