@@ -226,7 +226,7 @@ def without_result(reason: AnyReason, step: int) -> AnyReason:
     return make_reason(reason.code, **{**reason.arguments, "value": None})
 
 
-# The sentences, by code. What stands between < and > is left out where an argument in it is missing.
+# The sentences, by code. A part between < and > is left out if an argument in it is missing.
 
 _OPTIONAL_PART = re.compile(r"<([^>]*)>")
 
@@ -277,7 +277,7 @@ _SENTENCES: Mapping[str, str] = {
     "stop-function": "{name} returned a true value",
     "done-reported": "the trainable reported that it is done",
     "returned": "the trainable returned",
-    "said": "its flow run said {status}",
+    "said": "its flow run reported {status}",
     "rank-promoted": (
         _RESULT + "rank {rank} of {ranked}, {quota:none is promoted yet|the best is promoted|the best # are promoted}"
     ),

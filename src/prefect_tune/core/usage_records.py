@@ -20,7 +20,7 @@ Seconds: TypeAlias = Annotated[float, Field(ge=0, le=_MAX_SECONDS)]
 
 
 class PhaseSeconds(Value):
-    """The seconds of an attempt so far, by phase; each second is in one phase. With several ranks: those of rank 0."""
+    """The seconds of an attempt so far, by phase; each second is in one phase. With several ranks: rank 0 only."""
 
     start: Seconds = 0.0
     """The time before the trainable is loaded, except the restore: the journal, the process, the import, `setup`."""
@@ -162,6 +162,6 @@ def _extend_run(run: RunRecord, begin: datetime | None, seconds: float) -> RunRe
         return run
     try:
         end = begin + timedelta(seconds=seconds)
-    except OverflowError:  # in the year 9999
+    except OverflowError:  # after the year 9999
         return run
     return run.model_copy(update={"ended_at": end.isoformat(timespec="milliseconds")})

@@ -438,7 +438,7 @@ def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
     """
     key, number = experiment.key, experiment.number
     if len(data := encode_snapshot(experiment)) > DOCUMENT_BYTES:
-        return  # no reader would read it
+        return  # readers reject it
     with suppress(StoreUnavailable, StoreRefused):
         store.put(key.snapshot_path(number), data)
         if earlier := [key.snapshot_path(n) for n in list_snapshots(store, key) if n < number]:

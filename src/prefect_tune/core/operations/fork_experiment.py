@@ -183,9 +183,9 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp) -> Fork
         for name, trial in past.experiment.trials.items()
     }
     forked = Forked(origin=past.origin, trials=trials)
-    complete_fork = append(store, into, [past.settings_event, *past.events, forked], stamp)
-    write_snapshot(store, complete_fork)
-    return Fork(complete_fork, lost)
+    completed = append(store, into, [past.settings_event, *past.events, forked], stamp)
+    write_snapshot(store, completed)
+    return Fork(completed, lost)
 
 
 def _copy_checkpoints(store: ObjectStore, point: Past, into: Experiment) -> Sequence[CheckpointKey]:

@@ -108,7 +108,7 @@ _SHARE_PATTERN = re.compile(r"1(?:/([1-9]\d{0,5}))?")
 
 
 def share_of(text: str, today: date) -> DailyShare:
-    """Parse a share such as `"1/7"`, and return today's one.
+    """Parse a share such as `"1/7"`, and return today's share.
 
     Raises:
         InvalidInput: `text` is not a share.

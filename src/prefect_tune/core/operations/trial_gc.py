@@ -199,7 +199,7 @@ class Collected:
     kept: str | None = None
     """Why some garbage is not deleted; None if all is deleted."""
     damage: str | None = None
-    """The damage or read error because of which nothing of the trial is deleted; None if there is none."""
+    """Why nothing of the trial may be deleted: damage or a read error; None if there is neither."""
 
     @property
     def object_count(self) -> int:

@@ -113,7 +113,7 @@ class ObjectStore(Protocol):
         ...
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        """Return `length` bytes from `offset` (to the end by default); fewer only past the end.
+        """Return `length` bytes from `offset` (to the end by default); fewer only at the end of the object.
 
         Raises:
             ObjectNotFound: the target answered that there is no object at `path`.
