@@ -91,7 +91,7 @@ class CallbackState(Document):
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _QueueItem:
     experiment: Experiment
     """The state after this item."""
     event: Event | None = None
@@ -115,7 +115,7 @@ class CallbackThread(SearchObserver):
         self._target = target
         self._search = search
         self._log = log
-        self._items: queue.Queue[_Item] = queue.Queue(_MAX_WAITING)
+        self._items: queue.Queue[_QueueItem] = queue.Queue(_MAX_WAITING)
         self._delivered_entry = 0
         self._is_behind = True  # the events of earlier runs are in the journal
         self._has_unsaved_state = False
@@ -125,18 +125,18 @@ class CallbackThread(SearchObserver):
     def start(self, experiment: Experiment) -> None:
         """Start the thread, which first delivers the journal entries up to this state."""
         self._journal = experiment.key
-        self._queue_item(_Item(experiment))
+        self._queue_item(_QueueItem(experiment))
         self._thread.start()
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        self._queue_item(_Item(experiment, event))
+        self._queue_item(_QueueItem(experiment, event))
 
     def wrote(self, experiment: Experiment) -> None:
-        self._queue_item(_Item(experiment))
+        self._queue_item(_QueueItem(experiment))
 
     def queue_end(self, experiment: Experiment) -> None:
         """Queue the end: the thread delivers the remaining events, calls `on_experiment_end`, and exits."""
-        self._queue_item(_Item(experiment, is_last=True))
+        self._queue_item(_QueueItem(experiment, is_last=True))
 
     def join(self, deadline: float) -> None:
         """Wait for the thread until `deadline` (of `time.monotonic`); log a warning if it still runs then."""
@@ -144,13 +144,13 @@ class CallbackThread(SearchObserver):
         if self._thread.is_alive():
             self._log.warning("callback %s did not finish in time; the next run delivers the rest", self._name)
 
-    def _queue_item(self, item: _Item) -> None:
+    def _queue_item(self, item: _QueueItem) -> None:
         """Queue an item without waiting; if the queue is full, drop all items in it."""
         if self._items.full():
             with suppress(queue.Empty):
                 while True:
                     self._items.get_nowait()
-            self._items.put_nowait(_Item(item.experiment, is_gap=True))
+            self._items.put_nowait(_QueueItem(item.experiment, is_gap=True))
         self._items.put_nowait(item)
 
     # ----------------------------------------------------------------------------------- run in the thread
@@ -191,7 +191,7 @@ class CallbackThread(SearchObserver):
         with self._target.open(timeout=_TIMEOUT) as store:
             return read_sealed(store, CallbackState, self._state_path, JournalCorrupt)
 
-    def _handle_item(self, item: _Item) -> None:
+    def _handle_item(self, item: _QueueItem) -> None:
         if item.is_gap:
             self._is_behind = True
         elif item.event is not None:

@@ -168,7 +168,7 @@ class AssetEventBuilder:
         asset = asset_of(self._checkpoints_uri(event.trial), name, _CHECKPOINTS_DESCRIPTION)
         yield from self._make_materialization_events(asset, [self._checkpoints_uri(source)] if source else [], metadata)
 
-    def related_assets(self, trial: str) -> Sequence[Mapping[str, str]]:
+    def make_asset_resources(self, trial: str) -> Sequence[Mapping[str, str]]:
         """Return the asset of a trial's checkpoints, as a related resource of a commit."""
         asset = asset_of(self._checkpoints_uri(trial))
         return [as_related(asset)] if asset else []
@@ -326,7 +326,7 @@ class EventEmitter(SearchObserver):
         else:
             name = event_name(event)
             if trial is not None:
-                asset = self._asset_events.related_assets(trial.trial) if isinstance(event, Committed) else []
+                asset = self._asset_events.make_asset_resources(trial.trial) if isinstance(event, Committed) else []
                 resource, related = address.trial_resource(trial.trial), [address.related, *asset]
         return PrefectEvent(name, {**resource, **labels_of(payload)}, related, payload)
 

@@ -30,13 +30,13 @@ class SearchObserver:
     """
 
     def applied(self, event: Event, experiment: Experiment) -> None:
-        """Receive an event that the next journal entry will hold, and the state after it."""
+        """Handle an event of the next journal entry; `experiment` is the state after the event."""
 
     def lost(self, trial: Trial, reason: str) -> None:
-        """Receive that an attempt ended without journaling its end: that follows later, and the trial is retried."""
+        """Handle an attempt that ended without journaling its end, which is journaled later; the trial is retried."""
 
     def wrote(self, experiment: Experiment) -> None:
-        """Receive the state up to which the journal has been written."""
+        """Handle a written journal entry; `experiment` is the state up to that entry."""
 
 
 class ObserverGroup(SearchObserver):

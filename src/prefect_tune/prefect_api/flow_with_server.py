@@ -194,7 +194,7 @@ def _is_top_level_call() -> bool:
 
 
 def _try_defer_interrupt(interrupt: KeyboardInterrupt) -> bool:
-    """Defer an interrupt of a call. A function, since Dask pickles the globals of a flow, but no `ContextVar`."""
+    """Defer an interrupt of a call. A function, since Dask pickles a flow's globals, but no `ContextVar`."""
     if (interrupts := _deferred_interrupts.get()) is None:
         return False
     interrupts.append(interrupt)
@@ -208,7 +208,7 @@ def _wrap_interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
     function.__annotations__ = get_type_hints(function, include_extras=True)
 
     @wraps(function)
-    def run(*args: _P.args, **options: _P.kwargs) -> _R:
+    def run_flow(*args: _P.args, **options: _P.kwargs) -> _R:
         try:
             record_flow_run()
             with own_context():
@@ -222,7 +222,7 @@ def _wrap_interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise
             return cast("_R", Cancelled(message="the flow run was cancelled, and can be resumed: run it again"))
 
-    return run
+    return run_flow
 
 
 def _deleted_run_error(flow: str, error: ObjectNotFound) -> Exception:

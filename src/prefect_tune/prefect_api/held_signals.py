@@ -71,7 +71,7 @@ class _HeldSignal:
         self._handler_before: int | None = None
 
     def install_handler(self) -> None:
-        """Hold the signal, even if another handler was installed meanwhile, such as the handler of another flow."""
+        """Hold the signal, even if another flow, for example, has installed its handler meanwhile."""
         if self.number == signal.SIGINT and not callable(signal.getsignal(signal.SIGINT)):
             self.restore_handler()  # it is ignored: in a kernel without a running cell, or in a shell's background
         elif (handler := _get_handler(self.number)) != _HANDLER_ADDRESS:

@@ -302,7 +302,7 @@ def _release_slots(slots: AbstractContextManager[None]) -> None:
 
 
 def _acquire_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
-    """Wait for the slots of a task's tags: in our own flows like above, in others like Prefect."""
+    """Wait for the slots of a task's tags: with `_holding` in our own flows, with Prefect's own wait in others."""
     context, stop = FlowRunContext.get(), _stop_of_waits.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
         return concurrency(names, **options)

@@ -48,7 +48,7 @@ _MAX_PARAMETERS = 40
 _MAX_DOMAIN_CHARACTERS = 200
 _UNSET_VALUES: tuple[object, ...] = (None, "", [], {}, ())
 _FIGURES = (
-    ("Learning curves", learning_curves, "Orange: the best. Blue: the next best, by name; pale: the others."),
+    ("Learning curves", learning_curves, "Orange: the best. Blue: the next best, labelled; pale: the others."),
     ("Parameters", parallel_coordinates, "Each line is a trial. Orange: the best; blue: the best fifth."),
     (
         "Timeline",
@@ -243,7 +243,7 @@ def _column_width(column: Column) -> int:
 
 
 def _make_compact_table(columns: Iterable[Column]) -> Iterator[Block]:
-    """Yield a table; a column with the same value in every row, except the first, becomes a note above the table."""
+    """Yield a table; columns with one value in all rows, except the first column, become a note above the table."""
     first, *others = columns
     kept, parts = [first], list[Cell]()
     for name, cells in others:

@@ -132,7 +132,7 @@ def format_steps(steps: Sequence[int]) -> str:
 
 
 def with_last_output(reason: object, output: str) -> str:
-    """Return why an attempt or a process ended, and its last output unless the reason ends with it; made `visible`."""
+    """Return the visible reason why a process ended, followed by its last output unless the reason ends with it."""
     text, last_output = visible(reason).strip(), visible(output.rstrip())
     return text if text.endswith(last_output) else f"{text}\nlast output:\n{last_output}"
 

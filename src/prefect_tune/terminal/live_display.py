@@ -1,4 +1,4 @@
-"""A live table in a terminal, drawn in a thread of its own."""
+"""A live table in a terminal, drawn in a separate thread."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ _displays: list[LiveDisplay] = []
 
 
 def can_show(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether `stream` can show a live table: a UTF-8 terminal with cursor control, where none is disabled."""
+    """Return whether `stream` can show a live table: a UTF-8 terminal with cursor control, and tables are enabled."""
     if environment.get("PREFECT_TUNE_PROGRESS") == "off" or environment.get("TERM") == "dumb":
         return False
     return _is_terminal(stream) and (stream.encoding or "").lower().replace("-", "") == "utf8"
@@ -160,7 +160,7 @@ def _is_terminal(stream: TextIO | None) -> TypeGuard[TextIO]:
 def live_display(
     draw: Callable[[int, int], RenderableType], on_error: Callable[[Exception], None], terminal: TextIO
 ) -> Iterator[None]:
-    """Show a live table during the `with` block, then remove it; while one is shown, further ones are not.
+    """Show a live table during the `with` block, then remove it; only one table is shown at a time.
 
     A thread calls `draw` with the number of columns and lines. `on_error` receives errors of `draw` or the terminal,
     which end only the table.
@@ -238,15 +238,15 @@ class LiveDisplay(threading.Thread):
             pause = 0.0
             while not self._stop_requested.wait(pause):
                 began = time.thread_time()
-                self._print_lines()
+                self._print_captured_lines()
                 # The size of this terminal; Rich reads the size of stdin, stdout or stderr. Raises if it has hung up.
                 width, height = os.get_terminal_size(self.console.file.fileno())
                 if width and height:
                     self.console.size = ConsoleDimensions(width, height)
                 live.update(self._draw(*self.console.size), refresh=True)
                 pause = max(_DRAW_INTERVAL.total_seconds(), (time.thread_time() - began) / _MAX_CPU_SHARE)
-            self._print_lines()
+            self._print_captured_lines()
 
-    def _print_lines(self) -> None:
+    def _print_captured_lines(self) -> None:
         if lines := self._capture.take_lines():
             self.console.print(Text("\n").join(map(Text.from_ansi, lines)), soft_wrap=True)

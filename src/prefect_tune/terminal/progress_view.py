@@ -73,7 +73,7 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgressState:
-    """A running search at one moment."""
+    """The progress of a search at one time."""
 
     outlook: SearchEstimate
     elapsed: timedelta
