@@ -1,6 +1,6 @@
 """Durable training and hyperparameter search as Prefect flows.
 
-This module exports the public names. Each is imported when it is first used, so that a trial's process and
+This module exports the public names. Each one is imported on first use, so that a trial's process and
 `prefect-tune --help` do not wait for the import of Prefect.
 """
 
@@ -289,21 +289,21 @@ _NAMES_BY_MODULE = {
     "prefect_tune.loggers": "FileLogger MLflowLogger TensorBoardLogger WandbLogger",
     "prefect_tune.runtime.trainable": "Trainable TrialInfo get_checkpoint get_trial report report_step",
 }
-_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
-_MODULE_OF |= {name: module for kind in _BUILT_IN.values() for name, module in kind.items()}
+_MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+_MODULE_BY_NAME |= {name: module for kind in _BUILT_IN.values() for name, module in kind.items()}
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used."""
+    """Import a public name on first use."""
     if name not in __all__:
         hint = "; use pt.FileLogger(directory, file_format)" if name in {"CSVLogger", "JSONLogger"} else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     collects = gc.isenabled()
-    gc.disable()  # a sixth of the import of Prefect would be collections that find nothing
+    gc.disable()  # useless collections would take a sixth of the import time of Prefect
     try:
-        value = _version() if name == "__version__" else getattr(import_module(_home(name)), name)
+        value = _read_version() if name == "__version__" else getattr(import_module(_module_of(name)), name)
     except KeyboardInterrupt:
-        # The import takes seconds, and its traceback is of the module that was imported just then.
+        # The import takes seconds, and its traceback would show an arbitrary imported module.
         raise KeyboardInterrupt(f"interrupted while {__name__}.{name} was imported: nothing was started") from None
     finally:
         if collects:
@@ -316,11 +316,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _home(name: str) -> str:
-    return _MODULE_OF.get(name, "prefect_tune.core.errors")
+def _module_of(name: str) -> str:
+    return _MODULE_BY_NAME.get(name, "prefect_tune.core.errors")
 
 
-def _version() -> str:
+def _read_version() -> str:
     from importlib.metadata import version
 
     return version("prefect-tune")

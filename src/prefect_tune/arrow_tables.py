@@ -1,4 +1,4 @@
-"""Convert an experiment to Arrow tables: one row per trial, or one row per report. Needs no Prefect."""
+"""Convert an experiment to Arrow tables with one row per trial, report or attempt. Needs no Prefect."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from prefect_tune.core.values import StepReport, leaves
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_INT64 = 2**63
-_OF_A_REPORT = ("trial", "step", "trained_seconds")
+_INT64_LIMIT = 2**63
+_REPORT_COLUMNS = ("trial", "step", "trained_seconds")
 COLUMNS_VERSIONS: Mapping[Rows, str] = {"trials": "1", "reports": "1"}
-"""Of the columns: raised if one goes, changes its meaning, or is new among the reports, whose file is read back.
+"""Incremented if a column is removed or changes its meaning, or is added to the reports, whose file is read back.
 
-A file says its version as `prefect-tune/version`.
+A file holds its version in the metadata `prefect-tune/version`.
 """
 
 
 def trials_as_arrow(experiment: Experiment) -> pa.Table:
-    """Return one row per trial, in the order in which they were added.
+    """Return one row per trial, in the order in which the trials were added.
 
-    The columns: trial, status and step; `config/...`; the metrics of the last valid report; what the training took, its
-    newest checkpoint, and why it ended. A metric with the name of another column becomes `metrics/...`.
+    Columns: trial, status and step; `config/...`; the last valid report's metrics; the cost of the training, the newest
+    checkpoint, and why the training ended. A metric with the name of another column becomes `metrics/...`.
     """
     import pyarrow as pa
 
     trials = list(experiment.trials.values())
-    config = _spread((dict(leaves(each.config, "config/")) for each in trials), len(trials), ())
-    metrics = _spread((dict(leaves(each.metrics)) for each in trials), len(trials), {*_FIRST, *_LAST, *config})
+    config = _make_columns((dict(leaves(trial.config, "config/")) for trial in trials), len(trials), ())
+    metrics = _make_columns((dict(leaves(trial.metrics)) for trial in trials), len(trials), {*_FIRST, *_LAST, *config})
 
-    def built(columns: _Columns) -> dict[str, pa.Array]:
+    def build_columns(columns: _Columns) -> dict[str, pa.Array]:
         return {
-            name: pa.array([value(experiment.key, each) for each in trials], kind)
-            for name, (kind, value) in columns.items()
+            name: pa.array([value(experiment.key, trial) for trial in trials], arrow_type)
+            for name, (arrow_type, value) in columns.items()
         }
 
-    return pa.table({**built(_FIRST), **config, **metrics, **built(_LAST)})
+    return pa.table({**build_columns(_FIRST), **config, **metrics, **build_columns(_LAST)})
 
 
 def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
-    """Return one row per valid report: trial, step, training time up to it in seconds, and its metrics."""
+    """Return one row per valid report: trial, step, training time so far in seconds, and metrics."""
     import pyarrow as pa
 
     rows = [(trial, report) for trial, curve in curves for report in curve]
@@ -61,30 +61,31 @@ def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.T
         "step": pa.array([report.step for _, report in rows], "int64"),
         "trained_seconds": pa.array([report.trained_seconds or None for _, report in rows], "float64"),
     }
-    return pa.table({**columns, **_spread((dict(leaves(report.metrics)) for _, report in rows), len(rows), columns)})
+    metrics = (dict(leaves(report.metrics)) for _, report in rows)
+    return pa.table({**columns, **_make_columns(metrics, len(rows), columns)})
 
 
 def attempts_as_arrow(cost: ExperimentCost) -> pa.Table:
-    """Return one row per attempt: its trial and number, when it began, its seconds by category, and what it used."""
+    """Return one row per attempt: trial, number, start, seconds by category, and resource usage."""
     import pyarrow as pa
 
-    uses = [each.use for each in cost.attempts]
-    categories = [each for each in Category if each is not Category.IDLE]
+    usages = [attempt.use for attempt in cost.attempts]
+    categories = [attempt for attempt in Category if attempt is not Category.IDLE]
     return pa.table(
         {
-            "trial": pa.array([each.trial for each in cost.attempts], "string"),
-            "attempt": pa.array([each.attempt for each in cost.attempts], "int64"),
-            "began_at": pa.array([each.began_at for each in cost.attempts], pa.timestamp("ms", "UTC")),
+            "trial": pa.array([attempt.trial for attempt in cost.attempts], "string"),
+            "attempt": pa.array([attempt.attempt for attempt in cost.attempts], "int64"),
+            "began_at": pa.array([attempt.began_at for attempt in cost.attempts], pa.timestamp("ms", "UTC")),
             **{
-                f"{name.key}_seconds": pa.array([each.seconds[name] for each in cost.attempts], "float64")
-                for name in categories
+                f"{kind.key}_seconds": pa.array([attempt.seconds[kind] for attempt in cost.attempts], "float64")
+                for kind in categories
             },
-            **{name: pa.array([getattr(use, name, None) for use in uses], kind) for name, kind in _OF_A_USE.items()},
+            **{name: pa.array([getattr(use, name, None) for use in usages], t) for name, t in _USAGE_COLUMNS.items()},
         }
     )
 
 
-_OF_A_USE = {
+_USAGE_COLUMNS = {
     "cpu_seconds": "float64",
     "peak_memory_bytes": "int64",
     "mean_memory_bytes": "int64",
@@ -94,34 +95,34 @@ _OF_A_USE = {
 
 
 def metric_columns(reports: pa.Table, metrics: Sequence[str]) -> Mapping[str, str]:
-    """Return the column of each of `metrics` that a table of reports has."""
-    columns = {name: f"metrics/{name}" if name in _OF_A_REPORT else name for name in metrics}
+    """Return the column names of `metrics` in a table of reports; omit metrics without a column."""
+    columns = {name: f"metrics/{name}" if name in _REPORT_COLUMNS else name for name in metrics}
     return {name: column for name, column in columns.items() if column in reports.column_names}
 
 
 def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
-    """Return `table` as a Parquet file; its schema metadata holds `about`, with keys prefixed `prefect-tune/`."""
+    """Return `table` as a Parquet file with `about` as its schema metadata; the keys get the prefix `prefect-tune/`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    described = table.replace_schema_metadata({f"prefect-tune/{name}": value for name, value in about.items()})
+    described_table = table.replace_schema_metadata({f"prefect-tune/{name}": value for name, value in about.items()})
     sink = pa.BufferOutputStream()
-    pq.write_table(described, sink, compression="zstd")
+    pq.write_table(described_table, sink, compression="zstd")
     return bytes(sink.getvalue())
 
 
 def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
-    """Return the reports in a Parquet file; None if it was made from a journal state with another digest.
+    """Return the reports in a Parquet file; None if it was written for a journal state with another digest.
 
-    None too if its columns are of another version than this release's, or if it is damaged: the journal has the
-    reports. Nothing in such a file is executed.
+    Also None if the file is damaged, or its columns have another version: the journal has the reports. Nothing in the
+    file is executed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.read_table(pa.BufferReader(pa.py_buffer(data)))
-    except (pa.ArrowException, OSError):  # pyarrow's error of a damaged page is an OSError
+    except (pa.ArrowException, OSError):  # pyarrow raises OSError for a damaged page
         return None
     about = table.schema.metadata or {}
     is_of_this_release = about.get(b"prefect-tune/version") == COLUMNS_VERSIONS["reports"].encode()
@@ -131,13 +132,13 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
 # ---------------------------------------------------------------------------------------------- the columns
 
 
-def _newest_path(experiment: JournalKey, trial: Trial) -> str | None:
+def _newest_checkpoint_path(experiment: JournalKey, trial: Trial) -> str | None:
     key = newest_key(experiment.trial_key(trial.trial), trial)
     return key.folder if key else None
 
 
 _Columns: TypeAlias = Mapping[str, tuple[str, Callable[[JournalKey, Trial], object]]]
-"""The type of each column that every experiment has, and its value for an experiment's key and a trial."""
+"""The columns of every experiment: the Arrow type, and a function of the experiment's key and a trial."""
 _FIRST: _Columns = {
     "trial": ("string", lambda _, trial: trial.trial),
     "status": ("string", lambda _, trial: str(trial.status)),
@@ -149,52 +150,52 @@ _LAST: _Columns = {
     "wasted_steps": ("int64", lambda _, trial: trial.wasted_steps),
     "wasted_at_least": ("bool", lambda _, trial: trial.wasted_at_least),
     "checkpoints": ("int64", lambda _, trial: len(trial.checkpoints)),
-    "checkpoint": ("string", _newest_path),
+    "checkpoint": ("string", _newest_checkpoint_path),
     "cause": ("string", lambda _, trial: trial.cause and str(trial.cause)),
     "reason": ("string", lambda _, trial: trial.reason),
 }
 
 
-def _spread(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:
-    """Return a column for each name in any of the rows; null in rows without it."""
-    found: dict[str, list[Any]] = {}
+def _make_columns(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:
+    """Return a column for each name in any row, with null in rows without the name."""
+    columns: dict[str, list[Any]] = {}
     for index, row in enumerate(rows):
         for name, value in row.items():
-            column = found.get(name)
+            column = columns.get(name)
             if column is None:
-                column = found[name] = [None] * count
+                column = columns[name] = [None] * count
             column[index] = value
-    return {f"metrics/{name}" if name in taken else name: _inferred(column) for name, column in found.items()}
+    return {f"metrics/{name}" if name in taken else name: _typed_column(values) for name, values in columns.items()}
 
 
-def _inferred(column: list[Any]) -> pa.Array:
-    """Return a column of one type; lists, mixed types, and integers beyond 64 bits or a float's range, become JSON."""
+def _typed_column(column: list[Any]) -> pa.Array:
+    """Return a column of one type; lists, mixed types, and integers beyond 64 bits or a float's range become JSON."""
     import pyarrow as pa
 
-    kinds = {type(value) for value in column if value is not None}
-    if kinds == {int, float} and all(value is None or is_finite(value) for value in column):
+    types = {type(value) for value in column if value is not None}
+    if types == {int, float} and all(value is None or is_finite(value) for value in column):
         column = [None if value is None else float(value) for value in column]
     elif (
-        len(kinds) > 1
-        or kinds & {list, tuple}
-        or (kinds == {int} and not all(value is None or -_INT64 <= value < _INT64 for value in column))
+        len(types) > 1
+        or types & {list, tuple}
+        or (types == {int} and not all(value is None or -_INT64_LIMIT <= value < _INT64_LIMIT for value in column))
     ):
         column = [None if value is None else json.dumps(value) for value in column]
-    return pa.array(column, pa.float64() if not kinds else None)
+    return pa.array(column, pa.float64() if not types else None)
 
 
 # Read the reports from a target.
 
 
 def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
-    """Return the valid reports, one per row: the published file of exactly this state, or else from the journal."""
+    """Return the valid reports, one per row, from the published file of exactly this state, or from the journal."""
     path = results_path(experiment.key, "reports", experiment.number)
     try:
-        found = from_parquet(read_document(store, path, JournalCorrupt), experiment.digest)
-    except (ObjectNotFound, JournalCorrupt):  # a file that is too large is not one of ours
-        found = None
-    if found is not None:
-        return found
+        table = from_parquet(read_document(store, path, JournalCorrupt), experiment.digest)
+    except (ObjectNotFound, JournalCorrupt):  # a file that is too large was not written by this package
+        table = None
+    if table is not None:
+        return table
     return curves_as_arrow(experiment, read_curves(store, experiment))
 
 

@@ -1,6 +1,6 @@
-"""`pt.Callback`: hooks that observe the trials of a search, in the process that runs it. Needs no Prefect.
+"""`pt.Callback`: hooks that observe the trials of a search, in the process that runs the search. Needs no Prefect.
 
-A callback cannot influence the search: if it raises, or is slow, no trial waits for it.
+A callback cannot influence the search: if it raises or is slow, no trial waits for it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a type of the journal when it is first used: the flows import this module."""
+    """Import a type of the journal on first use, since the flows import this module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "prefect_tune.core.experiment.trial_transitions" if name == "Trial" else "prefect_tune.core.journal_events"
-    return getattr(import_module(home), name)
+    module = "prefect_tune.core.experiment.trial_transitions" if name == "Trial" else "prefect_tune.core.journal_events"
+    return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ class SearchInfo:
     objective: Objective | None
     """The metric by which trials are compared."""
     generation: int = 1
-    """Counts the experiments of this name on the target: another one begins when it is deleted."""
+    """Counts the experiments with this name on the target: incremented when the name is used again after a deletion."""
 
 
 class Callback:
     """Observes a search. Override the hooks that you need.
 
-    **When.** The hooks of one callback are called one after the other, in a thread of its own: for each trial in the
+    **When.** The hooks of each callback are called one after the other, in a separate thread: for each trial in the
     order of its history, across trials in the order in which the search received the events. `on_trial_result` is
-    called as soon as a report arrives, every other hook once its event is about to be written to the journal.
+    called as soon as a report arrives, every other hook when its event is about to be written to the journal.
 
-    **How often.** A callback receives all events of the experiment, from the first trial on, even if it was added
-    later, or if they happened while no search was running. Its `get_state` is stored on the target every few seconds
-    and at the end, with the number of the last entry of the journal that it has received. It receives each event at
-    least once, in order: after an orderly end none is repeated; after a crash, the events since that entry may be. Use
-    `trial`, `attempt`, `step` and the sequence of a checkpoint to recognize a repetition. Steps that are trained again
-    after a failure are reported again; `on_trial_start` has the step from which.
+    **How often.** A callback receives all events of the experiment from the first trial on, even events from before it
+    was added, or from a time when no search was running. The result of `get_state` is stored on the target every few
+    seconds and at the end, with the number of the last journal entry that the callback has received. The callback
+    receives each event at least once, in order: after a regular end no event is repeated; after a crash, the events
+    since that entry may be. Use `trial`, `attempt`, `step` and the sequence of a checkpoint to recognize a repetition.
+    Steps that are trained again after a failure are reported again; `on_trial_start` has the step where they begin.
 
-    **Failures.** An exception of a hook is logged with its traceback, and the event counts as delivered. A hook that
+    **Failures.** An exception in a hook is logged with its traceback, and the event counts as delivered. A hook that
     hangs is abandoned when the search ends; the next run delivers the events that it has missed.
 
     `trial` is the trial's current state in the journal. It may be newer than the event.
@@ -74,7 +74,7 @@ class Callback:
 
     @property
     def name(self) -> str:
-        """The key of its stored state; of two callbacks with one name in a search the second is `<name>-2`."""
+        """The key of the stored state; a second callback with this name in a search gets the key `<name>-2`."""
         return type(self).__name__
 
     def setup(self, search: SearchInfo) -> None:
@@ -96,24 +96,24 @@ class Callback:
         """A checkpoint was committed: `results.checkpoint` and `pt.Checkpoint` can read it."""
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        """An attempt ended and the trial has not: it is retried, unless `on_trial_error` follows."""
+        """An attempt ended, but the trial has not: it is retried, unless `on_trial_error` follows."""
 
     def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
-        """The trial is done."""
+        """The trial has finished."""
 
     def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
-        """The trial errored, and is not retried."""
+        """The trial errored and is not retried."""
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
         """This run of the search ends; a resume may continue it."""
 
     def get_state(self) -> Mapping[str, object] | None:
-        """Return the state for `set_state`, as JSON. All effects of the hooks so far must be durable on return."""
+        """Return the state for `set_state`, as JSON. On return, all effects of the hooks so far must be durable."""
         return None
 
     def set_state(self, state: Mapping[str, object]) -> bool | None:
         """Restore the result of `get_state` of an earlier run; called after `setup`.
 
-        Return False if it cannot be used here, for example on a machine without the callback's files: then all events
-        are delivered from the beginning.
+        Return False if it is unusable here, for example on a machine without the callback's files: then all events are
+        delivered from the beginning.
         """

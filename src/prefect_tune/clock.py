@@ -1,4 +1,4 @@
-"""The clock of the process, and the write ids and times that it stamps on entries and documents."""
+"""The clock of the process, and write ids and times for journal entries and documents."""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -13,26 +13,26 @@ def new_write_id() -> Stamp:
 
 
 def utc_now() -> str:
-    """Return the current UTC time: it is shown to people, and decides nothing."""
+    """Return the current UTC time, for display only: it decides nothing."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-_run_began: tuple[datetime, float] | None = None  # time of day, monotonic: the last run that this process began
+_run_start: tuple[datetime, float] | None = None  # time of day and monotonic clock when this process's last run began
 
 
 def begin_run_clock() -> None:
-    """Let `run_now` count from the present time of day."""
-    global _run_began  # noqa: PLW0603 - the clock of the process
-    _run_began = datetime.now(UTC), time.monotonic()
+    """Start the clock of `run_now` at the present time of day."""
+    global _run_start  # noqa: PLW0603 - the clock of the process
+    _run_start = datetime.now(UTC), time.monotonic()
 
 
 def run_now() -> str:
-    """Return the time of day at the begin of this process's run plus the seconds of a monotonic clock since then.
+    """Return the time of day when this process's run began, plus the monotonic time since then.
 
-    A clock that is set, or a machine that sleeps, does not change it. It is for durations, in the cost; people are
-    shown `utc_now`, which a process without a run uses here too.
+    Setting the clock, or a sleeping machine, does not change it. It is for durations in the cost; `utc_now` is for
+    display, and the result of this function in a process without a run.
     """
-    if _run_began is None:
+    if _run_start is None:
         return utc_now()
-    at, seconds = _run_began
-    return (at + timedelta(seconds=time.monotonic() - seconds)).isoformat(timespec="milliseconds")
+    started_at, started_seconds = _run_start
+    return (started_at + timedelta(seconds=time.monotonic() - started_seconds)).isoformat(timespec="milliseconds")

@@ -1,7 +1,7 @@
-"""Maintain experiments one after the other, and delete one that a person names.
+"""Maintain experiments one after the other, and delete an experiment.
 
-Maintenance verifies, quarantines, prunes and collects garbage. A deletion says before what would go, and is refused
-while a run may own the experiment.
+Maintenance verifies, quarantines, prunes and collects garbage. A deletion can report beforehand what it would delete,
+and is rejected while a run may own the experiment.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from prefect_tune.terminal.formatting import freshness_of
 
 # The report of a maintenance run: values, and a Markdown page for the Prefect UI.
 
-_SHOWN_ROWS = 200
+_MAX_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class DamagedCheckpoint:
 
     experiment: str
     trial: str | None
-    """None for the journal, and so is `step`."""
+    """None for the journal, like `step`."""
     step: int | None
     folder: str
     """Its folder on the target."""
@@ -80,7 +80,7 @@ class DamagedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class NotLookedAt:
-    """Work that this run left to the next one or cannot do, and why."""
+    """Work that this run cannot do, or leaves to the next run, and why."""
 
     experiment: str
     what: str
@@ -89,26 +89,26 @@ class NotLookedAt:
 
 @dataclass(slots=True)
 class Upkeep:
-    """Findings and actions in one experiment."""
+    """The findings and actions in one experiment."""
 
     experiment: str
     live_count: int = 0
     verified_count: int = 0
     verified_bytes: int = 0
     unread_count: int = 0
-    """Sampled checkpoints that were not read, because of the limits of the run."""
+    """Sampled checkpoints that were not read because of the run's limits."""
     damaged: list[DamagedCheckpoint] = field(default_factory=list)
     pruned_count: int = 0
-    """Checkpoints that were retired."""
+    """Retired checkpoints."""
     collected_count: int = 0
-    """Objects that were deleted, or would be in a dry run."""
+    """Deleted objects; in a dry run, objects that would be deleted."""
     collected_bytes: int = 0
     undecided_count: int = 0
     """Unreferenced objects that a running save may still use."""
     not_looked_at: list[NotLookedAt] = field(default_factory=list)
 
     def skip(self, what: str, why: str) -> None:
-        """Record work that is left."""
+        """Record and log skipped work."""
         get_run_logger().warning("%s: skipped %s: %s", self.experiment, what, why)
         self.not_looked_at.append(NotLookedAt(self.experiment, what, why))
 
@@ -125,61 +125,61 @@ class Upkeep:
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceReport:
-    """Findings and actions of a run of `pt.maintain`."""
+    """The findings and actions of a run of `pt.maintain`."""
 
     target: str
     """The target's URI."""
     experiments: tuple[Upkeep, ...]
-    """Findings and actions, one item for each experiment."""
+    """The findings and actions by experiment."""
     not_looked_at: tuple[NotLookedAt, ...]
-    """Work for which there was no time, or that failed, and why."""
+    """Work that failed, or for which there was no time, and why."""
     dry_run: bool
-    """Whether nothing was written or deleted."""
+    """Whether the run wrote and deleted nothing."""
 
     @property
     def damaged(self) -> Sequence[DamagedCheckpoint]:
         """All damage that this run found."""
-        return [damaged for each in self.experiments for damaged in each.damaged]
+        return [damaged for experiment in self.experiments for damaged in experiment.damaged]
 
     @property
     def verified_count(self) -> int:
         """How many checkpoints were read."""
-        return sum(each.verified_count for each in self.experiments)
+        return sum(experiment.verified_count for experiment in self.experiments)
 
     @property
     def collected_bytes(self) -> int:
-        """Size of the objects that were deleted, or would be in a dry run."""
-        return sum(each.collected_bytes for each in self.experiments)
+        """The size of deleted objects; in a dry run, of objects that would be deleted."""
+        return sum(experiment.collected_bytes for experiment in self.experiments)
 
     @property
     def summary(self) -> str:
         """The report in one line."""
-        size = sum(each.verified_bytes for each in self.experiments)
+        verified_bytes = sum(experiment.verified_bytes for experiment in self.experiments)
         would = "would be " if self.dry_run else ""
-        pruned = sum(each.pruned_count for each in self.experiments)
-        left = f"; {plural(len(self.not_looked_at), 'item', 'items')} not checked" if self.not_looked_at else ""
-        freed = f", {shown_size(self.collected_bytes)} {would}deleted"
-        if self.dry_run and pruned:  # they share bytes with other checkpoints: only their deletion shows how many
-            freed = f"; their bytes and {shown_size(self.collected_bytes)} more would be deleted"
+        pruned_count = sum(experiment.pruned_count for experiment in self.experiments)
+        skipped_text = f"; {plural(len(self.not_looked_at), 'item', 'items')} not checked" if self.not_looked_at else ""
+        deleted_text = f", {shown_size(self.collected_bytes)} {would}deleted"
+        if self.dry_run and pruned_count:  # checkpoints share bytes: only a deletion shows how many become free
+            deleted_text = f"; their bytes and {shown_size(self.collected_bytes)} more would be deleted"
         return (
             f"{plural(len(self.experiments), 'experiment', 'experiments')}: "
-            f"{plural(self.verified_count, 'checkpoint', 'checkpoints')} read ({shown_size(size)}), "
-            f"{len(self.damaged)} damaged; {pruned} {would}pruned{freed}{left}"
+            f"{plural(self.verified_count, 'checkpoint', 'checkpoints')} read ({shown_size(verified_bytes)}), "
+            f"{len(self.damaged)} damaged; {pruned_count} {would}pruned{deleted_text}{skipped_text}"
         )
 
     @property
     def alarm(self) -> str:
-        """The damage in one line, as an error message. There has to be some."""
+        """The damage in one line, as an error message. Call it only if there is damage."""
         first = self.damaged[0]
-        more = f" and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
-        quarantined = ", and quarantined" if all(each.is_quarantined for each in self.damaged) else ""
-        return f"{self.target}: {first.folder}{more} damaged{quarantined}: {first.damage}"
+        more_text = f" and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
+        quarantine_text = ", and quarantined" if all(checkpoint.is_quarantined for checkpoint in self.damaged) else ""
+        return f"{self.target}: {first.folder}{more_text} damaged{quarantine_text}: {first.damage}"
 
 
 def show_report(report: MaintenanceReport) -> None:
-    """Publish the report as an artifact of the flow run; an error is only logged: the run's result holds it too."""
-    plain = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
-    key = f"maintenance-{plain}-{digest_of(report.target.encode())[:6]}"
+    """Publish the report as an artifact of the flow run; only log an error: the run's result has the report too."""
+    slug = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
+    key = f"maintenance-{slug}-{digest_of(report.target.encode())[:6]}"
     try:
         MarkdownArtifact(key=key, markdown=markdown(report), description="Maintenance report").create()
     except (PrefectException, HTTPError, OSError) as error:
@@ -187,38 +187,38 @@ def show_report(report: MaintenanceReport) -> None:
 
 
 def markdown(report: MaintenanceReport) -> str:
-    """Return the page, one table: first the damage, then the work done, then the work left."""
+    """Return the report as Markdown, with one table: first the damage, then completed work, then skipped work."""
     rows = list[tuple[str, str, str]]()
-    for damaged in report.damaged:
-        what = "journal" if damaged.trial is None else f"trial {damaged.trial}, step {damaged.step}"
-        quarantined = ", quarantined" if damaged.is_quarantined else ""
-        rows.append((damaged.experiment, what, f"damaged{quarantined}: {_shortened(damaged.damage)}"))
-    rows += [(each.experiment, "", each.work) for each in report.experiments]
-    rows += [(each.experiment, each.what, f"not checked: {_shortened(each.why)}") for each in report.not_looked_at]
+    for damage in report.damaged:
+        subject = "journal" if damage.trial is None else f"trial {damage.trial}, step {damage.step}"
+        quarantine_text = ", quarantined" if damage.is_quarantined else ""
+        rows.append((damage.experiment, subject, f"damaged{quarantine_text}: {_shorten_text(damage.damage)}"))
+    rows += [(item.experiment, "", item.work) for item in report.experiments]
+    rows += [(item.experiment, item.what, f"not checked: {_shorten_text(item.why)}") for item in report.not_looked_at]
     state = "damage" if report.damaged else "no damage found"
-    more = len(rows) - _SHOWN_ROWS
+    hidden_count = len(rows) - _MAX_ROWS
     return as_markdown(
         [
             Heading("Dry run: nothing on the target was changed" if report.dry_run else "Maintenance", 1),
             Text([f"{state}: ", Verbatim(report.target)], kind="strong"),
             Text([f"{report.summary}."]),
-            Table(("experiment", "what", "result"), rows[:_SHOWN_ROWS]),
-            *([Text([f"and {more} more"])] if more > 0 else []),
+            Table(("experiment", "what", "result"), rows[:_MAX_ROWS]),
+            *([Text([f"and {hidden_count} more"])] if hidden_count > 0 else []),
         ]
     )
 
 
-def _shortened(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return shorten(" ".join(text.split()), 300)
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceOptions:
-    """The validated request of one run."""
+    """The validated options of one run."""
 
     target: StorageTarget
     share: DailyShare | None
-    """Which checkpoints of each experiment are read; None: none."""
+    """The checkpoints of each experiment to read; None for none."""
     max_bytes: int | None
     quarantine: bool
     collect: bool
@@ -228,24 +228,24 @@ class MaintenanceOptions:
 
 
 def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], today: date) -> MaintenanceReport:
-    """Maintain one experiment after the other, each day in another order: the time may not suffice for all."""
-    done, left = list[Upkeep](), list[NotLookedAt]()
+    """Maintain the experiments one after the other, in a daily changing order: the time may not suffice for all."""
+    maintained, unstarted = list[Upkeep](), list[NotLookedAt]()
     for name in sorted(names, key=lambda name: digest_of(f"{today.toordinal()}/{name}".encode())):
         if options.until is None or datetime.now(UTC) < options.until:
-            done.append(maintain_experiment(options, name))
+            maintained.append(maintain_experiment(options, name))
         else:
-            left.append(NotLookedAt(name, "everything", "the time budget was spent"))
-    skipped = [each for upkeep in done for each in upkeep.not_looked_at]
-    return MaintenanceReport(options.target.uri, tuple(done), (*left, *skipped), dry_run=options.dry_run)
+            unstarted.append(NotLookedAt(name, "everything", "the time budget was spent"))
+    skipped = [item for upkeep in maintained for item in upkeep.not_looked_at]
+    return MaintenanceReport(options.target.uri, tuple(maintained), (*unstarted, *skipped), dry_run=options.dry_run)
 
 
-_SKIPPED = (StoreUnavailable, StoreRefused, Superseded, CommitUnknown, UnknownVersion)
+_SKIPPABLE_ERRORS = (StoreUnavailable, StoreRefused, Superseded, CommitUnknown, UnknownVersion)
 
 
 def maintain_experiment(options: MaintenanceOptions, name: str) -> Upkeep:
-    """Verify, quarantine, prune, collect: in this order, so that damage is found before anything is deleted.
+    """Verify, quarantine, prune and collect, in this order, so that damage is found before anything is deleted.
 
-    A failure is reported, and does not stop the acts that follow.
+    A failure is reported, and does not prevent the next actions.
     """
     upkeep, target, retention = Upkeep(name), options.target, options.retention
 
@@ -255,40 +255,40 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> Upkeep:
 
     try:
         journal = on_target(target, lambda store: current_journal(store, name))
-    except _SKIPPED as error:
+    except _SKIPPABLE_ERRORS as error:
         upkeep.skip("everything", str(error))
         return upkeep
-    acts: dict[str, Callable[[], None]] = {
-        "checkpoints": partial(_verify, options, journal, upkeep),
+    actions: dict[str, Callable[[], None]] = {
+        "checkpoints": partial(_verify_and_quarantine, options, journal, upkeep),
         "retention": prune,
-        "garbage": partial(_collect, options, journal, upkeep),
+        "garbage": partial(_collect_experiment_garbage, options, journal, upkeep),
     }
-    for what, act in acts.items():
+    for what, action in actions.items():
         try:
-            act()
+            action()
         except JournalCorrupt as error:
             upkeep.skip(what, f"the journal is damaged: {error}")
-            if all(each.folder != journal.entries for each in upkeep.damaged):
+            if all(damage.folder != journal.entries for damage in upkeep.damaged):
                 damaged = DamagedCheckpoint(name, None, None, journal.entries, str(error), is_quarantined=False)
                 upkeep.damaged.append(damaged)
-        except _SKIPPED as error:
+        except _SKIPPABLE_ERRORS as error:
             upkeep.skip(what, str(error))
     return upkeep
 
 
-def _verify(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
-    """Read the share, and quarantine what is damaged after publishing the damage: no later run finds it again."""
+def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
+    """Read the daily share, and quarantine damage after publishing it, since no later run finds it again."""
     if options.share is None:
         return
     result = verify_checkpoints(options.target, journal, options.share, options.max_bytes, options.until)
     upkeep.live_count, upkeep.verified_count = len(result.live), len(result.inspected)
-    upkeep.verified_bytes = sum(each.size_bytes for each in result.inspected)
+    upkeep.verified_bytes = sum(item.size_bytes for item in result.inspected)
     upkeep.unread_count = result.unread_count
     for unreadable in result.unreadable:
         upkeep.skip(unreadable.folder, unreadable.why)
     if result.unread_count:
         upkeep.skip(f"{result.unread_count} checkpoints of this sample", "the limits were reached")
-    reasons = {each.key: each.damage or "" for each in result.damaged}
+    reasons = {item.key: item.damage or "" for item in result.damaged}
     for key, damage in reasons.items():
         get_run_logger().error("%s is damaged: %s", key.folder, damage)
         damaged = DamagedCheckpoint(
@@ -300,38 +300,38 @@ def _verify(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) ->
     show_report(MaintenanceReport(options.target.uri, (upkeep,), (), dry_run=False))
     try:
         folders = {key.folder for key in quarantine_checkpoints(options.target, journal, reasons)}
-    except _SKIPPED as error:
+    except _SKIPPABLE_ERRORS as error:
         upkeep.skip("quarantine", str(error))
     else:
-        upkeep.damaged = [replace(each, is_quarantined=each.folder in folders) for each in upkeep.damaged]
+        upkeep.damaged = [replace(item, is_quarantined=item.folder in folders) for item in upkeep.damaged]
 
 
-def _collect(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
+def _collect_experiment_garbage(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
     if not options.collect:
         return
     garbage = collect_garbage(options.target, journal, dry_run=options.dry_run, until=options.until)
     upkeep.collected_count, upkeep.collected_bytes = garbage.object_count, garbage.size_bytes
-    upkeep.undecided_count = sum(each.undecided_count for each in garbage.trials)
-    for each in garbage.trials:
-        if (why := each.damage or each.kept) is not None:
-            upkeep.skip(f"garbage of trial {each.trial}", why)
+    upkeep.undecided_count = sum(trial.undecided_count for trial in garbage.trials)
+    for trial in garbage.trials:
+        if (reason := trial.damage or trial.kept) is not None:
+            upkeep.skip(f"garbage of trial {trial.trial}", reason)
     if garbage.skipped_count:
         upkeep.skip(f"garbage of {garbage.skipped_count} trials", "the time budget was spent")
 
 
-# Delete an experiment that a person names.
+# Delete an experiment.
 
-_TIMEOUT = timedelta(minutes=30)
+_DELETION_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentContents:
-    """What an experiment has on its target."""
+    """The contents of an experiment on its target."""
 
     experiment: str
     trial_count: int
     checkpoint_count: int
-    """Those whose manifest exists: live, quarantined, and retired ones that are not collected yet."""
+    """Checkpoints whose manifest exists: live, quarantined, and retired but not yet collected ones."""
     object_count: int
     size_bytes: int
 
@@ -345,73 +345,73 @@ class ExperimentContents:
 def delete_experiment(
     experiment: str, *, target: StorageTarget | str, even_if_running: bool = False, dry_run: bool = False
 ) -> ExperimentContents:
-    """Delete an experiment from its target for good, and return what it had there.
+    """Delete an experiment from its target permanently, and return what it had there.
 
-    If the call is interrupted, the experiment can no longer be opened, and a second call deletes the rest. The name can
-    be used again from the time at which the first object is deleted; a marker of some 300 bytes stays. Its forks have
-    copies of its checkpoints. What Prefect's server has of the experiment, its runs and artifacts, stays.
+    If the call is interrupted, the experiment can no longer be resumed, and a second call deletes the rest. The name
+    can be used again as soon as the first object is deleted; a marker of some 300 bytes stays. Forks of the experiment
+    have copies of its checkpoints. The experiment's runs and artifacts on Prefect's server stay.
 
     Args:
         experiment: its name on the target.
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
-        even_if_running: whether it is deleted while a run may own it; that run ends with `Superseded`.
-        dry_run: make the same checks, and delete nothing.
+        even_if_running: delete the experiment even if a run may own it; that run ends with `Superseded`.
+        dry_run: make the same checks, but delete nothing.
 
     Raises:
         InvalidInput: there is no such experiment, or a run may own it; nothing was deleted.
         JournalCorrupt: its journal cannot be read; nothing was deleted.
-        Superseded: another process deletes it at the same time.
+        Superseded: another process is deleting the experiment.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed.
     """
     resolved = resolve_existing(target)
-    owner, stamp = current_owner(), new_write_id()  # the same for every try, so that a retry is the same deletion
+    owner, stamp = current_owner(), new_write_id()  # the same in each try, so that a retry is the same deletion
 
-    def look(store: ObjectStore) -> tuple[JournalKey, ExperimentContents]:
-        # A folder without a journal is no experiment: whatever it holds, it is not deleted.
+    def inspect_experiment(store: ObjectStore) -> tuple[JournalKey, ExperimentContents]:
+        # A folder without a journal is no experiment, and is not deleted.
         if (journal := generation_to_delete(store, valid_name(experiment))) is None:
             raise InvalidInput(no_experiment(store, experiment, resolved.uri))
         trials: Collection[str] = ()
-        if not is_deleted(store, journal):  # otherwise an interrupted deletion has left objects
+        if not is_deleted(store, journal):  # otherwise, an interrupted deletion has left objects
             state = load(store, journal)
             if not (even_if_running or state.is_removed):
                 _require_no_run(store, state, resolved)
             trials = state.trials
-        listed, folder = objects_before(store, experiment, journal.generation + 1), f"{journal.folder}/trials/"
-        paths = [each.path for each in listed if each.path.startswith(folder)]
-        named = [(path.removeprefix(folder).split("/")[0], path) for path in paths]
-        keys = [CheckpointKey.from_manifest_path(journal.trial_key(trial), path) for trial, path in named]
+        objects, folder = objects_before(store, experiment, journal.generation + 1), f"{journal.folder}/trials/"
+        paths = [entry.path for entry in objects if entry.path.startswith(folder)]
+        trial_paths = [(path.removeprefix(folder).split("/")[0], path) for path in paths]
+        keys = [CheckpointKey.from_manifest_path(journal.trial_key(trial), path) for trial, path in trial_paths]
         return journal, ExperimentContents(
             experiment,
-            trial_count=len({trial for trial, _ in named} | set(trials)),
+            trial_count=len({trial for trial, _ in trial_paths} | set(trials)),
             checkpoint_count=sum(key is not None for key in keys),
-            object_count=len(listed),
-            size_bytes=sum(each.size_bytes for each in listed),
+            object_count=len(objects),
+            size_bytes=sum(entry.size_bytes for entry in objects),
         )
 
-    journal, contents = on_target(resolved, look, _TIMEOUT)
+    journal, contents = on_target(resolved, inspect_experiment, _DELETION_TIMEOUT)
     if not dry_run:
-        on_target(resolved, lambda store: remove(store, journal, owner, stamp), _TIMEOUT)
+        on_target(resolved, lambda store: remove(store, journal, owner, stamp), _DELETION_TIMEOUT)
     return contents
 
 
 def _require_no_run(store: ObjectStore, state: Experiment, target: StorageTarget) -> None:
-    """Refuse while a trial runs by the journal, or its owner still publishes, by this machine's clock.
+    """Raise if a trial runs according to the journal, or the owner still publishes, by this machine's clock.
 
-    A search between two trials has none that runs; a process that was killed stops publishing. Not noticed is a search
-    in its first second, or one with `live_period_seconds=None` while none of its trials runs.
+    A search between two trials has no running trial; a killed process stops publishing. This check misses a search in
+    its first second, and a search with `live_period_seconds=None` while none of its trials runs.
     """
     last, live = next_entry(store, state.key, state.number - 1), live_status_of(store, state)
     as_of = max(live.at if live else "", last.at if last else "")
-    fresh = freshness_of(ExperimentView(state, as_of, live), datetime.now(UTC))
-    fresh = replace(fresh, is_running=fresh.is_running or live is not None)
-    if not fresh.is_running or fresh.is_stale:
+    freshness = freshness_of(ExperimentView(state, as_of, live), datetime.now(UTC))
+    freshness = replace(freshness, is_running=freshness.is_running or live is not None)
+    if not freshness.is_running or freshness.is_stale:
         return
-    by_journal = sum(each.status is Status.RUNNING for each in state.trials.values())
-    count = max(by_journal, len(live.trials) if live is not None else 0)  # the journal of a search may be older
-    alive = plural(count, "trial was running", "trials were running") if count else "its process was alive"
-    runs = f"{alive} as of {fresh.words()}"
-    end = f"prefect-tune stop {target.argument} {state.name}" if kind_of(state) == "search" else "cancel its flow run"
+    running_count = sum(trial.status is Status.RUNNING for trial in state.trials.values())
+    count = max(running_count, len(live.trials) if live is not None else 0)  # the journal of a search may be older
+    sign = plural(count, "trial was running", "trials were running") if count else "its process was alive"
+    signs = f"{sign} as of {freshness.words()}"
+    how = f"prefect-tune stop {target.argument} {state.name}" if kind_of(state) == "search" else "cancel its flow run"
     raise InvalidInput(
-        f"experiment {state.name!r} at {target.uri}: a run may own it, {state.owner}: {runs}. End that run first "
-        f"({end}); or, if it has ended or may fail, delete the experiment with even_if_running (--even-if-running)"
+        f"experiment {state.name!r} at {target.uri}: {state.owner} may still own it: {signs}. End that run first "
+        f"({how}); or, if it has ended or may fail, delete the experiment with even_if_running (--even-if-running)"
     )

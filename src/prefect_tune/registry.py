@@ -1,4 +1,4 @@
-"""The schedulers, searches and stoppers that JSON, forms and the command line name. It imports none of them."""
+"""The schedulers, searches and stoppers that have names in JSON, forms and the command line; imports none of them."""
 
 from collections.abc import Mapping
 
@@ -43,4 +43,4 @@ FIELDS: Mapping[str, str] = {
     "Retention": "last best metric mode every",
     "FailurePolicy": "max_failures max_machine_failures max_restarts quarantine_after",
 }
-"""The fields of option classes: a dict of exactly these is an object that a client has sent without its class."""
+"""The fields of option classes: a dict with exactly these keys is an object that a client sent without its class."""

@@ -73,60 +73,60 @@ def load_results(
     metric: str | Sequence[str] | None = None,
     mode: Mode | Sequence[Mode] = "min",
 ) -> Results:
-    """Read the results of an experiment from its target, as of its journal's last entry; run and write nothing.
+    """Read the results of an experiment from its target, at its journal's last entry; run and write nothing.
 
     The experiment may still be running.
 
     Args:
         target: where the experiment is stored: a block, a `"block-type/name"` slug, a URI, or a path.
         experiment: its name on the target.
-        metric: the reported metric, or several, by which trials are compared. Default: the metric of the search and
-            its mode, from the journal.
-        mode: of `metric`: `"min"` if a small value is good, `"max"` if a large one is; one for all metrics, or one
-            for each.
+        metric: the reported metric or metrics by which trials are compared. Default: the metric and mode of the
+            search, from the journal.
+        mode: `"min"` if small values of `metric` are good, `"max"` if large values are; one mode for all metrics, or
+            one for each.
 
     Raises:
         InvalidInput: the target has no such experiment.
         JournalCorrupt: entries of its journal are missing or damaged.
         StoreUnavailable: the target did not answer.
     """
-    place = resolve_existing(target)
-    with place.open(timeout=_TIMEOUT) as store:
+    storage = resolve_existing(target)
+    with storage.open(timeout=_TIMEOUT) as store:
         state = load(store, current_journal(store, experiment))
         if not state.number:
-            raise InvalidInput(no_experiment(store, experiment, place.uri))
-    return Results(state, place, _compared_by(objective_in(state.settings), metric, mode))
+            raise InvalidInput(no_experiment(store, experiment, storage.uri))
+    return Results(state, storage, _choose_objective(objective_in(state.settings), metric, mode))
 
 
-def _compared_by(
-    known: Objective | None, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
+def _choose_objective(
+    default: Objective | None, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
 ) -> Objective | None:
-    """Return the objective of `metric` and `mode`, or that of the search without a metric.
+    """Return the objective of `metric` and `mode`; without a metric, the search's objective `default`.
 
     Raises:
-        InvalidInput: `mode` contradicts that of the search, whose metric is compared.
+        InvalidInput: `mode` without a metric contradicts the mode of the search.
     """
     if metric is not None:
         return objective_of(metric, mode)
-    if known is not None and mode != "min" and objective_of(known.metrics, mode) != known:
-        found = ", ".join(f"{mode} {name}" for name, mode in zip(known.metrics, known.modes, strict=True))
-        raise InvalidInput(f"mode {mode!r} without a metric: the search has {found}; name the metric, too")
-    return known
+    if default is not None and mode != "min" and objective_of(default.metrics, mode) != default:
+        modes = ", ".join(f"{mode} {name}" for name, mode in zip(default.metrics, default.modes, strict=True))
+        raise InvalidInput(f"mode {mode!r} without a metric: the search has {modes}; pass the metric too")
+    return default
 
 
 class Trials(Mapping[str, Trial]):
-    """The trials of an experiment by name; printed, or shown in a notebook, as a table of the first 20."""
+    """The trials of an experiment by name; printed, or displayed in a notebook, as a table of the first 20."""
 
     def __init__(self, trials: Mapping[str, Trial], metrics: Sequence[str] = ()) -> None:
-        """Args: metrics: those to show; by default all of them."""
+        """Args: metrics: the metrics to show. Default: all."""
         self._trials = trials
         self._metrics = metrics
 
     def __getitem__(self, name: str) -> Trial:
-        if found := trial_in(self._trials, str(name)):
-            return found
-        there = ", ".join([*islice(self._trials, 3), *["..."] * (len(self) > 3)])
-        raise KeyError(f"there is no trial {name!r}; expected a name, one of: {there or 'none'}")
+        if trial := trial_in(self._trials, str(name)):
+            return trial
+        names = ", ".join([*islice(self._trials, 3), *["..."] * (len(self) > 3)])
+        raise KeyError(f"there is no trial {name!r}; expected one of: {names or 'none'}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._trials)
@@ -137,123 +137,123 @@ class Trials(Mapping[str, Trial]):
     def __repr__(self) -> str:
         if not self:
             return "no trials"
-        first, metrics, more = self._first()
+        first, metrics, more = self._first_rows()
         table, hidden = trials_table(first, metrics)
         return "\n".join(filter(None, (text_of(table, width=output_width()), hidden, more)))
 
     def _repr_html_(self) -> str:
-        first, metrics, more = self._first()
+        first, metrics, more = self._first_rows()
         return trials_html(first, metrics, more if first else "no trials")
 
-    def _first(self) -> tuple[Sequence[Trial], Sequence[str], str]:
-        """Return the trials that are shown, the metrics of them, and how many more there are."""
+    def _first_rows(self) -> tuple[Sequence[Trial], Sequence[str], str]:
+        """Return the trials to show, their metrics, and how many more there are."""
         first = list(self.values())[:MAX_ROWS]
         return first, self._metrics or common_metrics(first), more_trials(len(self) - len(first))
 
 
 @dataclass(frozen=True, repr=False)
 class Results:
-    """The state of an experiment when it was read. Curves, reports and checkpoints are read on demand."""
+    """The state of an experiment when it was read. Learning curves, reports and checkpoints are read on demand."""
 
     experiment: Experiment
     target: StorageTarget
     """Where the experiment is stored."""
     objective: Objective | None
-    """What trials are compared by; None if the experiment has no metric."""
+    """The metrics by which trials are compared; None if the experiment has no metric."""
 
     @property
     def trials(self) -> Trials:
-        """Every trial by its name, in the order in which they were proposed."""
+        """All trials by name, in the order in which they were proposed."""
         return Trials(self.experiment.trials, self.objective.metrics if self.objective else ())
 
     @cached_property
     def errors(self) -> Mapping[str, str]:
-        """Why trials errored, by trial."""
-        return {each.trial: each.reason for each in self.trials.values() if each.status is Status.ERRORED}
+        """The error of each errored trial, by name."""
+        return {trial.trial: trial.reason for trial in self.trials.values() if trial.status is Status.ERRORED}
 
     @cached_property
     def cost(self) -> ExperimentCost:
-        """Where the seconds of the experiment's slots went, by category, run and attempt.
+        """How the experiment's slots spent their time in seconds, by category, run and attempt.
 
-        While a trial runs, its live status is read from the target, which says how long the attempts have lasted.
+        While a trial runs, its live status is read from the target, for the duration of running attempts.
         """
         return self._read_cost(_TIMEOUT)
 
     def _read_cost(self, timeout: timedelta) -> ExperimentCost:
         until = parse_time(self.experiment.runs[0].began_at) if self.experiment.runs else None
-        if any(each.status is Status.RUNNING for each in self.trials.values()):
+        if any(trial.status is Status.RUNNING for trial in self.trials.values()):
             with self.target.open(timeout=timeout) as store:
-                live = live_status_of(store, self.experiment)
-            until = (parse_time(live.run_at or live.at) if live is not None else None) or until
+                live_status = live_status_of(store, self.experiment)
+            until = (parse_time(live_status.run_at or live_status.at) if live_status is not None else None) or until
         return cost_of(self.experiment, until or datetime.now(UTC))
 
     # ------------------------------------------------------------------------------------------------- the best
 
     @property
     def best(self) -> Trial:
-        """The trial whose last report is the best: `best_trial()`, which compares other reports too. Raises as it."""
+        """The trial with the best last report; `best_trial` can compare other reports. Raises like `best_trial`."""
         return self.best_trial()
 
     def best_trial(
         self, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min", *, scope: Scope = "last"
     ) -> Trial:
-        """Return the best trial; of equal ones the one that was proposed first.
+        """Return the best trial; among equal trials, the first proposed one.
 
-        Trials that still run or have errored count too, by what they reported; see `status`.
+        Trials that still run or have errored are also compared, by their reports; see `status`.
 
         Args:
-            metric: the metric to compare by; of several the first decides, and the next one between equals.
+            metric: the metric to compare by; with several, the first one decides, the next ones break ties.
                 Default: the metric of the search.
-            mode: of `metric`, as in `load_results`.
-            scope: the reports to compare: the last one (`"last"`, as wherever a trial is called the best), the best
-                one of each trial (`"all"`), the mean of all (`"avg"`), or that of the last five or ten
-                (`"last-5-avg"`, `"last-10-avg"`).
+            mode: the mode of `metric`, see `load_results`.
+            scope: the reports to compare: the last one (`"last"`, like everywhere else), the best one of each trial
+                (`"all"`), the mean of all (`"avg"`), or the mean of the last five or ten (`"last-5-avg"`,
+                `"last-10-avg"`).
 
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
         """
-        return self._ranked(self._by(metric, mode), valid_scope(scope))[0][0]
+        return self._rank_trials(self._require_objective(metric, mode), valid_scope(scope))[0][0]
 
     @property
     def best_trials(self) -> Sequence[Trial]:
         """The trials that no other trial dominates, by their last reports.
 
-        With several metrics they are the Pareto front, sorted by the first metric. Raises as `best_trial`.
+        With several metrics: the Pareto front, sorted by the first metric. Raises like `best_trial`.
         """
-        return front(self._ranked(self._by(None, "min"), "last"))
+        return front(self._rank_trials(self._require_objective(None, "min"), "last"))
 
-    def _by(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
-        objective = _compared_by(self.objective, metric, mode)
+    def _require_objective(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
+        objective = _choose_objective(self.objective, metric, mode)
         if objective is None:
-            names = sorted({name for each in self.trials.values() for name in flat(each.metrics)})
-            one = names[0] if len(names) == 1 else "NAME"
+            names = sorted({name for trial in self.trials.values() for name in flat(trial.metrics)})
+            example = names[0] if len(names) == 1 else "NAME"
             raise InvalidInput(
-                f"experiment {self.experiment.name!r}: no metric to compare by; its reports have {names}. Name one: "
-                f"results.best_trial({one!r}), or pt.load_results(..., metric={one!r})"
+                f"experiment {self.experiment.name!r}: no metric to compare by; its reports have {names}. Pass one: "
+                f"results.best_trial({example!r}), or pt.load_results(..., metric={example!r})"
             )
         return objective
 
-    def _ranked(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
+    def _rank_trials(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
         trials = self.trials.values()
         if scope == "last":
-            found = ranked(trials, objective)
+            ranking = ranked(trials, objective)
         else:
-            curves = self._curves_of(objective.metrics)
-            found = smallest_first((each, scored(curves.get(each.trial, ()), objective, scope)) for each in trials)
-        if not found:
-            curves = self._curves_of(objective.metrics)
-            why = why_none(trials, objective, scope, curves)
+            curves = self._read_metric_curves(objective.metrics)
+            ranking = smallest_first((trial, scored(curves.get(trial.trial, ()), objective, scope)) for trial in trials)
+        if not ranking:
+            curves = self._read_metric_curves(objective.metrics)
+            reason = why_none(trials, objective, scope, curves)
             names, count = ", ".join(objective.metrics), len(self.trials)
-            lacking = f"none of its {count} trials has reported {names}"
-            reports = (*chain.from_iterable(curves.values()), *(each.metrics for each in trials))
+            problem = f"none of its {count} trials has reported {names}"
+            reports = (*chain.from_iterable(curves.values()), *(trial.metrics for trial in trials))
             if any(metric_in(report, name) is not None for report in reports for name in objective.metrics):
-                lacking = (
+                problem = (
                     f"no {'last report' if scope == 'last' else 'report'} of its {count} trials has {names} as a number"
                 )
-            raise InvalidInput(f"experiment {self.experiment.name!r}: {lacking}: {why}")
-        return found
+            raise InvalidInput(f"experiment {self.experiment.name!r}: {problem}: {reason}")
+        return ranking
 
-    def _curves_of(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
+    def _read_metric_curves(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
         columns = metric_columns(self._reports, metrics)
         curves: dict[str, list[Mapping[str, object]]] = defaultdict(list)
         for row in self._reports.select(["trial", *columns.values()]).to_pylist():
@@ -263,8 +263,8 @@ class Results:
     # ------------------------------------------------------------------------------------------------ one trial
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
-        """Return the learning curve of a trial: one report a step, without steps that were redone."""
-        return self._curves.of(self._trial(trial).trial)
+        """Return the learning curve of a trial: one report per step, without reports that a retry has replaced."""
+        return self._curves.of(self._find_trial(trial).trial)
 
     @cached_property
     def _curves(self) -> Curves:
@@ -273,8 +273,8 @@ class Results:
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
-        (known,) = self._today(trial)
-        key = newest_key(self.experiment.trial_key(known.trial), known)
+        (current,) = self._reload_trials(trial)
+        key = newest_key(self.experiment.trial_key(current.trial), current)
         return self.target.checkpoint(key) if key else None
 
     def export(
@@ -285,29 +285,29 @@ class Results:
         step: int | None = None,
         plain: bool = False,
     ) -> str:
-        """Write a checkpoint to a directory, with the configuration and the metrics of its trial; return its path.
+        """Write a checkpoint to a directory, with its trial's configuration and metrics; return the directory's path.
 
-        They are in `config.json` and `metrics.json`. Where the checkpoint has a file of that name, that one stays, and
-        they are in `trial-config.json` or `trial-metrics.json`.
+        The configuration is in `config.json`, the metrics are in `metrics.json`. If the checkpoint has a file of that
+        name, it stays, and they are in `trial-config.json` or `trial-metrics.json`.
 
         Args:
-            directory: a new or empty directory, or one that holds this export.
+            directory: a new or empty directory, or a directory with an earlier export of this checkpoint.
             trial: the trial. Default: the best one.
             step: the step of the checkpoint. Default: the newest one.
             plain: write only the files of the checkpoint.
 
         Raises:
             CheckpointNotFound: the trial has no such checkpoint.
-            InvalidInput: the directory has other content, which is not touched; or there is no such trial.
+            InvalidInput: the directory has other content, which stays unchanged; or there is no such trial.
         """
-        (known,) = self._today(self.best if trial is None else trial)
-        keys = live_keys(self.experiment.trial_key(known.trial), known)
-        fitting = [key for key in keys if step in (None, key.step)]
-        if not fitting:
+        (current,) = self._reload_trials(self.best if trial is None else trial)
+        keys = live_keys(self.experiment.trial_key(current.trial), current)
+        matching_keys = [key for key in keys if step in (None, key.step)]
+        if not matching_keys:
             steps = ", ".join(str(key.step) for key in keys) or "none"
-            wanted = "" if step is None else f" of step {step}"
-            raise CheckpointNotFound(f"trial {known.trial}: there is no checkpoint{wanted}; there are: {steps}")
-        export_checkpoint(self.target, self.experiment, known, fitting[-1], directory, plain=plain)
+            step_text = "" if step is None else f" of step {step}"
+            raise CheckpointNotFound(f"trial {current.trial}: there is no checkpoint{step_text}; there are: {steps}")
+        export_checkpoint(self.target, self.experiment, current, matching_keys[-1], directory, plain=plain)
         return os.fspath(directory)
 
     def best_checkpoint(
@@ -316,39 +316,38 @@ class Results:
         metric: str | Sequence[str] | None = None,
         mode: Mode | Sequence[Mode] = "min",
     ) -> Checkpoint | None:
-        """Return the checkpoint whose step has the best report: of all trials, or of one.
+        """Return the checkpoint whose step has the best report, of one trial or of all; None if none has the metrics.
 
-        `best_trial` compares last reports, so that this may be a checkpoint of another trial. Of several metrics the
-        first decides, and the next one between equals; of equally good checkpoints it is that of the trial that was
-        proposed first, and of its ones the oldest, which `Retention(best=1)` keeps. None if no kept checkpoint has the
-        metrics.
+        It may belong to another trial than `best_trial`, which compares last reports. With several metrics, the first
+        one decides, the next ones break ties. Among equally good checkpoints, the first proposed trial's is returned,
+        and of this trial's the oldest, which `Retention(best=1)` keeps.
 
         Args:
             trial: the trial. Default: all trials.
-            metric: as in `best_trial`.
-            mode: as in `best_trial`.
+            metric: see `best_trial`.
+            mode: see `best_trial`.
 
         Raises:
             InvalidInput: there is no metric to compare by, or no such trial.
         """
-        objective = self._by(metric, mode)
-        saved = {each.trial: best_saved(each.checkpoints, objective) for each in self._today(trial)}
-        compared = ((name, losses_in(refs[0].metrics, objective)) for name, refs in saved.items() if refs)
-        for name, _ in smallest_first(compared)[:1]:
+        objective = self._require_objective(metric, mode)
+        saved = {current.trial: best_saved(current.checkpoints, objective) for current in self._reload_trials(trial)}
+        losses = ((name, losses_in(refs[0].metrics, objective)) for name, refs in saved.items() if refs)
+        for name, _ in smallest_first(losses)[:1]:
             folder = self.experiment.trial_key(name)
             return self.target.checkpoint(folder.checkpoint_key(saved[name][0]))
         return None
 
-    def _today(self, trial: str | Trial | None) -> Sequence[Trial]:
-        """Return the present state of a trial, or of all: it may have saved since, and deleted older checkpoints."""
-        trials = [self._trial(trial)] if trial is not None else list(self.trials.values())
-        if all(each.phase in ENDED for each in trials):
+    def _reload_trials(self, trial: str | Trial | None) -> Sequence[Trial]:
+        """Return the present state of a trial, or of all trials, which may have saved and deleted checkpoints since."""
+        trials = [self._find_trial(trial)] if trial is not None else list(self.trials.values())
+        if all(trial_.phase in ENDED for trial_ in trials):
             return trials
         with self.target.open(timeout=_TIMEOUT) as store:
-            now = load(store, self.experiment.key)
-        return [now.trials.get(each.trial, each) for each in trials]
+            state = load(store, self.experiment.key)
+        return [state.trials.get(trial_.trial, trial_) for trial_ in trials]
 
-    def _trial(self, trial: str | Trial) -> Trial:
+    def _find_trial(self, trial: str | Trial) -> Trial:
         return trial_named(self.experiment, trial.trial if isinstance(trial, Trial) else trial)
 
     # --------------------------------------------------------------------------------------------------- tables
@@ -356,9 +355,9 @@ class Results:
     def to_arrow(self, rows: Rows | Literal["attempts"] = "trials") -> ArrowTable:
         """Return a table with a row for each trial, for each report of the learning curves, or for each attempt.
 
-        Nested configurations and metrics become columns such as `config/model/depth`. The reports of an
-        experiment that has ended are read from its published file, those of a running one from its journal. Attempts
-        are those of `cost`: their seconds by category, processor time and memory.
+        Nested configurations and metrics become columns such as `config/model/depth`. The reports of an ended
+        experiment are read from its published file, the reports of a running experiment from its journal. The rows of
+        attempts are from `cost`: seconds by category, processor time and memory.
 
         Raises:
             InvalidInput: `rows` is none of `"trials"`, `"reports"` and `"attempts"`.
@@ -380,7 +379,7 @@ class Results:
             InvalidInput: pandas is not installed.
         """
         try:
-            import pandas as pd  # noqa: F401  pyarrow's `to_pandas` imports it; its own error is less plain
+            import pandas as pd  # noqa: F401  pyarrow's `to_pandas` imports it, but its error is less clear
         except ImportError as missing:
             install = "pip install 'prefect-tune[pandas]'"
             raise InvalidInput(f"to_pandas needs pandas: {install}; `to_arrow` does not need it") from missing
@@ -402,15 +401,15 @@ class Results:
         return results_html(report, self._points, partial(self._read_cost, _DISPLAY_TIMEOUT))
 
     def _points(self, trials: Sequence[str], metrics: Sequence[str]) -> Points:
-        """Return the learning curves of some trials, thinned out. Raises the target's errors."""
+        """Return the downsampled learning curves of some trials. Raises the target's errors."""
         reports = self._reports if "_reports" in vars(self) else self._read_reports(_DISPLAY_TIMEOUT)
         return curve_points(reports, trials, metrics)
 
     def __repr__(self) -> str:
         best = ""
-        if self.objective is not None and (found := ranked(self.trials.values(), self.objective)):
-            values = ", ".join(f"{name} {metric_in(found[0][0].metrics, name)}" for name in self.objective.metrics)
-            best = f", {best_label(self.objective)}: {found[0][0].trial} with {values}"
+        if self.objective is not None and (ranking := ranked(self.trials.values(), self.objective)):
+            values = ", ".join(f"{name} {metric_in(ranking[0][0].metrics, name)}" for name in self.objective.metrics)
+            best = f", {best_label(self.objective)}: {ranking[0][0].trial} with {values}"
         return f"Results(experiment={self.experiment.name!r}, trials: {format_counts(counted(self.experiment))}{best})"
 
 
@@ -431,23 +430,23 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curv
                 return f"trial {trial.trial} reported {name!r} as {kind}, not as a number: {shown(value)}"
     names = sorted({name for trial in trials for name in flat(trial.metrics)})
     if scope == "last" and names and any(scored(reports, objective, "all") for reports in curves.values()):
-        return f"the last reports have {names}; scope='all' looks at all reports"
+        return f"the last reports have {names}; scope='all' compares all reports"
     if trials and all(trial.status is Status.ERRORED for trial in trials):
         first = next(iter(trials))
         return f"all {len(trials)} errored, the first with {first_line(first.reason)}; see results.errors"
     if not names:
         return "nothing was reported"
     by_last_part = {name.rpartition("/")[2]: name for name in names}
-    for metric in objective.metrics:  # similar to a name, or to the last part of one
-        near = nearest(metric, names) or by_last_part.get(nearest(metric, by_last_part) or metric)
-        if metric not in names and near is not None:
-            return f"their reports have {names}; did you mean {near!r}?"
+    for metric in objective.metrics:  # similar to a name, or to the last part of a name
+        similar = nearest(metric, names) or by_last_part.get(nearest(metric, by_last_part) or metric)
+        if metric not in names and similar is not None:
+            return f"their reports have {names}; did you mean {similar!r}?"
     return f"their reports have {names}"
 
 
-# Export a checkpoint: its files, as the trainable saved them, with the configuration and the metrics of its trial.
+# Export a checkpoint: the files that the trainable saved, with the configuration and metrics of its trial.
 
-_CONFIG, _METRICS = "config.json", "metrics.json"
+_CONFIG_FILE, _METRICS_FILE = "config.json", "metrics.json"
 
 
 def export_checkpoint(
@@ -459,17 +458,17 @@ def export_checkpoint(
     *,
     plain: bool = False,
 ) -> Mapping[str, str]:
-    """Write a checkpoint to `directory`, and beside its files its trial's configuration and its metrics, as JSON.
+    """Write a checkpoint to `directory`, with its trial's configuration and metrics as JSON files.
 
-    An export that was interrupted is completed by another one. `plain` leaves the two JSON files out.
+    A second call completes an interrupted export. `plain` omits the two JSON files.
 
     Returns:
-        The names of the two files by what is in them, `config.json` and `metrics.json`. Where the checkpoint has a
-        file of that name, that one stays, and the other one is called `trial-config.json` or `trial-metrics.json`.
+        The names of the two JSON files, by their default names `config.json` and `metrics.json`. If the checkpoint has
+        a file of that name, it stays, and the JSON file is called `trial-config.json` or `trial-metrics.json`.
 
     Raises:
-        InvalidInput: the directory has other content, which is not touched.
-        CheckpointNotFound, CheckpointCorrupt: as `Checkpoint.to_directory`.
+        InvalidInput: the directory has other content, which stays unchanged.
+        CheckpointNotFound, CheckpointCorrupt: see `Checkpoint.to_directory`.
     """
     folder = experiment.trial_key(trial.trial)
     ref = next(ref for ref in reversed(trial.checkpoints) if folder.checkpoint_key(ref) == key)
@@ -477,32 +476,32 @@ def export_checkpoint(
     with target.open(timeout=_TIMEOUT) as store:
         manifest = read_manifest(store, key)
         paths = [*(file.path for file in manifest.files), *manifest.empty_directories]
-        taken = {path.partition("/")[0] for path in paths}
-        if trial.cloned is not None:  # an exploit has changed its configuration
+        taken_names = {path.partition("/")[0] for path in paths}
+        if trial.cloned is not None:  # an exploit has changed the configuration
             entries = history(store, experiment.key)
             config = config_at(entries, trial.trial, ref.sequence)
-    names = {name: _free_name(name, taken) for name in (_CONFIG, _METRICS)}
-    contents = {names[_CONFIG]: _json_bytes(config), names[_METRICS]: _json_bytes(ref.metrics)}
-    place = Path(directory).expanduser()
+    names = {name: _choose_free_name(name, taken_names) for name in (_CONFIG_FILE, _METRICS_FILE)}
+    contents = {names[_CONFIG_FILE]: _encode_json(config), names[_METRICS_FILE]: _encode_json(ref.metrics)}
+    folder_path = Path(directory).expanduser()
     for name, content in contents.items():
-        _remove_earlier(place / name, content)
-    target.checkpoint(key).to_directory(place)
+        _remove_earlier_export(folder_path / name, content)
+    target.checkpoint(key).to_directory(folder_path)
     for name, content in {} if plain else contents.items():
-        (place / name).write_bytes(content)
+        (folder_path / name).write_bytes(content)
     return {} if plain else names
 
 
-def _free_name(name: str, taken: Collection[str]) -> str:
+def _choose_free_name(name: str, taken_names: Collection[str]) -> str:
     numbered = (f"trial-{number}-{name}" for number in count(2))
-    return next(each for each in chain((name, f"trial-{name}"), numbered) if each not in taken)
+    return next(candidate for candidate in chain((name, f"trial-{name}"), numbered) if candidate not in taken_names)
 
 
-def _json_bytes(value: object) -> bytes:
+def _encode_json(value: object) -> bytes:
     return f"{json.dumps(value, indent=2, ensure_ascii=False)}\n".encode(errors="backslashreplace")
 
 
-def _remove_earlier(file: Path, content: bytes) -> None:
-    """Remove what an earlier export, also one that was interrupted, has written; anything else stays."""
+def _remove_earlier_export(file: Path, content: bytes) -> None:
+    """Remove a file of an earlier export, even if it is incomplete; keep any other file."""
     with suppress(FileNotFoundError, NotADirectoryError):
         if not file.is_symlink() and file.is_file() and content.startswith(file.read_bytes()):
             file.unlink()

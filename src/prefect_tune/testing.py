@@ -1,7 +1,7 @@
 """Run searches in unit tests without a Prefect server.
 
-The body of a flow of this package runs as ever (journal, checkpoints, trials, schedulers, callbacks), in a flow run
-that no server knows. Each request to Prefect's API fails at once, which the flows treat as an outage; no event is sent.
+The body of a flow of this package runs as usual (journal, checkpoints, trials, schedulers, callbacks), in a flow run
+without a server. Each request to Prefect's API fails at once, which the flows treat as an outage; no event is sent.
 Prefect's states, retries, forms and automations need a server: test them with `prefect_test_harness`.
 """
 
@@ -33,8 +33,8 @@ from prefect_tune.prefect_api.flow_with_server import FlowWithServer, require_va
 
 __all__ = ["tune_folder", "without_server"]
 
-_SETTINGS = {
-    "PREFECT_API_URL": "http://without-server.invalid/api",  # without one Prefect would start a server
+_PREFECT_SETTINGS = {
+    "PREFECT_API_URL": "http://without-server.invalid/api",  # without a URL, Prefect would start a server
     "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
     "PREFECT_LOGGING_TO_API_ENABLED": "false",
 }
@@ -44,42 +44,42 @@ _SETTINGS = {
 def without_server() -> Iterator[None]:
     """Within this context `pt.tune`, `pt.durable_trainable`, `pt.resume` and `pt.maintain` need no Prefect server.
 
-    They raise and return what they do otherwise, and write the same to the target. A flow of your own runs as
-    `my_flow.fn(...)`. Not for several threads at once.
+    They return, raise and write to the target the same as with a server. Call your own flow as `my_flow.fn(...)`.
+    Not thread-safe.
     """
-    here = {getattr(prefect_settings, name): value for name, value in _SETTINGS.items()}
+    settings = {getattr(prefect_settings, name): value for name, value in _PREFECT_SETTINGS.items()}
     with ExitStack() as changes:
-        changes.callback(refresh_global_settings_context)  # at the end, when the environment is as before
-        changes.enter_context(patch.dict(os.environ, _SETTINGS))
-        refresh_global_settings_context()  # threads read these settings, this context those
-        changes.enter_context(temporary_settings(here))
-        changes.enter_context(patch.object(PrefectHttpxSyncClient, "send", _refuse))
-        changes.enter_context(patch.object(PrefectHttpxAsyncClient, "send", _refuse_async))
+        changes.callback(refresh_global_settings_context)  # last, after the environment is restored
+        changes.enter_context(patch.dict(os.environ, _PREFECT_SETTINGS))
+        refresh_global_settings_context()  # for threads; the temporary settings are for this context
+        changes.enter_context(temporary_settings(settings))
+        changes.enter_context(patch.object(PrefectHttpxSyncClient, "send", _refuse_request))
+        changes.enter_context(patch.object(PrefectHttpxAsyncClient, "send", _refuse_async_request))
         changes.enter_context(patch("prefect.events.utilities.should_emit_events", return_value=False))
-        changes.enter_context(patch.object(FlowWithServer, "__call__", _run))
-        # No server, no limits: an attempt with tags would wait for one that answers.
+        changes.enter_context(patch.object(FlowWithServer, "__call__", _run_flow))
+        # Without a server there are no limits: an attempt with tags would wait for the server.
         changes.enter_context(patch.object(task_runs, "_holding", lambda *_: nullcontext()))
         yield
 
 
-def _refuse(_client: object, request: httpx.Request, **_options: object) -> httpx.Response:
+def _refuse_request(_client: object, request: httpx.Request, **_options: object) -> httpx.Response:
     raise httpx.ConnectError("prefect_tune.testing runs without a Prefect server", request=request)
 
 
-async def _refuse_async(_client: object, request: httpx.Request, **_options: object) -> httpx.Response:
-    return _refuse(_client, request)
+async def _refuse_async_request(_client: object, request: httpx.Request, **_options: object) -> httpx.Response:
+    return _refuse_request(_client, request)
 
 
-def _run(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
-    """Call the flow, so that the traceback of a failed test has no frames of this package for an error of its user."""
+def _run_flow(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
+    """Call the flow; remove this package's frames from the traceback of a user error, for readable test failures."""
     __tracebackhide__ = True
     try:
-        return _run_in_context(flow, *args, **options)
+        return _run_flow_in_context(flow, *args, **options)
     except TuneError as error:
         raise error.with_traceback(None)  # noqa: B904  it is the same error
 
 
-def _run_in_context(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
+def _run_flow_in_context(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
     """Validate the arguments, and call the flow's function in the context of a flow run."""
     arguments = require_valid(flow, args, options)
     with flow.call_context(flow.name), flow.task_runner.duplicate() as runner, get_client(sync_client=True) as client:
@@ -94,7 +94,7 @@ def _run_in_context(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) 
             persist_result=False,
         ):
             returned = flow.fn(*args, **options)
-    if isinstance(returned, State):  # of a search that failed
+    if isinstance(returned, State):  # the search failed
         raise cast(Exception, returned.data)
     return returned
 
@@ -104,9 +104,9 @@ with suppress(ImportError):  # the fixture is for tests; the rest needs no pytes
 
     @pytest.fixture
     def tune_folder(tmp_path: Path, pytestconfig: pytest.Config) -> Iterator[str]:
-        """An empty folder as a target, in a test that needs no Prefect server.
+        """Yield an empty folder as a target, in a test that needs no Prefect server.
 
-        Where pytest captures the log, Prefect's handler does not write it to stderr too.
+        If pytest captures the log, Prefect's handler does not also write it to stderr.
         """
         with without_server(), ExitStack() as changes:
             if pytestconfig.pluginmanager.has_plugin("logging-plugin"):

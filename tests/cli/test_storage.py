@@ -386,10 +386,10 @@ def test_what_a_run_owns_is_refused_with_its_name_and_the_next_move(tmp_path: Pa
     before = files_in(tmp_path / "target")
     done = run("delete", tmp_path / "target", "runs", "--yes")
     assert done.code == 2
-    assert "lively lynx (pid 4242 on node-7): 1 trial was running as of " in done.err
+    assert "lively lynx (pid 4242 on node-7) may still own it: 1 trial was running as of " in done.err
     assert "End that run first (cancel its flow run)" in done.err
     assert files_in(tmp_path / "target") == before
-    with pytest.raises(pt.InvalidInput, match="a run may own it"):
+    with pytest.raises(pt.InvalidInput, match="may still own it"):
         pt.delete_experiment("runs", target=str(tmp_path / "target"))
     assert run("delete", tmp_path / "target", "runs", "--yes", "--even-if-running").code == 0
     assert is_gone(tmp_path / "target" / "runs")
@@ -399,7 +399,7 @@ def test_a_search_whose_process_lives_is_refused_also_between_two_trials(tmp_pat
     running(tmp_path / "target", "between", updated=timedelta(0), runs=False)
     before = files_in(tmp_path / "target")
     done = run("delete", tmp_path / "target", "between", "--yes")
-    assert "a run may own it, lively lynx (pid 4242 on node-7): its process was alive as of " in done.err
+    assert "lively lynx (pid 4242 on node-7) may still own it: its process was alive as of " in done.err
     assert files_in(tmp_path / "target") == before
     assert run("delete", tmp_path / "target", "between", "--yes", "--even-if-running").code == 0
     running(tmp_path / "target", "later", updated=timedelta(0), runs=False)  # another run owns it now

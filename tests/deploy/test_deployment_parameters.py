@@ -164,10 +164,10 @@ def test_a_deployment_with_a_relative_path_is_refused_with_what_to_write(target:
     ("parameters", "said"),
     [
         ({"num_sample": 3}, r"unknown parameter 'num_sample': did you mean 'num_samples'\?"),
-        ({"num_samples": 3, "samples_per_run": 3}, "give one of them"),
+        ({"num_samples": 3, "samples_per_run": 3}, "pass only one of them"),
         ({"space": {"net": {"lr": {"loguniorm": [0.1, 1]}}}}, r"lr: unknown distribution 'loguniorm'; did you mean"),
         ({"trials": "somewhere"}, "trials: Input should be 'tasks' or 'deployment'"),
-        ({"trial_job_variables": {"image": "mine"}}, "they require trials='deployment'"),
+        ({"trial_job_variables": {"image": "mine"}}, "requires trials='deployment'"),
         ({"stop": "my_project.stops:"}, "stop 'my_project.stops:': expected 'package.module:Name'"),
         ({"warm_start": ["first/"]}, "becomes a folder"),
     ],

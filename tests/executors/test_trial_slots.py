@@ -152,7 +152,7 @@ def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
             ({"resources_per_trial": {"gpu": 1}, "resources_total": {"gpu": 0.5}}, "resources_total: expected whole"),
             ({"resources_per_trial": {"gpu": 1}, "isolation": "thread"}, "with isolation='thread' all trials share"),
             ({"resources_per_trial": {"gpu": 1}, "trials": "deployment"}, "pass trial_job_variables="),
-            ({"trial_job_variables": {"cpu": 1}}, "they require trials='deployment'"),
+            ({"trial_job_variables": {"cpu": 1}}, "requires trials='deployment'"),
         ],
     ),
 )

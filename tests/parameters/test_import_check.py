@@ -225,7 +225,7 @@ def test_what_a_package_defines_is_its_own_also_by_way_of_an_import_within_it(na
         ),
         (".replaced:cased", "subprocess is not in a trusted package"),
         (".models:stop.func", "but aliases another object"),
-        (".circle:turns", "in a circle"),
+        (".circle:turns", "in a cycle"),
         (".broken:x", "cannot be read"),
         (".gone:x", "there is no module"),
         ("", "expected 'package.module:Name'"),

@@ -104,11 +104,11 @@ def added(fingerprint: dict[str, str]) -> TrialAdded:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (begun(added({})), r"a flow of your own.*Retry its last run, brave-fox \(pid 1 on here, flow run f\)"),
-        (begun(added(TRAINABLE), attempt=1), "a flow of your own"),
-        (begun(attempt=1), "a flow of your own"),
+        (begun(added({})), r"your own flow.*retry the last run of .* brave-fox \(pid 1 on here, flow run f\)"),
+        (begun(added(TRAINABLE), attempt=1), "your own flow"),
+        (begun(attempt=1), "your own flow"),
         (begun(added(TRAINABLE)), r"is a single training, not a search: call pt\.durable_trainable"),
-        (begun(), "has no trials and no settings yet: call again what began it"),
+        (begun(), "has no trials and no settings yet: repeat the call that began it"),
     ],
     ids=["saves", "attempts of run_trial", "opened by a flow", "one training", "opened only"],
 )

@@ -233,11 +233,11 @@ def test_a_word_says_whether_the_experiment_has_to_be_there_and_what_of_it_goes_
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("PROMPT", "a flow cannot ask"),
-        ("AUTO+RESTART_ERRORED", "never starts from nothing again"),
+        ("PROMPT", "a flow cannot prompt"),
+        ("AUTO+RESTART_ERRORED", "never restarts from step 0"),
         ("always", "expected True, False, or one of 'auto'"),
         ("", "expected True, False, or one of 'auto'"),
-        ("must+never", "says both 'must' and 'never'"),
+        ("must+never", "'must' and 'never' contradict each other"),
         (3, "expected 'auto', 'must' or 'never', found 3"),
     ],
 )

@@ -112,7 +112,7 @@ def test_what_the_search_was_for_is_known_from_its_journal(target: Path, tmp_pat
     assert pt.load_results(target, "e").best.trial == B
     assert pt.load_results(target, "e", metric="loss", mode="max").best.trial == A
     write_experiment(tmp_path / "target", "of-no-search", [1])
-    with pytest.raises(pt.InvalidInput, match=r"no metric to compare by; .* Name one: results.best_trial"):
+    with pytest.raises(pt.InvalidInput, match=r"no metric to compare by; .* Pass one: results.best_trial"):
         _ = pt.load_results(tmp_path / "target", "of-no-search").best
 
 
@@ -249,7 +249,7 @@ def test_results_tell_at_a_glance_how_many_trials_are_how_far(results: pt.Result
 
 def test_a_trial_is_found_by_its_number_and_one_that_is_not_there_is_named(results: pt.Results) -> None:
     assert results.trials["1"] is results.trials["00001"]
-    with pytest.raises(KeyError, match=r"there is no trial '7'; expected a name, one of: 00000, 00001, 00002, \.\.\."):
+    with pytest.raises(KeyError, match=r"there is no trial '7'; expected one of: 00000, 00001, 00002, \.\.\."):
         _ = results.trials["7"]
 
 
@@ -346,7 +346,7 @@ def test_a_cell_of_a_running_search_waits_at_most_20_s_for_each_read_of_the_targ
 def test_without_a_metric_the_error_of_the_best_says_where_one_is_named(tmp_path: Path) -> None:
     write_search(tmp_path / "target", "e", {"00000": 0.5}, settings={})
     said = (
-        r"its reports have \['loss'\]. Name one: results.best_trial\('loss'\), or pt.load_results\(..., metric='loss'\)"
+        r"its reports have \['loss'\]. Pass one: results.best_trial\('loss'\), or pt.load_results\(..., metric='loss'\)"
     )
     with pytest.raises(pt.InvalidInput, match=said):
         _ = pt.load_results(tmp_path / "target", "e").best
@@ -354,7 +354,7 @@ def test_without_a_metric_the_error_of_the_best_says_where_one_is_named(tmp_path
 
 def test_a_metric_that_only_the_last_reports_lack_is_found_by_another_scope() -> None:
     reports: list[Mapping[str, object]] = [{"loss": 1.0}, {"accuracy": 0.5}]
-    said = "the last reports have ['accuracy']; scope='all' looks at all reports"
+    said = "the last reports have ['accuracy']; scope='all' compares all reports"
     assert why(trial(*reports), curves=reports) == said
     assert why(trial(*reports), scope="avg") == "their reports have ['accuracy']"
 

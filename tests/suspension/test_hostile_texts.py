@@ -49,7 +49,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
     ended = Trial(trial="trial", config={}, phase=Phase.FINISHED, end_reason="done\x1b]0;title\x07")
     state = Experiment(key=JournalKey(experiment="e", generation=1), trials=TrialMap.of([ended]))
     spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"))
-    run_training._log_progress(spec, spec, state, is_done=True)
+    run_training._log_resume_point(spec, spec, state, is_finished=True)
     assert "done\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
 

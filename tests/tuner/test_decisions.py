@@ -266,6 +266,6 @@ def test_an_outage_is_logged_once_and_the_request_is_read_after_it(caplog: pytes
         until(lambda: bucket.reads > 3, seconds=60, what=lambda: "further reads")
         assert poller.take() == []
         bucket.is_there = True
-        until(lambda: not poller._found.empty(), seconds=60, what=lambda: "the request")
+        until(lambda: not poller._unhandled_requests.empty(), seconds=60, what=lambda: "the request")
         assert poller.take() == [request]
     assert [each.getMessage() for each in caplog.records] == ["stop requests are read later: no route to the bucket"]

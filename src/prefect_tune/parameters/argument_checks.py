@@ -1,9 +1,9 @@
-"""Read and check a flow's arguments, before any work starts: values, trainables, and JSON of schedulers and the like.
+"""Parse and check a flow's arguments before any work starts: values, trainables, JSON of schedulers and other objects.
 
 The JSON of a scheduler, a search or a stopper, for forms, deployments and the journal, is `{"ASHA": {"max_t": 81}}`.
-`prefect_tune.registry` lists the classes that have one. Their options are the fields of the dataclass; its metadata
-holds an example of each option for messages. `core/search/space_json.py` writes what is read here.
-Imported by the command line's help: no Prefect at the top.
+`prefect_tune.registry` lists the classes with a JSON form. Their options are the fields of the dataclass, whose
+metadata holds an example of each option for messages. `core/search/space_json.py` writes the JSON that is parsed here.
+The command line's help imports this module: it imports Prefect only inside functions.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from prefect_tune.runtime.load_named import import_advice, import_path_of, load_
 from prefect_tune.runtime.trainable import require_trainable
 
 
-def experiment_name(given: str | None) -> str:
-    """Return the experiment's name: as given, or the id of the flow run; a call by a flow or task has its own default.
+def experiment_name(name: str | None) -> str:
+    """Return `name`, or the id of the flow run without it; calls by a flow or task get their default elsewhere.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
     """
-    if given is not None:
-        return valid_name(given)
+    if name is not None:
+        return valid_name(name)
     from prefect.runtime import flow_run
 
     return valid_name(str(flow_run.id))
@@ -51,12 +51,12 @@ def storable_config(config: object) -> dict[str, object]:
     """Return the configuration, a mapping, a dataclass or None, as plain JSON.
 
     Raises:
-        InvalidInput: it holds a value that JSON cannot represent.
+        InvalidInput: the configuration has a value that JSON cannot represent.
     """
     plain = plain_json({} if config is None else config, "config")
-    if found := distribution_in(plain):
+    if distribution := distribution_in(plain):
         raise InvalidInput(
-            f"config: expected values, found the distribution {shown(found)}: only pt.tune draws, for its `space`"
+            f"config: expected values, found the distribution {shown(distribution)}: only pt.tune draws from a `space`"
         )
     if isinstance(plain, dict):
         return plain
@@ -64,21 +64,21 @@ def storable_config(config: object) -> dict[str, object]:
 
 
 def plain_json(value: object, where: str) -> object:
-    """Return a value as plain JSON, by the rule of `frozen`.
+    """Return a value as plain JSON, see `frozen`.
 
     Raises:
-        InvalidInput: it holds a value that JSON cannot represent, or a distribution.
+        InvalidInput: the value contains a distribution, or something that JSON cannot represent.
     """
     plain = frozen(as_dicts(value), where)
     if node := next(domains_in(plain), None):
         raise InvalidInput(
-            f"{where}: expected values, found {node!r}: a distribution is drawn for the `space` of pt.tune only"
+            f"{where}: expected values, found {node!r}: distributions are allowed only in the `space` of pt.tune"
         )
     return plain
 
 
 def valid_trainable(trainable: object) -> object:
-    """Return the trainable, checked as far as possible without importing the user's module.
+    """Return the trainable after all checks that need no import of the user's module.
 
     Raises:
         InvalidInput: it is neither a subclass of `Trainable` with `step`, nor a function, nor `package.module:Name`.
@@ -86,27 +86,27 @@ def valid_trainable(trainable: object) -> object:
     if not isinstance(trainable, str):
         return require_trainable(trainable, trainable)
     module, _ = import_string(trainable, "trainable")
-    missing: str | None = None
+    missing_module: str | None = None
     try:
         if importlib.util.find_spec(module) is None:
-            missing = module
+            missing_module = module
     except ModuleNotFoundError as error:
-        missing = error.name
-        if not f"{module}.".startswith(f"{missing}."):  # its package is there, and imports another module
+        missing_module = error.name
+        if not f"{module}.".startswith(f"{missing_module}."):  # the package exists, and imports a missing module
             raise InvalidInput(f"trainable {trainable!r}: {import_advice(error)}") from error
-    except (Exception, SystemExit) as error:  # its package is imported, which may raise anything
+    except (Exception, SystemExit) as error:  # `find_spec` imports the package, which may raise anything
         raise InvalidInput(f"trainable {trainable!r}: {import_advice(error)}") from error
-    if missing is None:
+    if missing_module is None:
         return trainable
     from prefect_tune.blocks.resolve_target import is_in_run_of_deployment
 
-    where = "; is its project installed here, or its folder in PYTHONPATH?"
+    hint = "; is its project installed here, or its folder in PYTHONPATH?"
     if is_in_run_of_deployment():
-        where = (
+        hint = (
             "; install its project where the worker runs, or name its folder there: prefect-tune deploy "
             """--job-variable 'env={"PYTHONPATH": "/home/me/project"}'"""
         )
-    raise InvalidInput(f"trainable {trainable!r}: there is no module {missing!r}{where}")
+    raise InvalidInput(f"trainable {trainable!r}: there is no module {missing_module!r}{hint}")
 
 
 def import_string(name: str, where: str) -> tuple[str, str]:
@@ -122,117 +122,116 @@ def import_string(name: str, where: str) -> tuple[str, str]:
 
 
 def name_of(trainable: object) -> Mapping[str, str]:
-    """Return what identifies a trainable: its name without its module, which depends on how the code is run."""
+    """Return the identity of a trainable: its name without the module, which depends on how the code is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
     return {"trainable": name.rpartition(".")[2]} if name else {}
 
 
 def code_of(trainable: object) -> str:
-    """Return a digest of the source of a class or function, or of `package.module:Name`, whose file is not imported.
+    """Return a digest of the source of a class or function, or of `package.module:Name`, without importing its file.
 
-    Empty if the source is not available. It covers this one definition: a change in code that it calls is not
-    detected.
+    Empty if the source is not available. The digest covers only this definition, not the code that it calls.
     """
     try:
         if isinstance(trainable, str):
             module, _, name = trainable.partition(":")
             spec = importlib.util.find_spec(module)
             file = spec.origin if spec is not None else None
-            source = _definition_in(Path(file).read_text(encoding="utf-8"), name) if file else ""
+            source = _find_definition(Path(file).read_text(encoding="utf-8"), name) if file else ""
         else:
-            source = _source_of(trainable)
+            source = _find_source(trainable)
     except Exception:  # noqa: BLE001  `inspect` and the parser have many errors, see `trial_process`
         return ""
     return digest_of(source.encode())[:16] if source else ""
 
 
-def _source_of(trainable: Any) -> str:
+def _find_source(trainable: Any) -> str:
     try:
         return inspect.getsource(trainable)
     except (TypeError, OSError):
         if not isinstance(trainable, type):
             raise
-    # A notebook's cell may define the class: `__main__` has no file, but the methods have one.
-    methods = (each for each in vars(trainable).values() if inspect.isfunction(each))
-    files = dict.fromkeys(each.__code__.co_filename for each in methods)
+    # For a class defined in a notebook cell: `__main__` has no file, but the methods have one.
+    methods = (method for method in vars(trainable).values() if inspect.isfunction(method))
+    files = dict.fromkeys(method.__code__.co_filename for method in methods)
     texts = ("".join(linecache.getlines(file)) for file in files)
-    return next((found for text in texts if (found := _definition_in(text, trainable.__name__))), "")
+    return next((definition for text in texts if (definition := _find_definition(text, trainable.__name__))), "")
 
 
-def _definition_in(text: str, name: str) -> str:
+def _find_definition(text: str, name: str) -> str:
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            return "".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno])
+            first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            return "".join(text.splitlines(keepends=True)[first_line - 1 : node.end_lineno])
     return ""
 
 
-def scheduler_from(given: object) -> Scheduler:
-    """Return `given`, or the scheduler that its JSON describes.
+def scheduler_from(scheduler: object) -> Scheduler:
+    """Return `scheduler`, or the scheduler that its JSON describes.
 
     Raises:
         InvalidInput: it is neither.
     """
-    return given if isinstance(given, Scheduler) else cast("Scheduler", _made(given, "scheduler"))
+    return scheduler if isinstance(scheduler, Scheduler) else cast(Scheduler, _build_from_json(scheduler, "scheduler"))
 
 
-def search_from(given: object) -> Search:
-    """Return `given`, or the search algorithm that its JSON describes.
+def search_from(search: object) -> Search:
+    """Return `search`, or the search algorithm that its JSON describes.
 
     Raises:
         InvalidInput: it is neither.
     """
-    return given if isinstance(given, Search) else cast("Search", _made(given, "search"))
+    return search if isinstance(search, Search) else cast(Search, _build_from_json(search, "search"))
 
 
 def with_samples(search: Search, num_samples: int | None) -> Search:
-    """Return the search with this number of samples in place of its own; unchanged for None.
+    """Return the search with this number of samples; None keeps its own.
 
     Raises:
-        InvalidInput: it takes no number of samples.
+        InvalidInput: the search has no number of samples.
     """
     if num_samples is None:
         return search
-    counted: Any = search  # mypy takes no Search for a dataclass
+    untyped_search: Any = search  # mypy takes no Search for a dataclass
     if "num_samples" in getattr(search, "__dataclass_fields__", ()):
-        return cast("Search", replace(counted, num_samples=num_samples))
+        return cast("Search", replace(untyped_search, num_samples=num_samples))
     raise InvalidInput(
-        f"num_samples: {type(search).__name__} decides itself how many it proposes; leave num_samples out, and set "
-        "the number there"
+        f"num_samples: {type(search).__name__} has its own number of samples; omit num_samples, and set the number "
+        "in the search"
     )
 
 
-def stop_from(given: object) -> object:
-    """Return `stop` with stopper objects for those in its JSON: `{"step": 100, "MaxFailures": {"failures": 3}}`.
+def stop_from(stop: object) -> object:
+    """Return `stop` with stopper objects in place of their JSON: `{"step": 100, "MaxFailures": {"failures": 3}}`.
 
     A name with a number is a metric: a trial stops when its value reaches the number (`>=`). A name with an object is
-    a stopper with these options. `package.module:name` is the object of that name.
+    a stopper with these options. `package.module:name` imports the object of that name.
 
     Raises:
-        InvalidInput: no stopper has this name, or these options; or the name cannot be imported.
+        InvalidInput: no stopper has this name or these options, or the name cannot be imported.
     """
-    if isinstance(given, str) and ":" in given:
-        return stop_from(load_named(given, "stop"))
-    if isinstance(given, Mapping):
-        if (name := class_of_fields(given)) in BUILT_IN["stop"]:
+    if isinstance(stop, str) and ":" in stop:
+        return stop_from(load_named(stop, "stop"))
+    if isinstance(stop, Mapping):
+        if (name := class_of_fields(stop)) in BUILT_IN["stop"]:
             raise InvalidInput(
-                f"stop: found the fields of {name} without its class: {shown(dict(given))}; expected "
-                f"{_example(name)}. To limit a metric of this name, pass a function: 'package.module:name'"
+                f"stop: found the fields of {name} without its class: {shown(dict(stop))}; expected "
+                f"{_example_json(name)}. To limit a metric with this name, pass a function: 'package.module:name'"
             )
-        stoppers = {name: arguments for name, arguments in given.items() if isinstance(arguments, Mapping)}
-        limits = {name: limit for name, limit in given.items() if name not in stoppers}
-        for name in [each for each in limits if each in BUILT_IN["stop"]]:
-            raise InvalidInput(f"stop: {name} is a stopper: expected {_example(name)}, found {limits[name]!r}")
-        made = [_made({name: arguments}, "stop") for name, arguments in stoppers.items()]
-        return [*made, limits] if made and limits else made or limits
-    return [stop_from(each) for each in given] if isinstance(given, list | tuple) else given
+        stopper_arguments = {name: arguments for name, arguments in stop.items() if isinstance(arguments, Mapping)}
+        limits = {name: limit for name, limit in stop.items() if name not in stopper_arguments}
+        for name in [item for item in limits if item in BUILT_IN["stop"]]:
+            raise InvalidInput(f"stop: {name} is a stopper: expected {_example_json(name)}, found {limits[name]!r}")
+        stoppers = [_build_from_json({name: arguments}, "stop") for name, arguments in stopper_arguments.items()]
+        return [*stoppers, limits] if stoppers and limits else stoppers or limits
+    return [stop_from(item) for item in stop] if isinstance(stop, list | tuple) else stop
 
 
 def stop_to_json(stop: object) -> Sequence[object] | Mapping[str, object] | str | None:
-    """Return `stop` as JSON for `stop_from`; None if JSON cannot represent it, as with a lambda."""
+    """Return `stop` as JSON for `stop_from`; None if JSON cannot represent it, for example a lambda."""
     if isinstance(stop, AnyOf | list | tuple):
-        parts = [stop_to_json(each) for each in (stop.stoppers if isinstance(stop, AnyOf) else stop)]
-        return None if None in parts else [each for each in parts if each is not None]
+        parts = [stop_to_json(part) for part in (stop.stoppers if isinstance(stop, AnyOf) else stop)]
+        return None if None in parts else [part for part in parts if part is not None]
     if isinstance(stop, Stopper):
         return to_json(stop)
     with suppress(TypeError, ValueError):
@@ -242,7 +241,7 @@ def stop_to_json(stop: object) -> Sequence[object] | Mapping[str, object] | str 
 
 
 def stopper_for(stop: StopCriteria | str) -> Stopper:
-    """Return the stopper for `stop`: an object, its JSON, or its name as `package.module:name`.
+    """Return the stopper for `stop`: an object, its JSON, or its import path `package.module:name`.
 
     Raises:
         InvalidInput: `stop` is none of these.
@@ -250,48 +249,48 @@ def stopper_for(stop: StopCriteria | str) -> Stopper:
     return as_stopper(cast("StopCriteria", stop_from(stop)))
 
 
-def to_json(thing: object) -> dict[str, Any] | None:
+def to_json(component: object) -> dict[str, Any] | None:
     """Return a scheduler, search or stopper as JSON; None if JSON cannot represent it, or its class is unknown."""
     try:
-        return cast("dict[str, Any]", thing.json_form()) if isinstance(thing, HasJsonForm) else None
+        return cast("dict[str, Any]", component.json_form()) if isinstance(component, HasJsonForm) else None
     except InvalidInput:
         return None
 
 
-def _made(given: object, where: str) -> object:
-    """Return the object that `{name: options}`, or a name alone, describes."""
-    known, named = BUILT_IN[where], {given: {}} if isinstance(given, str) else given
-    if not (isinstance(named, Mapping) and len(named) == 1):
-        example = next(iter(known))
+def _build_from_json(value: object, where: str) -> object:
+    """Return the object that `{name: options}` or a name alone describes."""
+    built_in, arguments_by_name = BUILT_IN[where], {value: {}} if isinstance(value, str) else value
+    if not (isinstance(arguments_by_name, Mapping) and len(arguments_by_name) == 1):
+        example = next(iter(built_in))
         raise InvalidInput(
-            f"{where}: expected an object, or its JSON such as {{{example!r}: {{...}}}}, found {given!r}"
+            f"{where}: expected an object, or its JSON such as {{{example!r}: {{...}}}}, found {value!r}"
         )
-    ((name, arguments),) = named.items()
-    if name not in known:
+    ((name, arguments),) = arguments_by_name.items()
+    if name not in built_in:
         raise InvalidInput(
-            f"{where}: unknown name {name!r}; expected one of {', '.join(known)}{did_you_mean(str(name), known)}"
+            f"{where}: unknown name {name!r}; expected one of {', '.join(built_in)}{did_you_mean(str(name), built_in)}"
         )
     if not isinstance(arguments, Mapping):
-        raise InvalidInput(f"{where}: {name}: expected its options, as in {_example(name)}, found {arguments!r}")
-    kind = getattr(prefect_tune, name)
-    options = {option_name(each): each for each in fields(kind)}
+        raise InvalidInput(f"{where}: {name}: expected its options, as in {_example_json(name)}, found {arguments!r}")
+    cls = getattr(prefect_tune, name)
+    options = {option_name(field): field for field in fields(cls)}
     values: dict[str, Any] = {}
-    for key, value in arguments.items():
+    for key, option_value in arguments.items():
         option = options.get(f"{key}_seconds") or options.get(key)
         if option is None:
             hint = did_you_mean(key, options) or f"; its options are {', '.join(options)}" * bool(options)
             raise InvalidInput(f"{where}: {name} has no option {key!r}{hint}")
-        values[option.name] = space_from_json(value) if option.metadata.get("json") == "space" else value
-    if missing := [key for key, each in options.items() if each.default is MISSING and each.name not in values]:
-        raise InvalidInput(f"{where}: {name} needs {' and '.join(missing)}: {_example(name)}")
+        values[option.name] = space_from_json(option_value) if option.metadata.get("json") == "space" else option_value
+    if missing := [key for key, field in options.items() if field.default is MISSING and field.name not in values]:
+        raise InvalidInput(f"{where}: {name} needs {' and '.join(missing)}: {_example_json(name)}")
     try:
-        return cast("object", kind(**values))
+        return cast("object", cls(**values))
     except TypeError as error:
         raise InvalidInput(f"{where}: {name}: {error}") from error
 
 
-def _example(name: str) -> str:
-    """Return the JSON of a built-in class with an example of each option that has one."""
+def _example_json(name: str) -> str:
+    """Return the JSON of a built-in class with the examples of its options."""
     options = fields(getattr(prefect_tune, name))
     examples = {option_name(each): each.metadata["example"] for each in options if "example" in each.metadata}
     return json.dumps({name: examples})

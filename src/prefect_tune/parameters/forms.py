@@ -1,9 +1,9 @@
-"""The types of the flows' parameters: what checkers accept in a call, and JSON schemas for forms.
+"""The types of the flows' parameters: what type checkers accept in a call, and JSON schemas for forms.
 
-A parameter has a schema of its own where that of its type is unclear or asks for secrets.
+A parameter has its own schema if the schema of its type is unclear or asks for secrets.
 
-The flows themselves still accept objects from a script. But Prefect's API refuses deployment parameters that do not
-fit the schema; so a form selects or names a saved block, and never takes a block's fields with their credentials.
+The flows still accept objects from a script. But Prefect's API rejects deployment parameters that do not match the
+schema, so a form selects or names a saved block, and never takes a block's fields with their credentials.
 """
 
 from __future__ import annotations
@@ -49,53 +49,52 @@ if TYPE_CHECKING:
 
 
 _Schema: TypeAlias = Mapping[str, Any]
-_NOTHING: _Schema = {"type": "null"}
+_NULL: _Schema = {"type": "null"}
 
 
 def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
     """Return the schema of a flow's parameters, simplified for forms.
 
-    An optional parameter is a field that may stay empty, not a choice between a type and None; descriptions, which
-    a form shows literally, have no Markdown in them. The parameters in the group of a `GroupedFlow` are valid beside it
-    too.
+    An optional parameter is a field that may stay empty, not a choice between a type and None. Descriptions have no
+    Markdown, since a form shows it literally. The grouped parameters of a `GroupedFlow` are also valid outside it.
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
-        name: {**each, **_described(each), "properties": _fields(each.get("properties", {}))}
-        for name, each in schema.get("definitions", {}).items()
+        name: {**kind, **_plain_description(kind), "properties": _simplify(kind.get("properties", {}))}
+        for name, kind in schema.get("definitions", {}).items()
     }
-    form = {**schema, "properties": _fields(schema["properties"]), "definitions": definitions}
+    form = {**schema, "properties": _simplify(schema["properties"]), "definitions": definitions}
     if isinstance(flow, GroupedFlow):  # no form shows patterns as fields
         group = definitions[OPTIONS]["properties"]
-        form["patternProperties"] = {f"^{name}$": {"anyOf": [field, _NOTHING]} for name, field in group.items()}
+        form["patternProperties"] = {f"^{name}$": {"anyOf": [field, _NULL]} for name, field in group.items()}
     return form
 
 
-def _fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
-    return {name: _field({**each, **_described(each)}) for name, each in fields.items()}
+def _simplify(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
+    return {name: _drop_null({**field, **_plain_description(field)}) for name, field in fields.items()}
 
 
-def _described(field: _Schema) -> _Schema:
-    """Return a field's description without Markdown, capitalized unless it begins with a literal."""
-    given = str(field.get("description", "")).partition("\n\nArgs:\n")[0].strip()
-    said = " ".join(given.replace("`", "").split())
-    return {"description": said if given.startswith("`") else said[:1].upper() + said[1:]} if said else {}
+def _plain_description(field: _Schema) -> _Schema:
+    """Return a field's description without Markdown; capitalize it unless it begins with a code literal."""
+    description = str(field.get("description", "")).partition("\n\nArgs:\n")[0].strip()
+    text = " ".join(description.replace("`", "").split())
+    return {"description": text if description.startswith("`") else text[:1].upper() + text[1:]} if text else {}
 
 
-def _field(field: dict[str, Any]) -> _Schema:
-    """Return the field without null: an empty one is left out, and the API accepts null for it anyway."""
-    kinds = [kind for kind in field.get("anyOf", ()) if kind != _NOTHING]
-    if field.get("default", ...) is not None or any({"$ref", "properties"} & kind.keys() for kind in kinds):
-        return field  # an optional section stays a choice, so that the form shows it collapsed
+def _drop_null(field: dict[str, Any]) -> _Schema:
+    """Return the field without null: a form omits an empty field, and the API accepts null for it anyway."""
+    choices = [choice for choice in field.get("anyOf", ()) if choice != _NULL]
+    if field.get("default", ...) is not None or any({"$ref", "properties"} & choice.keys() for choice in choices):
+        return field  # keep the choice for an optional section, so that the form shows it collapsed
     del field["default"]
-    if len(kinds) == 1:
+    if len(choices) == 1:
         del field["anyOf"]
-        return {**kinds[0], **field}
+        return {**choices[0], **field}
     return field
 
 
-class _AskedAs:
-    """A type annotation that replaces the JSON schema of a parameter; the schema is built on demand."""
+class _WithSchema:
+    """An annotation that replaces the JSON schema of a parameter; the schema is built on demand."""
 
     def __init__(self, schema: Callable[[], _Schema]) -> None:
         self._schema = schema
@@ -104,8 +103,8 @@ class _AskedAs:
         return dict(self._schema())
 
 
-class _ValidatedAs:
-    """A type annotation that replaces the type for pydantic: checkers see what is declared."""
+class _WithType:
+    """An annotation that replaces the type for pydantic; type checkers see the declared type."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
@@ -114,24 +113,24 @@ class _ValidatedAs:
         return handler(self._kind)
 
 
-def _one_of(*kinds: _Schema) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [dict(kind) for kind in kinds]})
+def _any_of(*schemas: _Schema) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [dict(schema) for schema in schemas]})
 
 
-def _text(title: str) -> _Schema:
+def _string(title: str) -> _Schema:
     return {"title": title, "type": "string"}
 
 
-def _choice(title: str, *words: str) -> _Schema:
-    return {"title": title, "type": "string", "enum": list(words)}
+def _choice(title: str, *values: str) -> _Schema:
+    return {"title": title, "type": "string", "enum": list(values)}
 
 
-def _list_of(title: str, each: _Schema) -> _Schema:
-    return {"title": title, "type": "array", "items": dict(each)}
+def _array(title: str, items: _Schema) -> _Schema:
+    return {"title": title, "type": "array", "items": dict(items)}
 
 
-def _saved(block: type[StrictBlock]) -> _Schema:
-    """Return the schema of a saved block, selected from a list: a reference, without the block's fields."""
+def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
+    """Return the schema of a reference to a saved block, selected from a list, without the block's fields."""
     names = {name: {"type": "string"} for name in ("block_document_id", "block_document_slug")}
     reference = {"type": "object", "properties": names, "additionalProperties": False, "minProperties": 1}
     return {
@@ -144,42 +143,42 @@ def _saved(block: type[StrictBlock]) -> _Schema:
     }
 
 
-def _target_text() -> _Schema:
-    """Return the schema of a target as a text: Prefect's API refuses a relative path before a run begins."""
-    return {**_text(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE}|{block_slug_pattern()}$)"}
+def _target_string() -> _Schema:
+    """Return the schema of a target as text: Prefect's API rejects a relative path before a run begins."""
+    return {**_string(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE}|{block_slug_pattern()}$)"}
 
 
-def _target() -> _Schema:
-    kinds = sorted(TARGET_TYPES, key=lambda kind: not issubclass(kind, ObjectTarget))  # a deployment needs a bucket
-    return {"anyOf": [_target_text(), *(_saved(kind) for kind in kinds)]}
+def _target_schema() -> _Schema:
+    blocks = sorted(TARGET_TYPES, key=lambda block: not issubclass(block, ObjectTarget))  # buckets, for deployments
+    return {"anyOf": [_target_string(), *(_block_reference_schema(block) for block in blocks)]}
 
 
-def _warm_start() -> _Schema:
+def _warm_start_schema() -> _Schema:
     pattern = rf"^(?:[^/]+|{ABSOLUTE}.*|{block_slug_pattern()}/[^/]+)$"
-    return {"anyOf": [_list_of("Experiments", {**_text("Name, or target/name"), "pattern": pattern}), _NOTHING]}
+    return {"anyOf": [_array("Experiments", {**_string("Name, or target/name"), "pattern": pattern}), _NULL]}
 
 
-def _sync() -> _Schema:
-    target = {"anyOf": [_target_text(), _NOTHING]}
-    known: dict[str, Any] = {
-        # the schema of the blocks of targets would import the credential blocks of other packages
-        name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else each.annotation, each)
-        for name, each in SyncConfig.model_fields.items()
+def _sync_schema() -> _Schema:
+    target = {"anyOf": [_target_string(), _NULL]}
+    fields: dict[str, Any] = {
+        # The schema of a target block would import the credential blocks of other packages.
+        name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else field.annotation, field)
+        for name, field in SyncConfig.model_fields.items()
     }
-    model = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **known)
-    drawn: Mapping[str, _Schema] = model.model_json_schema()["properties"]
+    model = create_model("Options", __config__=ConfigDict(arbitrary_types_allowed=True), **fields)
+    schemas: Mapping[str, _Schema] = model.model_json_schema()["properties"]
     options = {
         "title": "Options",
         "type": "object",
-        "properties": {name: {**each, "position": place} for place, (name, each) in enumerate(drawn.items())},
+        "properties": {name: {**field, "position": position} for position, (name, field) in enumerate(schemas.items())},
         "additionalProperties": False,
-        # What Prefect's client adds to a block that it sends; no form shows patterns as fields.
+        # Prefect's client adds these to a block that it sends; no form shows patterns as fields.
         "patternProperties": {"^(_block_|_is_anonymous|block_type_slug)": {}},
     }
-    return {"anyOf": [options, _saved(SyncConfig), _NOTHING]}
+    return {"anyOf": [options, _block_reference_schema(SyncConfig), _NULL]}
 
 
-def _writable_target(target: Any) -> object:
+def _resolve_path_target(target: Any) -> object:
     validate_target(target)
     return resolve_target(target) if isinstance(target, os.PathLike) else target
 
@@ -189,17 +188,17 @@ class _Dataclass(Protocol):
 
 
 _TARGET_TITLE = "Absolute path or URI, or type/name of a saved block"
-_MODE = _choice("One mode for all metrics", "min", "max")
-_OPTIONAL_DICT = _ValidatedAs(dict[str, Any] | None)
-_UNCHECKED = _ValidatedAs(Any)
-"""For what `SearchPlan` validates: its messages say more."""
+_MODE_SCHEMA = _choice("One mode for all metrics", "min", "max")
+_OPTIONAL_DICT = _WithType(dict[str, Any] | None)
+_ANY_TYPE = _WithType(Any)
+"""For parameters that `SearchPlan` validates with better messages."""
 _Json: TypeAlias = Mapping[str, Mapping[str, Any]]
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 
 TargetLike: TypeAlias = StorageTarget | str | os.PathLike[str]
-"""A block, the `type/name` of a saved block, a URI, or a path of this machine."""
+"""A block, the `type/name` of a saved block, a URI, or a path on this machine."""
 TrainableLike: TypeAlias = type[Trainable] | Callable[[Any], object] | str
-"""A subclass of `pt.Trainable`, a function of the configuration, or the `package.module:Name` of one."""
+"""A subclass of `pt.Trainable`, a function of the configuration, or the `package.module:Name` of either."""
 ConfigLike: TypeAlias = Mapping[str, Any] | _Dataclass
 """A configuration or a space: a dict, or a dataclass whose fields are its parameters."""
 StopLike: TypeAlias = (
@@ -213,37 +212,37 @@ StopLike: TypeAlias = (
 """A stopper, a function of the metrics, limits of metrics, several of these, or a stopper's JSON or name."""
 
 TargetField: TypeAlias = Annotated[
-    TargetLike, _ValidatedAs(StorageTarget | str), BeforeValidator(_writable_target), _AskedAs(_target)
+    TargetLike, _WithType(StorageTarget | str), BeforeValidator(_resolve_path_target), _WithSchema(_target_schema)
 ]
 OptionalTargetField: TypeAlias = Annotated[
     TargetLike | None,
-    _ValidatedAs(Annotated[StorageTarget | str, BeforeValidator(_writable_target)] | None),
-    _AskedAs(lambda: {"anyOf": [*_target()["anyOf"], _NOTHING]}),
+    _WithType(Annotated[StorageTarget | str, BeforeValidator(_resolve_path_target)] | None),
+    _WithSchema(lambda: {"anyOf": [*_target_schema()["anyOf"], _NULL]}),
 ]
-WarmStartField: TypeAlias = Annotated[list[str] | None, _AskedAs(_warm_start)]
+WarmStartField: TypeAlias = Annotated[list[str] | None, _WithSchema(_warm_start_schema)]
 ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(as_dicts)]
-StopField: TypeAlias = Annotated[StopLike, _UNCHECKED]
+StopField: TypeAlias = Annotated[StopLike, _ANY_TYPE]
 SchedulerName: TypeAlias = Literal["FIFO", "MedianStopping"]
 """The schedulers that need no options."""
 SearchName: TypeAlias = Literal["RandomSearch", "OptunaSearch"]
-SchedulerField: TypeAlias = Annotated[Scheduler | _Json | SchedulerName | None, _UNCHECKED]
-SearchField: TypeAlias = Annotated[Search | _Json | SearchName | None, _UNCHECKED]
-ResourcesField: TypeAlias = Annotated[Mapping[str, float] | None, _ValidatedAs(dict[str, float] | None)]
-SyncField: TypeAlias = Annotated[SyncConfig | None, _AskedAs(_sync)]
-TrainableField: TypeAlias = Annotated[TrainableLike, _UNCHECKED, WithJsonSchema({"type": "string"})]
+SchedulerField: TypeAlias = Annotated[Scheduler | _Json | SchedulerName | None, _ANY_TYPE]
+SearchField: TypeAlias = Annotated[Search | _Json | SearchName | None, _ANY_TYPE]
+ResourcesField: TypeAlias = Annotated[Mapping[str, float] | None, _WithType(dict[str, float] | None)]
+SyncField: TypeAlias = Annotated[SyncConfig | None, _WithSchema(_sync_schema)]
+TrainableField: TypeAlias = Annotated[TrainableLike, _ANY_TYPE, WithJsonSchema({"type": "string"})]
 OtherTrainableField: TypeAlias = Annotated[
-    TrainableLike | None, _UNCHECKED, _one_of(_text("package.module:Name"), _NOTHING)
+    TrainableLike | None, _ANY_TYPE, _any_of(_string("package.module:Name"), _NULL)
 ]
 MetricField: TypeAlias = Annotated[
-    str | list[str] | None, _one_of(_text("One metric"), _list_of("Several metrics", {"type": "string"}), _NOTHING)
+    str | list[str] | None, _any_of(_string("One metric"), _array("Several metrics", {"type": "string"}), _NULL)
 ]
 ModeField: TypeAlias = Annotated[
-    Mode | list[Mode] | None, _one_of(_MODE, _list_of("One mode for each metric", _MODE), _NOTHING)
+    Mode | list[Mode] | None, _any_of(_MODE_SCHEMA, _array("One mode for each metric", _MODE_SCHEMA), _NULL)
 ]
 CallbacksField: TypeAlias = Annotated[
     Sequence[Callback | str] | None,
-    _ValidatedAs(list[Any] | None),
-    _one_of(_list_of("package.module:Name", {"type": "string"}), _NOTHING),
+    _WithType(list[Any] | None),
+    _any_of(_array("package.module:Name", {"type": "string"}), _NULL),
 ]
 ResumeLike: TypeAlias = Literal[
     "auto",
@@ -266,20 +265,20 @@ ResumeLike: TypeAlias = Literal[
     "LOCAL",
     "REMOTE",
 ]
-"""The words of `resume`, and Ray Tune's, as checkers know them; other cases and orders of these words work too."""
+"""The values of `resume`, with Ray Tune's, for type checkers; the words also work in other cases and orders."""
 ResumeField: TypeAlias = Annotated[
     bool | ResumeLike,
-    _ValidatedAs(bool | str),
-    _one_of(_choice("Mode", "auto", "must", "never"), _text("Ray Tune's resume modes"), {"type": "boolean"}),
+    _WithType(bool | str),
+    _any_of(_choice("Mode", "auto", "must", "never"), _string("Ray Tune's resume modes"), {"type": "boolean"}),
 ]
 RerunErrored: TypeAlias = bool | Literal["only"]
 RerunField: TypeAlias = Annotated[
     RerunErrored,
-    _one_of({"title": "Retry errored trials too", "type": "boolean"}, _choice("Retry errored trials only", "only")),
+    _any_of({"title": "Retry errored trials too", "type": "boolean"}, _choice("Retry errored trials only", "only")),
 ]
 
 
-# Flows for deployments: their forms show the few parameters that everybody needs, and the others in one group.
+# Flows for deployments: their forms show the few parameters that everybody needs; the others are in one group.
 
 ADVANCED = "advanced"
 """The parameter that holds the group."""
@@ -292,41 +291,40 @@ _R = TypeVar("_R")
 class GroupedFlow(FlowWithServer[_P, _R]):
     """A flow to deploy. Its form shows the parameters `first`, in this order, and all others in the group `advanced`.
 
-    A run takes a parameter of the group beside it too, as Python clients pass it; that one replaces the one in the
-    group.
+    Python clients may also pass a grouped parameter outside the group; its value then replaces the group's value.
 
     Args:
-        flow: the flow that is run, whose parameters are flat.
+        flow: the flow to run, whose parameters are flat.
         first: names of parameters, at least of the required ones.
         module: the module that the entrypoint of a deployment names.
     """
 
     __signature__: Signature
-    """The form's parameters: Prefect makes a deployment's schema of them."""
+    """The form's parameters, from which Prefect makes a deployment's schema."""
 
     def __init__(self, flow: FlowWithServer[_P, _R], first: Sequence[str], module: str) -> None:
-        known = signature(flow.fn, eval_str=True).parameters
-        by_keyword = {name: each.replace(kind=Parameter.KEYWORD_ONLY) for name, each in known.items()}
-        others = [each for name, each in by_keyword.items() if name not in first]
+        parameters = signature(flow.fn, eval_str=True).parameters
+        by_keyword = {name: parameter.replace(kind=Parameter.KEYWORD_ONLY) for name, parameter in parameters.items()}
+        others = [parameter for name, parameter in by_keyword.items() if name not in first]
         descriptions = parameter_docstrings(getdoc(flow.fn))
         fields: dict[str, Any] = {
-            each.name: (
-                each.annotation,
+            parameter.name: (
+                parameter.annotation,
                 Field(
-                    default=each.default,
-                    title=each.name,
-                    description=descriptions.get(each.name),
-                    json_schema_extra={"position": place},
+                    default=parameter.default,
+                    title=parameter.name,
+                    description=descriptions.get(parameter.name),
+                    json_schema_extra={"position": position},
                 ),
             )
-            for place, each in enumerate(others)
+            for position, parameter in enumerate(others)
         }
         strict = ConfigDict(title="Options", extra="forbid", arbitrary_types_allowed=True)
         options = create_model(OPTIONS, __config__=strict, **fields)
         default = Field(default=None, description=f"{len(fields)} more parameters: choose Options.")
         group = Parameter(ADVANCED, Parameter.KEYWORD_ONLY, default=default, annotation=options | None)
-        # Before 3.9, Prefect passes a default that is a `Field` as the argument itself.
-        entry = _entry(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
+        # Before version 3.9, Prefect passes a default that is a `Field` as the argument.
+        entry = _make_entrypoint(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
         super().__init__(entry, name=flow.name, version=flow.version, persist_result=flow.persist_result)
         self.flat = flow
         self.__signature__ = Signature([*(by_keyword[name] for name in first), group])
@@ -343,39 +341,39 @@ class GroupedFlow(FlowWithServer[_P, _R]):
         return other
 
     def grouped(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return flat parameters as the form shows them."""
-        first = {name: value for name, value in parameters.items() if name in self.__signature__.parameters}
-        others = {name: value for name, value in parameters.items() if name not in first}
-        return {**first, ADVANCED: others} if others else first
+        """Return flat parameters in the form's structure."""
+        first_values = {name: value for name, value in parameters.items() if name in self.__signature__.parameters}
+        others = {name: value for name, value in parameters.items() if name not in first_values}
+        return {**first_values, ADVANCED: others} if others else first_values
 
 
 def flattened(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a form without the group; one beside the group replaces the one in it.
+    """Return a form's parameters without the group; a parameter outside the group replaces the one in it.
 
     Raises:
-        InvalidInput: the group is no mapping.
+        InvalidInput: the group is not a mapping.
     """
-    beside = dict(parameters)
-    group = beside.pop(ADVANCED, None)
+    flat = dict(parameters)
+    group = flat.pop(ADVANCED, None)
     if not isinstance(group, Mapping | None):
         raise InvalidInput(f"{ADVANCED}: expected an object with parameters, found a {type(group).__name__}")
-    return {**(group or {}), **beside}
+    return {**(group or {}), **flat}
 
 
-def _entry(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
-    """Return the function that a run calls; Prefect's engine refuses parameters that its signature lacks."""
+def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
+    """Return the function that a run calls; Prefect's engine rejects parameters that its signature lacks."""
     function: Callable[..., _R] = flow.fn
 
     def entry(**parameters: Any) -> _R:
         group: BaseModel | None = parameters.pop(ADVANCED)
         if group is not None:
-            context = FlowRunContext.get()  # whose parameters are without the defaults that Prefect adds
-            beside = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
+            context = FlowRunContext.get()  # its flow run has the parameters without Prefect's defaults
+            passed = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
             for name in sorted(group.model_fields_set):
-                if name not in beside:
+                if name not in passed:
                     parameters[name] = getattr(group, name)
                 elif parameters[name] != getattr(group, name):
-                    warning = "%s: the value beside the group replaces the one in %r"
+                    warning = "%s: the value outside the group replaces the value in %r"
                     get_run_logger().warning(warning, name, ADVANCED)
         return function(**parameters)
 

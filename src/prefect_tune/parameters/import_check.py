@@ -1,7 +1,7 @@
-"""Check that a name can be imported, from the source alone: nothing is imported before it is trusted.
+"""Check from the source alone that a name can be imported: nothing is imported before it is trusted.
 
-`why_not_defined` says whether trusted packages define what a journal names. `require_importable` uses it before a
-search, and imports a trainable only if its source does not say what it is: in a process as a trial has.
+`why_not_defined` returns why trusted packages do not define a name of a journal. `require_importable` calls it before a
+search, and imports a trainable only if its source is inconclusive, in a process like a trial's.
 """
 
 from __future__ import annotations
@@ -35,33 +35,32 @@ _POLL_INTERVAL = timedelta(seconds=0.5)
 def require_importable(
     trainable: object, isolation: Literal["process", "thread"], log: Log, cadence: Cadence | None = None
 ) -> None:
-    """Require that the trials can import `trainable`, if it is a name; nothing is written.
+    """Require that the trials can import `trainable`, if it is a name; write nothing.
 
-    A name that the source of its package defines as a function, or as a subclass of `pt.Trainable` with `step` and
-    `save_checkpoint`, is taken as it is: its first trial imports it. Any other one is imported by a process that ends
-    then.
+    A name is accepted without an import if the source of its package defines it as a function, or as a subclass of
+    `pt.Trainable` with `step` and `save_checkpoint`. Any other name is imported in a temporary process.
 
     Args:
-        trainable: as passed to a search.
+        trainable: the trainable of a search.
         isolation: where its trials run.
-        log: receives what the import prints.
-        cadence: when its trials save; None if that is not known, and not checked.
+        log: receives the output of the import.
+        cadence: when its trials save; None if unknown, and then not checked.
 
     Raises:
-        InvalidInput: its module cannot be imported, lacks the name, or has no trainable under it, or one that cannot
-            save though `cadence` says when.
+        InvalidInput: the module cannot be imported or lacks the name; or the object is no trainable, or cannot save
+            although `cadence` requires it.
     """
     if not isinstance(trainable, str):
         return
     package = trainable.partition(":")[0].partition(".")[0]
-    if not why_not_defined(trainable, [package], is_accepted=_is_trainable):
+    if not why_not_defined(trainable, [package], is_accepted=_defines_trainable):
         return
     config = {"trainable": trainable, "cadence": None if cadence is None else cadence.model_dump(mode="json")}
     if isolation == "thread":
         require_loadable(config)
         return
     with ScratchDirectory("import") as scratch, TrialProcessPool(slots=0) as pool:
-        folder = str(scratch / "import")
+        directory = str(scratch / "import")
         start = Start(
             experiment="import",
             trial="import",
@@ -70,17 +69,17 @@ def require_importable(
             stopper=pickled_or_path(Never()),
             import_path=import_path(),
             config=config,
-            directory=folder,
-            staging=folder,
+            directory=directory,
+            staging=directory,
             cadence=Cadence(at_end=False),
         )
-        waits = WaitLog(log, f"importing trainable {trainable!r}")
+        wait_log = WaitLog(log, f"importing trainable {trainable!r}")
         with pool.process(start, log) as channel:
             while True:
-                waits.note()
+                wait_log.note()
                 try:
                     message = channel.receive(_POLL_INTERVAL)
-                except EOFError:  # the process was killed: its trials decide
+                except EOFError:  # the process was killed: the trials find out
                     return
                 match message:
                     case TrialEnded(raised=True, outcome=AttemptEnded(reason=Reason(arguments=arguments) as reason)):
@@ -92,57 +91,57 @@ def require_importable(
                         pass
 
 
-def _is_trainable(definition: ast.stmt, module: ast.Module) -> bool:
-    """Whether the source says that this is a trainable; if not, only the import can tell."""
+def _defines_trainable(definition: ast.stmt, module: ast.Module) -> bool:
+    """Return whether the source proves that this is a trainable; if not, only the import can tell."""
     match definition:
         case ast.FunctionDef(decorator_list=[]):
-            return _takes(definition, 1)
+            return _accepts_arguments(definition, 1)
         case ast.ClassDef(decorator_list=[], bases=bases, body=body):
-            known = dict(_trainables_imported_by(module))
-            ours = {known[name] for name in map(ast.unparse, bases) if name in known}
-            methods = {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
-            are_async = any(isinstance(each, ast.AsyncFunctionDef) for each in body)
-            is_whole = ours != {"Trainable"} or methods.keys() >= {"step", "save_checkpoint"}
-            called = [(method, CALLED_WITH[name]) for name, method in methods.items() if name in CALLED_WITH]
-            are_plain = all(not method.decorator_list and _takes(method, count) for method, count in called)
-            return bool(ours) and is_whole and are_plain and not are_async
+            imported = dict(_imported_trainables(module))
+            base_names = {imported[name] for name in map(ast.unparse, bases) if name in imported}
+            methods = {statement.name: statement for statement in body if isinstance(statement, ast.FunctionDef)}
+            has_async_method = any(isinstance(statement, ast.AsyncFunctionDef) for statement in body)
+            has_required_methods = base_names != {"Trainable"} or methods.keys() >= {"step", "save_checkpoint"}
+            calls = [(method, CALLED_WITH[name]) for name, method in methods.items() if name in CALLED_WITH]
+            are_callable = all(not m.decorator_list and _accepts_arguments(m, count) for m, count in calls)
+            return bool(base_names) and has_required_methods and are_callable and not has_async_method
         case _:
             return False
 
 
-def _takes(definition: ast.FunctionDef, count: int) -> bool:
-    """Whether a function takes this many positional arguments, and has no `yield`, maybe in one that it defines."""
+def _accepts_arguments(definition: ast.FunctionDef, count: int) -> bool:
+    """Return whether a function takes `count` positional arguments, and no `yield` is in it or in inner functions."""
     parameters = definition.args
     positional = len(parameters.posonlyargs) + len(parameters.args)
-    is_enough = positional - len(parameters.defaults) <= count and None not in parameters.kw_defaults
-    is_plain = not any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(definition))
-    return is_plain and is_enough and (count <= positional or parameters.vararg is not None)
+    is_count_accepted = positional - len(parameters.defaults) <= count and None not in parameters.kw_defaults
+    has_no_yield = not any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(definition))
+    return has_no_yield and is_count_accepted and (count <= positional or parameters.vararg is not None)
 
 
-def _trainables_imported_by(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield each name under which a module imports a trainable class of this package, with the name of that class."""
+def _imported_trainables(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield each name under which a module imports a trainable class of this package, with the class's own name."""
     for statement in module.body:
         match statement:
             case ast.Import(names=names):
-                ours = (each.asname or each.name for each in names if each.name == "prefect_tune")
-                yield from ((f"{each}.Trainable", "Trainable") for each in ours)
+                module_names = (alias.asname or alias.name for alias in names if alias.name == "prefect_tune")
+                yield from ((f"{alias}.Trainable", "Trainable") for alias in module_names)
             case ast.ImportFrom(module=str(source), names=names, level=0) if source.partition(".")[0] == "prefect_tune":
-                yield from ((each.asname or each.name, each.name) for each in names if each.name.endswith("Trainable"))
+                yield from ((name.asname or name.name, name.name) for name in names if name.name.endswith("Trainable"))
             case _:
                 pass
 
 
-# Check that a trusted package defines a name, by parsing its source instead of importing the module.
+# Check that a trusted package defines a name: parse its source instead of importing the module.
 
 _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CODE_NAME = re.compile(rf"({_MODULE}):({_MODULE})", re.ASCII)
-_DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-_MADE = ast.Call | ast.Lambda | ast.BinOp
-"""Expressions whose value the module itself creates; a name or an attribute may alias an object of another module."""
+_DEFINITION_TYPES = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_VALUE_EXPRESSIONS = ast.Call | ast.Lambda | ast.BinOp
+"""Expressions whose value the module itself creates; a name or attribute may alias an object of another module."""
 _MAX_IMPORTS = 20
 
 DefinitionCheck: TypeAlias = Callable[[ast.stmt, ast.Module], bool]
-"""Whether a definition, which is in this module, is accepted."""
+"""Returns whether a definition in this module is accepted."""
 
 
 def is_module_name(name: object) -> bool:
@@ -151,143 +150,143 @@ def is_module_name(name: object) -> bool:
 
 
 def why_not_defined(name: str, packages: Sequence[str], is_accepted: DefinitionCheck = lambda *_: True) -> str:
-    """Return why `package.module:Name` is not a class, function or object that `packages` define; empty if it is.
+    """Return why `packages` do not define `package.module:Name` as a class, function or object; empty if they do.
 
-    Imported names are followed through modules of `packages`. Finding a module's source imports its parent
-    packages, and not the module itself.
+    The lookup follows imports through modules of `packages`. To find a module's source, it imports the parent packages,
+    but not the module.
 
     Args:
         name: the name.
-        packages: the packages or modules that may define it.
-        is_accepted: a further check, which each definition of the name has to pass.
+        packages: the packages or modules that may define the name.
+        is_accepted: an additional check that each definition of the name has to pass.
     """
     parts = _CODE_NAME.fullmatch(name)
     if parts is None:
         return "expected 'package.module:Name'"
-    return _Lookup(packages, is_accepted).why_not(parts[1], parts[2].split("."))
+    return _DefinitionLookup(packages, is_accepted).undefined_reason(parts[1], parts[2].split("."))
 
 
-class _Lookup:
-    """Follows a name through the sources of trusted packages; `depth` counts the modules that import it."""
+class _DefinitionLookup:
+    """Looks up a name in the sources of trusted packages; `depth` counts the imports on the way."""
 
     def __init__(self, packages: Sequence[str], is_accepted: DefinitionCheck) -> None:
         self._packages = packages
         self._is_accepted = is_accepted
 
-    def why_not(self, module: str, path: Sequence[str], depth: int = 0) -> str:
+    def undefined_reason(self, module: str, path: Sequence[str], depth: int = 0) -> str:
         """Return why `module` does not define the name at `path`; empty if it does."""
-        if not self._is_trusted(module):
+        if not self._is_in_trusted_package(module):
             return f"{module} is not in a trusted package"
         if depth == _MAX_IMPORTS:
-            return f"{module} imports it in a circle, or through more than {_MAX_IMPORTS} modules"
+            return f"{module} imports it in a cycle, or through more than {_MAX_IMPORTS} modules"
         try:
             spec = importlib.util.find_spec(module)
             origin = spec.origin if spec is not None and spec.has_location else None
             tree = None if origin is None else ast.parse(Path(origin).read_bytes())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - its parent packages are imported, which may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the import of parent packages may raise anything
             return f"the source of {module} cannot be read: {error}"
         if spec is None:
             return f"there is no module {module}; is its project installed here, or its folder in PYTHONPATH?"
         if tree is None:
             return f"{module} has no source"
-        return self._why_not_in(tree.body, path, spec, tree, depth)
+        return self._undefined_reason_in_body(tree.body, path, spec, tree, depth)
 
-    def _is_trusted(self, module: str) -> bool:
-        return any(module == each or module.startswith(f"{each}.") for each in self._packages)
+    def _is_in_trusted_package(self, module: str) -> bool:
+        return any(module == package or module.startswith(f"{package}.") for package in self._packages)
 
-    def _why_not_in(
+    def _undefined_reason_in_body(
         self, body: Sequence[ast.stmt], path: Sequence[str], spec: ModuleSpec, tree: ast.Module, depth: int
     ) -> str:
-        """Return why `body`, of a module or a class in it, does not define the name at `path`; empty if it does.
+        """Return why `body`, of a module or class, does not define the name at `path`; empty if it does.
 
-        Every statement that binds the name has to define it: only running them would tell which one comes last.
+        Every statement that binds the name has to define it, since without running them the last one is unknown.
         """
         name, *rest = path
         aliases = f"{spec.name} does not define {name!r}, but aliases another object"
         is_defined = False
-        for statement in _statements(body):
-            if _binds_otherwise(statement, name):
+        for statement in _iter_nested(body):
+            if _has_other_binding(statement, name):
                 return aliases
             match statement:
                 case ast.ClassDef(name=bound, body=inner) if bound == name and rest:
-                    why = self._why_not_in(inner, rest, spec, tree, depth)
+                    reason = self._undefined_reason_in_body(inner, rest, spec, tree, depth)
                 case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) if bound == name and rest:
-                    why = f"{name} in {spec.name} is a function"
+                    reason = f"{name} in {spec.name} is a function"
                 case ast.ClassDef(name=bound) | ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) if (
                     bound == name
                 ):
-                    why = "" if self._is_accepted(statement, tree) else "not accepted"
-                case ast.Assign() | ast.AnnAssign() if name in _names_in(statement):
-                    is_made = isinstance(statement.value, _MADE) and not rest
-                    why = aliases if not is_made else "" if self._is_accepted(statement, tree) else "not accepted"
-                case ast.Import(names=names) if any(_bound_by(each) == name for each in names):
-                    why = f"{spec.name} does not define {name!r}: it imports a module under this name"
+                    reason = "" if self._is_accepted(statement, tree) else "not accepted"
+                case ast.Assign() | ast.AnnAssign() if name in _assigned_names(statement):
+                    is_value = isinstance(statement.value, _VALUE_EXPRESSIONS) and not rest
+                    reason = aliases if not is_value else "" if self._is_accepted(statement, tree) else "not accepted"
+                case ast.Import(names=names) if any(_local_name(alias) == name for alias in names):
+                    reason = f"{spec.name} does not define {name!r}: it imports a module under this name"
                 case ast.ImportFrom(names=[ast.alias(name="*")]):
-                    source, why = self._why_not_imported(statement, path, spec, depth)
-                    if why and is_defined and not self._is_trusted(source):
-                        return f"{spec.name} may replace {name!r} by `import *`: {why}"
-                    is_defined = is_defined or not why
+                    source, reason = self._resolve_import(statement, path, spec, depth)
+                    if reason and is_defined and not self._is_in_trusted_package(source):
+                        return f"{spec.name} may replace {name!r} by `import *`: {reason}"
+                    is_defined = is_defined or not reason
                     continue
-                case ast.ImportFrom(names=names) if origins := [each.name for each in names if _bound_by(each) == name]:
-                    _, why = self._why_not_imported(statement, [origins[-1], *rest], spec, depth)
+                case ast.ImportFrom(names=names) if origins := [a.name for a in names if _local_name(a) == name]:
+                    _, reason = self._resolve_import(statement, [origins[-1], *rest], spec, depth)
                 case _:
                     continue
-            if why:
-                return why
+            if reason:
+                return reason
             is_defined = True
         return "" if is_defined else f"{spec.name} does not define {name!r}"
 
-    def _why_not_imported(
+    def _resolve_import(
         self, statement: ast.ImportFrom, path: Sequence[str], spec: ModuleSpec, depth: int
     ) -> tuple[str, str]:
-        """Return the module that a statement imports from, empty for none, and why that does not define the name."""
+        """Return the module that a statement imports from (empty for none), and why it does not define the name."""
         package = spec.name if spec.submodule_search_locations is not None else spec.parent
         try:
             module = importlib.util.resolve_name(f"{'.' * statement.level}{statement.module or ''}", package)
         except ImportError as error:
             return "", f"{spec.name}: {error}"
-        return module, self.why_not(module, path, depth + 1)
+        return module, self.undefined_reason(module, path, depth + 1)
 
 
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield all statements that may bind a name of the module, also those in nested blocks such as `if` and `try`."""
+def _iter_nested(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield all statements that may bind a name of the module, including those in blocks such as `if` and `try`."""
     for statement in body:
         yield statement
-        if not isinstance(statement, _DEFINITIONS):
-            yield from _statements([each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.stmt)])
-            for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
-                yield from _statements(part.body)
+        if not isinstance(statement, _DEFINITION_TYPES):
+            yield from _iter_nested([node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.stmt)])
+            for branch in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+                yield from _iter_nested(branch.body)
 
 
-def _binds_otherwise(statement: ast.stmt, name: str) -> bool:
-    """Whether the statement binds the name by a loop, `with`, pattern, assignment expression or `global`."""
-    if isinstance(statement, _DEFINITIONS):
-        return any(isinstance(each, ast.Global) and name in each.names for each in ast.walk(statement))
-    parts: list[ast.AST | None] = list(ast.iter_child_nodes(statement))
+def _has_other_binding(statement: ast.stmt, name: str) -> bool:
+    """Return whether the statement binds the name by a loop, `with`, pattern, assignment expression or `global`."""
+    if isinstance(statement, _DEFINITION_TYPES):
+        return any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(statement))
+    nodes: list[ast.AST | None] = list(ast.iter_child_nodes(statement))
     if isinstance(statement, ast.Assign | ast.AnnAssign):
-        parts = [statement.value]
-    while parts:
-        match parts.pop():
+        nodes = [statement.value]
+    while nodes:
+        match nodes.pop():
             case None | ast.stmt():
                 continue
-            case ast.Name(id=bound, ctx=ast.Store() | ast.Del()) if bound == name:
+            case ast.Name(id=bound_name, ctx=ast.Store() | ast.Del()) if bound_name == name:
                 return True
             case (
-                ast.MatchAs(name=bound)
-                | ast.MatchStar(name=bound)
-                | ast.MatchMapping(rest=bound)
-                | ast.ExceptHandler(name=bound)
-            ) if bound == name:
+                ast.MatchAs(name=bound_name)
+                | ast.MatchStar(name=bound_name)
+                | ast.MatchMapping(rest=bound_name)
+                | ast.ExceptHandler(name=bound_name)
+            ) if bound_name == name:
                 return True
-            case part:
-                parts += ast.iter_child_nodes(part)
+            case node:
+                nodes += ast.iter_child_nodes(node)
     return False
 
 
-def _names_in(statement: ast.Assign | ast.AnnAssign) -> list[str]:
+def _assigned_names(statement: ast.Assign | ast.AnnAssign) -> list[str]:
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+    return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 
-def _bound_by(alias: ast.alias) -> str:
+def _local_name(alias: ast.alias) -> str:
     return alias.asname or alias.name.partition(".")[0]

@@ -1,7 +1,7 @@
 """Check a plan before anything is written, also against the journal that it resumes, and derive what a run needs.
 
-A `require_` refuses, a `log_` or a `warn_of_` says what may not be meant; `with_added_samples` finds the number of
-samples, `trial_spec` how the trials are trained.
+A `require_` function raises; a `log_` or `warn_of_` function warns about what may not be intended.
+`with_added_samples` computes the number of samples, `trial_spec` the specification of the trials.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from prefect.task_runners import TaskRunner
 
 
-# What a resume may not change, against the journal.
+# What a resume may not change: checks against the journal.
 
 KEEPS_CONFIGURATIONS = (
     "a retried trial keeps its configuration: for configurations from a corrected space raise num_samples, or choose "
@@ -55,65 +55,65 @@ KEEPS_CONFIGURATIONS = (
 
 
 def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
-    """Require that the journal's earlier decisions keep their meaning under these settings.
+    """Require that the journal's earlier decisions stay valid with these settings.
 
     Raises:
-        InvalidInput: the experiment is a single training, or its seed differs from today's, or its metric or mode if
-            trials were compared by it.
+        InvalidInput: the experiment is a single training, its seed differs from today's, or its metric or mode differs
+            after trials were compared by it.
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_goes_on(state)
     if not all(trial.of_search for trial in state.trials.values()):
-        raise InvalidInput(f"experiment {state.name!r} {_how_to_continue(state)}; or choose another experiment name")
+        raise InvalidInput(f"experiment {state.name!r} {_resume_advice(state)}; or choose another experiment name")
     for name, option in OPTIONS.items():
-        before, now = _meaning(name, state.settings), _meaning(name, settings)
-        if option.fixed and state.trials and before != now and (name == "seed" or _has_compared(state)):
+        before, now = _effective_setting(name, state.settings), _effective_setting(name, settings)
+        if option.fixed and state.trials and before != now and (name == "seed" or _may_have_used_metric(state)):
             raise InvalidInput(
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
                 f"{option.fixed}. Pass {before!r}, or choose another experiment name"
             )
 
 
-def _meaning(name: str, settings: Mapping[str, object]) -> object:
-    """Return the value of a setting: settings omit a default, and a list of one metric or mode equals its element."""
+def _effective_setting(name: str, settings: Mapping[str, object]) -> object:
+    """Return the value of a setting, or its default; a list of one metric or mode is replaced by its element."""
     value = settings.get(name, "min" if name == "mode" else None)
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def with_seed_of(state: Experiment, plan: SearchPlan) -> SearchPlan:
-    """Return the plan with the seed of the experiment's journal if it passes none."""
+    """Return the plan, with the seed of the experiment's journal if the plan has none."""
     seed = state.settings.get("seed")
     return plan.extended(seed=seed) if plan.seed is None and state.trials and seed is not None else plan
 
 
-def _has_compared(state: Experiment) -> bool:
-    """Whether a decision or proposal may have used the metric: not if it is misspelt, so that no report has it."""
+def _may_have_used_metric(state: Experiment) -> bool:
+    """Return whether a decision or proposal may have used the metric; False if it is misspelt: no report has it."""
     objective, trials = objective_in(state.settings), state.trials.values()
-    if objective is None or any(each.what == "decided" for trial in trials for each in trial.past):
+    if objective is None or any(record.what == "decided" for trial in trials for record in trial.past):
         return True
-    return all(any(metric_in(each.metrics, name) is not None for each in trials) for name in objective.metrics)
+    return all(any(metric_in(record.metrics, name) is not None for record in trials) for name in objective.metrics)
 
 
 def require_search(state: Experiment, uri: str) -> None:
-    """Require a search: no other experiment has settings in its journal, by which it can be resumed.
+    """Require a search: only a search has the settings in its journal by which it can be resumed.
 
     Raises:
-        InvalidInput: the experiment is a single training, or that of a flow of one's own.
+        InvalidInput: the experiment is a single training, or belongs to a user's own flow.
     """
     if not state.settings:
-        raise InvalidInput(f"experiment {state.name!r} at {uri} {_how_to_continue(state)}")
+        raise InvalidInput(f"experiment {state.name!r} at {uri} {_resume_advice(state)}")
 
 
-def _how_to_continue(state: Experiment) -> str:
-    """Return what an experiment is that is no search, and what continues it."""
+def _resume_advice(state: Experiment) -> str:
+    """Return what kind of experiment this is, if not a search, and how to continue it."""
     owner = state.owner
     if not state.trials and not (owner and owner.attempt):
-        return "has no trials and no settings yet: call again what began it, with the same target and experiment"
-    # The public tasks count the tries of their flow run; a trial that only they save has no trainable.
+        return "has no trials and no settings yet: repeat the call that began it, with the same target and experiment"
+    # The public tasks journal the run count of their flow run; a trial that only they save has no trainable.
     if (owner and owner.attempt) or any(not trial.fingerprint for trial in state.trials.values()):
         return (
-            "belongs to a flow of your own, not to a search: run that flow again with the same target and experiment, "
-            f"or, if it is of a deployment, Retry its last run, {owner}; it continues from the newest checkpoints"
+            "belongs to your own flow, not to a search: run that flow again with the same target and experiment, or "
+            f"retry the last run of its deployment, {owner}; it continues from the newest checkpoints"
         )
     return (
         "is a single training, not a search: call pt.durable_trainable(...) again, with the same target and experiment"
@@ -130,7 +130,7 @@ def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[st
     require_goes_on(state)
     where = f"experiment {state.name!r} at {spec.target.uri}"
     if state.settings or any(trial.of_search for trial in state.trials.values()):
-        raise InvalidInput(f"{where} is a search: resume it by pt.resume(...), or choose another experiment name")
+        raise InvalidInput(f"{where} is a search: resume it with pt.resume(...), or choose another experiment name")
     trial = state.trials.get(spec.trial.trial)
     if trial is None:
         return
@@ -148,7 +148,7 @@ def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[st
 
 
 def require_goes_on(state: Experiment) -> None:
-    """Require an experiment that is complete and is not being deleted.
+    """Require an experiment that is complete and not being deleted.
 
     Raises:
         ResumeFailed: the experiment is a fork whose copying was interrupted, or is being deleted.
@@ -160,55 +160,55 @@ def require_goes_on(state: Experiment) -> None:
     if not state.is_whole:
         raise ResumeFailed(
             f"experiment {state.name!r} is an incomplete fork of {state.origin}: the fork was interrupted; "
-            "fork again under the same name to complete it"
+            "repeat the fork with the same name to complete it"
         )
 
 
 def require_presence(
-    target: StorageTarget, experiment: str, asked: Resuming, known: Experiment | None = None
+    target: StorageTarget, experiment: str, resume: Resuming, state: Experiment | None = None
 ) -> Experiment | None:
-    """Check, before anything is written, that the experiment exists or not, as `asked`.
+    """Check, before anything is written, that the experiment exists or does not exist, as `resume` requires.
 
-    Returns `known`, or the journal if it had to be read; None if neither.
+    Return `state`, or the state read from the journal; None if it was not needed.
 
     Raises:
-        ResumeFailed: it has to exist and does not, or cannot be read. Nothing was started.
-        InvalidInput: it must not exist, and does; or 'local' was asked, and the target is not a `LocalTarget`.
+        ResumeFailed: the experiment has to exist and does not, or cannot be read. Nothing was started.
+        InvalidInput: the experiment must not exist, and does; or `resume` is 'local', and the target no `LocalTarget`.
     """
-    if asked.local and not isinstance(target, LocalTarget):
+    if resume.local and not isinstance(target, LocalTarget):
         raise InvalidInput(
-            f"resume='local': an experiment is stored on its target only, {target.uri}: there is no "
-            "copy on this machine that could be newer or older. Use 'must', or a target on this machine"
+            f"resume='local': an experiment is stored only on its target, {target.uri}: this machine has no "
+            "copy that could be newer or older. Use 'must', or a target on this machine"
         )
-    if asked.presence == "auto":
-        return known
-    known = known or read_known(target, experiment)
-    if asked.presence == "must" and not known.number:
+    if resume.presence == "auto":
+        return state
+    state = state or read_known(target, experiment)
+    if resume.presence == "must" and not state.number:
         raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
-    if asked.presence == "never" and known.number:
+    if resume.presence == "never" and state.number:
         raise InvalidInput(
-            f"experiment {experiment!r} at {target.uri} exists already, with {len(known.trials)} trials, but "
-            "resume='never' (or False) requires a new one: use another name; no experiment is ever overwritten"
+            f"experiment {experiment!r} at {target.uri} already exists, with {len(state.trials)} trials, but "
+            "resume='never' (or False) requires a new one: use another name; experiments are never overwritten"
         )
-    return known
+    return state
 
 
-# Whether a trainable's source has changed since its experiment last trained, and what a resume does about that.
+# Detect whether a trainable's source has changed since its experiment last trained.
 
 CODE_TRAINS = "steps from now on are trained by the new code; earlier reports came from the old code"
 CODE_UNUSED = (
     "this run trained nothing with the new code; to train with it, raise num_samples, or choose another experiment name"
 )
-"""The effect of changed code, when a trial starts, and at the end of a run that has started none."""
+"""The effect of changed code: when a trial starts, and at the end of a run that started none."""
 
 
 def require_code(state: Experiment, plan: SearchPlan) -> None:
-    """Refuse a changed trainable, for `on_code_change="refuse"`; called before an earlier owner is superseded.
+    """Reject a changed trainable, for `on_code_change="refuse"`; called before an earlier owner is superseded.
 
     Raises:
         InvalidInput: the trainable has changed since the experiment last trained.
     """
-    if changed := _changed(state, plan):
+    if changed := _describe_code_change(state, plan):
         raise InvalidInput(
             f"{changed}, and on_code_change='refuse': choose another experiment name, fork the experiment, or pass "
             "on_code_change='warn'"
@@ -216,55 +216,55 @@ def require_code(state: Experiment, plan: SearchPlan) -> None:
 
 
 def settings_before_training(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return today's settings with the code that trained last: the journal holds today's once that trains."""
+    """Return today's settings with the code that trained last; the journal gets today's code when it trains."""
     code = state.settings.get("code")
     return {**settings, "code": code} if code and state.trials else settings
 
 
 def log_code(state: Experiment, plan: SearchPlan, effect: str, log: Log) -> None:
-    """Log a warning if the trainable has changed since the experiment last trained, and the effect of that."""
-    if changed := _changed(state, plan):
+    """Log a warning with its `effect` if the trainable has changed since the experiment last trained."""
+    if changed := _describe_code_change(state, plan):
         log.warning("%s: %s", changed, effect)
 
 
 def code_note(state: Experiment, plan: SearchPlan) -> str:
     """Return a line for a form: whether the trainable's source has changed since the experiment last trained."""
     if not (code := plan.code):
-        return "code: source unavailable, cannot tell whether it changed"
-    return f"⚠️ {changed}" if (changed := _changed(state, plan)) else f"code: unchanged ({code})"
+        return "code: source unavailable, unknown whether it changed"
+    return f"⚠️ {changed}" if (changed := _describe_code_change(state, plan)) else f"code: unchanged ({code})"
 
 
-def _changed(state: Experiment, plan: SearchPlan) -> str | None:
+def _describe_code_change(state: Experiment, plan: SearchPlan) -> str | None:
     before, now = state.settings.get("code"), plan.code
     if not (state.trials and before and now and before != now):
         return None
-    given, (*_, last) = state.settings.get("trainable"), state.trials.values()  # passed as text, or of the last trial
-    was = (name_of(given) if isinstance(given, str) else last.fingerprint).get("trainable")
+    old_trainable, (*_, last_trial) = state.settings.get("trainable"), state.trials.values()
+    old_name = (name_of(old_trainable) if isinstance(old_trainable, str) else last_trial.fingerprint).get("trainable")
     name = plan.fingerprint.get("trainable")
-    if was and name and was != name:
-        return (
-            f"the trainable has changed since experiment {state.name!r} last trained ({was} {before} -> {name} {now})"
-        )
-    return f"the source of the trainable has changed since experiment {state.name!r} last trained ({before} -> {now})"
+    if old_name and name and old_name != name:
+        what, before, now = "trainable", f"{old_name} {before}", f"{name} {now}"
+    else:
+        what = "source of the trainable"
+    return f"the {what} has changed since experiment {state.name!r} last trained ({before} -> {now})"
 
 
-# `samples_per_run`: each run of a search, such as a scheduled one, adds samples to those of earlier runs.
+# `samples_per_run`: each run of a search, such as a scheduled run, adds samples.
 
 
 def require_no_fewer(num_samples: int | None, state: Experiment) -> None:
-    """Check that the new total of samples is not smaller than that of the experiment, as in the form of a resume.
+    """Check that the new total number of samples, for example of a resume form, is not below the experiment's.
 
     Raises:
-        InvalidInput: it is smaller.
+        InvalidInput: the number is smaller.
     """
-    known = state.settings.get("num_samples")
-    if num_samples is None or (known is None and "search" in only_in_code(state.settings)):
+    stored_count = state.settings.get("num_samples")
+    if num_samples is None or (stored_count is None and "search" in only_in_code(state.settings)):
         return
-    before = _total_in(known, state.settings.get("search"))
-    if isinstance(before, int) and ENDLESS not in (before, num_samples) and num_samples < before:
+    old_count = _stored_sample_count(stored_count, state.settings.get("search"))
+    if isinstance(old_count, int) and ENDLESS not in (old_count, num_samples) and num_samples < old_count:
         raise InvalidInput(
-            f"num_samples: experiment {state.name!r} has {before} already, and this run passes {num_samples}: it is "
-            f"the new total, with a grid that of each point. Pass {before} or more, or "
+            f"num_samples: experiment {state.name!r} already has {old_count}, and this run passes {num_samples}, which "
+            f"is the new total (with a grid, per grid point). Pass {old_count} or more, or "
             f"samples_per_run={num_samples} to add {num_samples}"
         )
 
@@ -272,10 +272,10 @@ def require_no_fewer(num_samples: int | None, state: Experiment) -> None:
 def with_added_samples(
     plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
 ) -> tuple[SearchPlan, Mapping[str, int]]:
-    """Return `plan` with the total number of samples, and by run the samples that this run adds, for the journal.
+    """Return `plan` with the total number of samples, and the samples that this run adds, by run, for the journal.
 
-    This run also proposes the samples that earlier runs were to propose and did not. A run that is started again
-    adds none again.
+    This run also proposes samples that earlier runs should have proposed and did not. A restarted run adds no further
+    samples.
 
     Raises:
         InvalidInput: the experiment has no number of samples to add to.
@@ -283,28 +283,28 @@ def with_added_samples(
     added = plan.samples_per_run
     if added is None:
         return with_default_samples(plan, state), {}
-    run, before = call_path(), _samples_before(plan, state)
-    chosen = plan.num_samples or 0  # in a resume form
-    if run in state.extensions:
-        return plan.extended(num_samples=max(before, chosen)), {}
-    return plan.extended(num_samples=max(before + added, chosen)), {run: added}
+    run_key, count_before = call_path(), _count_earlier_samples(plan, state)
+    form_count = plan.num_samples or 0  # in a resume form
+    if run_key in state.extensions:
+        return plan.extended(num_samples=max(count_before, form_count)), {}
+    return plan.extended(num_samples=max(count_before + added, form_count)), {run_key: added}
 
 
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
-    """Return `plan` with the default number of samples if that is not ten, so that the journal stores it.
+    """Return `plan` with the default number of samples if it is not ten, so that the journal stores it.
 
-    A journal without a number means ten, whatever the space: an experiment that was begun with ten keeps them.
+    A journal without a number means ten, for any space: an experiment that was begun with ten keeps them.
     """
-    if plan.num_samples is not None or plan.samples_per_run is not None or not _leaves_count_open(plan.search):
+    if plan.num_samples is not None or plan.samples_per_run is not None or not _has_no_sample_count(plan.search):
         return plan
     default, settings = default_samples(plan.space or {}), state.settings
     if default == DEFAULT_SAMPLES:
         return plan
-    before = settings.get("num_samples", DEFAULT_SAMPLES) if _leaves_count_open(settings.get("search")) else None
+    before = settings.get("num_samples", DEFAULT_SAMPLES) if _has_no_sample_count(settings.get("search")) else None
     return plan.extended(num_samples=DEFAULT_SAMPLES if settings and before == DEFAULT_SAMPLES else default)
 
 
-def _leaves_count_open(search: object) -> bool:
+def _has_no_sample_count(search: object) -> bool:
     match search:
         case None | "RandomSearch":
             return True
@@ -316,33 +316,33 @@ def _leaves_count_open(search: object) -> bool:
             return False
 
 
-def _samples_before(plan: SearchPlan, state: Experiment) -> int:
-    """Return how many samples earlier runs were to propose in all."""
+def _count_earlier_samples(plan: SearchPlan, state: Experiment) -> int:
+    """Return the total number of samples that earlier runs were to propose."""
     if not state.settings:
         return 0
     search = state.settings.get("search", plan.search if "search" in only_in_code(state.settings) else None)
-    found = _total_in(state.settings.get("num_samples"), search)
-    if not isinstance(found, int) or found == ENDLESS:
+    count = _stored_sample_count(state.settings.get("num_samples"), search)
+    if not isinstance(count, int) or count == ENDLESS:
         raise InvalidInput(
-            f"samples_per_run: experiment {state.name!r} was not begun with a fixed number of samples to add to; "
-            "leave samples_per_run out, or choose another experiment name"
+            f"samples_per_run: experiment {state.name!r} has no fixed number of samples to add to; "
+            "omit samples_per_run, or choose another experiment name"
         )
-    return found
+    return count
 
 
-def _total_in(num_samples: Any, search: Any) -> object:
-    """Return the total number of samples in an experiment's settings; None if they fix none."""
+def _stored_sample_count(num_samples: Any, search: Any) -> object:
+    """Return the total number of samples in an experiment's settings; None if they do not have one."""
     if num_samples is not None:
         return num_samples
-    return DEFAULT_SAMPLES if _leaves_count_open(search) else getattr(search_from(search), "num_samples", None)
+    return DEFAULT_SAMPLES if _has_no_sample_count(search) else getattr(search_from(search), "num_samples", None)
 
 
-# What a plan says that is probably not meant.
+# Warnings about parameters that are probably not intended.
 
 
 def log_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials this run does not retry; if it has nothing else to train, its error says so."""
-    count = sum(each.status is Status.ERRORED for each in state.trials.values())
+    """Log how many errored trials this run does not retry; without other trials, the search's error says so."""
+    count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.reruns_errored and (count < len(state.trials) or adds_trials):
         log.warning(
@@ -353,49 +353,49 @@ def log_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
 
 
 def log_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log a warning if the experiment has more trials than `num_samples` asks for."""
-    wanted, there_are = plan.trial_count, len(state.trials)
-    if plan.num_samples is not None and wanted is not None and wanted < there_are:
+    """Log a warning if the experiment has more trials than `num_samples` requires."""
+    requested_count, trial_count = plan.trial_count, len(state.trials)
+    if plan.num_samples is not None and requested_count is not None and requested_count < trial_count:
         log.warning(
-            "num_samples=%d has no effect: it is the total, which makes %s, and the experiment has %d already. To add "
-            "trials, raise num_samples, or pass samples_per_run",
+            "num_samples=%d has no effect: it is the total (%s), and the experiment already has %d. To add trials, "
+            "raise num_samples, or pass samples_per_run",
             plan.num_samples,
-            plural(wanted, "trial", "trials"),
-            there_are,
+            plural(requested_count, "trial", "trials"),
+            trial_count,
         )
 
 
 def log_space(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log a warning if existing trials were drawn from another space, and if no trial will be drawn from this one."""
-    before, today = (
+    """Log a warning if existing trials were drawn from another space, and whether new trials will be drawn."""
+    space_before, space_now = (
         None if "space" in only_in_code(settings) else canonical_json(settings.get("space", {}))
         for settings in (state.settings, plan.settings)
     )
-    if not state.trials or before == today or before is None or today is None:
+    if not state.trials or space_before == space_now or space_before is None or space_now is None:
         return
-    there_will_be, there_are = plan.trial_count, len(state.trials)
-    are_all = there_will_be is not None and there_will_be <= there_are
+    total_count, trial_count = plan.trial_count, len(state.trials)
+    is_total_reached = total_count is not None and total_count <= trial_count
     log.warning(
         "the search space has changed; %s drawn from the old one%s",
-        plural(there_are, "earlier trial was", "earlier trials were"),
-        f", and the search proposes {there_will_be} in all: raise num_samples to draw from the new space"
-        if are_all
+        plural(trial_count, "earlier trial was", "earlier trials were"),
+        f", and the search proposes only {total_count} in total: raise num_samples to draw from the new space"
+        if is_total_reached
         else "",
     )
 
 
 def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
-    """Log a warning for each stop limit that is probably not meant.
+    """Log a warning for each stop limit that is probably not intended.
 
-    That of a metric that is minimized ends most trials at once. That of a name which Ray Tune adds to each report
-    makes every trial fail, unless the trainable reports it itself.
+    A limit of a minimized metric ends most trials at once. A limit of a metric that Ray Tune adds to each report makes
+    every trial fail, unless the trainable reports the metric.
     """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
     for name, limit in limits_in(stopper).items():
         if name in RAYS_NAMES:
             log.warning(
-                "stop={'%s': %g} limits a metric of this name, and trials that do not report it fail. Ray Tune's %s is "
-                "%s here",
+                "stop={'%s': %g} limits a metric of this name; trials that do not report it fail. Ray Tune's %s "
+                "is %s here",
                 name,
                 limit,
                 name,
@@ -410,45 +410,45 @@ def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> N
 
 
 def warn_of_no_metric(plan: SearchPlan, log: Log) -> None:
-    """Log a warning if several trials are searched without a metric: none of them is the best."""
+    """Log a warning if a search of several trials has no metric: then no trial is the best."""
     if plan.objective is None and plan.trial_count != 1:
         log.warning(
-            "no metric: trials are not compared, and results.best is an error. Pass the name of a reported metric, "
-            "as in metric='loss'; or name it later: results.best_trial('loss')"
+            "no metric: trials are not compared, and results.best raises. Pass the name of a reported metric, such as "
+            "metric='loss'; or pass it later: results.best_trial('loss')"
         )
 
 
 def warn_of_mode(plan: SearchPlan, log: Log) -> None:
-    """Log a warning if the names of metrics say that the other direction is good: an accuracy that is minimized.
+    """Log a warning if the name of a metric suggests the other direction, such as an accuracy that is minimized.
 
-    A `min` that was given, or a list with a mode for each metric, is meant: checked are the default and a single `max`.
+    Only the default and a single `max` are checked: an explicit `min`, or a list of modes, is intended.
     """
-    objective, given = plan.objective, plan.mode
-    if objective is None or isinstance(given, list) or given == "min":
+    objective, mode_option = plan.objective, plan.mode
+    if objective is None or isinstance(mode_option, list) or mode_option == "min":
         return
-    found = dict(zip(objective.metrics, objective.modes, strict=True))
-    usual = {name: usual_mode(name) or mode for name, mode in found.items()}
-    wrong = [name for name in found if usual[name] != found[name]]
-    if wrong:
-        is_max, names = given == "max", " and ".join(wrong)
-        meant: object = list(usual.values()) if len(usual) > 1 else usual[wrong[0]]
-        as_it_is: object = [given] * len(found) if is_max else "min"
+    modes = dict(zip(objective.metrics, objective.modes, strict=True))
+    usual_modes = {name: usual_mode(name) or mode for name, mode in modes.items()}
+    unusual_names = [name for name in modes if usual_modes[name] != modes[name]]
+    if unusual_names:
+        is_max, names = mode_option == "max", " and ".join(unusual_names)
+        suggested_mode: object = list(usual_modes.values()) if len(usual_modes) > 1 else usual_modes[unusual_names[0]]
+        explicit_mode: object = [mode_option] * len(modes) if is_max else "min"
         log.warning(
-            "%s: by its name %s values are good, and the search takes the %s ones for the best (mode=%s). Did you mean "
-            "mode=%r? If not, mode=%r says so without this warning",
+            "%s: the name suggests that %s values are good, but the search prefers the %s ones (mode=%s). Did you mean "
+            "mode=%r? If not, pass mode=%r to silence this warning",
             names,
             "small" if is_max else "large",
             "largest" if is_max else "smallest",
             "'max'" if is_max else "'min', the default",
-            meant,
-            as_it_is,
+            suggested_mode,
+            explicit_mode,
         )
 
 
 def warn_of_constants(plan: SearchPlan, log: Log) -> None:
-    """Log a warning if the search has several trials and nothing to draw: all of them train the same.
+    """Log a warning if the search has several trials but nothing to draw, so that all trials are equal.
 
-    A search of the user, or `Repeated` with its index, may propose what the space does not have.
+    A user's own search, or `Repeated` with its index, may propose values that the space does not have.
     """
     space = valid_space(plan.space or {})
     proposes_more = type(plan.proposer).__name__ not in BUILT_IN["search"]
@@ -456,19 +456,19 @@ def warn_of_constants(plan: SearchPlan, log: Log) -> None:
         return
     count = "" if plan.trial_count is None else f"{plan.trial_count} "
     lists = [(name, value) for name, value in leaves(space) if isinstance(value, list)]
-    meant = "draw a value, such as pt.uniform(0, 1)"
+    advice = "draw a value, such as pt.uniform(0, 1)"
     if lists:
         name, value = lists[0]
-        meant = f"{name}={value!r} is one value; did you mean pt.choice({value!r}) or pt.grid_search({value!r})?"
+        advice = f"{name}={value!r} is one value; did you mean pt.choice({value!r}) or pt.grid_search({value!r})?"
     log.warning(
         "the space has no distribution, so all %strials train the same configuration. To train it once: "
         "num_samples=1. Otherwise: %s",
         count,
-        meant,
+        advice,
     )
 
 
-# Refuse searches with several writers of one journal on a target that is safe for one writer only.
+# Reject searches with several writers of one journal on a target that is safe for one writer only.
 
 
 def runner_elsewhere() -> TaskRunner[Any] | None:
@@ -478,21 +478,21 @@ def runner_elsewhere() -> TaskRunner[Any] | None:
     return None if isinstance(runner, ThreadPoolTaskRunner) else runner
 
 
-def require_one_runner(uri: str, elsewhere: str = "") -> None:
-    """Refuse a flow in which two processes could write one journal at once; call it before anything is written.
+def require_one_runner(uri: str, external: str = "") -> None:
+    """Reject a flow in which two processes could write one journal at once; called before anything is written.
 
     Args:
-        uri: of the target, which has no atomic create-if-absent.
-        elsewhere: what runs the trials outside this process, if it is not the flow's task runner.
+        uri: the URI of the target, which has no atomic create-if-absent.
+        external: what runs the trials outside this process, if it is not the flow's task runner.
 
     Raises:
-        InvalidInput: `elsewhere` is not empty, or the flow's task runner has other processes.
+        InvalidInput: `external` is not empty, or the flow's task runner uses other processes.
     """
-    if not elsewhere and (runner := runner_elsewhere()) is not None:
-        elsewhere = f"task runner: {type(runner).__name__}"
-    if elsewhere:
+    if not external and (runner := runner_elsewhere()) is not None:
+        external = f"task runner: {type(runner).__name__}"
+    if external:
         raise InvalidInput(
-            f"{elsewhere}, at {uri}: an attempt in another process may be presumed lost, still run, and write beside "
+            f"{external}, at {uri}: an attempt in another process may be presumed lost, but still run and write beside "
             "its successor. Expected a target with atomic create-if-absent, found one without (ONE RUNNER ONLY), where "
             "the second of two writers overwrites the first. Nothing was started: use S3, GCS, Azure or a folder "
             "(prefect-tune blocks check TARGET), or trials='tasks' with a thread pool task runner"
@@ -504,51 +504,51 @@ class SearchLimits:
     """The limits of one run of an experiment."""
 
     options: SearchPlan
-    """The plan: its limits, such as `fail_fast`, are read from here where they apply."""
+    """The plan, with limits such as `fail_fast`."""
     max_concurrent_trials: int
-    """The number of slots, which the options only bound."""
+    """The number of slots; `options` has only its upper bound."""
     end_reason: AnyReason | None = None
-    """Why the run ends before it trains; None if it trains."""
+    """Why the run ends before training; None if it trains."""
     has_had_enough: Callable[[Trial], bool] = lambda _: True
-    """Whether a finished trial meets today's stop criterion too; otherwise it is requeued."""
+    """Returns whether a finished trial also meets today's stop criterion; otherwise it is requeued."""
 
 
 # The specification of a plan's trials.
 
 
 def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
-    """Return how the trials of a search are trained, with a placeholder for the trial.
+    """Return the specification of a search's trials, with a placeholder for the trial.
 
-    An option of the trial is a field of both, under one name.
+    An option of a trial has the same name in `SearchPlan` and `TrialSpec`.
 
     Raises:
         InvalidInput: a concurrency limit does not exist, or the trainable cannot be sent to a process.
     """
-    _require_limits(plan.concurrency_limits or ())
-    names = OPTIONS.keys() & {each.name for each in fields(TrialSpec)}
-    of_the_trial: dict[str, Any] = {name: value for name in names if (value := getattr(plan, name)) is not None}
-    silence = plan.silence_timeout_seconds
-    meant = {
+    _require_concurrency_limits(plan.concurrency_limits or ())
+    names = OPTIONS.keys() & {field.name for field in fields(TrialSpec)}
+    trial_options: dict[str, Any] = {name: value for name in names if (value := getattr(plan, name)) is not None}
+    silence_seconds = plan.silence_timeout_seconds
+    computed_options = {
         "trainable": pickled_or_path(plan.trainable),
         "concurrency_limits": tuple(plan.concurrency_limits or ()),
     }
     return TrialSpec(
-        **{**of_the_trial, **meant},
+        **{**trial_options, **computed_options},
         trial=TrialKey(experiment=plan.experiment, generation=1, trial="any"),
         fingerprint=plan.fingerprint,
         stopper=pickled_or_path(stopper),
         needs_curve=stopper.looks_back,
         cadence=plan.checkpoint or Cadence(),
         grace=timedelta(seconds=plan.grace_period_seconds),
-        silence=None if silence is None else timedelta(seconds=silence),
+        silence=None if silence_seconds is None else timedelta(seconds=silence_seconds),
         tags=tuple(dict.fromkeys([*(plan.trial_tags or ()), *sorted(callers_tags())])),
         required_metrics=plan.objective.metrics if plan.objective and not plan.allow_missing_metric else (),
         of_search=True,
     )
 
 
-def _require_limits(names: Sequence[str]) -> None:
-    """Require that `names` are global concurrency limits of Prefect: a missing one would limit nothing."""
+def _require_concurrency_limits(names: Sequence[str]) -> None:
+    """Require that `names` are global concurrency limits of Prefect: a missing limit would limit nothing."""
     if not names:
         return
     with get_client(sync_client=True) as client:
@@ -563,15 +563,15 @@ def _require_limits(names: Sequence[str]) -> None:
 
 
 def spec_of_one_trial(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Stopper]:
-    """As `trial_spec`, of a trial whose attempts write the experiment's journal; and its stop criterion.
+    """Return the specification of a trial whose attempts write the experiment's journal, and its stop criterion.
 
     Raises:
-        InvalidInput: also if the criterion ends a search of many trials, or as `require_possible`.
+        InvalidInput: the criterion is for a search of many trials; or see `trial_spec` and `require_possible`.
     """
     stopper = plan.stopper
-    if found := of_experiment(stopper):
+    if wrong := of_experiment(stopper):
         raise InvalidInput(
-            f"stop: {found[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
+            f"stop: {wrong[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
         )
     spec = trial_spec(plan, stopper)
     spec = replace(spec, trial=spec.trial.of_experiment.trial_key(trial), of_search=False)

@@ -5,8 +5,8 @@
                               │       └──────────┴──► what a resume may change
                               └──► the settings in the journal, and the check of what a journal may choose
 
-The flows repeat name, type and default in their signatures, for checkers and forms: tests compare them.
-Nothing here imports Prefect at the top: the help of a command reads these declarations.
+The flows repeat names, types and defaults in their signatures, for type checkers and forms; tests compare them.
+This module imports Prefect only inside functions: the help of a command reads these declarations.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ from prefect_tune.runtime.trainable import Reuse, require_saves
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget, SyncConfig
-else:  # the help of the command line reads this plan, and does not wait for Prefect
+else:  # the help of the command line reads this plan without importing Prefect
     StorageTarget = SyncConfig = Any
 
 
 class Stored(Enum):
-    """What the values of an option in a journal may choose."""
+    """What an option's value in a journal may choose."""
 
     DATA = "data"
-    """No value names code, a file, a place or a command."""
+    """No value names code, a file, a location or a command."""
     CHOICE = "choice"
-    """A value may name one of these: `prefect_tune.trust` examines it before a resume uses it."""
+    """A value may name one of these: `prefect_tune.trust` checks it before a resume uses it."""
 
 
 class Panel(StrEnum):
@@ -90,35 +90,35 @@ class Panel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag of the command line that sets an option of the search; unless it is given, the default stays."""
+    """A command-line flag that sets an option of the search; without the flag, the default applies."""
 
     metavar: str | None
     """None for a switch."""
     help: str
     panel: Panel | None = Panel.SEARCH
-    """Its panel in the help of `run`; None if `run` does not have it."""
+    """The flag's panel in the help of `run`; None if `run` does not have it."""
     kind: Any = None
-    """The type of its values; None for a number with `at_least`, else that of the option, or text for a value."""
+    """The type of the values; None: an integer with `at_least`, otherwise the option's type, or text."""
     at_least: int | None = None
     flag: str = ""
-    """By default the option's name: `--keep-best` for `keep_best`."""
+    """The default is the option's name: `--keep-best` for `keep_best`."""
     resume_place: int | None = None
-    """Its place in the help of `resume`; None if `resume` does not have it."""
+    """The flag's position in the help of `resume`; None if `resume` does not have it."""
 
     @property
     def name(self) -> str:
-        """Its name among the parameters of a command: `keep_best` for `--keep-best`."""
+        """The name of the command's parameter: `keep_best` for `--keep-best`."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is known of an option of a search, beside its flags."""
+    """The properties of a search's option, except its flags."""
 
     stored: Stored | None = None
-    """What its values in the journal may choose; None if it is of one run: the journal does not store it."""
+    """What its values in the journal may choose; None if it belongs to one run: the journal does not store it."""
     at_resume: bool = False
-    """Whether `pt.resume` takes it."""
+    """Whether `pt.resume` accepts it."""
     fixed: str = ""
     """Why a resume may not change it; empty if it may."""
 
@@ -127,16 +127,16 @@ def flags_of(plan: type[BaseModel]) -> Mapping[str, Sequence[Flag]]:
     """Return the flags of each option that a class declares, in the order of its fields."""
     return {
         name: [
-            replace(each, flag=each.flag or f"--{name.replace('_', '-')}")
-            for each in field.metadata
-            if isinstance(each, Flag)
+            replace(flag, flag=flag.flag or f"--{name.replace('_', '-')}")
+            for flag in field.metadata
+            if isinstance(flag, Flag)
         ]
         for name, field in plan.model_fields.items()
     }
 
 
 class ValidatedParameters(Value):
-    """Parsed and validated parameters of a flow or task; the fields have the names and defaults of the parameters.
+    """Parsed and validated parameters of a flow or task; fields have the names and defaults of the parameters.
 
     Raises:
         InvalidInput: a parameter is invalid; the message names it.
@@ -151,22 +151,22 @@ class ValidatedParameters(Value):
         except ValidationError as error:
             invalid = argument_error(error)
         if invalid is not None:
-            raise invalid  # outside of `except`: pydantic's error would print the values, which may be secret
+            raise invalid  # outside `except`: the traceback of pydantic's error would print values, maybe secret ones
 
 
-# The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials run again.
+# The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials are retried.
 
 Presence: TypeAlias = Literal["auto", "must", "never"]
 RerunErrored: TypeAlias = bool | Literal["only"]
 
-_PRESENCE: dict[str, Presence] = {"auto": "auto", "must": "must", "remote": "must", "local": "must", "never": "never"}
-_ERRORED: dict[str, RerunErrored] = {"errored": True, "errored_only": "only"}
-_REFUSED = {
-    "prompt": "a flow cannot ask: use 'auto', or 'must' or 'never' for an experiment that has to exist or must not",
-    "restart_errored": "a trial never starts from nothing again while it has a checkpoint; 'errored' resumes from it, "
-    "and pt.resume(..., fork='name', at=entry) starts from an earlier entry",
+_PRESENCES: dict[str, Presence] = {"auto": "auto", "must": "must", "remote": "must", "local": "must", "never": "never"}
+_RERUNS: dict[str, RerunErrored] = {"errored": True, "errored_only": "only"}
+_UNSUPPORTED_WORDS = {
+    "prompt": "a flow cannot prompt: use 'auto', 'must' (the experiment has to exist) or 'never' (it must not exist)",
+    "restart_errored": "a trial that has a checkpoint never restarts from step 0; 'errored' resumes from the "
+    "checkpoint, and pt.resume(..., fork='name', at=entry) starts from an earlier entry",
 }
-_REFUSED["restart_errored_only"] = _REFUSED["restart_errored"]
+_UNSUPPORTED_WORDS["restart_errored_only"] = _UNSUPPORTED_WORDS["restart_errored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,49 +176,49 @@ class Resuming:
     presence: Presence = "auto"
     rerun_errored: RerunErrored = False
     local: bool = False
-    """Whether the target has to be a folder of this machine."""
+    """Whether the target has to be a folder on this machine."""
 
 
-def resuming(given: object) -> Resuming:
+def resuming(resume: object) -> Resuming:
     """Parse `resume=`: None, True, False, or Ray's words joined by a plus, in upper or lower case.
 
     Raises:
-        InvalidInput: an unknown word, one that is not supported here, or words that contradict each other.
+        InvalidInput: a word is unknown or not supported here, or words contradict each other.
     """
-    if given is None or isinstance(given, bool):
-        return Resuming("auto" if given is None else "must" if given else "never")
-    if not isinstance(given, str):
-        raise InvalidInput(f"resume: expected 'auto', 'must' or 'never', found {given!r}")
-    words = [word.strip() for word in given.lower().split("+")]
+    if resume is None or isinstance(resume, bool):
+        return Resuming("auto" if resume is None else "must" if resume else "never")
+    if not isinstance(resume, str):
+        raise InvalidInput(f"resume: expected 'auto', 'must' or 'never', found {resume!r}")
+    words = [word.strip() for word in resume.lower().split("+")]
     for word in words:
-        if word in _REFUSED:
-            raise InvalidInput(f"resume={given!r}: {_REFUSED[word]}")
-        if word not in _PRESENCE and word not in _ERRORED:
-            known = ", ".join(repr(each) for each in (*_PRESENCE, *_ERRORED))
-            raise InvalidInput(f"resume={given!r}: expected True, False, or one of {known}; such as 'auto+errored'")
-    presence = {_PRESENCE[word] for word in words if word in _PRESENCE} or {"must"}
+        if word in _UNSUPPORTED_WORDS:
+            raise InvalidInput(f"resume={resume!r}: {_UNSUPPORTED_WORDS[word]}")
+        if word not in _PRESENCES and word not in _RERUNS:
+            allowed = ", ".join(repr(word) for word in (*_PRESENCES, *_RERUNS))
+            raise InvalidInput(f"resume={resume!r}: expected True, False, or one of {allowed}; such as 'auto+errored'")
+    presence = {_PRESENCES[word] for word in words if word in _PRESENCES} or {"must"}
     if len(presence) > 1:
-        raise InvalidInput(f"resume={given!r}: says both {' and '.join(map(repr, sorted(presence)))}")
-    errored = [_ERRORED[word] for word in words if word in _ERRORED]
-    return Resuming(presence.pop(), errored[0] if errored else False, local="local" in words)
+        raise InvalidInput(f"resume={resume!r}: {' and '.join(map(repr, sorted(presence)))} contradict each other")
+    rerun_choices = [_RERUNS[word] for word in words if word in _RERUNS]
+    return Resuming(presence.pop(), rerun_choices[0] if rerun_choices else False, local="local" in words)
 
 
 _DATA, _CHOICE = Stored.DATA, Stored.CHOICE
 _FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, Panel.WHERE
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 _MAX_SECONDS = 1e10
-"""The longest time that a parameter may set, some 300 years: a `timedelta` or a date cannot hold every number."""
+"""The maximum of a time parameter, some 300 years: a `timedelta` or a date cannot hold every number."""
 _MAX_NODES = 1024
 PositiveSeconds: TypeAlias = Annotated[Number, Field(gt=0, le=_MAX_SECONDS)]
 
 
-def _target_from(target: Any) -> StorageTarget:
+def _resolve_target(target: Any) -> StorageTarget:
     from prefect_tune.blocks import resolve_target
 
     return resolve_target(target)
 
 
-def _sync_from(sync: object) -> SyncConfig | None:
+def _parse_sync(sync: object) -> SyncConfig | None:
     from prefect_tune.blocks import SyncConfig
 
     try:
@@ -229,27 +229,27 @@ def _sync_from(sync: object) -> SyncConfig | None:
 
 
 def space_of(space: object) -> dict[str, object]:
-    """Return a space, a mapping or a dataclass, with domain objects in place of their JSON; existing objects stay.
+    """Return a space (a mapping or a dataclass) with domain objects in place of their JSON; existing objects stay.
 
     Raises:
-        InvalidInput: it is not a valid space, or a function of a `sample_from` cannot be imported.
+        InvalidInput: the space is invalid, or a function of a `sample_from` cannot be imported.
     """
-    given = cast("Mapping[str, Any]", as_dicts(space))
-    made = space_from_json(given, load=lambda name: cast("_Function", load_named(name, "sample_from")))
-    if not any(domains_in(made)) and is_distribution(made):
+    plain_space = cast("Mapping[str, Any]", as_dicts(space))
+    domains = space_from_json(plain_space, load=lambda name: cast("_Function", load_named(name, "sample_from")))
+    if not any(domains_in(domains)) and is_distribution(domains):
         raise InvalidInput(
-            f"space: expected parameters by their names, found one distribution, {shown(made)}: give it a name, as in "
+            f"space: expected parameters by name, found one distribution, {shown(domains)}: give it a name, such as "
             '{"lr": {"uniform": [0, 1]}}'
         )
-    return made
+    return domains
 
 
 class SearchOptions(ValidatedParameters):
-    """The parameters of `prefect_tune.flows.tune.tune`, which documents them, each parsed and validated by itself.
+    """The parameters of `prefect_tune.flows.tune.tune`, which documents them, each parsed and validated separately.
 
     The fields have the flow's names and defaults. The journal omits values that equal their default: changing a
-    default changes every search that is resumed. `fixed` and `at_resume` say what a resume may change;
-    `plan_checks.py` refuses the rest, and fewer samples.
+    default changes every search that is resumed. `fixed` and `at_resume` determine what a resume may change;
+    `plan_checks.py` rejects other changes, and fewer samples.
 
     Raises:
         InvalidInput: a parameter is invalid.
@@ -261,7 +261,7 @@ class SearchOptions(ValidatedParameters):
         Option(_CHOICE, at_resume=True),
         Flag("MODULE:NAME", "Replaces the one in the journal; required on a bucket.", None, resume_place=10),
     ]
-    target: Annotated[StorageTarget, PlainValidator(_target_from), Option()]
+    target: Annotated[StorageTarget, PlainValidator(_resolve_target), Option()]
     space: Annotated[
         Annotated[Mapping[str, Any], BeforeValidator(space_of)] | None,
         Option(_CHOICE, at_resume=True),
@@ -279,7 +279,7 @@ class SearchOptions(ValidatedParameters):
         Option(_DATA, fixed="earlier decisions ranked trials in the other direction"),
         Flag("min|max", "Its direction. Default: min.", kind=list[Mode]),
     ] = None
-    """As given; None means `min`."""
+    """As passed; None means `min`."""
     num_samples: Annotated[
         Whole | None,
         Option(_DATA, at_resume=True),
@@ -302,7 +302,7 @@ class SearchOptions(ValidatedParameters):
         Option(_CHOICE, at_resume=True),
         Flag("step=N", "Ends a trial; or MODULE:NAME.", kind=list[str], resume_place=5),
     ] = None
-    """As given but with plain scalars, for the journal; `stopper` is its meaning."""
+    """As passed but with plain scalars, for the journal; `stopper` is the parsed criterion."""
     max_concurrent_trials: Annotated[
         Annotated[Whole, Field(ge=1)] | None,
         Option(_DATA, at_resume=True),
@@ -356,7 +356,7 @@ class SearchOptions(ValidatedParameters):
         Option(_DATA),
         Flag("S", "Time to save after a stop signal. Default: 25.", _FAILURES),
     ] = 25
-    sync: Annotated[SyncConfig | None, PlainValidator(_sync_from), Option(_CHOICE, at_resume=True)] = None
+    sync: Annotated[SyncConfig | None, PlainValidator(_parse_sync), Option(_CHOICE, at_resume=True)] = None
     samples_per_run: Annotated[
         Annotated[Whole, Field(ge=1)] | None,
         Option(at_resume=True),
@@ -457,11 +457,11 @@ class SearchOptions(ValidatedParameters):
         if self.num_samples is not None and self.samples_per_run is not None:
             raise InvalidInput(
                 f"num_samples={self.num_samples} is the total, samples_per_run={self.samples_per_run} is what this run "
-                "adds: give one of them"
+                "adds: pass only one of them"
             )
         for name in ("resources_per_trial", "resources_total"):
-            if (given := getattr(self, name)) is not None:
-                resources_of(given, name)
+            if (resources := getattr(self, name)) is not None:
+                resources_of(resources, name)
         _ = self.stopper
         return self
 
@@ -472,31 +472,31 @@ class SearchOptions(ValidatedParameters):
 
 
 class SearchPlan(SearchOptions):
-    """The parameters of a search that fit each other, and what they mean together.
+    """The consistent parameters of a search, and values that depend on several of them.
 
     Raises:
-        InvalidInput: a parameter is invalid, or does not fit another one.
+        InvalidInput: a parameter is invalid, or contradicts another one.
     """
 
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:
-        """Compute what a plan means: it raises for parameters that contradict each other."""
+        """Raise `InvalidInput` if parameters contradict each other."""
         if self.trials == "deployment" and self.resources_per_trial is not None:
             raise InvalidInput(
                 "resources_per_trial: with trials='deployment' the work pool assigns resources; pass "
-                "trial_job_variables={...}, with the variables of its base job template"
+                "trial_job_variables={...} with variables of its base job template"
             )
         if self.trials != "deployment" and self.trial_job_variables is not None:
-            raise InvalidInput("trial_job_variables: they require trials='deployment'")
+            raise InvalidInput("trial_job_variables: requires trials='deployment'")
         if self.resources_total is not None and self.resources_per_trial is None:
-            raise InvalidInput("resources_total: resources_per_trial divides it among the trials; pass that too")
+            raise InvalidInput("resources_total: requires resources_per_trial, which divides it among the trials")
         if self.metric is None and self.mode is not None:
-            raise InvalidInput(f"mode={self.mode!r}: it is the direction of a metric; name it: metric='loss'")
+            raise InvalidInput(f"mode={self.mode!r}: requires a metric, whose direction it is: metric='loss'")
         is_range = not isinstance(self.processes_per_trial, int)
         if is_range and self.nodes_per_trial > 1:
             raise InvalidInput(
                 f"processes_per_trial={self.processes_per_trial}: expected one number with nodes_per_trial, since all "
-                "nodes have equally many ranks"
+                "nodes have the same number of ranks"
             )
         if (is_range or self.processes_per_trial != 1) and self.isolation == "thread":
             raise InvalidInput(
@@ -507,8 +507,8 @@ class SearchPlan(SearchOptions):
             raise InvalidInput(
                 f"nodes_per_trial={self.nodes_per_trial}: expected isolation='process', since each rank is a process"
             )
-        if (least := self.min_nodes) is not None and least > self.nodes_per_trial:
-            raise InvalidInput(f"min_nodes={least}: expected at most nodes_per_trial, which is {self.nodes_per_trial}")
+        if (nodes := self.min_nodes) is not None and nodes > self.nodes_per_trial:
+            raise InvalidInput(f"min_nodes={nodes}: expected at most nodes_per_trial, which is {self.nodes_per_trial}")
         if isinstance(self.trainable, type):
             require_saves(self.trainable, self.checkpoint or Cadence())
         _ = self.objective, self.proposer
@@ -518,33 +518,33 @@ class SearchPlan(SearchOptions):
 
     @property
     def objective(self) -> Objective | None:
-        """The metrics that trials are compared by; None without any."""
+        """The metrics by which trials are compared; None if there are none."""
         return objective_of(self.metric, self.mode or "min")
 
     @property
     def proposer(self) -> Search:
-        """The search with the number of samples of this plan: `search` is as it was given."""
+        """The search with the number of samples of this plan; `search` has its own."""
         return with_samples(RandomSearch() if self.search is None else self.search, self.num_samples)
 
     @property
     def trial_count(self) -> int | None:
-        """The number of trials that the search proposes in all; None where that is not known beforehand."""
+        """The total number of trials that the search proposes; None if not known beforehand."""
         return self.proposer.trial_count(self.space or {})
 
     @property
     def seed_of_draws(self) -> int:
-        """The seed of all draws: by default derived from the experiment's name."""
+        """The seed of all draws; derived from the experiment's name by default."""
         return seed_named(self.experiment) if self.seed is None else self.seed
 
     @property
     def resources(self) -> Resources | None:
-        """The resources of each trial; None if none were given."""
-        given = self.resources_per_trial
-        return None if given is None else resources_of(given, "resources_per_trial")
+        """The resources of each trial; None if none were passed."""
+        resources = self.resources_per_trial
+        return None if resources is None else resources_of(resources, "resources_per_trial")
 
     @property
     def time_budget(self) -> timedelta | None:
-        """The time after which this run saves and ends."""
+        """The time after which this run saves all trials and ends."""
         return None if self.time_budget_seconds is None else timedelta(seconds=self.time_budget_seconds)
 
     @property
@@ -554,12 +554,12 @@ class SearchPlan(SearchOptions):
 
     @property
     def reruns_errored(self) -> RerunErrored:
-        """Whether errored trials run again; `only` if no others do."""
+        """Whether errored trials are retried; `only` if no other trials run."""
         return self.rerun_errored or self.resume.rerun_errored
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """What identifies the trainable: see `name_of`."""
+        """The identity of the trainable, see `name_of`."""
         return name_of(self.trainable)
 
     @property
@@ -569,23 +569,23 @@ class SearchPlan(SearchOptions):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The settings that the journal stores: all values with a JSON form that differ from the default.
+        """The settings that the journal stores: all values that have a JSON form and differ from the default.
 
-        `only_in_code` names the others: a resume by experiment name alone cannot restore them.
+        `only_in_code` lists options without a JSON form: a resume by experiment name alone cannot restore them.
         """
         fields = type(self).model_fields
         defaults = {name: fields[name].default for name, option in OPTIONS.items() if option.stored}
-        given = {name: value for name in defaults if (value := getattr(self, name)) is not None}
-        said = {name: _json_of(name, value) for name, value in given.items() if value != defaults[name]}
-        in_code = [name for name, value in said.items() if value is None]
+        values = {name: value for name in defaults if (value := getattr(self, name)) is not None}
+        json_values = {name: _option_to_json(name, value) for name, value in values.items() if value != defaults[name]}
+        in_code = [name for name, value in json_values.items() if value is None]
         return {
-            **{name: value for name, value in said.items() if value is not None},
+            **{name: value for name, value in json_values.items() if value is not None},
             **({"only_in_code": in_code} if in_code else {}),
             **({"code": self.code} if self.code else {}),
         }
 
     def extended(self, **changes: Any) -> Self:
-        """Return the plan with changed fields, which are not validated again."""
+        """Return the plan with changed fields, without validating them again."""
         return self.model_copy(update=changes)
 
 
@@ -595,10 +595,10 @@ OPTIONS: Mapping[str, Option] = {
     for option in field.metadata
     if isinstance(option, Option)
 }
-"""What is declared of each option, by name, in the order of the fields."""
+"""The `Option` of each field, by name, in the order of the fields."""
 
 
-def _json_of(name: str, value: Any) -> object | None:
+def _option_to_json(name: str, value: Any) -> object | None:
     """Return the JSON of an option; None if it has none."""
     try:
         match value:
@@ -612,15 +612,15 @@ def _json_of(name: str, value: Any) -> object | None:
                 return stop_to_json(value)
             case _ if name == "space":
                 functions = [
-                    each.function for each in domains_in(value) if isinstance(each, SampleFrom) and each.path is None
+                    item.function for item in domains_in(value) if isinstance(item, SampleFrom) and item.path is None
                 ]
-                are_named = all(import_path_of(each) is not None for each in functions)  # by the name in their JSON
+                are_named = all(import_path_of(item) is not None for item in functions)  # their JSON is this name
                 return space_to_json(value) if are_named else None
             case _ if name == "trainable":
                 return value if isinstance(value, str) else import_path_of(value)
             case _ if name == "callbacks":
-                named = [each if isinstance(each, str) else import_path_of(each) for each in value]
-                return None if None in named else named
+                import_paths = [item if isinstance(item, str) else import_path_of(item) for item in value]
+                return None if None in import_paths else import_paths
             case _:
                 return canonical_json(value) and value
     except (InvalidInput, TypeError, ValueError):
@@ -628,26 +628,26 @@ def _json_of(name: str, value: Any) -> object | None:
 
 
 def only_in_code(settings: Mapping[str, object]) -> list[str]:
-    """Return the names of the parameters that were passed and that the journal could not store."""
+    """Return the names of the passed parameters that the journal could not store."""
     names: Any = settings.get("only_in_code", ())
     return list(names)
 
 
 def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> SearchPlan:
-    """Return the plan of an experiment from its settings, with the parameters of this `run` and those `changed`.
+    """Return the plan of an experiment from its settings, the parameters of this `run` and the `changed` parameters.
 
     Raises:
-        InvalidInput: the settings lack a parameter that only the code held, and `changed` does not pass it.
-            Missing callbacks are no error: they decide nothing.
+        InvalidInput: the journal could not store a parameter, and `changed` does not pass it. Missing callbacks are no
+            error: they decide nothing.
     """
     names = dict.fromkeys([*({"trainable"} - settings.keys()), *only_in_code(settings)])
-    if missing := [name for name in names if name not in changed and name != "callbacks"]:
+    if missing_names := [name for name in names if name not in changed and name != "callbacks"]:
         raise InvalidInput(
-            f"the journal of experiment {run['experiment']!r} does not store {', '.join(map(repr, missing))}: an "
-            "object without an import path or JSON form. Pass it to pt.resume (--trainable MODULE:NAME), or call "
-            "pt.tune(...) as before, with the same experiment name"
+            f"the journal of experiment {run['experiment']!r} does not store {', '.join(map(repr, missing_names))}, "
+            "which has no import path or JSON form. Pass it to pt.resume (--trainable MODULE:NAME), or call "
+            "pt.tune(...) like before, with the same experiment name"
         )
-    kept = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
+    stored_values = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed or run.get("samples_per_run") is not None:
-        kept.pop("num_samples", None)  # it belonged to the earlier search, or is what this run adds to
-    return SearchPlan(**{**kept, **run, **changed})
+        stored_values.pop("num_samples", None)  # belongs to the earlier search, or is the total that this run raises
+    return SearchPlan(**{**stored_values, **run, **changed})

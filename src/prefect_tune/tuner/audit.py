@@ -1,12 +1,12 @@
 """Audit an experiment: derive each proposal and decision of its journal again, and name the first one that differs.
 
-Before each event is applied, the functions that a running search calls are asked what the search had to write in that
-state. After it, the event is recorded by a `SearchPolicy`, as a running search records what it puts into an entry: both
-are in the same state at each event, in the order in which the results arrived. A new owner begins a new policy and
-replays the journal to it; so does the audit.
+Before it applies an event, the audit calls the functions of a running search to derive what the search had to write in
+that state. After it, the audit records the event in a `SearchPolicy`, like a running search does: both policies are in
+the same state at each event, in the order in which the results arrived. A new owner creates a new policy and replays
+the journal to it; so does the audit.
 
-    state before ──► finding(event): expected, unknown or None ──► state after ──► record(event)
-Never: a policy that reads more of the journal than the search had written; code that only the journal names.
+    state before ──► derive_finding(event): expected, underivable or None ──► state after ──► record(event)
+Never: a policy that reads more of the journal than the search had written; import code that only the journal names.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from prefect_tune.tuner.run_search import policy_of, prior_trials_of
 from prefect_tune.tuner.search_policy import SearchPolicy, finish_of, open_decision, trial_id
 
 _TIMEOUT = timedelta(minutes=30)
-_LONGEST = 400
+_MAX_EVENT_LENGTH = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class AuditDifference:
     """The first proposal or decision of a journal that differs from the one derived."""
 
     entry: int
-    """The number of its entry in the experiment's journal."""
+    """The number of the entry in the experiment's journal."""
     trial: str | None
-    """Its trial; None if it is of the whole search."""
+    """The trial's id; None for a decision about the whole search."""
     expected: str
     """What the search had to decide."""
     found: str
@@ -84,27 +84,27 @@ class AuditDifference:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The result of an audit: how many events of the journal were derived again, by the type of the event."""
+    """The result of an audit: the number of events derived again, by event type."""
 
     experiment: str
-    """Its name."""
+    """The experiment's name."""
     entry_count: int
-    """The entries read: all of them, or those up to the difference."""
+    """How many entries were read: all, or those up to the difference."""
     derived: Mapping[str, int]
-    """Proposals and decisions that were derived again, and are the same."""
+    """Proposals and decisions that were derived again and are the same."""
     not_derived: Mapping[str, int]
-    """Decisions that cannot be derived, by the reason."""
+    """Decisions that cannot be derived, by reason."""
     observed: Mapping[str, int]
-    """Events that are no decisions, such as reports: they are the input of the decisions."""
+    """Events that decide nothing, such as reports: the input of the decisions."""
     difference: AuditDifference | None = None
-    """The first difference, at which the audit ended; None if there is none."""
+    """The first difference, where the audit ended; None if there is none."""
 
     @property
     def summary(self) -> str:
         """The result in one line: `412 of 412 proposals and decisions derived again`, or the difference."""
-        if (found := self.difference) is not None:
-            where = f"entry {found.entry}" + (f", trial {found.trial}" if found.trial else "")
-            return f"{where}: expected {found.expected}; found {found.found}"
+        if (difference := self.difference) is not None:
+            location = f"entry {difference.entry}" + (f", trial {difference.trial}" if difference.trial else "")
+            return f"{location}: expected {difference.expected}; found {difference.found}"
         derived = sum(self.derived.values())
         total = derived + sum(self.not_derived.values())
         return f"{derived:,} of {total:,} proposals and decisions derived again"
@@ -121,70 +121,70 @@ def audit(
 ) -> AuditReport:
     """Derive each proposal and decision of an experiment again from its journal, and compare them with the journal.
 
-    It only reads, from one object after the other, and imports nothing that only the journal names. What the journal
-    does not hold, such as a search of your own, is not derived unless it is passed here; all else is.
+    The audit only reads, one object after the other, and imports no code that only the journal names. It does not
+    derive the decisions of a component that the journal does not hold, such as your own search, unless you pass it.
 
     Args:
         experiment: its name on the target.
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
-        space: the space, where the journal names functions in it, or does not hold it.
-        search: the search, where the journal does not hold it, or it is one of Optuna's.
-        scheduler: the scheduler, where the journal does not hold it.
-        stop: the stop criterion, where the journal names functions in it, or does not hold it.
+        space: the space, if the journal does not hold it, or names functions in it.
+        search: the search, if the journal does not hold it, or it is one of Optuna's.
+        scheduler: the scheduler, if the journal does not hold it.
+        stop: the stop criterion, if the journal does not hold it, or names functions in it.
 
     Returns:
         AuditReport: what was derived, what was not, and the first difference.
 
     Raises:
         InvalidInput: there is no such experiment, or a parameter is invalid.
-        JournalCorrupt: an entry is missing or altered, or its events are impossible after the ones before.
+        JournalCorrupt: an entry is missing or altered, or its events cannot follow the earlier ones.
         UnknownVersion: a newer prefect-tune wrote an entry.
         StoreUnavailable: the target did not answer.
     """
-    place = resolve_existing(target)
-    derivation = _Derivation(place, {"space": space, "search": search, "scheduler": scheduler, "stop": stop})
+    storage = resolve_existing(target)
+    derivation = _Derivation(storage, {"space": space, "search": search, "scheduler": scheduler, "stop": stop})
     derived, not_derived, observed = Counter[str](), Counter[str](), Counter[str]()
 
-    def compare(before: Experiment, event: Event, number: int, writer: Writer) -> Experiment:
-        match derivation.finding(before, event):
+    def compare_and_apply(before: Experiment, event: Event, number: int, writer: Writer) -> Experiment:
+        match derivation.derive_finding(before, event):
             case None:
                 observed[event.type] += 1
-            case _Unknown(why=why):
-                not_derived[why] += 1
-            case _Expected(events=events) if any(is_same(event, each) for each in events):
+            case _Underivable(reason=reason):
+                not_derived[reason] += 1
+            case _Expected(events=events) if any(are_equivalent(event, candidate) for candidate in events):
                 derived[event.type] += 1
-            case _Expected(events=events, otherwise=otherwise):
-                expected = " or ".join(_shown(each, event) for each in events) or otherwise
-                trial, found = getattr(event, "trial", None), _shown(event, *events[:1])
-                raise _DiffersError(AuditDifference(number, trial, expected, found))
+            case _Expected(events=events, expectation=expectation):
+                expected = " or ".join(_format_event(candidate, event) for candidate in events) or expectation
+                trial, found = getattr(event, "trial", None), _format_event(event, *events[:1])
+                raise _DifferenceFoundError(AuditDifference(number, trial, expected, found))
         after = after_event(before, event, number, writer)
         derivation.record(before, event, after)
         return after
 
     difference, number = None, 0
-    with place.open(timeout=_TIMEOUT) as store:
+    with storage.open(timeout=_TIMEOUT) as store:
         state = nothing_yet(current_journal(store, experiment))
         try:
             for entry, digest in each_entry(store, state.key):
                 number = entry.number
                 derivation.begin(entry)
-                state = apply(state, entry, digest, compare)
-        except _DiffersError as differs:
-            difference = differs.difference
+                state = apply(state, entry, digest, compare_and_apply)
+        except _DifferenceFoundError as error:
+            difference = error.difference
         if not number:
-            raise InvalidInput(no_experiment(store, experiment, place.uri))
+            raise InvalidInput(no_experiment(store, experiment, storage.uri))
     return AuditReport(state.name, number, dict(derived), dict(not_derived), dict(observed), difference)
 
 
-class _DiffersError(Exception):
-    """The audit ends here."""
+class _DifferenceFoundError(Exception):
+    """Ends the audit at the first difference."""
 
     def __init__(self, difference: AuditDifference) -> None:
         super().__init__(difference)
         self.difference = difference
 
 
-# What an event of the journal is to an audit.
+# The audit's finding about an event of the journal.
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,33 +192,33 @@ class _Expected:
     """The search had to write one of these events."""
 
     events: Sequence[Event]
-    otherwise: str = ""
-    """What it had to do if there is none."""
+    expectation: str = ""
+    """What the search had to do instead, if it had to write no event."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Unknown:
-    """It is a decision that cannot be derived."""
+class _Underivable:
+    """The event is a decision that cannot be derived."""
 
-    why: str
-
-
-_Finding: TypeAlias = _Expected | _Unknown | None
-"""None: it is no decision, but a report, the end of an attempt, a takeover, a person's request."""
+    reason: str
 
 
-# The plan of each owner, from the settings in the journal and what the auditor passes.
+_Finding: TypeAlias = _Expected | _Underivable | None
+"""None: the event is no decision, but a report, the end of an attempt, a takeover or a request of the user."""
 
 
-class _NoSearch(Search):
-    """Stands for a search that is not known: it proposes nothing."""
+# The plan of each owner: the settings in the journal, and the auditor's arguments.
+
+
+class _UnknownSearch(Search):
+    """Replaces an unknown search: it proposes nothing."""
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
         del space, objective, seed
-        return _NoProposals()
+        return _UnknownProposals()
 
 
-class _NoProposals(Proposals):
+class _UnknownProposals(Proposals):
     def suggest(self, number: int) -> Suggestion:
         del number
         return Exhausted(reason="unknown")
@@ -229,63 +229,63 @@ class _NoProposals(Proposals):
 
 @dataclass(frozen=True, slots=True)
 class _AuditPlan:
-    """The parameters that an owner's decisions followed, as far as they are known."""
+    """The known parameters of an owner's decisions."""
 
     plan: SearchPlan
-    """Without a trainable, callbacks and places: they decide nothing."""
+    """Without the trainable, callbacks and locations: they decide nothing."""
     unknown: Mapping[str, str]
-    """Why a parameter is not known, and how to pass it, by its name: `space`, `search`, `scheduler` or `stop`."""
+    """Why a parameter is unknown, and how to pass it, by name: `space`, `search`, `scheduler` or `stop`."""
 
     @property
     def policy_settings(self) -> Sequence[object]:
-        """What a policy depends on."""
+        """The parameters on which a policy depends."""
         plan = self.plan
         return plan.space, plan.search, plan.num_samples, plan.scheduler, plan.stop, plan.metric, plan.mode, plan.seed
 
 
-def _audit_plan(target: StorageTarget, state: Experiment, given: Mapping[str, object]) -> _AuditPlan:
-    """Return the plan of the owner of `state`; nothing that only the journal names is imported.
+def _make_audit_plan(target: StorageTarget, state: Experiment, passed: Mapping[str, object]) -> _AuditPlan:
+    """Return the plan of the owner of `state`; import no code that only the journal names.
 
     Args:
         target: where the experiment is stored.
         state: the experiment after the event that holds its settings.
-        given: what the auditor passes, by its name: a `space`, `search`, `scheduler` or `stop`. Each is used where the
-            journal holds none, or names code in it.
+        passed: the auditor's arguments by name: `space`, `search`, `scheduler`, `stop`. Each is used if the journal
+            holds none, or names code in it.
 
     Raises:
-        InvalidInput: the settings, or what is given, are invalid.
+        InvalidInput: the settings or the arguments are invalid.
     """
     settings = state.settings
     values = {
         name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored is Stored.DATA
     }
     unknown: dict[str, str] = {}
-    for name in PASSED:
+    for name in PASSABLE_PARAMETERS:
         values.pop(name, None)
-        if not (why := _why_unknown(name, settings)):
+        if not (reason := _unknown_parameter_reason(name, settings)):
             values |= {name: settings[name]} if name in settings else {}
-        elif given.get(name) is not None:
-            values[name] = given[name]
+        elif passed.get(name) is not None:
+            values[name] = passed[name]
         else:
-            unknown[name] = f"{name}: {why}; pass it: {name}=..., or --{name} MODULE:NAME"
+            unknown[name] = f"{name}: {reason}; pass it: {name}=..., or --{name} MODULE:NAME"
     if unknown.keys() & {"space", "search"}:
         unknown["search"] = unknown.get("search", unknown.get("space", ""))
-        values["search"] = _NoSearch()
+        values["search"] = _UnknownSearch()
         values.pop("num_samples", None)
-    plan = SearchPlan(trainable=_no_training, target=target, experiment=state.name, **values)
+    plan = SearchPlan(trainable=_raise_on_training, target=target, experiment=state.name, **values)
     return _AuditPlan(plan if "search" in unknown else with_default_samples(plan, state), unknown)
 
 
-PASSED = ("space", "search", "scheduler", "stop")
-"""The parameters that an auditor can pass."""
+PASSABLE_PARAMETERS = ("space", "search", "scheduler", "stop")
+"""The parameters that the auditor can pass."""
 
 
-def _no_training(config: Mapping[str, object]) -> None:
-    raise AssertionError(f"an audit trains nothing, such as {config}")
+def _raise_on_training(config: Mapping[str, object]) -> None:
+    raise AssertionError(f"an audit trains nothing, but was called with {config}")
 
 
-def _why_unknown(name: str, settings: Mapping[str, Any]) -> str:
-    """Return why a parameter cannot be made from the settings alone; empty if it can."""
+def _unknown_parameter_reason(name: str, settings: Mapping[str, Any]) -> str:
+    """Return why a parameter cannot be restored from the settings alone; empty if it can."""
     if name in only_in_code(settings):
         return "it was passed as an object, which the journal does not hold"
     stored = settings.get(name)
@@ -305,83 +305,83 @@ def _why_unknown(name: str, settings: Mapping[str, Any]) -> str:
 
 # The events.
 
-_OF_AN_OPENING = Opened | Adopted | Configured | Answered | Forked | Deletion
+_OPENING_EVENTS = Opened | Adopted | Configured | Answered | Forked | Deletion
 
 
 class _Derivation:
-    """The state of an audit: the search's policy after each event, and the last report of each trial."""
+    """The state of an audit: the policy after each event, and the last report of each trial."""
 
-    def __init__(self, target: StorageTarget, given: Mapping[str, object]) -> None:
+    def __init__(self, target: StorageTarget, passed: Mapping[str, object]) -> None:
         self._target = target
-        self._given = given
+        self._passed = passed
         self._plans: dict[int, _AuditPlan] = {}  # by term
         self._policy: SearchPolicy | None = None
         self._warm_starts: list[WarmStart] = []
-        self._reports: dict[str, StepReport] = {}  # by trial: the last report that its present attempt has journaled
-        self._decisions: dict[str, tuple[int, StepReport]] = {}  # by trial: the last milestone, the report that met it
-        self._is_copy = False
-        self._gave_up: GaveUp | None = None  # the last event, if it is one
-        self._must_end: AnyReason | None = None  # why the stoppers end the search, as of the last entry
+        self._reports: dict[str, StepReport] = {}  # by trial: the last journaled report of its present attempt
+        self._decisions: dict[str, tuple[int, StepReport]] = {}  # by trial: the last milestone, and its report
+        self._is_fork_entry = False
+        self._last_gave_up: GaveUp | None = None  # the last event, if it is a `GaveUp`
+        self._search_end_reason: AnyReason | None = None  # why the stoppers end the search, after the last entry
 
     def begin(self, entry: Entry) -> None:
-        """Take note of the next entry. The one that completes a fork copies the decisions of its origin."""
-        self._is_copy = any(isinstance(event, Forked) and event.trials is not None for event in entry.events)
-        self._must_end = self._policy.why_end() if self._policy else None
+        """Begin the next entry. The entry that completes a fork copies the decisions of its origin."""
+        self._is_fork_entry = any(isinstance(event, Forked) and event.trials is not None for event in entry.events)
+        self._search_end_reason = self._policy.why_end() if self._policy else None
 
-    def finding(self, before: Experiment, event: Event) -> _Finding:
-        """Return what `event` had to be, by the state before it."""
-        if self._is_copy or isinstance(event, _OF_AN_OPENING):
+    def derive_finding(self, before: Experiment, event: Event) -> _Finding:
+        """Return what `event` had to be in the state `before`."""
+        if self._is_fork_entry or isinstance(event, _OPENING_EVENTS):
             return None
         if self._policy is None and before.term in self._plans:  # a new owner
             self._policy = policy_of(self._plans[before.term].plan)
             self._policy.warm_start(prior_trials_of(self._warm_starts))
             self._policy.replay(before)
-            self._must_end = self._policy.why_end()
-        return self._finding(before, event)
+            self._search_end_reason = self._policy.why_end()
+        return self._derive_by_event_type(before, event)
 
-    def record(self, before: Experiment, event: Event, now: Experiment) -> None:
-        """Record an event after it was applied, as a running search records what it writes."""
-        self._gave_up = event if isinstance(event, GaveUp) else None
-        if isinstance(event, Opened | Configured) and now.settings:
-            plan, earlier = _audit_plan(self._target, now, self._given), self._plans.get(now.term)
-            if earlier is None or plan.policy_settings != earlier.policy_settings:
+    def record(self, before: Experiment, event: Event, after: Experiment) -> None:
+        """Record an applied event, like a running search records what it writes."""
+        self._last_gave_up = event if isinstance(event, GaveUp) else None
+        if isinstance(event, Opened | Configured) and after.settings:
+            plan, old_plan = _make_audit_plan(self._target, after, self._passed), self._plans.get(after.term)
+            if old_plan is None or plan.policy_settings != old_plan.policy_settings:
                 self._policy = None
-            self._plans[now.term] = plan
-        if isinstance(event, Opened) or self._is_copy:
+            self._plans[after.term] = plan
+        if isinstance(event, Opened) or self._is_fork_entry:
             self._policy = None
         if isinstance(event, Configured):
             self._warm_starts += event.warm_starts
         if self._policy is None:
             return
-        if now.past_count > before.past_count and not isinstance(event, Configured):
-            trial = now.trial(str(getattr(event, "trial", "")))
-            for past_event in trial.past[before.past_count - now.past_count :]:
+        if after.past_count > before.past_count and not isinstance(event, Configured):
+            trial = after.trial(str(getattr(event, "trial", "")))
+            for past_event in trial.past[before.past_count - after.past_count :]:
                 self._policy.record(trial, past_event)
         if isinstance(event, Requeued):
-            self._must_end = self._policy.why_end()  # an errored trial that is begun again counts no more
+            self._search_end_reason = self._policy.why_end()  # the error of a requeued trial no longer counts
         if isinstance(event, TrialEvent):
-            self._policy.note_training(event.trial, now.trial(event.trial).trained_seconds)
+            self._policy.note_training(event.trial, after.trial(event.trial).trained_seconds)
 
-    def _finding(self, before: Experiment, event: Event) -> _Finding:
+    def _derive_by_event_type(self, before: Experiment, event: Event) -> _Finding:
         if (policy := self._policy) is None:
             return None  # a single training decides nothing
         if isinstance(event, TrialAdded):
-            return self._added(before, policy, event)
+            return self._expect_added_trial(before, policy, event)
         if isinstance(event, StopAsked):
-            return self._stopped(before, policy, event)
-        trial = before.trials.get(str(getattr(event, "trial", "")))  # without one it cannot be applied, and is damage
+            return self._expect_search_stop(before, policy, event)
+        trial = before.trials.get(str(getattr(event, "trial", "")))  # None: `after_event` reports a damaged journal
         plan = self._plans[before.term]
         match event:
             case Decided() if trial is not None:
-                return self._decided(policy, trial, event, plan)
+                return self._expect_decision(policy, trial, event, plan)
             case Reported() if trial is not None:
-                return self._reported(policy, trial, event, plan)
+                return self._expect_decided(policy, trial, event, plan)
             case Resumed() if trial is not None:
-                return self._resumed(policy, trial, event, plan)
+                return self._expect_resume(policy, trial, event, plan)
             case Cloned() if trial is not None:
-                return _clone_of(trial, event)
+                return _expect_clone(trial, event)
             case Finished() if trial is not None and trial.phase is not Phase.RUNNING:
-                return self._finished(before, policy, trial, plan)
+                return self._expect_finish(before, policy, trial, plan)
             case Started() | AttemptEnded() | Paused() | Finished() | GaveUp():
                 self._reports.pop(event.trial, None)
                 self._decisions.pop(event.trial, None)
@@ -389,37 +389,38 @@ class _Derivation:
                 pass
         return None
 
-    def _added(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> _Finding:
-        if why := before.ends or self._must_end:
-            return _Expected((), f"no new trial: the search ends, {why}")
+    def _expect_added_trial(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> _Finding:
+        if reason := before.ends or self._search_end_reason:
+            return _Expected((), f"no new trial: the search ends: {reason}")
         if (paused := policy.schedule.resume_next()) is not None:
             return _Expected([Resumed(trial=paused)])
         if policy.schedule.is_waiting():
             return _Expected((), "no new trial yet: the scheduler waits for others")
         name = trial_id(policy.proposed)
         if unknown := self._plans[before.term].unknown.get("search"):
-            return _Unknown(unknown) if event.trial == name else _Expected([event.model_copy(update={"trial": name})])
+            renamed = event.model_copy(update={"trial": name})
+            return _Underivable(unknown) if event.trial == name else _Expected([renamed])
         match policy.suggest():
             case Proposed(config=config):
                 return _Expected([event.model_copy(update={"trial": name, "config": config})])
             case Exhausted(reason=reason):
                 return _Expected((), f"no further trial: {reason}")
             case _:
-                return _Expected((), "no new trial yet: the search waits for others to end")
+                return _Expected((), "no new trial yet: the search waits for other trials to end")
 
-    def _decided(self, policy: SearchPolicy, trial: Trial, event: Decided, plan: _AuditPlan) -> _Finding:
+    def _expect_decision(self, policy: SearchPolicy, trial: Trial, event: Decided, plan: _AuditPlan) -> _Finding:
         milestone = step = event.report.step
         last = self._reports.get(trial.trial)
-        if self._follows_milestones(trial, plan):
-            due_at = policy.milestone(trial)
-            if open_decision(trial) is not None or due_at is None or step < due_at:
-                return _Expected((), f"no decision at step {step}: {_next_decision(trial, due_at)}")
-            if last is not None and due_at <= last.step < step:
+        if self._has_milestones_of(trial, plan):
+            due_step = policy.milestone(trial)
+            if open_decision(trial) is not None or due_step is None or step < due_step:
+                return _Expected((), f"no decision at step {step}: {_describe_next_decision(trial, due_step)}")
+            if last is not None and due_step <= last.step < step:
                 return _Expected((), f"a decision at step {last.step}")
-            milestone = due_at
+            milestone = due_step
         if last is not None and last.step == step:
             expected = event.model_copy(update={"report": last})
-            if not is_same(event, expected):
+            if not are_equivalent(event, expected):
                 return _Expected([expected])
         self._decisions[trial.trial] = (milestone, event.report)
         try:
@@ -427,74 +428,74 @@ class _Derivation:
         except BadMetric as error:
             return _Expected((), f"no decision: {error}")
         unknown = plan.unknown.get("scheduler")
-        return _Unknown(unknown) if unknown else _Expected([event.model_copy(update={"decision": decision})])
+        return _Underivable(unknown) if unknown else _Expected([event.model_copy(update={"decision": decision})])
 
-    def _follows_milestones(self, trial: Trial, plan: _AuditPlan) -> bool:
-        """Whether the trial's attempt got its milestones from this owner's scheduler, which is known."""
+    def _has_milestones_of(self, trial: Trial, plan: _AuditPlan) -> bool:
+        """Return whether the attempt got its milestones from this plan's scheduler, and that scheduler is known."""
         is_ours = trial.outbox is None or self._plans.get(trial.search_term) is plan
         return is_ours and "scheduler" not in plan.unknown
 
-    def _reported(self, policy: SearchPolicy, trial: Trial, event: Reported, plan: _AuditPlan) -> _Finding:
-        """Return the decision that is missing if the attempt has passed a milestone without one."""
+    def _expect_decided(self, policy: SearchPolicy, trial: Trial, event: Reported, plan: _AuditPlan) -> _Finding:
+        """Return the missing decision if the attempt has passed a milestone without a decision."""
         step = event.report.step
         last, self._reports[trial.trial] = self._reports.get(trial.trial), event.report
-        milestone, decided = self._decisions.get(trial.trial, (step, None))
-        if decided is not None and decided.step == step:
-            expected = event.model_copy(update={"report": decided})
-            return None if is_same(event, expected) else _Expected([expected])
-        if not self._follows_milestones(trial, plan):
+        milestone, decided_report = self._decisions.get(trial.trial, (step, None))
+        if decided_report is not None and decided_report.step == step:
+            expected = event.model_copy(update={"report": decided_report})
+            return None if are_equivalent(event, expected) else _Expected([expected])
+        if not self._has_milestones_of(trial, plan):
             return None
-        if decided is not None and milestone <= step < decided.step:
+        if decided_report is not None and milestone <= step < decided_report.step:
             return _Expected((), f"a decision at step {step}")
-        due_at = policy.milestone(trial)
-        if due_at is None or last is None or last.step < due_at:
+        due_step = policy.milestone(trial)
+        if due_step is None or last is None or last.step < due_step:
             return None
-        return _Expected((), f"no further step: {_next_decision(trial, due_at)}")
+        return _Expected((), f"no further step: {_describe_next_decision(trial, due_step)}")
 
-    def _resumed(self, policy: SearchPolicy, trial: Trial, event: Resumed, plan: _AuditPlan) -> _Finding:
-        if unknown := plan.unknown.get("scheduler"):
-            return _Unknown(unknown)
+    def _expect_resume(self, policy: SearchPolicy, trial: Trial, event: Resumed, plan: _AuditPlan) -> _Finding:
+        if unknown_reason := plan.unknown.get("scheduler"):
+            return _Underivable(unknown_reason)
         if policy.is_to_resume(trial) or policy.schedule.resume_next() == trial.trial:
             return _Expected([event])
-        _conclude_proposals(policy, plan)
-        paused = policy.schedule.resume_next()
-        return _Expected([Resumed(trial=paused)] if paused else (), "no paused trial to be resumed")
+        _signal_exhausted_search(policy, plan)
+        paused_trial = policy.schedule.resume_next()
+        return _Expected([Resumed(trial=paused_trial)] if paused_trial else (), "no trial to resume")
 
-    def _finished(self, before: Experiment, policy: SearchPolicy, trial: Trial, plan: _AuditPlan) -> _Finding:
-        """Return the end of a trial that has no attempt: by a decision, a request, or since it is paused in vain."""
-        if ends := _early_ends(before, trial):
-            return _Expected(ends)
-        if unknown := plan.unknown.get("scheduler"):
-            return _Unknown(unknown)
+    def _expect_finish(self, before: Experiment, policy: SearchPolicy, trial: Trial, plan: _AuditPlan) -> _Finding:
+        """Return the end of a trial that has no attempt: by a decision, a request, or a pause that nothing ends."""
+        if finishes := _early_finishes(before, trial):
+            return _Expected(finishes)
+        if unknown_reason := plan.unknown.get("scheduler"):
+            return _Underivable(unknown_reason)
         if policy.schedule.stop_next() is None:
-            _conclude_proposals(policy, plan)
+            _signal_exhausted_search(policy, plan)
         if (stopped := policy.schedule.stop_next()) is None:
-            return _Expected((), "no end of this trial")
+            return _Expected((), "this trial does not end here")
         return _Expected([finish_of(*stopped)])
 
-    def _stopped(self, before: Experiment, policy: SearchPolicy, event: StopAsked) -> _Finding:
+    def _expect_search_stop(self, before: Experiment, policy: SearchPolicy, event: StopAsked) -> _Finding:
         if event.request is not None or event.trial is not None:
             return None
         plan = self._plans[before.term]
-        why: AnyReason | None = None
-        if self._gave_up is not None:
-            gave_up, trials = before.trial(self._gave_up.trial), before.trials.values()
-            why = errors_end_reason(gave_up, trials, fail_fast=plan.plan.fail_fast)
-        why = why or policy.why_end()
-        if why is None or code_of(event.reason) in ("stopped-on-resume", "time-budget"):
-            return _Unknown(plan.unknown.get("stop", _NOT_HELD))
-        return _Expected([event.model_copy(update={"reason": why})])
+        reason: AnyReason | None = None
+        if self._last_gave_up is not None:
+            errored_trial, trials = before.trial(self._last_gave_up.trial), before.trials.values()
+            reason = errors_end_reason(errored_trial, trials, fail_fast=plan.plan.fail_fast)
+        reason = reason or policy.why_end()
+        if reason is None or code_of(event.reason) in ("stopped-on-resume", "time-budget"):
+            return _Underivable(plan.unknown.get("stop", _NOT_RECORDED))
+        return _Expected([event.model_copy(update={"reason": reason})])
 
 
-_NOT_HELD = "the search ends by a clock, a missing metric or a choice of a person, which the journal does not hold"
+_NOT_RECORDED = "a clock, a missing metric or a choice of the user ends the search; the journal does not hold which"
 
 
-def is_same(event: Event, other: Event) -> bool:
-    """Return whether two events are the same in the journal, except for texts of users."""
-    return event == other or canonical_json(_comparable_json(event)) == canonical_json(_comparable_json(other))
+def are_equivalent(event: Event, other: Event) -> bool:
+    """Return whether two events are the same in the journal, except for the users' texts."""
+    return event == other or canonical_json(_comparable_fields(event)) == canonical_json(_comparable_fields(other))
 
 
-def _comparable_json(event: Event) -> Mapping[str, object]:
+def _comparable_fields(event: Event) -> Mapping[str, object]:
     fields = event.model_dump()
     for holder in (fields, fields.get("decision")):
         if isinstance(holder, dict) and isinstance(holder.get("reason"), str):
@@ -502,49 +503,49 @@ def _comparable_json(event: Event) -> Mapping[str, object]:
     return fields
 
 
-def _clone_of(trial: Trial, event: Cloned) -> _Finding:
-    """Return the clone that carries out the exploit of a trial: of the decided source, or of itself if that has none.
+def _expect_clone(trial: Trial, event: Cloned) -> _Finding:
+    """Return the clone for a trial's exploit: of the decided source, or of the trial if the source has no checkpoint.
 
-    A person may have a trial go back to a checkpoint of its own, with its own configuration.
+    A user may also restart a trial from one of its own checkpoints, with its own configuration.
     """
     if event.source == trial.trial and event.config is None:
         return None
     if (exploit := trial.exploits) is None:
-        return _Expected((), "no clone: the trial is to exploit no other")
+        return _Expected((), "no clone: the scheduler decided no exploit for this trial")
     source = trial.trial if event.source == trial.trial else exploit.source
-    changes = {"source": source, "config": exploit.config, "reason": exploit.reason}
-    return _Expected([event.model_copy(update=changes)])
+    expected_values = {"source": source, "config": exploit.config, "reason": exploit.reason}
+    return _Expected([event.model_copy(update=expected_values)])
 
 
-def _conclude_proposals(policy: SearchPolicy, plan: _AuditPlan) -> None:
-    """Tell the scheduler that there are no more trials, if that is so; of an unknown search it may be."""
+def _signal_exhausted_search(policy: SearchPolicy, plan: _AuditPlan) -> None:
+    """Signal to the scheduler that the search proposes no more trials, if it does not; an unknown search may not."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
         policy.schedule.exhausted()
 
 
-def _early_ends(before: Experiment, trial: Trial) -> Sequence[Finished]:
-    """Return the ends of a trial that its scheduler has decided and a person has requested."""
-    decided, requested = open_decision(trial), before.stops.get(trial.trial)
-    stop = decided.decision if decided is not None else None
-    ends = [finish_of(trial.trial, stop)] if isinstance(stop, Stop) else []
-    if requested is not None:
-        ends.append(Finished(trial=trial.trial, reason=requested, kind=FinishKind.STOPPED))
-    return ends
+def _early_finishes(before: Experiment, trial: Trial) -> Sequence[Finished]:
+    """Return the ends of a trial that its scheduler has decided and the user has requested."""
+    decision, stop_reason = open_decision(trial), before.stops.get(trial.trial)
+    stop = decision.decision if decision is not None else None
+    finishes = [finish_of(trial.trial, stop)] if isinstance(stop, Stop) else []
+    if stop_reason is not None:
+        finishes.append(Finished(trial=trial.trial, reason=stop_reason, kind=FinishKind.STOPPED))
+    return finishes
 
 
-def _next_decision(trial: Trial, milestone: int | None) -> str:
+def _describe_next_decision(trial: Trial, milestone: int | None) -> str:
     """Return when the scheduler decides next, for messages."""
     if open_decision(trial) is not None:
-        return f"the decision at step {milestone} is not carried out yet"
-    return "the scheduler decides nothing more" if milestone is None else f"a decision is due at step {milestone}"
+        return f"the decision at step {milestone} has no effect yet"
+    return "the scheduler makes no further decision" if milestone is None else f"a decision is due at step {milestone}"
 
 
-def _shown(event: Event, *others: Event) -> str:
-    """Return the type of an event, and its values that differ from those of the first of `others` of this type."""
-    other = next((each.model_dump(mode="json") for each in others if each.type == event.type), {})
-    long = set() if other else {"report", "fingerprint", "of_search"}
-    fields = event.model_dump(mode="json", exclude={"type", *long})
-    differing = {name: value for name, value in fields.items() if not other or value != other.get(name)}
-    words = ", ".join(f"{name} {json.dumps(value)}" for name, value in differing.items() if other or value)
-    text = f"{event.type}: {words}" if words else event.type
-    return shorten(text, _LONGEST)
+def _format_event(event: Event, *others: Event) -> str:
+    """Return the event's type, and its values that differ from the first event of this type in `others`."""
+    reference = next((candidate.model_dump(mode="json") for candidate in others if candidate.type == event.type), {})
+    omitted_fields = set() if reference else {"report", "fingerprint", "of_search"}
+    fields = event.model_dump(mode="json", exclude={"type", *omitted_fields})
+    shown_fields = {name: value for name, value in fields.items() if not reference or value != reference.get(name)}
+    values = ", ".join(f"{name} {json.dumps(value)}" for name, value in shown_fields.items() if reference or value)
+    text = f"{event.type}: {values}" if values else event.type
+    return shorten(text, _MAX_EVENT_LENGTH)

@@ -1,4 +1,4 @@
-"""The main loop of a search: start trials, receive their messages, journal every change, and only then act on it."""
+"""The main loop of a search: start trials, handle their messages, and journal every change before acting on it."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
 from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy, extension_of, finish_of, retry_of, trial_id
 from prefect_tune.tuner.stop_requests import Stopping, StopSource
 
-_PATIENCE = timedelta(seconds=0.5)
-_TIMEOUT = timedelta(minutes=5)
-_STARTS_AT_ONCE = 8  # then trials that train get their answers: a start on a cluster takes some 30 ms of this process
+_POLL_TIMEOUT = timedelta(seconds=0.5)
+_IO_TIMEOUT = timedelta(minutes=5)
+_MAX_STARTS = 8  # per iteration, so that running trials get answers soon: a start on a cluster takes some 30 ms
 
 
 class Driver:
     """One owner's run of an experiment, and the only writer of its journal.
 
     Each change is journaled, and recorded by the policy, before it takes effect: a resume replays the same changes.
-    Attempts in this process submit their events; those on other machines post them, and the driver receives the posts.
+    Attempts in this process submit their events; attempts on other machines post them, and the driver reads the posts.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Driver:
         *,
         log: Log,
         listener: SearchObserver,
-        before_training: Callable[[], Sequence[Event]] = tuple,  # called once; the events precede the first attempt
+        before_training: Callable[[], Sequence[Event]] = tuple,  # called once; returns events before the first attempt
     ) -> None:
         self._spec = spec
-        self._listener = listener
+        self._observer = listener
         self._before_training = before_training
         self._limits = limits
         self._policy = policy
@@ -111,33 +111,33 @@ class Driver:
         self._decisions = Decisions(
             policy, executor, self._pending_entry, self._failure_handler, saves_at_end=spec.cadence.at_end
         )
-        self._attempts: dict[str, int] = {}  # number of the attempt before the present one
-        self._found: set[str] = set()  # trials whose running attempt was started by an earlier owner
-        self._slots: dict[str, tuple[str, float]] = {}  # when each trial got its slot: the run's clock, monotonic
-        self._messages: deque[Message] = deque()  # those that are not handled yet
-        self._search_is_done = False
+        self._previous_attempts: dict[str, int] = {}  # by trial: the number of the attempt before the present one
+        self._reattached: set[str] = set()  # trials whose running attempt was started by an earlier owner
+        self._slot_starts: dict[str, tuple[str, float]] = {}  # when each trial got its slot: the run's clock, monotonic
+        self._messages: deque[Message] = deque()  # not handled yet
+        self._is_search_exhausted = False
         begin_run_clock()
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def run(self, stop_source: StopSource) -> Experiment:
-        """Run until nothing is left to do, or a stop is requested; return the state, all of it journaled.
+        """Run until nothing is left to do, or a stop is requested; return the fully journaled state.
 
-        On any error, running trials are asked to save and end, unless they outlive the search: none is left to wait
-        for an answer.
+        On any error, stop the running trials after a save, unless they outlive the search: no trial waits in vain for
+        an answer.
         """
         try:
-            return self._run(stop_source)
+            return self._run_loop(stop_source)
         except BaseException:
             self._pending_entry.drop_actions()
             with suppress(TuneError):  # the error that ended the search is the one to raise
-                have_ended(self._executor, self._spec.grace, self._journal_at_once)
+                have_ended(self._executor, self._spec.grace, self._journal_submitted_events)
             raise
         finally:
             self._janitor.close()
 
-    def _journal_at_once(self, submitted: Sequence[EventsSubmitted]) -> None:
-        """Write what attempts wait for after the loop has failed; they get the error of the write, if that fails."""
+    def _journal_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
+        """Journal the events that attempts submitted before the loop failed; if the write fails, they get its error."""
         unhandled = [message for message in self._messages if isinstance(message, EventsSubmitted)]
         self._messages.clear()
         for events in (*unhandled, *submitted):
@@ -146,9 +146,9 @@ class Driver:
             if self._pending_entry.is_awaited:
                 self._pending_entry.write(may_wait=False)
 
-    def _run(self, stop_source: StopSource) -> Experiment:
+    def _run_loop(self, stop_source: StopSource) -> Experiment:
         self._policy.replay(self._state)
-        self._take_up()
+        self._recover_trials()
         while True:
             self._stopping.heed(stop_source)
             has_free_slots = not self._stopping.ends and self._fill_slots()
@@ -158,104 +158,104 @@ class Driver:
                 if lacks_snapshot(written):
                     self._janitor.write_snapshot(written)
                 return self._failure_handler.require_imported(written)
-            patience = timedelta(0) if has_free_slots else _PATIENCE
-            self._receive(self._executor.poll(patience))
+            poll_timeout = timedelta(0) if has_free_slots else _POLL_TIMEOUT
+            self._handle_messages(self._executor.poll(poll_timeout))
 
     @property
     def _state(self) -> Experiment:
-        """The experiment, with the events that are not written yet."""
+        """The experiment, including events that are not written yet."""
         return self._pending_entry.state
 
-    def _put(self, event: Event) -> None:
+    def _put_event(self, event: Event) -> None:
         self._pending_entry.put(event)
 
     # ----------------------------------------------------------------------------------------------- the slots
 
     def _fill_slots(self) -> bool:
-        """Start trials, `_STARTS_AT_ONCE` at most; return whether free slots are left for which there may be more."""
+        """Start at most `_MAX_STARTS` trials; return whether free slots are left and more trials may be ready."""
         free = self._limits.max_concurrent_trials - len(self._executor)
-        for _ in range(min(free, _STARTS_AT_ONCE)):
-            if (trial := self._next_trial()) is None:
+        for _ in range(min(free, _MAX_STARTS)):
+            if (trial := self._take_next_trial()) is None:
                 return False
-            self._start(trial)
-        return free > _STARTS_AT_ONCE
+            self._start_attempt(trial)
+        return free > _MAX_STARTS
 
-    def _next_trial(self) -> str | None:
+    def _take_next_trial(self) -> str | None:
         while self._startable:
             trial = self._startable.popleft()
-            self._settle(trial)
-            if not self._is_queued(trial):
+            self._end_vanished_attempt(trial)
+            if not self._has_queued_attempt(trial):
                 self._decisions.decide_what_is_open(trial)
             state = self._state.trial(trial)
             if self._stopping.ends:
                 return None
             if state.phase is Phase.PENDING:
                 return trial
-            self._let_proceed(state)
+            self._resume_if_due(state)
         if self._limits.options.reruns_errored == "only":
             return None
-        self._stop_unneeded()
-        if (paused := self._policy.schedule.resume_next()) is None:
-            return None if self._policy.schedule.is_waiting() else self._propose()
-        return self._resume(paused)
+        self._stop_unneeded_trials()
+        if (paused_trial := self._policy.schedule.resume_next()) is None:
+            return None if self._policy.schedule.is_waiting() else self._propose_trial()
+        return self._resume_trial(paused_trial)
 
-    def _stop_unneeded(self) -> None:
-        while (stopped := self._policy.schedule.stop_next()) is not None and stopped[0] not in self._slots:
-            self._put(finish_of(*stopped))
+    def _stop_unneeded_trials(self) -> None:
+        while (next_stop := self._policy.schedule.stop_next()) is not None and next_stop[0] not in self._slot_starts:
+            self._put_event(finish_of(*next_stop))
 
-    def _resume(self, trial: str) -> str | None:
-        """Resume a paused trial; return None, and wait, while its attempt still saves the checkpoint of the pause."""
-        if trial in self._slots:  # the executor has it only once the entry of its start is written
+    def _resume_trial(self, trial: str) -> str | None:
+        """Resume a paused trial; return None while its attempt still saves the checkpoint of the pause."""
+        if trial in self._slot_starts:  # `_executor` has the trial only after its start is journaled
             return None
-        self._put(Resumed(trial=trial))
+        self._put_event(Resumed(trial=trial))
         return trial
 
-    def _propose(self) -> str | None:
-        if self._search_is_done:
-            return self._without_new_trials()
+    def _propose_trial(self) -> str | None:
+        if self._is_search_exhausted:
+            return self._resume_without_new_trials()
         match self._policy.suggest():
             case Proposed(config=config):
                 spec, trial = self._spec, trial_id(self._policy.proposed) if self._spec.of_search else ONLY_TRIAL
-                self._put(
+                self._put_event(
                     TrialAdded(trial=trial, config=config, fingerprint=spec.fingerprint, of_search=spec.of_search)
                 )
                 return trial
             case Wait():
                 is_busy = len(self._executor) or self._pending_entry.is_awaited
-                return None if is_busy else self._without_new_trials()
+                return None if is_busy else self._resume_without_new_trials()
             case Exhausted(reason=reason):
                 if self._spec.of_search:
                     are_fewer = len(self._state.trials) < (self._limits.options.trial_count or math.inf)
                     self._log.info("no more trials: %s", reason, extra=NOTICE if are_fewer else None)
-                self._search_is_done = True
-                return self._without_new_trials()
+                self._is_search_exhausted = True
+                return self._resume_without_new_trials()
             case never:
                 assert_never(never)
 
-    def _without_new_trials(self) -> str | None:
+    def _resume_without_new_trials(self) -> str | None:
         self._policy.schedule.exhausted()
-        self._stop_unneeded()
-        paused = self._policy.schedule.resume_next()
-        return self._resume(paused) if paused is not None else None
+        self._stop_unneeded_trials()
+        paused_trial = self._policy.schedule.resume_next()
+        return self._resume_trial(paused_trial) if paused_trial is not None else None
 
-    def _start(self, trial: str, *, finds: bool = False) -> None:
+    def _start_attempt(self, trial: str, *, finds: bool = False) -> None:
         if not finds:
             for event in self._before_training():
-                self._put(event)
+                self._put_event(event)
             self._before_training = tuple
-            self._exploit(self._state.trial(trial))
+            self._clone_for_exploit(self._state.trial(trial))
             if self._executor.is_remote and self._state.trial(trial).outbox is None:
-                self._put(Launched(trial=trial, outbox=self._state.trial(trial).outbox_count + 1))
+                self._put_event(Launched(trial=trial, outbox=self._state.trial(trial).outbox_count + 1))
         state = self._state.trial(trial)
         milestone = self._policy.milestone(state)
-        self._attempts[trial] = state.attempt - finds
-        self._slots[trial] = run_now(), time.monotonic()
-        self._pending_entry.then(lambda: self._request(trial, milestone))
+        self._previous_attempts[trial] = state.attempt - finds
+        self._slot_starts[trial] = run_now(), time.monotonic()
+        self._pending_entry.then(lambda: self._send_attempt_request(trial, milestone))
         if finds:
-            self._answer_again(trial)
+            self._resend_answers(trial)
 
-    def _request(self, name: str, milestone: int | None) -> None:
-        """Start an attempt, or find it; the journal holds everything that the trial is by now."""
+    def _send_attempt_request(self, name: str, milestone: int | None) -> None:
+        """Start an attempt, or reattach to it; the journal holds the trial's present state."""
         trial = self._state.trial(name)
         request = AttemptRequest(
             search_term=self._state.term,
@@ -266,11 +266,10 @@ class Driver:
         )
         self._executor.start(replace(self._spec, trial=self._state.trial_key(name)), request)
 
-    def _exploit(self, trial: Trial) -> None:
+    def _clone_for_exploit(self, trial: Trial) -> None:
         """Clone the newest checkpoint of the trial to exploit, if another step follows it; else of the trial itself.
 
-        The new configuration trains at least one step, so that no result is shown beside a configuration without a
-        part in it.
+        The new configuration trains at least one step, so that it produces every metric that is shown with it.
         """
         if (exploit := trial.exploits) is None:
             return
@@ -279,17 +278,17 @@ class Driver:
             if ref is not None:
                 copy = clone_for(trial, ref, source)
                 config, reason = exploit.config, exploit.reason
-                self._put(Cloned(trial=trial.trial, checkpoint=copy, source=source, config=config, reason=reason))
+                self._put_event(Cloned(trial=trial.trial, checkpoint=copy, source=source, config=config, reason=reason))
                 return
-            self._log.warning("trial %s has no checkpoint to exploit from which another step can be trained", source)
+            self._log.warning("trial %s has no usable checkpoint: none from which another step can be trained", source)
 
-    def _answer_again(self, name: str) -> None:
-        """Send an attempt again what it may have missed: a request to stop, and the answer for its present step."""
+    def _resend_answers(self, name: str) -> None:
+        """Resend what an attempt may have missed: a request to stop, and the answer for its present step."""
         trial = self._state.trial(name)
         if name in self._state.stops:
             self._stopping.tell(name)
         if not trial.step:
-            return  # it has not asked yet; step 0 is the key of unasked answers
+            return  # the trial has not reported yet; step 0 is the key of answers that no trial waits for
         milestone = self._policy.milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.exploits is None:
             self._decisions.answer(name, last_report(trial))
@@ -298,240 +297,239 @@ class Driver:
 
     # --------------------------------------------------------------------------------------------- the trials
 
-    def _receive(self, messages: Sequence[Message]) -> None:
-        over: list[AttemptExited] = []
+    def _handle_messages(self, messages: Sequence[Message]) -> None:
+        exits: list[AttemptExited] = []
         self._messages.extend(messages)
         while self._messages:
             match message := self._messages.popleft():
                 case EventsSubmitted():
-                    self._note_steps(message.events)
+                    self._note_trained_steps(message.events)
                     before = self._state.trial(message.trial)
                     self._pending_entry.submit(message)
-                    self._delete_origins(before)
+                    self._delete_clone_origins(before)
                 case PostReceived():
-                    self._note_steps(message.events)
-                    self._receive_post(message.trial, message.number, message.events)
+                    self._note_trained_steps(message.events)
+                    self._journal_post(message.trial, message.number, message.events)
                 case AnswerAwaited():
                     self._failure_handler.has_trained = True
                     self._decisions.answer(message.trial, message.report)
                 case RemoteAttemptStarted():
-                    self._answer_again(message.trial)
+                    self._resend_answers(message.trial)
                 case AttemptExited():
-                    over.append(message)
+                    exits.append(message)
                 case never:
                     assert_never(never)
-        for each in over:
-            name = each.trial
+        for attempt_exit in exits:
+            name = attempt_exit.trial
             self._executor.forget(name)
-            (since, began), trial = self._slots.pop(name), self._state.trial(name)
-            if trial.of_search:  # the one slot of a training is its run's
-                number, held_seconds = max(trial.attempt, self._attempts[name] + 1), time.monotonic() - began
-                self._put(SlotFreed(trial=name, attempt=number, since=since, seconds=round(held_seconds, 3)))
-            self._conclude(each)
+            (since, began), trial = self._slot_starts.pop(name), self._state.trial(name)
+            if trial.of_search:  # a single training has no slots
+                number, held_seconds = max(trial.attempt, self._previous_attempts[name] + 1), time.monotonic() - began
+                self._put_event(SlotFreed(trial=name, attempt=number, since=since, seconds=round(held_seconds, 3)))
+            self._handle_attempt_exit(attempt_exit)
             trial = self._state.trial(name)
-            if name in self._found and trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
-                self._put(extension_of(trial))  # it finished by an earlier owner's criterion
+            if name in self._reattached and trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
+                self._put_event(extension_of(trial))  # it met only an earlier owner's criterion
                 self._startable.append(name)
 
-    def _note_steps(self, events: Sequence[AttemptEvent]) -> None:
+    def _note_trained_steps(self, events: Sequence[AttemptEvent]) -> None:
         if any(isinstance(event, Reported | Committed) for event in events):
             self._failure_handler.has_trained = True
 
-    def _receive_post(self, name: str, number: int, events: Sequence[AttemptEvent]) -> None:
-        """Journal a post of an attempt on another machine, and then delete it, and what it retires."""
+    def _journal_post(self, name: str, number: int, events: Sequence[AttemptEvent]) -> None:
+        """Journal a post of an attempt on another machine; then delete it, and the checkpoints that it retires."""
         before = self._state.trial(name)
         if before.outbox is None or number != before.post + 1:
-            return  # it was received when the outbox was closed
+            return  # the post was received when the outbox was closed
         try:
             self._pending_entry.put_all([Received(trial=name, post=number), *events])
         except IllegalTransition as impossible:
             self._log.error(
-                "trial %s: post %d cannot follow the journal, and ends the attempt: %s", name, number, impossible
+                "trial %s: attempt ended: its post %d cannot follow the journal: %s", name, number, impossible
             )
-            self._fence_off(name, before.outbox)
-            self._put(OutboxClosed(trial=name))
+            self._fence_attempt(name, before.outbox)
+            self._put_event(OutboxClosed(trial=name))
             return
         folder, outbox = self._state.trial_key(name), before.outbox
         self._pending_entry.after_entry(lambda: self._janitor.delete_post(folder, outbox, number))
 
         def delete_retired() -> None:
-            """Delete the checkpoints that the trial had and has retired by the written journal."""
+            """Delete the trial's earlier checkpoints that the written journal has retired."""
             trial = self._state.trial(name)
             keys = (folder.checkpoint_key(ref) for ref in before.checkpoints if ref.origin is None)
             if retired := [key for key in keys if not is_live(trial, key)]:
                 self._janitor.delete_checkpoints(folder, trial, retired)
 
         self._pending_entry.after_entry(delete_retired)
-        self._delete_origins(before)
+        self._delete_clone_origins(before)
 
-    def _delete_origins(self, before: Trial) -> None:
-        """Delete retired checkpoints of which the trial had the last clone in the state `before`, after the entry.
+    def _delete_clone_origins(self, before: Trial) -> None:
+        """After the next write, delete retired checkpoints of other trials whose last clone this trial has given up.
 
-        Only the written entry decides: a guest may have quarantined a checkpoint, so that none was retired.
+        Only the written entry decides: a non-owner may have quarantined a checkpoint, so that none was retired.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
         if not clones or self._state.trial(before.trial).checkpoints is before.checkpoints:
             return
 
-        def delete() -> None:
+        def delete_collectable_origins() -> None:
             for key in collectable_origins(self._state, clones):
                 self._janitor.delete_checkpoints(key.trial, self._state.trial(key.trial.trial), [key])
 
-        self._pending_entry.after_entry(delete)
+        self._pending_entry.after_entry(delete_collectable_origins)
 
-    def _fence_off(self, name: str, outbox: int) -> ClosedOutbox:
-        """End the trial's outbox on the target: its attempt can post nothing more. Return what it has posted."""
-        trial, stamp, owner = self._state.trial(name), new_write_id(), str(self._state.owner)
+    def _fence_attempt(self, name: str, outbox: int) -> ClosedOutbox:
+        """Close the trial's outbox on the target, so that its attempt can post nothing more; return its posts."""
+        trial, write_stamp, owner = self._state.trial(name), new_write_id(), str(self._state.owner)
         return on_target(
             self._target,
-            lambda store: close_outbox(store, self._state.trial_key(name), outbox, trial.post, owner, stamp),
-            _TIMEOUT,
+            lambda store: close_outbox(store, self._state.trial_key(name), outbox, trial.post, owner, write_stamp),
+            _IO_TIMEOUT,
         )
 
     def _close_outbox(self, name: str) -> None:
-        """Fence off the attempt that posts to the trial's outbox, and receive what it has posted."""
+        """Fence the attempt that posts to the trial's outbox, and journal its posts."""
         trial = self._state.trial(name)
         if trial.outbox is None:
             return
-        closed = self._fence_off(name, trial.outbox)
+        closed = self._fence_attempt(name, trial.outbox)
         for number, post in enumerate(closed.posts, trial.post + 1):
-            self._receive_post(name, number, post.events)
+            self._journal_post(name, number, post.events)
         if closed.damage:
-            self._log.error("trial %s: %s. What was posted after it counts no more", name, closed.damage)
-        if self._state.trial(name).outbox is not None:  # it has not posted its end
-            self._put(OutboxClosed(trial=name))
-        if closed.damage and self._state.trial(name).phase is Phase.PENDING:  # its begin is damaged: see `_settle`
-            self._put(next_start(self._state.trial(name)))
+            self._log.error("trial %s: %s. Later posts are ignored", name, closed.damage)
+        if self._state.trial(name).outbox is not None:  # the attempt has not posted its end
+            self._put_event(OutboxClosed(trial=name))
+        if closed.damage and self._state.trial(name).phase is Phase.PENDING:  # start damaged: `_end_vanished_attempt`
+            self._put_event(next_start(self._state.trial(name)))
 
-    def _is_queued(self, name: str) -> bool:
-        """Whether an earlier search has launched an attempt that has not begun, and will be found again."""
+    def _has_queued_attempt(self, name: str) -> bool:
+        """Return whether an earlier run has launched an attempt that has not begun, and that this run reattaches to."""
         trial = self._state.trial(name)
         is_open = trial.outbox is not None and trial.post == 0
         return self._executor.survives_search and is_open and trial.phase is Phase.PENDING
 
-    def _settle(self, name: str) -> None:
-        """End an attempt that died without journaling its end, and adopt what it had saved.
+    def _end_vanished_attempt(self, name: str) -> None:
+        """End an attempt that died without journaling its end, and adopt its checkpoints.
 
-        That is also how the commits are found that an attempt has posted after a post that is damaged.
+        This also finds the commits that an attempt has posted after a damaged post.
         """
-        if not self._is_queued(name):
+        if not self._has_queued_attempt(name):
             self._close_outbox(name)
         trial = self._state.trial(name)
         if trial.phase is Phase.RUNNING:
             if trial.supervisor is not None and self._state.owner is not None:
                 set_attempt_crashed(trial.supervisor, self._state.owner)
-            for event in on_target(self._target, lambda store: adopt(store, self._state, trials=[name]), _TIMEOUT):
-                self._put(event)
+            for event in on_target(self._target, lambda store: adopt(store, self._state, trials=[name]), _IO_TIMEOUT):
+                self._put_event(event)
 
-    def _conclude(self, over: AttemptExited) -> None:
-        """Handle the end of an attempt, by the state of its trial in the journal."""
-        self._close_outbox(over.trial)
-        trial = self._state.trial(over.trial)
-        began = trial.attempt > self._attempts.pop(over.trial)
+    def _handle_attempt_exit(self, attempt_exit: AttemptExited) -> None:
+        """Handle an attempt's end by the state of its trial in the journal."""
+        self._close_outbox(attempt_exit.trial)
+        trial = self._state.trial(attempt_exit.trial)
+        has_begun = trial.attempt > self._previous_attempts.pop(attempt_exit.trial)
         if self._failure_handler.conclude_undecided(trial.trial):
             pass
-        elif over.error is not None and not (trial.of_search and isinstance(over.error, Exception)):
-            raise over.error  # such as KeyboardInterrupt: end the search; a single training ends with any error
-        elif isinstance(over.error, AttemptCancelledError) and trial.phase not in ENDED:
-            self._stopping.stop_trial(trial.trial, StopAsked(trial=trial.trial, reason=str(over.error)))
-        elif isinstance(over.error, ResumeFailed | InvalidInput):
-            reason = make_reason("raised", text=str(over.error))
+        elif attempt_exit.error is not None and not (trial.of_search and isinstance(attempt_exit.error, Exception)):
+            raise attempt_exit.error  # such as KeyboardInterrupt; any error ends a single training
+        elif isinstance(attempt_exit.error, AttemptCancelledError) and trial.phase not in ENDED:
+            self._stopping.stop_trial(trial.trial, StopAsked(trial=trial.trial, reason=str(attempt_exit.error)))
+        elif isinstance(attempt_exit.error, ResumeFailed | InvalidInput):
+            reason = make_reason("raised", text=str(attempt_exit.error))
             self._failure_handler.give_up(trial.trial, Cause.USER, reason)
         elif trial.trial in self._state.stops:
             self._stopping.finish(trial.trial)
-        elif trial.phase is Phase.PENDING and trial.cause is not None and began:
-            self._failure_handler.failed(trial, trial.cause, over.error)
+        elif trial.phase is Phase.PENDING and trial.cause is not None and has_begun:
+            self._failure_handler.failed(trial, trial.cause, attempt_exit.error)
         elif trial.phase is Phase.PENDING and self._stopping.ends:
             self._startable.append(trial.trial)  # the attempt was stopped before it began
         elif trial.phase in (Phase.PENDING, Phase.RUNNING):
-            self._failure_handler.lost(trial.trial, over.error)
+            self._failure_handler.lost(trial.trial, attempt_exit.error)
         else:
-            self._let_proceed(trial)
+            self._resume_if_due(trial)
 
-    def _let_proceed(self, trial: Trial) -> None:
-        """Resume a paused trial that is to exploit another, or whose pause the scheduler does not know."""
+    def _resume_if_due(self, trial: Trial) -> None:
+        """Resume a paused trial that exploits another one, or whose pause the scheduler does not know."""
         if self._policy.is_to_resume(trial):
-            self._put(Resumed(trial=trial.trial))
+            self._put_event(Resumed(trial=trial.trial))
             self._startable.append(trial.trial)
 
     # ------------------------------------------------------------------------------------------------ a resume
 
-    def _take_up(self) -> None:
-        """Bring the trials that an earlier owner left unfinished into a state from which they can continue."""
-        errored = {each.trial for each in self._state.trials.values() if each.phase is Phase.ERRORED}
-        self._receive_posts(list(self._unended().values()))  # a trial that ended unnoticed may have to be extended too
-        self._requeue()
-        for trial in self._unended():
-            if self._limits.options.reruns_errored == "only" and trial not in errored:
+    def _recover_trials(self) -> None:
+        """Prepare the trials that an earlier owner left unfinished, so that they can continue."""
+        errored = {trial.trial for trial in self._state.trials.values() if trial.phase is Phase.ERRORED}
+        # Before requeuing: a trial whose end is still unread may have to be extended too.
+        self._journal_unread_posts(list(self._unfinished_trials().values()))
+        self._requeue_ended_trials()
+        for name in self._unfinished_trials():
+            if self._limits.options.reruns_errored == "only" and name not in errored:
                 continue
-            self._take_on(trial)
-        # So that an attempt found again gets a stop as an answer, and is not finished.
+            self._recover_trial(name)
+        # Write now, so that a reattached attempt gets a stop as an answer, and its trial is not finished.
         self._pending_entry.write(may_wait=True)
 
-    def _receive_posts(self, trials: Sequence[Trial]) -> None:
-        """Receive what attempts have posted since the last search read their outboxes: a part of each at a time.
+    def _journal_unread_posts(self, trials: Sequence[Trial]) -> None:
+        """Journal unread posts, some of each attempt at a time: posts of several days are too many for one deadline."""
 
-        They may have posted for days, more than can be read before a deadline; so each part is journaled.
-        """
-
-        def read_part(trial: Trial, context: Context) -> Sequence[Post] | None:
-            """Return the next posts of a trial from its open outbox, which is its last; None if one cannot be read."""
+        def read_next_posts(trial: Trial, context: Context) -> Sequence[Post] | None:
+            """Return the next posts of a trial from its last outbox, which is open; None if one cannot be read."""
             folder, outbox = self._state.trial_key(trial.trial), trial.outbox_count
-            read = partial(read_posts, trial=folder, outbox=outbox, after=trial.post)
+            read_trial_posts = partial(read_posts, trial=folder, outbox=outbox, after=trial.post)
             try:
-                return context.run(on_target, self._target, read, _TIMEOUT)
+                return context.run(on_target, self._target, read_trial_posts, _IO_TIMEOUT)
             except (JournalCorrupt, UnknownVersion):
                 return None
 
         while trials := [trial for trial in trials if trial.outbox is not None]:
-            parts = list(parallel_map(lambda call: read_part(*call), [(each, copy_context()) for each in trials]))
-            unread: list[str] = []
-            for trial, posts in zip(trials, parts, strict=True):
+            calls = [(trial, copy_context()) for trial in trials]
+            results = list(parallel_map(lambda call: read_next_posts(*call), calls))
+            unread_trials: list[str] = []
+            for trial, posts in zip(trials, results, strict=True):
                 if posts is None:
                     self._close_outbox(trial.trial)
                     continue
                 for number, post in enumerate(posts, trial.post + 1):
-                    self._receive_post(trial.trial, number, post.events)
+                    self._journal_post(trial.trial, number, post.events)
                 if len(posts) == POSTS_AT_ONCE:
-                    unread.append(trial.trial)
-            if unread:
+                    unread_trials.append(trial.trial)
+            if unread_trials:
                 self._pending_entry.write(may_wait=False)
-            trials = [self._state.trial(name) for name in unread]
+            trials = [self._state.trial(name) for name in unread_trials]
 
-    def _unended(self) -> Mapping[str, Trial]:
-        """The trials that continue, without those that the scheduler holds paused."""
-        waiting = (Phase.PENDING, Phase.RUNNING)
+    def _unfinished_trials(self) -> Mapping[str, Trial]:
+        """Return the trials that continue, without the trials that the scheduler has paused."""
+        phases = (Phase.PENDING, Phase.RUNNING)
         trials = self._state.trials.values()
-        return {each.trial: each for each in trials if each.phase in waiting or self._policy.is_to_resume(each)}
+        return {trial.trial: trial for trial in trials if trial.phase in phases or self._policy.is_to_resume(trial)}
 
-    def _take_on(self, name: str) -> None:
+    def _recover_trial(self, name: str) -> None:
         trial = self._state.trial(name)
         if self._executor.survives_search and trial.phase is Phase.RUNNING and trial.outbox is not None:
-            self._found.add(name)
-            self._start(name, finds=True)  # the attempt has outlived its search, and needs no free slot
+            self._reattached.add(name)
+            self._start_attempt(name, finds=True)  # the attempt outlived its search, and needs no free slot
             return
-        self._settle(name)
+        self._end_vanished_attempt(name)
         if name in self._state.stops:
             self._close_outbox(name)
             self._stopping.finish(name)
             return
-        if self._is_queued(name):
+        if self._has_queued_attempt(name):
             self._startable.append(name)
             return
         self._decisions.decide_what_is_open(name)
         trial = self._state.trial(name)
-        self._let_proceed(trial)
+        self._resume_if_due(trial)
         if trial.phase is Phase.PENDING and trial.cause is not None and trial.attempt:
             self._failure_handler.resumed(trial, trial.cause)
         elif trial.phase is Phase.PENDING:
             self._startable.append(name)
 
-    def _requeue(self) -> None:
-        """Requeue ended trials: errored ones that this run retries, finished ones that today's criterion extends."""
+    def _requeue_ended_trials(self) -> None:
+        """Requeue errored trials that this run retries, and finished trials that today's criterion extends."""
         for trial in list(self._state.trials.values()):
             if trial.phase is Phase.ERRORED and self._limits.options.reruns_errored:
-                self._put(retry_of(trial))
+                self._put_event(retry_of(trial))
             elif self._limits.options.reruns_errored == "only":
                 continue
             elif trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
-                self._put(extension_of(trial))
+                self._put_event(extension_of(trial))

@@ -1,7 +1,7 @@
 """The journal's next entry: events apply to the state at once, actions run after the entry is written.
 
-One entry holds the events of the search and of all attempts that have submitted some since the entry before (group
-commit). While it is written, others submit events for the next one; so a commit waits for two entries at most.
+An entry holds all events that the search and its attempts have submitted since the previous entry (group commit). While
+it is written, attempts submit events for the next entry; so a commit waits for at most two entries.
 """
 
 from __future__ import annotations
@@ -32,62 +32,62 @@ from prefect_tune.tasks.checkpoints import delete_retired_checkpoints
 from prefect_tune.tuner.search_policy import SearchPolicy
 
 _STATUS_DELAY = timedelta(seconds=2)
-"""How long a changed status of a trial waits at most: long enough for the starts of all slots to share an entry."""
+"""How long a trial's changed status may stay unwritten: long enough for the starts of all slots to share an entry."""
 
 
 class Janitor:
-    """Writes snapshots, and deletes what the journal has made superfluous, in a thread that ends after `close`.
+    """Writes snapshots, and deletes objects that the journal has superseded, in a thread that ends after `close`.
 
-    What it fails to delete, maintenance deletes.
+    Maintenance deletes what this thread fails to delete.
     """
 
     def __init__(self, target: StorageTarget) -> None:
         self._target = target
-        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._posts: queue.SimpleQueue[tuple[TrialKey, int, int]] = queue.SimpleQueue()
+        self._actions: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._posts_to_delete: queue.SimpleQueue[tuple[TrialKey, int, int]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def write_snapshot(self, experiment: Experiment) -> None:
         """Write the snapshot of an experiment."""
-        self._start(lambda: on_target(self._target, lambda store: write_snapshot(store, experiment)))
+        self._enqueue_action(lambda: on_target(self._target, lambda store: write_snapshot(store, experiment)))
 
     def delete_post(self, key: TrialKey, outbox: int, number: int) -> None:
-        """Delete a post whose events the journal holds, and with it all others that wait for their deletion."""
-        self._posts.put((key, outbox, number))
-        self._start(self._delete_posts)
+        """Delete a post whose events the journal holds, together with all other posts that wait for deletion."""
+        self._posts_to_delete.put((key, outbox, number))
+        self._enqueue_action(self._delete_posts)
 
     def _delete_posts(self) -> None:
-        if self._posts.empty():
+        if self._posts_to_delete.empty():
             return
-        with self._target.open(timeout=READ_TIMEOUT) as store:  # without retries: maintenance finds what is left
+        with self._target.open(timeout=READ_TIMEOUT) as store:  # no retries: maintenance deletes the rest
             posts: list[tuple[TrialKey, int, int]] = []
-            while not self._posts.empty():
-                posts.append(self._posts.get())
+            while not self._posts_to_delete.empty():
+                posts.append(self._posts_to_delete.get())
             delete_posts(store, posts)
 
     def delete_checkpoints(self, key: TrialKey, trial: Trial, retired: Sequence[CheckpointKey]) -> None:
         """Delete checkpoints that the journal has retired in `trial`."""
-        self._start(lambda: delete_retired_checkpoints.fn(self._target, key, trial, retired))
+        self._enqueue_action(lambda: delete_retired_checkpoints.fn(self._target, key, trial, retired))
 
     def close(self) -> None:
-        """Take no more work, and end once the present work is done; does not wait."""
-        self._work.put(None)
+        """End the thread after the present work, without waiting."""
+        self._actions.put(None)
 
-    def _start(self, act: Callable[[], object]) -> None:
-        self._work.put(act)
+    def _enqueue_action(self, action: Callable[[], object]) -> None:
+        self._actions.put(action)
         if self._thread is None:
             run = copy_context().run
-            self._thread = threading.Thread(target=run, args=(self._run,), name="janitor", daemon=True)
+            self._thread = threading.Thread(target=run, args=(self._run_actions,), name="janitor", daemon=True)
             self._thread.start()
 
-    def _run(self) -> None:
-        while (act := self._work.get()) is not None:
+    def _run_actions(self) -> None:
+        while (action := self._actions.get()) is not None:
             with suppress(TuneError):
-                act()
+                action()
 
 
 class PendingEntry:
-    """The state of the experiment with its unwritten events, and the actions that wait for their write."""
+    """The experiment's state with its unwritten events, and the actions to run after their write."""
 
     def __init__(
         self,
@@ -104,123 +104,124 @@ class PendingEntry:
         self._janitor = janitor
         self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
-        self._tried: tuple[int, Stamp] | None = None  # a failed write, which may have arrived: it is repeated as it was
-        self._then: list[Callable[[], None]] = []
-        self._after_entry: list[Callable[[], None]] = []
+        self._retried_write: tuple[int, Stamp] | None = None  # a failed write may have arrived: repeat it unchanged
+        self._write_actions: list[Callable[[], None]] = []
+        self._next_write_actions: list[Callable[[], None]] = []
         self._submitted: list[EventsSubmitted] = []
-        self._is_asked_after = False
+        self._has_stop_change = False
         self._synced_at = time.monotonic()
-        self._status_changed_at: float | None = None  # the first change that is not written yet
+        self._status_changed_at: float | None = None  # time of the first unwritten change
 
     @property
     def is_awaited(self) -> bool:
         """Whether an action or an attempt waits for the next write."""
-        return bool(self._then) or bool(self._submitted)
+        return bool(self._write_actions) or bool(self._submitted)
 
     def put(self, event: Event) -> None:
-        """Add `event` to the next entry; pass it to the listener, the search and the scheduler now."""
+        """Add `event` to the next entry; pass it to the observer, the search and the scheduler now."""
         self.put_all([event])
 
     def put_all(self, events: Sequence[Event]) -> None:
-        """Add events to the next entry, all or none.
+        """Add all `events` to the next entry, or none.
 
         Raises:
-            IllegalTransition: they cannot follow the state.
+            IllegalTransition: the events cannot follow the state.
         """
         states = [self.state]
         for event in events:
             states.append(after_event(states[-1], event, self._journal_writer.experiment.number + 1))
         for event, state in zip(events, states[1:], strict=True):
-            self._put(event, state)
+            self._apply_event(event, state)
 
     def submit(self, submitted: EventsSubmitted) -> None:
-        """Add the events of an attempt to the next entry, all or none; `submitted.written` gets the state after it."""
+        """Add all events of an attempt to the next entry, or none; `submitted.written` gets the written state."""
         try:
             self.put_all(submitted.events)
         except IllegalTransition as impossible:
             submitted.written.set_exception(impossible)
             return
-        except BaseException as error:  # such as one of a scheduler
-            submitted.written.set_exception(_error_for_attempt(error))
+        except BaseException as error:  # such as an error of a scheduler
+            submitted.written.set_exception(_write_error_for_attempt(error))
             raise
         self._submitted.append(submitted)
 
     def refuse(self, error: BaseException) -> None:
-        """Let the attempts whose events wait know that these are not written."""
+        """Raise `error` in the attempts whose events are not written yet."""
         for submitted in self._submitted:
-            submitted.written.set_exception(_error_for_attempt(error))
+            submitted.written.set_exception(_write_error_for_attempt(error))
         self._submitted = []
 
-    def _put(self, event: Event, state: Experiment) -> None:
-        earlier, self.state = self.state, state
-        # The sender of a stop request looks in the journal for the answer, and then for the end.
-        self._is_asked_after |= state.stop_requests != earlier.stop_requests or state.stops != earlier.stops
+    def _apply_event(self, event: Event, state: Experiment) -> None:
+        state_before, self.state = self.state, state
+        # The sender of a stop request polls the journal for the answer, and then for the end.
+        self._has_stop_change |= state.stop_requests != state_before.stop_requests or state.stops != state_before.stops
         name = str(getattr(event, "trial", ""))
-        trial, trial_before = state.trials.get(name), earlier.trials.get(name)
+        trial, trial_before = state.trials.get(name), state_before.trials.get(name)
         if trial is not None and (trial_before is None or trial_before.status is not trial.status):
             self._status_changed_at = self._status_changed_at or time.monotonic()
         self._unwritten.append(event)
         self.listener.applied(event, state)
-        if state.past_count > earlier.past_count:
-            for past_event in state.trial(name).past[earlier.past_count - state.past_count :]:
+        if state.past_count > state_before.past_count:
+            for past_event in state.trial(name).past[state_before.past_count - state.past_count :]:
                 self._policy.record(state.trial(name), past_event)
         if trial is not None and isinstance(event, TrialEvent):
             self._policy.note_training(name, trial.trained_seconds)
 
-    def then(self, act: Callable[[], None]) -> None:
-        """Call `act` once every event so far is written."""
-        self._then.append(act)
+    def then(self, action: Callable[[], None]) -> None:
+        """Call `action` once all present events are written; `write` does not delay them."""
+        self._write_actions.append(action)
 
-    def after_entry(self, act: Callable[[], None]) -> None:
-        """Call `act` once every event so far is written, without asking for an entry."""
-        self._after_entry.append(act)
+    def after_entry(self, action: Callable[[], None]) -> None:
+        """Call `action` once all present events are written; `write` may delay them."""
+        self._next_write_actions.append(action)
 
     def drop_actions(self) -> None:
-        """Call none of the actions that wait for an entry."""
-        self._then, self._after_entry = [], []
+        """Drop the actions that wait for an entry."""
+        self._write_actions, self._next_write_actions = [], []
 
     def write(self, *, may_wait: bool) -> Experiment:
-        """Write the pending events as one entry, then run the waiting actions; return the experiment as written.
+        """Write the pending events as one entry, then run the waiting actions; return the written experiment.
 
         Args:
-            may_wait: whether events that no action, no attempt and no stop request waits for may stay unwritten until
-                `sync_period` has passed since the last write, or 2 s since a trial's status changed.
+            may_wait: whether events that no action, attempt or stop request waits for may stay unwritten until
+                `sync_period` after the last write, or 2 s after a trial's status changed.
         """
-        is_awaited = self._then or self._is_asked_after or any(each.is_awaited for each in self._submitted)
-        now, changed_at = time.monotonic(), self._status_changed_at
+        has_awaited = any(submitted.is_awaited for submitted in self._submitted)
+        is_needed = has_awaited or self._write_actions or self._has_stop_change
+        now, status_changed_at = time.monotonic(), self._status_changed_at
         is_due = now - self._synced_at >= self._sync_period.total_seconds() or (
-            changed_at is not None and now - changed_at >= _STATUS_DELAY.total_seconds()
+            status_changed_at is not None and now - status_changed_at >= _STATUS_DELAY.total_seconds()
         )
-        if self._unwritten and (is_awaited or is_due or not may_wait):
-            before = self._journal_writer.experiment.number
+        if self._unwritten and (is_needed or is_due or not may_wait):
+            number_before = self._journal_writer.experiment.number
             try:
                 while self._unwritten:
-                    self._tried = self._tried or (len(self._unwritten), new_write_id())
-                    count, stamp = self._tried
-                    self._journal_writer.write(self._unwritten[:count], stamp)
-                    self._unwritten, self._tried = self._unwritten[count:], None
+                    self._retried_write = self._retried_write or (len(self._unwritten), new_write_id())
+                    count, write_stamp = self._retried_write
+                    self._journal_writer.write(self._unwritten[:count], write_stamp)
+                    self._unwritten, self._retried_write = self._unwritten[count:], None
             except BaseException as error:
                 self.refuse(error)
                 raise
             self.state = self._journal_writer.experiment
-            if snapshot_is_due(self.state, before):
+            if snapshot_is_due(self.state, number_before):
                 self._janitor.write_snapshot(self.state)
             for submitted in self._submitted:
                 submitted.written.set_result(self.state)
             self._submitted = []
-            self._then, self._after_entry = [*self._after_entry, *self._then], []
-            self._is_asked_after = False
+            self._write_actions, self._next_write_actions = [*self._next_write_actions, *self._write_actions], []
+            self._has_stop_change = False
             self._status_changed_at = None
             self.listener.wrote(self.state)
             self._synced_at = time.monotonic()
-        acts, self._then = self._then, []
-        for act in acts:
-            act()
+        actions, self._write_actions = self._write_actions, []
+        for action in actions:
+            action()
         return self._journal_writer.experiment
 
 
-def _error_for_attempt(error: BaseException) -> Exception:
-    """Return the error of a write for the attempts that wait for it: an interruption leaves its outcome unknown."""
+def _write_error_for_attempt(error: BaseException) -> Exception:
+    """Return the error of a write for the attempts that wait for it; after an interruption its outcome is unknown."""
     if isinstance(error, Exception):
         return error
     return CommitUnknown(f"the search was interrupted while it wrote its journal ({type(error).__name__})")

@@ -98,112 +98,112 @@ from prefect_tune.tuner.run_training import showing
 from prefect_tune.tuner.search_policy import SearchPolicy
 from prefect_tune.tuner.stop_requests import StopRequestPoller
 
-# The summary that a search logs when it opens its experiment, and its last line if there was nothing to train.
+# The summary that a search logs when it starts, and its last line if there was nothing to train.
 
-_LONGEST = 400
+_MAX_LINE_LENGTH = 400
 
 
-def log_opening(plan: SearchPlan, found: Experiment, slots: Slots, where: str, log: Log) -> None:
-    """Log what the experiment holds, its target, space, scheduler and slots: one line each.
+def log_opening(plan: SearchPlan, state: Experiment, slots: Slots, where: str, log: Log) -> None:
+    """Log the experiment's trials and target, the space, the scheduler and the slots: one line each.
 
     Args:
-        found: the experiment as it was opened, before this run changes it.
+        state: the experiment before this run changes it.
         where: where the trials run, such as `on this machine`.
     """
-    count, objective, needed = plan.trial_count, plan.objective, plan.resources_per_trial
+    count, objective, resources = plan.trial_count, plan.objective, plan.resources_per_trial
     space = ", ".join(f"{name} {value!r}" for name, value in leaves(plan.space or {})) or "empty"
     trials = "trials" if count is None else plural(count, "trial", "trials")
     scheduler = "none, every trial trains to its end" if plan.scheduler is None else repr(plan.scheduler)
     metrics = "no metric"
     if objective is not None:
         metrics = ", ".join(f"{name} ({mode})" for name, mode in zip(objective.metrics, objective.modes, strict=True))
-    each = f", each with {format_value(needed)}" if needed else ""
+    trial_size = (f", each with {format_value(resources)}" if resources else "") + _describe_processes(plan, slots)
     for line in (
-        f"experiment {plan.experiment!r} at {plan.target.uri}: {_found(found, objective)}",
+        f"experiment {plan.experiment!r} at {plan.target.uri}: {_describe_trials(state, objective)}",
         f"space: {space}; {trials} by {type(plan.proposer).__name__}, seed {plan.seed_of_draws}",
         f"scheduler: {scheduler}; {metrics}",
-        f"slots: {plural(slots.count, 'trial', 'trials')} at once {where}{each}{_of_processes(plan, slots)}",
+        f"slots: {plural(slots.count, 'trial', 'trials')} at once {where}{trial_size}",
     ):
-        log.info("%s", visible(shorten(line, _LONGEST)))
+        log.info("%s", visible(shorten(line, _MAX_LINE_LENGTH)))
 
 
-def warn_of_takeover(found: Experiment, log: Log) -> None:
-    """Warn that the run that owned the experiment has not ended it: it may be alive, and ends then.
+def warn_of_takeover(state_before: Experiment, log: Log) -> None:
+    """Warn that the previous owner has left trials running: if it is still alive, it ends.
 
     Args:
-        found: the experiment before this run took it over.
+        state_before: the experiment before this run took it over.
     """
-    running = sum(each.phase is Phase.RUNNING for each in found.trials.values())
-    if running and found.owner is not None:
-        owner = found.owner
+    running = sum(trial.phase is Phase.RUNNING for trial in state_before.trials.values())
+    if running and state_before.owner is not None:
+        owner = state_before.owner
         is_same_run = owner.flow_run is not None and owner.flow_run == flow_run.id
-        earlier = f"an earlier process of this run, pid {owner.pid} on {owner.host}," if is_same_run else str(owner)
+        other_owner = f"an earlier process of this run, pid {owner.pid} on {owner.host}," if is_same_run else str(owner)
         log.warning(
-            "%s left %s running, and this %s takes over: if the other one is alive, its next write fails with "
+            "%s left %s running, and this %s takes over: if the other is still alive, its next write fails with "
             "Superseded, and it ends",
-            visible(earlier),
+            visible(other_owner),
             plural(running, "trial", "trials"),
             "process" if is_same_run else "run",
         )
 
 
-def log_finished(plan: SearchPlan, found: Experiment, ended: Experiment, log: Log) -> None:
-    """Log how to train more, if the experiment was finished when this run opened it, and nothing was trained.
+def log_finished(plan: SearchPlan, state_before: Experiment, state_after: Experiment, log: Log) -> None:
+    """Log how to train more if the experiment was finished before this run, and this run trained nothing.
 
-    If trials had errored, `log_errored` or the error of the search says what can be done.
+    For errored trials, `log_errored` or the search's error says what to do.
     """
     if (
-        found.trials
-        and all(each.phase is Phase.FINISHED for each in found.trials.values())
-        and all(ended.trials[name].attempt == each.attempt for name, each in found.trials.items())
-        and len(ended.trials) == len(found.trials)
-        and not ended.ends
+        state_before.trials
+        and all(trial.phase is Phase.FINISHED for trial in state_before.trials.values())
+        and all(state_after.trials[name].attempt == trial.attempt for name, trial in state_before.trials.items())
+        and len(state_after.trials) == len(state_before.trials)
+        and not state_after.ends
         and plan.reruns_errored != "only"
     ):
         log.info(
-            "experiment %r was finished already, and this run trained nothing: to train more, raise num_samples or "
+            "experiment %r was already finished, and this run trained nothing: to train more, raise num_samples or "
             "stop, or choose another experiment name",
-            found.name,
+            state_before.name,
             extra=NOTICE,
         )
 
 
-def _of_processes(plan: SearchPlan, slots: Slots) -> str:
-    """Return of how many processes each trial is, and whether there are as many processors."""
-    if (each := plan.processes_per_trial) == 1:
+def _describe_processes(plan: SearchPlan, slots: Slots) -> str:
+    """Return how many processes each trial has, and a note if they share processors."""
+    if (process_count := plan.processes_per_trial) == 1:
         return ""
-    if not isinstance(each, int):
-        return f", each of {each[0]} to {each[1]} processes"
-    count = slots.count * each
-    are_few = slots.cpu_count is not None and count > slots.cpu_count
-    share = f"; {count} processes share {plural(slots.cpu_count or 0, 'processor', 'processors')}" if are_few else ""
-    return f", each of {each} processes{share}"
+    if not isinstance(process_count, int):
+        return f", each of {process_count[0]} to {process_count[1]} processes"
+    total, share = slots.count * process_count, ""
+    if slots.cpu_count is not None and total > slots.cpu_count:
+        share = f"; {total} processes share {plural(slots.cpu_count, 'processor', 'processors')}"
+    return f", each of {process_count} processes{share}"
 
 
-def _found(found: Experiment, objective: Objective | None) -> str:
-    if not found.trials:
+def _describe_trials(state: Experiment, objective: Objective | None) -> str:
+    if not state.trials:
         return "new"
-    counts = {"left running" if status == Status.RUNNING else status: count for status, count in counted(found).items()}
-    said = f"{plural(len(found.trials), 'trial', 'trials')} found: {format_counts(counts)}"
-    best = best_of(found)
+    counts = {"left running" if status == Status.RUNNING else status: count for status, count in counted(state).items()}
+    description = f"{plural(len(state.trials), 'trial', 'trials')} found: {format_counts(counts)}"
+    best = best_of(state)
     if best is None or objective is None:
-        return said
-    return f"{said}; {best_label(objective)}: {format_trial(best, objective.metrics)}"
+        return description
+    return f"{description}; {best_label(objective)}: {format_trial(best, objective.metrics)}"
 
 
-_LOOK_EVERY = timedelta(seconds=0.5)
+_POLL_INTERVAL = timedelta(seconds=0.5)
 
 
-def searched(plan: SearchPlan, known: Experiment | None = None) -> Results:
-    """Run a search within a flow run; a `known` journal is not read again. Raises what `tune` raises.
+def searched(plan: SearchPlan, experiment: Experiment | None = None) -> Results:
+    """Run a search within a flow run. If `experiment` is passed, its journal is not read again. Raises like `tune`.
 
-    The flow has to return what this returns: if every trial errored, that is its Failed state with a `SearchFailed`.
+    The flow has to return this value: if every trial errored, it is a Failed state with `SearchFailed`.
     """
-    if known is None:  # a search that is resumed by its name was warned of, and keeps its mode
+    if experiment is None:  # a search resumed by name has been warned about before, and keeps its mode
         warn_of_mode(plan, get_run_logger())
         warn_of_no_metric(plan, get_run_logger())
     with quiet_inner_tasks():
-        turn = first_search_turn(plan, known)
+        turn = first_search_turn(plan, experiment)
         results = _searched(turn)
         ask_if_suspended(turn.plan, SEARCH_QUESTION, results.experiment)
     error = failure_of(results, turn.found)
@@ -217,29 +217,29 @@ def _searched(turn: Turn) -> Results:
     warn_of_limits(stopper, objective, log)
     warn_of_constants(plan, log)
     policy = policy_of(plan)
-    opening, slots, where = _executor(plan, spec)
+    opening_executor, slots, location = _make_executor(plan, spec)
     callbacks = callbacks_for(plan.callbacks)
-    known = require_presence(plan.target, plan.experiment, plan.resume, turn.known)
+    known_state = require_presence(plan.target, plan.experiment, plan.resume, turn.known)
     warm_starts = new_warm_starts(source_names(plan.warm_start or ()), plan.target, plan.experiment, turn.known)
 
     def search(stop: threading.Event) -> Experiment:
-        with opening as executor, retrying_refusals():  # first, since its fork server takes a moment to start
+        with opening_executor as executor, retrying_refusals():  # first, since its fork server needs time to start
             if not check_target(plan.target).conditional_create:
                 require_one_runner(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
-            found = known or read_known(plan.target, plan.experiment)
-            state, now, changes = _opened(turn, found, warm_starts, slots)
+            state_before = known_state or read_known(plan.target, plan.experiment)
+            state, now, changes = _take_over_search(turn, state_before, warm_starts, slots)
             journal_writer = turn.begin_writing(JournalWriter(plan.target, state, write_directly))
             if turn.answer is not None and not is_answered(state, turn.answer.event.key):
                 changes = [turn.answer.event, *changes]
             if changes:
                 journal_writer.write(changes)
-            # Another run may have added samples between the reading and the opening; the journal has the seed.
-            asks = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else policy_of(now)
-            if names := journal_writer.experiment.warm_starts:
-                prior = known_prior_trials(journal_writer)
-                line = "warm start: %d finished trials of %s; the search can use %d"
-                log.info(line, len(prior), ", ".join(names), asks.warm_start(prior), extra=NOTICE)
-            log_opening(now, state, slots, where, log)
+            # Another run may have added samples since the journal was read; the journal has the seed.
+            search_policy = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else policy_of(now)
+            if sources := journal_writer.experiment.warm_starts:
+                prior = read_prior_trials(journal_writer)
+                message = "warm start: %d finished trials of %s; the search uses %d of them"
+                log.info(message, len(prior), ", ".join(sources), search_policy.warm_start(prior), extra=NOTICE)
+            log_opening(now, state, slots, location, log)
             curves = CurveReader(plan.target, state.key)
             limits = SearchLimits(
                 options=plan,
@@ -250,62 +250,62 @@ def _searched(turn: Turn) -> Results:
             period, request_count = spec.sync.request_period, len(state.stop_requests)
             with (
                 StopRequestPoller(plan.target, state.key, request_count, period, stop) as stop_requests,
-                _observing(plan, spec, callbacks, journal_writer, executor.__contains__, stop) as listener,
+                _observing_search(plan, spec, callbacks, journal_writer, executor.__contains__, stop) as listener,
             ):
                 driver = Driver(
                     spec,
                     limits,
-                    asks,
+                    search_policy,
                     executor,
                     journal_writer,
                     log=log,
                     listener=listener,
-                    before_training=lambda: _changed_code(now, state, log),
+                    before_training=lambda: _make_code_change_events(now, state, log),
                 )
-                ended = driver.run(stop_requests)
-                log_code(ended, now, CODE_UNUSED, log)
+                final_state = driver.run(stop_requests)
+                log_code(final_state, now, CODE_UNUSED, log)
             if not stop.is_set():
-                log_finished(now, state, ended, log)
-            return ended
+                log_finished(now, state, final_state, log)
+            return final_state
 
     with as_one_owner(turn):
-        ended = interruptible(search, grace=spec.grace, request_period=spec.sync.request_period)
-        return Results(ended, plan.target, objective)
+        final_state = interruptible(search, grace=spec.grace, request_period=spec.sync.request_period)
+        return Results(final_state, plan.target, objective)
 
 
-def _opened(
-    turn: Turn, known: Experiment, warm_starts: Sequence[WarmStart], slots: Slots
+def _take_over_search(
+    turn: Turn, state_before: Experiment, warm_starts: Sequence[WarmStart], slots: Slots
 ) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
     Returns:
-        its state, the plan with the samples that this run adds, and the events that journal what is new.
+        The state, the plan with the samples that this run adds, and the events to journal.
     """
     plan, log = turn.plan, get_run_logger()
-    # Check before the takeover: a refused run must not disturb the present owner.
-    require_same(known, with_seed_of(known, plan).settings)
+    # Check before the takeover: a rejected run must not disturb the present owner.
+    require_same(state_before, with_seed_of(state_before, plan).settings)
     if plan.on_code_change == "refuse":
-        require_code(known, plan)
-    state = take_over(turn, known, slots.count)
-    warn_of_takeover(known, log)
-    now, added = plan_checks.with_added_samples(
+        require_code(state_before, plan)
+    state = take_over(turn, state_before, slots.count)
+    warn_of_takeover(state_before, log)
+    current_plan, added_samples = plan_checks.with_added_samples(
         with_seed_of(state, plan), state, lambda: call_path(plan.experiment).key
     )
-    require_same(state, today := now.settings)
-    settings = signed_settings(plan.target, state, settings_before_training(state, today))
-    log_space(state, now, log)
-    log_fewer_samples(state, now, log)
-    log_errored(state, now, log)
-    new = tuple(each for each in warm_starts if each.source not in state.warm_starts)
-    configured = Configured(settings=settings, extensions=added, warm_starts=new)
-    return state, now, [configured] if settings != state.settings or added or new else []
+    require_same(state, settings_now := current_plan.settings)
+    settings = signed_settings(plan.target, state, settings_before_training(state, settings_now))
+    log_space(state, current_plan, log)
+    log_fewer_samples(state, current_plan, log)
+    log_errored(state, current_plan, log)
+    new_warm_starts = tuple(warm_start for warm_start in warm_starts if warm_start.source not in state.warm_starts)
+    configured = Configured(settings=settings, extensions=added_samples, warm_starts=new_warm_starts)
+    return state, current_plan, [configured] if settings != state.settings or added_samples or new_warm_starts else []
 
 
-def _changed_code(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
-    """Log that the trainable has changed, if it has, and return the event that journals its code."""
+def _make_code_change_events(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
+    """If the trainable has changed, log it, and return the event that journals its code."""
     log_code(state, plan, CODE_TRAINS, log)
     if not plan.code or settings_before_training(state, plan.settings) == plan.settings:
-        return ()  # without its source, the code that trained last is still what a later run compares with
+        return ()  # source unavailable: a later run compares with the code that trained last
     return [Configured(settings=signed_settings(plan.target, state, plan.settings))]
 
 
@@ -313,49 +313,49 @@ def policy_of(plan: SearchPlan) -> SearchPolicy:
     """Return the policy of a search that has no trial yet.
 
     Raises:
-        InvalidInput: its parts do not fit each other, or the scheduler needs a metric and has none.
+        InvalidInput: its parts do not fit together, or the scheduler needs a metric and has none.
     """
     objective, seed, scheduler = plan.objective, plan.seed_of_draws, plan.scheduler or FIFO()
-    tallies = [each.begin(objective) for each in of_experiment(plan.stopper)]
+    stopper_states = [stopper.begin(objective) for stopper in of_experiment(plan.stopper)]
     proposals = plan.proposer.begin(space := plan.space or {}, objective, seed)
     scheduler.require_serves(space)
-    return SearchPolicy(proposals, begun(scheduler, objective, seed), tallies)
+    return SearchPolicy(proposals, begun(scheduler, objective, seed), stopper_states)
 
 
 def begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
-    """Return the schedule of a new experiment. Raises `InvalidInput` if the scheduler needs a metric and has none."""
+    """Return the schedule of a new experiment. Raise `InvalidInput` if the scheduler needs a metric and has none."""
     if objective is None and not isinstance(scheduler, FIFO):
-        raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; name it: metric='loss'")
+        raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; pass one: metric='loss'")
     return scheduler.begin(objective or UNNAMED, seed)
 
 
-def _executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager[TrialExecutor], Slots, str]:
+def _make_executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager[TrialExecutor], Slots, str]:
     """Return the executor of trials (local, task runner or deployment), its slots, and where the trials run."""
     if plan.trials == "deployment":
-        deployment = DeploymentLauncher(plan.trial_deployment, plan.trial_job_variables)
-        deployment.require(spec)
-        where = f"as runs of the deployment {plan.trial_deployment!r}"
-        return nullcontext(RemoteExecutor(plan.target, deployment, _LOOK_EVERY)), slots_elsewhere(plan), where
+        launcher = DeploymentLauncher(plan.trial_deployment, plan.trial_job_variables)
+        launcher.require(spec)
+        location = f"as runs of the deployment {plan.trial_deployment!r}"
+        return nullcontext(RemoteExecutor(plan.target, launcher, _POLL_INTERVAL)), slots_elsewhere(plan), location
     if (runner := runner_elsewhere()) is not None:
-        there = TaskRunnerLauncher(runner, plan.resources)
-        where = f"by the {type(runner).__name__}"
-        return nullcontext(RemoteExecutor(plan.target, there, _LOOK_EVERY)), slots_elsewhere(plan), where
+        tasks = TaskRunnerLauncher(runner, plan.resources)
+        location = f"by the {type(runner).__name__}"
+        return nullcontext(RemoteExecutor(plan.target, tasks, _POLL_INTERVAL)), slots_elsewhere(plan), location
     if plan.nodes_per_trial > 1:
         raise InvalidInput(
-            f"nodes_per_trial={plan.nodes_per_trial}: expected trials='deployment', with a flow run for each node, or "
-            "pt.tune.with_options(task_runner=...) with Dask's or Ray's, with a task for each; to train with several "
-            "processes of this machine pass processes_per_trial"
+            f"nodes_per_trial={plan.nodes_per_trial}: expected trials='deployment' (a flow run per node), or "
+            "pt.tune.with_options(task_runner=...) with the task runner of Dask or Ray (a task per node). To train "
+            "with several processes on this machine, pass processes_per_trial"
         )
-    # Elsewhere the first attempts tell.
+    # On other machines, the first attempts find out.
     require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
-    most, where = max_workers_here(), "on this machine"
-    if most is not None:
-        where = f"{where} (its task runner has max_workers={most})"
-    return _local_executor(spec, slots := slots_here(plan, most)), slots, where
+    max_workers, location = max_workers_here(), "on this machine"
+    if max_workers is not None:
+        location = f"{location} (its task runner has max_workers={max_workers})"
+    return _running_local_executor(spec, slots := slots_here(plan, max_workers)), slots, location
 
 
 @contextmanager
-def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
+def _running_local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
     with (
         ThreadPoolExecutor(slots.count, "run-trial") as threads,
         TrialProcessPool(slots=slots.count, reuse=spec.reuse) as pool,
@@ -367,12 +367,12 @@ def _local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExecutor]:
 
 # What observes a running search: callbacks, progress, events, the report, and its learning curves.
 
-_PATIENCE = timedelta(seconds=30)
-_PATIENCE_WHEN_STOPPED = timedelta(seconds=2)
+_OBSERVER_TIMEOUT = timedelta(seconds=30)
+_OBSERVER_TIMEOUT_WHEN_STOPPED = timedelta(seconds=2)
 
 
 @contextmanager
-def _observing(
+def _observing_search(
     plan: SearchPlan,
     spec: TrialSpec,
     callbacks: Sequence[Callback],
@@ -380,14 +380,14 @@ def _observing(
     runs: Callable[[str], bool],
     stop: threading.Event,
 ) -> Iterator[SearchObserver]:
-    """Yield the listener that the driver notifies; on exit, wait for the observers to process what is queued.
+    """Yield the observer that the driver notifies; on exit, wait until the observers have processed their queues.
 
-    Results are published if the search ended without a request to stop. On exit, callbacks get 30 s together, or 2 s
-    after a request to stop.
+    On exit, publish the results, unless the search was requested to stop; all callbacks together get 30 s, or 2 s after
+    a request to stop.
     """
-    target, objective, log, found = plan.target, plan.objective, get_run_logger(), journal_writer.experiment
-    search = SearchInfo(plan.experiment, target.uri, objective, found.key.generation)
-    outlook = SearchEstimate(
+    target, objective, log, state = plan.target, plan.objective, get_run_logger(), journal_writer.experiment
+    search = SearchInfo(plan.experiment, target.uri, objective, state.key.generation)
+    estimate = SearchEstimate(
         plan.experiment,
         objective,
         trial_count=plan.trial_count,
@@ -395,134 +395,135 @@ def _observing(
         time=plan.time_budget,
         resumes_paused=resumes_paused(plan.scheduler),
     )
-    runner, keeper = Callbacks(callbacks, target, search, log), CurveKeeper(found)
-    runner.start(found)
+    runner, curve_keeper = Callbacks(callbacks, target, search, log), CurveKeeper(state)
+    runner.start(state)
     try:
-        with showing(found, spec, outlook, stop, runs=runs) as (observers, reporter):
-            yield ObserverGroup([keeper, *runner.threads, *observers], log)
-            reporter.conclude()  # it draws the last page while the other observers end
+        with showing(state, spec, estimate, stop, runs=runs) as (observers, reporter):
+            yield ObserverGroup([curve_keeper, *runner.threads, *observers], log)
+            reporter.conclude()  # draws the last page while the other observers end
             if not stop.is_set():
-                ended, curves = journal_writer.experiment, skip_prefect_introspection(keeper.curves)
+                final_state, curves = journal_writer.experiment, skip_prefect_introspection(curve_keeper.curves)
                 try:
-                    publish_results(target, skip_prefect_introspection(ended), objective, curves)
-                except TuneError as error:  # the journal holds the same results
+                    publish_results(target, skip_prefect_introspection(final_state), objective, curves)
+                except TuneError as error:  # the journal has the same results
                     log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
     finally:
-        runner.end(journal_writer.experiment, _PATIENCE_WHEN_STOPPED if stop.is_set() else _PATIENCE)
+        runner.end(journal_writer.experiment, _OBSERVER_TIMEOUT_WHEN_STOPPED if stop.is_set() else _OBSERVER_TIMEOUT)
 
 
-# Warm start: results of earlier experiments, read once, stored in the new experiment's journal for its search.
+# Warm start: results of earlier experiments, read once and stored in the new experiment's journal.
 
 _WARM_START_TIMEOUT = timedelta(minutes=5)
 
 
 def source_names(warm_start: Sequence[object]) -> Sequence[str]:
-    """Return the experiments to warm-start from, each once: a name on the same target, or `target/name`.
+    """Return the experiments to warm-start from, without duplicates: a name on the same target, or `target/name`.
 
     Raises:
-        InvalidInput: one of them is neither.
+        InvalidInput: an element is neither.
     """
-    for each in warm_start:
-        if not isinstance(each, str):
-            kind = type(each).__name__
-            raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found a {kind}")
-        if "://" in each:
-            validate_target(each)  # as a whole: a password in it must not end up in an error about the name
-        place, _, name = each.rpartition("/")
+    for source in warm_start:
+        if not isinstance(source, str):
+            type_name = type(source).__name__
+            raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found a {type_name}")
+        if "://" in source:
+            validate_target(source)  # the whole text: an error about the name must not quote a password in it
+        location, _, name = source.rpartition("/")
         valid_name(name)
-        if place:
-            validate_target(place)
-    return list(dict.fromkeys(str(each) for each in warm_start))
+        if location:
+            validate_target(location)
+    return list(dict.fromkeys(str(source) for source in warm_start))
 
 
 def new_warm_starts(
-    names: Sequence[str], target: StorageTarget, own: str, known: Experiment | None = None
+    names: Sequence[str], target: StorageTarget, own: str, known_state: Experiment | None = None
 ) -> Sequence[WarmStart]:
-    """Read the finished trials of the experiments that are new to `own`; those may still be running.
+    """Read the finished trials of the source experiments that are new to `own`; the sources may still be running.
 
     Args:
-        names: as `source_names` returns them.
+        names: the sources, from `source_names`.
         target: the target of `own`.
         own: the experiment that warm-starts.
-        known: its state as of the check of what its journal may choose; None to read it here. Experiments that
-            `known` names are not opened, even if the journal has changed since.
+        known_state: the state of `own` when its journal was checked; None to read it here. Sources that this state
+            names are not read, even if the journal has changed since.
 
     Raises:
         InvalidInput: a source does not exist, or is `own` itself.
         ResumeFailed: a source cannot be read.
     """
-    found: list[WarmStart] = []
+    warm_starts: list[WarmStart] = []
     if not names:
-        return found
-    there = (known or read_known(target, own)).warm_starts
+        return warm_starts
+    earlier_sources = (known_state or read_known(target, own)).warm_starts
     for name in names:
-        if name not in there:
-            place, _, experiment = name.rpartition("/")
-            where = resolve_target(place) if place else target
-            at = ExperimentAddress(where.uri, experiment).uri
-            if at == ExperimentAddress(target.uri, own).uri:
+        if name not in earlier_sources:
+            location, _, experiment = name.rpartition("/")
+            source_target = resolve_target(location) if location else target
+            source_uri = ExperimentAddress(source_target.uri, experiment).uri
+            if source_uri == ExperimentAddress(target.uri, own).uri:
                 raise InvalidInput(
-                    f"warm_start: {own!r} is the search itself, which has its own trials: name other experiments"
+                    f"warm_start: {own!r} is the search itself, which has its own trials: pass other experiments"
                 )
-            state = read_known(where, experiment)
+            state = read_known(source_target, experiment)
             if not state.number:
-                raise InvalidInput(f"warm_start: {no_experiment_at(where, experiment)}")
+                raise InvalidInput(f"warm_start: {no_experiment_at(source_target, experiment)}")
             trials = (
                 PriorTrial(
-                    trial=each.trial, config=each.config, report=last_report(each), stopped=each.past[-1].stopped
+                    trial=trial.trial, config=trial.config, report=last_report(trial), stopped=trial.past[-1].stopped
                 )
-                for each in state.trials.values()
-                if each.phase is Phase.FINISHED and each.step
+                for trial in state.trials.values()
+                if trial.phase is Phase.FINISHED and trial.step
             )
-            found.append(WarmStart(source=name, place=at, trials=tuple(trials)))
-    return found
+            warm_starts.append(WarmStart(source=name, place=source_uri, trials=tuple(trials)))
+    return warm_starts
 
 
-def known_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
-    """Return the trials of other experiments that the journal holds, each once, in the order in which it got them."""
+def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
+    """Return the unique trials of other experiments that the journal holds, in the order of their entries."""
     state = journal_writer.experiment
 
     def read(store: ObjectStore) -> Sequence[WarmStart]:
-        found: list[WarmStart] = []
+        warm_starts: list[WarmStart] = []
         for number in sorted(set(state.warm_starts.values())):
             if (entry := next_entry(store, state.key, number - 1)) is None:
                 raise JournalCorrupt(f"{state.key}: entry {number} is missing")
-            found += (each for event in entry.events if isinstance(event, Configured) for each in event.warm_starts)
-        return found
+            configured = (event for event in entry.events if isinstance(event, Configured))
+            warm_starts.extend(warm_start for event in configured for warm_start in event.warm_starts)
+        return warm_starts
 
     return prior_trials_of(on_target(journal_writer.target, read, _WARM_START_TIMEOUT))
 
 
 def prior_trials_of(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:
-    """Return the trials of `warm_starts`, each once, in their order.
+    """Return the unique trials of `warm_starts`, in their order.
 
-    Forks share trials: one is the same by its configuration and its last report.
+    Forks share trials: two trials are the same if their configurations and last reports are equal.
     """
     unique = {
         canonical_json([trial.config, trial.report.step, trial.report.metrics]): trial
-        for each in reversed(warm_starts)
-        for trial in reversed(each.trials)
+        for warm_start in reversed(warm_starts)
+        for trial in reversed(warm_start.trials)
     }
     return list(reversed(unique.values()))
 
 
-# The error with which a search fails: every trial errored.
+# The error of a search in which every trial errored.
 
-_CAUSES = 3
-"""Different errors in the message."""
+_MAX_CAUSES = 3
+"""How many different errors the message names."""
 
 
-def failure_of(results: Results, found: Experiment | None) -> SearchFailed | None:
-    """Return the error of a search whose trials all errored; None for any other.
+def failure_of(results: Results, state_before: Experiment | None) -> SearchFailed | None:
+    """Return the error of a search whose trials all errored; None if any trial did not.
 
     Args:
-        found: the experiment as this run found it; None if it did not read it.
+        state_before: the experiment before this run; None if the run has not read it.
     """
     trials = results.trials
     if not trials or (len(results.errors) < len(trials) and not same_errors_reason(trials.values())):
         return None
-    earlier = {} if found is None else found.trials
-    skipped = sum(trial.attempt == earlier[name].attempt for name, trial in trials.items() if name in earlier)
+    old = {} if state_before is None else state_before.trials
+    skipped = sum(trial.attempt == old[name].attempt for name, trial in trials.items() if name in old)
     return SearchFailed(_all_errored(results, skipped), results)
 
 
@@ -531,27 +532,27 @@ def _all_errored(results: Results, skipped: int) -> str:
     causes = errors_by_cause([trial for trial in results.trials.values() if trial.trial in results.errors])
     (cause, (first, *_)), *others = causes
     if count == 1:
-        errored = f"its only trial errored: {cause}"
+        summary = f"its only trial errored: {cause}"
     elif not others:
-        errored = f"{len(results.errors)} of {count} trials errored, all with: {cause}"
+        summary = f"{len(results.errors)} of {count} trials errored, all with: {cause}"
     else:
-        shown = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_CAUSES]]
-        if (more := len(causes) - _CAUSES) > 0:
-            shown.append(plural(more, "other error", "other errors"))
-        errored = f"{count} of {count} trials errored: {'; '.join(shown)}"
+        parts = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_MAX_CAUSES]]
+        if (more := len(causes) - _MAX_CAUSES) > 0:
+            parts.append(plural(more, "other error", "other errors"))
+        summary = f"{count} of {count} trials errored: {'; '.join(parts)}"
     if isinstance(results.experiment.settings.get("trainable"), str):
-        again = f"pass rerun_errored=True (prefect-tune resume {results.target.argument} {name} --rerun-errored)"
-    else:  # a script's function, which no other program finds
-        again = f"pass experiment={name!r} and rerun_errored=True"
-    rerun = f"{again}; {KEEPS_CONFIGURATIONS}"
+        how_to_rerun = f"pass rerun_errored=True (prefect-tune resume {results.target.argument} {name} --rerun-errored)"
+    else:  # a script's function, which no other program can import
+        how_to_rerun = f"pass experiment={name!r} and rerun_errored=True"
+    rerun = f"{how_to_rerun}; {KEEPS_CONFIGURATIONS}"
     if not skipped:
-        failed = f"{errored}. Remove the cause, then run the search again: {rerun}"
+        message = f"{summary}. Remove the cause, then run the search again: {rerun}"
     else:
-        old = f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried"
-        asked = f"{old}: to retry with the code as it is now, {rerun}"
-        failed = f"{asked}. In the earlier run {errored}" if skipped == count else f"{errored}. {asked}"
-    failed = f"experiment {name!r}: {failed}"
+        not_retried = f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried"
+        note = f"{not_retried}: to retry with the code as it is now, {rerun}"
+        message = f"{note}. In the earlier run {summary}" if skipped == count else f"{summary}. {note}"
+    message = f"experiment {name!r}: {message}"
     error = error_of(first.end_reason)
-    if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process has died
-        return failed
-    return f"{failed}. Traceback: prefect-tune show {results.target.argument} {name} --trial {first.trial}"
+    if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process died
+        return message
+    return f"{message}. Traceback: prefect-tune show {results.target.argument} {name} --trial {first.trial}"

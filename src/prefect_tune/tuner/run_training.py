@@ -1,4 +1,4 @@
-"""Run a single training: a search of one trial, with a given configuration, that writes the experiment's journal."""
+"""Run a single training: a search with one trial and a fixed configuration, which writes the experiment's journal."""
 
 from __future__ import annotations
 
@@ -59,69 +59,69 @@ from prefect_tune.tuner.stop_requests import StopSource
 
 
 def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
-    """Train the one trial of `plan` within a flow run, until it is done or a retry budget is spent.
+    """Train the one trial of `plan` within a flow run, until it is finished or a retry budget is spent.
 
     Returns:
-        its specification, and its state; the error of a trial whose budget is spent. Raises what
-        `durable_trainable` raises otherwise.
+        The trial's specification and state; or an error, if a retry budget is spent. Raises the other errors of
+        `durable_trainable`.
     """
     with quiet_inner_tasks():
         turn = first_turn(Turn(plan), TRAINING_QUESTION, last_form())
         spec, stopper = spec_of_one_trial(turn.plan, ONLY_TRIAL)
         require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
-        state = _trained(spec, storable_config(config), stopper, turn)
+        state = _run_training_iteration(spec, storable_config(config), stopper, turn)
         ask_if_suspended(turn.plan, TRAINING_QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
         return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
     newest = newest_checkpoint(trial)
-    saved = newest.step if newest else 0
-    if trial.phase is Phase.FINISHED and saved < trial.step:
-        unsaved = "the newest checkpoint is of step %d; the %d steps after it were reported, but not saved"
-        get_run_logger().warning(unsaved, saved, trial.step - saved)
+    saved_step = newest.step if newest else 0
+    if trial.phase is Phase.FINISHED and saved_step < trial.step:
+        message = "the newest checkpoint is of step %d; the %d steps after it were reported but not saved"
+        get_run_logger().warning(message, saved_step, trial.step - saved_step)
     return replace(spec, trial=state.trial_key(ONLY_TRIAL)), trial
 
 
-def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, turn: Turn) -> Experiment:
+def _run_training_iteration(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, turn: Turn) -> Experiment:
     target, plan = spec.target, turn.plan
 
     def train(stop: threading.Event) -> Experiment:
         check_target(target)
-        known = turn.known or read_known(target, plan.experiment)
-        here = replace(spec, trial=known.trial_key(ONLY_TRIAL))
-        require_same_training(known, here, config)  # before an earlier owner is superseded
-        is_finished = ONLY_TRIAL in known.trials and known.trial(ONLY_TRIAL).phase is Phase.FINISHED
-        if spec.isolation == "process" and not is_finished:
-            pool.prepare(spec.trainable, get_run_logger())  # its fork server starts while the experiment opens
-        opened = take_over(turn, known, slots=1)
-        require_same_training(opened, here, config)  # another run may have begun it since it was read
-        journal_writer = turn.begin_writing(JournalWriter(target, opened, write_entry))
+        state_before = turn.known or read_known(target, plan.experiment)
+        trial_spec = replace(spec, trial=state_before.trial_key(ONLY_TRIAL))
+        require_same_training(state_before, trial_spec, config)  # before an earlier owner is superseded
+        was_finished = ONLY_TRIAL in state_before.trials and state_before.trial(ONLY_TRIAL).phase is Phase.FINISHED
+        if spec.isolation == "process" and not was_finished:
+            pool.prepare(spec.trainable, get_run_logger())  # its fork server starts during the takeover
+        state = take_over(turn, state_before, slots=1)
+        require_same_training(state, trial_spec, config)  # another run may have begun it in the meantime
+        journal_writer = turn.begin_writing(JournalWriter(target, state, write_entry))
         with retrying_refusals():
-            if news := follow_up(here, opened, turn):
-                journal_writer.write(news)
-            return drive(here, journal_writer, known, stop)
+            if follow_up_events := follow_up(trial_spec, state, turn):
+                journal_writer.write(follow_up_events)
+            return drive(trial_spec, journal_writer, state_before, stop)
 
     def drive(spec: TrialSpec, journal_writer: JournalWriter, before: Experiment, stop: threading.Event) -> Experiment:
         state, trial = journal_writer.experiment, journal_writer.experiment.trials.get(ONLY_TRIAL)
-        is_done = (
+        is_finished = (
             trial is not None
             and trial.phase is Phase.FINISHED
             and has_had_enough(trial, stopper, CurveReader(target, state.key))  # by today's stop criterion too
         )
-        _log_progress(spec, plan, state, is_done=is_done)
+        _log_resume_point(spec, plan, state, is_finished=is_finished)
         limits = SearchLimits(
             options=plan.extended(rerun_errored=True),
             max_concurrent_trials=1,
-            has_had_enough=lambda _: is_done,
+            has_had_enough=lambda _: is_finished,
         )
-        policy = SearchPolicy(_OneConfig(config), FIFO().begin(UNNAMED, 0))
-        outlook = SearchEstimate(state.name, None, 1, stopper.step_count, is_training=True)
+        policy = SearchPolicy(_SingleConfigProposals(config), FIFO().begin(UNNAMED, 0))
+        estimate = SearchEstimate(state.name, None, 1, stopper.step_count, is_training=True)
         executor, log = LocalExecutor(pool, launch=call_attempt), get_run_logger()
-        with showing(state, spec, outlook, stop, before=before, emits=not is_done) as (observers, reporter):
+        with showing(state, spec, estimate, stop, before=before, emits=not is_finished) as (observers, reporter):
             observer = ObserverGroup(observers, log)
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observer)
             state = driver.run(StopSource(stop))
-            reporter.conclude()  # it draws the last page while the event emitter ends
+            reporter.conclude()  # draws the last page while the event emitter ends
         return state
 
     with TrialProcessPool(slots=0) as pool, as_one_owner(turn):
@@ -132,7 +132,7 @@ def _trained(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, tu
 def showing(
     state: Experiment,
     spec: TrialSpec,
-    outlook: SearchEstimate,
+    estimate: SearchEstimate,
     stop: threading.Event,
     *,
     runs: Callable[[str], bool] = lambda _: True,
@@ -142,29 +142,29 @@ def showing(
     """Yield the observers that show a run in the log, the terminal, Prefect's UI and events, and the live status.
 
     Args:
-        state: the experiment as the run has opened it.
+        state: the experiment after the run has acquired it.
         spec: how its trials are trained.
-        outlook: what is known of its extent.
-        stop: set if the run was asked to stop.
+        estimate: the expected number of trials and steps, and the time budget.
+        stop: set when the run is requested to stop.
         runs: returns whether a trial is running now.
-        before: as in `EventEmitter.start`.
-        emits: whether the run has events.
+        before: see `EventEmitter.start`.
+        emits: whether the run emits events.
     """
     target, log, recorder = spec.target, get_run_logger(), SearchRecorder(state)
-    lines = SearchLog(recorder, outlook.objective, target.uri, log)
-    address = ExperimentAddress(target.uri, outlook.experiment)
-    emitter = EventEmitter(address, outlook.objective, recorder, log)
+    search_log = SearchLog(recorder, estimate.objective, target.uri, log)
+    address = ExperimentAddress(target.uri, estimate.experiment)
+    emitter = EventEmitter(address, estimate.objective, recorder, log)
     in_terminal = spec.isolation == "process"  # with threads, a debugger may use the terminal
     with (
-        reported(Reporter(target, recorder, outlook, log), stop) as reporter,
+        reported(Reporter(target, recorder, estimate, log), stop) as reporter,
         emitting_events(emitter, stop, before) if emits else nullcontext(),
-        progress(recorder, outlook, lines.notes, log, stop, in_terminal=in_terminal) as seen,
+        progress(recorder, estimate, search_log.notes, log, stop, in_terminal=in_terminal) as progress_view,
         LiveStatusPublisher(target, recorder.read, spec.sync.live_period, runs),
     ):
-        yield [recorder, lines, emitter, seen, reporter], reporter
+        yield [recorder, search_log, emitter, progress_view, reporter], reporter
 
 
-class _OneConfig(Proposals):
+class _SingleConfigProposals(Proposals):
     """Proposes the one configuration that was passed."""
 
     def __init__(self, config: Mapping[str, object]) -> None:
@@ -177,18 +177,18 @@ class _OneConfig(Proposals):
         del number, config
 
 
-def _log_progress(spec: TrialSpec, plan: SearchPlan, state: Experiment, *, is_done: bool) -> None:
+def _log_resume_point(spec: TrialSpec, plan: SearchPlan, state: Experiment, *, is_finished: bool) -> None:
     trial, log = state.trials.get(ONLY_TRIAL), get_run_logger()
-    where = f"experiment {state.name!r} at {spec.target.uri}"
+    location = f"experiment {state.name!r} at {spec.target.uri}"
     newest = newest_checkpoint(trial) if trial else None
-    if trial is not None and is_done:
-        log.info("%s: finished already, at step %d: %s", where, trial.step, visible(trial.reason), extra=NOTICE)
+    if trial is not None and is_finished:
+        log.info("%s: already finished, at step %d: %s", location, trial.step, visible(trial.reason), extra=NOTICE)
     elif trial is not None and newest is not None:
         attempts = plural(trial.attempt, "attempt", "attempts")
-        log.info("%s: resumes from step %d, after %s", where, newest.step, attempts, extra=NOTICE)
-        if changed := code_changed(spec.target, spec.trial, trial, plan.trainable):
-            log.warning("%s: training continues with the new code", changed)
+        log.info("%s: resumes from step %d after %s", location, newest.step, attempts, extra=NOTICE)
+        if code_change := code_changed(spec.target, spec.trial, trial, plan.trainable):
+            log.warning("%s: training continues with the new code", code_change)
     elif (trial and trial.attempt) or (flow_run.run_count or 1) > 1:
-        log.warning("%s: no checkpoint was ever committed, so training starts again from step 0", where)
+        log.warning("%s: no checkpoint was committed, so training restarts from step 0", location)
     else:
-        log.info("%s: starts from step 0", where)
+        log.info("%s: starts from step 0", location)

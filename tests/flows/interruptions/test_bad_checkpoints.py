@@ -103,7 +103,7 @@ def test_a_checkpoint_that_kills_whoever_loads_it_is_put_aside_after_three_death
     result = trouble.run(steps=20, failures=FailurePolicy(max_failures=5))
     assert result.step == 20
     assert trouble.acts("loaded") == [10, 10, 10, 5]
-    assert "a checkpoint is quarantined" in trouble.loudly()
+    assert "checkpoint quarantined" in trouble.loudly()
     assert len(trouble.trial.quarantined) == 1
 
 

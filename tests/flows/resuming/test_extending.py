@@ -127,11 +127,11 @@ def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
 @pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
     state = after(nothing_yet(first_generation("nightly")), [Configured(settings=before)])
-    with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' was not begun with a fixed"):
+    with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' has no fixed number of samples"):
         with_added_samples(planned(samples_per_run=5), state, lambda: "a")
 
 
-@pytest.mark.parametrize(("options", "said"), [({"num_samples": 3}, "give one of them"), ({}, "found -2")])
+@pytest.mark.parametrize(("options", "said"), [({"num_samples": 3}, "pass only one of them"), ({}, "found -2")])
 @pytest.mark.usefixtures("no_prefect_server")
 def test_how_many_there_are_to_be_is_said_once(options: Any, said: str, local_target: LocalTarget) -> None:
     count = {"samples_per_run": 3} if options else {"samples_per_run": -2}

@@ -318,7 +318,7 @@ def test_a_fork_that_cannot_be_resumed_with_its_arguments_is_not_made(local_targ
 
 
 def test_a_search_that_counts_for_itself_takes_no_number_of_samples() -> None:
-    with pytest.raises(pt.InvalidInput, match=r"num_samples: .* decides itself how many"):
+    with pytest.raises(pt.InvalidInput, match=r"num_samples: .* has its own number of samples"):
         pt.tune(Moody, SPACE, target="./nowhere", search=pt.Repeated(pt.RandomSearch(2), 2), num_samples=3)
 
 

@@ -178,7 +178,7 @@ def test_a_retry_whose_first_call_is_another_one_does_not_take_over_an_unfinishe
         data = 1 if flow_run.run_count == 1 else 2
         search(tmp_path, data, _failing)
 
-    with pytest.raises(InvalidInput, match=r"an earlier try of this run has begun '.*' by a call without a name.*pass"):
+    with pytest.raises(InvalidInput, match=r"an earlier try of this run began '.*' by a call without a name.*pass"):
         several()
     assert len(names_below(tmp_path)) == 1
 

@@ -62,13 +62,13 @@ def test_rays_name_of_the_step_is_a_warning_before_any_trial_begins(caplog: pyte
 @pytest.mark.parametrize(
     ("metric", "mode", "said"),
     [
-        ("accuracy", None, "Did you mean mode='max'? If not, mode='min' says so without this warning"),
+        ("accuracy", None, "Did you mean mode='max'? If not, pass mode='min' to silence this warning"),
         ("accuracy", "min", None),
         ("loss", None, None),
-        ("loss", "max", "Did you mean mode='min'? If not, mode=['max'] says so without this warning"),
+        ("loss", "max", "Did you mean mode='min'? If not, pass mode=['max'] to silence this warning"),
         ("loss", ["max"], None),
-        (["loss", "f1"], None, "f1: by its name large values are good, and the search takes the smallest"),
-        (["loss", "f1"], "max", "loss: by its name small values are good, and the search takes the largest"),
+        (["loss", "f1"], None, "f1: the name suggests that large values are good, but the search prefers the smallest"),
+        (["loss", "f1"], "max", "loss: the name suggests that small values are good, but the search prefers the large"),
         (["loss", "f1"], ["max", "min"], None),
         (None, None, None),
     ],
@@ -116,9 +116,7 @@ def test_fewer_samples_than_trials_are_reported_as_of_no_effect(caplog: pytest.L
     assert caplog.messages == []
     log_fewer_samples(state, planned(num_samples=2), LOG)
     (said,) = caplog.messages
-    assert said.startswith(
-        "num_samples=2 has no effect: it is the total, which makes 2 trials, and the experiment has 3 "
-    )
+    assert said.startswith("num_samples=2 has no effect: it is the total (2 trials), and the experiment already has 3.")
 
 
 def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +130,7 @@ def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCapture
     log_space(state, planned(space=other, num_samples=4), LOG)
     said = "the search space has changed; 3 earlier trials were drawn from the old one"
     assert caplog.messages == [
-        f"{said}, and the search proposes 3 in all: raise num_samples to draw from the new space",
+        f"{said}, and the search proposes only 3 in total: raise num_samples to draw from the new space",
         said,
     ]
 
@@ -154,7 +152,7 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
         pt.tune(Moody, {"fails": "raise"}, num_samples=1, **common)
     assert "not retried" not in caplog.text, "the error says it"
     results_of_failed(lambda: pt.tune(Moody, {"fails": "not"}, num_samples=1, **common))
-    said = "the search space has changed; 1 earlier trial was drawn from the old one, and the search proposes 1 in all"
+    said = "the search space has changed; 1 earlier trial was drawn from the old one, and the search proposes only 1 in"
     assert said in caplog.text
     (*_, last) = (each.message for each in caplog.records if each.levelname == "WARNING")
     assert last.startswith("e: 1 errored of 1 after ")

@@ -181,7 +181,7 @@ def test_steps_that_were_reported_and_not_saved_are_trained_again_in_a_new_attem
 def test_a_search_is_not_written_to(caller: Caller, tmp_path: Path) -> None:
     write_search(tmp_path / "runs", "e", {"a": 0.5, "b": 0.25})
     before = files_in(tmp_path / "runs")
-    with pytest.raises(pt.InvalidInput, match="is a search, which writes its journal itself"):
+    with pytest.raises(pt.InvalidInput, match="is a search, which writes its own journal"):
         caller.save(1, target=str(tmp_path / "runs"))
     assert files_in(tmp_path / "runs") == before
 
