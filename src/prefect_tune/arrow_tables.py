@@ -165,10 +165,10 @@ def _make_columns(rows: Iterable[Mapping[str, object]], count: int, taken: Colle
             if column is None:
                 column = columns[name] = [None] * count
             column[index] = value
-    return {f"metrics/{name}" if name in taken else name: _typed_column(values) for name, values in columns.items()}
+    return {f"metrics/{name}" if name in taken else name: _make_column(values) for name, values in columns.items()}
 
 
-def _typed_column(column: list[Any]) -> pa.Array:
+def _make_column(column: list[Any]) -> pa.Array:
     """Return a column of one type; lists, mixed types, and integers beyond 64 bits or a float's range become JSON."""
     import pyarrow as pa
 

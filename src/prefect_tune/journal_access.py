@@ -187,13 +187,13 @@ def opened_journal(store: ObjectStore, key: JournalKey, target: StorageTarget, o
     """Take over the journal `key` on `store` without retries; see `open_journal`."""
     before: Experiment | None = None
 
-    def also(state: Experiment) -> Sequence[Event]:
+    def collect_events(state: Experiment) -> Sequence[Event]:
         nonlocal before
         before = state
         return opening.also(state)
 
     try:
-        state_after = take_over(store, key, opening.owner, opening.stamp, also=also, known=opening.known)
+        state_after = take_over(store, key, opening.owner, opening.stamp, also=collect_events, known=opening.known)
         if before is not None:  # None: an earlier try wrote the entry, and the reply was lost
             settle_dead_attempts(before, opening.owner)
         # The second entry has its own stamp, so that a retry of the task recognizes both entries.

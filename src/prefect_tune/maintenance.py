@@ -65,7 +65,7 @@ _MAX_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class DamagedCheckpoint:
-    """A committed checkpoint, or a journal, that is damaged."""
+    """A damaged committed checkpoint or journal."""
 
     experiment: str
     trial: str | None

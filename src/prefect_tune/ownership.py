@@ -188,7 +188,7 @@ def owner_after(state: Experiment, max_restarts: int) -> Owner:
     if previous_owner is None or previous_owner.flow_run is None or owner.flow_run is None:
         return owner
     if previous_owner.flow_run != owner.flow_run:
-        _skip_beside_live_run(state.name, previous_owner)
+        _cancel_if_owner_alive(state.name, previous_owner)
         return owner
     with suppress(PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
         if is_started_by_hand(client.read_flow_run_states(UUID(owner.flow_run))):
@@ -203,7 +203,7 @@ def owner_after(state: Experiment, max_restarts: int) -> Owner:
     return owner
 
 
-def _skip_beside_live_run(experiment: str, owner: Owner) -> None:
+def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
     """Cancel a scheduled run while the last run is alive: a takeover would lose its unsaved steps."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
@@ -238,7 +238,7 @@ def is_same_writer(one: Owner | None, other: Owner) -> bool:
     return one is not None and one.identity == other.identity
 
 
-class _AlreadyOpenedError(Exception):
+class _AlreadyOwnedError(Exception):
     """Another task of this flow run has taken over the experiment."""
 
 
@@ -256,9 +256,9 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
     """
     writer, stamp = this_writer(), new_write_id()
 
-    def require_not_opened(current: Experiment) -> Sequence[Event]:
+    def require_not_owned(current: Experiment) -> Sequence[Event]:
         if is_same_writer(current.owner, writer):
-            raise _AlreadyOpenedError
+            raise _AlreadyOwnedError
         return ()
 
     with _writing[target.uri, experiment]:
@@ -274,10 +274,10 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
                     )
                 _require_not_superseded(state, target, writer)
                 # Suppress a takeover by another task of this run; after any other one the next iteration raises.
-                with suppress(_AlreadyOpenedError, Superseded):
+                with suppress(_AlreadyOwnedError, Superseded):
                     if not check_target(target).conditional_create:
                         require_one_runner(target.uri)
-                    opening = Opening(writer, new_write_id(), require_not_opened, known=state)
+                    opening = Opening(writer, new_write_id(), require_not_owned, known=state)
                     return open_journal(target, state.key, opening)
             elif state.adopted_in == state.term:
                 return state
@@ -287,7 +287,7 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
 
 
 def _require_not_superseded(state: Experiment, target: StorageTarget, writer: Owner) -> None:
-    def was_owned_by_me(store: ObjectStore) -> bool:
+    def check_earlier_ownership(store: ObjectStore) -> bool:
         return any(is_same_writer(owner, writer) for owner in earlier_owners(store, state))
 
     if state.key.generation > 1:
@@ -295,7 +295,7 @@ def _require_not_superseded(state: Experiment, target: StorageTarget, writer: Ow
     if state.owner is None:
         return
     is_older_try = state.owner.flow_run == writer.flow_run is not None and writer.attempt < state.owner.attempt
-    if is_older_try or on_target(target, was_owned_by_me):
+    if is_older_try or on_target(target, check_earlier_ownership):
         raise _superseded_error(state, target)
 
 
@@ -374,7 +374,7 @@ def writer_of_trial(trial: str) -> EntryWriter:
     ) -> Experiment:
         write_stamp, ours = stamp or new_write_id(), experiment.trials.get(trial)
 
-        def require(state: Experiment) -> None:
+        def require_acceptable(state: Experiment) -> None:
             theirs = state.trials.get(trial)
             if ours and theirs and (ours.attempt, ours.phase) != (theirs.attempt, theirs.phase):
                 raise Superseded(
@@ -385,7 +385,7 @@ def writer_of_trial(trial: str) -> EntryWriter:
             if theirs and any(not is_acceptable(theirs, checkpoint.sequence) for checkpoint in saves):
                 raise SaveOvertaken(f"{state.key}: another task has changed the checkpoints of trial {trial!r}")
 
-        return with_retries(lambda: append_beside_others(target, experiment, events, write_stamp, require))
+        return with_retries(lambda: append_beside_others(target, experiment, events, write_stamp, require_acceptable))
 
     return write
 

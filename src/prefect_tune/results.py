@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ArrowTable: TypeAlias = Any
-"""A `pyarrow.Table`: pyarrow has no types, and a checker in strict mode would report each use of an unknown one."""
+"""A `pyarrow.Table`: pyarrow has no types, and a strict type checker would report each use of an unknown type."""
 DataFrame: TypeAlias = Any
 """A `pandas.DataFrame`: pandas may not be installed."""
 
@@ -137,15 +137,15 @@ class Trials(Mapping[str, Trial]):
     def __repr__(self) -> str:
         if not self:
             return "no trials"
-        first, metrics, more = self._first_rows()
+        first, metrics, more = self._select_first_trials()
         table, hidden = trials_table(first, metrics)
         return "\n".join(filter(None, (text_of(table, width=output_width()), hidden, more)))
 
     def _repr_html_(self) -> str:
-        first, metrics, more = self._first_rows()
+        first, metrics, more = self._select_first_trials()
         return trials_html(first, metrics, more if first else "no trials")
 
-    def _first_rows(self) -> tuple[Sequence[Trial], Sequence[str], str]:
+    def _select_first_trials(self) -> tuple[Sequence[Trial], Sequence[str], str]:
         """Return the trials to show, their metrics, and how many more there are."""
         first = list(self.values())[:MAX_ROWS]
         return first, self._metrics or common_metrics(first), more_trials(len(self) - len(first))
@@ -264,7 +264,7 @@ class Results:
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
         """Return the learning curve of a trial: one report per step, without reports that a retry has replaced."""
-        return self._curves.of(self._find_trial(trial).trial)
+        return self._curves.of(self._require_trial(trial).trial)
 
     @cached_property
     def _curves(self) -> Curves:
@@ -340,14 +340,14 @@ class Results:
 
     def _reload_trials(self, trial: str | Trial | None) -> Sequence[Trial]:
         """Return the present state of a trial, or of all trials, which may have saved and deleted checkpoints since."""
-        trials = [self._find_trial(trial)] if trial is not None else list(self.trials.values())
+        trials = [self._require_trial(trial)] if trial is not None else list(self.trials.values())
         if all(trial_.phase in ENDED for trial_ in trials):
             return trials
         with self.target.open(timeout=_TIMEOUT) as store:
             state = load(store, self.experiment.key)
         return [state.trials.get(trial_.trial, trial_) for trial_ in trials]
 
-    def _find_trial(self, trial: str | Trial) -> Trial:
+    def _require_trial(self, trial: str | Trial) -> Trial:
         return trial_named(self.experiment, trial.trial if isinstance(trial, Trial) else trial)
 
     # --------------------------------------------------------------------------------------------------- tables
@@ -373,7 +373,7 @@ class Results:
                 raise InvalidInput(f"rows {rows!r}: expected 'trials', 'reports' or 'attempts'")
 
     def to_pandas(self, rows: Rows | Literal["attempts"] = "trials") -> DataFrame:
-        """Return the same as a pandas `DataFrame`.
+        """Return the table of `to_arrow` as a pandas `DataFrame`.
 
         Raises:
             InvalidInput: pandas is not installed.

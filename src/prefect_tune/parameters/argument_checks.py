@@ -292,5 +292,5 @@ def _build_from_json(value: object, where: str) -> object:
 def _example_json(name: str) -> str:
     """Return the JSON of a built-in class with the examples of its options."""
     options = fields(getattr(prefect_tune, name))
-    examples = {option_name(each): each.metadata["example"] for each in options if "example" in each.metadata}
+    examples = {option_name(field): field.metadata["example"] for field in options if "example" in field.metadata}
     return json.dumps({name: examples})

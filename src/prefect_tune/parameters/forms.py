@@ -60,17 +60,17 @@ def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
-        name: {**kind, **_plain_description(kind), "properties": _simplify(kind.get("properties", {}))}
+        name: {**kind, **_plain_description(kind), "properties": _simplify_fields(kind.get("properties", {}))}
         for name, kind in schema.get("definitions", {}).items()
     }
-    form = {**schema, "properties": _simplify(schema["properties"]), "definitions": definitions}
+    form = {**schema, "properties": _simplify_fields(schema["properties"]), "definitions": definitions}
     if isinstance(flow, GroupedFlow):  # no form shows patterns as fields
         group = definitions[OPTIONS]["properties"]
         form["patternProperties"] = {f"^{name}$": {"anyOf": [field, _NULL]} for name, field in group.items()}
     return form
 
 
-def _simplify(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
+def _simplify_fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
     return {name: _drop_null({**field, **_plain_description(field)}) for name, field in fields.items()}
 
 
@@ -117,15 +117,15 @@ def _any_of(*schemas: _Schema) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [dict(schema) for schema in schemas]})
 
 
-def _string(title: str) -> _Schema:
+def _text_schema(title: str) -> _Schema:
     return {"title": title, "type": "string"}
 
 
-def _choice(title: str, *values: str) -> _Schema:
+def _choice_schema(title: str, *values: str) -> _Schema:
     return {"title": title, "type": "string", "enum": list(values)}
 
 
-def _array(title: str, items: _Schema) -> _Schema:
+def _list_schema(title: str, items: _Schema) -> _Schema:
     return {"title": title, "type": "array", "items": dict(items)}
 
 
@@ -143,23 +143,24 @@ def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
     }
 
 
-def _target_string() -> _Schema:
+def _target_text_schema() -> _Schema:
     """Return the schema of a target as text: Prefect's API rejects a relative path before a run begins."""
-    return {**_string(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE}|{block_slug_pattern()}$)"}
+    return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE}|{block_slug_pattern()}$)"}
 
 
 def _target_schema() -> _Schema:
     blocks = sorted(TARGET_TYPES, key=lambda block: not issubclass(block, ObjectTarget))  # buckets, for deployments
-    return {"anyOf": [_target_string(), *(_block_reference_schema(block) for block in blocks)]}
+    return {"anyOf": [_target_text_schema(), *(_block_reference_schema(block) for block in blocks)]}
 
 
 def _warm_start_schema() -> _Schema:
     pattern = rf"^(?:[^/]+|{ABSOLUTE}.*|{block_slug_pattern()}/[^/]+)$"
-    return {"anyOf": [_array("Experiments", {**_string("Name, or target/name"), "pattern": pattern}), _NULL]}
+    source = {**_text_schema("Name, or target/name"), "pattern": pattern}
+    return {"anyOf": [_list_schema("Experiments", source), _NULL]}
 
 
 def _sync_schema() -> _Schema:
-    target = {"anyOf": [_target_string(), _NULL]}
+    target = {"anyOf": [_target_text_schema(), _NULL]}
     fields: dict[str, Any] = {
         # The schema of a target block would import the credential blocks of other packages.
         name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else field.annotation, field)
@@ -188,7 +189,7 @@ class _Dataclass(Protocol):
 
 
 _TARGET_TITLE = "Absolute path or URI, or type/name of a saved block"
-_MODE_SCHEMA = _choice("One mode for all metrics", "min", "max")
+_MODE_SCHEMA = _choice_schema("One mode for all metrics", "min", "max")
 _OPTIONAL_DICT = _WithType(dict[str, Any] | None)
 _ANY_TYPE = _WithType(Any)
 """For parameters that `SearchPlan` validates with better messages."""
@@ -231,18 +232,20 @@ ResourcesField: TypeAlias = Annotated[Mapping[str, float] | None, _WithType(dict
 SyncField: TypeAlias = Annotated[SyncConfig | None, _WithSchema(_sync_schema)]
 TrainableField: TypeAlias = Annotated[TrainableLike, _ANY_TYPE, WithJsonSchema({"type": "string"})]
 OtherTrainableField: TypeAlias = Annotated[
-    TrainableLike | None, _ANY_TYPE, _any_of(_string("package.module:Name"), _NULL)
+    TrainableLike | None, _ANY_TYPE, _any_of(_text_schema("package.module:Name"), _NULL)
 ]
 MetricField: TypeAlias = Annotated[
-    str | list[str] | None, _any_of(_string("One metric"), _array("Several metrics", {"type": "string"}), _NULL)
+    str | list[str] | None,
+    _any_of(_text_schema("One metric"), _list_schema("Several metrics", {"type": "string"}), _NULL),
 ]
 ModeField: TypeAlias = Annotated[
-    Mode | list[Mode] | None, _any_of(_MODE_SCHEMA, _array("One mode for each metric", _MODE_SCHEMA), _NULL)
+    Mode | list[Mode] | None,
+    _any_of(_MODE_SCHEMA, _list_schema("One mode for each metric", _MODE_SCHEMA), _NULL),
 ]
 CallbacksField: TypeAlias = Annotated[
     Sequence[Callback | str] | None,
     _WithType(list[Any] | None),
-    _any_of(_array("package.module:Name", {"type": "string"}), _NULL),
+    _any_of(_list_schema("package.module:Name", {"type": "string"}), _NULL),
 ]
 ResumeLike: TypeAlias = Literal[
     "auto",
@@ -269,12 +272,14 @@ ResumeLike: TypeAlias = Literal[
 ResumeField: TypeAlias = Annotated[
     bool | ResumeLike,
     _WithType(bool | str),
-    _any_of(_choice("Mode", "auto", "must", "never"), _string("Ray Tune's resume modes"), {"type": "boolean"}),
+    _any_of(_choice_schema("Mode", "auto", "must", "never"), _text_schema("Ray Tune's modes"), {"type": "boolean"}),
 ]
 RerunErrored: TypeAlias = bool | Literal["only"]
 RerunField: TypeAlias = Annotated[
     RerunErrored,
-    _any_of({"title": "Retry errored trials too", "type": "boolean"}, _choice("Retry errored trials only", "only")),
+    _any_of(
+        {"title": "Retry errored trials too", "type": "boolean"}, _choice_schema("Retry errored trials only", "only")
+    ),
 ]
 
 
@@ -324,8 +329,8 @@ class GroupedFlow(FlowWithServer[_P, _R]):
         default = Field(default=None, description=f"{len(fields)} more parameters: choose Options.")
         group = Parameter(ADVANCED, Parameter.KEYWORD_ONLY, default=default, annotation=options | None)
         # Before version 3.9, Prefect passes a default that is a `Field` as the argument.
-        entry = _make_entrypoint(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
-        super().__init__(entry, name=flow.name, version=flow.version, persist_result=flow.persist_result)
+        call_flow = _make_entrypoint(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
+        super().__init__(call_flow, name=flow.name, version=flow.version, persist_result=flow.persist_result)
         self.flat = flow
         self.__signature__ = Signature([*(by_keyword[name] for name in first), group])
 
@@ -364,7 +369,7 @@ def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: 
     """Return the function that a run calls; Prefect's engine rejects parameters that its signature lacks."""
     function: Callable[..., _R] = flow.fn
 
-    def entry(**parameters: Any) -> _R:
+    def call_flow(**parameters: Any) -> _R:
         group: BaseModel | None = parameters.pop(ADVANCED)
         if group is not None:
             context = FlowRunContext.get()  # its flow run has the parameters without Prefect's defaults
@@ -377,8 +382,8 @@ def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: 
                     get_run_logger().warning(warning, name, ADVANCED)
         return function(**parameters)
 
-    entry.__name__ = entry.__qualname__ = function.__name__
-    entry.__module__ = module
-    entry.__doc__ = function.__doc__
-    vars(entry)["__signature__"] = accepted
-    return entry
+    call_flow.__name__ = call_flow.__qualname__ = function.__name__
+    call_flow.__module__ = module
+    call_flow.__doc__ = function.__doc__
+    vars(call_flow)["__signature__"] = accepted
+    return call_flow

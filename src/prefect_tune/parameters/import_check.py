@@ -204,7 +204,7 @@ class _DefinitionLookup:
         name, *rest = path
         aliases = f"{spec.name} does not define {name!r}, but aliases another object"
         is_defined = False
-        for statement in _iter_nested(body):
+        for statement in _walk_body(body):
             if _has_other_binding(statement, name):
                 return aliases
             match statement:
@@ -248,14 +248,14 @@ class _DefinitionLookup:
         return module, self.undefined_reason(module, path, depth + 1)
 
 
-def _iter_nested(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+def _walk_body(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield all statements that may bind a name of the module, including those in blocks such as `if` and `try`."""
     for statement in body:
         yield statement
         if not isinstance(statement, _DEFINITION_TYPES):
-            yield from _iter_nested([node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.stmt)])
+            yield from _walk_body([node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.stmt)])
             for branch in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
-                yield from _iter_nested(branch.body)
+                yield from _walk_body(branch.body)
 
 
 def _has_other_binding(statement: ast.stmt, name: str) -> bool:

@@ -67,7 +67,7 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
         raise InvalidInput(f"experiment {state.name!r} {_resume_advice(state)}; or choose another experiment name")
     for name, option in OPTIONS.items():
         before, now = _effective_setting(name, state.settings), _effective_setting(name, settings)
-        if option.fixed and state.trials and before != now and (name == "seed" or _may_have_used_metric(state)):
+        if option.fixed and state.trials and before != now and (name == "seed" or _was_metric_used(state)):
             raise InvalidInput(
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
                 f"{option.fixed}. Pass {before!r}, or choose another experiment name"
@@ -86,7 +86,7 @@ def with_seed_of(state: Experiment, plan: SearchPlan) -> SearchPlan:
     return plan.extended(seed=seed) if plan.seed is None and state.trials and seed is not None else plan
 
 
-def _may_have_used_metric(state: Experiment) -> bool:
+def _was_metric_used(state: Experiment) -> bool:
     """Return whether a decision or proposal may have used the metric; False if it is misspelt: no report has it."""
     objective, trials = objective_in(state.settings), state.trials.values()
     if objective is None or any(record.what == "decided" for trial in trials for record in trial.past):

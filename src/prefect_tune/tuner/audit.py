@@ -70,7 +70,7 @@ _MAX_EVENT_LENGTH = 400
 
 @dataclass(frozen=True, slots=True)
 class AuditDifference:
-    """The first proposal or decision of a journal that differs from the one derived."""
+    """The first difference between a journal's proposals and decisions and the derived ones."""
 
     entry: int
     """The number of the entry in the experiment's journal."""
@@ -151,12 +151,12 @@ def audit(
                 observed[event.type] += 1
             case _Underivable(reason=reason):
                 not_derived[reason] += 1
-            case _Expected(events=events) if any(are_equivalent(event, candidate) for candidate in events):
+            case _Expectation(events=events) if any(are_equivalent(event, candidate) for candidate in events):
                 derived[event.type] += 1
-            case _Expected(events=events, expectation=expectation):
-                expected = " or ".join(_format_event(candidate, event) for candidate in events) or expectation
-                trial, found = getattr(event, "trial", None), _format_event(event, *events[:1])
-                raise _DifferenceFoundError(AuditDifference(number, trial, expected, found))
+            case _Expectation(events=events, instead=instead):
+                expected = " or ".join(_format_event(candidate, event) for candidate in events) or instead
+                trial, journaled = getattr(event, "trial", None), _format_event(event, *events[:1])
+                raise _DifferenceFoundError(AuditDifference(number, trial, expected, journaled))
         after = after_event(before, event, number, writer)
         derivation.record(before, event, after)
         return after
@@ -167,7 +167,7 @@ def audit(
         try:
             for entry, digest in each_entry(store, state.key):
                 number = entry.number
-                derivation.begin(entry)
+                derivation.begin_entry(entry)
                 state = apply(state, entry, digest, compare_and_apply)
         except _DifferenceFoundError as error:
             difference = error.difference
@@ -188,11 +188,11 @@ class _DifferenceFoundError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Expected:
+class _Expectation:
     """The search had to write one of these events."""
 
     events: Sequence[Event]
-    expectation: str = ""
+    instead: str = ""
     """What the search had to do instead, if it had to write no event."""
 
 
@@ -203,7 +203,7 @@ class _Underivable:
     reason: str
 
 
-_Finding: TypeAlias = _Expected | _Underivable | None
+_Finding: TypeAlias = _Expectation | _Underivable | None
 """None: the event is no decision, but a report, the end of an attempt, a takeover or a request of the user."""
 
 
@@ -323,7 +323,7 @@ class _Derivation:
         self._last_gave_up: GaveUp | None = None  # the last event, if it is a `GaveUp`
         self._search_end_reason: AnyReason | None = None  # why the stoppers end the search, after the last entry
 
-    def begin(self, entry: Entry) -> None:
+    def begin_entry(self, entry: Entry) -> None:
         """Begin the next entry. The entry that completes a fork copies the decisions of its origin."""
         self._is_fork_entry = any(isinstance(event, Forked) and event.trials is not None for event in entry.events)
         self._search_end_reason = self._policy.why_end() if self._policy else None
@@ -375,7 +375,7 @@ class _Derivation:
             case Decided() if trial is not None:
                 return self._expect_decision(policy, trial, event, plan)
             case Reported() if trial is not None:
-                return self._expect_decided(policy, trial, event, plan)
+                return self._check_missed_decision(policy, trial, event, plan)
             case Resumed() if trial is not None:
                 return self._expect_resume(policy, trial, event, plan)
             case Cloned() if trial is not None:
@@ -391,87 +391,87 @@ class _Derivation:
 
     def _expect_added_trial(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> _Finding:
         if reason := before.ends or self._search_end_reason:
-            return _Expected((), f"no new trial: the search ends: {reason}")
+            return _Expectation((), f"no new trial: the search ends: {reason}")
         if (paused := policy.schedule.resume_next()) is not None:
-            return _Expected([Resumed(trial=paused)])
+            return _Expectation([Resumed(trial=paused)])
         if policy.schedule.is_waiting():
-            return _Expected((), "no new trial yet: the scheduler waits for others")
+            return _Expectation((), "no new trial yet: the scheduler waits for others")
         name = trial_id(policy.proposed)
         if unknown := self._plans[before.term].unknown.get("search"):
             renamed = event.model_copy(update={"trial": name})
-            return _Underivable(unknown) if event.trial == name else _Expected([renamed])
+            return _Underivable(unknown) if event.trial == name else _Expectation([renamed])
         match policy.suggest():
             case Proposed(config=config):
-                return _Expected([event.model_copy(update={"trial": name, "config": config})])
+                return _Expectation([event.model_copy(update={"trial": name, "config": config})])
             case Exhausted(reason=reason):
-                return _Expected((), f"no further trial: {reason}")
+                return _Expectation((), f"no further trial: {reason}")
             case _:
-                return _Expected((), "no new trial yet: the search waits for other trials to end")
+                return _Expectation((), "no new trial yet: the search waits for other trials to end")
 
     def _expect_decision(self, policy: SearchPolicy, trial: Trial, event: Decided, plan: _AuditPlan) -> _Finding:
         milestone = step = event.report.step
         last = self._reports.get(trial.trial)
-        if self._has_milestones_of(trial, plan):
+        if self._are_milestones_known(trial, plan):
             due_step = policy.milestone(trial)
             if open_decision(trial) is not None or due_step is None or step < due_step:
-                return _Expected((), f"no decision at step {step}: {_describe_next_decision(trial, due_step)}")
+                return _Expectation((), f"no decision at step {step}: {_describe_next_decision(trial, due_step)}")
             if last is not None and due_step <= last.step < step:
-                return _Expected((), f"a decision at step {last.step}")
+                return _Expectation((), f"a decision at step {last.step}")
             milestone = due_step
         if last is not None and last.step == step:
             expected = event.model_copy(update={"report": last})
             if not are_equivalent(event, expected):
-                return _Expected([expected])
+                return _Expectation([expected])
         self._decisions[trial.trial] = (milestone, event.report)
         try:
             decision = policy.decide(trial, event.report)
         except BadMetric as error:
-            return _Expected((), f"no decision: {error}")
+            return _Expectation((), f"no decision: {error}")
         unknown = plan.unknown.get("scheduler")
-        return _Underivable(unknown) if unknown else _Expected([event.model_copy(update={"decision": decision})])
+        return _Underivable(unknown) if unknown else _Expectation([event.model_copy(update={"decision": decision})])
 
-    def _has_milestones_of(self, trial: Trial, plan: _AuditPlan) -> bool:
+    def _are_milestones_known(self, trial: Trial, plan: _AuditPlan) -> bool:
         """Return whether the attempt got its milestones from this plan's scheduler, and that scheduler is known."""
         is_ours = trial.outbox is None or self._plans.get(trial.search_term) is plan
         return is_ours and "scheduler" not in plan.unknown
 
-    def _expect_decided(self, policy: SearchPolicy, trial: Trial, event: Reported, plan: _AuditPlan) -> _Finding:
+    def _check_missed_decision(self, policy: SearchPolicy, trial: Trial, event: Reported, plan: _AuditPlan) -> _Finding:
         """Return the missing decision if the attempt has passed a milestone without a decision."""
         step = event.report.step
         last, self._reports[trial.trial] = self._reports.get(trial.trial), event.report
         milestone, decided_report = self._decisions.get(trial.trial, (step, None))
         if decided_report is not None and decided_report.step == step:
             expected = event.model_copy(update={"report": decided_report})
-            return None if are_equivalent(event, expected) else _Expected([expected])
-        if not self._has_milestones_of(trial, plan):
+            return None if are_equivalent(event, expected) else _Expectation([expected])
+        if not self._are_milestones_known(trial, plan):
             return None
         if decided_report is not None and milestone <= step < decided_report.step:
-            return _Expected((), f"a decision at step {step}")
+            return _Expectation((), f"a decision at step {step}")
         due_step = policy.milestone(trial)
         if due_step is None or last is None or last.step < due_step:
             return None
-        return _Expected((), f"no further step: {_describe_next_decision(trial, due_step)}")
+        return _Expectation((), f"no further step: {_describe_next_decision(trial, due_step)}")
 
     def _expect_resume(self, policy: SearchPolicy, trial: Trial, event: Resumed, plan: _AuditPlan) -> _Finding:
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
         if policy.is_to_resume(trial) or policy.schedule.resume_next() == trial.trial:
-            return _Expected([event])
-        _signal_exhausted_search(policy, plan)
+            return _Expectation([event])
+        _signal_search_exhausted(policy, plan)
         paused_trial = policy.schedule.resume_next()
-        return _Expected([Resumed(trial=paused_trial)] if paused_trial else (), "no trial to resume")
+        return _Expectation([Resumed(trial=paused_trial)] if paused_trial else (), "no trial to resume")
 
     def _expect_finish(self, before: Experiment, policy: SearchPolicy, trial: Trial, plan: _AuditPlan) -> _Finding:
         """Return the end of a trial that has no attempt: by a decision, a request, or a pause that nothing ends."""
         if finishes := _early_finishes(before, trial):
-            return _Expected(finishes)
+            return _Expectation(finishes)
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
         if policy.schedule.stop_next() is None:
-            _signal_exhausted_search(policy, plan)
+            _signal_search_exhausted(policy, plan)
         if (stopped := policy.schedule.stop_next()) is None:
-            return _Expected((), "this trial does not end here")
-        return _Expected([finish_of(*stopped)])
+            return _Expectation((), "this trial does not end here")
+        return _Expectation([finish_of(*stopped)])
 
     def _expect_search_stop(self, before: Experiment, policy: SearchPolicy, event: StopAsked) -> _Finding:
         if event.request is not None or event.trial is not None:
@@ -484,7 +484,7 @@ class _Derivation:
         reason = reason or policy.why_end()
         if reason is None or code_of(event.reason) in ("stopped-on-resume", "time-budget"):
             return _Underivable(plan.unknown.get("stop", _NOT_RECORDED))
-        return _Expected([event.model_copy(update={"reason": reason})])
+        return _Expectation([event.model_copy(update={"reason": reason})])
 
 
 _NOT_RECORDED = "a clock, a missing metric or a choice of the user ends the search; the journal does not hold which"
@@ -511,13 +511,13 @@ def _expect_clone(trial: Trial, event: Cloned) -> _Finding:
     if event.source == trial.trial and event.config is None:
         return None
     if (exploit := trial.exploits) is None:
-        return _Expected((), "no clone: the scheduler decided no exploit for this trial")
+        return _Expectation((), "no clone: the scheduler decided no exploit for this trial")
     source = trial.trial if event.source == trial.trial else exploit.source
     expected_values = {"source": source, "config": exploit.config, "reason": exploit.reason}
-    return _Expected([event.model_copy(update=expected_values)])
+    return _Expectation([event.model_copy(update=expected_values)])
 
 
-def _signal_exhausted_search(policy: SearchPolicy, plan: _AuditPlan) -> None:
+def _signal_search_exhausted(policy: SearchPolicy, plan: _AuditPlan) -> None:
     """Signal to the scheduler that the search proposes no more trials, if it does not; an unknown search may not."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
         policy.schedule.exhausted()

@@ -215,9 +215,9 @@ class Decisions:
     def _decide_or_replay(self, name: str, report: StepReport) -> Decision:
         """Return the journaled decision if it has had no effect yet; else let the scheduler decide, and journal it."""
         trial = self._pending_entry.state.trial(name)
-        pending_decision = open_decision(trial)
-        if pending_decision is not None and pending_decision.decision is not None:
-            return pending_decision.decision
+        last_decision = open_decision(trial)
+        if last_decision is not None and last_decision.decision is not None:
+            return last_decision.decision
         decision = self._policy.decide(trial, report)
         self._pending_entry.put(Decided(trial=name, report=report, decision=decision))
         return decision

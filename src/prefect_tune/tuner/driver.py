@@ -130,7 +130,7 @@ class Driver:
             return self._run_loop(stop_source)
         except BaseException:
             self._pending_entry.drop_actions()
-            with suppress(TuneError):  # the error that ended the search is the one to raise
+            with suppress(TuneError):  # raise the error that ended the search instead
                 have_ended(self._executor, self._spec.grace, self._journal_submitted_events)
             raise
         finally:
@@ -238,8 +238,8 @@ class Driver:
         paused_trial = self._policy.schedule.resume_next()
         return self._resume_trial(paused_trial) if paused_trial is not None else None
 
-    def _start_attempt(self, trial: str, *, finds: bool = False) -> None:
-        if not finds:
+    def _start_attempt(self, trial: str, *, reattaches: bool = False) -> None:
+        if not reattaches:
             for event in self._before_training():
                 self._put_event(event)
             self._before_training = tuple
@@ -248,10 +248,10 @@ class Driver:
                 self._put_event(Launched(trial=trial, outbox=self._state.trial(trial).outbox_count + 1))
         state = self._state.trial(trial)
         milestone = self._policy.milestone(state)
-        self._previous_attempts[trial] = state.attempt - finds
+        self._previous_attempts[trial] = state.attempt - reattaches
         self._slot_starts[trial] = run_now(), time.monotonic()
         self._pending_entry.then(lambda: self._send_attempt_request(trial, milestone))
-        if finds:
+        if reattaches:
             self._resend_answers(trial)
 
     def _send_attempt_request(self, name: str, milestone: int | None) -> None:
@@ -267,7 +267,7 @@ class Driver:
         self._executor.start(replace(self._spec, trial=self._state.trial_key(name)), request)
 
     def _clone_for_exploit(self, trial: Trial) -> None:
-        """Clone the newest checkpoint of the trial to exploit, if another step follows it; else of the trial itself.
+        """Clone the exploited trial's newest checkpoint if another step follows it; else the trial's own newest one.
 
         The new configuration trains at least one step, so that it produces every metric that is shown with it.
         """
@@ -280,7 +280,7 @@ class Driver:
                 config, reason = exploit.config, exploit.reason
                 self._put_event(Cloned(trial=trial.trial, checkpoint=copy, source=source, config=config, reason=reason))
                 return
-            self._log.warning("trial %s has no usable checkpoint: none from which another step can be trained", source)
+            self._log.warning("trial %s has no checkpoint from which another step can be trained", source)
 
     def _resend_answers(self, name: str) -> None:
         """Resend what an attempt may have missed: a request to stop, and the answer for its present step."""
@@ -506,7 +506,7 @@ class Driver:
         trial = self._state.trial(name)
         if self._executor.survives_search and trial.phase is Phase.RUNNING and trial.outbox is not None:
             self._reattached.add(name)
-            self._start_attempt(name, finds=True)  # the attempt outlived its search, and needs no free slot
+            self._start_attempt(name, reattaches=True)  # the attempt outlived its search, and needs no free slot
             return
         self._end_vanished_attempt(name)
         if name in self._state.stops:

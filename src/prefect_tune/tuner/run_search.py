@@ -365,7 +365,7 @@ def _running_local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExec
         yield LocalExecutor(pool, slots.environments, launch=attempts_on(threads))
 
 
-# What observes a running search: callbacks, progress, events, the report, and its learning curves.
+# The observers of a running search: callbacks, progress, events, report and learning curves.
 
 _OBSERVER_TIMEOUT = timedelta(seconds=30)
 _OBSERVER_TIMEOUT_WHEN_STOPPED = timedelta(seconds=2)
@@ -482,7 +482,7 @@ def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
     """Return the unique trials of other experiments that the journal holds, in the order of their entries."""
     state = journal_writer.experiment
 
-    def read(store: ObjectStore) -> Sequence[WarmStart]:
+    def read_entries(store: ObjectStore) -> Sequence[WarmStart]:
         warm_starts: list[WarmStart] = []
         for number in sorted(set(state.warm_starts.values())):
             if (entry := next_entry(store, state.key, number - 1)) is None:
@@ -491,7 +491,7 @@ def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
             warm_starts.extend(warm_start for event in configured for warm_start in event.warm_starts)
         return warm_starts
 
-    return prior_trials_of(on_target(journal_writer.target, read, _WARM_START_TIMEOUT))
+    return prior_trials_of(on_target(journal_writer.target, read_entries, _WARM_START_TIMEOUT))
 
 
 def prior_trials_of(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:

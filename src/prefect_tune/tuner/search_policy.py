@@ -145,9 +145,9 @@ class SearchPolicy:
 
         If the last stop or pause has had no effect yet, this is its step again.
         """
-        pending_decision = open_decision(trial)
-        if pending_decision is not None and pending_decision.report is not None:
-            return pending_decision.report.step
+        last_decision = open_decision(trial)
+        if last_decision is not None and last_decision.report is not None:
+            return last_decision.report.step
         return self.schedule.milestone(trial.trial, self._decision_steps.get(trial.trial, 0))
 
     def record(self, trial: Trial, past_event: PastEvent) -> None:

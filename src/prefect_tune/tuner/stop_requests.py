@@ -192,11 +192,11 @@ class StopRequestPoller(StopSource):
 
     def take(self) -> Sequence[StopRequest]:
         """Return the requests that were read since the last call."""
-        taken: list[StopRequest] = []
+        requests: list[StopRequest] = []
         with suppress(queue.Empty):
             while True:
-                taken.append(self._unhandled_requests.get_nowait())
-        return taken
+                requests.append(self._unhandled_requests.get_nowait())
+        return requests
 
     def journaled(self, count: int) -> None:
         """Let the thread delete the first `count` requests, which the journal has."""
@@ -321,13 +321,13 @@ class _StopRequestSender:
     def _load_search(self) -> Experiment:
         """Return the state of the experiment; raise `InvalidInput` unless it is a search that has the trial."""
 
-        def read(store: ObjectStore) -> Experiment:
+        def load_state(store: ObjectStore) -> Experiment:
             state = load(store, self._journal)
             if not state.number:
                 raise InvalidInput(no_experiment(store, state.name, self._target.uri))
             return state
 
-        state = on_target(self._target, read)
+        state = on_target(self._target, load_state)
         if not state.settings:
             raise InvalidInput(
                 f"experiment {state.name!r} at {self._target.uri} is not a search: cancel its flow run, or send it "

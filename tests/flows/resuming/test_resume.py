@@ -151,7 +151,7 @@ def test_what_must_be_there_is_not_begun_and_what_must_not_is_not_gone_on_with(l
     assert not objects(local_target)
     searched(local_target, resume=False, num_samples=1)
     before = objects(local_target)
-    with pytest.raises(pt.InvalidInput, match="exists already, with 1 trials"):
+    with pytest.raises(pt.InvalidInput, match="already exists, with 1 trials"):
         searched(local_target, resume="never")
     assert objects(local_target) == before
     assert len(searched(local_target, resume="LOCAL", num_samples=2).trials) == 2
