@@ -103,7 +103,7 @@ class _Supervisor:
         self._failures: list[tuple[int, AttemptEnded, int]] = []
         """(cause order, failure, rank), in order of arrival; the first by cause order is the root cause."""
         self._rank_ends: dict[int, AnyReason] = {}
-        """How ranks ended that were not killed here."""
+        """How ranks ended, if known."""
         self._end: Outcome | None = None
         self._ended_ranks: set[int] = set()
         self._returned: set[int] = set()
@@ -146,7 +146,7 @@ class _Supervisor:
             if outcome is not None:
                 return outcome
 
-    # ---------------------------------------------------------------------------------------- messages and answers
+    # -------------------------------------------------------------------------------------- messages and decisions
 
     def _on_message(self, rank: int, message: FromTrial) -> None:
         match message:

@@ -133,7 +133,7 @@ class UsageMeter:
         return make_reason("out-of-memory", process=process, **sizes)
 
     def _was_oom_killed(self) -> bool:
-        return self._memory_limit.kills() > self._kills_before  # one earlier count: the last may follow the kill
+        return self._memory_limit.kills() > self._kills_before  # the last count may already include the kill
 
     def _add_startup_seconds(self, trial: PhaseSeconds) -> PhaseSeconds:
         """Return the trial's seconds plus the restore and start, which the supervisor measures."""
