@@ -100,7 +100,7 @@ def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
     """Return the object, and by name the functions and classes of the `__main__` module in which it was pickled."""
     process = os.getpid()
     try:
-        thing, names = cloudpickle.loads(bytes.fromhex(text))
+        obj, names = cloudpickle.loads(bytes.fromhex(text))
     except (Exception, SystemExit) as error:  # it imports modules, which may raise any exception
         if os.getpid() != process:  # as in `load_named`
             raise
@@ -108,19 +108,19 @@ def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
         reason = import_advice(error) if is_import_error else f"{type(error).__name__}: {error}"
         version = ".".join(map(str, sys.version_info[:3]))
         raise InvalidInput(f"{parameter}: its pickle cannot be loaded by Python {version}: {reason}") from error
-    return thing, names
+    return obj, names
 
 
-def import_path_of(thing: object) -> str | None:
+def import_path_of(obj: object) -> str | None:
     """Return the `package.module:Name` by which a new process imports this class or function; None if it cannot.
 
     A new process cannot import lambdas, definitions in `__main__`, a notebook's cell or the body of a function, objects
     whose name refers to another object, and modules that it would import from another file.
     """
-    module = getattr(thing, "__module__", None)
-    if not _is_importable(thing) or not isinstance(module, str) or not _is_reimportable(module):
+    module = getattr(obj, "__module__", None)
+    if not _is_importable(obj) or not isinstance(module, str) or not _is_reimportable(module):
         return None
-    return f"{module}:{_name_of(thing)}"
+    return f"{module}:{_name_of(obj)}"
 
 
 def _is_reimportable(module: str) -> bool:
@@ -251,27 +251,27 @@ _LruCache = functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
 _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
 
 
-def pickled(thing: object) -> str:
-    """Return a pickle of `thing` and of the `__main__` objects that it uses, as text for `load_named`.
+def pickled(obj: object) -> str:
+    """Return a pickle of `obj` and of the `__main__` objects that it uses, as text for `load_named`.
 
     Raises:
         Exception: any exception, if it cannot be pickled; see `find_unpicklable`.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
-    pickler.dump((thing, pickler.names))  # pickled last, when all names are known
+    pickler.dump((obj, pickler.names))  # pickled last, when all names are known
     return file.getvalue().hex()
 
 
-def _name_of(thing: object) -> str:
-    return str(getattr(thing, "__qualname__", None) or getattr(thing, "__name__", ""))
+def _name_of(obj: object) -> str:
+    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
 
 
-def _is_importable(thing: object) -> bool:
+def _is_importable(obj: object) -> bool:
     """Return whether another process finds this object by its name; False for objects of `__main__`."""
-    module = getattr(thing, "__module__", None)
+    module = getattr(obj, "__module__", None)
     try:
-        return module != "__main__" and attrgetter(_name_of(thing))(sys.modules[str(module)]) is thing
+        return module != "__main__" and attrgetter(_name_of(obj))(sys.modules[str(module)]) is obj
     except (AttributeError, KeyError):
         return False
 
@@ -334,82 +334,80 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         super().__init__(file)
         self.names: dict[str, object] = {}
 
-    def reducer_override(self, thing: Any) -> Any:
-        kind = type(thing)
-        if issubclass(kind, _NAMED_TYPES) and thing.__module__ == "__main__":
-            name = _name_of(thing)
-            if getattr(sys.modules["__main__"], name, None) is thing:
-                self.names[name] = thing
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if issubclass(kind, _NAMED_TYPES) and obj.__module__ == "__main__":
+            name = _name_of(obj)
+            if getattr(sys.modules["__main__"], name, None) is obj:
+                self.names[name] = obj
         if issubclass(kind, _THREAD_TYPES):
             raise pickle.PicklingError("it works only between threads of one process; each trial has its own process")
-        if thing is sys.modules["__main__"]:
+        if obj is sys.modules["__main__"]:
             raise pickle.PicklingError("each process has its own __main__")
         own = {name for base in kind.__mro__[:-1] for name in vars(base)} if kind.__module__ == "__main__" else set()
         reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # perhaps to a name
         if kind in self.dispatch_table or issubclass(kind, type) or not reduces_itself:
-            return super().reducer_override(thing)
-        if isinstance(reduced := thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL), str) and not _is_importable(thing):
-            raise pickle.PicklingError(f"its pickle is only the name {reduced!r} in {thing.__module__}")
+            return super().reducer_override(obj)
+        if isinstance(reduced := obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL), str) and not _is_importable(obj):
+            raise pickle.PicklingError(f"its pickle is only the name {reduced!r} in {obj.__module__}")
         return reduced
 
 
-def find_unpicklable(thing: object) -> tuple[str, object]:
-    """Return the innermost part of `thing` that cannot be pickled: its name, like `'lock' in 'data'`, and the part.
+def find_unpicklable(obj: object) -> tuple[str, object]:
+    """Return the innermost part of `obj` that cannot be pickled: its name, like `'lock' in 'data'`, and the part.
 
-    The name is empty if the part is `thing` itself.
+    The name is empty if the part is `obj` itself.
     """
     names: list[str] = []
     seen: set[int] = set()
-    part: tuple[str, object] | None = ("", thing)
+    part: tuple[str, object] | None = ("", obj)
     while part is not None:
-        thing = part[1]
-        seen.add(id(thing))
+        obj = part[1]
+        seen.add(id(obj))
         names += [repr(part[0])] if part[0] else []
-        part = next((it for it in _iter_parts(thing) if id(it[1]) not in seen and not _is_picklable(it[1])), None)
-    return " in ".join(reversed(names)), thing
+        part = next((it for it in _iter_parts(obj) if id(it[1]) not in seen and not _is_picklable(it[1])), None)
+    return " in ".join(reversed(names)), obj
 
 
-def _is_picklable(thing: object) -> bool:
+def _is_picklable(obj: object) -> bool:
     try:
-        pickled(thing)
+        pickled(obj)
     except Exception:  # noqa: BLE001 - a user's `__reduce__` may raise anything
         return False
     return True
 
 
-def _iter_parts(thing: Any) -> Iterator[tuple[str, object]]:
-    """Yield the name and the value of each part of `thing` that its pickle contains."""
-    match thing:
-        case _ if isinstance(thing, _THREAD_TYPES):
+def _iter_parts(obj: Any) -> Iterator[tuple[str, object]]:
+    """Yield the name and the value of each part of `obj` that its pickle contains."""
+    match obj:
+        case _ if isinstance(obj, _THREAD_TYPES):
             return
         case functools.partial():
-            yield from [(_name_of(thing.func), thing.func), *_iter_items(thing.args), *thing.keywords.items()]
+            yield from [(_name_of(obj.func), obj.func), *_iter_items(obj.args), *obj.keywords.items()]
         case MethodType():
-            yield from [(thing.__name__, thing.__func__), ("self", thing.__self__)]
+            yield from [(obj.__name__, obj.__func__), ("self", obj.__self__)]
         case FunctionType():
-            yield from (
-                (name, thing.__globals__[name]) for name in _names_used_by(thing.__code__) & thing.__globals__.keys()
-            )
-            cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
+            yield from ((name, obj.__globals__[name]) for name in _names_used_by(obj.__code__) & obj.__globals__.keys())
+            cells = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
             for name, cell in cells:
                 with suppress(ValueError):  # the variable has no value yet
                     yield name, cell.cell_contents
-            yield from [*_iter_items(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).items()]
+            yield from [*_iter_items(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).items()]
         case ModuleType():
             pass
         case staticmethod() | classmethod() | _LruCache():
-            yield _name_of(thing), thing.__wrapped__
+            yield _name_of(obj), obj.__wrapped__
         case property():
-            yield from ((_name_of(part), part) for part in (thing.fget, thing.fset, thing.fdel) if part is not None)
+            yield from ((_name_of(part), part) for part in (obj.fget, obj.fset, obj.fdel) if part is not None)
         case dict():
-            yield from ((str(name), value) for name, value in thing.items())
+            yield from ((str(name), value) for name, value in obj.items())
         case list() | tuple() | set() | frozenset():
-            yield from _iter_items(thing)
+            yield from _iter_items(obj)
         case type():
-            yield from [*vars(thing).items(), *((base.__name__, base) for base in thing.__bases__)]
+            yield from [*vars(obj).items(), *((base.__name__, base) for base in obj.__bases__)]
         case _:
-            yield from getattr(thing, "__dict__", {}).items()
-            yield type(thing).__name__, type(thing)
+            yield from getattr(obj, "__dict__", {}).items()
+            yield type(obj).__name__, type(obj)
 
 
 def _iter_items(items: Iterable[object]) -> Iterator[tuple[str, object]]:

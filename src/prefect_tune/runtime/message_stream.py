@@ -1,6 +1,6 @@
 """Read complete, validated messages of bounded size from a socket.
 
-The frame format is that of `multiprocessing.connection`: a length of four bytes (or -1 and eight more bytes), then the
+The frame format of `multiprocessing.connection` is used: a length of four bytes (or -1 and eight more bytes), then the
 message: one JSON object of `prefect_tune.core.messages.process_messages`.
 """
 

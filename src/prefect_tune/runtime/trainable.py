@@ -37,9 +37,9 @@ class Trainable:
     """A model that trains step by step. Override `setup`, `step`, `save_checkpoint` and `load_checkpoint`.
 
     Each attempt runs in a process: `setup` (or `reset_config` of an object that served another trial), then
-    `load_checkpoint` if there is a checkpoint to resume from, then `step` until a stop criterion is met.
+    `load_checkpoint` if there is a checkpoint, then `step` until a stop criterion is met.
     Save all state that the next step depends on (weights, optimizer, random state, position in the data): then a
-    resumed run ends with exactly the weights of an uninterrupted one.
+    resumed run ends with exactly the weights of an uninterrupted run.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -48,28 +48,28 @@ class Trainable:
     def step(self) -> Mapping[str, object]:
         """Train one step and return its metrics: finite numbers, text, or JSON made of these.
 
-        `{"done": True}` ends the trial after this step; `{"should_checkpoint": True}` saves it.
+        `{"done": True}` ends the trial after this step; `{"should_checkpoint": True}` saves a checkpoint.
         """
         raise NotImplementedError(f"{type(self).__name__}.step: train one step and return its metrics")
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the whole state into the empty directory `checkpoint_dir`; no write may continue after this returns.
 
-        Return nothing: a state or a path that is returned is refused. `load_checkpoint` receives the directory.
+        Return nothing: a returned state or path is refused. `load_checkpoint` receives the directory.
         """
         raise NotImplementedError(f"{type(self).__name__}.save_checkpoint: write the state into checkpoint_dir")
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Read the files that `save_checkpoint` wrote. The directory is removed later: copy what you still need."""
+        """Read the files of `save_checkpoint`. The directory is removed later: copy files that you still need."""
         raise NotImplementedError(f"{type(self).__name__}.load_checkpoint: read the state from checkpoint_dir")
 
     def reset_config(self, config: dict[str, Any]) -> bool:
-        """Reset this object for another trial with this configuration and return True; return False if it cannot be."""
+        """Reset this object for another trial with `config` and return True; return False if that is impossible."""
         del config
         return False
 
     def cleanup(self) -> None:
-        """Release the resources of `setup`. Called when the trial ends in order, not when its process dies.
+        """Release the resources of `setup`. Called at a regular end of the trial, not if its process is killed.
 
         If it raises after the trial has finished and its last checkpoint was committed, the error is only logged.
         """
@@ -148,7 +148,9 @@ def require_trainable_class(kind: type) -> type[Trainable]:
             f"the configuration, found another class; write class {kind.__name__}(pt.Trainable)"
         )
     if kind.step is Trainable.step:
-        raise InvalidInput(f"trainable {kind.__name__}: it has no `step`; write one that trains and returns metrics")
+        raise InvalidInput(
+            f"trainable {kind.__name__}: it has no `step`; write a method that trains and returns metrics"
+        )
     methods = {name: inspect.getattr_static(kind, name) for name in CALLED_WITH}
     for name, method in methods.items():
         count = CALLED_WITH[name]

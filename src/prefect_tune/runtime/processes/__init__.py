@@ -1,1 +1,1 @@
-"""The main programs of trial processes, and what they need of Linux: the fork server, and a trial."""
+"""The main programs of trial processes: the fork server and a single trial; and how they reset a process."""

@@ -1,7 +1,7 @@
 """Give a forked or reused process the state of a process that was newly started for its trial.
 
     import (`noting_import` records the variables, directory and seeds that the module sets)
-      └─► fork, or the next trial of a kept class ──► `reset_process_state`: the trial's own state, then the recorded
+      └─► fork, or the next trial of a kept class ──► `reset_process_state`: set the trial's state, then the record
 
 Never: two trials that draw the same numbers from a generator that the module did not seed; a trial that lacks the
 variables, the directory or the seeds that its module sets.
