@@ -169,7 +169,7 @@ def test_a_server_that_does_not_answer_or_is_not_set_up_is_said(
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), pytest.raises(TuneError, match=silent):
         act()
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    absent = "automations: no Prefect server is set up"
+    absent = "automations: no Prefect server is configured"
     with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(InvalidInput, match=absent):
         act()
 
