@@ -347,10 +347,10 @@ class ObjectTarget(StorageTarget, ABC):
             store.close()
 
     def _make_client(self, connector: Callable[..., Any], limit: timedelta) -> Any:
-        from prefect_tune.stores.obstore_store import connected
+        from prefect_tune.stores.obstore_store import make_client
 
         try:
-            return connected(connector, limit, self._client_options())
+            return make_client(connector, limit, self._client_options())
         except ValueError as error:
             raise StoreRefused(f"{self.uri}: the storage client refuses these settings: {error}") from error
 

@@ -289,10 +289,10 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with _open_store_for_fork(target, request) as store:
-        destination = _load_current(store, request.into)
+        destination = _load_experiment(store, request.into)
         if destination.origin is not None and destination.is_whole and _matches_request(destination, request):
             return destination
-        origin = _load_current(store, request.experiment)
+        origin = _load_experiment(store, request.experiment)
         if not origin.number:
             raise ResumeFailed(f"nothing was started: {no_experiment(store, request.experiment, target.uri)}")
         past = _load_past(store, request, origin, destination)
@@ -317,8 +317,8 @@ def fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | Non
 
     def load_past_experiment() -> Experiment | None:
         with _open_store_for_fork(target, request) as store:
-            destination = _load_current(store, request.into)
-            origin = _load_current(store, request.experiment)
+            destination = _load_experiment(store, request.into)
+            origin = _load_experiment(store, request.experiment)
             if destination.number or not origin.number:
                 return None
             return _load_past(store, request, origin, destination).experiment
@@ -332,7 +332,7 @@ def _open_store_for_fork(target: StorageTarget, request: ForkRequest) -> Iterato
         yield store
 
 
-def _load_current(store: ObjectStore, experiment: str) -> Experiment:
+def _load_experiment(store: ObjectStore, experiment: str) -> Experiment:
     return load(store, current_journal(store, experiment))
 
 

@@ -71,7 +71,7 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
     from prefect_tune.stores.deadline import Deadline
     from prefect_tune.stores.local.staging import StagedFiles, restored_directory
-    from prefect_tune.stores.obstore_store import ObstoreStore, connected
+    from prefect_tune.stores.obstore_store import ObstoreStore, make_client
 
     trial = TrialKey(experiment="experiment", generation=1, trial="trial")
     key = CheckpointKey(trial=trial, step=step, sequence=step)
@@ -91,7 +91,7 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
         )
 
         def connect(limit: timedelta) -> Any:
-            return connected(made, limit, {"allow_http": True})
+            return make_client(made, limit, {"allow_http": True})
 
         store = ObstoreStore(connect, deadline=Deadline.after(_TIMEOUT))
         yield store

@@ -242,7 +242,7 @@ class TargetSyncer(Syncer):
     A sync up sends the files whose size or modification time changed since this syncer last sent or received them. It
     deletes remote files that this syncer sent or received and that were deleted locally. A sync down deletes no local
     files. For `exclude`, see `prefect_tune.core.storage.layout`. Other files that a sync leaves out
-    (`ArtifactMirror.send`) are logged once.
+    (`ArtifactMirror.upload`) are logged once.
 
     `remote_dir` is a URI, or a folder on `target` if there is one. A pickled copy keeps the settings and the commands
     that `retry` runs again; running and queued commands stay with the original.
@@ -405,12 +405,12 @@ class TargetSyncer(Syncer):
             with target.open(timeout=self.sync_timeout) as store:
                 match command.act:
                     case Act.UP:
-                        self._report_left_out_files(command.local, mirror.send(store, folder, command.excludes))
+                        self._report_left_out_files(command.local, mirror.upload(store, folder, command.excludes))
                     case Act.DOWN:
-                        mirror.receive(store, folder, (*command.excludes, *NEVER_ARTIFACTS))
+                        mirror.download(store, folder, (*command.excludes, *NEVER_ARTIFACTS))
                     case Act.DELETE:
                         self._mirrors.clear()
-                        _delete_everything(store, folder)
+                        _delete_folder(store, folder)
             error = None
         except Exception as failure:  # noqa: BLE001  it is stored, and `wait` raises it
             error = failure
@@ -473,11 +473,11 @@ def _absolute_path(local_dir: str) -> str:
 
 
 def _user_patterns(exclude: list[str] | None) -> tuple[str, ...]:
-    """Return the user's patterns, without the built-in ones: files that match those are reported."""
+    """Return the user's patterns without the built-in patterns, whose matches are reported."""
     return tuple(pattern for pattern in exclude or () if pattern not in NEVER_ARTIFACTS)
 
 
-def _delete_everything(store: ObjectStore, folder: str) -> None:
+def _delete_folder(store: ObjectStore, folder: str) -> None:
     if not folder:
         raise InvalidInput("delete: expected a folder of the target, found the whole target, which is never deleted")
     while listed := store.list(folder):
@@ -502,7 +502,7 @@ class ArtifactMirror:
         self._mirrored: dict[str, _FileStamp | None] = {}
         """By path: the stamp of the local file when it was sent or received; None if the remote copy may differ."""
 
-    def send(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> Mapping[str, str]:
+    def upload(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> Mapping[str, str]:
         """Send new and changed files, delete vanished files, and return the reason for each path that is left out.
 
         It deletes only files that this mirror sent or received. Left out without a reason are excluded files, empty
@@ -548,7 +548,7 @@ class ArtifactMirror:
             pass
         return left_out
 
-    def receive(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> None:
+    def download(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> None:
         """Download the files below `folder`; replace local files of the same names, and keep all others.
 
         Raises:

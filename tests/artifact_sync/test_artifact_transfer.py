@@ -72,7 +72,7 @@ def settle(local: Path, age_seconds: int = 10) -> None:
 def test_what_was_brought_back_is_not_sent_again(
     syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path
 ) -> None:
-    ArtifactMirror(local).send(bucket, REMOTE, ())
+    ArtifactMirror(local).upload(bucket, REMOTE, ())
     syncer.sync_down(REMOTE, str(tmp_path / "back"))
     syncer.wait()
     bucket.operations.clear()
@@ -85,10 +85,10 @@ def test_what_was_brought_back_is_not_sent_again(
 def test_after_a_sync_down_what_the_target_has_lost_is_sent_again(bucket: Bucket, local: Path, tmp_path: Path) -> None:
     settle(local)
     mirror = ArtifactMirror(local)
-    mirror.send(bucket, REMOTE, ())
+    mirror.upload(bucket, REMOTE, ())
     del bucket.objects[f"{REMOTE}/log.txt"]
-    mirror.receive(bucket, REMOTE, ())
-    mirror.send(bucket, REMOTE, ())
+    mirror.download(bucket, REMOTE, ())
+    mirror.upload(bucket, REMOTE, ())
     assert fetched(bucket, tmp_path) == FILES
 
 
@@ -96,32 +96,32 @@ def test_what_others_have_on_the_target_is_not_deleted(bucket: Bucket, local: Pa
     bucket.objects = {f"{REMOTE}/theirs": b"1", "digits/1/trials/best/checkpoints/a": b"2"}
     theirs = dict(bucket.objects)
     mirror = ArtifactMirror(local)
-    mirror.send(bucket, REMOTE, ())
+    mirror.upload(bucket, REMOTE, ())
     shutil.rmtree(local)
     local.mkdir()
-    mirror.send(bucket, REMOTE, ())
+    mirror.upload(bucket, REMOTE, ())
     assert bucket.objects == theirs
 
 
 def test_a_file_that_changes_within_one_tick_of_the_clock_is_sent_again(local: Path, tmp_path: Path) -> None:
     store, mirror, now = ParallelMemoryStore(), ArtifactMirror(local), time.time_ns() + 10**9
     os.utime(local / "log.txt", ns=(now, now))
-    mirror.send(store, REMOTE, ())
+    mirror.upload(store, REMOTE, ())
     with (local / "log.txt").open("r+b") as file:
         file.write(b"LINE\n")
     os.utime(local / "log.txt", ns=(now, now))
-    mirror.send(store, REMOTE, ())
+    mirror.upload(store, REMOTE, ())
     assert fetched(store, tmp_path)["log.txt"] == b"LINE\n"
 
 
 def test_a_file_takes_the_name_of_a_folder_and_a_folder_that_of_a_file(local: Path, tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     store, mirror = PosixStore(tmp_path / "target"), ArtifactMirror(local)
-    mirror.send(store, REMOTE, ())
+    mirror.upload(store, REMOTE, ())
     shutil.rmtree(local / "plots")
     (local / "log.txt").unlink()
     write(local, {"plots": b"a file", "log.txt/first": b"a folder"})
-    mirror.send(store, REMOTE, ())
+    mirror.upload(store, REMOTE, ())
     assert fetched(store, tmp_path) == files_in(local)
 
 
@@ -174,7 +174,7 @@ def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: P
         "rank_0.log": "files of this name are never artifacts",
     }
     for _ in range(2):
-        assert mirror.send(bucket, REMOTE, ("*.tmp",)) == left_out
+        assert mirror.upload(bucket, REMOTE, ("*.tmp",)) == left_out
         expected = {**FILES, "plots/latest": FILES["log.txt"], "deep/rank_0.log": b"y"}
         assert fetched(bucket, tmp_path) == expected
 
@@ -182,10 +182,10 @@ def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: P
 def test_a_name_that_the_target_reserves_stays_behind(bucket: Bucket, local: Path, tmp_path: Path) -> None:
     write(local, {".tmp/a": b"x"})
     mirror = ArtifactMirror(local)
-    (reason,) = mirror.send(bucket, "", ()).values()
+    (reason,) = mirror.upload(bucket, "", ()).values()
     assert "'.tmp' is reserved" in reason
     (local / ".tmp" / "a").unlink()
-    assert mirror.send(bucket, "", ()) == {}
+    assert mirror.upload(bucket, "", ()) == {}
     assert fetched(bucket, tmp_path, "") == FILES
 
 
@@ -216,7 +216,7 @@ def test_files_of_any_name_without_control_characters_come_back(tmp_path: Path) 
     (tmp_path / "target").mkdir()
     with S3Sink() as sink:
         for store in (Bucket(), PosixStore(tmp_path / "target"), object_store(sink.endpoint)):
-            assert ArtifactMirror(local).send(store, REMOTE, ()) == {}
+            assert ArtifactMirror(local).upload(store, REMOTE, ()) == {}
             assert fetched(store, tmp_path) == files
 
 
@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_sent(
     bucket: Bucket, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = ArtifactMirror(local)
-    mirror.send(bucket, REMOTE, ())
+    mirror.upload(bucket, REMOTE, ())
     write(local, {"log.txt": b"another", "secret": b"mine", "new": b"new"})
     original = Path.open
 
@@ -234,7 +234,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_sent(
         return original(path, *args, **options)
 
     monkeypatch.setattr(Path, "open", open_unless_denied)
-    left_out = mirror.send(bucket, REMOTE, ())
+    left_out = mirror.upload(bucket, REMOTE, ())
     monkeypatch.undo()
     assert left_out == dict.fromkeys(["log.txt", "secret"], "it cannot be read: Permission denied")
     assert fetched(bucket, tmp_path) == {**FILES, "new": b"new"}
@@ -245,7 +245,7 @@ def test_files_of_a_folder_that_cannot_be_listed_stay_on_the_target(
     unreadable: str, bucket: Bucket, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror, original = ArtifactMirror(local), os.scandir
-    mirror.send(bucket, REMOTE, ())
+    mirror.upload(bucket, REMOTE, ())
 
     def scandir_unless_broken(path: Path) -> Any:
         if Path(path) == local / unreadable:
@@ -254,10 +254,10 @@ def test_files_of_a_folder_that_cannot_be_listed_stay_on_the_target(
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "scandir", scandir_unless_broken)
-        assert mirror.send(bucket, REMOTE, ()) == {unreadable: "it cannot be read: Input/output error"}
+        assert mirror.upload(bucket, REMOTE, ()) == {unreadable: "it cannot be read: Input/output error"}
     assert fetched(bucket, tmp_path) == FILES
     shutil.rmtree(local / "plots")
-    mirror.send(bucket, REMOTE, ())
+    mirror.upload(bucket, REMOTE, ())
     assert fetched(bucket, tmp_path) == files_in(local)
 
 
@@ -266,7 +266,7 @@ def test_a_file_of_which_the_disk_loses_a_part_is_named_and_stays_as_it_was(
 ) -> None:
     (tmp_path / "target").mkdir()
     store, mirror = PosixStore(tmp_path / "target"), ArtifactMirror(local)
-    mirror.send(store, REMOTE, ())
+    mirror.upload(store, REMOTE, ())
     write(local, {"big.bin": b"more" + FILES["big.bin"], "new": b"new"})
 
     original = os.pread
@@ -278,7 +278,7 @@ def test_a_file_of_which_the_disk_loses_a_part_is_named_and_stays_as_it_was(
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "pread", pread)
-        assert mirror.send(store, REMOTE, ()) == {"big.bin": "it cannot be read: Input/output error"}
+        assert mirror.upload(store, REMOTE, ()) == {"big.bin": "it cannot be read: Input/output error"}
     assert fetched(store, tmp_path) == {**FILES, "new": b"new"}
 
 
@@ -291,7 +291,7 @@ def test_what_lies_too_deep_is_named_and_the_rest_is_sent(bucket: Bucket, local:
         os.close(above)
     os.close(folder)
     try:
-        left_out = ArtifactMirror(local).send(bucket, REMOTE, ())
+        left_out = ArtifactMirror(local).upload(bucket, REMOTE, ())
     finally:
         shutil.rmtree(local)  # which pytest cannot remove
     assert left_out == {"/".join([name] * 9): "its path on the target is longer than 900 bytes"}
@@ -326,8 +326,8 @@ def test_a_large_file_takes_little_memory_both_ways(tmp_path: Path) -> None:
     store = PosixStore(tmp_path / "target")
     tracemalloc.start()
     try:
-        ArtifactMirror(tmp_path / "local").send(store, REMOTE, ())
-        ArtifactMirror(tmp_path / "back").receive(store, REMOTE, ())
+        ArtifactMirror(tmp_path / "local").upload(store, REMOTE, ())
+        ArtifactMirror(tmp_path / "back").download(store, REMOTE, ())
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -342,7 +342,7 @@ def test_a_local_link_cannot_lead_a_sync_down_astray(bucket: Bucket, tmp_path: P
     back.mkdir()
     (back / "plots").symlink_to(outside)
     with pytest.raises(InvalidInput, match="leads out"):
-        ArtifactMirror(back).receive(bucket, REMOTE, ())
+        ArtifactMirror(back).download(bucket, REMOTE, ())
     assert list(outside.iterdir()) == []  # not even a folder
 
 
@@ -351,7 +351,7 @@ def test_a_local_link_is_replaced_and_not_written_through(bucket: Bucket, tmp_pa
     write(tmp_path, {"secret": b"mine"})
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "log.txt").symlink_to(tmp_path / "secret")
-    ArtifactMirror(tmp_path / "back").receive(bucket, REMOTE, ())
+    ArtifactMirror(tmp_path / "back").download(bucket, REMOTE, ())
     assert files_in(tmp_path / "back") == {"log.txt": b"line\n"}
     assert (tmp_path / "secret").read_bytes() == b"mine"
 
@@ -362,14 +362,14 @@ def test_a_local_link_is_replaced_and_not_written_through(bucket: Bucket, tmp_pa
 def test_no_key_leads_out_of_the_directory(name: str, bucket: Bucket, tmp_path: Path) -> None:
     bucket.objects = {f"{REMOTE}/log.txt": b"line\n", f"{REMOTE}/{name}": b"theirs"}
     with pytest.raises(CheckpointCorrupt, match="leads out"):
-        ArtifactMirror(tmp_path / "deep" / "back").receive(bucket, REMOTE, ())
+        ArtifactMirror(tmp_path / "deep" / "back").download(bucket, REMOTE, ())
     assert files_in(tmp_path) == {}
 
 
 def test_a_sync_down_of_a_folder_without_files_is_an_error_and_changes_nothing(bucket: Bucket, tmp_path: Path) -> None:
     back = write(tmp_path / "back", {"mine.txt": b"mine"})
     with pytest.raises(FileNotFoundError, match="nobodys: there are no files"):
-        ArtifactMirror(back).receive(bucket, "nobodys", ())
+        ArtifactMirror(back).download(bucket, "nobodys", ())
     assert files_in(back) == {"mine.txt": b"mine"}
 
 
@@ -382,10 +382,10 @@ class Shrinking(Bucket):
 
 def test_an_object_that_is_shorter_than_listed_leaves_the_local_file(local: Path, tmp_path: Path) -> None:
     bucket = Shrinking()
-    ArtifactMirror(local).send(bucket, REMOTE, ())
+    ArtifactMirror(local).upload(bucket, REMOTE, ())
     back = write(tmp_path / "back", {"log.txt": b"mine"})
     with pytest.raises(StoreUnavailable, match=r"log\.txt at 0: expected 5 bytes, found 4"):
-        ArtifactMirror(back).receive(bucket, REMOTE, ("*.bin", "plots", "empty"))
+        ArtifactMirror(back).download(bucket, REMOTE, ("*.bin", "plots", "empty"))
     assert files_in(back) == {"log.txt": b"mine"}
 
 
@@ -444,12 +444,12 @@ def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Way, loc
     for nth in range(1, 100):
         store, mirror = ParallelMemoryStore(), ArtifactMirror(local)
         write(local, first)
-        mirror.send(store, REMOTE, ())
+        mirror.upload(store, REMOTE, ())
         write(local, {"log.txt": b"changed", "new.txt": b"new"})
         (local / "empty").unlink()
         dying = DyingStore(store, nth, way)
         try:
-            mirror.send(dying, REMOTE, ())
+            mirror.upload(dying, REMOTE, ())
         except (Crash, TuneError):
             found = fetched(store, tmp_path)
             assert all(data in (first.get(path), files_in(local).get(path)) for path, data in found.items())
@@ -457,7 +457,7 @@ def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Way, loc
             break
         points += 1
         (local / "new.txt").unlink()  # which may have arrived
-        mirror.send(store, REMOTE, ())
+        mirror.upload(store, REMOTE, ())
         assert fetched(store, tmp_path) == files_in(local)
     assert points >= 3
 
@@ -466,8 +466,8 @@ def test_what_a_failed_sync_has_sent_is_not_sent_again(local: Path) -> None:
     store, mirror = ParallelMemoryStore(), ArtifactMirror(local)
     settle(local)
     with pytest.raises(StoreUnavailable):
-        mirror.send(DyingStore(store, 4, Way.UNAVAILABLE), REMOTE, ())
+        mirror.upload(DyingStore(store, 4, Way.UNAVAILABLE), REMOTE, ())
     sent = store.operations["replace"]
-    mirror.send(store, REMOTE, ())
+    mirror.upload(store, REMOTE, ())
     assert store.operations["replace"] == 4
     assert sent == 3

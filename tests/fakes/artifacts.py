@@ -76,5 +76,5 @@ class BucketTarget(StorageTarget):
 def fetched(store: ObjectStore, tmp_path: Path, remote: str = REMOTE) -> dict[str, bytes]:
     """Return the files that a reader of the target gets."""
     there = tmp_path / f"fetched-{time.monotonic_ns()}"
-    ArtifactMirror(there).receive(store, remote, ())
+    ArtifactMirror(there).download(store, remote, ())
     return files_in(there)

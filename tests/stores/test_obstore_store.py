@@ -31,7 +31,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores import obstore_store
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.obstore_store import CODES, ErrorCode, Meaning, ObstoreStore, connected
+from prefect_tune.stores.obstore_store import ERROR_CODES, ErrorCode, Meaning, ObstoreStore, make_client
 from tests.fakes.servers.canned_http import Canned, answering, s3_error
 from tests.fakes.servers.moto_server import aws_client, moto_server
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
@@ -341,7 +341,7 @@ _CLIENTS: dict[str, Callable[[str, Any], Any]] = {"gcs": _gcs, "oauth": _gcs, "a
 def _store(vendor: str, server: Canned, *, tries: int = 1) -> Iterator[ObstoreStore]:
     def connect(limit: timedelta) -> Any:
         client = _CLIENTS.get(vendor.partition("-")[0], _s3)
-        return connected(lambda **times: client(server.url, times), limit, {"allow_http": True})
+        return make_client(lambda **times: client(server.url, times), limit, {"allow_http": True})
 
     store = ObstoreStore(connect, deadline=Deadline.after(timedelta(seconds=60)))
     server.status, server.body, server.headers = 200, b"", {"etag": '"1"', "x-goog-generation": "1"}
@@ -422,7 +422,7 @@ def test_each_code_of_the_table_is_told_as_what_it_means(server: Canned, vendor:
         for code in _STATUSES[vendor, status].split():
             _answer(server, vendor, status, code)
             written, created = _raised(lambda: store.put("a", b"x")), _raised(lambda: store.create("a", b"x"))
-            _require_meaning(CODES[code], status, written, created)
+            _require_meaning(ERROR_CODES[code], status, written, created)
 
 
 def _require_meaning(row: ErrorCode, status: int, written: TuneError, created: TuneError) -> None:
@@ -443,8 +443,8 @@ def _require_meaning(row: ErrorCode, status: int, written: TuneError, created: T
 
 def test_each_code_is_answered_once_above_and_a_refusal_says_what_to_do() -> None:
     answered = {code for codes in _STATUSES.values() for code in codes.split()}
-    assert answered == CODES.keys() - {"InvalidCertificate", "BadScheme"}
-    refused = [row for row in CODES.values() if row.meaning in (Meaning.REFUSED, Meaning.NO_BUCKET)]
+    assert answered == ERROR_CODES.keys() - {"InvalidCertificate", "BadScheme"}
+    refused = [row for row in ERROR_CODES.values() if row.meaning in (Meaning.REFUSED, Meaning.NO_BUCKET)]
     assert all(row.advice for row in refused)
 
 
@@ -484,7 +484,7 @@ def test_a_batch_that_failed_for_one_object_says_why(server: Canned, code: str, 
         server.status, server.body, server.headers = 200, _deleted([("b", code)]), {"content-type": "application/xml"}
         error = _raised(lambda: store.delete(["a", "b"]))
     assert type(error) is kind
-    assert CODES[code].advice in str(error)
+    assert ERROR_CODES[code].advice in str(error)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, StoreUnavailable), (500, StoreUnavailable), (403, StoreRefused)])
@@ -534,9 +534,9 @@ Generic {{ inner: Http( HttpError {{
 )
 def test_what_the_client_would_not_even_ask_is_refused_at_once(kind: str, source: str, advice: str) -> None:
     text = _UNSENT.format(url="https://host/bucket", said="error sending request", kind=kind, source=source)
-    fault = obstore_store.Fault.of(GenericError(text))
-    assert not fault.transient
-    assert not fault.perhaps_done
-    error = fault.error("list")
+    fault = obstore_store.Fault.from_exception(GenericError(text))
+    assert not fault.is_transient
+    assert not fault.may_have_succeeded
+    error = fault.store_error("list")
     assert isinstance(error, StoreRefused)
     assert advice in str(error)

@@ -67,7 +67,7 @@ def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None)
         return LocalPlace(os.path.abspath(text))  # noqa: PTH100  keep links as written
     normalized = text.rstrip("/")
     root, folder = _split_root(normalized)
-    factory = partial(_return_filesystem, filesystem)
+    factory = partial(_identity, filesystem)
     return TargetPlace(
         open=partial(open_arrow, factory, root, filesystem.type_name),
         folder=folder,
@@ -101,7 +101,7 @@ def _split_root(path: str) -> tuple[str, str]:
     return (parent or slash, name) if slash else (path, "")
 
 
-def _return_filesystem(filesystem: FileSystem) -> FileSystem:
+def _identity(filesystem: FileSystem) -> FileSystem:
     return filesystem
 
 

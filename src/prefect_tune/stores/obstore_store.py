@@ -155,7 +155,7 @@ def _parse_error_codes() -> Iterator[ErrorCode]:
             meaning, advice = Meaning[name.upper()], advice.strip()
 
 
-CODES: Mapping[str, ErrorCode] = MappingProxyType({row.code: row for row in _parse_error_codes()})
+ERROR_CODES: Mapping[str, ErrorCode] = MappingProxyType({row.code: row for row in _parse_error_codes()})
 
 
 # Classify a failed request: which error to raise, and whether to retry.
@@ -193,10 +193,10 @@ class Fault:
     status: int | None
     kind: str | None
     code: str | None
-    said: str
+    message: str
 
     @classmethod
-    def of(cls, error: Exception) -> Fault:
+    def from_exception(cls, error: Exception) -> Fault:
         """Parse the client's error."""
         text = str(error)
         status, kind = _first_group(_STATUS, text), _first_group(_KIND, text)
@@ -222,17 +222,17 @@ class Fault:
 
     @property
     def _error_code(self) -> ErrorCode | None:
-        return CODES.get(self.code or "")
+        return ERROR_CODES.get(self.code or "")
 
     @property
-    def transient(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether to retry: the same request may succeed soon."""
         return self.meaning in (Meaning.PASSING, Meaning.UNKNOWN)
 
     @property
-    def perhaps_done(self) -> bool:
+    def may_have_succeeded(self) -> bool:
         """Whether the server may have carried out the request."""
-        return self.meaning is Meaning.UNKNOWN or (self.transient and (self.status or 0) >= 500)
+        return self.meaning is Meaning.UNKNOWN or (self.is_transient and (self.status or 0) >= 500)
 
     @property
     def reports_existing_object(self) -> bool:
@@ -244,19 +244,21 @@ class Fault:
         """Whether the answer to a batch request says that one of its objects does not exist."""
         return self.meaning is Meaning.ABSENT and self.status in (None, 200)
 
-    def error(self, operation: str) -> TuneError:
+    def store_error(self, operation: str) -> TuneError:
         """Return the error to raise if `operation` is not retried."""
-        if _INSTANCE_METADATA.search(self.said):
+        if _INSTANCE_METADATA.search(self.message):
             return StoreRefused(
                 f"{operation}: no credentials given, and this machine has none of its own: set keys, a "
-                f"credentials block or a profile ({self.said})"
+                f"credentials block or a profile ({self.message})"
             )
         advice = self._error_code.advice if self._error_code else _ADVICE_BY_STATUS.get(self.status or 0, "")
-        if self.transient:
-            return StoreUnavailable(f"{operation}: {advice} ({self.said})" if advice else f"{operation}: {self.said}")
-        if self.status is None and "redirect" in self.said:
+        if self.is_transient:
+            return StoreUnavailable(
+                f"{operation}: {advice} ({self.message})" if advice else f"{operation}: {self.message}"
+            )
+        if self.status is None and "redirect" in self.message:
             advice = _ADVICE_BY_STATUS[301]
-        return StoreRefused(f"{operation}: {advice or 'the client or the server refused'} ({self.said})")
+        return StoreRefused(f"{operation}: {advice or 'the client or the server refused'} ({self.message})")
 
 
 def _first_group(pattern: re.Pattern[str], text: str) -> str | None:
@@ -275,7 +277,7 @@ _TIMEOUT_RATIO: Final = 0.8
 _MIN_REQUEST_SECONDS: Final = 0.02
 
 
-def connected(constructor: Callable[..., Client], timeout: timedelta, options: Mapping[str, Any]) -> Client:
+def make_client(constructor: Callable[..., Client], timeout: timedelta, options: Mapping[str, Any]) -> Client:
     """Return a client that never retries and ends every request within `timeout`.
 
     Raises:
@@ -292,7 +294,7 @@ def connected(constructor: Callable[..., Client], timeout: timedelta, options: M
 class ObstoreStore(ParallelStore):
     """An open `ObjectStore` on a bucket, or on a prefix in a bucket.
 
-    `connect` makes a client whose requests end within the given time (`connected`); it is called a few times. No
+    `connect` makes a client whose requests end within the given time (`make_client`); it is called a few times. No
     request takes longer than `request_timeout` (for up to 1 MiB, a quarter of it), so that a lost request is retried
     before the deadline: at most eight tries, with growing pauses. Every method and its connection end at the deadline.
     """
@@ -320,7 +322,7 @@ class ObstoreStore(ParallelStore):
             try:
                 obstore.put(client, checked_path(path), data, mode="create", use_multipart=False)
             except AlreadyExistsError as error:
-                if not Fault.of(error).reports_existing_object:
+                if not Fault.from_exception(error).reports_existing_object:
                     raise
                 raise AlreadyExists(f"{path}: an object with this name exists already") from error
 
@@ -330,7 +332,7 @@ class ObstoreStore(ParallelStore):
         except AlreadyExists:
             raise
         except TuneError as error:
-            if any(failure.perhaps_done for failure in failures):
+            if any(failure.may_have_succeeded for failure in failures):
                 raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
             raise
 
@@ -386,7 +388,7 @@ class ObstoreStore(ParallelStore):
                 options: GetOptions = {"range": {"offset": offset}} if offset else {}
                 return memoryview(obstore.get(client, checked, options=options).bytes())
             except BaseError as error:
-                if Fault.of(error).status == 416:  # the range begins at or after the object's end
+                if Fault.from_exception(error).status == 416:  # the range begins at or after the object's end
                     return b""
                 raise
 
@@ -399,8 +401,8 @@ class ObstoreStore(ParallelStore):
             try:
                 return obstore.head(client, checked)["size"]
             except BaseError as error:
-                failure = Fault.of(error)
-                if failure.status is not None and failure.code is None and not failure.transient:
+                failure = Fault.from_exception(error)
+                if failure.status is not None and failure.code is None and not failure.is_transient:
                     _list_page(client, count=1)  # the answer to a HEAD has no error code, a listing's has one
                 raise
 
@@ -454,27 +456,27 @@ class ObstoreStore(ParallelStore):
                 time.sleep(min(pause_seconds * jitter, self._deadline.remaining_seconds))
             timeout_seconds = min(limit_seconds, self._deadline.remaining_seconds)
             if timeout_seconds < _MIN_REQUEST_SECONDS:
-                raise self._deadline.exceeded(str(failures[-1].error(operation)) if failures else operation)
+                raise self._deadline.exceeded(str(failures[-1].store_error(operation)) if failures else operation)
             client = self._clients.client_for(timeout_seconds)
             try:
                 result = request(client)
             except FileNotFoundError as missing:
-                raise self._not_found_error(operation, Fault.of(missing)) from missing
+                raise self._not_found_error(operation, Fault.from_exception(missing)) from missing
             except BaseError as error:
-                failures.append(Fault.of(error))
+                failures.append(Fault.from_exception(error))
                 if failures[-1].reports_missing_object:
                     raise self._not_found_error(operation, failures[-1]) from error
-                if not failures[-1].transient:
-                    raise failures[-1].error(operation) from error
+                if not failures[-1].is_transient:
+                    raise failures[-1].store_error(operation) from error
             else:
                 self._bucket_exists = True
                 return result
-        raise failures[-1].error(f"{operation}, {len(failures)} times")
+        raise failures[-1].store_error(f"{operation}, {len(failures)} times")
 
     def _not_found_error(self, operation: str, failure: Fault) -> TuneError:
         """Return the error for a 404. The object is missing only if the bucket exists, so check the bucket once."""
         if failure.meaning is Meaning.NO_BUCKET:
-            return failure.error(operation)
+            return failure.store_error(operation)
         if not self._bucket_exists:
             self._ask("list the bucket", lambda client: _list_page(client, count=1))
         return ObjectNotFound(f"{operation}: no such object")

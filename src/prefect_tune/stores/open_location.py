@@ -269,7 +269,7 @@ def _make_connector(location: Location) -> Callable[[timedelta], Any]:
     """Return a function that makes an obstore client with the given request timeout."""
     from obstore.store import AzureStore, GCSStore, S3Store
 
-    from prefect_tune.stores.obstore_store import connected
+    from prefect_tune.stores.obstore_store import make_client
 
     endpoint = location.endpoint
     store_class: Any
@@ -295,7 +295,7 @@ def _make_connector(location: Location) -> Callable[[timedelta], Any]:
 
     def connect(timeout: timedelta) -> Any:
         try:
-            return connected(constructor, timeout, options)
+            return make_client(constructor, timeout, options)
         except ValueError as error:
             raise InvalidInput(f"{location.uri}: obstore does not accept this location: {error}") from error
 

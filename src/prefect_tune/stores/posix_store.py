@@ -131,7 +131,7 @@ class FileSystemCalls:
         # O_NONBLOCK: opening a named pipe must not block forever.
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
 
-    def new_file(self, name: str, folder: int) -> int:
+    def create_file(self, name: str, folder: int) -> int:
         return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
 
     def close(self, file: int) -> None:
@@ -178,16 +178,16 @@ class FileSystemCalls:
     def rmdir(self, name: str, folder: int) -> None:
         os.rmdir(name, dir_fd=folder)
 
-    def status(self, file: int) -> FileStatus:
+    def fstat(self, file: int) -> FileStatus:
         return _to_file_status(os.fstat(file))
 
-    def status_of(self, name: str, folder: int) -> FileStatus:
+    def stat(self, name: str, folder: int) -> FileStatus:
         return _to_file_status(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
-    def names(self, folder: int) -> list[str]:
+    def listdir(self, folder: int) -> list[str]:
         return os.listdir(folder)
 
-    def is_empty(self, folder: int) -> bool:
+    def is_empty_folder(self, folder: int) -> bool:
         with os.scandir(folder) as entries:
             return next(entries, None) is None
 
@@ -309,7 +309,7 @@ class PosixStore(ParallelStore):
             with ExitStack() as stack:
                 try:
                     root = self._close_on_exit(stack, self._calls.open_root(os.fspath(self.root)))
-                    status = self._calls.status(root)
+                    status = self._calls.fstat(root)
                 except FileNotFoundError as error:
                     raise StoreUnavailable(
                         f"{description}: the root does not exist: correct its path, mount its file system, or create it"
@@ -337,7 +337,7 @@ class PosixStore(ParallelStore):
             except FileNotFoundError:
                 return None
             except NotADirectoryError:
-                if self._calls.status_of(name, fd).is_link:
+                if self._calls.stat(name, fd).is_link:
                     raise
                 return None  # an object has this name
         return fd
@@ -365,12 +365,12 @@ class PosixStore(ParallelStore):
 
         A folder with entries needs no sync: its name and its parents' names were synced before the first entry.
         """
-        if folder != parent and self._calls.is_empty(folder):
+        if folder != parent and self._calls.is_empty_folder(folder):
             self._calls.fsync_folder(parent)
 
     def _stat_or_none(self, folder: int, name: str) -> FileStatus | None:
         try:
-            return self._calls.status_of(name, folder)
+            return self._calls.stat(name, folder)
         except FileNotFoundError:
             return None
 
@@ -400,7 +400,7 @@ class PosixStore(ParallelStore):
                 file = None if fd is None else self._close_on_exit(stack, self._calls.open_file(name, fd))
             except FileNotFoundError:
                 file = None
-            status = None if file is None else self._calls.status(file)
+            status = None if file is None else self._calls.fstat(file)
             if fd is None or file is None or status is None or status.is_folder:
                 raise ObjectNotFound(f"{path}: no such object in {self.root}")
             if not status.is_file:
@@ -410,7 +410,7 @@ class PosixStore(ParallelStore):
 
     def _iter_objects(self, folder: int, prefix: str, after: str) -> Iterator[Listed]:
         """Yield the objects below an open folder, unordered, without entries that are deleted meanwhile."""
-        for name in self._calls.names(folder):
+        for name in self._calls.listdir(folder):
             path = prefix + name
             status = None if path == TEMPORARY else self._stat_or_none(folder, name)
             if status is None:
@@ -436,11 +436,11 @@ class PosixStore(ParallelStore):
                     self._calls.mkdir(TEMPORARY, root)
                 folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY, root))
             name = uuid.uuid4().hex
-            file = self._close_on_exit(stack, self._calls.new_file(name, folder))
+            file = self._close_on_exit(stack, self._calls.create_file(name, folder))
             try:
                 fill(file)
                 self._calls.fsync(file)
-                status = self._calls.status(file)
+                status = self._calls.fstat(file)
                 self._remove_leftovers(folder, status.modified_ns)
                 yield _TempFile(name, folder, status)
             except BaseException:
@@ -468,7 +468,7 @@ class PosixStore(ParallelStore):
 
     def _may_have_second_link(self, file: int) -> bool:
         try:
-            return self._calls.status(file).links > 1
+            return self._calls.fstat(file).links > 1
         except OSError:
             return True
 
@@ -589,9 +589,9 @@ class PosixStore(ParallelStore):
         if self._has_swept:
             return
         self._has_swept = True
-        for name in self._calls.names(folder):
+        for name in self._calls.listdir(folder):
             with suppress(OSError):  # another writer removed it first, or it belongs to another user
-                status = self._calls.status_of(name, folder)
+                status = self._calls.stat(name, folder)
                 if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _MAX_TEMPFILE_AGE:
                     if status.links > 1:  # published, but perhaps not synced, which only the second link shows
                         self._calls.sync()

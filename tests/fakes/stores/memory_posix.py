@@ -104,7 +104,7 @@ class MemoryPosix:
         with self._lock:
             return self._give(self._entry(name, folder))
 
-    def new_file(self, name: str, folder: int) -> int:
+    def create_file(self, name: str, folder: int) -> int:
         with self._at_free(name, folder) as where:
             where.names[name] = _File(self._new_inode(), modified_ns=self.clock_ns)
             return self._give(where.names[name])
@@ -181,19 +181,19 @@ class MemoryPosix:
             found.is_removed = True
             del self._folder(folder).names[name]
 
-    def status(self, file: int) -> FileStatus:
+    def fstat(self, file: int) -> FileStatus:
         with self._lock:
             return self._status(self._open[file])
 
-    def status_of(self, name: str, folder: int) -> FileStatus:
+    def stat(self, name: str, folder: int) -> FileStatus:
         with self._lock:
             return self._status(self._entry(name, folder))
 
-    def names(self, folder: int) -> list[str]:
+    def listdir(self, folder: int) -> list[str]:
         with self._lock:
             return list(self._folder(folder).names)
 
-    def is_empty(self, folder: int) -> bool:
+    def is_empty_folder(self, folder: int) -> bool:
         with self._lock:
             return not self._folder(folder).names
 
@@ -338,8 +338,8 @@ class DyingCalls:
     def open_file(self, name: str, folder: int) -> int:
         return self._look(lambda: self.disk.open_file(name, folder))
 
-    def new_file(self, name: str, folder: int) -> int:
-        return self._change("new_file", lambda: self.disk.new_file(name, folder))
+    def create_file(self, name: str, folder: int) -> int:
+        return self._change("create_file", lambda: self.disk.create_file(name, folder))
 
     def close(self, file: int) -> None:
         self.disk.close(file)
@@ -381,14 +381,14 @@ class DyingCalls:
     def rmdir(self, name: str, folder: int) -> None:
         self._change("rmdir", lambda: self.disk.rmdir(name, folder))
 
-    def status(self, file: int) -> FileStatus:
-        return self._look(lambda: self.disk.status(file))
+    def fstat(self, file: int) -> FileStatus:
+        return self._look(lambda: self.disk.fstat(file))
 
-    def status_of(self, name: str, folder: int) -> FileStatus:
-        return self._look(lambda: self.disk.status_of(name, folder))
+    def stat(self, name: str, folder: int) -> FileStatus:
+        return self._look(lambda: self.disk.stat(name, folder))
 
-    def names(self, folder: int) -> list[str]:
-        return self._look(lambda: self.disk.names(folder))
+    def listdir(self, folder: int) -> list[str]:
+        return self._look(lambda: self.disk.listdir(folder))
 
-    def is_empty(self, folder: int) -> bool:
-        return self._look(lambda: self.disk.is_empty(folder))
+    def is_empty_folder(self, folder: int) -> bool:
+        return self._look(lambda: self.disk.is_empty_folder(folder))

@@ -9,7 +9,7 @@ from typing import Any
 from obstore.store import S3Store
 
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.obstore_store import ObstoreStore, connected
+from prefect_tune.stores.obstore_store import ObstoreStore, make_client
 
 KEYS = {"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": "x" * 40}
 
@@ -28,7 +28,7 @@ def object_store(
     )
 
     def connect(request_timeout: timedelta) -> Any:
-        return connected(made, request_timeout, {"allow_http": True, **options})
+        return make_client(made, request_timeout, {"allow_http": True, **options})
 
     deadline = Deadline.after(timedelta(seconds=seconds))
     return ObstoreStore(connect, deadline=deadline, request_timeout=request_timeout)

@@ -382,12 +382,12 @@ def test_what_the_user_may_not_do_is_refused_and_never_taken_for_absence(tmp_pat
 
 CANNOT = sorted(UNSUPPORTED)
 NEEDED = {
-    "create": ["open_root", "open_folder", "new_file", "write", "fsync", "link", "mkdir", "status"],
-    "put": ["open_root", "open_folder", "new_file", "write", "fsync", "link", "mkdir", "status"],
-    "replace": ["open_root", "open_folder", "new_file", "write", "fsync", "link", "rename", "status"],
-    "read": ["open_file", "pread", "status"],
-    "size": ["status_of"],
-    "list": ["names"],
+    "create": ["open_root", "open_folder", "create_file", "write", "fsync", "link", "mkdir", "fstat"],
+    "put": ["open_root", "open_folder", "create_file", "write", "fsync", "link", "mkdir", "fstat"],
+    "replace": ["open_root", "open_folder", "create_file", "write", "fsync", "link", "rename", "fstat"],
+    "read": ["open_file", "pread", "fstat"],
+    "size": ["stat"],
+    "list": ["listdir"],
     "delete": ["unlink"],
 }
 """The system calls that each operation of a store needs."""
@@ -511,7 +511,7 @@ PASSING = [
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *PASSING])
-@pytest.mark.parametrize("call", ["new_file", "write", "fsync", "mkdir"])
+@pytest.mark.parametrize("call", ["create_file", "write", "fsync", "mkdir"])
 def test_a_refusal_and_a_failure_of_any_call_are_told_apart(tmp_path: Path, call: str, name: str) -> None:
     number = getattr(errno, name)
     error = _error(tmp_path / "root", "create", Failing(call, number))
