@@ -128,7 +128,7 @@ class _Attempts:
         return self._seconds
 
     def __exit__(self, *_: object) -> None:
-        self._pool.dismiss()
+        self._pool.end_idle_processes()
         time.sleep(_NANNIES_LEAVE_SECONDS)  # and what they used is counted
         self._pool.__exit__()
 
@@ -139,7 +139,7 @@ class _Attempts:
 
     def said(self, trainable: str) -> list[FromTrial]:
         """Run an attempt; return its output."""
-        open_channel = self._pool.process if self._way.forks else supervised_process
+        open_channel = self._pool.open_process if self._way.forks else supervised_process
         config = {"forks": self._way.forks}
         start = start_of(trainable, self._room, config, steps=self._way.steps)
         said: list[FromTrial] = []

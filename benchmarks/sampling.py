@@ -42,9 +42,9 @@ def main() -> None:
             time.sleep(2)
             meter = UsageMeter()
             began = time.process_time()
-            meter.loaded(trial.pid)
+            meter.on_loaded(trial.pid)
             one = time.process_time() - began
-            share = (loop(partial(meter.look, "training")) - loop(lambda: None)) / SECONDS
+            share = (loop(partial(meter.sample_if_due, "training")) - loop(lambda: None)) / SECONDS
         finally:
             os.killpg(trial.pid, 9)
             trial.wait()

@@ -23,7 +23,7 @@ from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
+from prefect_tune.core.search.random_search import UNLIMITED, RandomSearch
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.core.schedulers.test_pbt import best_of_the_toy
@@ -73,8 +73,8 @@ def _recalled(name: str, search: Search) -> list[str]:
     begun = time.process_time()
     for number in range(RECALLED):
         config = {name: number * (place + 1) / RECALLED % 1 for place, name in enumerate(HARTMANN.space)}
-        proposals.recall(number, config)
-        proposals.ended(number, StepReport(step=1, metrics={"loss": HARTMANN.function(config)}), failed=False)
+        proposals.restore_trial(number, config)
+        proposals.on_trial_ended(number, StepReport(step=1, metrics={"loss": HARTMANN.function(config)}), failed=False)
     recalled = time.process_time()
     proposals.suggest(RECALLED)
     return [name, f"{recalled - begun:.2f}", f"{time.process_time() - recalled:.3f}"]
@@ -92,8 +92,8 @@ def _regrets(seeds: int) -> str:
 
 def _resumes() -> str:
     names = ("TPESampler", "CmaEsSampler", "NSGAIISampler", "QMCSampler")
-    searches: dict[str, Search] = {"RandomSearch": RandomSearch(ENDLESS)}
-    searches |= {name: OptunaSearch(getattr(optuna.samplers, name)(), ENDLESS) for name in names}
+    searches: dict[str, Search] = {"RandomSearch": RandomSearch(UNLIMITED)}
+    searches |= {name: OptunaSearch(getattr(optuna.samplers, name)(), UNLIMITED) for name in names}
     rows = [_recalled(f"`{name}`", search) for name, search in searches.items()]
     return table(["search", f"CPU s to recall {RECALLED:,} trials", "CPU s to propose the next"], rows)
 

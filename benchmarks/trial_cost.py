@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.measuring.cpu_group import cpu_group
 from benchmarks.measuring.tables import circumstances, table, write
 from benchmarks.throughput import Peer, prefect_server, surroundings
-from prefect_tune.prefect_api.flow_with_server import LIGHTER_SERVER
+from prefect_tune.prefect_api.flow_with_server import LIGHT_SERVER_SETTINGS
 
 _FEW, _MANY = 20, 120
 _PATIENCE_SECONDS = 600
@@ -49,7 +49,7 @@ _TRIALS = (
 )
 _SERVERS: Mapping[str, Mapping[str, str]] = {
     "its defaults": {},
-    "the settings of a search's own server": LIGHTER_SERVER,
+    "the settings of a search's own server": LIGHT_SERVER_SETTINGS,
 }
 _COUNTED = ("task_run", "task_run_state", "events", "log")  # tables of the server's database
 _HEAD = (

@@ -21,7 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.stores.open_location import S3Access, S3Keys, session_keys
+from prefect_tune.stores.open_location import S3Access, S3Keys, session_key_provider
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ def s3_access(block: Any) -> S3Access:
     user = getattr(block, "minio_root_user", None) or getattr(block, "aws_access_key_id", None)
     secret = getattr(block, "minio_root_password", None) or getattr(block, "aws_secret_access_key", None)
     if user and secret:
-        keys = static_keys(user, secret.get_secret_value(), getattr(block, "aws_session_token", None))
+        keys = static_key_provider(user, secret.get_secret_value(), getattr(block, "aws_session_token", None))
         return S3Access(keys, block.region_name, endpoint)
-    return S3Access(session_keys(block.get_boto3_session()), block.region_name, endpoint)
+    return S3Access(session_key_provider(block.get_boto3_session()), block.region_name, endpoint)
 
 
-def endpoint_in(block: Any) -> str | None:
+def block_endpoint(block: Any) -> str | None:
     """Return the endpoint of an AWS or MinIO credentials block; None without one, or if it has '@', '?' or '#'."""
     url = getattr(getattr(block, "aws_client_parameters", None), "endpoint_url", None)
     return url if url and not set(url) & set("@?#") else None
 
 
-def static_keys(access_key_id: str, secret_access_key: str, session_token: str | None) -> Callable[[], S3Keys]:
+def static_key_provider(access_key_id: str, secret_access_key: str, session_token: str | None) -> Callable[[], S3Keys]:
     """Return a provider of exactly these keys: without it, obstore adds a session token from the environment."""
     keys = {
         "access_key_id": access_key_id,
@@ -113,7 +113,7 @@ def gcp_key(block: Any) -> str | None:
     return None
 
 
-def azure_access(block: Any) -> Mapping[str, str]:
+def azure_options(block: Any) -> Mapping[str, str]:
     """Return the client options of an `AzureBlobStorageCredentials` block."""
     if block.connection_string is not None:
         return connection_options(block.connection_string.get_secret_value())

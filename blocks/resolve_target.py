@@ -20,10 +20,10 @@ from pydantic import ValidationError
 from prefect_tune.blocks.storage_target import StorageTarget
 from prefect_tune.blocks.targets import TARGET_TYPES, LocalTarget
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
-from prefect_tune.core.metrics import plain_scalar
-from prefect_tune.stores.open_location import BLOCK_SLUG, read_uri
+from prefect_tune.core.metrics import to_plain_scalar
+from prefect_tune.stores.open_location import BLOCK_SLUG, parse_uri
 
-SET_UP = (
+SERVER_SETUP_ADVICE = (
     "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or prefect cloud login"
 )
 """Advice for errors when no Prefect server is configured."""
@@ -63,7 +63,7 @@ def validate_target(value: StorageTarget | str | os.PathLike[str]) -> None:
     _parse_target(value)
 
 
-ABSOLUTE = r"(?:/|(?!(?:file|local)://(?!localhost/)[^/])[A-Za-z][A-Za-z0-9+.-]*://)"
+ABSOLUTE_PATTERN = r"(?:/|(?!(?:file|local)://(?!localhost/)[^/])[A-Za-z][A-Za-z0-9+.-]*://)"
 """The beginning of a path or URI that names the same location in each process."""
 
 
@@ -78,7 +78,7 @@ def require_absolute(value: StorageTarget | str | os.PathLike[str], where: str =
     Raises:
         InvalidInput: `value` is a relative path.
     """
-    if isinstance(value, StorageTarget) or re.match(ABSOLUTE, text := os.fspath(value)):
+    if isinstance(value, StorageTarget) or re.match(ABSOLUTE_PATTERN, text := os.fspath(value)):
         return
     if not isinstance(_parse_target(text), tuple):
         raise InvalidInput(
@@ -125,7 +125,7 @@ def _parse_target(
     value: StorageTarget | str | os.PathLike[str], *, is_read: bool = False
 ) -> StorageTarget | tuple[str, str]:
     """Return the target, or the type and name of a saved block; with `is_read`, nothing will be written to it."""
-    value = cast("StorageTarget | str | os.PathLike[str]", plain_scalar(value))
+    value = cast("StorageTarget | str | os.PathLike[str]", to_plain_scalar(value))
     if isinstance(value, StorageTarget | str) and not is_read:
         _require_writable(value if isinstance(value, str) else value.uri)
     if isinstance(value, StorageTarget):
@@ -139,9 +139,9 @@ def _parse_target(
     if not value.strip():
         raise InvalidInput("target: expected a block, a 'block-type/name' slug, a URI or a path, found an empty string")
     if _SCHEME.match(value):
-        location = read_uri(value)
+        location = parse_uri(value)
         kind = next(cls for cls in TARGET_TYPES if cls._client is location.client)
-        return kind._at(value, location)  # noqa: SLF001  as above
+        return kind._from_location(value, location)  # noqa: SLF001  as above
     if (slug := BLOCK_SLUG.fullmatch(value)) is None:
         return _parse_folder(value, is_read=is_read)
     if slug[1] not in (types := _target_types()):
@@ -177,7 +177,7 @@ def _parse_folder(text: str, *, is_read: bool) -> LocalTarget:
         )
     path = Path(text)
     is_relative = not path.is_absolute() and not text.startswith("~")
-    if is_relative and not (is_read and path.is_dir()) and is_in_run_of_deployment():
+    if is_relative and not (is_read and path.is_dir()) and is_deployment_run():
         raise InvalidInput(
             f"target: {text!r}: expected an absolute path or a URI in a run of a deployment, found a relative path: "
             f"it would be below the working directory of this run, {Path.cwd()}, which may be temporary, and not that "
@@ -186,13 +186,13 @@ def _parse_folder(text: str, *, is_read: bool) -> LocalTarget:
     return LocalTarget(path=str(Path.cwd() / path if is_relative else path))
 
 
-def is_in_run_of_deployment() -> bool:
+def is_deployment_run() -> bool:
     """Return whether this code runs in a run of a deployment, or in a flow or task that such a run called."""
     # A subflow's own run has no deployment, but workers and runners set the variable for the process of a run.
-    return deployment_of_run() is not None or "PREFECT__FLOW_RUN_ID" in os.environ
+    return current_deployment_id() is not None or "PREFECT__FLOW_RUN_ID" in os.environ
 
 
-def deployment_of_run() -> UUID | None:
+def current_deployment_id() -> UUID | None:
     """Return the deployment of the current flow run; None without a flow run, or if it has no deployment."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
@@ -218,7 +218,7 @@ def _load_block(block_type: str, name: str) -> StorageTarget:
     except ValueError:
         url = get_current_settings().api.url
         missing = f"no such block is saved on the Prefect server at {url}"
-        unset = f"no Prefect server is set up, and a saved block is stored on one: {SET_UP}"
+        unset = f"no Prefect server is set up, and a saved block is stored on one: {SERVER_SETUP_ADVICE}"
         raise InvalidInput(f"{slug!r}: {missing if url else unset}") from None
     except RuntimeError as error:
         raise InvalidInput(f"{slug!r}: the saved block is not valid: {_format_validation_error(error)}") from None

@@ -32,6 +32,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from prefect_tune.blocks.credentials import import_named_blocks
+from prefect_tune.core.display_text import did_you_mean_or_list, shorten
 from prefect_tune.core.errors import (
     AlreadyExists,
     CommitUnknown,
@@ -40,10 +41,9 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     TuneError,
 )
-from prefect_tune.core.shown_text import did_you_mean_or_has, shorten
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize, is_inside
-from prefect_tune.core.values import Number, leaves
+from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize, is_normalized_path
+from prefect_tune.core.values import Number, iter_leaves
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location
@@ -116,7 +116,7 @@ class StrictBlock(Block, ABC):
         if slug not in (None, cls.get_block_type_slug()):
             raise ValueError(f"expected a block of type {cls.get_block_type_slug()!r}, found {slug!r}")
         fields = {name: value for name, value in values.items() if name not in _BOOKKEEPING}
-        if masked := [name for name, value in leaves(fields) if isinstance(value, str) and _MASK.fullmatch(value)]:
+        if masked := [name for name, value in iter_leaves(fields) if isinstance(value, str) and _MASK.fullmatch(value)]:
             name = values.get("_block_document_name") or "NAME"
             message = (
                 f"{', '.join(masked)}: expected the secret, found asterisks: Prefect's client sends a block to a "
@@ -161,7 +161,7 @@ def _iter_secrets(value: object) -> Iterator[str]:
 def unknown_field_message(cls: type[StrictBlock], name: str) -> str:
     """Return the message for an unknown field name, with the nearest field or the list of fields."""
     fields = sorted(cls.model_fields, key=lambda field: field in getattr(cls, "_last_form_fields", ()))
-    return f"no field {name!r}: {did_you_mean_or_has(name, fields)}"
+    return f"no field {name!r}: {did_you_mean_or_list(name, fields)}"
 
 
 def _format_error(detail: ErrorDetails) -> str:
@@ -186,7 +186,7 @@ class StorageTarget(StrictBlock, ABC):
     """
 
     _client: ClassVar[Client | None] = None
-    """The client of the URIs that `_at` accepts."""
+    """The client of the URIs that `_from_location` accepts."""
     _last_form_fields: ClassVar[frozenset[str]] = frozenset({"signing_key"})
 
     signing_key: SecretStr | None = Field(
@@ -208,7 +208,7 @@ class StorageTarget(StrictBlock, ABC):
         """The location as a URI without secrets, for messages and for `resolve_target`."""
 
     @property
-    def argument(self) -> str:
+    def cli_argument(self) -> str:
         """The target as a command's argument: `type/name` of a saved block, else the URI; quoted for a shell."""
         return shlex.quote(f"{self.get_block_type_slug()}/{self.saved_name}" if self.saved_name else self.uri)
 
@@ -227,13 +227,13 @@ class StorageTarget(StrictBlock, ABC):
         """
 
     @classmethod
-    def _at(cls, uri: str, location: Location) -> Self:
+    def _from_location(cls, uri: str, location: Location) -> Self:
         """Return the target at `location`, the parsed `uri`."""
         raise NotImplementedError
 
     def checkpoint(self, key: CheckpointKey) -> Checkpoint:
         """Return the committed checkpoint `key` as a `pt.Checkpoint`, which uses this target's credentials."""
-        return Checkpoint._of(partial(_open_target, self), self.uri, key)  # noqa: SLF001 - the constructor made for this
+        return Checkpoint._on_target(partial(_open_target, self), self.uri, key)  # noqa: SLF001 - the constructor made for this
 
     def check(self, *, timeout: timedelta = timedelta(seconds=30)) -> TargetCheck:
         """Write, read back, list and delete a probe, and test create-if-absent by a small race.
@@ -283,7 +283,7 @@ class ObjectTarget(StorageTarget, ABC):
     @classmethod
     def _normalize_prefix(cls, prefix: str) -> str:
         folder = prefix.strip("/")
-        if folder and not is_inside(folder):
+        if folder and not is_normalized_path(folder):
             raise ValueError(f"expected a folder without empty parts, '.' and '..', found {prefix!r}")
         return folder
 
@@ -306,7 +306,7 @@ class ObjectTarget(StorageTarget, ABC):
         return self
 
     @classmethod
-    def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+    def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
         """Return the target of a bucket's URI; the URI's options have the names of fields."""
         options = {name: text for name, text in location.options.items() if name not in ENDPOINT_OPTIONS}
         fields: dict[str, Any] = {"bucket": location.container, "prefix": location.path, **options}

@@ -15,10 +15,10 @@ from prefect_tune.blocks.resolve_target import resolve_target, target_from_field
 from prefect_tune.blocks.storage_target import FILES_LOGO, StorageTarget, StrictBlock
 from prefect_tune.blocks.targets import AnyTarget
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.page_elements import Table, Text, cell_html
-from prefect_tune.core.values import AS_NUMBER, MAX_LIVE_PERIOD_SECONDS, Number, Whole
+from prefect_tune.core.page_elements import Table, Text, render_notebook_cell
+from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, NUMBER_VALIDATOR, Number, WholeNumber
 
-_LivePeriod = Annotated[float, Field(ge=1, le=MAX_LIVE_PERIOD_SECONDS, allow_inf_nan=False), AS_NUMBER]
+_LivePeriod = Annotated[float, Field(ge=1, le=MAX_LIVE_PERIOD_SECONDS, allow_inf_nan=False), NUMBER_VALIDATOR]
 
 
 @runtime_checkable
@@ -96,7 +96,7 @@ class SyncConfig(StrictBlock):
         "'async': it returns after a local snapshot, with at most one upload in flight.",
     )
 
-    verify_reused_every: Whole = Field(
+    verify_reused_every: WholeNumber = Field(
         default=16,
         ge=1,
         description="Data that several checkpoints share is uploaded once. Within this number of commits all of it is "
@@ -180,9 +180,9 @@ class SyncConfig(StrictBlock):
     @property
     def excludes(self) -> tuple[str, ...]:
         """The patterns of files that are not uploaded: the user's patterns and the trial's internal files."""
-        from prefect_tune.core.storage.layout import NEVER_ARTIFACTS  # the flows import this module
+        from prefect_tune.core.storage.layout import NON_ARTIFACT_PATTERNS  # the flows import this module
 
-        return (*self.artifact_excludes, *NEVER_ARTIFACTS)
+        return (*self.artifact_excludes, *NON_ARTIFACT_PATTERNS)
 
     def target(self) -> StorageTarget | None:
         """Return the target of `upload_dir`, or None; a slug is loaded from the Prefect server."""
@@ -209,7 +209,7 @@ class SyncConfig(StrictBlock):
             ("Sync on checkpoint", str(self.sync_on_checkpoint)),
             ("Sync period", f"{self.sync_period_seconds:g} s"),
         )
-        return cell_html(Text(["SyncConfig"], kind="strong"), Table((), rows))
+        return render_notebook_cell(Text(["SyncConfig"], kind="strong"), Table((), rows))
 
 
 def _is_import_string(value: object) -> bool:

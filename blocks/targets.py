@@ -20,12 +20,12 @@ from prefect_tune.blocks.credentials import (
     AwsBlock,
     AzureBlock,
     GcpBlock,
-    azure_access,
+    azure_options,
+    block_endpoint,
     connection_options,
-    endpoint_in,
     gcp_key,
     s3_access,
-    static_keys,
+    static_key_provider,
 )
 from prefect_tune.blocks.storage_target import (
     FILES_LOGO,
@@ -43,11 +43,11 @@ from prefect_tune.stores.open_location import (
     S3Access,
     ambient_access,
     ambient_endpoint,
-    ambient_http,
-    fsspec_store,
+    environment_allows_http,
+    open_fsspec_store,
 )
-from prefect_tune.stores.posix_store import open_folder
-from prefect_tune.stores.subprocess_store import IsolatedStore
+from prefect_tune.stores.posix_store import open_posix_store
+from prefect_tune.stores.subprocess_store import SubprocessStore
 
 __all__ = ["AzureTarget", "FsspecTarget", "GcsTarget", "LocalTarget", "S3Target"]
 
@@ -104,7 +104,7 @@ class LocalTarget(StorageTarget):
         return os.path.normpath(expanded)
 
     @classmethod
-    def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+    def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
         return cls(path=location.path)
 
     @property
@@ -115,11 +115,11 @@ class LocalTarget(StorageTarget):
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
         deadline = Deadline.after(timeout)
         if self.may_hang:
-            factory = partial(open_folder, Path(self.path), must_exist=self.must_exist)
-            with IsolatedStore(factory, deadline=deadline) as store:
+            factory = partial(open_posix_store, Path(self.path), must_exist=self.must_exist)
+            with SubprocessStore(factory, deadline=deadline) as store:
                 yield store
         else:
-            yield open_folder(Path(self.path), must_exist=self.must_exist, deadline=deadline)
+            yield open_posix_store(Path(self.path), must_exist=self.must_exist, deadline=deadline)
 
 
 _LOCAL_SCHEMES = frozenset({"file", "local"})
@@ -181,7 +181,7 @@ class FsspecTarget(StorageTarget):
         return uri.rstrip("/") if not uri.endswith("://") else uri
 
     @classmethod
-    def _at(cls, uri: str, location: Location) -> Self:
+    def _from_location(cls, uri: str, location: Location) -> Self:
         fsspec_class(location.scheme)  # report a missing package now, not in the middle of a run
         return cls(location=uri)
 
@@ -203,11 +203,11 @@ class FsspecTarget(StorageTarget):
         kind = fsspec_class(scheme)
         root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's own way to read a URI
         url_options = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  fsspec's own way, too
-        factory = partial(fsspec_store, scheme, root, {**url_options, **self.options()})
+        factory = partial(open_fsspec_store, scheme, root, {**url_options, **self.options()})
         if scheme in _IN_PROCESS_SCHEMES:
             yield factory()
         else:
-            with IsolatedStore(factory, deadline=deadline) as store:
+            with SubprocessStore(factory, deadline=deadline) as store:
                 yield store
 
 
@@ -278,7 +278,7 @@ class S3Target(ObjectTarget):
 
     @property
     def uri(self) -> str:
-        endpoint = self.endpoint_url or endpoint_in(self.credentials)
+        endpoint = self.endpoint_url or block_endpoint(self.credentials)
         region = self.region or getattr(self.credentials, "region_name", None)
         return self._format_uri(f"s3://{self.bucket}/{self._prefix_for_uri}", endpoint=endpoint, region=region)
 
@@ -306,7 +306,7 @@ class S3Target(ObjectTarget):
         return {**super()._client_options(), "allow_http": self._is_http_allowed()}
 
     def _is_http_allowed(self) -> bool:
-        return self.allow_http or ambient_http(os.environ)
+        return self.allow_http or environment_allows_http(os.environ)
 
     def _signs_payload(self, endpoint: str | None) -> bool:
         has_tls = not (endpoint or "").startswith("http:")
@@ -317,7 +317,7 @@ class S3Target(ObjectTarget):
             return s3_access(self.credentials)
         if self.access_key_id is not None and self.secret_access_key is not None:
             token = self.session_token.get_secret_value() if self.session_token else None
-            keys = static_keys(self.access_key_id, self.secret_access_key.get_secret_value(), token)
+            keys = static_key_provider(self.access_key_id, self.secret_access_key.get_secret_value(), token)
             return S3Access(keys)
         return ambient_access(os.environ, anonymous=self.anonymous)
 
@@ -436,7 +436,7 @@ class AzureTarget(ObjectTarget):
         return secret
 
     @classmethod
-    def _at(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+    def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
         account = location.account.partition(".")[0] or None
         return cls(container=location.container, prefix=location.path, account_name=account)
 
@@ -460,7 +460,7 @@ class AzureTarget(ObjectTarget):
 
     def _credential_options(self) -> Mapping[str, str]:
         if self.credentials is not None:
-            return azure_access(self.credentials)
+            return azure_options(self.credentials)
         if self.connection_string is not None:
             return connection_options(self.connection_string.get_secret_value())
         secrets = {"account_key": self.account_key, "sas_key": self.sas_token}

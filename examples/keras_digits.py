@@ -13,7 +13,7 @@ import keras
 from sklearn.datasets import load_digits
 
 import prefect_tune as pt
-from prefect_tune.integrations.keras import TuneReportCheckpointCallback, restored_epoch
+from prefect_tune.integrations.keras import TuneReportCheckpointCallback, get_initial_epoch
 
 
 def train(config: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ def train(config: dict[str, Any]) -> None:
         labels,
         batch_size=128,
         epochs=9,
-        initial_epoch=restored_epoch(),
+        initial_epoch=get_initial_epoch(),
         callbacks=[TuneReportCheckpointCallback()],
         verbose=0,
     )

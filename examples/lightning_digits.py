@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import prefect_tune as pt
-from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, restored_checkpoint
+from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, get_checkpoint_path
 from prefect_tune.integrations.torch import ResumableLoader
 
 
@@ -54,7 +54,7 @@ def train(config: dict[str, Any]) -> None:
         enable_model_summary=False,
     )
     loader = ResumableLoader(data, batch_size=64)
-    trainer.fit(Digits(**config), loader, ckpt_path=restored_checkpoint(), weights_only=True)
+    trainer.fit(Digits(**config), loader, ckpt_path=get_checkpoint_path(), weights_only=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
 
 import prefect_tune as pt
-from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, restored_checkpoint
+from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, get_checkpoint_path
 
 
 def train(config: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ def train(config: dict[str, Any]) -> None:
     )
     callback = TuneReportCheckpointCallback("loss", every_steps=4)
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
-    trainer.train(resume_from_checkpoint=restored_checkpoint())
+    trainer.train(resume_from_checkpoint=get_checkpoint_path())
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import resolve_target
 from prefect_tune.core.errors import NotExact
-from prefect_tune.core.values import Number, Whole
+from prefect_tune.core.values import Number, WholeNumber
 from prefect_tune.drills.findings import DrillReport
 from prefect_tune.drills.plan import drill_plan
-from prefect_tune.drills.run_drill import environment_with_api, require_importable, temporary_folder
+from prefect_tune.drills.run_drill import make_run_environment, require_importable, temporary_folder
 from prefect_tune.drills.run_drill import run_drill as run_in_processes
 from prefect_tune.parameters.forms import ConfigField, OptionalTargetField
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
@@ -28,13 +28,13 @@ def drill(
     config: ConfigField = None,
     *,
     target: OptionalTargetField = None,
-    steps: Whole = 12,
-    kills: Whole = 3,
-    at: list[Whole] | None = None,
-    seed: Whole = 0,
-    save_every: Whole | None = None,
+    steps: WholeNumber = 12,
+    kills: WholeNumber = 3,
+    at: list[WholeNumber] | None = None,
+    seed: WholeNumber = 0,
+    save_every: WholeNumber | None = None,
     hours_between_failures: Number = 24.0,
-    processes_per_trial: Whole = 1,
+    processes_per_trial: WholeNumber = 1,
     keep: bool = False,
 ) -> DrillReport:
     """Train a trainable undisturbed, then again with kills and resumes, and compare the two runs bit for bit.
@@ -86,7 +86,7 @@ def drill(
     if target is None and keep:
         target = tempfile.mkdtemp(prefix="prefect-tune-drill-")
     with temporary_folder() if target is None else nullcontext(target) as location:
-        api, log = environment_with_api(), get_run_logger().info
+        api, log = make_run_environment(), get_run_logger().info
         report = run_in_processes(plan, resolve_target(location), api, keep=keep, on_activity=log)
     if keep:
         get_run_logger().info("kept on %s", location)

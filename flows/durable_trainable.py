@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from prefect_tune.core.display_text import first_line, pluralize, shorten
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
-from prefect_tune.core.experiment.summary import status_label, wasted_words
-from prefect_tune.core.experiment.trial_transitions import Status, newest_key
-from prefect_tune.core.page_elements import Cell, Table, Text, Verbatim, cell_html, values_table
-from prefect_tune.core.shown_text import first_line, plural, shorten
-from prefect_tune.core.values import ExperimentName, Number, Whole, flat
+from prefect_tune.core.experiment.summary import format_recomputed_steps, format_status
+from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint_key
+from prefect_tune.core.page_elements import Cell, Table, Text, Verbatim, make_values_table, render_notebook_cell
+from prefect_tune.core.values import ExperimentName, Number, WholeNumber, flatten
 from prefect_tune.parameters.forms import (
     ConfigField,
     StopField,
@@ -22,7 +22,7 @@ from prefect_tune.parameters.forms import (
     TrainableField,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.flow_runs import failed_by
+from prefect_tune.prefect_api.flow_runs import make_failed_result
 from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
 from prefect_tune.runtime.checkpoint import Checkpoint
 
@@ -55,14 +55,14 @@ class TrialResult:
     def _repr_html_(self) -> str:
         """Return the result for a notebook."""
         facts: dict[str, Cell] = {
-            "trained": f"{self.step:,} steps in {plural(self.attempts, 'attempt', 'attempts')}",
-            "recomputed": wasted_words(self.wasted_steps, at_least=self.wasted_at_least),
+            "trained": f"{self.step:,} steps in {pluralize(self.attempts, 'attempt', 'attempts')}",
+            "recomputed": format_recomputed_steps(self.wasted_steps, at_least=self.wasted_at_least),
             "reason": shorten(first_line(self.reason), 300),
             "checkpoint": Verbatim(str(self.checkpoint)) if self.checkpoint else "none",
         }
-        return cell_html(
-            Text([f"{self.experiment} · {status_label(self.status, self.step)}"], kind="strong"),
-            values_table("metric", flat(self.metrics)),
+        return render_notebook_cell(
+            Text([f"{self.experiment} · {format_status(self.status, self.step)}"], kind="strong"),
+            make_values_table("metric", flatten(self.metrics)),
             Table((), [(name, cell) for name, cell in facts.items() if cell]),
         )
 
@@ -80,7 +80,7 @@ def durable_trainable(
     failures: FailurePolicy | None = None,
     sync: SyncField = None,
     isolation: Literal["process", "thread"] = "process",
-    processes_per_trial: Whole | tuple[Whole, Whole] = 1,
+    processes_per_trial: WholeNumber | tuple[WholeNumber, WholeNumber] = 1,
     metrics_from: Literal["rank 0", "mean"] = "rank 0",
     grace_period_seconds: Number = 25,
     silence_timeout_seconds: Number | None = None,
@@ -133,13 +133,13 @@ def durable_trainable(
     """
     parameters = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except `config`
     parameters.pop("config")
-    from prefect_tune.ownership import name_by_call
-    from prefect_tune.tuner.run_training import trained  # flow_with_server imports it while its server starts
+    from prefect_tune.ownership import with_experiment_name
+    from prefect_tune.tuner.run_training import run_training  # flow_with_server imports it while its server starts
 
     plan = SearchPlan(**parameters)
-    outcome = trained(name_by_call(plan, config) if experiment is None else plan, config)
+    outcome = run_training(with_experiment_name(plan, config) if experiment is None else plan, config)
     if isinstance(outcome, TrialFailed):
-        return failed_by(outcome, TrialResult)
+        return make_failed_result(outcome, TrialResult)
     spec, trial = outcome
     return TrialResult(
         experiment=spec.trial.experiment,
@@ -148,7 +148,7 @@ def durable_trainable(
         reason=trial.reason,
         step=trial.step,
         metrics=trial.metrics,
-        checkpoint=spec.target.checkpoint(key) if (key := newest_key(spec.trial, trial)) else None,
+        checkpoint=spec.target.checkpoint(key) if (key := newest_checkpoint_key(spec.trial, trial)) else None,
         attempts=trial.attempt,
         wasted_steps=trial.wasted_steps,
         wasted_at_least=trial.wasted_at_least,

@@ -13,21 +13,21 @@ from pydantic import Field
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.errors import DamageFound, InvalidInput
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.operations.scrub import EVERYTHING, share_of
-from prefect_tune.core.storage.generations import names_among, names_with_dead_objects
+from prefect_tune.core.operations.scrub import FULL_SHARE, parse_share
+from prefect_tune.core.storage.generations import find_experiment_names, find_names_with_garbage
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import AS_WHOLE
+from prefect_tune.core.values import INTEGER_VALIDATOR
 from prefect_tune.maintenance import (
     MaintenanceOptions,
     MaintenanceReport,
     maintain_experiments,
-    show_report,
+    publish_report,
 )
 from prefect_tune.parameters.forms import TargetField
 from prefect_tune.parameters.search_plan import PositiveSeconds
-from prefect_tune.prefect_api.flow_runs import outlive_log_reader
+from prefect_tune.prefect_api.flow_runs import ignore_broken_log_pipe
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
-from prefect_tune.storage_retries import on_target
+from prefect_tune.storage_retries import with_store
 
 __all__ = ["maintain"]
 
@@ -42,7 +42,7 @@ def maintain(
     experiments: list[str] | None = None,
     verify: Literal["sample", "all", "none"] = "sample",
     share: str = _DAILY_SHARE,
-    max_verify_bytes: Annotated[int, Field(gt=0), AS_WHOLE] | None = None,
+    max_verify_bytes: Annotated[int, Field(gt=0), INTEGER_VALIDATOR] | None = None,
     quarantine: bool = True,
     collect: bool = True,
     retention: Retention | None = None,
@@ -83,13 +83,13 @@ def maintain(
         InvalidInput: an argument is invalid, or an experiment does not exist; nothing was begun.
         StoreUnavailable, StoreRefused: the target cannot be reached, or refuses requests.
     """
-    outlive_log_reader()
+    ignore_broken_log_pipe()
     if verify != "sample" and share != _DAILY_SHARE:
         raise InvalidInput(f"share={share!r}: it needs verify='sample', found {verify!r}; nothing was begun")
     if verify == "none" and max_verify_bytes is not None:
         raise InvalidInput(f"max_verify_bytes={max_verify_bytes}: verify='none' reads nothing; nothing was begun")
     now = datetime.now(UTC)
-    sampled_share = EVERYTHING if verify == "all" else share_of(share, now.date())
+    sampled_share = FULL_SHARE if verify == "all" else parse_share(share, now.date())
     deadline = None if time_budget_seconds is None else now + timedelta(seconds=time_budget_seconds)
     options = MaintenanceOptions(
         target=resolve_existing(target),
@@ -103,9 +103,9 @@ def maintain(
     )
     report = maintain_experiments(options, _match_experiments(options.target, experiments), now.date())
     get_run_logger().info("%s", report.summary)
-    show_report(report)
-    if report.damaged:
-        raise DamageFound(report.alarm, report)
+    publish_report(report)
+    if report.damaged_checkpoints:
+        raise DamageFound(report.damage_message, report)
     return report
 
 
@@ -117,9 +117,9 @@ def _match_experiments(target: StorageTarget, patterns: Sequence[str] | None) ->
 
     def list_names(store: ObjectStore) -> Sequence[str]:
         paths = [listed.path for listed in store.list("")]
-        return sorted({*names_among(paths), *names_with_dead_objects(paths)})
+        return sorted({*find_experiment_names(paths), *find_names_with_garbage(paths)})
 
-    names = on_target(target, list_names, timedelta(minutes=10))
+    names = with_store(target, list_names, timedelta(minutes=10))
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InvalidInput(

@@ -11,8 +11,8 @@ from prefect.logging import get_run_logger
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.values import ExperimentName, Number, Whole, valid_name
-from prefect_tune.journal_access import no_experiment_at, read_known
+from prefect_tune.core.values import ExperimentName, Number, WholeNumber, validate_name
+from prefect_tune.journal_access import missing_experiment_message, read_experiment_to_resume
 from prefect_tune.parameters.forms import (
     CallbacksField,
     ConfigField,
@@ -26,14 +26,20 @@ from prefect_tune.parameters.forms import (
     TargetField,
     WarmStartField,
 )
-from prefect_tune.parameters.plan_checks import require_no_fewer, require_search
-from prefect_tune.parameters.search_plan import OPTIONS, SearchOptions, SearchPlan, from_settings, only_in_code
+from prefect_tune.parameters.plan_checks import require_no_fewer_samples, require_search
+from prefect_tune.parameters.search_plan import (
+    OPTIONS,
+    SearchOptions,
+    SearchPlan,
+    options_only_in_code,
+    plan_from_settings,
+)
 from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
 from prefect_tune.results import Results
-from prefect_tune.suspension import chosen_before
-from prefect_tune.tasks.experiments import ForkRequest, fork_experiment, fork_source
-from prefect_tune.trust import require_trusted, trusted_here
-from prefect_tune.tuner.run_search import searched
+from prefect_tune.suspension import earlier_choices
+from prefect_tune.tasks.experiments import ForkRequest, fork_experiment, load_fork_source
+from prefect_tune.trust import require_trusted_code, resolve_trusted_packages
+from prefect_tune.tuner.run_search import run_search
 
 __all__ = ["resume"]
 
@@ -43,25 +49,25 @@ def resume(
     experiment: ExperimentName,
     *,
     target: TargetField,
-    num_samples: Whole | None = None,
-    samples_per_run: Whole | None = None,
+    num_samples: WholeNumber | None = None,
+    samples_per_run: WholeNumber | None = None,
     stop: StopField = None,
     rerun_errored: RerunField = False,
     time_budget_seconds: Number | None = None,
     fork: str | None = None,
-    at: Whole | None = None,
+    at: WholeNumber | None = None,
     strict_fork: bool = False,
     space: ConfigField = None,
     search: SearchField = None,
     scheduler: SchedulerField = None,
     warm_start: WarmStartField = None,
     allow_missing_metric: bool | None = None,
-    max_concurrent_trials: Whole | None = None,
+    max_concurrent_trials: WholeNumber | None = None,
     resources_per_trial: ResourcesField = None,
     resources_total: ResourcesField = None,
-    processes_per_trial: Whole | tuple[Whole, Whole] | None = None,
-    nodes_per_trial: Whole | None = None,
-    min_nodes: Whole | None = None,
+    processes_per_trial: WholeNumber | tuple[WholeNumber, WholeNumber] | None = None,
+    nodes_per_trial: WholeNumber | None = None,
+    min_nodes: WholeNumber | None = None,
     metrics_from: Literal["rank 0", "mean"] | None = None,
     trainable: OtherTrainableField = None,
     callbacks: CallbacksField = None,
@@ -139,20 +145,20 @@ def resume(
     SearchOptions(**{"trainable": print, **passed, "target": resolved, "experiment": experiment})  # validate first
     if fork is None and (at is not None or strict_fork):
         raise InvalidInput("at: a resume starts at the last entry; to start at another entry, pass fork='name'")
-    make_plan = partial(_make_plan, resolved, options, trusted_here(trusted_packages))
+    make_plan = partial(_make_plan, resolved, options, resolve_trusted_packages(trusted_packages))
     if fork is not None:
-        request = ForkRequest(experiment=experiment, into=valid_name(fork), at=at, strict=strict_fork)
-        if (source := fork_source(resolved, request)) is not None:
+        request = ForkRequest(experiment=experiment, into=validate_name(fork), at=at, strict=strict_fork)
+        if (source := load_fork_source(resolved, request)) is not None:
             make_plan(source)  # raise before the fork exists
         experiment = fork_experiment(resolved, request).name
-    state = read_known(resolved, experiment)
+    state = read_experiment_to_resume(resolved, experiment)
     if not state.number:
-        raise ResumeFailed(f"nothing was started: {no_experiment_at(resolved, experiment)}")
+        raise ResumeFailed(f"nothing was started: {missing_experiment_message(resolved, experiment)}")
     require_search(state, resolved.uri)
     plan = make_plan(state)
-    if callbacks is None and "callbacks" in only_in_code(state.settings):
+    if callbacks is None and "callbacks" in options_only_in_code(state.settings):
         get_run_logger().warning("the journal cannot store callback objects: the search runs without them")
-    return searched(plan, state)
+    return run_search(plan, state)
 
 
 def _make_plan(
@@ -161,8 +167,8 @@ def _make_plan(
     """Return the plan that continues `state` with these options. Raises like `resume`."""
     run_options = {name: value for name, value in options.items() if not OPTIONS[name].stored}
     changed = {name: value for name, value in options.items() if name not in run_options and value is not None}
-    require_trusted(target, state, changed.keys(), trusted)
-    if options["search"] is None and not chosen_before(state):  # a form may have increased the number since
-        require_no_fewer(options["num_samples"], state)
+    require_trusted_code(target, state, changed.keys(), trusted)
+    if options["search"] is None and not earlier_choices(state):  # a form may have increased the number since
+        require_no_fewer_samples(options["num_samples"], state)
     fixed = {"target": target, "experiment": state.name, "resume": "must"}
-    return from_settings(state.settings, {**run_options, **fixed}, changed)
+    return plan_from_settings(state.settings, {**run_options, **fixed}, changed)

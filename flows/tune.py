@@ -8,7 +8,7 @@ from pydantic import Field
 
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
-from prefect_tune.core.values import AS_WHOLE, ExperimentName, Number, Whole
+from prefect_tune.core.values import INTEGER_VALIDATOR, ExperimentName, Number, WholeNumber
 from prefect_tune.parameters.forms import (
     CallbacksField,
     ConfigField,
@@ -42,14 +42,14 @@ def tune(
     experiment: ExperimentName | None = None,
     metric: MetricField = None,
     mode: ModeField = None,
-    num_samples: Whole | None = None,
-    samples_per_run: Whole | None = None,
+    num_samples: WholeNumber | None = None,
+    samples_per_run: WholeNumber | None = None,
     stop: StopField = None,
     scheduler: SchedulerField = None,
     search: SearchField = None,
-    seed: Annotated[int, Field(ge=0), AS_WHOLE] | None = None,
+    seed: Annotated[int, Field(ge=0), INTEGER_VALIDATOR] | None = None,
     time_budget_seconds: Number | None = None,
-    max_concurrent_trials: Whole | None = None,
+    max_concurrent_trials: WholeNumber | None = None,
     resources_per_trial: ResourcesField = None,
     resources_total: ResourcesField = None,
     checkpoint: Cadence | None = None,
@@ -69,9 +69,9 @@ def tune(
     sync: SyncField = None,
     callbacks: CallbacksField = None,
     isolation: Literal["process", "thread"] = "process",
-    processes_per_trial: Whole | tuple[Whole, Whole] = 1,
-    nodes_per_trial: Whole = 1,
-    min_nodes: Whole | None = None,
+    processes_per_trial: WholeNumber | tuple[WholeNumber, WholeNumber] = 1,
+    nodes_per_trial: WholeNumber = 1,
+    min_nodes: WholeNumber | None = None,
     metrics_from: Literal["rank 0", "mean"] = "rank 0",
     reuse: Literal["auto", "never"] = "auto",
     grace_period_seconds: Number = 25,
@@ -173,9 +173,9 @@ def tune(
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
     # Only calls need these modules: `flow_with_server` imports them while the server starts and the trainable loads.
-    from prefect_tune.ownership import name_by_call
+    from prefect_tune.ownership import with_experiment_name
     from prefect_tune.parameters.search_plan import SearchPlan
-    from prefect_tune.tuner.run_search import searched
+    from prefect_tune.tuner.run_search import run_search
 
     plan = SearchPlan(**parameters)
-    return searched(name_by_call(plan) if experiment is None else plan)
+    return run_search(with_experiment_name(plan) if experiment is None else plan)

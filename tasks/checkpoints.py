@@ -20,18 +20,26 @@ from prefect import task
 from prefect.runtime import task_run
 
 from prefect_tune.attempt.commit_worker import (
-    about_checkpoint,
-    commit_entry,
-    delete_retired,
-    find_doomed,
+    delete_or_warn,
+    find_leftover_checkpoints,
     log_commit,
     log_damage,
+    make_checkpoint_metadata,
+    make_commit_events,
 )
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.clock import new_write_id
-from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save, commit, reusable, with_parts
-from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.clock import new_write_stamp
+from prefect_tune.core.checkpoints.commit import (
+    ExpectedParts,
+    Reverification,
+    SaveResult,
+    commit_checkpoint,
+    find_reusable_bytes,
+    merge_parts,
+)
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
+from prefect_tune.core.display_text import did_you_mean_or_list
 from prefect_tune.core.errors import (
     AlreadyCommitted,
     CheckpointCorrupt,
@@ -45,27 +53,43 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import (
     Trial,
-    is_collectable,
-    is_live,
+    is_deletable_checkpoint,
+    is_live_checkpoint,
+    min_reusable_sequence,
     newest_checkpoint,
-    parent_of_next,
-    reused_from,
+    parent_of_next_save,
 )
-from prefect_tune.core.journal_events import CheckpointRef, Event, Reported, Retired
+from prefect_tune.core.journal_events import CheckpointRef, CheckpointsRetired, Event, StepReported
 from prefect_tune.core.operations.scrub import quarantine
-from prefect_tune.core.operations.trial_gc import collect
-from prefect_tune.core.restore import manifest_if_readable, read_manifest
-from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.operations.trial_gc import delete_retired_objects
+from prefect_tune.core.restore import read_manifest, read_manifest_or_none
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.values import Stamp
-from prefect_tune.journal_access import no_experiment_at, read_journal, read_undamaged
-from prefect_tune.ownership import MOST_RACES, going_back, opening_events, own, trying_again, write_if_unchanged
+from prefect_tune.core.values import WriteStamp
+from prefect_tune.journal_access import (
+    missing_experiment_message,
+    read_experiment_by_name,
+    read_experiment_raising_refusals,
+)
+from prefect_tune.ownership import (
+    MAX_WRITE_RACES,
+    attempt_start_events,
+    ensure_ownership,
+    retry_on_conflict,
+    rollback_events,
+    write_if_unchanged,
+)
 from prefect_tune.parameters.forms import TargetLike
-from prefect_tune.prefect_api.task_runs import public_task, run_here, skip_prefect_introspection
-from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING, RETRYING_REFUSALS, is_away, run_log
+from prefect_tune.prefect_api.task_runs import public_task, run_task_inline, skip_prefect_introspection
+from prefect_tune.storage_retries import (
+    READ_TIMEOUT,
+    REFUSAL_RETRY_OPTIONS,
+    TASK_RETRY_OPTIONS,
+    is_transient_but_not_refused,
+    run_log,
+)
 from prefect_tune.stores.local.staging import (
     StagedFiles,
-    fetch_committed,
+    fetch_checkpoint,
     has_same_files,
     manifest_of_copy,
     metadata_of_copy,
@@ -77,25 +101,25 @@ from prefect_tune.task_values import (
     RestoreArguments,
     RestoredCheckpoint,
     SaveArguments,
-    committed_checkpoint,
-    misspelt,
+    make_committed_checkpoint,
+    misspelling_warning,
 )
 
 _TIMEOUT_SECONDS = 1800.0
 
 
-@task(name="save-checkpoint", task_run_name="save {key.trial.trial} step {key.step}", **RETRYING)
+@task(name="save-checkpoint", task_run_name="save {key.trial.trial} step {key.step}", **TASK_RETRY_OPTIONS)
 def publish_checkpoint(
     target: StorageTarget,
     key: CheckpointKey,
     directory: Path,
-    about: About,
+    about: CheckpointMetadata,
     before: Trial | None = None,
     *,
     reverification: Reverification | None = None,
-    parts: PartsOfSave | None = None,
+    parts: ExpectedParts | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
-) -> Save:
+) -> SaveResult:
     """Publish the local `directory` as the checkpoint `key` on `target`; on return it is complete and durable.
 
     A try that failed or was killed leaves no checkpoint, and the next try reuses its uploaded bytes. `directory`
@@ -115,20 +139,20 @@ def publish_checkpoint(
         StagedFilesChanged: a file in the directory changed during the save.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
-        parent = manifest_if_readable(store, parent_of_next(key.trial, before) if before else None)
-        reuse = reusable(store, key.trial, parent, reused_from(before) if before else 0)
-        return commit(
+        parent = read_manifest_or_none(store, parent_of_next_save(key.trial, before) if before else None)
+        reuse = find_reusable_bytes(store, key.trial, parent, min_reusable_sequence(before) if before else 0)
+        return commit_checkpoint(
             store,
             key,
             StagedFiles(Path(directory).absolute()),
             about,
             reuse=reuse,
             reverification=reverification,
-            complete=partial(with_parts, store, parts) if parts is not None else None,
+            finalize_manifest=partial(merge_parts, store, parts) if parts is not None else None,
         )
 
 
-@task(name="restore-checkpoint", task_run_name="restore {key.trial.trial} step {key.step}", **RETRYING)
+@task(name="restore-checkpoint", task_run_name="restore {key.trial.trial} step {key.step}", **TASK_RETRY_OPTIONS)
 def download_checkpoint(
     target: StorageTarget, key: CheckpointKey, destination: Path, *, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> Path:
@@ -144,14 +168,14 @@ def download_checkpoint(
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         manifest = read_manifest(store, key)
         metadata = metadata_of_copy(store, key.metadata_folder, manifest)
-        fetch_committed(store, manifest, destination, metadata=metadata)
+        fetch_checkpoint(store, manifest, destination, metadata=metadata)
         return destination
 
 
 @task(
     name="delete-checkpoint",
     task_run_name="delete retired of {trial.trial}",
-    **{**RETRYING, "retry_condition_fn": is_away},
+    **{**TASK_RETRY_OPTIONS, "retry_condition_fn": is_transient_but_not_refused},
 )
 def delete_retired_checkpoints(
     target: StorageTarget,
@@ -163,7 +187,8 @@ def delete_retired_checkpoints(
 ) -> int:
     """Delete checkpoints that the journal has retired; keep the blobs that a live checkpoint or a clone refers to.
 
-    Idempotent. Returns the number of deleted objects. See `prefect_tune.core.operations.trial_gc.collect`.
+    Idempotent. Returns the number of deleted objects. See
+    `prefect_tune.core.operations.trial_gc.delete_retired_objects`.
 
     Args:
         state: the trial after the entry that retired the checkpoints. Its live checkpoints stay.
@@ -175,48 +200,48 @@ def delete_retired_checkpoints(
         StoreUnavailable: all retries failed; the next owner of the experiment deletes them.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
-        return collect(store, trial, state, retired)
+        return delete_retired_objects(store, trial, state, retired)
 
 
 @dataclass(frozen=True, slots=True)
-class TasksOfAttempt:
+class PrefectAttemptTasks:
     """Implements `AttemptTasks` for the attempts of one trial, by task runs within the calling task."""
 
     spec: TrialSpec
 
-    def save(
+    def save_checkpoint(
         self,
         key: CheckpointKey,
         directory: Path,
-        about: About,
+        metadata: CheckpointMetadata,
         before: Trial,
         reverification: Reverification,
-        parts: PartsOfSave | None = None,
-    ) -> Save:
-        return run_here(
+        parts: ExpectedParts | None = None,
+    ) -> SaveResult:
+        return run_task_inline(
             publish_checkpoint,
             self.spec.target,
             key,
             directory,
-            about,
+            metadata,
             before,
             reverification=reverification,
             parts=parts,
             timeout_seconds=self.spec.sync.sync_timeout_seconds,
         )
 
-    def restore(self, key: CheckpointKey, destination: Path) -> Path:
+    def restore_checkpoint(self, key: CheckpointKey, destination: Path) -> Path:
         timeout_seconds = self.spec.sync.sync_timeout_seconds
         return download_checkpoint(self.spec.target, key, destination, timeout_seconds=timeout_seconds)
 
-    def delete(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
+    def delete_checkpoints(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
         delete_retired_checkpoints(self.spec.target, self.spec.trial, skip_prefect_introspection(state), retired)
 
 
 # The public tasks, for users' own flows.
 
 
-@public_task(name="save-checkpoint", task_run_name="save {trial} step {step}", **RETRYING_REFUSALS)
+@public_task(name="save-checkpoint", task_run_name="save {trial} step {step}", **REFUSAL_RETRY_OPTIONS)
 def save_checkpoint(
     directory: Directory,
     *,
@@ -277,7 +302,7 @@ def save_checkpoint(
             "save the state into it first, or journal a step without a checkpoint with "
             "pt.sync_experiment_state(reports=...)"
         )
-    return trying_again(_Save(args).save_and_journal)
+    return retry_on_conflict(_Save(args).save_and_journal)
 
 
 class _Save:
@@ -286,7 +311,7 @@ class _Save:
     def __init__(self, args: SaveArguments) -> None:
         self._args, self._target, self._report, self._log = args, args.target, args.report, run_log()
         # A retry of the task is the same save: it recognizes an earlier try's write whose reply was lost.
-        self._stamp = Stamp(write_id=task_run.id or new_write_id().write_id, at=new_write_id().at)
+        self._stamp = WriteStamp(write_id=task_run.id or new_write_stamp().write_id, at=new_write_stamp().at)
 
     def save_and_journal(self) -> CommittedCheckpoint:
         """Save and journal the checkpoint.
@@ -295,24 +320,24 @@ class _Save:
             SaveOvertaken: another task changed the trial meanwhile, or a checkpoint was quarantined. This checkpoint
                 may have the same damage, and is quarantined too.
         """
-        state = own(self._target, self._args.experiment)
+        state = ensure_ownership(self._target, self._args.experiment)
         self._folder = state.trial_key(self._args.trial)
         if (existing := self._find_existing_checkpoint(state)) is not None:
-            return committed_checkpoint(self._target, self._folder, existing)
+            return make_committed_checkpoint(self._target, self._folder, existing)
         state = self._ensure_attempt(state)
         started_at, trial = time.monotonic(), state.trial(self._folder.trial)
         save = self._publish_directory(state)
-        committed, quarantined, retired = commit_entry(
+        committed, quarantined, retired = make_commit_events(
             self._target, trial, save, self._args.retention or Retention(), time.monotonic() - started_at, self._log
         )
         events: list[Event] = [*self._new_reports(state), committed, *quarantined]
         state = write_if_unchanged(self._target, state, trial.trial, events)
-        if not is_live(state.trial(trial.trial), save.manifest.key):
+        if not is_live_checkpoint(state.trial(trial.trial), save.manifest.key):
             raise SaveOvertaken(f"step {self._report.step}: a checkpoint was quarantined during the save")
         log_commit(save, self._log)
         log_damage(save, quarantined, self._log)
         self._delete_retired(state, retired)
-        return committed_checkpoint(self._target, self._folder, committed.checkpoint, save.sent_bytes)
+        return make_committed_checkpoint(self._target, self._folder, committed.checkpoint, save.sent_bytes)
 
     def _find_existing_checkpoint(self, state: Experiment) -> CheckpointRef | None:
         """Return the checkpoint of this step if it has these files; None if the step can be saved.
@@ -340,10 +365,10 @@ class _Save:
             f"or go back with pt.delete_checkpoint(step={newest.step}); or choose another trial name"
         )
 
-    def _new_reports(self, state: Experiment) -> Sequence[Reported]:
+    def _new_reports(self, state: Experiment) -> Sequence[StepReported]:
         """Return the report of this step, unless it was journaled before its checkpoint."""
         trial = self._folder.trial
-        return [Reported(trial=trial, report=self._report)] if state.trial(trial).step < self._report.step else []
+        return [StepReported(trial=trial, report=self._report)] if state.trial(trial).step < self._report.step else []
 
     def _ensure_attempt(self, state: Experiment) -> Experiment:
         """Begin an attempt of the trial if none is running; return the experiment before the report of this step.
@@ -351,12 +376,14 @@ class _Save:
         A new attempt also deletes the bytes of checkpoints that earlier attempts retired.
         """
         trial = self._folder.trial
-        if events := opening_events(state.trials.get(trial), trial, self._report.step):
+        if events := attempt_start_events(state.trials.get(trial), trial, self._report.step):
             state = write_if_unchanged(self._target, state, trial, events)
-            self._delete_retired(state, find_doomed(self._target, self._folder, state.trial(trial), self._log))
+            self._delete_retired(
+                state, find_leftover_checkpoints(self._target, self._folder, state.trial(trial), self._log)
+            )
         return state
 
-    def _publish_directory(self, state: Experiment) -> Save:
+    def _publish_directory(self, state: Experiment) -> SaveResult:
         """Publish the checkpoint for the journal entry after `state`.
 
         Raises:
@@ -364,7 +391,7 @@ class _Save:
                 have other files, so it is abandoned, and this save needs another name.
         """
         trial, reports = state.trial(self._folder.trial), [event.report for event in self._new_reports(state)]
-        about = about_checkpoint(self._folder, trial, state.term, self._report, reports, self._stamp)
+        about = make_checkpoint_metadata(self._folder, trial, state.term, self._report, reports, self._stamp)
         try:
             return publish_checkpoint.fn(
                 self._target,
@@ -378,20 +405,20 @@ class _Save:
             )
         except AlreadyCommitted as error:
             # After this entry, no owner adopts a save that began earlier; the next attempt deletes the save.
-            write_if_unchanged(self._target, state, trial.trial, [Retired(trial=trial.trial, retires=())])
+            write_if_unchanged(self._target, state, trial.trial, [CheckpointsRetired(trial=trial.trial, retires=())])
             raise SaveOvertaken(f"step {self._report.step}: an earlier save of this step was not journaled") from error
 
     def _delete_retired(self, state: Experiment, keys: Sequence[CheckpointKey]) -> None:
         if keys:
             trial = state.trial(self._folder.trial)
-            delete_retired(lambda: delete_retired_checkpoints.fn(self._target, self._folder, trial, keys), self._log)
+            delete_or_warn(lambda: delete_retired_checkpoints.fn(self._target, self._folder, trial, keys), self._log)
 
 
 class _RetiredMeanwhileError(Exception):
     """The checkpoint is not damaged: its trial has retired it, and has newer checkpoints."""
 
 
-@public_task(name="restore-checkpoint", task_run_name="restore {trial}", **RETRYING)
+@public_task(name="restore-checkpoint", task_run_name="restore {trial}", **TASK_RETRY_OPTIONS)
 def restore_checkpoint(
     directory: Directory | None = None,
     *,
@@ -431,15 +458,15 @@ def restore_checkpoint(
         StoreRefused: the target refused access, for example because credentials expired; not retried.
     """
     args = RestoreArguments(**locals())
-    for _ in range(MOST_RACES):
-        state = read_journal(args.target, args.experiment)
+    for _ in range(MAX_WRITE_RACES):
+        state = read_experiment_by_name(args.target, args.experiment)
         with suppress(_RetiredMeanwhileError):
             restored = _restore_newest(args, state, state.trials.get(args.trial))
-            if restored is None and (missing := misspelt(args.target, state, args.trial)):
+            if restored is None and (missing := misspelling_warning(args.target, state, args.trial)):
                 run_log().warning("Nothing was restored. %s", missing)
             return restored
     raise CheckpointNotFound(
-        f"trial {trial!r} of {experiment!r} at {args.target.uri}: {MOST_RACES} times the trial's run deleted the "
+        f"trial {trial!r} of {experiment!r} at {args.target.uri}: {MAX_WRITE_RACES} times the trial's run deleted the "
         "checkpoint during the download. Keep more checkpoints (retention=pt.Retention(last=2)), or wait for that run"
     )
 
@@ -478,7 +505,7 @@ def _select_candidates(args: RestoreArguments, state: Experiment, trial: Trial |
         return newest_first
     steps = [checkpoint.step for checkpoint in reversed(newest_first)]
     if args.step not in steps:
-        hint = "" if trial else misspelt(args.target, state, args.trial)
+        hint = "" if trial else misspelling_warning(args.target, state, args.trial)
         raise CheckpointNotFound(
             f"trial {args.trial!r} of experiment {args.experiment!r} at {args.target.uri}: no checkpoint of step "
             f"{args.step} is committed; committed steps: {steps or 'none'}{hint and f'. {hint}'}"
@@ -495,8 +522,8 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
     log, reason = run_log(), f"{type(damage).__name__}: {damage}"
     try:
         with args.target.open(timeout=READ_TIMEOUT) as store:
-            journal = key.trial.of_experiment
-            is_quarantined = quarantine(store, journal, {key: reason}, new_write_id())
+            journal = key.trial.journal_key
+            is_quarantined = quarantine(store, journal, {key: reason}, new_write_stamp())
     except StoreRefused as refused:  # it is live: these credentials only read, or the target has one writer
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return
@@ -505,7 +532,7 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
     log.error("step %d cannot be restored, and is quarantined: %s", key.step, damage)
 
 
-@public_task(name="delete-checkpoint", task_run_name="delete {trial} step {step}", **RETRYING_REFUSALS)
+@public_task(name="delete-checkpoint", task_run_name="delete {trial} step {step}", **REFUSAL_RETRY_OPTIONS)
 def delete_checkpoint(
     *,
     target: TargetLike,
@@ -543,25 +570,31 @@ def delete_checkpoint(
 
     def retire_step() -> tuple[Experiment, Sequence[CheckpointKey]]:
         """Retire the checkpoints of the step; return the checkpoints to delete, also of an interrupted deletion."""
-        state = own(args.target, args.experiment)
+        state = ensure_ownership(args.target, args.experiment)
         current, folder = state.trial(args.trial), state.trial_key(args.trial)
         checkpoints = (*current.checkpoints, *(lost.checkpoint for lost in current.quarantined_checkpoints))
         if to_retire := [checkpoint for checkpoint in checkpoints if checkpoint.step == args.step]:
-            retired = Retired(trial=args.trial, retires=tuple(checkpoint.sequence for checkpoint in to_retire))
-            state = write_if_unchanged(args.target, state, args.trial, [retired, *going_back(current, to_retire)])
+            retired = CheckpointsRetired(
+                trial=args.trial, retires=tuple(checkpoint.sequence for checkpoint in to_retire)
+            )
+            state = write_if_unchanged(args.target, state, args.trial, [retired, *rollback_events(current, to_retire)])
             return state, [folder.checkpoint_key(checkpoint) for checkpoint in to_retire]
         with args.target.open(timeout=READ_TIMEOUT) as store:
-            keys = [CheckpointKey.from_manifest_path(folder, entry.path) for entry in store.list(folder.checkpoints)]
-        return state, [key for key in keys if key and key.step == args.step and is_collectable(current, key)]
+            keys = [
+                CheckpointKey.from_manifest_path(folder, entry.path) for entry in store.list(folder.checkpoints_folder)
+            ]
+        return state, [key for key in keys if key and key.step == args.step and is_deletable_checkpoint(current, key)]
 
-    existing = read_undamaged(args.target, args.experiment)  # before taking ownership, which would create it
+    existing = read_experiment_raising_refusals(
+        args.target, args.experiment
+    )  # before taking ownership, which would create it
     if not existing.number:
-        raise InvalidInput(f"{no_experiment_at(args.target, args.experiment)}. Nothing was deleted")
+        raise InvalidInput(f"{missing_experiment_message(args.target, args.experiment)}. Nothing was deleted")
     if args.trial not in existing.trials:
         where = f"experiment {args.experiment!r} at {args.target.uri}"
-        hint = did_you_mean_or_has(args.trial, existing.trials)
+        hint = did_you_mean_or_list(args.trial, existing.trials)
         raise InvalidInput(f"{where} has no trial {args.trial!r}; {hint}. Nothing was deleted")
-    state, to_delete = trying_again(retire_step)
+    state, to_delete = retry_on_conflict(retire_step)
     if not to_delete:
         return 0
     folder, current = state.trial_key(args.trial), state.trial(args.trial)

@@ -12,10 +12,10 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from prefect_tune import ownership
-from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, curves_as_arrow, read_curves, trials_as_arrow
+from prefect_tune.arrow_tables import COLUMN_VERSIONS, curves_to_arrow, read_curves, to_parquet, trials_to_arrow
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import (
     AlreadyExists,
     CheckpointNotFound,
@@ -24,64 +24,73 @@ from prefect_tune.core.errors import (
     StoreRefused,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import Curves
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, newest_checkpoint
-from prefect_tune.core.journal.journal import append, load
+from prefect_tune.core.experiment.summary import LearningCurves
+from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Phase, Trial, newest_checkpoint
+from prefect_tune.core.journal.journal import append_events, load_experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     CheckpointRef,
     Event,
-    Finished,
     FinishKind,
-    GaveUp,
     Owner,
-    Paused,
-    Reported,
+    StepReported,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
 )
-from prefect_tune.core.operations.fork_experiment import Fork, Past, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.operations.fork_experiment import (
+    ForkPoint,
+    ForkResult,
+    begin_fork,
+    complete_fork,
+    find_deleted_checkpoints,
+    load_fork_point,
+)
 from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.seeded_random import seed_named
-from prefect_tune.core.storage.documents import is_signed, signed, unsigned
-from prefect_tune.core.storage.generations import current_journal, no_experiment
-from prefect_tune.core.storage.layout import JournalKey, Rows, delete_numbered, results_path
+from prefect_tune.core.seeded_random import seed_from_name
+from prefect_tune.core.storage.documents import add_signature, has_valid_signature, strip_signature
+from prefect_tune.core.storage.generations import find_current_journal, no_experiment_message
+from prefect_tune.core.storage.layout import JournalKey, ResultsTable, delete_older_documents, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport
-from prefect_tune.journal_access import Opening, current_owner, failing_to_resume, opened_journal
-from prefect_tune.ownership import opening_events, own, trying_again, write_if_unchanged
+from prefect_tune.core.values import StepReport, WriteStamp
+from prefect_tune.journal_access import OwnershipRequest, acquire_and_adopt, current_owner, raising_resume_failed
+from prefect_tune.ownership import attempt_start_events, ensure_ownership, retry_on_conflict, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task, skip_prefect_introspection
 from prefect_tune.storage_retries import (
-    CHECKING,
+    CHECK_RETRY_OPTIONS,
     READ_TIMEOUT,
-    RETRYING,
-    RETRYING_REFUSALS,
+    REFUSAL_RETRY_OPTIONS,
+    TASK_RETRY_OPTIONS,
     run_log,
     with_retries,
 )
 from prefect_tune.task_values import (
-    End,
     ExperimentArguments,
     ExperimentState,
     SyncArguments,
-    experiment_state,
-    similar_experiment,
+    TrialEndStatus,
+    make_experiment_state,
+    similar_experiment_hint,
 )
 from prefect_tune.terminal.live_display import NOTICE
 
 _FORK_TIMEOUT = timedelta(minutes=10)
 
-check_target = task(name="check-target", task_run_name="check {target.uri}", **CHECKING)(ownership.check_target)
+check_target = task(name="check-target", task_run_name="check {target.uri}", **CHECK_RETRY_OPTIONS)(
+    ownership.check_target
+)
 
 
-@task(name="restore-experiment-state", task_run_name="open {key.experiment}", **RETRYING)
-def open_experiment(
+@task(name="restore-experiment-state", task_run_name="open {key.experiment}", **TASK_RETRY_OPTIONS)
+def acquire_experiment(
     target: StorageTarget,
     key: JournalKey,
     owner: Owner,
-    stamp: Stamp,
+    stamp: WriteStamp,
     loaded: Experiment | None = None,
 ) -> Experiment:
     """Take ownership of an experiment for `owner` and return its state; every earlier owner's writes then fail.
@@ -90,7 +99,7 @@ def open_experiment(
     become waiting trials. If the experiment does not exist yet, it is created empty.
 
     Args:
-        key: the experiment's journal, from `read_journal`.
+        key: the experiment's journal, from `read_experiment_by_name`.
         owner: the flow run and process that take ownership; superseded owners name it in messages.
         stamp: write id and time of the entry that records the new owner.
         known: the experiment, if the caller has just read it; saves a second read.
@@ -102,15 +111,15 @@ def open_experiment(
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=READ_TIMEOUT) as store:
-        return opened_journal(store, key, target, Opening(owner, stamp, known=loaded))
+        return acquire_and_adopt(store, key, target, OwnershipRequest(owner, stamp, loaded=loaded))
 
 
-@task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **RETRYING)
+@task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **TASK_RETRY_OPTIONS)
 def write_stamped_entry(
     target: StorageTarget,
     experiment: Experiment,
     events: Sequence[Event],
-    stamp: Stamp,
+    stamp: WriteStamp,
 ) -> Experiment:
     """Write `events` as the next journal entry of `experiment` and return the state after it.
 
@@ -122,22 +131,22 @@ def write_stamped_entry(
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=READ_TIMEOUT) as store:
-        return append(store, experiment, events, stamp)
+        return append_events(store, experiment, events, stamp)
 
 
 def write_entry(
-    target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
+    target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp | None = None
 ) -> Experiment:
     """Run `write_stamped_entry`, by default with a new stamp. Raises the errors of that task."""
     return write_stamped_entry(
-        target, skip_prefect_introspection(experiment), skip_prefect_introspection(events), stamp or new_write_id()
+        target, skip_prefect_introspection(experiment), skip_prefect_introspection(events), stamp or new_write_stamp()
     )
 
 
 # The public tasks, for users' own flows, whose tasks may write at the same time.
 
 
-@public_task(name="restore-experiment-state", task_run_name="open {experiment}", **RETRYING)
+@public_task(name="restore-experiment-state", task_run_name="open {experiment}", **TASK_RETRY_OPTIONS)
 def restore_experiment_state(*, target: TargetLike, experiment: str) -> ExperimentState:
     """Take over an experiment for this flow run and return its state; create it if it does not exist.
 
@@ -162,14 +171,14 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
         StoreRefused: the target refused access, for example because credentials expired; not retried.
     """
     args = ExperimentArguments(**locals())
-    state = own(args.target, args.experiment)
+    state = ensure_ownership(args.target, args.experiment)
     is_new = state.term == 1 and not state.trials
-    if is_new and (hint := similar_experiment(args.target, args.experiment)):
+    if is_new and (hint := similar_experiment_hint(args.target, args.experiment)):
         run_log().warning("Experiment %r at %s is new%s", args.experiment, args.target.uri, hint)
-    return experiment_state(args.target, state)
+    return make_experiment_state(args.target, state)
 
 
-@public_task(name="sync-experiment-state", task_run_name="journal {experiment} {trial}", **RETRYING_REFUSALS)
+@public_task(name="sync-experiment-state", task_run_name="journal {experiment} {trial}", **REFUSAL_RETRY_OPTIONS)
 def sync_experiment_state(
     *,
     target: TargetLike,
@@ -177,7 +186,7 @@ def sync_experiment_state(
     trial: str = "trial",
     reports: Mapping[int, Mapping[str, Any]] | None = None,
     config: Mapping[str, Any] | None = None,
-    status: End | None = None,
+    status: TrialEndStatus | None = None,
     reason: str = "",
 ) -> ExperimentState:
     """Write facts that are not in a checkpoint to the journal: reports, a configuration, a trial's end.
@@ -208,11 +217,11 @@ def sync_experiment_state(
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
     args = SyncArguments(**locals())
-    return experiment_state(args.target, trying_again(lambda: _write_changes(args)))
+    return make_experiment_state(args.target, retry_on_conflict(lambda: _write_changes(args)))
 
 
 def _write_changes(args: SyncArguments) -> Experiment:
-    state, name = own(args.target, args.experiment), args.trial
+    state, name = ensure_ownership(args.target, args.experiment), args.trial
     existing = state.trials.get(name)
     if existing is not None and args.config is not None and args.config != existing.config:
         raise InvalidInput(
@@ -224,20 +233,20 @@ def _write_changes(args: SyncArguments) -> Experiment:
     events: list[Event] = []
     if new_reports or ends:
         step = new_reports[0].step if new_reports else (existing.step if existing else 0)
-        events += opening_events(existing, name, step, args.config)
+        events += attempt_start_events(existing, name, step, args.config)
     elif existing is None:
         events.append(TrialAdded(trial=name, config=args.config or {}))
-    events += (Reported(trial=name, report=report) for report in new_reports)
+    events += (StepReported(trial=name, report=report) for report in new_reports)
     if ends:
         reason: AnyReason = args.reason or make_reason("said", status=args.status)
         match args.status:
             case "completed":
-                events.append(Finished(trial=name, reason=reason, kind=FinishKind.RETURNED))
+                events.append(TrialFinished(trial=name, reason=reason, kind=FinishKind.RETURNED))
             case "paused":
-                events.append(Paused(trial=name, reason=reason))
+                events.append(TrialPaused(trial=name, reason=reason))
             case _:
-                events.append(AttemptEnded(trial=name, cause=Cause.USER, reason=reason))
-                events.append(GaveUp(trial=name, cause=Cause.USER, reason=reason))
+                events.append(AttemptEnded(trial=name, cause=Cause.TRAINABLE, reason=reason))
+                events.append(TrialErrored(trial=name, cause=Cause.TRAINABLE, reason=reason))
     return write_if_unchanged(args.target, state, name, events) if events else state
 
 
@@ -272,10 +281,10 @@ class ForkRequest:
     strict: bool = False
     """Whether to raise an error if the origin has deleted a checkpoint since this entry."""
     owner: Owner = field(default_factory=current_owner)
-    stamp: Stamp = field(default_factory=new_write_id)
+    stamp: WriteStamp = field(default_factory=new_write_stamp)
 
 
-@task(name="fork-experiment", task_run_name="fork {request.experiment} into {request.into}", **RETRYING)
+@task(name="fork-experiment", task_run_name="fork {request.experiment} into {request.into}", **TASK_RETRY_OPTIONS)
 def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """Make the experiment `request.into` a fork of another experiment on the same target. Idempotent.
 
@@ -294,22 +303,22 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
             return destination
         origin = _load_experiment(store, request.experiment)
         if not origin.number:
-            raise ResumeFailed(f"nothing was started: {no_experiment(store, request.experiment, target.uri)}")
+            raise ResumeFailed(f"nothing was started: {no_experiment_message(store, request.experiment, target.uri)}")
         past = _load_past(store, request, origin, destination)
-        settings: Mapping[str, object] = {"seed": seed_named(request.experiment), **unsigned(past.settings)}
+        settings: Mapping[str, object] = {"seed": seed_from_name(request.experiment), **strip_signature(past.settings)}
         key = target.signing_secret
-        if key is not None and is_signed(past.settings, request.experiment, key):
-            settings = signed(settings, request.into, key)  # unsigned settings stay unsigned
+        if key is not None and has_valid_signature(past.settings, request.experiment, key):
+            settings = add_signature(settings, request.into, key)  # unsigned settings stay unsigned
         past = replace(past, settings=settings)
-        if request.strict and (deleted := deleted_since(store, past)):
+        if request.strict and (deleted := find_deleted_checkpoints(store, past)):
             raise CheckpointNotFound(f"{past.origin}: deleted since: {_format_steps(deleted)}. Nothing was started")
         into = begin_fork(store, destination.key, past.origin, request.owner, request.stamp)
-        result = fork(store, past, into, request.stamp)
+        result = complete_fork(store, past, into, request.stamp)
         _log_fork(get_run_logger(), past, result)
         return result.experiment
 
 
-def fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | None:
+def load_fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | None:
     """Return the origin's state from which the fork begins, and write nothing; None if the fork has begun.
 
     Also None without an origin, which `fork_experiment` reports. Raises the errors of `fork_experiment`.
@@ -328,12 +337,12 @@ def fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | Non
 
 @contextmanager
 def _open_store_for_fork(target: StorageTarget, request: ForkRequest) -> Iterator[ObjectStore]:
-    with target.open(timeout=_FORK_TIMEOUT) as store, failing_to_resume(target, request.experiment, StoreRefused):
+    with target.open(timeout=_FORK_TIMEOUT) as store, raising_resume_failed(target, request.experiment, StoreRefused):
         yield store
 
 
 def _load_experiment(store: ObjectStore, experiment: str) -> Experiment:
-    return load(store, current_journal(store, experiment))
+    return load_experiment(store, find_current_journal(store, experiment))
 
 
 def _matches_request(destination: Experiment, request: ForkRequest) -> bool:
@@ -341,21 +350,21 @@ def _matches_request(destination: Experiment, request: ForkRequest) -> bool:
     return origin is not None and origin.experiment == request.experiment and request.at in (None, origin.number)
 
 
-def _load_past(store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment) -> Past:
+def _load_past(store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment) -> ForkPoint:
     """Return the origin's state at the requested entry; by default, at an earlier try's entry, or at the last."""
     earlier_origin = destination.origin if _matches_request(destination, request) else None
     entry = earlier_origin.number if request.at is None and earlier_origin is not None else request.at
-    past = past_of(store, origin.key, entry)
+    past = load_fork_point(store, origin.key, entry)
     if not past.settings:
         raise InvalidInput(f"{past.origin}: expected a search; only searches can be forked, once they have begun")
     return past
 
 
-def _log_fork(log: Log, past: Past, result: Fork) -> None:
+def _log_fork(log: Log, past: ForkPoint, result: ForkResult) -> None:
     """Log the fork; warn about each trial with checkpoints deleted by the origin, or with only quarantined ones."""
     message = "%s: a fork of %s, %d trials"
     log.info(message, result.experiment.name, past.origin, len(result.experiment.trials), extra=NOTICE)
-    for name, refs in result.lost.items():
+    for name, refs in result.lost_checkpoints.items():
         resume_point = _format_start(result.experiment.trial(name))
         log.warning("trial %s: the origin has deleted %s since%s", name, _format_steps({name: refs}), resume_point)
     for name, trial in past.experiment.trials.items():
@@ -366,7 +375,7 @@ def _log_fork(log: Log, past: Past, result: Fork) -> None:
 def _format_start(trial: Trial) -> str:
     """Return text about the step that a trial resumes from; "" if the trial has ended."""
     newest = f"step {trial.checkpoints[-1].step}" if trial.checkpoints else "nothing"
-    return "" if trial.phase in ENDED else f"; it resumes from {newest}"
+    return "" if trial.phase in ENDED_PHASES else f"; it resumes from {newest}"
 
 
 def _format_steps(deleted: Mapping[str, Sequence[CheckpointRef]]) -> str:
@@ -377,13 +386,13 @@ def _format_steps(deleted: Mapping[str, Sequence[CheckpointRef]]) -> str:
 # Publish the results of an experiment as Parquet files on its target.
 
 
-@task(name="publish-results", task_run_name="publish results {experiment.name}", **RETRYING)
+@task(name="publish-results", task_run_name="publish results {experiment.name}", **TASK_RETRY_OPTIONS)
 def publish_results(
     target: StorageTarget,
     experiment: Experiment,
     objective: Objective | None = None,
-    curves: Curves | None = None,
-) -> Mapping[Rows, str]:
+    curves: LearningCurves | None = None,
+) -> Mapping[ResultsTable, str]:
     """Write the experiment's trials and reports as Parquet files on `target`, and return the paths.
 
     Idempotent. Files of an earlier state of the experiment are deleted: the new files include their rows.
@@ -397,12 +406,14 @@ def publish_results(
     metadata = {"experiment": experiment.name, "entry": str(experiment.number), "digest": experiment.digest}
     if objective is not None:
         metadata["objective"] = objective.model_dump_json()
-    paths: dict[Rows, str] = {rows: results_path(experiment.key, rows, experiment.number) for rows in COLUMNS_VERSIONS}
+    paths: dict[ResultsTable, str] = {
+        rows: results_path(experiment.key, rows, experiment.number) for rows in COLUMN_VERSIONS
+    }
     with target.open(timeout=timedelta(minutes=5)) as store:
         reports = curves or read_curves(store, experiment)
         for rows, path in paths.items():
-            table = trials_as_arrow(experiment) if rows == "trials" else curves_as_arrow(experiment, reports)
+            table = trials_to_arrow(experiment) if rows == "trials" else curves_to_arrow(experiment, reports)
             with suppress(AlreadyExists):  # the name has the entry's number, which determines the content
-                store.create(path, as_parquet(table, {**metadata, "version": COLUMNS_VERSIONS[rows]}))
-            delete_numbered(store, before=path)
+                store.create(path, to_parquet(table, {**metadata, "version": COLUMN_VERSIONS[rows]}))
+            delete_older_documents(store, before=path)
     return paths

@@ -9,30 +9,34 @@ from datetime import UTC, datetime, timedelta
 from prefect import task
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, UnknownVersion
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.journal.journal import load
-from prefect_tune.core.operations.scrub import EVERYTHING, DailyShare, Inspection, inspect, quarantine
-from prefect_tune.core.operations.trial_gc import Garbage, collect_experiment, prune
-from prefect_tune.core.restore import read_manifest, verify
+from prefect_tune.core.journal.journal import load_experiment
+from prefect_tune.core.operations.scrub import FULL_SHARE, DailyShare, Inspection, inspect_checkpoints, quarantine
+from prefect_tune.core.operations.trial_gc import (
+    ExperimentGarbage,
+    collect_experiment_garbage,
+    retire_unkept_checkpoints,
+)
+from prefect_tune.core.restore import read_manifest, verify_files
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
-from prefect_tune.storage_retries import READ_TIMEOUT, RETRYING
+from prefect_tune.storage_retries import READ_TIMEOUT, TASK_RETRY_OPTIONS
 
 _TIMEOUT = timedelta(minutes=30)
 _MAX_START_SHARE = 0.8
 """The share of a try's timeout after which it starts no further item; the rest is for the current item."""
 
 
-@task(name="verify-checkpoints", task_run_name="verify {journal.experiment}", **RETRYING)
+@task(name="verify-checkpoints", task_run_name="verify {journal.experiment}", **TASK_RETRY_OPTIONS)
 def verify_checkpoints(
     target: StorageTarget,
     journal: JournalKey,
-    share: DailyShare = EVERYTHING,
+    share: DailyShare = FULL_SHARE,
     max_bytes: int | None = None,
     until: datetime | None = None,
 ) -> Inspection:
-    """Read a share of the live checkpoints of an experiment and check every byte; write nothing. See `inspect`.
+    """Read a share of the live checkpoints of an experiment and check every byte; see `inspect_checkpoints`.
 
     Args:
         share: the checkpoints to read.
@@ -45,12 +49,14 @@ def verify_checkpoints(
     """
     has_time = _make_time_check(until)
     with target.open(timeout=_TIMEOUT) as store:
-        state = load(store, journal)
-        return inspect(store, state, share, max_bytes=math.inf if max_bytes is None else max_bytes, has_time=has_time)
+        state = load_experiment(store, journal)
+        return inspect_checkpoints(
+            store, state, share, max_bytes=math.inf if max_bytes is None else max_bytes, has_time=has_time
+        )
 
 
-@task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **RETRYING)
-def damage_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
+@task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **TASK_RETRY_OPTIONS)
+def find_checkpoint_damage(target: StorageTarget, key: CheckpointKey) -> str:
     """Read every byte of the checkpoint `key`; return a description of its damage, or "" if it can be restored.
 
     Raises:
@@ -59,13 +65,13 @@ def damage_of_checkpoint(target: StorageTarget, key: CheckpointKey) -> str:
     """
     with target.open(timeout=_TIMEOUT) as store:
         try:
-            verify(store, read_manifest(store, key))
+            verify_files(store, read_manifest(store, key))
         except (CheckpointCorrupt, CheckpointNotFound, UnknownVersion) as error:
             return str(error)
     return ""
 
 
-@task(name="quarantine-checkpoints", task_run_name="quarantine of {journal.experiment}", **RETRYING)
+@task(name="quarantine-checkpoints", task_run_name="quarantine of {journal.experiment}", **TASK_RETRY_OPTIONS)
 def quarantine_checkpoints(
     target: StorageTarget,
     journal: JournalKey,
@@ -76,10 +82,10 @@ def quarantine_checkpoints(
     Idempotent. See `quarantine`. Raises the errors of `verify_checkpoints`, and `CommitUnknown`.
     """
     with target.open(timeout=READ_TIMEOUT) as store:
-        return quarantine(store, journal, damaged, new_write_id())
+        return quarantine(store, journal, damaged, new_write_stamp())
 
 
-@task(name="prune-checkpoints", task_run_name="prune {journal.experiment}", **RETRYING)
+@task(name="prune-checkpoints", task_run_name="prune {journal.experiment}", **TASK_RETRY_OPTIONS)
 def prune_checkpoints(
     target: StorageTarget,
     journal: JournalKey,
@@ -93,18 +99,18 @@ def prune_checkpoints(
     dry run only counts. `collect_garbage` deletes retired checkpoints. Raises the errors of `quarantine_checkpoints`.
     """
     with target.open(timeout=_TIMEOUT) as store:
-        retirements = prune(store, journal, policy, new_write_id(), dry_run=dry_run)
+        retirements = retire_unkept_checkpoints(store, journal, policy, new_write_stamp(), dry_run=dry_run)
         return sum(len(retirement.retires) for retirement in retirements)
 
 
-@task(name="collect-garbage", task_run_name="collect {journal.experiment}", **RETRYING)
+@task(name="collect-garbage", task_run_name="collect {journal.experiment}", **TASK_RETRY_OPTIONS)
 def collect_garbage(
     target: StorageTarget,
     journal: JournalKey,
     *,
     dry_run: bool = False,
     until: datetime | None = None,
-) -> Garbage:
+) -> ExperimentGarbage:
     """Delete the objects of an experiment that nothing refers to, and return them; see `trial_gc`.
 
     Args:
@@ -115,8 +121,8 @@ def collect_garbage(
     """
     has_time = _make_time_check(until)
     with target.open(timeout=_TIMEOUT) as store:
-        state = load(store, journal)
-        return collect_experiment(store, state, new_write_id(), dry_run=dry_run, has_time=has_time)
+        state = load_experiment(store, journal)
+        return collect_experiment_garbage(store, state, new_write_stamp(), dry_run=dry_run, has_time=has_time)
 
 
 def _make_time_check(until: datetime | None) -> Callable[[], bool]:

@@ -14,62 +14,62 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.attempt.attempt import (
     Attempt,
-    CurveReader,
-    has_had_enough,
+    ReportReader,
     log_failure,
-    state_of,
-    state_of_node,
+    make_node_state,
+    make_task_state,
+    meets_stop_criterion,
 )
-from prefect_tune.attempt.graceful_stop import interruptible
+from prefect_tune.attempt.graceful_stop import run_interruptible
 from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.search_link import InProcessLink, SearchLink, WrittenEntries
+from prefect_tune.attempt.search_channel import InProcessChannel, SearchChannel, WritingJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import SyncConfig
+from prefect_tune.core.display_text import first_line
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
+from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Phase, Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     Event,
     Outcome,
-    Requeued,
-    Resumed,
     TrialAdded,
+    TrialRequeued,
+    TrialResumed,
 )
 from prefect_tune.core.reasons import make_reason
-from prefect_tune.core.shown_text import first_line
 from prefect_tune.journal_access import JournalWriter
-from prefect_tune.ownership import own, trying_again, write_if_unchanged, writer_of_trial
-from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.ownership import ensure_ownership, make_trial_entry_writer, retry_on_conflict, write_if_unchanged
+from prefect_tune.parameters.argument_checks import config_to_json
 from prefect_tune.parameters.forms import ConfigLike, StopLike, TargetLike, TrainableLike
 from prefect_tune.parameters.import_check import require_importable
-from prefect_tune.parameters.plan_checks import require_same_training, spec_of_one_trial
+from prefect_tune.parameters.plan_checks import make_single_trial_spec, require_same_training
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.call_paths import own_context
-from prefect_tune.prefect_api.flow_runs import outlive_log_reader
+from prefect_tune.prefect_api.call_paths import isolated_run_context
+from prefect_tune.prefect_api.flow_runs import ignore_broken_log_pipe
 from prefect_tune.prefect_api.task_runs import (
-    RUN_TRIAL,
+    TRIAL_TASK_NAME,
     holding_concurrency_limits,
     public_task,
     quiet_inner_tasks,
 )
 from prefect_tune.storage_retries import (
-    RETRYING,
-    RETRYING_REFUSALS,
+    REFUSAL_RETRY_OPTIONS,
+    TASK_RETRY_OPTIONS,
     retrying_refusals,
     run_log,
 )
-from prefect_tune.task_values import TrialArguments, TrialState, trial_state
-from prefect_tune.tasks.checkpoints import TasksOfAttempt
+from prefect_tune.task_values import TrialArguments, TrialState, make_trial_state
+from prefect_tune.tasks.checkpoints import PrefectAttemptTasks
 
 
-@task(name=RUN_TRIAL, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
-def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> State[Any]:
+@task(name=TRIAL_TASK_NAME, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **TASK_RETRY_OPTIONS)
+def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchChannel) -> State[Any]:
     """Train one attempt of a trial in its own process, and journal how it ended; see `Attempt`.
 
     All state is read from the target, so a retry of the task is a further attempt. The task run ends in the returned
@@ -83,38 +83,40 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchLink) -> S
 
     Raises the errors of `Attempt.run`.
     """
-    outlive_log_reader()
+    ignore_broken_log_pipe()
     log: Log = get_run_logger()
     if spec.of_search:  # in a search, each log message names the trial
         log = TrialLog(log, f"trial {spec.trial.trial}")
-    link.watch()  # a stop request may arrive during a wait for a slot, other nodes or an import
+    link.start_polling()  # a stop request may arrive during a wait for a slot, other nodes or an import
     with (
         quiet_inner_tasks(),
         retrying_refusals(),
         closing(link),
         holding_concurrency_limits(spec.concurrency_limits, link.stop),
     ):
-        ended = Attempt(spec, request, link, TasksOfAttempt(spec), log).run()
+        ended = Attempt(spec, request, link, PrefectAttemptTasks(spec), log).run()
     if isinstance(ended.outcome, AttemptEnded):
         log_failure(ended.outcome, ended.trial.attempt, spec, request.search_term, log)
-    return state_of(ended.outcome)
+    return make_task_state(ended.outcome)
 
 
-@task(name="run-node", task_run_name="node {node} of {spec.trial.trial} · attempt {request.attempt}", **RETRYING)
-def run_node(spec: TrialSpec, request: AttemptRequest, node: int, link: SearchLink) -> State[Any]:
+@task(
+    name="run-node", task_run_name="node {node} of {spec.trial.trial} · attempt {request.attempt}", **TASK_RETRY_OPTIONS
+)
+def run_node(spec: TrialSpec, request: AttemptRequest, node: int, link: SearchChannel) -> State[Any]:
     """Train an attempt's ranks on a further node; the journal records how the attempt ends. Args: see `run_attempt`.
 
     If the task runner repeats the task, like Dask and Ray for a dead worker, the attempt has begun without this node.
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
     with quiet_inner_tasks(), retrying_refusals(), closing(link):
-        return state_of_node(train_node(spec, request, node, link, TasksOfAttempt(spec), log))
+        return make_node_state(train_node(spec, request, node, link, PrefectAttemptTasks(spec), log))
 
 
 # The public task, for users' own flows.
 
 
-@public_task(name=RUN_TRIAL, task_run_name="train {trial}", **RETRYING_REFUSALS)
+@public_task(name=TRIAL_TASK_NAME, task_run_name="train {trial}", **REFUSAL_RETRY_OPTIONS)
 def run_trial(
     trainable: TrainableLike,
     config: ConfigLike | None = None,
@@ -171,26 +173,26 @@ def run_trial(
     parameters.pop("config")
     args = TrialArguments(target=target, experiment=experiment, trial=parameters.pop("trial"))
     plan = SearchPlan(**parameters)
-    spec, stopper = spec_of_one_trial(plan, args.trial)
-    config_values = storable_config(config)
+    spec, stopper = make_single_trial_spec(plan, args.trial)
+    config_values = config_to_json(config)
     require_importable(plan.trainable, plan.isolation, run_log(), spec.cadence)
-    state = trying_again(lambda: _prepare_trial(spec, config_values, stopper))
+    state = retry_on_conflict(lambda: _prepare_trial(spec, config_values, stopper))
     spec = replace(spec, trial=state.trial_key(args.trial))
     result = state.trial(args.trial)
     if result.phase is not Phase.FINISHED:
-        with own_context():  # else uploads would wait for the concurrency slots of this task's tags
-            result, outcome = interruptible(
-                lambda stop: _run_attempt(spec, state, stop), grace=spec.grace, request_period=spec.sync.request_period
+        with isolated_run_context():  # else uploads would wait for the concurrency slots of this task's tags
+            result, outcome = run_interruptible(
+                lambda stop: _run_attempt(spec, state, stop), grace=spec.grace, poll_interval=spec.sync.request_period
             )
         if isinstance(outcome, AttemptEnded) and outcome.cause is not Cause.PREEMPTED:
             where = f"trial {args.trial!r} of experiment {state.name!r} at {spec.target.uri}"
             raise TrialFailed(f"{where}: {first_line(outcome.reason)}")
-    return trial_state(spec.target, state.key, result)
+    return make_trial_state(spec.target, state.key, result)
 
 
 def _prepare_trial(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> Experiment:
     """Make the trial wait for an attempt, unless it has finished and meets the current stop criterion."""
-    state, name = own(spec.target, spec.trial.experiment), spec.trial.trial
+    state, name = ensure_ownership(spec.target, spec.trial.experiment), spec.trial.trial
     require_same_training(state, spec, config)
     trial = state.trials.get(name)
     event: Event | None = None
@@ -199,22 +201,26 @@ def _prepare_trial(spec: TrialSpec, config: Mapping[str, object], stopper: Stopp
     elif trial.phase is Phase.RUNNING:
         event = AttemptEnded(trial=name, cause=Cause.MACHINE, reason=make_reason("task-failed"))
     elif trial.phase is Phase.PAUSED:
-        event = Resumed(trial=name)
-    elif trial.phase in ENDED:
-        curves = CurveReader(spec.target, state.key)
-        if trial.phase is not Phase.FINISHED or not has_had_enough(trial, stopper, curves):
-            event = Requeued(trial=name, reason=make_reason("attempt-requested"))
+        event = TrialResumed(trial=name)
+    elif trial.phase in ENDED_PHASES:
+        curves = ReportReader(spec.target, state.key)
+        if trial.phase is not Phase.FINISHED or not meets_stop_criterion(trial, stopper, curves):
+            event = TrialRequeued(trial=name, reason=make_reason("attempt-requested"))
     return write_if_unchanged(spec.target, state, name, [event]) if event else state
 
 
 def _run_attempt(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Trial, Outcome]:
     with TrialProcessPool(slots=0) as pool:
-        link = InProcessLink(spec.trial.trial, lambda _: None, pool)
+        link = InProcessChannel(spec.trial.trial, lambda _: None, pool)
         link.stop = stop
         name, trial = spec.trial.trial, state.trial(spec.trial.trial)
-        curve = tuple(CurveReader(spec.target, state.key).of(trial)) if spec.needs_curve and trial.checkpoints else ()
-        journal = WrittenEntries(name, JournalWriter(spec.target, state, writer_of_trial(name)))
+        curve = (
+            tuple(ReportReader(spec.target, state.key).read_reports(trial))
+            if spec.needs_curve and trial.checkpoints
+            else ()
+        )
+        journal = WritingJournal(name, JournalWriter(spec.target, state, make_trial_entry_writer(name)))
         with retrying_refusals(), closing(link):
             request = AttemptRequest(search_term=state.term, trial=trial, curve=curve)
-            ended = Attempt(spec, request, link, TasksOfAttempt(spec), run_log()).run_in(journal)
+            ended = Attempt(spec, request, link, PrefectAttemptTasks(spec), run_log()).run_with_journal(journal)
     return ended.trial, ended.outcome

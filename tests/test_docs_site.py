@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import prefect_tune as pt
-from prefect_tune.cli import application
+from prefect_tune.cli import load_application
 from tools.docs_links import broken
 from tools.docs_site import ROOT, api_names, build, linked_to_api, stage_pages, unlisted
 
@@ -51,7 +51,7 @@ def test_every_command_is_shown_with_every_option(site: Path) -> None:
         of_itself = {option for param in command.params for option in param.opts if option.startswith("--")}
         return of_itself.union(*map(options, getattr(command, "commands", {}).values()))
 
-    assert {each for each in options(typer.main.get_command(application())) if each not in shown} == set()
+    assert {each for each in options(typer.main.get_command(load_application())) if each not in shown} == set()
 
 
 @pytest.mark.parametrize(

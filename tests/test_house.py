@@ -111,11 +111,11 @@ def test_a_test_may_have_any_word_in_its_sentence_and_fewer_vague_ones_elsewhere
 
 
 def test_each_command_is_in_the_module_of_its_panel() -> None:
-    named = {each.name or each.callback.__name__: each for each in cli.application().registered_commands}
+    named = {each.name or each.callback.__name__: each for each in cli.load_application().registered_commands}
     homes = {name: (each.callback.__module__, each.rich_help_panel) for name, each in named.items()}
     homes |= {
         str(group.name): (each.callback.__module__, group.rich_help_panel)
-        for group in cli.application().registered_groups
+        for group in cli.load_application().registered_groups
         for each in group.typer_instance.registered_commands
     }
     assert homes == {

@@ -16,9 +16,9 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Suspended
 
 from prefect_tune.core.errors import CrashLoop
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.ownership import owner_after
+from prefect_tune.ownership import make_next_owner
 from tests.fakes.checkpoints import first_generation
 from tests.long_cases import long_after
 
@@ -31,12 +31,12 @@ def owning(before: str | None, restarts: int, scheduled: bool = False) -> Owner:
     assert context is not None
     assert context.flow_run is not None
     context.flow_run.auto_scheduled = scheduled  # as Prefect's scheduler creates it
-    return owner_after(_known(before or str(flow_run.id), restarts), 5)
+    return make_next_owner(_known(before or str(flow_run.id), restarts), 5)
 
 
 def _known(flow_run_id: str, restarts: int) -> Experiment:
     owner = Owner(name="the last run", host="here", pid=1, flow_run=flow_run_id)
-    return nothing_yet(first_generation("e")).model_copy(update={"owner": owner, "restarts": restarts})
+    return empty_experiment(first_generation("e")).model_copy(update={"owner": owner, "restarts": restarts})
 
 
 def _run_from(*states: State[Any], restarts: int) -> Owner:

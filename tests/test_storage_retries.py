@@ -11,7 +11,7 @@ import pytest
 from prefect.states import Failed
 
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
-from prefect_tune.storage_retries import is_transient, is_unavailable, retrying_refusals, with_retries
+from prefect_tune.storage_retries import is_target_unavailable, is_transient, retrying_refusals, with_retries
 from prefect_tune.tasks.checkpoints import delete_retired_checkpoints, publish_checkpoint
 from prefect_tune.tasks.experiments import check_target
 
@@ -87,11 +87,11 @@ def test_a_thread_of_the_runs_own_retries_them_too() -> None:
 
 
 def test_the_check_that_a_run_begins_with_takes_a_refusal_for_an_answer() -> None:
-    assert check_target.retry_condition_fn is is_unavailable
+    assert check_target.retry_condition_fn is is_target_unavailable
     with retrying_refusals():
         for error, is_retried_by_it in ((REFUSED, False), (StoreUnavailable("503"), True)):
             assert (
-                is_unavailable(cast("Any", None), cast("Any", None), cast("Any", Failed(data=error)))
+                is_target_unavailable(cast("Any", None), cast("Any", None), cast("Any", Failed(data=error)))
                 is is_retried_by_it
             )
 

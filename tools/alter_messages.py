@@ -30,7 +30,7 @@ _SKIPPED = frozenset(
         "__init__.py",  # lists of names
         "linux.py",  # formats of the kernel's files
         "stores/obstore_store.py",  # a table of error codes, as a text
-        *("core/page_elements.py", "core/shown_text.py", "notebook.py", "reporting/svg.py"),  # styles of pages
+        *("core/page_elements.py", "core/display_text.py", "notebook.py", "reporting/svg.py"),  # styles of pages
     }
 )
 

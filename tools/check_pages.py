@@ -27,8 +27,8 @@ from prefect_tune.core.experiment.stoppers import ExperimentStopper
 from prefect_tune.core.journal_events import Entry
 from prefect_tune.core.search import space_json
 from prefect_tune.core.storage import layout
-from prefect_tune.deploy.automations import shipped
-from prefect_tune.registry import BUILT_IN
+from prefect_tune.deploy.automations import all_automations
+from prefect_tune.registry import BUILT_IN_MODULES
 from tests.fakes.event_table import events_table, journal_events_table
 from tests.fakes.pages import PAGES, ROOT, blocks_of
 from tools import repository_checks
@@ -72,9 +72,13 @@ def complete_lists() -> Iterator[str]:
         ("results", hooks, set(re.findall(r"`(\w+)\(", callbacks)) & hooks),
         ("results", set(loggers.__all__), set(re.findall(r"`pt\.(\w+)\(", logging)) & set(loggers.__all__)),
         ("optuna", theirs, theirs & set(re.findall(r"`(\w+(?:Sampler|Pruner))`", (DOCS / "optuna.md").read_text()))),
-        ("search-spaces", space_json._FORMS.keys() - {"constant", "space"}, {*re.findall(r"`(\w+)\(", "".join(rows))}),  # noqa: SLF001 - the table of all forms
+        (
+            "search-spaces",
+            space_json.JSON_FORMS.keys() - {"constant", "space"},
+            {*re.findall(r"`(\w+)\(", "".join(rows))},
+        ),
         ("stopping", {kind.__name__ for kind in ExperimentStopper.__subclasses__()}, set(stoppers)),
-        ("automations", set(shipped(timedelta(seconds=90))), set(automations)),
+        ("automations", set(all_automations(timedelta(seconds=90))), set(automations)),
     ):
         if expected != found:
             yield f"docs/{page}.md: expected exactly {', '.join(sorted(expected))}: {sorted(expected ^ found)} differ"
@@ -86,7 +90,7 @@ def complete_lists() -> Iterator[str]:
 def schedulers() -> Iterator[str]:
     """Yield the schedulers whose options the page or the docstring does not show."""
     page = " ".join((DOCS / "schedulers.md").read_text().replace('"', "'").split())
-    for name in BUILT_IN["scheduler"]:
+    for name in BUILT_IN_MODULES["scheduler"]:
         scheduler = getattr(pt, name)
         parameters = signature(scheduler).parameters
         texts = [re.sub(r": [^=]*", "", str(parameter)).replace(" ", "") for parameter in parameters.values()]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from prefect_tune.demo import demo_plan
-from prefect_tune.drills.run_drill import drill_in_terminal
+from prefect_tune.demo import make_demo_plan
+from prefect_tune.drills.run_drill import run_drill_in_terminal
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "demo.svg"
 COLUMNS, STEPS = 100, 24
@@ -23,7 +23,7 @@ def without_fonts(svg: str) -> str:
 def main() -> int:
     """Return the exit code."""
     console = Console(record=True, width=COLUMNS, force_terminal=False, highlight=False)
-    report = drill_in_terminal(demo_plan(STEPS), None, console, keep=False)
+    report = run_drill_in_terminal(make_demo_plan(STEPS), None, console, keep=False)
     if report.is_exact:
         PICTURE.write_text(without_fonts(console.export_svg(title="prefect-tune demo")))
     return 0 if report.is_exact else 1

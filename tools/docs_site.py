@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import prefect_tune as pt
-from prefect_tune.cli import application
+from prefect_tune.cli import load_application
 from tools.docs_links import broken
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -270,7 +270,7 @@ def _integrations() -> str:
 def commands() -> Iterator[str]:
     """Yield what the page on the command line says of each command and its options."""
     yield "\n## Every command, every option\n"
-    yield from _commands_of(typer.main.get_command(application()), "prefect-tune")
+    yield from _commands_of(typer.main.get_command(load_application()), "prefect-tune")
 
 
 def _commands_of(command: Any, path: str) -> Iterator[str]:

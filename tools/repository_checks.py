@@ -23,10 +23,10 @@ from jsonschema import Draft202012Validator
 from prefect.utilities.schema_tools.validation import validate
 
 import prefect_tune as pt
-from prefect_tune.deploy.deployment_specs import OFFERS, TAG
+from prefect_tune.deploy.deployment_specs import DEPLOYABLE_FLOWS, TAG
 from prefect_tune.flows import deployed
 from prefect_tune.flows.train_trial import train_trial
-from prefect_tune.parameters.forms import flattened, form_of
+from prefect_tune.parameters.forms import flatten_parameters, make_form_schema
 from tests.fakes.pages import ROOT, blocks_of, run_blocks
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -116,9 +116,9 @@ def deployments() -> Iterator[str]:
             offer.entrypoint,
             [TAG],
             [],
-            {"limit": offer.at_once, "collision_strategy": "CANCEL_NEW"} if offer.at_once else None,
+            {"limit": offer.concurrency_limit, "collision_strategy": "CANCEL_NEW"} if offer.concurrency_limit else None,
         )
-        for offer in OFFERS
+        for offer in DEPLOYABLE_FLOWS
     }
     found: dict[str, tuple[object, ...]] = {
         name: (each["entrypoint"], each["tags"], each["pull"], each.get("concurrency_limit"))
@@ -174,13 +174,14 @@ def kubernetes() -> Iterator[str]:
     for name in used - variables["properties"].keys() | {"gpu_limit", "termination_grace_period_seconds"} - used:
         yield f"docs/recipes/kubernetes.md: the template does not define or use {name}"
     search, trial = yaml.safe_load(_code(KUBERNETES, "yaml"))["deployments"]
-    parameters, schema = flattened(search["parameters"]), {**variables, "additionalProperties": False}
+    parameters, schema = flatten_parameters(search["parameters"]), {**variables, "additionalProperties": False}
     for given in (*(each["work_pool"]["job_variables"] for each in (search, trial)), parameters["trial_job_variables"]):
         yield from (
             f"docs/recipes/kubernetes.md: {each.message}" for each in Draft202012Validator(schema).iter_errors(given)
         )
     yield from (
-        f"docs/recipes/kubernetes.md: {each}" for each in validate(search["parameters"], form_of(deployed.tune))
+        f"docs/recipes/kubernetes.md: {each}"
+        for each in validate(search["parameters"], make_form_schema(deployed.tune))
     )
     pt.space_from_json(parameters["space"])
     ours = {name: each["entrypoint"] for name, each in _shipped_deployments().items()}

@@ -25,12 +25,12 @@ from benchmarks.cluster.work import Work
 from benchmarks.measuring.cpu_group import CpuGroup, cpu_group
 from benchmarks.measuring.tables import circumstances, table, version_in, write
 from benchmarks.throughput import prefect_server, surroundings
-from prefect_tune.prefect_api.flow_with_server import LIGHTER_SERVER
+from prefect_tune.prefect_api.flow_with_server import LIGHT_SERVER_SETTINGS
 from tests.fakes.servers.postgres_server import postgres_server
 
 _STEPS, _STEP_SECONDS, _SAVE_EVERY = 10, 0.5, 5
 _PARTS = ("driver", "Dask scheduler", "workers", "Prefect server", "PostgreSQL")
-_BATCHES = {name: value for name, value in LIGHTER_SERVER.items() if "TASK_RUN_RECORDER" in name}
+_BATCHES = {name: value for name, value in LIGHT_SERVER_SETTINGS.items() if "TASK_RUN_RECORDER" in name}
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from benchmarks.cluster.clusters import Cluster
 from benchmarks.cluster.work import NAME, Outcome, Step, Work, steps_of
 from benchmarks.measuring.cpu_group import CpuGroup, sampling
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.journal.journal import history
-from prefect_tune.core.journal_events import Decided
+from prefect_tune.core.journal.journal import read_entries
+from prefect_tune.core.journal_events import DecisionMade
 from prefect_tune.core.storage.layout import JournalKey
 
 __all__ = ["Disturbed", "Measured", "Memory", "disturbed", "undisturbed"]
@@ -108,12 +108,12 @@ def _between(step: int, work: Work) -> str:
 def _journaled_lags(work: Work) -> Sequence[float]:
     """From a report to the journal's entry with the decision, which is written before the trial receives it."""
     with LocalTarget(path=work.target).open(timeout=timedelta(minutes=5)) as store:
-        entries = history(store, JournalKey(experiment=NAME, generation=1))
+        entries = read_entries(store, JournalKey(experiment=NAME, generation=1))
     return [
         datetime.fromisoformat(entry.at).timestamp() - float(str(event.report.metrics["at"]))
         for entry in entries
         for event in entry.events
-        if isinstance(event, Decided)
+        if isinstance(event, DecisionMade)
     ]
 
 

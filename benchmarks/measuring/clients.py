@@ -65,18 +65,18 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     """What the tasks `save_checkpoint` and `restore_checkpoint` do, without Prefect around it."""
     from obstore.store import S3Store
 
-    from prefect_tune.core.checkpoints.commit import Reverification, commit, reusable
-    from prefect_tune.core.checkpoints.manifest import About
-    from prefect_tune.core.restore import read_manifest, restore
+    from prefect_tune.core.checkpoints.commit import Reverification, commit_checkpoint, find_reusable_bytes
+    from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
+    from prefect_tune.core.restore import read_manifest, restore_files
     from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
     from prefect_tune.stores.deadline import Deadline
-    from prefect_tune.stores.local.staging import StagedFiles, restored_directory
+    from prefect_tune.stores.local.staging import StagedFiles, restoring_directory
     from prefect_tune.stores.obstore_store import ObstoreStore, make_client
 
     trial = TrialKey(experiment="experiment", generation=1, trial="trial")
     key = CheckpointKey(trial=trial, step=step, sequence=step)
     parent = CheckpointKey(trial=trial, step=step - 1, sequence=step - 1) if step > 1 else None
-    about = About(attempt=1, term=1, write_id=f"write-{step}", created_at="2026-11-02T10:00:00+00:00")
+    about = CheckpointMetadata(attempt=1, term=1, write_id=f"write-{step}", created_at="2026-11-02T10:00:00+00:00")
 
     @contextmanager
     def opened() -> Iterator[ObstoreStore]:
@@ -99,16 +99,16 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
 
     def save() -> None:
         with opened() as store:
-            reuse = reusable(store, trial, read_manifest(store, parent) if parent else None, 0)
+            reuse = find_reusable_bytes(store, trial, read_manifest(store, parent) if parent else None, 0)
             turn = Reverification(step - 1, VERIFY_EVERY)
             staged = StagedFiles(directory)
-            commit(store, key, staged, about, reuse=reuse, reverification=turn)
+            commit_checkpoint(store, key, staged, about, reuse=reuse, reverification=turn)
 
     def fetch() -> None:
         with opened() as store:
             manifest = read_manifest(store, key)
-            with restored_directory(manifest, directory) as sink:
-                restore(store, manifest, sink)
+            with restoring_directory(manifest, directory) as sink:
+                restore_files(store, manifest, sink)
 
     return save if act == "save" else fetch
 

@@ -11,20 +11,20 @@ from typing import TypeVar
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.journal import interval_of, snapshot_is_due, write_snapshot
+from prefect_tune.core.journal.journal import is_snapshot_due, snapshot_interval, write_snapshot
 from prefect_tune.core.journal_events import (
-    Adopted,
+    AttemptStarted,
+    CheckpointCommitted,
     CheckpointRef,
-    Committed,
+    CheckpointsAdopted,
     Event,
-    Finished,
     Owner,
-    Reported,
-    Started,
+    StepReported,
     TrialAdded,
+    TrialFinished,
 )
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from tests.fakes.stores.memory_store import MemoryStore
 
 __all__ = ["NAME", "OWNER", "History", "new_stamp", "next_report", "write_history"]
@@ -68,12 +68,12 @@ def write_history(trial_count: int) -> History:
     So opening reads as many entries as it can.
     """
     entries, snapshots = _Watched(), _Watched()
-    state = journal.take_over(entries.store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(0))
+    state = journal.acquire_ownership(entries.store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(0))
     for say in _search(trial_count):
         state = entries.watch(partial(_next, entries.store, state, say(state)))
-        if snapshot_is_due(state, state.number - 1):
+        if is_snapshot_due(state, state.number - 1):
             snapshots.watch(partial(write_snapshot, snapshots.store, state))
-        interval, last = interval_of(state), _ENTRIES_OF_A_TRIAL * trial_count
+        interval, last = snapshot_interval(state), _ENTRIES_OF_A_TRIAL * trial_count
         if (state.number + 1) % interval == 0 and state.number + interval >= last:
             break
     count = state.number
@@ -86,15 +86,15 @@ def write_history(trial_count: int) -> History:
         late_requests=snapshots.store.operations.total() / count,
         late_bytes=snapshots.store.bytes_in / count,
         snapshot_bytes=sum(map(len, snapshots.store.objects.values())),
-        tail=count % interval_of(state),
+        tail=count % snapshot_interval(state),
         append_microseconds=entries.lately() * 1e6,
         late_microseconds=sum(snapshots.seconds) / count * 1e6,
     )
 
 
-def new_stamp(number: int) -> Stamp:
+def new_stamp(number: int) -> WriteStamp:
     """Return a stamp as long as a real one."""
-    return Stamp(write_id=f"{number:032x}", at="2026-11-21T08:23:13.760+00:00")
+    return WriteStamp(write_id=f"{number:032x}", at="2026-11-21T08:23:13.760+00:00")
 
 
 def next_report(experiment: Experiment, trial: str) -> Sequence[Event]:
@@ -109,7 +109,7 @@ def next_report(experiment: Experiment, trial: str) -> Sequence[Event]:
         trained_seconds=report.trained_seconds,
         size_bytes=1 << 26,
     )
-    return [Reported(trial=trial, report=report), Committed(trial=trial, checkpoint=saved)]
+    return [StepReported(trial=trial, report=report), CheckpointCommitted(trial=trial, checkpoint=saved)]
 
 
 class _Watched:
@@ -132,11 +132,11 @@ class _Watched:
 
 
 def _next(store: MemoryStore, state: Experiment, events: Sequence[Event]) -> Experiment:
-    return journal.append(store, state, events, new_stamp(state.number + 1))
+    return journal.append_events(store, state, events, new_stamp(state.number + 1))
 
 
 def _search(trial_count: int) -> Iterator[_Say]:
-    yield lambda _: [Adopted()]
+    yield lambda _: [CheckpointsAdopted()]
     waiting = (_life(f"trial-{number:05d}", number) for number in range(trial_count))
     running = deque(life for _, life in zip(range(_AT_ONCE), waiting, strict=False))
     while running:
@@ -157,7 +157,7 @@ def _life(trial: str, number: int) -> Iterator[_Say]:
     }
     config |= {"activation": "relu", "optimizer": {"name": "adam", "betas": [0.9, 0.999]}}
     yield lambda _: [TrialAdded(trial=trial, config=config)]
-    yield lambda _: [Started(trial=trial, attempt=1, from_step=0)]
+    yield lambda _: [AttemptStarted(trial=trial, attempt=1, from_step=0)]
     for _ in range(_ENTRIES_OF_A_TRIAL - 3):
         yield lambda state: next_report(state, trial)
-    yield lambda _: [Finished(trial=trial, reason="3 steps are done")]
+    yield lambda _: [TrialFinished(trial=trial, reason="3 steps are done")]

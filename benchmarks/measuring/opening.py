@@ -20,7 +20,7 @@ from benchmarks.measuring.long_history import NAME, OWNER, new_stamp
 from benchmarks.measuring.resident import resident_bytes
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.journal import snapshot_is_due, write_snapshot
+from prefect_tune.core.journal.journal import is_snapshot_due, write_snapshot
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.stores.posix_store import PosixStore
@@ -61,12 +61,12 @@ class _Counted(StoreAround):
 
 
 def _load(store: ObjectStore) -> Experiment:
-    return journal.load(store, JournalKey(experiment=NAME, generation=1))
+    return journal.load_experiment(store, JournalKey(experiment=NAME, generation=1))
 
 
 def _own(store: ObjectStore) -> Experiment:
-    opened = journal.take_over(store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99))
-    if snapshot_is_due(opened, opened.number - 1):
+    opened = journal.acquire_ownership(store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99))
+    if is_snapshot_due(opened, opened.number - 1):
         write_snapshot(store, opened)
     return opened
 

@@ -141,7 +141,7 @@ def _stored(asked: _Act) -> Any:
     target = blocks.S3Target(bucket=BUCKET, endpoint_url=asked.endpoint, region="us-east-1", allow_http=True, **keys)
     trial = layout.TrialKey(experiment="experiment", generation=1, trial="trial")
     key = layout.CheckpointKey(trial=trial, step=asked.step, sequence=asked.step)
-    return checkpoint.Checkpoint._of(target.open, target.uri, key)  # noqa: SLF001  as results.checkpoint does
+    return checkpoint.Checkpoint._on_target(target.open, target.uri, key)  # noqa: SLF001  as results.checkpoint does
 
 
 def _rank_main(asked: _Act, rank: int) -> None:
@@ -161,7 +161,7 @@ def _rank_main(asked: _Act, rank: int) -> None:
             commit()
 
     def commit() -> None:
-        merge: Any = import_module("prefect_tune.attempt.commit_worker").merge
+        merge: Any = import_module("prefect_tune.attempt.commit_worker").merge_rank_directories
         merge(asked.part(0), {other: asked.part(other) for other in range(1, _RANKS)})
         client_act("ours", "save", asked.endpoint, asked.part(0), asked.step)()
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from prefect import flow, task
 from prefect.futures import PrefectFuture
 
-from prefect_tune.prefect_api.task_runs import run_here
-from prefect_tune.storage_retries import RETRYING
+from prefect_tune.prefect_api.task_runs import run_task_inline
+from prefect_tune.storage_retries import TASK_RETRY_OPTIONS
 
 
-@task(task_run_name="empty {number}", **RETRYING)
+@task(task_run_name="empty {number}", **TASK_RETRY_OPTIONS)
 def empty(number: int) -> int:
     """Return the number."""
     return number
@@ -47,7 +47,7 @@ def short(count: int) -> None:
 
 
 def _run_in(context: Context, number: int) -> int:
-    return context.run(lambda: run_here(empty, number))
+    return context.run(lambda: run_task_inline(empty, number))
 
 
 if __name__ == "__main__":

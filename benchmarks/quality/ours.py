@@ -12,7 +12,7 @@ from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.search.base import Proposed, Search
 from prefect_tune.core.search.domains import Domain, choice, lograndint, loguniform, randint, uniform
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import ENDLESS, RandomSearch
+from prefect_tune.core.search.random_search import UNLIMITED, RandomSearch
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 
@@ -34,11 +34,11 @@ class OurTuner:
         self._last: dict[str, StepReport] = {}
 
     def start(self) -> Start | None:
-        while (found := self._schedule.stop_next()) is not None:
+        while (found := self._schedule.next_trial_to_stop()) is not None:
             self._end(found[0], found[1])
-        paused = self._schedule.resume_next()
+        paused = self._schedule.next_trial_to_resume()
         if paused is not None:
-            self._schedule.resumed(paused)
+            self._schedule.on_trial_resumed(paused)
             return self._started(paused)
         if self._schedule.is_waiting():
             return None
@@ -46,7 +46,7 @@ class OurTuner:
         assert isinstance(proposed, Proposed)
         trial = str(len(self._configs))
         self._configs.append(proposed.config)
-        self._schedule.added(trial, proposed.config)
+        self._schedule.on_trial_added(trial, proposed.config)
         return self._started(trial)
 
     def report(self, trial: int, step: int, loss: float) -> Answer:
@@ -56,26 +56,26 @@ class OurTuner:
             return Answer.CONTINUE
         decision: object = Continue()
         if milestone is not None and step >= milestone:
-            self._proposals.reported(trial, self._last[name])
+            self._proposals.on_report(trial, self._last[name])
             decision = self._schedule.decide(TrialReport(name, self._last[name]))
         if isinstance(decision, Stop) or step >= self._max_t:
             self._end(name, decision if isinstance(decision, Stop) else None)
             return Answer.STOP
         if isinstance(decision, Pause):
             return Answer.PAUSE
-        self._milestones[name] = self._schedule.milestone(name, step)
+        self._milestones[name] = self._schedule.next_milestone(name, step)
         return Answer.CONTINUE
 
     def _started(self, trial: str) -> Start:
         step = self._last[trial].step if trial in self._last else 0
-        self._milestones[trial] = self._schedule.milestone(trial, step)
+        self._milestones[trial] = self._schedule.next_milestone(trial, step)
         return Start(int(trial), self._configs[int(trial)])
 
     def _end(self, trial: str, stop: Stop | None) -> None:
-        self._schedule.ended(trial)
+        self._schedule.on_trial_ended(trial)
         if stop is not None and stop.early:
-            self._proposals.stopped(int(trial))
-        self._proposals.ended(int(trial), self._last[trial], failed=False)
+            self._proposals.on_trial_stopped(int(trial))
+        self._proposals.on_trial_ended(int(trial), self._last[trial], failed=False)
 
 
 def _domain(parameter: Parameter) -> Domain:
@@ -91,7 +91,7 @@ def _tuner(search: Search, scheduler: Callable[[int], Scheduler]) -> Callable[[P
     return lambda problem, seed: OurTuner(search, scheduler(problem.max_t), problem, seed)
 
 
-_RANDOM, _TPE = RandomSearch(ENDLESS), OptunaSearch(num_samples=ENDLESS)
+_RANDOM, _TPE = RandomSearch(UNLIMITED), OptunaSearch(num_samples=UNLIMITED)
 OURS: Mapping[str, Callable[[Problem, int], Tuner]] = {
     "ours: no search or scheduler named": _tuner(_RANDOM, lambda _: FIFO()),
     "ours: random, Hyperband": _tuner(_RANDOM, Hyperband),

@@ -6,7 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_tune.reporting.svg import BLUE, GREEN, GREY, MIDDLE, ORANGE, VIOLET, Drawing, Frame, Pen, Scale, draw_axes
+from prefect_tune.reporting.svg import (
+    ANCHOR_MIDDLE,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    VIOLET,
+    Drawing,
+    Frame,
+    Pen,
+    Scale,
+    draw_axes,
+)
 
 __all__ = ["Panel", "Point", "drawn"]
 
@@ -47,7 +59,7 @@ def drawn(panels: Sequence[Panel], columns: int = 2) -> str:
         row, column = divmod(place, columns)
         left, top = column * width + 46, _legend_height(names) + row * (height + _GAP + _HEAD) + _HEAD
         _draw_panel(drawing, panel, Frame(left, top, left + width - 66, top + height))
-    return drawing.svg()
+    return drawing.to_svg()
 
 
 def _legend_height(names: Sequence[str]) -> float:
@@ -71,13 +83,13 @@ def _draw_panel(drawing: Drawing, panel: Panel, frame: Frame) -> None:
     is_log = most / least >= _LOG_FROM
     y = Scale(least if is_log else 0.0, most, frame.bottom, frame.top, is_log)
     draw_axes(drawing, frame, x, y, ("seconds of training", "regret"))
-    drawing.text(((frame.left + frame.right) / 2, frame.top - 9), panel.title, f'font-weight="600" {MIDDLE}')
+    drawing.text(((frame.left + frame.right) / 2, frame.top - 9), panel.title, f'font-weight="600" {ANCHOR_MIDDLE}')
     for name, pen in zip(panel.bands, _PENS, strict=True):
         low, middle, high = (_line(panel, name, quartile, (x, y)) for quartile in range(3))
-        drawing.area([*low, *reversed(high)], Pen(pen.ink, opacity=_SHADE))
+        drawing.area([*low, *reversed(high)], Pen(pen.color, opacity=_SHADE))
         drawing.line(middle, pen)
 
 
 def _line(panel: Panel, name: str, quartile: int, scales: tuple[Scale, Scale]) -> Sequence[tuple[float, float]]:
     x, y = scales
-    return [(x.at(share * panel.seconds), y.at(each[quartile])) for share, each in panel.bands[name]]
+    return [(x.position_of(share * panel.seconds), y.position_of(each[quartile])) for share, each in panel.bands[name]]

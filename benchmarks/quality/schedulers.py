@@ -59,32 +59,32 @@ class Listening(Schedule):
         self._schedule = schedule
         self.calls: list[Call] = []
 
-    def added(self, trial: str, config: Mapping[str, object]) -> None:
-        self._call("added", trial, config)
+    def on_trial_added(self, trial: str, config: Mapping[str, object]) -> None:
+        self._call("on_trial_added", trial, config)
 
     def decide(self, report: TrialReport) -> Decision:
         decision: Decision = self._call("decide", report)
         return decision
 
-    def resumed(self, trial: str) -> None:
-        self._call("resumed", trial)
+    def on_trial_resumed(self, trial: str) -> None:
+        self._call("on_trial_resumed", trial)
 
-    def ended(self, trial: str) -> None:
-        self._call("ended", trial)
+    def on_trial_ended(self, trial: str) -> None:
+        self._call("on_trial_ended", trial)
 
-    def exhausted(self) -> None:
-        self._call("exhausted")
+    def on_search_exhausted(self) -> None:
+        self._call("on_search_exhausted")
 
-    def milestone(self, trial: str, step: int) -> int | None:
-        milestone: int | None = self._call("milestone", trial, step)
+    def next_milestone(self, trial: str, step: int) -> int | None:
+        milestone: int | None = self._call("next_milestone", trial, step)
         return milestone
 
-    def resume_next(self) -> str | None:
-        trial: str | None = self._call("resume_next")
+    def next_trial_to_resume(self) -> str | None:
+        trial: str | None = self._call("next_trial_to_resume")
         return trial
 
-    def stop_next(self) -> tuple[str, Stop] | None:
-        stopped: tuple[str, Stop] | None = self._call("stop_next")
+    def next_trial_to_stop(self) -> tuple[str, Stop] | None:
+        stopped: tuple[str, Stop] | None = self._call("next_trial_to_stop")
         return stopped
 
     def _call(self, name: str, *arguments: object) -> Any:

@@ -10,7 +10,7 @@ import gc
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from prefect_tune.registry import BUILT_IN as _BUILT_IN
+from prefect_tune.registry import BUILT_IN_MODULES as _BUILT_IN
 
 if TYPE_CHECKING:
     from prefect_tune.artifact_sync import Syncer
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.schedulers.hyperband import Hyperband
     from prefect_tune.core.schedulers.median_stopping import MedianStopping
     from prefect_tune.core.schedulers.pbt import PBT
-    from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Repeated, Search, Wait
+    from prefect_tune.core.search.base import Exhausted, Proposed, Repeated, Search, SearchState, Wait
     from prefect_tune.core.search.domains import (
         choice,
         grid_search,
@@ -181,7 +181,6 @@ __all__ = [
     "PartMissing",
     "Pause",
     "Plateau",
-    "Proposals",
     "Proposed",
     "RandomSearch",
     "Repeated",
@@ -196,6 +195,7 @@ __all__ = [
     "Search",
     "SearchFailed",
     "SearchInfo",
+    "SearchState",
     "StagedFilesChanged",
     "Stop",
     "StopOutcome",
@@ -262,7 +262,7 @@ _NAMES_BY_MODULE = {
     "prefect_tune.core.schedulers.base": "Continue Decision Exploit Pause Schedule Scheduler Stop TrialReport",
     "prefect_tune.core.search.domains": "choice grid_search lograndint loguniform qlograndint qloguniform "
     "qrandint qrandn quniform randint randn sample_from uniform",
-    "prefect_tune.core.search.base": "Exhausted Proposals Proposed Repeated Search Wait",
+    "prefect_tune.core.search.base": "Exhausted Proposed Repeated Search SearchState Wait",
     "prefect_tune.core.search.space_json": "space_from_json space_to_json",
     "prefect_tune.drills.findings": "DrillReport",
     "prefect_tune.flows.drill": "drill run_drill",

@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
 from prefect_tune.core.experiment.cost import Category, ExperimentCost
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import Curves
-from prefect_tune.core.experiment.trial_transitions import Trial, newest_key
-from prefect_tune.core.journal.journal import each_entry
+from prefect_tune.core.experiment.summary import LearningCurves
+from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint_key
+from prefect_tune.core.journal.journal import iter_entries
 from prefect_tune.core.metrics import is_finite
 from prefect_tune.core.storage.documents import read_document
-from prefect_tune.core.storage.layout import JournalKey, Rows, results_path
+from prefect_tune.core.storage.layout import JournalKey, ResultsTable, results_path
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.core.values import StepReport, leaves
+from prefect_tune.core.values import StepReport, iter_leaves
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _INT64_LIMIT = 2**63
 _REPORT_COLUMNS = ("trial", "step", "trained_seconds")
-COLUMNS_VERSIONS: Mapping[Rows, str] = {"trials": "1", "reports": "1"}
+COLUMN_VERSIONS: Mapping[ResultsTable, str] = {"trials": "1", "reports": "1"}
 """Incremented if a column is removed or changes its meaning, or is added to the reports, whose file is read back.
 
 A file holds its version in the metadata `prefect-tune/version`.
 """
 
 
-def trials_as_arrow(experiment: Experiment) -> pa.Table:
+def trials_to_arrow(experiment: Experiment) -> pa.Table:
     """Return one row per trial, in the order in which the trials were added.
 
     Columns: trial, status and step; `config/...`; the last valid report's metrics; the cost of the training, the newest
@@ -39,8 +39,10 @@ def trials_as_arrow(experiment: Experiment) -> pa.Table:
     import pyarrow as pa
 
     trials = list(experiment.trials.values())
-    config = _make_columns((dict(leaves(trial.config, "config/")) for trial in trials), len(trials), ())
-    metrics = _make_columns((dict(leaves(trial.metrics)) for trial in trials), len(trials), {*_FIRST, *_LAST, *config})
+    config = _make_columns((dict(iter_leaves(trial.config, "config/")) for trial in trials), len(trials), ())
+    metrics = _make_columns(
+        (dict(iter_leaves(trial.metrics)) for trial in trials), len(trials), {*_FIRST, *_LAST, *config}
+    )
 
     def build_columns(columns: _Columns) -> dict[str, pa.Array]:
         return {
@@ -51,7 +53,7 @@ def trials_as_arrow(experiment: Experiment) -> pa.Table:
     return pa.table({**build_columns(_FIRST), **config, **metrics, **build_columns(_LAST)})
 
 
-def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
+def reports_to_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
     """Return one row per valid report: trial, step, training time so far in seconds, and metrics."""
     import pyarrow as pa
 
@@ -61,15 +63,15 @@ def reports_as_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.T
         "step": pa.array([report.step for _, report in rows], "int64"),
         "trained_seconds": pa.array([report.trained_seconds or None for _, report in rows], "float64"),
     }
-    metrics = (dict(leaves(report.metrics)) for _, report in rows)
+    metrics = (dict(iter_leaves(report.metrics)) for _, report in rows)
     return pa.table({**columns, **_make_columns(metrics, len(rows), columns)})
 
 
-def attempts_as_arrow(cost: ExperimentCost) -> pa.Table:
+def attempts_to_arrow(cost: ExperimentCost) -> pa.Table:
     """Return one row per attempt: trial, number, start, seconds by category, and resource usage."""
     import pyarrow as pa
 
-    usages = [attempt.use for attempt in cost.attempts]
+    usages = [attempt.usage for attempt in cost.attempts]
     categories = [attempt for attempt in Category if attempt is not Category.IDLE]
     return pa.table(
         {
@@ -100,12 +102,12 @@ def metric_columns(reports: pa.Table, metrics: Sequence[str]) -> Mapping[str, st
     return {name: column for name, column in columns.items() if column in reports.column_names}
 
 
-def as_parquet(table: pa.Table, about: Mapping[str, str]) -> bytes:
+def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
     """Return `table` as a Parquet file with `about` as its schema metadata; the keys get the prefix `prefect-tune/`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    described_table = table.replace_schema_metadata({f"prefect-tune/{name}": value for name, value in about.items()})
+    described_table = table.replace_schema_metadata({f"prefect-tune/{name}": value for name, value in metadata.items()})
     sink = pa.BufferOutputStream()
     pq.write_table(described_table, sink, compression="zstd")
     return bytes(sink.getvalue())
@@ -125,7 +127,7 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
     except (pa.ArrowException, OSError):  # pyarrow raises OSError for a damaged page
         return None
     about = table.schema.metadata or {}
-    is_of_this_release = about.get(b"prefect-tune/version") == COLUMNS_VERSIONS["reports"].encode()
+    is_of_this_release = about.get(b"prefect-tune/version") == COLUMN_VERSIONS["reports"].encode()
     return table if is_of_this_release and about.get(b"prefect-tune/digest") == digest.encode() else None
 
 
@@ -133,7 +135,7 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
 
 
 def _newest_checkpoint_path(experiment: JournalKey, trial: Trial) -> str | None:
-    key = newest_key(experiment.trial_key(trial.trial), trial)
+    key = newest_checkpoint_key(experiment.trial_key(trial.trial), trial)
     return key.folder if key else None
 
 
@@ -196,14 +198,16 @@ def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
         table = None
     if table is not None:
         return table
-    return curves_as_arrow(experiment, read_curves(store, experiment))
+    return curves_to_arrow(experiment, read_curves(store, experiment))
 
 
-def curves_as_arrow(experiment: Experiment, curves: Curves) -> pa.Table:
+def curves_to_arrow(experiment: Experiment, curves: LearningCurves) -> pa.Table:
     """Return the valid reports of all trials, one per row."""
-    return reports_as_arrow((trial, curves.of(trial)) for trial in experiment.trials)
+    return reports_to_arrow((trial, curves.curve_of(trial)) for trial in experiment.trials)
 
 
-def read_curves(store: ObjectStore, experiment: Experiment) -> Curves:
+def read_curves(store: ObjectStore, experiment: Experiment) -> LearningCurves:
     """Return the curves of all trials up to the experiment's last entry."""
-    return Curves(entry for entry, _ in each_entry(store, experiment.key) if entry.number <= experiment.number)
+    return LearningCurves(
+        entry for entry, _ in iter_entries(store, experiment.key) if entry.number <= experiment.number
+    )

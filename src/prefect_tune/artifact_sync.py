@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import resolve_target, validate_target
+from prefect_tune.core.display_text import is_utf8_encodable
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -40,12 +41,11 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     TuneError,
 )
-from prefect_tune.core.shown_text import is_unicode
-from prefect_tune.core.storage.layout import NEVER_ARTIFACTS, is_excluded
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, is_inside
-from prefect_tune.storage_retries import may_pass
-from prefect_tune.stores.local.staging import plain_tree
-from prefect_tune.stores.open_location import read_uri
+from prefect_tune.core.storage.layout import NON_ARTIFACT_PATTERNS, matches_any_pattern
+from prefect_tune.core.storage.object_store import Buffer, ListedObject, ObjectStore, is_normalized_path
+from prefect_tune.storage_retries import is_retryable
+from prefect_tune.stores.local.staging import list_plain_tree
+from prefect_tune.stores.open_location import parse_uri
 
 _MAX_PAUSE_SECONDS = 60.0
 NON_RETRYABLE_ERRORS = (StoreRefused, InvalidInput, CheckpointNotFound, CheckpointCorrupt)
@@ -146,7 +146,7 @@ class Syncer(ABC):
             except Exception as error:  # noqa: BLE001  a user's syncer may raise anything; the last is raised below
                 self.reset()
                 last_error = error
-            if isinstance(last_error, NON_RETRYABLE_ERRORS) and not may_pass(last_error):
+            if isinstance(last_error, NON_RETRYABLE_ERRORS) and not is_retryable(last_error):
                 raise last_error
         raise TuneError(f"sync failed, and {max_retries} retries too: {last_error}") from last_error
 
@@ -258,9 +258,9 @@ class TargetSyncer(Syncer):
         self._target = target
         self._last_command: _Command | None = None
         self._failed_commands: dict[_Command, Exception | None] = {}
-        self._prepare()
+        self._init_queue()
 
-    def _prepare(self) -> None:
+    def _init_queue(self) -> None:
         self._state = threading.Condition()
         self._queue: deque[_Command] = deque()
         self._running_command: _Command | None = None
@@ -282,7 +282,7 @@ class TargetSyncer(Syncer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._prepare()
+        self._init_queue()
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
         """Queue a sync of the changed files of `local_dir`, and return True.
@@ -407,7 +407,7 @@ class TargetSyncer(Syncer):
                     case Act.UP:
                         self._report_left_out_files(command.local, mirror.upload(store, folder, command.excludes))
                     case Act.DOWN:
-                        mirror.download(store, folder, (*command.excludes, *NEVER_ARTIFACTS))
+                        mirror.download(store, folder, (*command.excludes, *NON_ARTIFACT_PATTERNS))
                     case Act.DELETE:
                         self._mirrors.clear()
                         _delete_folder(store, folder)
@@ -452,9 +452,9 @@ class TargetSyncer(Syncer):
         if self._target is None:
             if "://" not in remote and not remote.startswith(("/", "./", "../", "~")):
                 return resolve_target(remote), ""  # a block's slug
-            location = read_uri(remote)
+            location = parse_uri(remote)
             parent, _, folder = location.path.rpartition("/")
-            return resolve_target(location.at(parent).uri), folder
+            return resolve_target(location.with_path(parent).uri), folder
         folder = remote
         if "://" in remote:
             (root, _, options), (base, _, remote_options) = (uri.partition("?") for uri in (self._target.uri, remote))
@@ -462,7 +462,7 @@ class TargetSyncer(Syncer):
             if folder == base or not folder.startswith("/") or remote_options not in ("", options):
                 raise InvalidInput(f"{remote!r}: expected a folder below {self._target.uri}")
         folder = folder.strip("/")
-        if not is_inside(folder):
+        if not is_normalized_path(folder):
             raise InvalidInput(f"{remote!r}: expected a folder on {self._target.uri}, without '.' and '..'")
         return self._target, folder
 
@@ -474,7 +474,7 @@ def _absolute_path(local_dir: str) -> str:
 
 def _user_patterns(exclude: list[str] | None) -> tuple[str, ...]:
     """Return the user's patterns without the built-in patterns, whose matches are reported."""
-    return tuple(pattern for pattern in exclude or () if pattern not in NEVER_ARTIFACTS)
+    return tuple(pattern for pattern in exclude or () if pattern not in NON_ARTIFACT_PATTERNS)
 
 
 def _delete_folder(store: ObjectStore, folder: str) -> None:
@@ -508,7 +508,7 @@ class ArtifactMirror:
         It deletes only files that this mirror sent or received. Left out without a reason are excluded files, empty
         folders, and files that vanish before they are read. The result names links that lead out of the directory or to
         folders, entries that are neither a file nor a folder or cannot be read, names that not every target accepts,
-        and `NEVER_ARTIFACTS`. On the target, the paths in the result stay unchanged, with everything below them.
+        and `NON_ARTIFACT_PATTERNS`. On the target, the paths in the result stay unchanged, with everything below them.
 
         Raises:
             InvalidInput: the directory does not exist.
@@ -557,9 +557,9 @@ class ArtifactMirror:
             InvalidInput: a local link or file has the name of a remote folder, or a local folder the name of a file.
         """
         self._mirrored.clear()
-        files = [file for file in plain_tree(store, folder).files if not is_excluded(file.path, excludes)]
+        files = [file for file in list_plain_tree(store, folder).files if not matches_any_pattern(file.path, excludes)]
 
-        def download_file(file: Listed) -> None:
+        def download_file(file: ListedObject) -> None:
             local = self._prepare_local_path(file.path)
             partial_file = local.with_name(f".{uuid.uuid4().hex}.part")
             try:
@@ -643,7 +643,7 @@ def _scan_files(
             continue
         for entry in entries:
             path = f"{folder_path}/{entry.name}" if folder_path else entry.name
-            if is_excluded(path, excludes) or _PARTIAL_DOWNLOAD.fullmatch(entry.name):
+            if matches_any_pattern(path, excludes) or _PARTIAL_DOWNLOAD.fullmatch(entry.name):
                 continue
             try:
                 if (reason := _unsendable_reason(directory, path, folder, entry)) is not None:
@@ -659,7 +659,7 @@ def _scan_files(
 
 
 def _unsendable_reason(directory: Path, path: str, folder: str, entry: os.DirEntry[str]) -> str | None:
-    if not is_unicode(path):
+    if not is_utf8_encodable(path):
         return "its name is not UTF-8"
     if "\\" in path:
         return "its name has a backslash"
@@ -667,7 +667,7 @@ def _unsendable_reason(directory: Path, path: str, folder: str, entry: os.DirEnt
         return "its name has control characters"
     if len(_object_key(folder, path).encode()) > _MAX_KEY_BYTES:
         return f"its path on the target is longer than {_MAX_KEY_BYTES} bytes"
-    if is_excluded(path, NEVER_ARTIFACTS):
+    if matches_any_pattern(path, NON_ARTIFACT_PATTERNS):
         return "files of this name are never artifacts"
     if entry.is_symlink() and not (
         entry.is_file() and (directory / path).resolve().is_relative_to(directory.resolve())

@@ -15,18 +15,24 @@ from prefect_tune.core.values import StepReport
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial_transitions import Trial
-    from prefect_tune.core.journal_events import AttemptEnded, CheckpointRef, Finished, GaveUp, Started
+    from prefect_tune.core.journal_events import (
+        AttemptEnded,
+        AttemptStarted,
+        CheckpointRef,
+        TrialErrored,
+        TrialFinished,
+    )
 
 __all__ = [
     "AttemptEnded",
+    "AttemptStarted",
     "Callback",
     "CheckpointRef",
-    "Finished",
-    "GaveUp",
     "SearchInfo",
-    "Started",
     "StepReport",
     "Trial",
+    "TrialErrored",
+    "TrialFinished",
 ]
 
 
@@ -80,10 +86,10 @@ class Callback:
     def setup(self, search: SearchInfo) -> None:
         """Called before all other hooks. If it raises, this run calls no other hook."""
 
-    def on_trial_start(self, trial: Trial, started: Started) -> None:
+    def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         """An attempt begins after step `started.from_step`: earlier reports of later steps are no longer valid."""
 
-    def on_trial_restore(self, trial: Trial, started: Started) -> None:
+    def on_trial_restore(self, trial: Trial, started: AttemptStarted) -> None:
         """An attempt begins from a checkpoint; called before `on_trial_start`."""
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
@@ -98,10 +104,10 @@ class Callback:
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
         """An attempt ended, but the trial has not: it is retried, unless `on_trial_error` follows."""
 
-    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+    def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
         """The trial has finished."""
 
-    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+    def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
         """The trial errored and is not retried."""
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:

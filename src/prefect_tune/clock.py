@@ -4,12 +4,12 @@ import time
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 
 
-def new_write_id() -> Stamp:
+def new_write_stamp() -> WriteStamp:
     """Return a random write id with the current time."""
-    return Stamp(write_id=uuid4().hex, at=utc_now())
+    return WriteStamp(write_id=uuid4().hex, at=utc_now())
 
 
 def utc_now() -> str:
@@ -21,12 +21,12 @@ _run_start: tuple[datetime, float] | None = None  # time of day and monotonic cl
 
 
 def begin_run_clock() -> None:
-    """Start the clock of `run_now` at the present time of day."""
+    """Start the clock of `run_clock_now` at the present time of day."""
     global _run_start  # noqa: PLW0603 - the clock of the process
     _run_start = datetime.now(UTC), time.monotonic()
 
 
-def run_now() -> str:
+def run_clock_now() -> str:
     """Return the time of day when this process's run began, plus the monotonic time since then.
 
     Setting the clock, or a sleeping machine, does not change it. It is for durations in the cost; `utc_now` is for

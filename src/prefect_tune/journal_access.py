@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run, task_run
 
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import (
     JournalCorrupt,
     ObjectNotFound,
@@ -26,17 +26,23 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.journal import append, load, snapshot_is_due, take_over, write_snapshot
+from prefect_tune.core.journal.journal import (
+    acquire_ownership,
+    append_events,
+    is_snapshot_due,
+    load_experiment,
+    write_snapshot,
+)
 from prefect_tune.core.journal_events import Event, Owner
-from prefect_tune.core.messages.target_messages import last_known_reports
-from prefect_tune.core.restore import adopt
+from prefect_tune.core.messages.target_messages import read_last_reports
+from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.storage.documents import read_document
-from prefect_tune.core.storage.generations import current_journal, no_experiment
+from prefect_tune.core.storage.generations import find_current_journal, no_experiment_message
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, digest_of
-from prefect_tune.prefect_api.task_runs import set_crashed
-from prefect_tune.storage_retries import READ_TIMEOUT, on_target, with_retries
+from prefect_tune.core.values import WriteStamp, digest_of
+from prefect_tune.prefect_api.task_runs import mark_task_runs_crashed
+from prefect_tune.storage_retries import READ_TIMEOUT, with_retries, with_store
 
 
 def current_owner(*, attempt: int = 0) -> Owner:
@@ -63,7 +69,7 @@ def has_process_ended(owner: Owner) -> bool:
     return False
 
 
-EntryWriter: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], Stamp | None], Experiment]
+EntryWriter: TypeAlias = Callable[[StorageTarget, Experiment, Sequence[Event], WriteStamp | None], Experiment]
 
 
 class JournalWriter:
@@ -74,7 +80,7 @@ class JournalWriter:
         self.experiment = experiment
         self._writer = writer
 
-    def write(self, events: Sequence[Event], stamp: Stamp | None = None) -> Experiment:
+    def write(self, events: Sequence[Event], stamp: WriteStamp | None = None) -> Experiment:
         """Write the next entry, durably, while this process is the owner; return the state after it.
 
         Raises:
@@ -86,23 +92,23 @@ class JournalWriter:
         return self.experiment
 
 
-def append_entry(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
-    """Write the next entry, and a snapshot after it if one is due. Raises like `journal.append`."""
-    after = append(store, experiment, events, stamp)
-    if snapshot_is_due(after, experiment.number):
+def append_entry(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp) -> Experiment:
+    """Write the next entry, and a snapshot after it if one is due. Raises like `journal.append_events`."""
+    after = append_events(store, experiment, events, stamp)
+    if is_snapshot_due(after, experiment.number):
         write_snapshot(store, after)
     return after
 
 
-def write_directly(
-    target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
+def write_entry_directly(
+    target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp | None = None
 ) -> Experiment:
     """Write an entry like `write_entry`, but without a task run: a search writes too often for a task run per entry.
 
     The search itself writes snapshots, in the background.
     """
-    write_stamp = stamp or new_write_id()
-    return on_target(target, lambda store: append(store, experiment, events, write_stamp))
+    write_stamp = stamp or new_write_stamp()
+    return with_store(target, lambda store: append_events(store, experiment, events, write_stamp))
 
 
 def experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
@@ -117,50 +123,50 @@ def experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
         except ObjectNotFound:
             return None
 
-    return on_target(target, read_digest)
+    return with_store(target, read_digest)
 
 
 def read_experiment(target: StorageTarget, experiment: JournalKey) -> Experiment:
     """Return the state of `experiment`, for read-only use."""
     with target.open(timeout=READ_TIMEOUT) as store:
-        return load(store, experiment)
+        return load_experiment(store, experiment)
 
 
-def read_journal(target: StorageTarget, experiment: str) -> Experiment:
+def read_experiment_by_name(target: StorageTarget, experiment: str) -> Experiment:
     """Find the current journal of the name `experiment`, and return its state."""
     with target.open(timeout=READ_TIMEOUT) as store:
-        return load(store, current_journal(store, experiment))
+        return load_experiment(store, find_current_journal(store, experiment))
 
 
-def no_experiment_at(target: StorageTarget, experiment: str) -> str:
+def missing_experiment_message(target: StorageTarget, experiment: str) -> str:
     """Return the message that there is no `experiment` on `target`, with a similar name if there is one."""
     with target.open(timeout=READ_TIMEOUT) as store:
-        return no_experiment(store, experiment, target.uri)
+        return no_experiment_message(store, experiment, target.uri)
 
 
-def read_known(target: StorageTarget, experiment: str) -> Experiment:
+def read_experiment_to_resume(target: StorageTarget, experiment: str) -> Experiment:
     """Read the journal of `experiment` before a takeover.
 
     Raises:
         ResumeFailed: the journal cannot be read, and retries do not help.
     """
-    with failing_to_resume(target, experiment, StoreRefused):
-        return read_journal(target, experiment)
+    with raising_resume_failed(target, experiment, StoreRefused):
+        return read_experiment_by_name(target, experiment)
 
 
-def read_undamaged(target: StorageTarget, experiment: str) -> Experiment:
-    """Read the journal like `read_known`, for a caller that retries refusals.
+def read_experiment_raising_refusals(target: StorageTarget, experiment: str) -> Experiment:
+    """Read the journal like `read_experiment_to_resume`, for a caller that retries refusals.
 
     Raises:
         ResumeFailed: the journal is damaged, or of an unknown version.
         StoreRefused: the target refuses access.
     """
-    with failing_to_resume(target, experiment):
-        return read_journal(target, experiment)
+    with raising_resume_failed(target, experiment):
+        return read_experiment_by_name(target, experiment)
 
 
 @contextmanager
-def failing_to_resume(target: StorageTarget, experiment: str, *others: type[TuneError]) -> Iterator[None]:
+def raising_resume_failed(target: StorageTarget, experiment: str, *others: type[TuneError]) -> Iterator[None]:
     """Raise `ResumeFailed` in place of the errors of an unreadable journal, and in place of `others`."""
     unreadable: tuple[type[TuneError], ...] = (JournalCorrupt, UnknownVersion, *others)
     try:
@@ -173,53 +179,57 @@ def failing_to_resume(target: StorageTarget, experiment: str, *others: type[Tune
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class OwnershipRequest:
     """Arguments of a takeover: the new owner, and additional events of its entry."""
 
     owner: Owner
-    stamp: Stamp
-    also: Callable[[Experiment], Sequence[Event]] = lambda _: ()
-    known: Experiment | None = None
+    stamp: WriteStamp
+    events_for: Callable[[Experiment], Sequence[Event]] = lambda _: ()
+    loaded: Experiment | None = None
     """The state, if the caller has just read the journal; saves a second read."""
 
 
-def opened_journal(store: ObjectStore, key: JournalKey, target: StorageTarget, opening: Opening) -> Experiment:
-    """Take over the journal `key` on `store` without retries; see `open_journal`."""
+def acquire_and_adopt(
+    store: ObjectStore, key: JournalKey, target: StorageTarget, opening: OwnershipRequest
+) -> Experiment:
+    """Take over the journal `key` on `store` without retries; see `acquire_and_adopt_with_retries`."""
     before: Experiment | None = None
 
     def collect_events(state: Experiment) -> Sequence[Event]:
         nonlocal before
         before = state
-        return opening.also(state)
+        return opening.events_for(state)
 
     try:
-        state_after = take_over(store, key, opening.owner, opening.stamp, also=collect_events, known=opening.known)
+        state_after = acquire_ownership(
+            store, key, opening.owner, opening.stamp, events_for=collect_events, loaded=opening.loaded
+        )
         if before is not None:  # None: an earlier try wrote the entry, and the reply was lost
-            settle_dead_attempts(before, opening.owner)
+            set_dead_attempts_crashed(before, opening.owner)
         # The second entry has its own stamp, so that a retry of the task recognizes both entries.
-        adoption_stamp = Stamp(write_id=f"{opening.stamp.write_id}-adopted", at=opening.stamp.at)
-        return adopt_unjournaled(store, state_after, adoption_stamp)
+        adoption_stamp = WriteStamp(write_id=f"{opening.stamp.write_id}-adopted", at=opening.stamp.at)
+        return adopt_unjournaled_saves(store, state_after, adoption_stamp)
     except (JournalCorrupt, UnknownVersion) as error:
         raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started, and nothing is lost") from error
 
 
-def adopt_unjournaled(store: ObjectStore, opened: Experiment, stamp: Stamp) -> Experiment:
+def adopt_unjournaled_saves(store: ObjectStore, opened: Experiment, stamp: WriteStamp) -> Experiment:
     """Journal the saves that the previous owner has not journaled, unless this term has done so already."""
     if opened.adopted_in == opened.term:
         return opened
-    adopted = adopt(store, opened, last=last_known_reports(store, opened))
+    adopted = make_adoption_events(store, opened, last=read_last_reports(store, opened))
     return append_entry(store, opened, adopted, stamp)
 
 
-def open_journal(target: StorageTarget, key: JournalKey, opening: Opening) -> Experiment:
-    """Take over a journal like the task `open_experiment`, but within the calling task. Raises like that task."""
+def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, opening: OwnershipRequest) -> Experiment:
+    """Take over a journal like the task `acquire_experiment`, but within the calling task. Raises like that task."""
     tries = iter([opening])
 
     def try_to_open() -> Experiment:
-        # `known` is valid only for the first try, which may have written an entry and lost the reply.
-        this_time = next(tries, replace(opening, known=None))
+        # `loaded` is valid only for the first try, which may have written an entry and lost the reply.
+        this_time = next(tries, replace(opening, loaded=None))
         with target.open(timeout=READ_TIMEOUT) as store:
-            return opened_journal(store, key, target, this_time)
+            return acquire_and_adopt(store, key, target, this_time)
 
     return with_retries(try_to_open)
 
@@ -230,7 +240,7 @@ _owners_of_this_process: set[Owner] = set()
 """The owners with which this process has taken over journals; their attempts end by themselves."""
 
 
-def settle_dead_attempts(before: Experiment, owner: Owner) -> None:
+def set_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
     """Set the task runs of attempts that were running when `owner` took over the journal to Crashed, in a thread.
 
     An attempt whose flow run is alive keeps its state: it ends by itself as soon as it detects that it was superseded.
@@ -265,7 +275,7 @@ def _set_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None
         successor = f"flow run {owner.name!r}" if owner.flow_run else str(owner)
     threading.Thread(
         target=copy_context().run,
-        args=(set_crashed, dead_owner.flow_run, attempts_of(dead_owner, run_count)),
+        args=(mark_task_runs_crashed, dead_owner.flow_run, make_attempt_filter(dead_owner, run_count)),
         kwargs={
             "successor": successor,
             "has_ended": is_same_run or has_process_ended(dead_owner),
@@ -275,7 +285,7 @@ def _set_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None
     ).start()
 
 
-def attempts_of(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool]:
+def make_attempt_filter(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool]:
     """Return a predicate: whether a task run of the owner's flow run is an attempt of `owner`.
 
     Args:

@@ -1,7 +1,7 @@
 """All calls that only Linux has, and the one switch between them and the calls of every POSIX system.
 
     on Linux                                              on other systems (macOS)
-    trials are forked, each below a child subreaper       each trial is a started process (`StartedProcess`)
+    trials are forked, each below a child subreaper       each trial is a started process (`SpawnedProcess`)
     the kernel copies files                               this process reads and writes files
     /proc: memory and CPU time of trials, the owner of    no figures; no owner of a server; only a folder's owner and
       a local server, the types of mounts                   mode count
@@ -61,7 +61,7 @@ def set_process_name(name: bytes) -> None:
     _libc.prctl(_PR_SET_NAME, name)
 
 
-def sigchld_pipe() -> int:
+def open_sigchld_pipe() -> int:
     """Return a descriptor that becomes readable when a child exits (SIGCHLD)."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -76,7 +76,7 @@ def drain_pipe(descriptor: int) -> None:
         os.read(descriptor, 4096)
 
 
-def while_alive(pid: int) -> list[int]:
+def open_pidfds(pid: int) -> list[int]:
     """Return a list with a pidfd, which becomes readable when the process exits; empty on Linux older than 5.3.
 
     The end of file of the process's socket shows the same, unless a fork of the process keeps the socket open.
@@ -94,7 +94,7 @@ def poll_readable(descriptors: Collection[int], patience: timedelta | None = Non
     return {descriptor for descriptor, _ in poll.poll(None if patience is None else patience.total_seconds() * 1000)}
 
 
-def keep_only(*descriptors: int) -> None:
+def close_other_descriptors(*descriptors: int) -> None:
     """Close all descriptors except these and the standard streams."""
     for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - names, not paths
         if descriptor > 2 and descriptor not in descriptors:
@@ -102,7 +102,7 @@ def keep_only(*descriptors: int) -> None:
                 os.close(descriptor)
 
 
-def open_descriptors() -> dict[str, str]:
+def list_descriptors() -> dict[str, str]:
     """Return the file or object behind each open descriptor, by descriptor."""
     descriptors = {}
     for entry in Path("/proc/self/fd").iterdir():
@@ -111,7 +111,7 @@ def open_descriptors() -> dict[str, str]:
     return descriptors
 
 
-def other_thread_names() -> list[str]:
+def list_other_threads() -> list[str]:
     """Return the names of all threads but the first; "" for a thread that its library did not name."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
     inherited = Path("/proc/self/comm").read_bytes() if tasks else b""
@@ -159,17 +159,17 @@ _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
-def process_tree(pid: int) -> Iterator[int]:
+def iter_process_tree(pid: int) -> Iterator[int]:
     """Yield the process and its descendants. In /proc, each thread lists the children that it started."""
     yield pid
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  a tenth of the time of `Path.iterdir`
             with suppress(OSError):
                 for child in _read_file(f"/proc/{pid}/task/{thread}/children").split():
-                    yield from process_tree(int(child))
+                    yield from iter_process_tree(int(child))
 
 
-def process_use(pid: int) -> tuple[float, int] | None:
+def process_usage(pid: int) -> tuple[float, int] | None:
     """Return the CPU seconds of a process, including its exited children, and its memory in bytes; None if unknown."""
     with suppress(OSError):
         fields = _read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before it may contain anything
@@ -177,7 +177,7 @@ def process_use(pid: int) -> tuple[float, int] | None:
     return None
 
 
-def cpu_count_here(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
+def available_cpu_count(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
     """Return the number of CPUs that this process may use, by its affinity and its container's quota."""
     available = len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1
     return max(1, min([available, *map(math.ceil, _iter_cpu_quotas(root, own))]))
@@ -210,7 +210,7 @@ class MemoryLimit:
         """Return the peak memory of the control group; 0 if the kernel does not count it."""
         return next(self._iter_values("memory.peak", "memory.max_usage_in_bytes"), 0)
 
-    def kills(self) -> int:
+    def oom_kill_count(self) -> int:
         """Return the number of processes that the kernel killed for memory in the group, or else on the machine."""
         names = ("memory.events", "memory.oom_control")
         for path in (*(f"{folder}/{name}" for folder in self._folders[:1] for name in names), "/proc/vmstat"):
@@ -288,7 +288,7 @@ def may_have_access_list(path: Path) -> bool:
         return True
 
 
-def owners_of_listeners(port: int) -> Iterator[int]:
+def iter_listener_owners(port: int) -> Iterator[int]:
     """Yield the owner's user id of each socket that may accept connections to 127.0.0.1:`port`; none if unknown."""
     for table, addresses in _SOCKET_TABLES:
         family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET

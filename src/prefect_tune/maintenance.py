@@ -18,7 +18,8 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from prefect_tune.blocks import StorageTarget, resolve_existing
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
+from prefect_tune.core.display_text import format_size, pluralize, shorten
 from prefect_tune.core.errors import (
     CommitUnknown,
     InvalidInput,
@@ -30,26 +31,25 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.summary import kind_of
+from prefect_tune.core.experiment.summary import experiment_kind
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.journal import load, next_entry
-from prefect_tune.core.messages.target_messages import ExperimentView, live_status_of
-from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
+from prefect_tune.core.journal.journal import load_experiment, read_next_entry
+from prefect_tune.core.messages.target_messages import ExperimentView, read_live_status
+from prefect_tune.core.operations.delete_experiment import delete_generation, find_generation_to_delete
 from prefect_tune.core.operations.scrub import DailyShare
 from prefect_tune.core.page_elements import Heading, Table, Text, Verbatim
-from prefect_tune.core.shown_text import plural, shorten, shown_size
 from prefect_tune.core.storage.generations import (
-    current_journal,
-    is_deleted,
-    no_experiment,
-    objects_before,
+    find_current_journal,
+    is_generation_deleted,
+    list_earlier_objects,
+    no_experiment_message,
 )
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import digest_of, valid_name
+from prefect_tune.core.values import digest_of, validate_name
 from prefect_tune.journal_access import current_owner
-from prefect_tune.reporting.page import as_markdown
-from prefect_tune.storage_retries import on_target
+from prefect_tune.reporting.page import render_markdown
+from prefect_tune.storage_retries import with_store
 from prefect_tune.tasks.maintenance import (
     collect_garbage,
     prune_checkpoints,
@@ -79,7 +79,7 @@ class DamagedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class NotLookedAt:
+class SkippedWork:
     """Work that this run cannot do, or leaves to the next run, and why."""
 
     experiment: str
@@ -88,7 +88,7 @@ class NotLookedAt:
 
 
 @dataclass(slots=True)
-class Upkeep:
+class ExperimentMaintenance:
     """The findings and actions in one experiment."""
 
     experiment: str
@@ -105,20 +105,20 @@ class Upkeep:
     collected_bytes: int = 0
     undecided_count: int = 0
     """Unreferenced objects that a running save may still use."""
-    not_looked_at: list[NotLookedAt] = field(default_factory=list)
+    not_looked_at: list[SkippedWork] = field(default_factory=list)
 
-    def skip(self, what: str, why: str) -> None:
+    def skip(self, work: str, reason: str) -> None:
         """Record and log skipped work."""
-        get_run_logger().warning("%s: skipped %s: %s", self.experiment, what, why)
-        self.not_looked_at.append(NotLookedAt(self.experiment, what, why))
+        get_run_logger().warning("%s: skipped %s: %s", self.experiment, work, reason)
+        self.not_looked_at.append(SkippedWork(self.experiment, work, reason))
 
     @property
-    def work(self) -> str:
+    def action_summary(self) -> str:
         """The actions in one line."""
         return (
-            f"{self.verified_count} of {plural(self.live_count, 'checkpoint', 'checkpoints')} read "
-            f"({shown_size(self.verified_bytes)}), {self.pruned_count} pruned; "
-            f"{plural(self.collected_count, 'object', 'objects')} ({shown_size(self.collected_bytes)}) collected, "
+            f"{self.verified_count} of {pluralize(self.live_count, 'checkpoint', 'checkpoints')} read "
+            f"({format_size(self.verified_bytes)}), {self.pruned_count} pruned; "
+            f"{pluralize(self.collected_count, 'object', 'objects')} ({format_size(self.collected_bytes)}) collected, "
             f"{self.undecided_count} undecided"
         )
 
@@ -129,15 +129,15 @@ class MaintenanceReport:
 
     target: str
     """The target's URI."""
-    experiments: tuple[Upkeep, ...]
+    experiments: tuple[ExperimentMaintenance, ...]
     """The findings and actions by experiment."""
-    not_looked_at: tuple[NotLookedAt, ...]
+    not_looked_at: tuple[SkippedWork, ...]
     """Work that failed, or for which there was no time, and why."""
     dry_run: bool
     """Whether the run wrote and deleted nothing."""
 
     @property
-    def damaged(self) -> Sequence[DamagedCheckpoint]:
+    def damaged_checkpoints(self) -> Sequence[DamagedCheckpoint]:
         """All damage that this run found."""
         return [damaged for experiment in self.experiments for damaged in experiment.damaged]
 
@@ -157,47 +157,51 @@ class MaintenanceReport:
         verified_bytes = sum(experiment.verified_bytes for experiment in self.experiments)
         would = "would be " if self.dry_run else ""
         pruned_count = sum(experiment.pruned_count for experiment in self.experiments)
-        skipped_text = f"; {plural(len(self.not_looked_at), 'item', 'items')} not checked" if self.not_looked_at else ""
-        deleted_text = f", {shown_size(self.collected_bytes)} {would}deleted"
+        skipped_text = (
+            f"; {pluralize(len(self.not_looked_at), 'item', 'items')} not checked" if self.not_looked_at else ""
+        )
+        deleted_text = f", {format_size(self.collected_bytes)} {would}deleted"
         if self.dry_run and pruned_count:  # checkpoints share bytes: only a deletion shows how many become free
-            deleted_text = f"; their bytes and {shown_size(self.collected_bytes)} more would be deleted"
+            deleted_text = f"; their bytes and {format_size(self.collected_bytes)} more would be deleted"
         return (
-            f"{plural(len(self.experiments), 'experiment', 'experiments')}: "
-            f"{plural(self.verified_count, 'checkpoint', 'checkpoints')} read ({shown_size(verified_bytes)}), "
-            f"{len(self.damaged)} damaged; {pruned_count} {would}pruned{deleted_text}{skipped_text}"
+            f"{pluralize(len(self.experiments), 'experiment', 'experiments')}: "
+            f"{pluralize(self.verified_count, 'checkpoint', 'checkpoints')} read ({format_size(verified_bytes)}), "
+            f"{len(self.damaged_checkpoints)} damaged; {pruned_count} {would}pruned{deleted_text}{skipped_text}"
         )
 
     @property
-    def alarm(self) -> str:
+    def damage_message(self) -> str:
         """The damage in one line, as an error message. Call it only if there is damage."""
-        first = self.damaged[0]
-        more_text = f" and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
-        quarantine_text = ", and quarantined" if all(checkpoint.is_quarantined for checkpoint in self.damaged) else ""
+        first = self.damaged_checkpoints[0]
+        more_text = f" and {len(self.damaged_checkpoints) - 1} more" if len(self.damaged_checkpoints) > 1 else ""
+        quarantine_text = (
+            ", and quarantined" if all(checkpoint.is_quarantined for checkpoint in self.damaged_checkpoints) else ""
+        )
         return f"{self.target}: {first.folder}{more_text} damaged{quarantine_text}: {first.damage}"
 
 
-def show_report(report: MaintenanceReport) -> None:
+def publish_report(report: MaintenanceReport) -> None:
     """Publish the report as an artifact of the flow run; only log an error: the run's result has the report too."""
     slug = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
     key = f"maintenance-{slug}-{digest_of(report.target.encode())[:6]}"
     try:
-        MarkdownArtifact(key=key, markdown=markdown(report), description="Maintenance report").create()
+        MarkdownArtifact(key=key, markdown=format_report(report), description="Maintenance report").create()
     except (PrefectException, HTTPError, OSError) as error:
         get_run_logger().warning("the report was not published: %s: %s", type(error).__name__, error)
 
 
-def markdown(report: MaintenanceReport) -> str:
+def format_report(report: MaintenanceReport) -> str:
     """Return the report as Markdown, with one table: first the damage, then completed work, then skipped work."""
     rows = list[tuple[str, str, str]]()
-    for damage in report.damaged:
+    for damage in report.damaged_checkpoints:
         subject = "journal" if damage.trial is None else f"trial {damage.trial}, step {damage.step}"
         quarantine_text = ", quarantined" if damage.is_quarantined else ""
         rows.append((damage.experiment, subject, f"damaged{quarantine_text}: {_shorten_text(damage.damage)}"))
-    rows += [(item.experiment, "", item.work) for item in report.experiments]
+    rows += [(item.experiment, "", item.action_summary) for item in report.experiments]
     rows += [(item.experiment, item.what, f"not checked: {_shorten_text(item.why)}") for item in report.not_looked_at]
-    state = "damage" if report.damaged else "no damage found"
+    state = "damage" if report.damaged_checkpoints else "no damage found"
     hidden_count = len(rows) - _MAX_ROWS
-    return as_markdown(
+    return render_markdown(
         [
             Heading("Dry run: nothing on the target was changed" if report.dry_run else "Maintenance", 1),
             Text([f"{state}: ", Verbatim(report.target)], kind="strong"),
@@ -229,12 +233,12 @@ class MaintenanceOptions:
 
 def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], today: date) -> MaintenanceReport:
     """Maintain the experiments one after the other, in a daily changing order: the time may not suffice for all."""
-    maintained, unstarted = list[Upkeep](), list[NotLookedAt]()
+    maintained, unstarted = list[ExperimentMaintenance](), list[SkippedWork]()
     for name in sorted(names, key=lambda name: digest_of(f"{today.toordinal()}/{name}".encode())):
         if options.until is None or datetime.now(UTC) < options.until:
             maintained.append(maintain_experiment(options, name))
         else:
-            unstarted.append(NotLookedAt(name, "everything", "the time budget was spent"))
+            unstarted.append(SkippedWork(name, "everything", "the time budget was spent"))
     skipped = [item for upkeep in maintained for item in upkeep.not_looked_at]
     return MaintenanceReport(options.target.uri, tuple(maintained), (*unstarted, *skipped), dry_run=options.dry_run)
 
@@ -242,19 +246,19 @@ def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], toda
 _SKIPPABLE_ERRORS = (StoreUnavailable, StoreRefused, Superseded, CommitUnknown, UnknownVersion)
 
 
-def maintain_experiment(options: MaintenanceOptions, name: str) -> Upkeep:
+def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMaintenance:
     """Verify, quarantine, prune and collect, in this order, so that damage is found before anything is deleted.
 
     A failure is reported, and does not prevent the next actions.
     """
-    upkeep, target, retention = Upkeep(name), options.target, options.retention
+    upkeep, target, retention = ExperimentMaintenance(name), options.target, options.retention
 
     def prune() -> None:
         if retention is not None:
             upkeep.pruned_count = prune_checkpoints(target, journal, retention, dry_run=options.dry_run)
 
     try:
-        journal = on_target(target, lambda store: current_journal(store, name))
+        journal = with_store(target, lambda store: find_current_journal(store, name))
     except _SKIPPABLE_ERRORS as error:
         upkeep.skip("everything", str(error))
         return upkeep
@@ -268,15 +272,15 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> Upkeep:
             action()
         except JournalCorrupt as error:
             upkeep.skip(what, f"the journal is damaged: {error}")
-            if all(damage.folder != journal.entries for damage in upkeep.damaged):
-                damaged = DamagedCheckpoint(name, None, None, journal.entries, str(error), is_quarantined=False)
+            if all(damage.folder != journal.entries_folder for damage in upkeep.damaged):
+                damaged = DamagedCheckpoint(name, None, None, journal.entries_folder, str(error), is_quarantined=False)
                 upkeep.damaged.append(damaged)
         except _SKIPPABLE_ERRORS as error:
             upkeep.skip(what, str(error))
     return upkeep
 
 
-def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
+def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance) -> None:
     """Read the daily share, and quarantine damage after publishing it, since no later run finds it again."""
     if options.share is None:
         return
@@ -285,10 +289,10 @@ def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upk
     upkeep.verified_bytes = sum(item.size_bytes for item in result.inspected)
     upkeep.unread_count = result.unread_count
     for unreadable in result.unreadable:
-        upkeep.skip(unreadable.folder, unreadable.why)
+        upkeep.skip(unreadable.folder, unreadable.reason)
     if result.unread_count:
         upkeep.skip(f"{result.unread_count} checkpoints of this sample", "the limits were reached")
-    reasons = {item.key: item.damage or "" for item in result.damaged}
+    reasons = {item.key: item.damage or "" for item in result.corrupt_checkpoints}
     for key, damage in reasons.items():
         get_run_logger().error("%s is damaged: %s", key.folder, damage)
         damaged = DamagedCheckpoint(
@@ -297,7 +301,7 @@ def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upk
         upkeep.damaged.append(damaged)
     if not (reasons and options.quarantine):
         return
-    show_report(MaintenanceReport(options.target.uri, (upkeep,), (), dry_run=False))
+    publish_report(MaintenanceReport(options.target.uri, (upkeep,), (), dry_run=False))
     try:
         folders = {key.folder for key in quarantine_checkpoints(options.target, journal, reasons)}
     except _SKIPPABLE_ERRORS as error:
@@ -306,7 +310,9 @@ def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upk
         upkeep.damaged = [replace(item, is_quarantined=item.folder in folders) for item in upkeep.damaged]
 
 
-def _collect_experiment_garbage(options: MaintenanceOptions, journal: JournalKey, upkeep: Upkeep) -> None:
+def _collect_experiment_garbage(
+    options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance
+) -> None:
     if not options.collect:
         return
     garbage = collect_garbage(options.target, journal, dry_run=options.dry_run, until=options.until)
@@ -336,10 +342,10 @@ class ExperimentContents:
     size_bytes: int
 
     def __str__(self) -> str:
-        trials = plural(self.trial_count, "trial", "trials")
-        checkpoints = plural(self.checkpoint_count, "checkpoint", "checkpoints")
-        objects = plural(self.object_count, "object", "objects")
-        return f"{trials}, {checkpoints}, {shown_size(self.size_bytes)} in {objects}"
+        trials = pluralize(self.trial_count, "trial", "trials")
+        checkpoints = pluralize(self.checkpoint_count, "checkpoint", "checkpoints")
+        objects = pluralize(self.object_count, "object", "objects")
+        return f"{trials}, {checkpoints}, {format_size(self.size_bytes)} in {objects}"
 
 
 def delete_experiment(
@@ -364,19 +370,19 @@ def delete_experiment(
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed.
     """
     resolved = resolve_existing(target)
-    owner, stamp = current_owner(), new_write_id()  # the same in each try, so that a retry is the same deletion
+    owner, stamp = current_owner(), new_write_stamp()  # the same in each try, so that a retry is the same deletion
 
     def inspect_experiment(store: ObjectStore) -> tuple[JournalKey, ExperimentContents]:
         # A folder without a journal is no experiment, and is not deleted.
-        if (journal := generation_to_delete(store, valid_name(experiment))) is None:
-            raise InvalidInput(no_experiment(store, experiment, resolved.uri))
+        if (journal := find_generation_to_delete(store, validate_name(experiment))) is None:
+            raise InvalidInput(no_experiment_message(store, experiment, resolved.uri))
         trials: Collection[str] = ()
-        if not is_deleted(store, journal):  # otherwise, an interrupted deletion has left objects
-            state = load(store, journal)
+        if not is_generation_deleted(store, journal):  # otherwise, an interrupted deletion has left objects
+            state = load_experiment(store, journal)
             if not (even_if_running or state.is_removed):
                 _require_no_run(store, state, resolved)
             trials = state.trials
-        objects, folder = objects_before(store, experiment, journal.generation + 1), f"{journal.folder}/trials/"
+        objects, folder = list_earlier_objects(store, experiment, journal.generation + 1), f"{journal.folder}/trials/"
         paths = [entry.path for entry in objects if entry.path.startswith(folder)]
         trial_paths = [(path.removeprefix(folder).split("/")[0], path) for path in paths]
         keys = [CheckpointKey.from_manifest_path(journal.trial_key(trial), path) for trial, path in trial_paths]
@@ -388,9 +394,9 @@ def delete_experiment(
             size_bytes=sum(entry.size_bytes for entry in objects),
         )
 
-    journal, contents = on_target(resolved, inspect_experiment, _DELETION_TIMEOUT)
+    journal, contents = with_store(resolved, inspect_experiment, _DELETION_TIMEOUT)
     if not dry_run:
-        on_target(resolved, lambda store: remove(store, journal, owner, stamp), _DELETION_TIMEOUT)
+        with_store(resolved, lambda store: delete_generation(store, journal, owner, stamp), _DELETION_TIMEOUT)
     return contents
 
 
@@ -400,7 +406,7 @@ def _require_no_run(store: ObjectStore, state: Experiment, target: StorageTarget
     A search between two trials has no running trial; a killed process stops publishing. This check misses a search in
     its first second, and a search with `live_period_seconds=None` while none of its trials runs.
     """
-    last, live = next_entry(store, state.key, state.number - 1), live_status_of(store, state)
+    last, live = read_next_entry(store, state.key, state.number - 1), read_live_status(store, state)
     as_of = max(live.at if live else "", last.at if last else "")
     freshness = freshness_of(ExperimentView(state, as_of, live), datetime.now(UTC))
     freshness = replace(freshness, is_running=freshness.is_running or live is not None)
@@ -408,9 +414,13 @@ def _require_no_run(store: ObjectStore, state: Experiment, target: StorageTarget
         return
     running_count = sum(trial.status is Status.RUNNING for trial in state.trials.values())
     count = max(running_count, len(live.trials) if live is not None else 0)  # the journal of a search may be older
-    sign = plural(count, "trial was running", "trials were running") if count else "its process was alive"
+    sign = pluralize(count, "trial was running", "trials were running") if count else "its process was alive"
     signs = f"{sign} as of {freshness.words()}"
-    how = f"prefect-tune stop {target.argument} {state.name}" if kind_of(state) == "search" else "cancel its flow run"
+    how = (
+        f"prefect-tune stop {target.cli_argument} {state.name}"
+        if experiment_kind(state) == "search"
+        else "cancel its flow run"
+    )
     raise InvalidInput(
         f"experiment {state.name!r} at {target.uri}: {state.owner} may still own it: {signs}. End that run first "
         f"({how}); or, if it has ended or may fail, delete the experiment with even_if_running (--even-if-running)"

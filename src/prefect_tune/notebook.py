@@ -18,17 +18,23 @@ from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 from rich.console import Console
 
 from prefect_tune.arrow_tables import metric_columns
+from prefect_tune.core.display_text import first_line, format_duration, pluralize, shorten
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.experiment.cost import ExperimentCost, cost_sentence
+from prefect_tune.core.experiment.cost import ExperimentCost, format_cost
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.page_elements import Cell, Code, Link, Text, Verbatim, cell_html
-from prefect_tune.core.search_view import Series, numbers_in
-from prefect_tune.core.shown_text import first_line, format_duration, plural, shorten
-from prefect_tune.reporting.facts import DRAWN, ReportInput, spread
-from prefect_tune.reporting.page import best_trial, figures, headline_and_facts, table_of_errors, table_of_trials
-from prefect_tune.terminal.formatting import text_of
+from prefect_tune.core.page_elements import Cell, Code, Link, Text, Verbatim, render_notebook_cell
+from prefect_tune.core.search_view import Series, numeric_metrics
+from prefect_tune.reporting.facts import MAX_CURVES, ReportInput, sample_trials
+from prefect_tune.reporting.page import (
+    best_trial_section,
+    errors_section,
+    figures_section,
+    headline_section,
+    trials_section,
+)
+from prefect_tune.terminal.formatting import render_text
 from prefect_tune.terminal.live_display import QuietFilter, console_handlers
-from prefect_tune.terminal.progress_view import ProgressState, common_metrics, frame, trials_table
+from prefect_tune.terminal.progress_view import ProgressState, first_reported_metrics, frame, trials_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,7 +44,7 @@ _MAX_CPU_SHARE = 0.05
 _END_TIMEOUT = timedelta(seconds=5)
 
 
-class Ending(StrEnum):
+class SearchEnding(StrEnum):
     """How the search of a cell ended, or that it is running."""
 
     RUNNING = "running"
@@ -47,7 +53,7 @@ class Ending(StrEnum):
     FAILED = "failed"
 
 
-Draw: TypeAlias = "Callable[[Ending, str], tuple[str, str]]"
+Draw: TypeAlias = "Callable[[SearchEnding, str], tuple[str, str]]"
 """Returns the output as HTML and as one line of text, given the ending and the error message of a failure."""
 
 
@@ -69,7 +75,7 @@ class CellOutput:
 _current_output: ContextVar[CellOutput | None] = ContextVar("prefect_tune_cell_output", default=None)
 
 
-def output_here() -> CellOutput | None:
+def current_cell_output() -> CellOutput | None:
     """Return the output of the cell that runs the search; None outside of a notebook."""
     return _current_output.get()
 
@@ -84,7 +90,7 @@ def search_output(what: str) -> Iterator[None]:
     if not can_show_output():
         yield
         return
-    output = CellOutput(cell_html(Text([f"{what}: starting …"], kind="legend")), f"{what}: starting")
+    output = CellOutput(render_notebook_cell(Text([f"{what}: starting …"], kind="legend")), f"{what}: starting")
     token = _current_output.set(output)
     status = "nothing was left to do"
     try:
@@ -98,7 +104,7 @@ def search_output(what: str) -> Iterator[None]:
     finally:
         _current_output.reset(token)
         if not output.is_used:
-            output.show(cell_html(Text([f"{what}: {status}"], kind="legend")), f"{what}: {status}")
+            output.show(render_notebook_cell(Text([f"{what}: {status}"], kind="legend")), f"{what}: {status}")
 
 
 @contextmanager
@@ -111,7 +117,7 @@ def live_output(
     error, only the ending is drawn.
     """
     ended = threading.Event()
-    ending = Ending.RUNNING, ""
+    ending = SearchEnding.RUNNING, ""
 
     def draw_once() -> float:
         """Draw, and return the pause until the next call, in seconds."""
@@ -138,13 +144,13 @@ def live_output(
     try:
         yield
     except KeyboardInterrupt:
-        ending = Ending.INTERRUPTED, ""
+        ending = SearchEnding.INTERRUPTED, ""
         raise
     except BaseException as error:
-        ending = Ending.FAILED, first_line(f"{type(error).__name__}: {error}")
+        ending = SearchEnding.FAILED, first_line(f"{type(error).__name__}: {error}")
         raise
     else:
-        ending = Ending.INTERRUPTED if stop.is_set() else Ending.DONE, ""
+        ending = SearchEnding.INTERRUPTED if stop.is_set() else SearchEnding.DONE, ""
     finally:
         ended.set()
         thread.join(_END_TIMEOUT.total_seconds())
@@ -211,67 +217,71 @@ _TERMINAL_HEIGHT = 34
 _MAX_TABLE_CHARACTERS = 20_000
 
 
-def trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: str) -> str:
+def render_trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: str) -> str:
     """Return a table with a row per trial: status, step, metrics, differing parameters; `more` is a note below it."""
     table, hidden = trials_table(trials, metrics, width=_TERMINAL_WIDTH)
     notes = (Text([note], kind="legend") for note in (hidden, more) if note)
-    return cell_html(*([Code(text_of(table, width=_TERMINAL_WIDTH), "text")] if trials else []), *notes)
+    return render_notebook_cell(*([Code(render_text(table, width=_TERMINAL_WIDTH), "text")] if trials else []), *notes)
 
 
-def progress_html(state: ProgressState, ending: Ending, error: str, link: str | None = None) -> str:
+def render_progress_html(state: ProgressState, ending: SearchEnding, error: str, link: str | None = None) -> str:
     """Return the progress or the ending of a search; `error` is the message of a failure, `link` the URL of its run."""
     after = f"after {format_duration(state.elapsed)}"
     headline: list[Cell] = []
     match ending:
-        case Ending.RUNNING:
+        case SearchEnding.RUNNING:
             headline = [f"running for {format_duration(state.elapsed)}"]
-        case Ending.DONE if state.ended_because:
-            headline = [f"ended early {after}: {state.ended_because}"]
-        case Ending.DONE if not state.has_trained:
+        case SearchEnding.DONE if state.stop_reason:
+            headline = [f"ended early {after}: {state.stop_reason}"]
+        case SearchEnding.DONE if not state.has_started_attempt:
             headline = ["nothing to train: all trials have already ended. For a new search, use a new experiment name"]
-        case Ending.DONE:
+        case SearchEnding.DONE:
             headline = [f"done {after}"]
-        case Ending.INTERRUPTED:
+        case SearchEnding.INTERRUPTED:
             same_name = Verbatim(f"experiment={state.outlook.experiment!r}")
             headline = [f"interrupted {after}. To resume it, run the cell again with ", same_name]
-        case Ending.FAILED:
+        case SearchEnding.FAILED:
             headline = [f"failed {after}: {error}"]
     parts = [shorten(part, 300) if isinstance(part, str) else part for part in headline]
     address = [Text([Link("in the Prefect UI", link)])] if link else []
-    kind: Literal["", "bad"] = "bad" if ending is Ending.FAILED else ""
-    table = text_of(frame(state, _TERMINAL_WIDTH, _TERMINAL_HEIGHT), width=_TERMINAL_WIDTH)
-    return cell_html(Text(parts, kind=kind), Code(table[-_MAX_TABLE_CHARACTERS:], "text"), *address)
+    kind: Literal["", "bad"] = "bad" if ending is SearchEnding.FAILED else ""
+    table = render_text(frame(state, _TERMINAL_WIDTH, _TERMINAL_HEIGHT), width=_TERMINAL_WIDTH)
+    return render_notebook_cell(Text(parts, kind=kind), Code(table[-_MAX_TABLE_CHARACTERS:], "text"), *address)
 
 
-Points: TypeAlias = "Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]"
+CurvePoints: TypeAlias = "Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]"
 """Learning curves: steps and values by trial and metric."""
-ReadCurves: TypeAlias = "Callable[[Sequence[str], Sequence[str]], Points]"
+ReadCurves: TypeAlias = "Callable[[Sequence[str], Sequence[str]], CurvePoints]"
 """Reads the learning curves of these trials, for these metrics."""
 MAX_ROWS = 20
 _MAX_METRICS = 4
 
 
-def results_html(report: ReportInput, read_curves: ReadCurves, read_cost: Callable[[], ExperimentCost]) -> str:
+def render_results_html(report: ReportInput, read_curves: ReadCurves, read_cost: Callable[[], ExperimentCost]) -> str:
     """Return the report without its runs and settings, for any number of trials.
 
     `read_curves` and `read_cost` may read the target; if that fails, the error replaces the curves or hides the cost.
     """
-    metrics = report.objective.metrics if report.objective else common_metrics(report.first_trials)[:_MAX_METRICS]
-    blocks = [*headline_and_facts(report), *best_trial(report)]
+    metrics = (
+        report.objective.metrics if report.objective else first_reported_metrics(report.first_trials)[:_MAX_METRICS]
+    )
+    blocks = [*headline_section(report), *best_trial_section(report)]
     try:
-        curves = read_curves([trial.trial for trial in spread([*report.ranking] or report.trials, DRAWN)], metrics)
+        curves = read_curves(
+            [trial.trial for trial in sample_trials([*report.ranking] or report.trials, MAX_CURVES)], metrics
+        )
     except TuneError as error:
         blocks.append(Text([f"The learning curves could not be read: {first_line(str(error))}"], kind="legend"))
         curves = {}
-    history = replace(report.history, metrics=tuple(metrics), metric_count=len(metrics), curves=curves)
-    blocks += [*figures(replace(report, history=history)), *table_of_trials(report), *table_of_errors(report)]
+    history = replace(report.snapshot, metrics=tuple(metrics), metric_count=len(metrics), curves=curves)
+    blocks += [*figures_section(replace(report, snapshot=history)), *trials_section(report), *errors_section(report)]
     with suppress(TuneError):
-        if sentence := cost_sentence(read_cost()):
+        if sentence := format_cost(read_cost()):
             blocks.append(Text([sentence]))
-    return cell_html(*blocks)
+    return render_notebook_cell(*blocks)
 
 
-def curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str]) -> Points:
+def select_curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str]) -> CurvePoints:
     """Return the learning curves of some trials from a table with a row per report; long curves are thinned out."""
     import pyarrow.compute as pc
 
@@ -279,14 +289,14 @@ def curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str
     selected = reports.select(["trial", "step", *columns.values()]).filter(pc.field("trial").isin(trials))
     curves: dict[str, dict[str, Series]] = {trial: {name: Series() for name in columns} for trial in trials}
     for row in selected.to_pylist():
-        for name, number in numbers_in({name: row[column] for name, column in columns.items()}).items():
-            curves[row["trial"]][name].add(row["step"], number)
+        for name, number in numeric_metrics({name: row[column] for name, column in columns.items()}).items():
+            curves[row["trial"]][name].add_point(row["step"], number)
     return {
         trial: {name: points for name, series in curves_of_trial.items() if (points := series.points())}
         for trial, curves_of_trial in curves.items()
     }
 
 
-def more_trials(count: int) -> str:
+def format_more_trials(count: int) -> str:
     """Return how many trials a table leaves out, and how to get them; empty if none."""
-    return f"and {plural(count, 'more trial', 'more trials')}: results.to_pandas()" if count else ""
+    return f"and {pluralize(count, 'more trial', 'more trials')}: results.to_pandas()" if count else ""

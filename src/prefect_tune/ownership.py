@@ -1,14 +1,14 @@
 """Ownership of experiments by flow runs: only the owner writes the journal, in the term that its takeover began.
 
-    a search, a training    one process: `owner_after` returns the owner with which it may take over; its attempts write
+    a search, a training    one process: `make_next_owner` returns the owner that may take over; its attempts write
                             the journal through it, or post to outboxes that it reads
-    a user's own flow       its tasks, in any processes: the first one takes over the journal by `own`, all write one
-                            entry after another by `append_beside_others`
+    a user's own flow       its tasks, in any processes: the first takes over the journal by `ensure_ownership`; each
+                            writes one entry after another by `append_entry_among_writers`
 
 No process watches a run: the next run that takes over the journal owns it, without negotiation. Only a scheduled run
-ends if the owner is alive (`is_alive` in `prefect_api/flow_runs.py`: state and heartbeats). See `has_process_ended` in
-`journal_access.py` for whether the attempts of an earlier owner have crashed, and `terminal/formatting.py` for *stale*
-in `show` and when `delete` is rejected.
+ends if the owner is alive (`check_run_alive` in `prefect_api/flow_runs.py`: state and heartbeats). See
+`has_process_ended` in `journal_access.py` for whether the attempts of an earlier owner have crashed, and
+`terminal/formatting.py` for *stale* in `show` and when `delete` is rejected.
 
 The tasks have no memory: they read from the journal whether their flow run owns the experiment, has lost it, or has
 never owned it. Each takeover names the flow run and its run count. Never: a run that lost the experiment takes it back.
@@ -33,9 +33,9 @@ from prefect.exceptions import Abort, PrefectException
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt.attempt import make_attempt_started
 from prefect_tune.blocks import StorageTarget, TargetCheck
-from prefect_tune.clock import new_write_id, utc_now
+from prefect_tune.clock import new_write_stamp, utc_now
 from prefect_tune.core.errors import (
     CrashLoop,
     InvalidInput,
@@ -45,45 +45,51 @@ from prefect_tune.core.errors import (
     Superseded,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, is_acceptable, newest_checkpoint
-from prefect_tune.core.journal.journal import earlier_owners, history, load
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED_PHASES,
+    Phase,
+    Trial,
+    can_commit_save,
+    newest_checkpoint,
+)
+from prefect_tune.core.journal.journal import load_experiment, read_earlier_owners, read_entries
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
+    CheckpointCommitted,
     CheckpointRef,
-    Committed,
     Event,
     Owner,
-    Requeued,
-    Resumed,
-    Started,
     TrialAdded,
+    TrialRequeued,
+    TrialResumed,
 )
 from prefect_tune.core.reasons import Reason, make_reason
-from prefect_tune.core.storage.generations import call_that_has, claim_name, require_not_of_before
+from prefect_tune.core.storage.generations import claim_name, read_claiming_call, reject_earlier_writer
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, digest_of
+from prefect_tune.core.values import WriteStamp, digest_of
 from prefect_tune.journal_access import (
     EntryWriter,
-    Opening,
-    adopt_unjournaled,
+    OwnershipRequest,
+    acquire_and_adopt_with_retries,
+    adopt_unjournaled_saves,
     append_entry,
     current_owner,
-    open_journal,
-    read_known,
-    read_undamaged,
+    read_experiment_raising_refusals,
+    read_experiment_to_resume,
 )
-from prefect_tune.parameters.plan_checks import require_goes_on, require_one_runner
+from prefect_tune.parameters.plan_checks import require_continuable, require_one_process
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.call_paths import call_path, require_order
-from prefect_tune.prefect_api.flow_runs import is_alive, is_started_by_hand
-from prefect_tune.storage_retries import READ_TIMEOUT, on_target, run_log, with_retries
+from prefect_tune.prefect_api.call_paths import claim_call_key, current_call_path
+from prefect_tune.prefect_api.flow_runs import check_run_alive, was_started_by_user
+from prefect_tune.storage_retries import READ_TIMEOUT, run_log, with_retries, with_store
 
-MOST_RACES = 16
+MAX_WRITE_RACES = 16
 """How often a task tries again after other writers were faster."""
 _PROCESS_ID = uuid4().hex[:8]
 """Identifies the process of a script, which has no flow run."""
-_writing: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
+_write_locks: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 """Serializes this process's writes to each experiment: a target without create-if-absent needs this."""
 _Result = TypeVar("_Result")
 
@@ -113,7 +119,7 @@ _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
 """By target and experiment: the caller's try that last claimed the name in this process."""
 
 
-def name_by_call(plan: SearchPlan, config: object = None) -> SearchPlan:
+def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     """Return the plan of a call without an experiment name, with a name that each repetition of the call gets too.
 
     A document of each experiment of a root run identifies the call that has claimed it: the location of the call, and a
@@ -125,17 +131,17 @@ def name_by_call(plan: SearchPlan, config: object = None) -> SearchPlan:
             call, but another one that is neither finished nor repeated: this may be the changed form of that call.
     """
     values = (plan.trainable, plan.space, plan.metric, plan.mode, plan.search, plan.scheduler, plan.seed, config)
-    path, uri = call_path(values), plan.target.uri
+    path, uri = current_call_path(values), plan.target.uri
     root = path.key.partition("/")[0]
-    if not path.place:
-        return plan.extended(experiment=root)
-    require_order(path.key)
+    if not path.prefix:
+        return plan.with_changes(experiment=root)
+    claim_call_key(path.key)
 
     def find_name(store: ObjectStore) -> tuple[str, list[str]]:
         """Return this call's name, or the first free one; and the experiments that no call of this try has claimed."""
         free_name, unclaimed_names = "", []
-        for name in chain([root], (f"{root}-{digest_of(f'{path.place}:{n}'.encode())[:12]}" for n in count())):
-            call = call_that_has(store, name)
+        for name in chain([root], (f"{root}-{digest_of(f'{path.prefix}:{n}'.encode())[:12]}" for n in count())):
+            call = read_claiming_call(store, name)
             if call == path.key:
                 return name, []
             is_root_of_other_target = name == root and _root_targets.setdefault(root, uri) != uri
@@ -143,7 +149,7 @@ def name_by_call(plan: SearchPlan, config: object = None) -> SearchPlan:
                 free_name = name
             if call is None and name != root:
                 break
-            if call and call.rpartition("-")[0] == path.place and was_called_by_earlier_try(name):
+            if call and call.rpartition("-")[0] == path.prefix and was_called_by_earlier_try(name):
                 unclaimed_names.append(name)
         return free_name, unclaimed_names
 
@@ -151,12 +157,12 @@ def name_by_call(plan: SearchPlan, config: object = None) -> SearchPlan:
         execution, task, task_try = _last_callers.get((uri, name), ("", None, 0))
         return execution != path.caller[0] or (task == path.caller[1] and task_try != path.caller[2])
 
-    with _writing[uri, root]:
+    with _write_locks[uri, root]:
         is_claimed = False
         while not is_claimed:
-            name, unclaimed_names = on_target(plan.target, find_name)
+            name, unclaimed_names = with_store(plan.target, find_name)
             for other in unclaimed_names:
-                trials = with_retries(partial(read_known, plan.target, other)).trials.values()
+                trials = with_retries(partial(read_experiment_to_resume, plan.target, other)).trials.values()
                 if any(trial.phase is not Phase.FINISHED for trial in trials):
                     raise InvalidInput(
                         f"experiment: an earlier try of this run began {other!r} by a call without a name, and it "
@@ -164,15 +170,15 @@ def name_by_call(plan: SearchPlan, config: object = None) -> SearchPlan:
                         "config, metric, mode, search, scheduler or seed differs. If it is the same call, changed, "
                         f"pass experiment={other!r} to continue it; if it is another call, pass another name"
                     )
-            is_claimed = on_target(plan.target, partial(claim_name, experiment=name, call=path.key))
+            is_claimed = with_store(plan.target, partial(claim_name, experiment=name, call=path.key))
         _last_callers[uri, name] = path.caller
-    return plan.extended(experiment=name)
+    return plan.with_changes(experiment=name)
 
 
 # The flow run of a search or a training: neither in a crash loop, nor beside a live run.
 
 
-def owner_after(state: Experiment, max_restarts: int) -> Owner:
+def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
     """Return the owner with which this run takes over the experiment.
 
     Args:
@@ -191,7 +197,7 @@ def owner_after(state: Experiment, max_restarts: int) -> Owner:
         _cancel_if_owner_alive(state.name, previous_owner)
         return owner
     with suppress(PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
-        if is_started_by_hand(client.read_flow_run_states(UUID(owner.flow_run))):
+        if was_started_by_user(client.read_flow_run_states(UUID(owner.flow_run))):
             return owner.model_copy(update={"by_hand": True})
     if state.restarts >= max_restarts:
         raise CrashLoop(
@@ -212,7 +218,7 @@ def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
     # A journal may hold an invalid run id.
     with suppress(PrefectException, HTTPError, OSError, ValueError), get_client(sync_client=True) as client:
         other = client.read_flow_run(UUID(owner.flow_run))
-        if is_alive(other, client):
+        if check_run_alive(other, client):
             reason = f"experiment {experiment!r}: its last run, {other.name}, has not ended"
             run_log().warning("%s: this scheduled run ends without any change", reason)
             client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=f"Skipped: {reason}."))
@@ -222,7 +228,7 @@ def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
 # All tasks of one flow run of a user's own flow.
 
 
-def this_writer() -> Owner:
+def current_writer() -> Owner:
     """Return the identity of the flow run that calls a public task; it is the same in all its tasks and processes.
 
     `attempt` is the run count, which a retry increments: the retried run supersedes the earlier one. Without a flow run
@@ -234,7 +240,7 @@ def this_writer() -> Owner:
 
 
 def is_same_writer(one: Owner | None, other: Owner) -> bool:
-    """Return whether two owners from `this_writer` are the same flow run, or the same process without a flow run."""
+    """Return whether two owners from `current_writer` are the same flow run, or the same process without a flow run."""
     return one is not None and one.identity == other.identity
 
 
@@ -242,7 +248,7 @@ class _AlreadyOwnedError(Exception):
     """Another task of this flow run has taken over the experiment."""
 
 
-def own(target: StorageTarget, experiment: str) -> Experiment:
+def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
     """Take over the experiment for this flow run, unless an earlier task of the run has done so; return its state.
 
     From then on, writes of other flow runs, and of earlier tries of this one, fail.
@@ -254,18 +260,18 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
         ResumeFailed: the journal is damaged, or the experiment is being deleted; nothing was started.
         StoreRefused: the target refuses access.
     """
-    writer, stamp = this_writer(), new_write_id()
+    writer, stamp = current_writer(), new_write_stamp()
 
     def require_not_owned(current: Experiment) -> Sequence[Event]:
         if is_same_writer(current.owner, writer):
             raise _AlreadyOwnedError
         return ()
 
-    with _writing[target.uri, experiment]:
+    with _write_locks[target.uri, experiment]:
         while True:
-            state = read_undamaged(target, experiment)
+            state = read_experiment_raising_refusals(target, experiment)
             if not is_same_writer(state.owner, writer):
-                require_goes_on(state)
+                require_continuable(state)
                 if state.settings or any(trial.of_search for trial in state.trials.values()):
                     raise InvalidInput(
                         f"experiment {experiment!r} at {target.uri} is a search, which writes its own journal: "
@@ -276,26 +282,26 @@ def own(target: StorageTarget, experiment: str) -> Experiment:
                 # Suppress a takeover by another task of this run; after any other one the next iteration raises.
                 with suppress(_AlreadyOwnedError, Superseded):
                     if not check_target(target).conditional_create:
-                        require_one_runner(target.uri)
-                    opening = Opening(writer, new_write_id(), require_not_owned, known=state)
-                    return open_journal(target, state.key, opening)
+                        require_one_process(target.uri)
+                    opening = OwnershipRequest(writer, new_write_stamp(), require_not_owned, loaded=state)
+                    return acquire_and_adopt_with_retries(target, state.key, opening)
             elif state.adopted_in == state.term:
                 return state
             else:  # a task of this run has begun the takeover, and was killed or is still running
                 with suppress(Superseded):
-                    return on_target(target, partial(adopt_unjournaled, opened=state, stamp=stamp))
+                    return with_store(target, partial(adopt_unjournaled_saves, opened=state, stamp=stamp))
 
 
 def _require_not_superseded(state: Experiment, target: StorageTarget, writer: Owner) -> None:
     def check_earlier_ownership(store: ObjectStore) -> bool:
-        return any(is_same_writer(owner, writer) for owner in earlier_owners(store, state))
+        return any(is_same_writer(owner, writer) for owner in read_earlier_owners(store, state))
 
     if state.key.generation > 1:
-        on_target(target, lambda store: require_not_of_before(store, state.key, writer.identity))
+        with_store(target, lambda store: reject_earlier_writer(store, state.key, writer.identity))
     if state.owner is None:
         return
     is_older_try = state.owner.flow_run == writer.flow_run is not None and writer.attempt < state.owner.attempt
-    if is_older_try or on_target(target, check_earlier_ownership):
+    if is_older_try or with_store(target, check_earlier_ownership):
         raise _superseded_error(state, target)
 
 
@@ -306,50 +312,50 @@ def _superseded_error(state: Experiment, target: StorageTarget) -> Superseded:
     )
 
 
-def append_beside_others(
+def append_entry_among_writers(
     target: StorageTarget,
     state_before: Experiment,
     events: Sequence[Event],
-    stamp: Stamp,
-    require: Callable[[Experiment], None],
+    stamp: WriteStamp,
+    check_state: Callable[[Experiment], None],
 ) -> Experiment:
     """Write `events` as one entry after `state_before`, or after newer entries of other tasks of this run.
 
-    `require` gets the state after the newer entries, and raises if the events cannot follow it. Repeating the call with
-    the same stamp writes no second entry.
+    `check_state` gets the state after the newer entries, and raises if the events cannot follow it. Repeating the call
+    with the same stamp writes no second entry.
 
     Raises:
         Superseded: another flow run owns the experiment now.
         StoreUnavailable: other tasks were faster 16 times.
     """
-    with _writing[target.uri, state_before.name], target.open(timeout=READ_TIMEOUT) as store:
+    with _write_locks[target.uri, state_before.name], target.open(timeout=READ_TIMEOUT) as store:
         state = state_before
-        for _ in range(MOST_RACES):
+        for _ in range(MAX_WRITE_RACES):
             try:
                 return append_entry(store, state, events, stamp)
             except Superseded:
-                state = load(store, state_before.key)
-            newer_entries = history(store, state_before.key, state_before.number)
+                state = load_experiment(store, state_before.key)
+            newer_entries = read_entries(store, state_before.key, state_before.number)
             if any(entry.write_id == stamp.write_id for entry in newer_entries):
                 return state
-            if not is_same_writer(state.owner, state_before.owner or this_writer()):
+            if not is_same_writer(state.owner, state_before.owner or current_writer()):
                 raise _superseded_error(state, target)
-            require(state)
-    raise StoreUnavailable(f"{state_before.key}: {MOST_RACES} other writers were faster; try again")
+            check_state(state)
+    raise StoreUnavailable(f"{state_before.key}: {MAX_WRITE_RACES} other writers were faster; try again")
 
 
-def trying_again(action: Callable[[], _Result]) -> _Result:
+def retry_on_conflict(action: Callable[[], _Result]) -> _Result:
     """Return `action()`; repeat it if other tasks of this flow run have changed the trial in the meantime.
 
     Raises:
         StoreUnavailable: they did so 16 times.
     """
-    for _ in range(MOST_RACES):
+    for _ in range(MAX_WRITE_RACES):
         try:
             return action()
         except SaveOvertaken as overtaken:
             error = overtaken
-    raise StoreUnavailable(f"{error}; tried {MOST_RACES} times: save one trial from one task at a time") from error
+    raise StoreUnavailable(f"{error}; tried {MAX_WRITE_RACES} times: save one trial from one task at a time") from error
 
 
 def write_if_unchanged(target: StorageTarget, before: Experiment, trial: str, events: Sequence[Event]) -> Experiment:
@@ -359,10 +365,10 @@ def write_if_unchanged(target: StorageTarget, before: Experiment, trial: str, ev
         if state.trials.get(trial) != before.trials.get(trial):
             raise SaveOvertaken(f"{state.key}: another task has changed trial {trial!r} in the meantime")
 
-    return append_beside_others(target, before, events, new_write_id(), require_same)
+    return append_entry_among_writers(target, before, events, new_write_stamp(), require_same)
 
 
-def writer_of_trial(trial: str) -> EntryWriter:
+def make_trial_entry_writer(trial: str) -> EntryWriter:
     """Return the journal writer of an attempt of `trial` that runs beside other tasks of this flow run.
 
     It also raises `Superseded` if another attempt of the trial has begun, or this one was ended; `SaveOvertaken` if
@@ -370,9 +376,9 @@ def writer_of_trial(trial: str) -> EntryWriter:
     """
 
     def write(
-        target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: Stamp | None = None
+        target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp | None = None
     ) -> Experiment:
-        write_stamp, ours = stamp or new_write_id(), experiment.trials.get(trial)
+        write_stamp, ours = stamp or new_write_stamp(), experiment.trials.get(trial)
 
         def require_acceptable(state: Experiment) -> None:
             theirs = state.trials.get(trial)
@@ -381,11 +387,13 @@ def writer_of_trial(trial: str) -> EntryWriter:
                     f"trial {trial!r} of {state.key}: another task of the same flow run has begun attempt "
                     f"{theirs.attempt} or ended this one. Stop here: every committed checkpoint is kept"
                 )
-            saves = [event.checkpoint for event in events if isinstance(event, Committed)]
-            if theirs and any(not is_acceptable(theirs, checkpoint.sequence) for checkpoint in saves):
+            saves = [event.checkpoint for event in events if isinstance(event, CheckpointCommitted)]
+            if theirs and any(not can_commit_save(theirs, checkpoint.sequence) for checkpoint in saves):
                 raise SaveOvertaken(f"{state.key}: another task has changed the checkpoints of trial {trial!r}")
 
-        return with_retries(lambda: append_beside_others(target, experiment, events, write_stamp, require_acceptable))
+        return with_retries(
+            lambda: append_entry_among_writers(target, experiment, events, write_stamp, require_acceptable)
+        )
 
     return write
 
@@ -393,28 +401,31 @@ def writer_of_trial(trial: str) -> EntryWriter:
 # In a user's own flow, an attempt begins with the first report or save.
 
 
-def opening_events(
+def attempt_start_events(
     trial: Trial | None, name: str, step: int, config: Mapping[str, object] | None = None
 ) -> Sequence[Event]:
     """Return the events after which the trial runs and may report `step`; none if it already may."""
     if trial is None:
-        start = Started(trial=name, attempt=1, from_step=0, at=utc_now())
+        start = AttemptStarted(trial=name, attempt=1, from_step=0, at=utc_now())
         return [TrialAdded(trial=name, config=config or {}), start]
-    next_attempt = next_start(trial, utc_now())
+    next_attempt = make_attempt_started(trial, utc_now())
     if trial.phase is Phase.RUNNING:
         reason = make_reason("step-repeated", step=step, start=next_attempt.from_step)
         return [] if step >= trial.step else _restart_events(trial, reason)
-    if trial.phase in ENDED:
-        return [Requeued(trial=name, reason=make_reason("trained-on", status=trial.status.value)), next_attempt]
-    return [Resumed(trial=name), next_attempt] if trial.phase is Phase.PAUSED else [next_attempt]
+    if trial.phase in ENDED_PHASES:
+        return [TrialRequeued(trial=name, reason=make_reason("trained-on", status=trial.status.value)), next_attempt]
+    return [TrialResumed(trial=name), next_attempt] if trial.phase is Phase.PAUSED else [next_attempt]
 
 
 def _restart_events(trial: Trial, reason: Reason) -> Sequence[Event]:
     """Return the events that end the running attempt of `trial` and begin the next one at its newest checkpoint."""
-    return [AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, reason=reason), next_start(trial, utc_now())]
+    return [
+        AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, reason=reason),
+        make_attempt_started(trial, utc_now()),
+    ]
 
 
-def going_back(trial: Trial, deleted: Sequence[CheckpointRef]) -> Sequence[Event]:
+def rollback_events(trial: Trial, deleted: Sequence[CheckpointRef]) -> Sequence[Event]:
     """Return the events that restart a running trial from its newest checkpoint that is not in `deleted`."""
     newest = newest_checkpoint(trial)
     if trial.phase is not Phase.RUNNING or newest is None or newest not in deleted:

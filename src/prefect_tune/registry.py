@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-BUILT_IN = {
+BUILT_IN_MODULES = {
     "scheduler": {
         "FIFO": "prefect_tune.core.schedulers.base",
         "ASHA": "prefect_tune.core.schedulers.asha",
@@ -24,7 +24,7 @@ BUILT_IN = {
 }
 """The modules of the schedulers, searches and stoppers that have a JSON form, by the parameter that takes them."""
 
-FIELDS: Mapping[str, str] = {
+OPTION_FIELDS: Mapping[str, str] = {
     "ASHA": "max_t grace_period reduction_factor brackets variant",
     "Hyperband": "max_t reduction_factor",
     "MedianStopping": "grace_period min_samples_required interval min_time_slice",

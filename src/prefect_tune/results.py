@@ -14,45 +14,58 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from prefect_tune.arrow_tables import attempts_as_arrow, metric_columns, read_curves, read_reports, trials_as_arrow
+from prefect_tune.arrow_tables import attempts_to_arrow, metric_columns, read_curves, read_reports, trials_to_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
+from prefect_tune.core.display_text import find_nearest_name, first_line
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
-from prefect_tune.core.experiment.cost import ExperimentCost, cost_of
+from prefect_tune.core.experiment.cost import ExperimentCost, compute_cost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
-    Curves,
+    LearningCurves,
     Losses,
     Scope,
     best_label,
-    best_saved,
-    config_at,
-    counted,
-    front,
-    losses_in,
-    objective_in,
-    ranked,
-    scored,
-    smallest_first,
-    trial_in,
-    trial_named,
-    valid_scope,
+    compute_losses,
+    config_of_checkpoint,
+    count_by_status,
+    find_trial,
+    objective_from_settings,
+    pareto_front,
+    rank_checkpoints,
+    rank_trials,
+    require_trial,
+    score_reports,
+    sort_by_losses,
+    validate_scope,
 )
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, live_keys, newest_key
-from prefect_tune.core.journal.journal import history, load
-from prefect_tune.core.messages.target_messages import live_status_of
-from prefect_tune.core.metrics import kind_unless_number, shown
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED_PHASES,
+    Status,
+    Trial,
+    live_checkpoint_keys,
+    newest_checkpoint_key,
+)
+from prefect_tune.core.journal.journal import load_experiment, read_entries
+from prefect_tune.core.messages.target_messages import read_live_status
+from prefect_tune.core.metrics import describe_non_number, short_repr
 from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.search.objective import Mode, Objective, make_objective
 from prefect_tune.core.search_view import SearchSnapshot
-from prefect_tune.core.shown_text import first_line, nearest
-from prefect_tune.core.storage.generations import current_journal, no_experiment
-from prefect_tune.core.storage.layout import CheckpointKey, Rows
-from prefect_tune.core.values import StepReport, flat, metric_in, parse_time
-from prefect_tune.notebook import MAX_ROWS, Points, curve_points, more_trials, results_html, trials_html
-from prefect_tune.reporting.facts import report_input_of
+from prefect_tune.core.storage.generations import find_current_journal, no_experiment_message
+from prefect_tune.core.storage.layout import CheckpointKey, ResultsTable
+from prefect_tune.core.values import StepReport, flatten, get_metric, parse_time
+from prefect_tune.notebook import (
+    MAX_ROWS,
+    CurvePoints,
+    format_more_trials,
+    render_results_html,
+    render_trials_html,
+    select_curve_points,
+)
+from prefect_tune.reporting.facts import make_report_input
 from prefect_tune.runtime.checkpoint import Checkpoint
-from prefect_tune.terminal.formatting import format_counts, output_width, text_of
-from prefect_tune.terminal.progress_view import common_metrics, trials_table
+from prefect_tune.terminal.formatting import format_counts, output_width, render_text
+from prefect_tune.terminal.progress_view import first_reported_metrics, trials_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,10 +105,10 @@ def load_results(
     """
     storage = resolve_existing(target)
     with storage.open(timeout=_TIMEOUT) as store:
-        state = load(store, current_journal(store, experiment))
+        state = load_experiment(store, find_current_journal(store, experiment))
         if not state.number:
-            raise InvalidInput(no_experiment(store, experiment, storage.uri))
-    return Results(state, storage, _choose_objective(objective_in(state.settings), metric, mode))
+            raise InvalidInput(no_experiment_message(store, experiment, storage.uri))
+    return Results(state, storage, _choose_objective(objective_from_settings(state.settings), metric, mode))
 
 
 def _choose_objective(
@@ -107,8 +120,8 @@ def _choose_objective(
         InvalidInput: `mode` without a metric contradicts the mode of the search.
     """
     if metric is not None:
-        return objective_of(metric, mode)
-    if default is not None and mode != "min" and objective_of(default.metrics, mode) != default:
+        return make_objective(metric, mode)
+    if default is not None and mode != "min" and make_objective(default.metrics, mode) != default:
         modes = ", ".join(f"{mode} {name}" for name, mode in zip(default.metrics, default.modes, strict=True))
         raise InvalidInput(f"mode {mode!r} without a metric: the search has {modes}; pass the metric too")
     return default
@@ -123,7 +136,7 @@ class Trials(Mapping[str, Trial]):
         self._metrics = metrics
 
     def __getitem__(self, name: str) -> Trial:
-        if trial := trial_in(self._trials, str(name)):
+        if trial := find_trial(self._trials, str(name)):
             return trial
         names = ", ".join([*islice(self._trials, 3), *["..."] * (len(self) > 3)])
         raise KeyError(f"there is no trial {name!r}; expected one of: {names or 'none'}")
@@ -139,16 +152,16 @@ class Trials(Mapping[str, Trial]):
             return "no trials"
         first, metrics, more = self._select_first_trials()
         table, hidden = trials_table(first, metrics)
-        return "\n".join(filter(None, (text_of(table, width=output_width()), hidden, more)))
+        return "\n".join(filter(None, (render_text(table, width=output_width()), hidden, more)))
 
     def _repr_html_(self) -> str:
         first, metrics, more = self._select_first_trials()
-        return trials_html(first, metrics, more if first else "no trials")
+        return render_trials_html(first, metrics, more if first else "no trials")
 
     def _select_first_trials(self) -> tuple[Sequence[Trial], Sequence[str], str]:
         """Return the trials to show, their metrics, and how many more there are."""
         first = list(self.values())[:MAX_ROWS]
-        return first, self._metrics or common_metrics(first), more_trials(len(self) - len(first))
+        return first, self._metrics or first_reported_metrics(first), format_more_trials(len(self) - len(first))
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,9 +196,9 @@ class Results:
         until = parse_time(self.experiment.runs[0].began_at) if self.experiment.runs else None
         if any(trial.status is Status.RUNNING for trial in self.trials.values()):
             with self.target.open(timeout=timeout) as store:
-                live_status = live_status_of(store, self.experiment)
+                live_status = read_live_status(store, self.experiment)
             until = (parse_time(live_status.run_at or live_status.at) if live_status is not None else None) or until
-        return cost_of(self.experiment, until or datetime.now(UTC))
+        return compute_cost(self.experiment, until or datetime.now(UTC))
 
     # ------------------------------------------------------------------------------------------------- the best
 
@@ -212,7 +225,7 @@ class Results:
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
         """
-        return self._rank_trials(self._require_objective(metric, mode), valid_scope(scope))[0][0]
+        return self._rank_trials(self._require_objective(metric, mode), validate_scope(scope))[0][0]
 
     @property
     def best_trials(self) -> Sequence[Trial]:
@@ -220,12 +233,12 @@ class Results:
 
         With several metrics: the Pareto front, sorted by the first metric. Raises like `best_trial`.
         """
-        return front(self._rank_trials(self._require_objective(None, "min"), "last"))
+        return pareto_front(self._rank_trials(self._require_objective(None, "min"), "last"))
 
     def _require_objective(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
         objective = _choose_objective(self.objective, metric, mode)
         if objective is None:
-            names = sorted({name for trial in self.trials.values() for name in flat(trial.metrics)})
+            names = sorted({name for trial in self.trials.values() for name in flatten(trial.metrics)})
             example = names[0] if len(names) == 1 else "NAME"
             raise InvalidInput(
                 f"experiment {self.experiment.name!r}: no metric to compare by; its reports have {names}. Pass one: "
@@ -236,17 +249,19 @@ class Results:
     def _rank_trials(self, objective: Objective, scope: Scope) -> Sequence[tuple[Trial, Losses]]:
         trials = self.trials.values()
         if scope == "last":
-            ranking = ranked(trials, objective)
+            ranking = rank_trials(trials, objective)
         else:
             curves = self._read_metric_curves(objective.metrics)
-            ranking = smallest_first((trial, scored(curves.get(trial.trial, ()), objective, scope)) for trial in trials)
+            ranking = sort_by_losses(
+                (trial, score_reports(curves.get(trial.trial, ()), objective, scope)) for trial in trials
+            )
         if not ranking:
             curves = self._read_metric_curves(objective.metrics)
-            reason = why_none(trials, objective, scope, curves)
+            reason = no_ranking_reason(trials, objective, scope, curves)
             names, count = ", ".join(objective.metrics), len(self.trials)
             problem = f"none of its {count} trials has reported {names}"
             reports = (*chain.from_iterable(curves.values()), *(trial.metrics for trial in trials))
-            if any(metric_in(report, name) is not None for report in reports for name in objective.metrics):
+            if any(get_metric(report, name) is not None for report in reports for name in objective.metrics):
                 problem = (
                     f"no {'last report' if scope == 'last' else 'report'} of its {count} trials has {names} as a number"
                 )
@@ -264,17 +279,17 @@ class Results:
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
         """Return the learning curve of a trial: one report per step, without reports that a retry has replaced."""
-        return self._curves.of(self._require_trial(trial).trial)
+        return self._curves.curve_of(self._require_trial(trial).trial)
 
     @cached_property
-    def _curves(self) -> Curves:
+    def _curves(self) -> LearningCurves:
         with self.target.open(timeout=_TIMEOUT) as store:
             return read_curves(store, self.experiment)
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
         (current,) = self._reload_trials(trial)
-        key = newest_key(self.experiment.trial_key(current.trial), current)
+        key = newest_checkpoint_key(self.experiment.trial_key(current.trial), current)
         return self.target.checkpoint(key) if key else None
 
     def export(
@@ -301,7 +316,7 @@ class Results:
             InvalidInput: the directory has other content, which stays unchanged; or there is no such trial.
         """
         (current,) = self._reload_trials(self.best if trial is None else trial)
-        keys = live_keys(self.experiment.trial_key(current.trial), current)
+        keys = live_checkpoint_keys(self.experiment.trial_key(current.trial), current)
         matching_keys = [key for key in keys if step in (None, key.step)]
         if not matching_keys:
             steps = ", ".join(str(key.step) for key in keys) or "none"
@@ -331,9 +346,11 @@ class Results:
             InvalidInput: there is no metric to compare by, or no such trial.
         """
         objective = self._require_objective(metric, mode)
-        saved = {current.trial: best_saved(current.checkpoints, objective) for current in self._reload_trials(trial)}
-        losses = ((name, losses_in(refs[0].metrics, objective)) for name, refs in saved.items() if refs)
-        for name, _ in smallest_first(losses)[:1]:
+        saved = {
+            current.trial: rank_checkpoints(current.checkpoints, objective) for current in self._reload_trials(trial)
+        }
+        losses = ((name, compute_losses(refs[0].metrics, objective)) for name, refs in saved.items() if refs)
+        for name, _ in sort_by_losses(losses)[:1]:
             folder = self.experiment.trial_key(name)
             return self.target.checkpoint(folder.checkpoint_key(saved[name][0]))
         return None
@@ -341,18 +358,18 @@ class Results:
     def _reload_trials(self, trial: str | Trial | None) -> Sequence[Trial]:
         """Return the present state of a trial, or of all trials, which may have saved and deleted checkpoints since."""
         trials = [self._require_trial(trial)] if trial is not None else list(self.trials.values())
-        if all(trial_.phase in ENDED for trial_ in trials):
+        if all(trial_.phase in ENDED_PHASES for trial_ in trials):
             return trials
         with self.target.open(timeout=_TIMEOUT) as store:
-            state = load(store, self.experiment.key)
+            state = load_experiment(store, self.experiment.key)
         return [state.trials.get(trial_.trial, trial_) for trial_ in trials]
 
     def _require_trial(self, trial: str | Trial) -> Trial:
-        return trial_named(self.experiment, trial.trial if isinstance(trial, Trial) else trial)
+        return require_trial(self.experiment, trial.trial if isinstance(trial, Trial) else trial)
 
     # --------------------------------------------------------------------------------------------------- tables
 
-    def to_arrow(self, rows: Rows | Literal["attempts"] = "trials") -> ArrowTable:
+    def to_arrow(self, rows: ResultsTable | Literal["attempts"] = "trials") -> ArrowTable:
         """Return a table with a row for each trial, for each report of the learning curves, or for each attempt.
 
         Nested configurations and metrics become columns such as `config/model/depth`. The reports of an ended
@@ -364,15 +381,15 @@ class Results:
         """
         match rows:
             case "trials":
-                return trials_as_arrow(self.experiment)
+                return trials_to_arrow(self.experiment)
             case "reports":
                 return self._reports
             case "attempts":
-                return attempts_as_arrow(self.cost)
+                return attempts_to_arrow(self.cost)
             case _:
                 raise InvalidInput(f"rows {rows!r}: expected 'trials', 'reports' or 'attempts'")
 
-    def to_pandas(self, rows: Rows | Literal["attempts"] = "trials") -> DataFrame:
+    def to_pandas(self, rows: ResultsTable | Literal["attempts"] = "trials") -> DataFrame:
         """Return the table of `to_arrow` as a pandas `DataFrame`.
 
         Raises:
@@ -395,22 +412,23 @@ class Results:
 
     def _repr_html_(self) -> str:
         """Return the results for a notebook; curves and live status are read from the target, for at most 20 s each."""
-        report = report_input_of(
+        report = make_report_input(
             SearchSnapshot(self.experiment), objective=self.objective, uri=self.target.uri, now=datetime.now(UTC)
         )
-        return results_html(report, self._points, partial(self._read_cost, _DISPLAY_TIMEOUT))
+        return render_results_html(report, self._read_points, partial(self._read_cost, _DISPLAY_TIMEOUT))
 
-    def _points(self, trials: Sequence[str], metrics: Sequence[str]) -> Points:
+    def _read_points(self, trials: Sequence[str], metrics: Sequence[str]) -> CurvePoints:
         """Return the downsampled learning curves of some trials. Raises the target's errors."""
         reports = self._reports if "_reports" in vars(self) else self._read_reports(_DISPLAY_TIMEOUT)
-        return curve_points(reports, trials, metrics)
+        return select_curve_points(reports, trials, metrics)
 
     def __repr__(self) -> str:
         best = ""
-        if self.objective is not None and (ranking := ranked(self.trials.values(), self.objective)):
-            values = ", ".join(f"{name} {metric_in(ranking[0][0].metrics, name)}" for name in self.objective.metrics)
+        if self.objective is not None and (ranking := rank_trials(self.trials.values(), self.objective)):
+            values = ", ".join(f"{name} {get_metric(ranking[0][0].metrics, name)}" for name in self.objective.metrics)
             best = f", {best_label(self.objective)}: {ranking[0][0].trial} with {values}"
-        return f"Results(experiment={self.experiment.name!r}, trials: {format_counts(counted(self.experiment))}{best})"
+        counts = format_counts(count_by_status(self.experiment))
+        return f"Results(experiment={self.experiment.name!r}, trials: {counts}{best})"
 
 
 # Why there is no best trial.
@@ -418,7 +436,7 @@ class Results:
 _MetricsByTrial = Mapping[str, Sequence[Mapping[str, object]]]
 
 
-def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curves: _MetricsByTrial) -> str:
+def no_ranking_reason(trials: Collection[Trial], objective: Objective, scope: Scope, curves: _MetricsByTrial) -> str:
     """Return why none of the trials can be ranked by `scope`.
 
     Args:
@@ -426,10 +444,10 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curv
     """
     for trial in trials:
         for name in objective.metrics:
-            if kind := kind_unless_number(value := metric_in(trial.metrics, name)):
-                return f"trial {trial.trial} reported {name!r} as {kind}, not as a number: {shown(value)}"
-    names = sorted({name for trial in trials for name in flat(trial.metrics)})
-    if scope == "last" and names and any(scored(reports, objective, "all") for reports in curves.values()):
+            if kind := describe_non_number(value := get_metric(trial.metrics, name)):
+                return f"trial {trial.trial} reported {name!r} as {kind}, not as a number: {short_repr(value)}"
+    names = sorted({name for trial in trials for name in flatten(trial.metrics)})
+    if scope == "last" and names and any(score_reports(reports, objective, "all") for reports in curves.values()):
         return f"the last reports have {names}; scope='all' compares all reports"
     if trials and all(trial.status is Status.ERRORED for trial in trials):
         first = next(iter(trials))
@@ -438,7 +456,9 @@ def why_none(trials: Collection[Trial], objective: Objective, scope: Scope, curv
         return "nothing was reported"
     by_last_part = {name.rpartition("/")[2]: name for name in names}
     for metric in objective.metrics:  # similar to a name, or to the last part of a name
-        similar = nearest(metric, names) or by_last_part.get(nearest(metric, by_last_part) or metric)
+        similar = find_nearest_name(metric, names) or by_last_part.get(
+            find_nearest_name(metric, by_last_part) or metric
+        )
         if metric not in names and similar is not None:
             return f"their reports have {names}; did you mean {similar!r}?"
     return f"their reports have {names}"
@@ -478,8 +498,8 @@ def export_checkpoint(
         paths = [*(file.path for file in manifest.files), *manifest.empty_directories]
         taken_names = {path.partition("/")[0] for path in paths}
         if trial.cloned is not None:  # an exploit has changed the configuration
-            entries = history(store, experiment.key)
-            config = config_at(entries, trial.trial, ref.sequence)
+            entries = read_entries(store, experiment.key)
+            config = config_of_checkpoint(entries, trial.trial, ref.sequence)
     names = {name: _choose_free_name(name, taken_names) for name in (_CONFIG_FILE, _METRICS_FILE)}
     contents = {names[_CONFIG_FILE]: _encode_json(config), names[_METRICS_FILE]: _encode_json(ref.metrics)}
     folder_path = Path(directory).expanduser()

@@ -38,7 +38,7 @@ _abandonment: ContextVar[threading.Event | None] = ContextVar("prefect_tune_aban
 
 
 @contextmanager
-def set_to(variable: ContextVar[_Argument], value: _Argument) -> Iterator[None]:
+def setting_context_variable(variable: ContextVar[_Argument], value: _Argument) -> Iterator[None]:
     """Set a context variable for the block."""
     token = variable.set(value)
     try:
@@ -47,12 +47,12 @@ def set_to(variable: ContextVar[_Argument], value: _Argument) -> Iterator[None]:
         variable.reset(token)
 
 
-def retrying_until(abandoned: threading.Event) -> AbstractContextManager[None]:
+def stop_retries_on(abandoned: threading.Event) -> AbstractContextManager[None]:
     """Stop all retries in this context once `abandoned` is set: the process exits, and waits for its threads."""
-    return set_to(_abandonment, abandoned)
+    return setting_context_variable(_abandonment, abandoned)
 
 
-def is_abandoned() -> bool:
+def is_work_abandoned() -> bool:
     """Return whether the process exits and no longer waits for the work of this context."""
     event = _abandonment.get()
     return event is not None and event.is_set()
@@ -73,12 +73,12 @@ def retrying_refusals() -> AbstractContextManager[None]:
     If a target refuses a run that it served before, something changed: credentials expired, a policy changed, a file
     system was remounted. Such a refusal is often temporary, and the trial did not cause it.
     """
-    return set_to(_retries_refusals, True)  # noqa: FBT003 - the value of the variable
+    return setting_context_variable(_retries_refusals, True)  # noqa: FBT003 - the value of the variable
 
 
-def may_pass(error: object) -> bool:
+def is_retryable(error: object) -> bool:
     """Return whether to retry after `error`: it may be temporary, and this context's work is not abandoned."""
-    if is_abandoned():
+    if is_work_abandoned():
         return False
     refused = isinstance(error, StoreRefused) and _retries_refusals.get()
     return refused or isinstance(error, StoreUnavailable | CommitUnknown)
@@ -89,7 +89,7 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
 
     It must be a plain function: Prefect does not retry with any other callable.
     """
-    return may_pass(state.result(raise_on_failure=False))
+    return is_retryable(state.result(raise_on_failure=False))
 
 
 def is_target_failure(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
@@ -99,23 +99,23 @@ def is_target_failure(_task: Task[..., object], _task_run: TaskRun, state: State
     failed at once when credentials expire, the flow would lose the steps since its last checkpoint.
     """
     error = state.result(raise_on_failure=False)
-    return may_pass(error) or (isinstance(error, StoreRefused) and not is_abandoned())
+    return is_retryable(error) or (isinstance(error, StoreRefused) and not is_work_abandoned())
 
 
-def is_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+def is_target_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """Like `is_transient`, but never retry `StoreRefused`: for a run's first task, before the target served the run."""
-    return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not is_abandoned()
+    return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not is_work_abandoned()
 
 
-def is_away(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+def is_transient_but_not_refused(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """Like `is_transient`, but never retry `StoreRefused`: a later attempt can do the work, so do not wait."""
     error = state.result(raise_on_failure=False)
-    return may_pass(error) and not isinstance(error, StoreRefused)
+    return is_retryable(error) and not isinstance(error, StoreRefused)
 
 
 def with_retries(
     act: Callable[[], _Result],
-    is_retried: Callable[[Exception], bool] = may_pass,
+    is_retried: Callable[[Exception], bool] = is_retryable,
     pauses_seconds: Sequence[float] | None = None,
     work: str = "",
 ) -> _Result:
@@ -125,7 +125,7 @@ def with_retries(
         try:
             return act()
         except Exception as error:
-            if is_retried(error) and not is_abandoned():
+            if is_retried(error) and not is_work_abandoned():
                 pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
                 run_log().warning("%sretrying in %.1f s: %s", work, pause_seconds, str(error) or type(error).__name__)
                 _pause(pause_seconds)
@@ -134,7 +134,7 @@ def with_retries(
     return act()
 
 
-def on_target(
+def with_store(
     target: StorageTarget, act: Callable[[ObjectStore], _Result], timeout: timedelta = READ_TIMEOUT
 ) -> _Result:
     """Return `act(store)`, retried like `with_retries`. Each try opens the target again, and may take `timeout`."""
@@ -155,7 +155,7 @@ def run_log() -> Log:
 
 
 # Options of every task that uses a target. Results are never cached: only the store is authoritative.
-RETRYING: dict[str, Any] = {
+TASK_RETRY_OPTIONS: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
     "refresh_cache": True,  # else Prefect queries its result storage: one request per task run if it is remote
@@ -166,12 +166,12 @@ RETRYING: dict[str, Any] = {
 }
 
 # Options of the tasks of a user's own flow that store its training.
-RETRYING_REFUSALS: dict[str, Any] = {**RETRYING, "retry_condition_fn": is_target_failure}
+REFUSAL_RETRY_OPTIONS: dict[str, Any] = {**TASK_RETRY_OPTIONS, "retry_condition_fn": is_target_failure}
 
 # Options of a flow run's first task.
-CHECKING: dict[str, Any] = {
-    **RETRYING,
+CHECK_RETRY_OPTIONS: dict[str, Any] = {
+    **TASK_RETRY_OPTIONS,
     "retries": _MAX_FIRST_TRIES,
     "retry_delay_seconds": list(_PAUSES_SECONDS[:_MAX_FIRST_TRIES]),
-    "retry_condition_fn": is_unavailable,
+    "retry_condition_fn": is_target_unavailable,
 }

@@ -27,45 +27,70 @@ from pydantic import Field, ValidationError, create_model
 from prefect_tune.attempt.graceful_stop import send_log
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.blocks.resolve_target import deployment_of_run
-from prefect_tune.clock import new_write_id
+from prefect_tune.blocks.resolve_target import current_deployment_id
+from prefect_tune.clock import new_write_stamp
+from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, TrialBudget, of_experiment
-from prefect_tune.core.experiment.summary import best_label, counted, ranked
-from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, clone_for, newest_checkpoint, newest_key
-from prefect_tune.core.journal_events import Answered, CheckpointRef, Cloned, Event, Finished, FinishKind, Requeued
+from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, TrialBudget, experiment_stoppers
+from prefect_tune.core.experiment.summary import best_label, count_by_status, rank_trials
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED_PHASES,
+    Trial,
+    make_clone_ref,
+    newest_checkpoint,
+    newest_checkpoint_key,
+)
+from prefect_tune.core.journal_events import (
+    CheckpointCloned,
+    CheckpointRef,
+    Event,
+    FinishKind,
+    FormAnswered,
+    TrialFinished,
+    TrialRequeued,
+)
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import DEFAULT_SAMPLES
-from prefect_tune.core.shown_text import plural
+from prefect_tune.core.search.random_search import DEFAULT_NUM_SAMPLES
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import Value, argument_error
-from prefect_tune.journal_access import JournalWriter, no_experiment_at, read_journal, read_known
-from prefect_tune.ownership import owner_after
+from prefect_tune.journal_access import (
+    JournalWriter,
+    missing_experiment_message,
+    read_experiment_by_name,
+    read_experiment_to_resume,
+)
+from prefect_tune.ownership import make_next_owner
 from prefect_tune.parameters import plan_checks
-from prefect_tune.parameters.argument_checks import code_of, stop_to_json, stopper_for
-from prefect_tune.parameters.plan_checks import code_note
+from prefect_tune.parameters.argument_checks import make_stopper, source_digest, stop_to_json
+from prefect_tune.parameters.plan_checks import format_code_note
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.call_paths import call_path
-from prefect_tune.prefect_api.flow_runs import in_order, is_resumed, is_suspended, set_with_form, suspended_state
+from prefect_tune.prefect_api.call_paths import current_call_path
+from prefect_tune.prefect_api.flow_runs import (
+    get_suspension_state,
+    has_resume_state,
+    is_flow_run_suspended,
+    set_state_with_form,
+    sort_states,
+)
 from prefect_tune.prefect_api.task_runs import skip_prefect_introspection
-from prefect_tune.reporting.page import escaped
+from prefect_tune.reporting.page import escape_markdown
 from prefect_tune.storage_retries import with_retries
-from prefect_tune.tasks.experiments import open_experiment
-from prefect_tune.tasks.maintenance import damage_of_checkpoint
+from prefect_tune.tasks.experiments import acquire_experiment
+from prefect_tune.tasks.maintenance import find_checkpoint_damage
 from prefect_tune.terminal.formatting import format_counts, format_trial
 
 # The choices of the user, the validation of an answer, and its effect on the stop criterion.
 
-Way: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
+ResumeAction: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
 
 class ResumeChoice(Value):
     """The chosen way to resume. A number of 0 leaves its limit unchanged."""
 
-    way: Way = "continue"
+    way: ResumeAction = "continue"
     samples: int = Field(default=0, ge=0)
     """The new total of samples."""
     steps: int = Field(default=0, ge=0)
@@ -80,7 +105,7 @@ class ResumeLimits(Value):
     """The current limits and checkpoints of a suspended run; 0 means no limit."""
 
     samples: int = 0
-    stop_trials: int = 0
+    max_trials: int = 0
     """The number of trials after which the stop criterion allows no more."""
     steps: int = 0
     hours: float = 0
@@ -88,14 +113,14 @@ class ResumeLimits(Value):
     """The steps of the checkpoints from which a training can resume."""
     stop_is_code: bool = False
     """Whether the stop criterion is a function or a stopper class of the user, which no number can change."""
-    scheduler_steps: int = 0
+    scheduler_max_steps: int = 0
     """The step at which the scheduler ends every trial."""
 
 
 _NUMBER_FIELDS = {"samples", "steps", "hours"}
 
 
-def choice_of(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoice:
+def parse_choice(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeChoice:
     """Return the choice in the `answer` to a form.
 
     Raises:
@@ -135,21 +160,21 @@ def _require_larger_limits(
         raise InvalidInput("extend: no number is larger than before; enter more samples, steps or hours, or continue")
     if choice.samples and not limits.samples:
         raise InvalidInput("samples: a form cannot change the number of samples of this search")
-    if 0 < limits.stop_trials < choice.samples:
+    if 0 < limits.max_trials < choice.samples:
         raise InvalidInput(
-            f"samples: the stop criterion TrialBudget ends the search after {limits.stop_trials} trials, but the form "
+            f"samples: the stop criterion TrialBudget ends the search after {limits.max_trials} trials, but the form "
             f"has {choice.samples}; a run of the deployment resume can pass another stop"
         )
     if limits.stop_is_code and choice.steps:
         raise InvalidInput("steps: the stop criterion of this run is code, so a number cannot change it")
-    if limits.scheduler_steps and choice.steps > max(limits.scheduler_steps, limits.steps):
+    if limits.scheduler_max_steps and choice.steps > max(limits.scheduler_max_steps, limits.steps):
         raise InvalidInput(
-            f"steps: the scheduler ends each trial at step {limits.scheduler_steps}, but the form has {choice.steps}; "
+            f"steps: the scheduler ends each trial at step {limits.scheduler_max_steps}, the form has {choice.steps}: "
             "a run of the deployment resume can pass a scheduler with a larger max_t"
         )
 
 
-def stop_extended(stop: object, steps: int, hours: float) -> Sequence[object]:
+def extend_stop(stop: object, steps: int, hours: float) -> Sequence[object]:
     """Return the JSON form of a stop criterion with these limits instead of its own; 0 keeps a limit."""
     limits: list[object] = [{"step": steps}] if steps else []
     limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
@@ -169,7 +194,7 @@ InputForm = type[RunInput]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class FormText:
     """The form of a suspended flow run, and its answer."""
 
     key: str
@@ -182,10 +207,10 @@ def is_flow_run_suspendable() -> bool:
     """Whether this flow run can be suspended: it is no subflow, and belongs to a deployment, so that *Resume* works."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    return deployment_of_run() is not None and run is not None and run.parent_task_run_id is None
+    return current_deployment_id() is not None and run is not None and run.parent_task_run_id is None
 
 
-def leave_with(form: InputForm) -> NoReturn:
+def suspend_with_form(form: InputForm) -> NoReturn:
     """Set the flow run to Suspended with `form`, and end the run in this process.
 
     Raises:
@@ -194,11 +219,11 @@ def leave_with(form: InputForm) -> NoReturn:
     """
     state: State[Any] = Suspended(pause_key=f"{_PAUSE_KEY_PREFIX}{uuid4().hex[:12]}")
     with get_client(sync_client=True) as client:
-        set_with_form(client, _current_run_id(), state, form)
+        set_state_with_form(client, _current_run_id(), state, form)
     raise Pause(state=state)
 
 
-def last_form() -> Shown | None:
+def read_last_form() -> FormText | None:
     """Return the last form of this flow run, and its answer; None if the run was never suspended.
 
     Look up the form by the run's states: Prefect lists all of a run's states, but only the oldest 200 of its inputs.
@@ -207,7 +232,7 @@ def last_form() -> Shown | None:
         return None
     run_id = _current_run_id()
     with get_client(sync_client=True) as client:
-        states = in_order(client.read_flow_run_states(run_id))
+        states = sort_states(client.read_flow_run_states(run_id))
         suspensions = [
             index
             for index, state in enumerate(states)
@@ -220,9 +245,9 @@ def last_form() -> Shown | None:
         stored = client.filter_flow_run_input(run_id, key_prefix=key, limit=1, exclude_keys=set())
     answer = stored[0].decoded_value if stored else None
     if isinstance(answer, Mapping):
-        return Shown(str(details.pause_key), answer)
+        return FormText(str(details.pause_key), answer)
     # Prefect stores no input for an untouched form.
-    return Shown(str(details.pause_key), {} if is_resumed(states[suspensions[-1] :]) else None)
+    return FormText(str(details.pause_key), {} if has_resume_state(states[suspensions[-1] :]) else None)
 
 
 def _current_run_id() -> UUID:
@@ -271,7 +296,7 @@ class _TrainingForm(RunInput):
     )
 
 
-def form_of_training(limits: ResumeLimits, page: str) -> InputForm:
+def make_training_form(limits: ResumeLimits, page: str) -> InputForm:
     """Return the form of a suspended training; the fields default to the current numbers."""
     newest_step = max(limits.checkpoints, default=0)
     return _fill_form(_TrainingForm, page, steps=limits.steps, hours=limits.hours, checkpoint=newest_step)
@@ -292,28 +317,28 @@ def _fill_form(form: InputForm, page: str, **defaults: float) -> InputForm:
     return form_class.with_initial_data(description=page)
 
 
-def page_of(state: Experiment, uri: str, objective: Objective | None, code: str, retry_reason: str = "") -> str:
+def format_form(state: Experiment, uri: str, objective: Objective | None, code: str, retry_reason: str = "") -> str:
     """Return the text above the resume form: the state of the experiment."""
     trials, facts = list(state.trials.values()), list[str]()
     if len(trials) != 1 or trials[0].of_search:
-        facts.append(f"trials: {len(trials)} ({format_counts(counted(state))})")
-    if objective is not None and (compared := ranked(trials, objective)):
+        facts.append(f"trials: {len(trials)} ({format_counts(count_by_status(state))})")
+    if objective is not None and (compared := rank_trials(trials, objective)):
         best = compared[0][0]
-        best_trial = escaped(f"{best_label(objective)}: {format_trial(best, objective.metrics)}")
+        best_trial = escape_markdown(f"{best_label(objective)}: {format_trial(best, objective.metrics)}")
         facts.append(f"{best_trial} at step {best.step}")
     if len(trials) == 1:
         (trial,) = trials
-        facts.append(f"step {trial.step}, attempt {trial.attempt}, recomputed steps: {trial.wasted_count}")
+        facts.append(f"step {trial.step}, attempt {trial.attempt}, recomputed steps: {trial.recomputed_steps_text}")
         steps = [str(checkpoint.step) for checkpoint in reversed(trial.checkpoints)]
         older = f", and {len(steps) - _MAX_SHOWN_STEPS} older ones" if len(steps) > _MAX_SHOWN_STEPS else ""
         facts.append(f"checkpoints, newest first: {', '.join(steps[:_MAX_SHOWN_STEPS]) or 'none'}{older}")
     else:
         saved = sum(bool(checkpoint.checkpoints) for checkpoint in trials)
         count = sum(len(checkpoint.checkpoints) for checkpoint in trials)
-        facts.append(f"checkpoints: {count}, of {plural(saved, 'trial', 'trials')}")
-    notice = [f"⚠️ **Please answer again**: {escaped(retry_reason)}", ""] if retry_reason else []
+        facts.append(f"checkpoints: {count}, of {pluralize(saved, 'trial', 'trials')}")
+    notice = [f"⚠️ **Please answer again**: {escape_markdown(retry_reason)}", ""] if retry_reason else []
     lines = [*notice, f"**{state.name}** at `{uri}` is saved.", ""]
-    return "\n".join([*lines, *(f"- {fact}" for fact in [*facts, escaped(code)])])
+    return "\n".join([*lines, *(f"- {fact}" for fact in [*facts, escape_markdown(code)])])
 
 
 # Read the answers of a suspended run, and apply them to a stop criterion.
@@ -325,18 +350,18 @@ class NewAnswer:
 
     choice: ResumeChoice
     """The choice of how to continue."""
-    event: Answered
+    event: FormAnswered
     """The event to journal."""
 
 
-def chosen_before(state: Experiment) -> Sequence[ResumeChoice]:
+def earlier_choices(state: Experiment) -> Sequence[ResumeChoice]:
     """Return the choices with which this flow run was resumed so far, oldest first."""
     answers = (answer for answer in state.answers if answer.flow_run == flow_run.id)
     return [ResumeChoice.model_validate(answer.answer) for answer in answers]
 
 
 def check_new_answer(
-    shown: Shown, state: Experiment, limits: ResumeLimits, make_form: Callable[[str], InputForm]
+    shown: FormText, state: Experiment, limits: ResumeLimits, make_form: Callable[[str], InputForm]
 ) -> NewAnswer | None:
     """Return the answer with which this flow run was resumed; None if there is none, or it is in the journal.
 
@@ -349,28 +374,30 @@ def check_new_answer(
     Raises:
         Pause: the answer is invalid: the run is suspended again with the same form, which shows the reason.
     """
-    if shown.answer is None or is_answered(state, shown.key):
+    if shown.answer is None or is_form_answered(state, shown.key):
         return None
     try:
-        choice = choice_of(shown.answer, limits)
+        choice = parse_choice(shown.answer, limits)
     except InvalidInput as error:
-        leave_with(make_form(str(error)))
-    return NewAnswer(choice, Answered(key=shown.key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id))
+        suspend_with_form(make_form(str(error)))
+    return NewAnswer(choice, FormAnswered(key=shown.key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id))
 
 
-def is_answered(state: Experiment, key: str) -> bool:
+def is_form_answered(state: Experiment, key: str) -> bool:
     """Whether the answer to a form is in the journal: if a run starts twice, only the first start applies it."""
     return any(answer.key == key for answer in state.answers)
 
 
 def current_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> ResumeLimits:
     """Return the current limits and the checkpoints that the resume form can change."""
-    stopper = stopper_for(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
+    stopper = make_stopper(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
     parts = stopper.stoppers if isinstance(stopper, AnyOf) else (stopper,)
     stop_json = stop_to_json(stop) if stop is not None else {}
     return ResumeLimits(
         samples=samples,
-        stop_trials=min((part.trials for part in of_experiment(stopper) if isinstance(part, TrialBudget)), default=0),
+        max_trials=min(
+            (part.trials for part in experiment_stoppers(stopper) if isinstance(part, TrialBudget)), default=0
+        ),
         steps=stopper.step_count or 0,
         hours=min((part.time.total_seconds() / 3600 for part in parts if isinstance(part, MaxTime)), default=0.0),
         checkpoints=tuple(checkpoints),
@@ -385,34 +412,34 @@ def extend_stop_by_choice(stop: object, choice: ResumeChoice) -> object:
     limits = current_limits(stop)
     steps = choice.steps if choice.steps > limits.steps else 0
     hours = choice.hours if choice.hours > limits.hours else 0
-    return stop_extended(stop_to_json(stop), steps, hours) if steps or hours else stop
+    return extend_stop(stop_to_json(stop), steps, hours) if steps or hours else stop
 
 
 # The work of a flow run from one suspension to the next.
 
-STOPPED_HERE = make_reason("stopped-on-resume")
+STOPPED_ON_RESUME = make_reason("stopped-on-resume")
 
 
 @dataclass
-class Turn:
+class RunIteration:
     """The work of one start of a flow run, until it is suspended or done."""
 
     plan: SearchPlan
     """The flow run's parameters, extended by the user's choices so far."""
-    known: Experiment | None = None
+    loaded_experiment: Experiment | None = None
     """The state of the experiment, if it has been read."""
     answer: NewAnswer | None = None
     """The user's choice of how to continue, which is not applied yet."""
-    stops: bool = False
+    is_stopping: bool = False
     """Whether the search must start no more trials."""
-    found: Experiment | None = None
+    initial_experiment: Experiment | None = None
     """The experiment before this run changed it."""
     journal_writer: JournalWriter | None = None
     """Writes the journal and has the latest state; None until the run owns the experiment."""
 
-    def begin_writing(self, journal_writer: JournalWriter) -> JournalWriter:
+    def set_journal_writer(self, journal_writer: JournalWriter) -> JournalWriter:
         """Store the journal writer and the state before its first entry, and return the writer."""
-        self.found, self.journal_writer = journal_writer.experiment, journal_writer
+        self.initial_experiment, self.journal_writer = journal_writer.experiment, journal_writer
         return journal_writer
 
 
@@ -420,17 +447,17 @@ class Turn:
 class ResumeQuestion:
     """How to ask the user how a suspended search or training continues, and how to apply the answer."""
 
-    limits: Callable[[SearchPlan, Experiment], ResumeLimits]
+    get_limits: Callable[[SearchPlan, Experiment], ResumeLimits]
     """Returns the values that the form can change."""
-    extended: Callable[[SearchPlan, ResumeChoice], SearchPlan]
+    extend_plan: Callable[[SearchPlan, ResumeChoice], SearchPlan]
     """Extends the plan by a choice."""
-    form: Callable[[SearchPlan, Experiment, str], InputForm]
+    make_form: Callable[[SearchPlan, Experiment, str], InputForm]
     """Makes the form, given the reason to show it again; the reason is empty the first time."""
     refusal: Callable[[StorageTarget, Experiment, ResumeChoice], str | None] = lambda _target, _state, _choice: None
     """Returns why a choice is impossible; None if it is possible."""
 
 
-def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Turn:
+def first_iteration(turn: RunIteration, question: ResumeQuestion, shown: FormText | None) -> RunIteration:
     """Return `turn` with the answers of this flow run applied; the run may be new, retried or resumed.
 
     Args:
@@ -445,51 +472,51 @@ def first_turn(turn: Turn, question: ResumeQuestion, shown: Shown | None) -> Tur
     if shown is None:
         return turn
     plan, target = turn.plan, turn.plan.target
-    state = turn.known or with_retries(lambda: read_known(target, plan.experiment))
+    state = turn.loaded_experiment or with_retries(lambda: read_experiment_to_resume(target, plan.experiment))
     if not state.number:
-        missing = no_experiment_at(target, plan.experiment)
+        missing = missing_experiment_message(target, plan.experiment)
         advice = "Nothing was started: start a new flow run to train from step 0"
         raise ResumeFailed(f"this run was suspended, and now {missing}: deleted, or another target? {advice}")
-    choices = list(chosen_before(state))
+    choices = list(earlier_choices(state))
     for choice in choices:
-        plan = question.extended(plan, choice)
-    form = partial(question.form, plan, state)
-    answer = check_new_answer(shown, state, question.limits(plan, state), form)
+        plan = question.extend_plan(plan, choice)
+    form = partial(question.make_form, plan, state)
+    answer = check_new_answer(shown, state, question.get_limits(plan, state), form)
     if answer is not None:
         if refusal := question.refusal(target, state, answer.choice):
-            leave_with(form(refusal))
+            suspend_with_form(form(refusal))
         choices.append(answer.choice)
-        plan = question.extended(plan, answer.choice)
-    return Turn(plan, state, answer, stops=bool(choices) and choices[-1].way == "stop here")
+        plan = question.extend_plan(plan, answer.choice)
+    return RunIteration(plan, state, answer, is_stopping=bool(choices) and choices[-1].way == "stop here")
 
 
-def ask_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: Experiment) -> None:
+def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: Experiment) -> None:
     """Raise `Pause` if the flow run was suspended; suspend it with the form if *Resume* can start it again."""
-    if not is_suspended():
+    if not is_flow_run_suspended():
         return
     if not is_flow_run_suspendable():
-        raise Pause(state=suspended_state())  # keep the run's state
-    leave_with(question.form(plan, state, ""))
+        raise Pause(state=get_suspension_state())  # keep the run's state
+    suspend_with_form(question.make_form(plan, state, ""))
 
 
 # ---------------------------------------------------------------------------------------------------- how a run ends
 
 
-def take_over(turn: Turn, experiment: Experiment, slots: int) -> Experiment:
+def acquire_run_ownership(turn: RunIteration, experiment: Experiment, slots: int) -> Experiment:
     """Make this run the owner of its experiment, and return the state. The run trains `slots` trials at a time.
 
     `experiment` is the state that was just read.
 
-    Raises like `owner_after` and `open_experiment`.
+    Raises like `make_next_owner` and `acquire_experiment`.
     """
     plan = turn.plan
-    owner = owner_after(experiment, plan.failure_policy.max_restarts)
+    owner = make_next_owner(experiment, plan.failure_policy.max_restarts)
     owner, loaded = owner.model_copy(update={"slots": slots}), skip_prefect_introspection(experiment)
-    return open_experiment(plan.target, experiment.key, owner, new_write_id(), loaded)
+    return acquire_experiment(plan.target, experiment.key, owner, new_write_stamp(), loaded)
 
 
 @contextmanager
-def as_one_owner(turn: Turn) -> Iterator[None]:
+def guarding_ownership(turn: RunIteration) -> Iterator[None]:
     """Set no state of the flow run if another process of the same run has taken over the experiment.
 
     A state from this process would overwrite the state from the other process. On SIGTERM or Ctrl-C, log which trials
@@ -505,14 +532,14 @@ def as_one_owner(turn: Turn) -> Iterator[None]:
         owner = None
         if is_flow_run_suspendable():
             with suppress(TuneError):
-                owner = read_journal(turn.plan.target, turn.plan.experiment).owner
+                owner = read_experiment_by_name(turn.plan.target, turn.plan.experiment).owner
         if owner is None or owner.flow_run != flow_run.id:
             raise
         get_run_logger().warning("%s", error)
         raise Abort(str(error)) from error
     except (TerminationSignal, KeyboardInterrupt) as interrupt:
         state = turn.journal_writer.experiment if turn.journal_writer else None
-        message = resumable(state) if state and state.trials else "the run had not started: run it again"
+        message = format_resume_advice(state) if state and state.trials else "the run had not started: run it again"
         is_interrupt = isinstance(interrupt, KeyboardInterrupt)
         if not is_interrupt or threading.current_thread() is not threading.main_thread():
             get_run_logger().warning("%s", message)
@@ -522,43 +549,47 @@ def as_one_owner(turn: Turn) -> Iterator[None]:
         raise
 
 
-def resumable(state: Experiment) -> str:
+def format_resume_advice(state: Experiment) -> str:
     """Return a sentence that says which trials of an experiment can be resumed, and how."""
     trials = list(state.trials.values())
-    unfinished = [trial for trial in trials if trial.phase not in ENDED]
+    unfinished = [trial for trial in trials if trial.phase not in ENDED_PHASES]
     steps = [newest.step if (newest := newest_checkpoint(trial)) else 0 for trial in unfinished]
-    advice = "press Retry, or run it" if deployment_of_run() is not None else "run it"  # only deployments have *Retry*
+    advice = (
+        "press Retry, or run it" if current_deployment_id() is not None else "run it"
+    )  # only deployments have *Retry*
     advice = f"{advice} again under the same experiment name, to resume"
     if not unfinished:
-        return f"experiment {state.name!r}: all {plural(len(trials), 'trial has', 'trials have')} ended; {advice}"
+        return f"experiment {state.name!r}: all {pluralize(len(trials), 'trial has', 'trials have')} ended; {advice}"
     if len(trials) == 1:
         return f"experiment {state.name!r}: resumable at step {steps[0]}; {advice}"
     saved, fresh = sorted(filter(None, steps)), steps.count(0)
     where = f", at steps {saved[0]} to {saved[-1]}" if len(set(saved)) > 1 else f", at step {saved[0]}" if saved else ""
-    rest = f"; {plural(fresh, 'begins', 'begin')} again, without a checkpoint" if fresh else ""
-    summary = f"{len(saved)} of {plural(len(trials), 'trial', 'trials')} resumable{where}{rest}"
+    rest = f"; {pluralize(fresh, 'begins', 'begin')} again, without a checkpoint" if fresh else ""
+    summary = f"{len(saved)} of {pluralize(len(trials), 'trial', 'trials')} resumable{where}{rest}"
     return f"experiment {state.name!r}: {summary}; {advice}"
 
 
-def first_search_turn(plan: SearchPlan, experiment: Experiment | None) -> Turn:
-    """Return the first turn of a search's flow run, with the samples that the run adds. Raises like `first_turn`."""
-    form = last_form()
+def first_search_iteration(plan: SearchPlan, experiment: Experiment | None) -> RunIteration:
+    """Return the first turn of a search's flow run, with the samples that it adds. Raises like `first_iteration`."""
+    form = read_last_form()
     if form is None and plan.samples_per_run is None:
-        return Turn(plan if experiment is None else plan_checks.with_default_samples(plan, experiment), experiment)
-    experiment = experiment or with_retries(lambda: read_known(plan.target, plan.experiment))
-    plan, _ = plan_checks.with_added_samples(plan, experiment, lambda: call_path(plan.experiment).key)
-    return first_turn(Turn(plan, experiment), SEARCH_QUESTION, form)
+        return RunIteration(
+            plan if experiment is None else plan_checks.with_default_samples(plan, experiment), experiment
+        )
+    experiment = experiment or with_retries(lambda: read_experiment_to_resume(plan.target, plan.experiment))
+    plan, _ = plan_checks.with_added_samples(plan, experiment, lambda: current_call_path(plan.experiment).key)
+    return first_iteration(RunIteration(plan, experiment), SEARCH_QUESTION, form)
 
 
 def _search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
     limits = current_limits(plan.stop, samples=_count_samples(plan))
-    return limits.model_copy(update={"hours": 0.0, "scheduler_steps": getattr(plan.scheduler, "max_t", 0)})
+    return limits.model_copy(update={"hours": 0.0, "scheduler_max_steps": getattr(plan.scheduler, "max_t", 0)})
 
 
 def _count_samples(plan: SearchPlan) -> int:
     """Return the total number of samples; 0 if the search has no fixed number, or a form cannot change it."""
     if plan.search is None:
-        return plan.num_samples or DEFAULT_SAMPLES
+        return plan.num_samples or DEFAULT_NUM_SAMPLES
     if "num_samples" not in getattr(plan.search, "__dataclass_fields__", ()):
         return 0  # see `with_samples`
     total = plan.num_samples or getattr(plan.search, "num_samples", None)
@@ -568,7 +599,7 @@ def _count_samples(plan: SearchPlan) -> int:
 def _extend_search(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
     if choice.way != "extend":
         return plan
-    return plan.extended(
+    return plan.with_changes(
         num_samples=choice.samples if choice.samples > _count_samples(plan) else plan.num_samples,
         stop=extend_stop_by_choice(plan.stop, choice.model_copy(update={"hours": 0.0})),
         time_budget_seconds=3600 * choice.hours if choice.hours else plan.time_budget_seconds,
@@ -576,7 +607,7 @@ def _extend_search(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
 
 
 def _make_search_form(plan: SearchPlan, state: Experiment, retry_reason: str) -> InputForm:
-    page = page_of(state, plan.target.uri, plan.objective, code_note(state, plan), retry_reason)
+    page = format_form(state, plan.target.uri, plan.objective, format_code_note(state, plan), retry_reason)
     limits = _search_limits(plan_checks.with_default_samples(plan, state), state)
     return _fill_form(_SearchForm, page, samples=limits.samples, steps=limits.steps)
 
@@ -591,28 +622,30 @@ def _checkpoint_refusal(target: StorageTarget, state: Experiment, choice: Resume
         return None
     (trial,) = state.trials.values()
     ref = _find_checkpoint(trial, choice.checkpoint)
-    damage = damage_of_checkpoint(target, state.trial_key(trial.trial).checkpoint_key(ref))
+    damage = find_checkpoint_damage(target, state.trial_key(trial.trial).checkpoint_key(ref))
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
-def follow_up(spec: TrialSpec, state: Experiment, turn: Turn) -> Sequence[Event]:
+def answer_events(spec: TrialSpec, state: Experiment, turn: RunIteration) -> Sequence[Event]:
     """Return the event of the answer and the events that apply it: one entry, so that a kill cannot separate them.
 
     Return none if another start of this run has applied the answer.
     """
-    if turn.answer is None or is_answered(state, turn.answer.event.key):
+    if turn.answer is None or is_form_answered(state, turn.answer.event.key):
         return ()
     trial, choice, events = state.trials.get(spec.trial.trial), turn.answer.choice, list[Event]([turn.answer.event])
     if trial is None:
         return events
     name = trial.trial
-    if choice.way == "stop here" and trial.phase not in ENDED:
-        events.append(Finished(trial=name, reason=STOPPED_HERE, kind=FinishKind.STOPPED))
+    if choice.way == "stop here" and trial.phase not in ENDED_PHASES:
+        events.append(TrialFinished(trial=name, reason=STOPPED_ON_RESUME, kind=FinishKind.STOPPED))
     elif choice.way == "other checkpoint":  # a clone makes an earlier checkpoint the newest; later checkpoints stay
         step = choice.checkpoint
-        clone = clone_for(trial, _find_checkpoint(trial, step), name)
-        events.append(Requeued(trial=name, reason=make_reason("goes-back", step=step)))
-        events.append(Cloned(trial=name, checkpoint=clone, source=name, reason=make_reason("went-back", step=step)))
+        clone = make_clone_ref(trial, _find_checkpoint(trial, step), name)
+        events.append(TrialRequeued(trial=name, reason=make_reason("goes-back", step=step)))
+        events.append(
+            CheckpointCloned(trial=name, checkpoint=clone, source=name, reason=make_reason("went-back", step=step))
+        )
     return events
 
 
@@ -633,20 +666,21 @@ def _training_limits(plan: SearchPlan, state: Experiment) -> ResumeLimits:
 
 def _make_training_form(plan: SearchPlan, state: Experiment, retry_reason: str) -> InputForm:
     warnings = (
-        code_changed(plan.target, state.trial_key(name), trial, plan.trainable) for name, trial in state.trials.items()
+        code_change_warning(plan.target, state.trial_key(name), trial, plan.trainable)
+        for name, trial in state.trials.items()
     )
     warning = next(filter(None, warnings), None)
     code = f"⚠️ {warning}" if warning else "code: no change since the newest checkpoint is known"
-    page = page_of(state, plan.target.uri, None, code, retry_reason)
-    return form_of_training(_training_limits(plan, state), page)
+    page = format_form(state, plan.target.uri, None, code, retry_reason)
+    return make_training_form(_training_limits(plan, state), page)
 
 
-def code_changed(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
+def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
     """Return a warning if the trainable's source has changed since the newest checkpoint.
 
     Empty if the source is unchanged, or if one of the two digests is unknown.
     """
-    key, digest = newest_key(folder, trial), code_of(trainable)
+    key, digest = newest_checkpoint_key(folder, trial), source_digest(trainable)
     if key is None or not digest:
         return ""
     try:
@@ -661,7 +695,7 @@ def code_changed(target: StorageTarget, folder: TrialKey, trial: Trial, trainabl
 
 TRAINING_QUESTION = ResumeQuestion(
     _training_limits,
-    lambda plan, choice: plan.extended(stop=extend_stop_by_choice(plan.stop, choice)),
+    lambda plan, choice: plan.with_changes(stop=extend_stop_by_choice(plan.stop, choice)),
     _make_training_form,
     _checkpoint_refusal,
 )

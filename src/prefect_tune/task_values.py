@@ -17,29 +17,29 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from prefect_tune.blocks import StorageTarget, resolve_target
-from prefect_tune.core.checkpoints.manifest import plain_metadata
+from prefect_tune.core.checkpoints.manifest import normalize_metadata
+from prefect_tune.core.display_text import did_you_mean
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import CheckpointRef
-from prefect_tune.core.metrics import is_count, plain_scalar, storable
-from prefect_tune.core.shown_text import did_you_mean
-from prefect_tune.core.storage.generations import experiment_names
-from prefect_tune.core.storage.layout import JournalKey, TrialKey, below
+from prefect_tune.core.metrics import is_integer_at_least, to_plain_metrics, to_plain_scalar
+from prefect_tune.core.storage.generations import list_experiment_names
+from prefect_tune.core.storage.layout import JournalKey, TrialKey, join_uri
 from prefect_tune.core.values import ExperimentName, Number, StepReport, TrialId, Value
-from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.parameters.argument_checks import config_to_json
 from prefect_tune.parameters.search_plan import ValidatedParameters
 
 Directory: TypeAlias = str | os.PathLike[str]
-End: TypeAlias = Literal["completed", "paused", "errored"]
+TrialEndStatus: TypeAlias = Literal["completed", "paused", "errored"]
 """How a trial of a user's own flow ends."""
 
 
 def _validate_step(value: object) -> int:
     """Return `value` as a step. Raises `InvalidInput` unless it is a whole number from 1 on."""
-    step = plain_scalar(value)
-    if isinstance(step, int) and is_count(step, 1):
+    step = to_plain_scalar(value)
+    if isinstance(step, int) and is_integer_at_least(step, 1):
         return step
     raise InvalidInput(f"step: expected a number from 1 on, the count of trained steps, found {value!r}")
 
@@ -50,11 +50,11 @@ def _path_as_text(value: object) -> object:
 
 
 def _validate_metrics(value: Any) -> dict[str, object]:
-    return storable({} if value is None else value, "metrics")
+    return to_plain_metrics({} if value is None else value, "metrics")
 
 
 def _validate_metadata(value: Any) -> dict[str, object]:
-    return plain_metadata({} if value is None else value)
+    return normalize_metadata({} if value is None else value)
 
 
 def _parse_reports(value: Any) -> tuple[StepReport, ...]:
@@ -63,7 +63,8 @@ def _parse_reports(value: Any) -> tuple[StepReport, ...]:
         raise InvalidInput(f"reports: expected metrics by step, such as {{1: {{'loss': 0.5}}}}, found {value!r}")
     numbered = {_parse_report_step(step): metrics for step, metrics in (value or {}).items()}
     return tuple(
-        StepReport(step=step, metrics=storable(numbered[step], f"reports, step {step}")) for step in sorted(numbered)
+        StepReport(step=step, metrics=to_plain_metrics(numbered[step], f"reports, step {step}"))
+        for step in sorted(numbered)
     )
 
 
@@ -128,8 +129,8 @@ class SyncArguments(TrialArguments):
     """The arguments of `sync_experiment_state`."""
 
     reports: Annotated[tuple[StepReport, ...], BeforeValidator(_parse_reports)]
-    config: Annotated[dict[str, Any], BeforeValidator(storable_config)] | None
-    status: End | None
+    config: Annotated[dict[str, Any], BeforeValidator(config_to_json)] | None
+    status: TrialEndStatus | None
     reason: str
 
 
@@ -142,17 +143,17 @@ _SERIES_PART = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 """The parts that differ within a series of names, such as `fold-a` and `fold-b` or `rate-0.1` and `rate-0.2`."""
 
 
-def similar_experiment(target: StorageTarget, experiment: str) -> str:
+def similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
     """Return `_similar_name_hint` for the experiments on `target`; "" if they cannot be listed within 5 s."""
     with suppress(TuneError), target.open(timeout=_LIST_TIMEOUT) as store:
-        return _similar_name_hint(experiment, experiment_names(store))
+        return _similar_name_hint(experiment, list_experiment_names(store))
     return ""
 
 
-def misspelt(target: StorageTarget, state: Experiment, trial: str) -> str:
+def misspelling_warning(target: StorageTarget, state: Experiment, trial: str) -> str:
     """Return a warning that the experiment or trial does not exist, if its name may be misspelled; "" otherwise."""
     if not state.number:
-        hint = similar_experiment(target, state.name)
+        hint = similar_experiment_hint(target, state.name)
         return f"There is no experiment {state.name!r} at {target.uri}{hint}" if hint else ""
     hint = _similar_name_hint(trial, state.trials) if trial not in state.trials else ""
     return f"Experiment {state.name!r} at {target.uri} has no trial {trial!r}{hint}" if hint else ""
@@ -244,7 +245,7 @@ class ExperimentState(Value):
     """The trials by name, in the order of their addition."""
 
 
-def committed_checkpoint(
+def make_committed_checkpoint(
     target: StorageTarget, folder: TrialKey, checkpoint: CheckpointRef, sent_bytes: int | None = None
 ) -> CommittedCheckpoint:
     """Return the public value of a checkpoint of the trial `folder`."""
@@ -253,13 +254,13 @@ def committed_checkpoint(
         trial=folder.trial,
         step=checkpoint.step,
         metrics=checkpoint.metrics,
-        uri=below(target.uri, folder.checkpoint_key(checkpoint).folder),
+        uri=join_uri(target.uri, folder.checkpoint_key(checkpoint).folder),
         size_bytes=checkpoint.size_bytes,
         sent_bytes=sent_bytes,
     )
 
 
-def trial_state(target: StorageTarget, experiment: JournalKey, trial: Trial) -> TrialState:
+def make_trial_state(target: StorageTarget, experiment: JournalKey, trial: Trial) -> TrialState:
     """Return the public state of a trial."""
     folder, newest = experiment.trial_key(trial.trial), newest_checkpoint(trial)
     return TrialState(
@@ -269,7 +270,7 @@ def trial_state(target: StorageTarget, experiment: JournalKey, trial: Trial) -> 
         reason=trial.reason,
         step=trial.step,
         metrics=trial.metrics,
-        checkpoint=committed_checkpoint(target, folder, newest) if newest else None,
+        checkpoint=make_committed_checkpoint(target, folder, newest) if newest else None,
         checkpoint_steps=tuple(kept.step for kept in trial.checkpoints),
         attempts=trial.attempt,
         wasted_steps=trial.wasted_steps,
@@ -278,12 +279,12 @@ def trial_state(target: StorageTarget, experiment: JournalKey, trial: Trial) -> 
     )
 
 
-def experiment_state(target: StorageTarget, experiment: Experiment) -> ExperimentState:
+def make_experiment_state(target: StorageTarget, experiment: Experiment) -> ExperimentState:
     """Return the public state of an experiment."""
     return ExperimentState(
         experiment=experiment.name,
-        uri=below(target.uri, experiment.name),
+        uri=join_uri(target.uri, experiment.name),
         entry=experiment.number,
         owner=str(experiment.owner or ""),
-        trials={name: trial_state(target, experiment.key, trial) for name, trial in experiment.trials.items()},
+        trials={name: make_trial_state(target, experiment.key, trial) for name, trial in experiment.trials.items()},
     )

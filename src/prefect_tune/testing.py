@@ -29,7 +29,7 @@ from prefect.states import Running
 
 from prefect_tune.core.errors import TuneError
 from prefect_tune.prefect_api import task_runs
-from prefect_tune.prefect_api.flow_with_server import FlowWithServer, require_valid
+from prefect_tune.prefect_api.flow_with_server import FlowWithServer, validate_arguments
 
 __all__ = ["tune_folder", "without_server"]
 
@@ -58,7 +58,7 @@ def without_server() -> Iterator[None]:
         changes.enter_context(patch("prefect.events.utilities.should_emit_events", return_value=False))
         changes.enter_context(patch.object(FlowWithServer, "__call__", _run_flow))
         # Without a server there are no limits: an attempt with tags would wait for the server.
-        changes.enter_context(patch.object(task_runs, "_holding", lambda *_: nullcontext()))
+        changes.enter_context(patch.object(task_runs, "_holding_slots", lambda *_: nullcontext()))
         yield
 
 
@@ -81,7 +81,7 @@ def _run_flow(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any
 
 def _run_flow_in_context(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
     """Validate the arguments, and call the flow's function in the context of a flow run."""
-    arguments = require_valid(flow, args, options)
+    arguments = validate_arguments(flow, args, options)
     with flow.call_context(flow.name), flow.task_runner.duplicate() as runner, get_client(sync_client=True) as client:
         run = FlowRun(id=uuid4(), flow_id=uuid4(), name="without-server", state=Running(), run_count=1)
         with FlowRunContext(

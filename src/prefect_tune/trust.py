@@ -20,11 +20,11 @@ from prefect_tune.blocks import LocalTarget, StorageTarget, target_reference
 from prefect_tune.core.errors import InvalidInput, TuneError, UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.core.storage.documents import has_signature, is_signed, signed, unsigned
+from prefect_tune.core.storage.documents import add_signature, has_signature, has_valid_signature, strip_signature
 from prefect_tune.journal_access import read_experiment
 from prefect_tune.linux import may_have_access_list, mount_type
-from prefect_tune.parameters.import_check import is_module_name, why_not_defined
-from prefect_tune.parameters.search_plan import OPTIONS, Stored
+from prefect_tune.parameters.import_check import is_module_name, undefined_name_reason
+from prefect_tune.parameters.search_plan import OPTIONS, StoredKind
 
 _MOUNTS_WITHOUT_OWNERS = ("fuse", "cifs", "smb3", "smbfs")
 """Prefixes of mount types that report the user who mounted them as the owner of every file: s3fs, rclone, SMB."""
@@ -127,13 +127,13 @@ class CodeChoice:
 
     parameter: str
     """The parameter of `pt.tune` that contains the choice."""
-    shown: str
+    text: str
     """The text for messages."""
     name: str | None = None
     """`package.module:Name` of an importable object; None for a location, a command or a deployment."""
 
 
-def code_choices(settings: Mapping[str, object], known_sources: Collection[str] = ()) -> Sequence[CodeChoice]:
+def find_code_choices(settings: Mapping[str, object], earlier_sources: Collection[str] = ()) -> Sequence[CodeChoice]:
     """Return all code and locations that `settings` choose; import nothing.
 
     Args:
@@ -143,9 +143,9 @@ def code_choices(settings: Mapping[str, object], known_sources: Collection[str] 
     Raises:
         InvalidInput: the search space in the settings is invalid.
     """
-    in_warm_start = partial(_find_in_warm_start, known_sources=known_sources)
-    finders: dict[str, _CodeFinder] = {**_FINDERS, "warm_start": in_warm_start}
-    names = [name for name, option in OPTIONS.items() if option.stored is Stored.CHOICE and name in settings]
+    in_warm_start = partial(_find_in_warm_start, known_sources=earlier_sources)
+    finders: dict[str, _CodeFinder] = {**_CODE_FINDERS, "warm_start": in_warm_start}
+    names = [name for name, option in OPTIONS.items() if option.stored is StoredKind.CHOICE and name in settings]
     return [choice for name in names for choice in finders[name](settings[name])]
 
 
@@ -215,7 +215,7 @@ def _iter_texts(value: Any) -> Iterator[str]:
             yield from _iter_texts(item)
 
 
-_FINDERS: Mapping[str, _CodeFinder] = {
+_CODE_FINDERS: Mapping[str, _CodeFinder] = {
     "trainable": _find_in_trainable,
     "space": _find_in_space,
     "stop": _find_in_stop,
@@ -225,7 +225,7 @@ _FINDERS: Mapping[str, _CodeFinder] = {
     "trial_job_variables": _find_in_job_variables,
     "warm_start": _find_in_warm_start,
 }
-"""The functions that find code and locations in the values of options that `SearchPlan` declares `Stored.CHOICE`."""
+"""The functions that find code and locations in values of options that `SearchPlan` declares `StoredKind.CHOICE`."""
 
 
 # Refuse a resume by name if its journal names untrusted code, locations or job variables.
@@ -239,7 +239,7 @@ _HIDDEN_PARAMETER = "trial_job_variables"  # the values may be secrets
 _MAX_VALUE_CHARACTERS = 400
 
 
-def trusted_here(packages: Sequence[str] | None) -> Sequence[str]:
+def resolve_trusted_packages(packages: Sequence[str] | None) -> Sequence[str]:
     """Return `given` as the trusted packages; if None, the packages in the environment variable.
 
     Raises:
@@ -254,7 +254,9 @@ def trusted_here(packages: Sequence[str] | None) -> Sequence[str]:
     return names
 
 
-def require_trusted(target: StorageTarget, state: Experiment, passed: Collection[str], packages: Sequence[str]) -> None:
+def require_trusted_code(
+    target: StorageTarget, state: Experiment, passed: Collection[str], packages: Sequence[str]
+) -> None:
     """Require that the code, locations and job variables in the journal are trusted, before importing any of them.
 
     Args:
@@ -269,7 +271,7 @@ def require_trusted(target: StorageTarget, state: Experiment, passed: Collection
     key = target.signing_secret
     # With a key, list all warm starts: the record of earlier warm starts is not signed, so others could change it.
     sources = state.warm_starts if key is None else ()
-    choices = [choice for choice in code_choices(state.settings, sources) if choice.parameter not in passed]
+    choices = [choice for choice in find_code_choices(state.settings, sources) if choice.parameter not in passed]
     if not choices:
         return
     if key is None:
@@ -279,9 +281,9 @@ def require_trusted(target: StorageTarget, state: Experiment, passed: Collection
         for choice in choices:
             if choice.name is None:
                 reasons[choice] = "no package"
-            elif reason := why_not_defined(choice.name, packages) if packages else "no package is trusted":
+            elif reason := undefined_name_reason(choice.name, packages) if packages else "no package is trusted":
                 reasons[choice] = reason
-    elif is_signed(state.settings, state.name, key):
+    elif has_valid_signature(state.settings, state.name, key):
         return
     else:
         reasons = dict.fromkeys(choices, "")
@@ -291,14 +293,14 @@ def require_trusted(target: StorageTarget, state: Experiment, passed: Collection
         raise UnsafePayload(_format_refusal(target, state, reasons, distrust_reason))
 
 
-def signed_settings(target: StorageTarget, state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
+def sign_settings(target: StorageTarget, state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
     """Return `settings` for the journal of `state`, signed if the target has a key.
 
     Without a key, keep an existing signature if the settings are unchanged.
     """
     if (key := target.signing_secret) is not None:
-        return signed(settings, state.name, key)
-    return state.settings if unsigned(state.settings) == settings else settings
+        return add_signature(settings, state.name, key)
+    return state.settings if strip_signature(state.settings) == settings else settings
 
 
 def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | None:
@@ -315,14 +317,15 @@ def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | No
     except TuneError as error:
         return str(error)
     return shared_access_reason(
-        Path(target.path), [folder for journal in journals for folder in (journal.entries, journal.snapshots)]
+        Path(target.path),
+        [folder for journal in journals for folder in (journal.entries_folder, journal.snapshots_folder)],
     )
 
 
 def _format_refusal(target: StorageTarget, state: Experiment, notes: Mapping[CodeChoice, str], reason: str) -> str:
     where = f"experiment {state.name!r} at {target.uri}"
     lines = [f"{where}: its journal chooses code to run, and others may have written it: {reason}. Not started:"]
-    lines += [f"  {choice.parameter}: {choice.shown}{f' ({note})' if note else ''}" for choice, note in notes.items()]
+    lines += [f"  {choice.parameter}: {choice.text}{f' ({note})' if note else ''}" for choice, note in notes.items()]
     parameters = list(dict.fromkeys(choice.parameter for choice in notes))
     if all(OPTIONS[name].at_resume for name in parameters):
         arguments = ", ".join(f"{name}={_format_value(name, state.settings[name])}" for name in parameters)

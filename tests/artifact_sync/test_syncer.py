@@ -18,7 +18,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.artifact_sync import Syncer, SyncTimedOut, TargetSyncer
-from prefect_tune.attempt.commit_worker import syncer_for
+from prefect_tune.attempt.commit_worker import make_syncer
 from prefect_tune.blocks import LocalTarget, SyncConfig
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
@@ -205,16 +205,16 @@ def test_a_directory_that_cannot_be_synced_to_is_an_error_that_says_why(bad: str
 def test_the_configuration_says_who_syncs(tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path))
     upload_dir = str(tmp_path)
-    automatic = syncer_for(SyncConfig(sync_period_seconds=7, sync_timeout_seconds=9), target)
+    automatic = make_syncer(SyncConfig(sync_period_seconds=7, sync_timeout_seconds=9), target)
     assert isinstance(automatic, TargetSyncer)
     assert (automatic.sync_period, automatic.sync_timeout) == (timedelta(seconds=7), timedelta(seconds=9))
-    assert syncer_for(SyncConfig(syncer=None), target) is None
+    assert make_syncer(SyncConfig(syncer=None), target) is None
     mine = Mine()
     mine.answer = False
-    given = syncer_for(SyncConfig(upload_dir=upload_dir, syncer=mine), target)
+    given = make_syncer(SyncConfig(upload_dir=upload_dir, syncer=mine), target)
     assert isinstance(given, Mine)
     assert given.answer is False
-    named = syncer_for(SyncConfig(upload_dir=upload_dir, syncer=f"{__name__}:Mine"), target)
+    named = make_syncer(SyncConfig(upload_dir=upload_dir, syncer=f"{__name__}:Mine"), target)
     assert type(named).__name__ == "Mine"
 
 
@@ -222,13 +222,13 @@ def test_the_configuration_says_who_syncs(tmp_path: Path) -> None:
 def test_a_syncer_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     config = SyncConfig(upload_dir=str(tmp_path), syncer=name)
     with pytest.raises(InvalidInput, match=name):
-        syncer_for(config, LocalTarget(path=str(tmp_path)))
+        make_syncer(config, LocalTarget(path=str(tmp_path)))
 
 
 def test_a_syncer_that_was_given_as_an_object_is_copied_for_each_attempt(tmp_path: Path) -> None:
     mine = Mine()
     config, target = SyncConfig(upload_dir=str(tmp_path), syncer=mine), LocalTarget(path=str(tmp_path))
-    first, second = (syncer_for(config, target) for _ in range(2))
+    first, second = (make_syncer(config, target) for _ in range(2))
     assert len({id(each) for each in (mine, first, second)}) == 3
 
 
@@ -247,7 +247,7 @@ THE_ONE = Locked()
 def test_a_syncer_that_cannot_be_copied_says_so_and_what_to_do(syncer: Syncer | str, tmp_path: Path) -> None:
     config = SyncConfig(upload_dir=str(tmp_path), syncer=syncer)
     with pytest.raises(InvalidInput, match=r"Locked.*cannot be copied.*lock.*__deepcopy__"):
-        syncer_for(config, LocalTarget(path=str(tmp_path)))
+        make_syncer(config, LocalTarget(path=str(tmp_path)))
 
 
 # ----------------------------------------------------------------------------------- one sync after the other

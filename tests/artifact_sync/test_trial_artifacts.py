@@ -65,18 +65,18 @@ def spec(request: pytest.FixtureRequest, bucket: Unreadable, tmp_path: Path) -> 
     spec = spec_for(BucketTarget(name=request.node.name))
     first = attempt_of(spec, tmp_path / "1")
     (tmp_path / "1" / "log-1").write_text("one")
-    first.close()
-    first.settle()
+    first.sync_and_wait()
+    first.close_syncer()
     return spec
 
 
 def test_an_attempt_goes_on_with_what_the_one_before_left(spec: TrialSpec, bucket: Unreadable, tmp_path: Path) -> None:
     second = attempt_of(spec, tmp_path / "2")
-    second.begin(2)
+    second.prepare(2)
     (tmp_path / "2" / "log-2").write_text("two")
-    second.close()
-    second.settle()
-    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log-1": b"one", "log-2": b"two"}
+    second.sync_and_wait()
+    second.close_syncer()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts_folder) == {"log-1": b"one", "log-2": b"two"}
 
 
 def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_beside_it(
@@ -84,14 +84,14 @@ def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_besi
 ) -> None:
     second = attempt_of(spec, tmp_path / "2")
     bucket.away = True
-    second.begin(2)
+    second.prepare(2)
     bucket.away = False
     (tmp_path / "2" / "log-2").write_text("two")
-    second.after_commit()
-    second.close()
-    second.settle()
-    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log-1": b"one"}
-    assert fetched(bucket, tmp_path, f"{TRIAL.artifacts}-2") == {"log-2": b"two"}
+    second.on_commit()
+    second.sync_and_wait()
+    second.close_syncer()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts_folder) == {"log-1": b"one"}
+    assert fetched(bucket, tmp_path, f"{TRIAL.artifacts_folder}-2") == {"log-2": b"two"}
     assert "of this attempt are uploaded to" in caplog.text
 
 
@@ -100,18 +100,18 @@ def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(
 ) -> None:
     bucket = BUCKETS[request.node.name] = Bucket()
     attempt = attempt_of(spec_for(BucketTarget(name=request.node.name)), tmp_path / "1")
-    attempt.begin(1)
-    attempt.after_commit()
-    attempt.after_report()
-    attempt.close()
+    attempt.prepare(1)
+    attempt.on_commit()
+    attempt.on_report()
+    attempt.sync_and_wait()
     assert not bucket.operations
     assert bucket.timeout == Bucket().timeout  # it was not even opened
     (log := tmp_path / "1" / "log").write_text("late")
-    attempt.close()
-    assert fetched(bucket, tmp_path, TRIAL.artifacts) == {"log": b"late"}
+    attempt.sync_and_wait()
+    assert fetched(bucket, tmp_path, TRIAL.artifacts_folder) == {"log": b"late"}
     log.unlink()
-    attempt.close()
-    attempt.settle()
+    attempt.sync_and_wait()
+    attempt.close_syncer()
     assert bucket.objects == {}
 
 
@@ -120,32 +120,36 @@ def test_the_last_sync_has_ended_when_the_attempt_ends(spec: TrialSpec, bucket: 
     (tmp_path / "2" / "log-1").write_text("last line")
     bucket.gate.clear()
     with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(attempt.close)
+        closing = pool.submit(attempt.sync_and_wait)
         until(lambda: bucket.writers > 0)
         assert not closing.done()
         bucket.gate.set()
         closing.result()
-    assert bucket.objects == {f"{TRIAL.artifacts}/log-1": b"last line"}
+    assert bucket.objects == {f"{TRIAL.artifacts_folder}/log-1": b"last line"}
 
 
 def test_an_attempt_that_is_taken_for_dead_deletes_no_file_of_its_successor_and_nothing_else(
     spec: TrialSpec, bucket: Unreadable, tmp_path: Path
 ) -> None:
-    others = {f"{TRIAL.blobs}/part": b"1", f"{TRIAL.checkpoints}/x/manifest.json": b"2", "e/1/journal/3.json": b"3"}
+    others = {
+        f"{TRIAL.blobs_folder}/part": b"1",
+        f"{TRIAL.checkpoints_folder}/x/manifest.json": b"2",
+        "e/1/journal/3.json": b"3",
+    }
     bucket.objects |= others
     first = attempt_of(spec, tmp_path / "2")
     (tmp_path / "2" / "log-1").write_text("one, once more")
-    first.close()
+    first.sync_and_wait()
     second = attempt_of(spec, tmp_path / "3")
-    second.begin(3)
+    second.prepare(3)
     (tmp_path / "3" / "log-2").write_text("two")
-    second.close()
+    second.sync_and_wait()
     (tmp_path / "2" / "log-1").write_text("one goes on")
-    first.close()
+    first.sync_and_wait()
     (tmp_path / "2" / "log-1").unlink()
     (tmp_path / "2" / "log-0").write_text("and on")
-    first.close()
-    written = {f"{TRIAL.artifacts}/log-0": b"and on", f"{TRIAL.artifacts}/log-2": b"two"}
+    first.sync_and_wait()
+    written = {f"{TRIAL.artifacts_folder}/log-0": b"and on", f"{TRIAL.artifacts_folder}/log-2": b"two"}
     assert bucket.objects == {**others, **written}
 
 
@@ -174,16 +178,16 @@ def test_what_a_deleted_experiment_left_elsewhere_is_not_taken_for_the_trials(tm
     sync = SyncConfig(upload_dir=str(tmp_path / "elsewhere"))
     deleted = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "deleted")), sync), tmp_path / "0")
     (tmp_path / "0" / "log").write_text("old")
-    deleted.begin(1)
-    deleted.close()
-    deleted.settle()
+    deleted.prepare(1)
+    deleted.sync_and_wait()
+    deleted.close_syncer()
     spec = spec_for(LocalTarget(path=str(tmp_path / "target")), sync)
     first = attempt_of(spec, tmp_path / "1")
-    first.begin(1)
-    first.close()
-    first.settle()
+    first.prepare(1)
+    first.sync_and_wait()
+    first.close_syncer()
     second = attempt_of(spec, tmp_path / "2")
-    second.begin(2)
+    second.prepare(2)
     assert list((tmp_path / "2").iterdir()) == []
 
 
@@ -215,13 +219,13 @@ class Noting(Syncer):
 def test_artifacts_go_up_at_each_commit_and_after_the_period_without_what_is_excluded(tmp_path: Path) -> None:
     sync = SyncConfig(syncer=Noting(), upload_dir="s3://bucket/up", artifact_excludes=("*.tmp",))
     attempt = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
-    attempt.begin(2)
-    attempt.after_commit()
-    attempt.after_commit()
-    attempt.after_report()
-    attempt.after_report()
+    attempt.prepare(2)
+    attempt.on_commit()
+    attempt.on_commit()
+    attempt.on_report()
+    attempt.on_report()
     asked = [what for what, _ in ASKED]
-    remote = f"s3://bucket/up/{TRIAL.artifacts}"
+    remote = f"s3://bucket/up/{TRIAL.artifacts_folder}"
     assert asked == [f"down {remote}", f"up {remote}", f"up {remote}", f"up {remote}"]
     assert all("*.tmp" in (exclude or ()) and "./rank_*" in (exclude or ()) for _, exclude in ASKED)
 
@@ -233,8 +237,8 @@ def test_artifacts_stay_behind_or_wait_for_the_period_where_that_is_said(
     sync = SyncConfig(syncer=Noting(), upload_dir="s3://bucket/up").model_copy(update=options)
     attempt = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
     for _ in range(3):
-        attempt.after_report()
-        attempt.after_commit()
+        attempt.on_report()
+        attempt.on_commit()
     assert len(ASKED) == count
 
 
@@ -259,11 +263,11 @@ def test_a_syncer_of_the_users_that_raises_anything_stops_no_training(
 ) -> None:
     sync = SyncConfig(syncer=Broken(), upload_dir=str(tmp_path / "up"), sync_period_seconds=0)
     attempt = attempt_of(spec_for(LocalTarget(path=str(tmp_path / "target")), sync), tmp_path / "1")
-    attempt.begin(2)
-    attempt.after_commit()
-    attempt.after_report()
-    attempt.close()
-    attempt.settle()
+    attempt.prepare(2)
+    attempt.on_commit()
+    attempt.on_report()
+    attempt.sync_and_wait()
+    attempt.close_syncer()
     messages = [record.getMessage() for record in caplog.records if record.name == LOG.name]
     assert sum("RuntimeError: not up" in message for message in messages) == 3
     assert sum("KeyError" in message for message in messages) == 1
@@ -278,13 +282,13 @@ def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial
     )
     for number in (1, 2):
         attempt = attempt_of(spec, tmp_path / f"{number}")
-        attempt.begin(number)
+        attempt.prepare(number)
         (tmp_path / f"{number}" / f"log-{number}").write_text("")
-        attempt.close()
-        attempt.settle()
+        attempt.sync_and_wait()
+        attempt.close_syncer()
     (tmp_path / "neighbour" / "log").write_text("")
-    neighbour.close()
-    neighbour.settle()
+    neighbour.sync_and_wait()
+    neighbour.close_syncer()
     with LocalTarget(path=str(tmp_path / "up")).open(timeout=timedelta(minutes=1)) as store:
-        assert fetched(store, tmp_path, TRIAL.artifacts) == {"log-1": b"", "log-2": b""}
+        assert fetched(store, tmp_path, TRIAL.artifacts_folder) == {"log-1": b"", "log-2": b""}
         assert fetched(store, tmp_path, "e/1/trials/neighbour/artifacts") == {"log": b""}

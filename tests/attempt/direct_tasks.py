@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save
-from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.commit import ExpectedParts, Reverification, SaveResult
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.tasks.checkpoints import delete_retired_checkpoints, download_checkpoint, publish_checkpoint
@@ -16,20 +16,20 @@ from prefect_tune.tasks.checkpoints import delete_retired_checkpoints, download_
 class DirectTasks:
     spec: TrialSpec
 
-    def save(
+    def save_checkpoint(
         self,
         key: CheckpointKey,
         directory: Path,
-        about: About,
+        metadata: CheckpointMetadata,
         before: Trial,
         reverification: Reverification,
-        parts: PartsOfSave | None = None,
-    ) -> Save:
+        parts: ExpectedParts | None = None,
+    ) -> SaveResult:
         place = (self.spec.target, key, directory)
-        return publish_checkpoint.fn(*place, about, before, reverification=reverification, parts=parts)
+        return publish_checkpoint.fn(*place, metadata, before, reverification=reverification, parts=parts)
 
-    def restore(self, key: CheckpointKey, destination: Path) -> Path:
+    def restore_checkpoint(self, key: CheckpointKey, destination: Path) -> Path:
         return download_checkpoint.fn(self.spec.target, key, destination)
 
-    def delete(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
+    def delete_checkpoints(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
         delete_retired_checkpoints.fn(self.spec.target, self.spec.trial, state, retired)

@@ -14,39 +14,39 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.attempt import commit_worker as module
-from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt.attempt import make_attempt_started
 from prefect_tune.attempt.commit_worker import CommitWorker, GroupSave
-from prefect_tune.attempt.search_link import Outbox, WrittenEntries
+from prefect_tune.attempt.search_channel import Outbox, WritingJournal
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal.journal import append, history, load, take_over
+from prefect_tune.core.journal.journal import acquire_ownership, append_events, load_experiment, read_entries
 from prefect_tune.core.journal_events import (
-    Adopted,
     AttemptEnded,
     Cause,
-    Committed,
+    CheckpointCommitted,
+    CheckpointQuarantined,
+    CheckpointsAdopted,
+    CheckpointsRetired,
     Entry,
     Event,
-    Finished,
     Owner,
-    Quarantined,
-    Reported,
-    Retired,
+    StepReported,
     TrialAdded,
+    TrialFinished,
 )
 from prefect_tune.core.messages.process_messages import StepDone
-from prefect_tune.core.operations.scrub import quarantine, read_one
-from prefect_tune.core.restore import adopt
+from prefect_tune.core.operations.scrub import inspect_checkpoint, quarantine
+from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.journal_access import EntryWriter, JournalWriter
-from prefect_tune.ownership import writer_of_trial
+from prefect_tune.ownership import make_trial_entry_writer
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from prefect_tune.tasks.experiments import write_stamped_entry
 from tests.attempt.direct_tasks import DirectTasks
@@ -121,9 +121,9 @@ class NoArtifacts:
     def settle(self) -> None: ...
 
 
-def write(target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None) -> Experiment:
+def write(target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: WriteStamp | None) -> Experiment:
     """Write an entry without retries: the commit worker retries."""
-    return write_stamped_entry.fn(target, state, events, stamp or new_write_id())
+    return write_stamped_entry.fn(target, state, events, stamp or new_write_stamp())
 
 
 @dataclass
@@ -138,13 +138,13 @@ class CommitHarness:
         """Take the experiment over, and start an attempt from its newest checkpoint."""
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
             owner = Owner(name="a test", host="here", pid=1)
-            state = take_over(store, first_generation("e"), owner, new_write_id())
+            state = acquire_ownership(store, first_generation("e"), owner, new_write_stamp())
             known = TRIAL.trial in state.trials
             added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
             lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, reason="")] if self._runs(state) else []
-            state = append(store, state, [Adopted(), *added, *lost], new_write_id())
-            state = append(store, state, [next_start(state.trial(TRIAL.trial))], new_write_id())
-        journal = WrittenEntries(TRIAL.trial, JournalWriter(self.plan.target, state, writer))
+            state = append_events(store, state, [CheckpointsAdopted(), *added, *lost], new_write_stamp())
+            state = append_events(store, state, [make_attempt_started(state.trial(TRIAL.trial))], new_write_stamp())
+        journal = WritingJournal(TRIAL.trial, JournalWriter(self.plan.target, state, writer))
         tasks, log = DirectTasks(self.plan), getLogger("commits")
         return CommitWorker(self.plan, state.term, journal, NoArtifacts(), tasks, log)
 
@@ -166,21 +166,21 @@ class CommitHarness:
 
     def state(self) -> Trial:
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            return load(store, first_generation("e")).trial(TRIAL.trial)
+            return load_experiment(store, first_generation("e")).trial(TRIAL.trial)
 
     def entries(self) -> Sequence[Entry]:
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            return history(store, first_generation("e"))
+            return read_entries(store, first_generation("e"))
 
     def reported(self) -> list[int]:
         events = [event for entry in self.entries() for event in entry.events]
-        return [event.report.step for event in events if isinstance(event, Reported)]
+        return [event.report.step for event in events if isinstance(event, StepReported)]
 
     def blobs(self) -> int:
-        return len(self._files(TRIAL.blobs))
+        return len(self._files(TRIAL.blobs_folder))
 
     def manifests(self) -> int:
-        return len(self._files(TRIAL.checkpoints))
+        return len(self._files(TRIAL.checkpoints_folder))
 
     def _files(self, folder: str) -> list[Path]:
         return sorted(path for path in (self.folder / "target" / folder).rglob("*") if path.is_file())
@@ -192,10 +192,10 @@ class CommitHarness:
     def quarantine_oldest(self) -> None:
         """Quarantine a checkpoint, as another writer."""
         with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            quarantine(store, TRIAL.of_experiment, {self.live()[0]: "damaged"}, new_write_id())
+            quarantine(store, TRIAL.journal_key, {self.live()[0]: "damaged"}, new_write_stamp())
 
     def rot_oldest_blob(self) -> None:
-        oldest = min(self._files(TRIAL.blobs), key=lambda path: path.stat().st_mtime_ns)
+        oldest = min(self._files(TRIAL.blobs_folder), key=lambda path: path.stat().st_mtime_ns)
         oldest.chmod(0o644)
         oldest.write_bytes(b"X" * oldest.stat().st_size)
 
@@ -207,20 +207,20 @@ def report(step: int) -> StepReport:
 @contextmanager
 def before_last_words(commit_worker: CommitWorker, act: Callable[[], None]) -> Iterator[None]:
     """Call `act` after the commit worker's thread died and before its last attempt to write the end."""
-    last_words = commit_worker._end_all_the_same
+    last_words = commit_worker._retry_end
 
     def after() -> None:
         act()
         last_words()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_worker, "_end_all_the_same", after)
+        patch.setattr(commit_worker, "_retry_end", after)
         yield
 
 
 def save_step(commit_worker: CommitWorker, done: StepDone, committed: Callable[[int], None]) -> None:
-    commit_worker.note(done.report)
-    commit_worker.save(GroupSave(done, {}), committed, lambda _: None)
+    commit_worker.queue_report(done.report)
+    commit_worker.queue_save(GroupSave(done, {}), committed, lambda _: None)
 
 
 def ended(cause: Cause, message: str) -> AttemptEnded:
@@ -229,7 +229,7 @@ def ended(cause: Cause, message: str) -> AttemptEnded:
 
 def lose(commit_worker: CommitWorker) -> None:
     """End the attempt as a failure of the machine."""
-    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.queue_end(ended(Cause.MACHINE, "away"))
     commit_worker.close()
 
 
@@ -246,11 +246,11 @@ def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_after_its_comm
     commit_worker = harness.attempt()
     before = len(harness.entries())
     harness.save(commit_worker, 1, finish_reason="enough")
-    commit_worker.end(Finished(trial=TRIAL.trial, reason="enough"))
+    commit_worker.queue_end(TrialFinished(trial=TRIAL.trial, reason="enough"))
     commit_worker.close()
     assert (harness.state().phase, harness.state().reason, harness.committed) == (Phase.FINISHED, "enough", [1])
     events = [[type(event) for event in entry.events] for entry in harness.entries()[before:]]
-    assert events == [[Reported, Committed], [Finished]]
+    assert events == [[StepReported, CheckpointCommitted], [TrialFinished]]
 
 
 def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(
@@ -260,11 +260,11 @@ def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the
     directory = harness.folder / "handed-over"
     directory.mkdir()
     (directory / "latest").symlink_to("nothing")
-    commit_worker.note(report(1))
+    commit_worker.queue_report(report(1))
     save_step(commit_worker, StepDone(report=report(2), checkpoint=str(directory)), harness.committed.append)
     until(lambda: commit_worker.error)
     assert isinstance(commit_worker.error, InvalidInput)
-    commit_worker.end(ended(Cause.USER, "its checkpoint cannot be saved"))
+    commit_worker.queue_end(ended(Cause.TRAINABLE, "its checkpoint cannot be saved"))
     commit_worker.close()
     state = harness.state()
     assert (state.phase, state.user_failures, state.machine_failures) == (Phase.PENDING, 1, 0)
@@ -277,7 +277,7 @@ def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_rai
     commit_worker = harness.attempt()
     INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
     harness.save(commit_worker, 1)
-    commit_worker.end(ended(Cause.MACHINE, "not written"))
+    commit_worker.queue_end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
         commit_worker.close()
     assert (harness.state().phase, harness.state().reason) == (Phase.PENDING, "not written")
@@ -287,7 +287,7 @@ def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_rais
     commit_worker = harness.attempt()
     INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
     harness.save(commit_worker, 1)
-    commit_worker.end(ended(Cause.MACHINE, "not written"))
+    commit_worker.queue_end(ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
         commit_worker.close()
     INJECTED.wrong = lambda _path: None
@@ -308,8 +308,8 @@ def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothin
 
     setattr(INJECTED, away, once)
     INJECTED.hidden = tries
-    commit_worker.note(report(1))
-    commit_worker.end(Finished(trial=TRIAL.trial, reason="enough"))
+    commit_worker.queue_report(report(1))
+    commit_worker.queue_end(TrialFinished(trial=TRIAL.trial, reason="enough"))
     with pytest.raises(CommitUnknown), before_last_words(commit_worker, lambda: setattr(INJECTED, "hidden", ())):
         commit_worker.close()
     assert (harness.state().phase, harness.reported()) == (Phase.FINISHED, [1])
@@ -330,15 +330,20 @@ def test_the_failure_of_an_attempt_waits_for_its_saves_whose_directories_are_rem
 
 
 def test_a_save_beside_which_another_task_deletes_an_older_checkpoint_is_saved_again(harness: CommitHarness) -> None:
-    commit_worker = harness.attempt(writer_of_trial(TRIAL.trial))
+    commit_worker = harness.attempt(make_trial_entry_writer(TRIAL.trial))
     harness.save(commit_worker, 1)
     until(lambda: harness.committed == [1])
 
     def deletes_the_first(path: str) -> None:
-        if path.startswith(TRIAL.checkpoints):
+        if path.startswith(TRIAL.checkpoints_folder):
             INJECTED.after = lambda _path: None
             with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-                append(store, load(store, TRIAL.of_experiment), [Retired(trial="trial", retires=(1,))], new_write_id())
+                append_events(
+                    store,
+                    load_experiment(store, TRIAL.journal_key),
+                    [CheckpointsRetired(trial="trial", retires=(1,))],
+                    new_write_stamp(),
+                )
 
     INJECTED.after = deletes_the_first
     harness.save(commit_worker, 2)
@@ -350,7 +355,7 @@ def test_a_save_beside_which_another_task_deletes_an_older_checkpoint_is_saved_a
 def damaged(harness: CommitHarness) -> Sequence[int]:
     """The steps of the live checkpoints that are damaged."""
     with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        return [key.step for key in harness.live() if read_one(store, key).damage]
+        return [key.step for key in harness.live() if inspect_checkpoint(store, key).damage]
 
 
 def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_before_it_counts(
@@ -382,7 +387,7 @@ def test_the_last_save_of_a_trial_is_made_again_too_before_the_trial_has_finishe
     harness.rot_oldest_blob()
     harness.quarantine_oldest()
     harness.save(commit_worker, 3, backbone=b"frozen", finish_reason="enough")
-    commit_worker.end(Finished(trial=TRIAL.trial, reason="enough"))
+    commit_worker.queue_end(TrialFinished(trial=TRIAL.trial, reason="enough"))
     commit_worker.close()
     assert (harness.state().phase, harness.committed) == (Phase.FINISHED, [1, 2, 3])
     assert harness.live()[-1].step == 3
@@ -411,7 +416,7 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
     def refuse(*_: object) -> Sequence[object]:
         raise StoreRefused("s3:ListBucket")
 
-    monkeypatch.setattr(module, "leftover", refuse)
+    monkeypatch.setattr(module, "find_leftover_manifests", refuse)
     commit_worker = harness.attempt()
     harness.save(commit_worker, 1)
     lose(commit_worker)
@@ -437,8 +442,8 @@ def often(harness: CommitHarness, seconds: float) -> None:
 def test_reports_are_journaled_after_the_period_without_another_one(harness: CommitHarness) -> None:
     often(harness, 0.2)
     commit_worker = harness.attempt()
-    commit_worker.note(report(1))
-    commit_worker.note(report(2))
+    commit_worker.queue_report(report(1))
+    commit_worker.queue_report(report(2))
     until(lambda: harness.reported() == [1, 2])
     assert harness.state().phase is Phase.RUNNING
     lose(commit_worker)
@@ -455,9 +460,9 @@ def test_reports_wait_for_a_target_that_is_away_or_refuses(harness: CommitHarnes
         return wrong
 
     INJECTED.wrong = refuse
-    commit_worker.note(report(1))
+    commit_worker.queue_report(report(1))
     until(lambda: len(refused) > 2)
-    commit_worker.note(report(2))
+    commit_worker.queue_report(report(2))
     INJECTED.wrong = lambda _path: None
     harness.save(commit_worker, 3)
     lose(commit_worker)
@@ -479,44 +484,44 @@ def test_a_save_whose_entry_is_never_written_has_the_reports_that_could_not_be_j
         return StoreUnavailable("503")
 
     INJECTED.wrong = refuse
-    commit_worker.note(report(1))
+    commit_worker.queue_report(report(1))
     until(lambda: refused)
-    commit_worker.note(report(2))
+    commit_worker.queue_report(report(2))
     harness.save(commit_worker, 3)
     until(lambda: commit_worker.error)
-    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.queue_end(ended(Cause.MACHINE, "away"))
     with pytest.raises(StoreUnavailable):
         commit_worker.close()
     INJECTED.wrong = lambda _path: None
     with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
         owner = Owner(name="the next", host="here", pid=2)
-        state = take_over(store, first_generation("e"), owner, new_write_id())
-        append(store, state, adopt(store, state), new_write_id())
+        state = acquire_ownership(store, first_generation("e"), owner, new_write_stamp())
+        append_events(store, state, make_adoption_events(store, state), new_write_stamp())
     assert harness.reported() == [1, 2, 3]
     assert [each.step for each in harness.live()] == [3]
 
 
 def test_the_report_at_which_a_trial_asks_says_so(harness: CommitHarness) -> None:
     commit_worker = harness.attempt()
-    commit_worker.note(report(1))
-    commit_worker.note(report(2), asks=True)
-    commit_worker.note(report(3))
+    commit_worker.queue_report(report(1))
+    commit_worker.queue_report(report(2), awaits_decision=True)
+    commit_worker.queue_report(report(3))
     lose(commit_worker)
     events = [event for entry in harness.entries() for event in entry.events]
-    asks = {event.report.step: event.asks for event in events if isinstance(event, Reported)}
+    asks = {event.report.step: event.asks for event in events if isinstance(event, StepReported)}
     assert asks == {1: False, 2: True, 3: False}
 
 
 def test_one_commit_in_a_period_has_a_line_with_its_metrics_and_the_count_of_those_without(
     harness: CommitHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(days=1))
+    monkeypatch.setattr(module, "_LOG_INTERVAL", timedelta(days=1))
     caplog.set_level("INFO", logger="commits")
     commit_worker = harness.attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step)
     until(lambda: harness.committed == [1, 2, 3])
-    monkeypatch.setattr(module, "_LOG_PERIOD", timedelta(0))
+    monkeypatch.setattr(module, "_LOG_INTERVAL", timedelta(0))
     for step in (4, 5):
         harness.save(commit_worker, step)
     lose(commit_worker)
@@ -545,7 +550,7 @@ def training(tmp_path: Path) -> Iterator[tuple[CommitHarness, CommitWorker]]:
     saves(harness, commit_worker, 1, 2)
     harness.rot_oldest_blob()
     yield harness, commit_worker
-    commit_worker.end(ended(Cause.MACHINE, "away"))
+    commit_worker.queue_end(ended(Cause.MACHINE, "away"))
     with suppress(Superseded):  # tests that begin another attempt
         commit_worker.close()
 
@@ -564,10 +569,14 @@ def test_what_shares_a_rotten_blob_is_put_aside_in_the_entry_that_commits_the_go
     assert damaged(harness) == [1, 2]
     saves(harness, commit_worker, *range(3, 3 + EVERY))
     assert damaged(harness) == []
-    found = [entry.events for entry in harness.entries() if any(isinstance(each, Quarantined) for each in entry.events)]
+    found = [
+        entry.events
+        for entry in harness.entries()
+        if any(isinstance(each, CheckpointQuarantined) for each in entry.events)
+    ]
     assert len(found) == 1
-    committed = [each.checkpoint.step for each in found[0] if isinstance(each, Committed)]
-    aside = [each for each in found[0] if isinstance(each, Quarantined)]
+    committed = [each.checkpoint.step for each in found[0] if isinstance(each, CheckpointCommitted)]
+    aside = [each for each in found[0] if isinstance(each, CheckpointQuarantined)]
     assert [each.sequence for each in aside] == [
         each.checkpoint.sequence for each in harness.state().quarantined_checkpoints
     ]
@@ -583,7 +592,7 @@ def test_an_attempt_after_it_goes_on_from_a_whole_checkpoint_and_sends_no_damage
     saves(harness, commit_worker, *range(3, 3 + EVERY))
     again = harness.attempt()
     saves(harness, again, 9, 10)
-    again.end(ended(Cause.MACHINE, "away"))
+    again.queue_end(ended(Cause.MACHINE, "away"))
     again.close()
     assert damaged(harness) == []
     assert {9, 10} <= {key.step for key in harness.live()}
@@ -605,7 +614,7 @@ def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all
     def away(*_: object) -> Callable[[], None]:
         raise StoreUnavailable("503")
 
-    monkeypatch.setattr(module, "on_target", away)
+    monkeypatch.setattr(module, "with_store", away)
     saves(harness, commit_worker, *range(3, 3 + EVERY))
     assert damaged(harness)[:2] == [1, 2]
     assert 2 + EVERY not in damaged(harness)

@@ -18,9 +18,9 @@ from prefect.exceptions import TerminationSignal
 
 from prefect_tune import storage_retries
 from prefect_tune.attempt import graceful_stop
-from prefect_tune.attempt.graceful_stop import interruptible
+from prefect_tune.attempt.graceful_stop import run_interruptible
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
-from prefect_tune.storage_retries import is_abandoned, may_pass, retrying_refusals, with_retries
+from prefect_tune.storage_retries import is_retryable, is_work_abandoned, retrying_refusals, with_retries
 
 
 class FlowTimedOut(TimeoutError):
@@ -72,7 +72,7 @@ def test_a_flow_that_times_out_has_its_trial_save_and_end_first(seconds: float) 
         return "saved"
 
     with pytest.raises(FlowTimedOut):
-        interruptible(work, grace=timedelta(seconds=20), request_period=timedelta(seconds=5))
+        run_interruptible(work, grace=timedelta(seconds=20), poll_interval=timedelta(seconds=5))
     assert ended.is_set()
 
 
@@ -92,7 +92,7 @@ def test_however_many_sigterms_arrive_the_trial_saves_and_ends() -> None:
     before = signal.signal(signal.SIGUSR2, terminates)
     try:
         with pytest.raises(TerminationSignal):
-            interruptible(work, grace=timedelta(seconds=20), request_period=timedelta(seconds=5))
+            run_interruptible(work, grace=timedelta(seconds=20), poll_interval=timedelta(seconds=5))
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert saved == ["saved"]
@@ -107,7 +107,7 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_not_missed() -> None:
         stopped.append(stop.wait(20))
 
     with pytest.raises(FlowTimedOut):
-        interruptible(work, grace=timedelta(seconds=20), request_period=timedelta(seconds=5))
+        run_interruptible(work, grace=timedelta(seconds=20), poll_interval=timedelta(seconds=5))
     assert stopped == [True]
 
 
@@ -116,7 +116,7 @@ def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_aga
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (60.0, 60.0))
-    monkeypatch.setattr(graceful_stop, "_LAST_WORDS", timedelta(seconds=0.1))
+    monkeypatch.setattr(graceful_stop, "_FINAL_WRITE_TIMEOUT", timedelta(seconds=0.1))
     ended, found = threading.Event(), []
 
     def refuse() -> None:
@@ -126,19 +126,19 @@ def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_aga
         try:
             with_retries(refuse)
         except type(error):
-            found.append(may_pass(error))
+            found.append(is_retryable(error))
         ended.set()
 
     def work(stop: threading.Event) -> None:
         with retrying_refusals():
             threading.Thread(target=copy_context().run, args=(trains,), daemon=True).start()
-            found.append(may_pass(error))
+            found.append(is_retryable(error))
             os.kill(os.getpid(), signal.SIGUSR1)
             stop.wait(20)
             ended.wait(20)
 
     with pytest.raises(FlowTimedOut):
-        interruptible(work, grace=timedelta(0), request_period=timedelta(seconds=5))
+        run_interruptible(work, grace=timedelta(0), poll_interval=timedelta(seconds=5))
     assert ended.wait(10), "a thread of a task runner would keep the process from its end"
     assert found == [True, False]
 
@@ -150,12 +150,12 @@ def test_a_second_interrupt_abandons_the_work_and_waits_for_its_last_entry() -> 
         os.kill(os.getpid(), signal.SIGINT)
         stop.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
-        while not is_abandoned():
+        while not is_work_abandoned():
             time.sleep(0.001)
         journaled.set()
 
     with pytest.raises(KeyboardInterrupt):
-        interruptible(work, grace=timedelta(hours=1), request_period=timedelta(seconds=5))
+        run_interruptible(work, grace=timedelta(hours=1), poll_interval=timedelta(seconds=5))
     assert journaled.wait(60)
 
 

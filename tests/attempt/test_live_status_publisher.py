@@ -11,9 +11,9 @@ import pytest
 
 from prefect_tune import clock
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
-from prefect_tune.core.experiment.experiment import after_event, nothing_yet
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Event, Started, TrialAdded
-from prefect_tune.core.messages.target_messages import newest_live_status
+from prefect_tune.core.experiment.experiment import apply_event, empty_experiment
+from prefect_tune.core.journal_events import AttemptEnded, AttemptStarted, Cause, Event, TrialAdded
+from prefect_tune.core.messages.target_messages import read_newest_live_status
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.monitoring import search_observer
@@ -39,21 +39,21 @@ class Search:
     """An experiment with one running trial, and the publisher of its live status."""
 
     def __init__(self, period: timedelta | None) -> None:
-        self.state = nothing_yet(KEY).model_copy(update={"term": 3})
+        self.state = empty_experiment(KEY).model_copy(update={"term": 3})
         self.view = SearchView(self.state)
-        self.publisher = LiveStatusPublisher(BucketTarget(name="live"), self.view.read, period)
+        self.publisher = LiveStatusPublisher(BucketTarget(name="live"), self.view.take_snapshot, period)
         self.happens(TrialAdded(trial="a", config={}))
-        self.happens(Started(trial="a", attempt=1, from_step=0))
+        self.happens(AttemptStarted(trial="a", attempt=1, from_step=0))
 
     def happens(self, event: Event) -> None:
-        self.state = after_event(self.state, event, 1)
-        self.view.apply(event, MOMENT, self.state)
+        self.state = apply_event(self.state, event, 1)
+        self.view.apply_event(event, MOMENT, self.state)
 
 
 def test_it_is_written_again_and_again_so_that_its_time_says_that_the_owner_lives(bucket: Bucket) -> None:
     with Search(OFTEN).publisher:
         until(lambda: bucket.operations["put"] > 3)
-    found = newest_live_status(bucket, KEY)
+    found = read_newest_live_status(bucket, KEY)
     assert (found.term, [(each.trial, each.began_at) for each in found.trials]) == (3, [("a", AT)])
     assert found.number > 3
 
@@ -77,7 +77,7 @@ def test_an_outage_is_logged_once_and_the_next_write_needs_no_repair(
 ) -> None:
     bucket.failures = [StoreUnavailable("no route to the bucket")] * 3
     with caplog.at_level(logging.WARNING, "prefect_tune"), Search(OFTEN).publisher:
-        until(lambda: newest_live_status(bucket, KEY))
+        until(lambda: read_newest_live_status(bucket, KEY))
     assert [each.getMessage() for each in caplog.records] == [
         "the newest steps of running trials cannot be published; retried later: no route to the bucket"
     ]
@@ -99,14 +99,14 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
     monkeypatch.setattr(running._closed, "wait", is_closed_after)
     running._run_publisher(OFTEN)
     assert pauses == [0.0, OFTEN.total_seconds(), 40.0, 40.0]
-    found = newest_live_status(bucket, KEY)
+    found = read_newest_live_status(bucket, KEY)
     assert found.period_seconds == 40
 
 
 @pytest.mark.usefixtures("bucket")
 def test_a_trial_that_this_owner_does_not_run_is_not_published() -> None:
     search, run_here = Search(OFTEN), set[str]()
-    publisher = LiveStatusPublisher(BucketTarget(name="live"), search.view.read, OFTEN, run_here.__contains__)
+    publisher = LiveStatusPublisher(BucketTarget(name="live"), search.view.take_snapshot, OFTEN, run_here.__contains__)
     assert publisher._read_running_trials()[1] == ()
     run_here.add("a")
     assert [each.trial for each in publisher._read_running_trials()[1]] == ["a"]

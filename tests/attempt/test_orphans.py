@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
+from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_thread
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.messages.process_messages import (
+    CheckpointAndStop,
     CheckpointSaved,
     FromTrial,
     Start,
     StepDone,
-    StopAndSave,
     TrialEnded,
 )
-from prefect_tune.core.reasons import code_of
+from prefect_tune.core.reasons import get_reason_code
 from tests.fakes.supervisors import PATIENCE_SECONDS, Watched, watched
 from tests.fakes.trial_processes import (
     Family,
@@ -159,14 +159,14 @@ Opened = Callable[[Start, Log], AbstractContextManager[TrialChannel]]
 def searches() -> Iterator[Opened]:
     """Start trial processes as `pt.tune` does."""
     with TrialProcessPool(slots=len(_WAYS)) as pool:
-        yield pool.process
+        yield pool.open_process
 
 
 @contextmanager
 def trains_alone() -> Iterator[Opened]:
     """Start trial processes as `pt.durable_trainable` does, workers of Dask and Ray, and runs of deployments."""
     with TrialProcessPool(slots=0) as pool:
-        yield pool.process
+        yield pool.open_process
 
 
 # --------------------------------------------------------------------------------------- as outside a trial
@@ -204,7 +204,7 @@ def test_threads_of_a_trial_fork_side_by_side_and_no_signal_stays_blocked(tmp_pa
 
 
 def test_a_worker_of_a_trial_in_a_thread_of_the_flow_ends_as_well(tmp_path: Path) -> None:
-    assert found_by(trial_in_place, parallel.terminates, tmp_path)["codes"] == [-signal.SIGTERM, 1]
+    assert found_by(trial_in_thread, parallel.terminates, tmp_path)["codes"] == [-signal.SIGTERM, 1]
 
 
 # ------------------------------------------------------------------------------------- each end of the trial
@@ -218,7 +218,7 @@ def trained(opened: Opened, folder: Path, ends: str, way: str) -> list[int]:
     with opened(start_of(parallel.trains, folder, config), LOG) as channel:
         last = _last_word(channel, lambda: _end(ends, channel, witness))
         assert isinstance(last, TrialEnded | None), (way, last)
-        code = None if last is None else code_of(last.outcome.reason)
+        code = None if last is None else get_reason_code(last.outcome.reason)
         assert code == {"killed": None, "asked to stop": "saved-as-requested"}.get(ends, "returned"), (way, last)
         channel.end()
     return sorted(pids_of_trials(witness))
@@ -237,7 +237,7 @@ def _last_word(channel: TrialChannel, at_second_step: Callable[[], None]) -> Fro
         if isinstance(message, StepDone):
             if message.report.step == 2:
                 at_second_step()
-            channel.tell(CheckpointSaved(step=message.report.step))
+            channel.send(CheckpointSaved(step=message.report.step))
     raise AssertionError(f"not over within {_SLOW_SECONDS:g} s: a trial")
 
 
@@ -250,7 +250,7 @@ def _end(ends: str, channel: TrialChannel, witness: Path) -> None:
         (pid,) = pids_of_trials(witness)
         os.kill(pid, signal.SIGKILL)
     elif ends == "asked to stop":
-        channel.tell(StopAndSave())
+        channel.send(CheckpointAndStop())
 
 
 def left_in_shared_memory(pids: list[int], folder: Path) -> list[str]:

@@ -13,13 +13,13 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.artifact_sync import TargetSyncer
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import import_path
+from prefect_tune.attempt.trial_spec import absolute_sys_path
 from prefect_tune.blocks import FsspecTarget
 from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import CheckpointSaved, TrainableLoaded
 from prefect_tune.loggers import FileLogger
-from prefect_tune.runtime.load_named import load_named
+from prefect_tune.runtime.load_named import load_by_name
 from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, start_of
 from tests.long_cases import long_after
@@ -42,10 +42,10 @@ def test_a_checkpoints_relative_path_is_handed_over_as_the_real_one(
     staging.mkdir()
     config = {"seen_from": str(here), "path": path}
     start = start_of(reporters.hands_over, tmp_path, config, overlap=overlap, staging=str(staging))
-    with pool.process(start, LOG) as channel:
+    with pool.open_process(start, LOG) as channel:
         assert isinstance(channel.receive(timedelta(seconds=60)), TrainableLoaded)
         step = channel.receive(timedelta(seconds=60))
-        channel.tell(CheckpointSaved(step=1))
+        channel.send(CheckpointSaved(step=1))
         channel.receive(timedelta(seconds=60))
     directory = Path(step.checkpoint or "")
     if overlap:
@@ -59,7 +59,7 @@ def test_a_relative_path_that_is_no_directory_is_refused_with_the_directory_it_i
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
     config = {"seen_from": str(tmp_path), "path": "nothing"}
-    with pool.process(start_of(reporters.hands_over, tmp_path, config), LOG) as channel:
+    with pool.open_process(start_of(reporters.hands_over, tmp_path, config), LOG) as channel:
         failure = require_failure(messages_of(channel)[-1])
     assert f"expected a local directory in the working directory {tmp_path}" in str(failure.reason)
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_on_a_target_is_not_mistaken_for_a_directory_of_the_same_na
 ) -> None:
     (tmp_path / "bucket" / "checkpoint").mkdir(parents=True)
     config = {"seen_from": str(tmp_path)}
-    with pool.process(start_of(reporters.hands_over_what_is_on_a_target, tmp_path, config), LOG) as channel:
+    with pool.open_process(start_of(reporters.hands_over_what_is_on_a_target, tmp_path, config), LOG) as channel:
         failure = require_failure(messages_of(channel)[-1])
     assert "do not report a checkpoint that is already on a target" in str(failure.reason)
 
@@ -78,7 +78,13 @@ def test_a_trial_imports_from_where_its_supervisor_does(tmp_path: Path, monkeypa
     (tmp_path / "code").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "code", "__editable__.finder", "/usr/lib/nothing", "absent"])
-    assert import_path() == (str(tmp_path), str(tmp_path / "code"), "__editable__.finder", "/usr/lib/nothing", "absent")
+    assert absolute_sys_path() == (
+        str(tmp_path),
+        str(tmp_path / "code"),
+        "__editable__.finder",
+        "/usr/lib/nothing",
+        "absent",
+    )
 
 
 def test_a_removed_working_directory_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +92,9 @@ def test_a_removed_working_directory_is_no_hindrance(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     monkeypatch.setattr(sys, "path", ["", "code"])
-    assert import_path() == ("", "code")
+    assert absolute_sys_path() == ("", "code")
     with pytest.raises(InvalidInput, match=r"No module named 'no_such_module'.*directory <removed>"):
-        load_named("no_such_module:train")
+        load_by_name("no_such_module:train")
 
 
 def test_a_syncer_sends_the_directory_that_was_meant_when_it_was_asked(
@@ -119,7 +125,7 @@ def test_a_logger_goes_on_writing_where_it_began(tmp_path: Path, monkeypatch: py
     logger = FileLogger("logs")
     logger.setup(SearchInfo("e", "file:///target", None))
     monkeypatch.chdir("/")
-    assert logger.folder_of("t") == tmp_path / "logs" / "e" / "t"
+    assert logger.make_trial_folder("t") == tmp_path / "logs" / "e" / "t"
 
 
 @pytest.mark.parametrize("location", ["local://runs", "file://runs/x", "local://./runs"])

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
+from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_thread
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.core.journal_events import Finished, FinishKind
+from prefect_tune.core.journal_events import FinishKind, TrialFinished
 from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
+    ContinueTraining,
     FromTrial,
-    Proceed,
     StepDone,
     TrainableLoaded,
     TrialEnded,
@@ -45,7 +45,7 @@ _IN_TIME = timedelta(seconds=60)
 @pytest.fixture(params=["forked", "started", "in place"])
 def opened(request: pytest.FixtureRequest, pool: TrialProcessPool) -> Opened:
     """Each way to train."""
-    ways: Mapping[str, Opened] = {"forked": pool.process, "started": started_process, "in place": trial_in_place}
+    ways: Mapping[str, Opened] = {"forked": pool.open_process, "started": started_process, "in place": trial_in_thread}
     return ways[request.param]
 
 
@@ -61,7 +61,7 @@ def served(channel: TrialChannel) -> Sequence[FromTrial]:
     while not (messages and isinstance(messages[-1], TrialEnded)):
         messages.append(next_of(channel))
         if isinstance(messages[-1], StepDone) and messages[-1].checkpoint:
-            channel.tell(CheckpointSaved(step=messages[-1].report.step))
+            channel.send(CheckpointSaved(step=messages[-1].report.step))
     return messages
 
 
@@ -79,23 +79,23 @@ def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(o
         assert bool(each.checkpoint) == (metrics["index"] in range(4, times, 5))
         if each.checkpoint:
             assert Path(each.checkpoint, "said").read_text() == f"{metrics['thread']} {metrics['index']}"
-    returned = Finished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
+    returned = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
     assert untimed(messages[-1]) == TrialEnded(outcome=returned)
 
 
 def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
     start = start_of(reporters.waits_in_a_thread, tmp_path, milestone=3)
     recorder = LogRecorder()
-    with pool.process(start, log_to(recorder)) as channel:
+    with pool.open_process(start, log_to(recorder)) as channel:
         assert isinstance(next_of(channel), TrainableLoaded)
         assert [next_of(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # each is a step
         assert channel.receive(_SOON) is None
-        channel.tell(Proceed(milestone=5))
+        channel.send(ContinueTraining(milestone=5))
         asks = [next_of(channel) for _ in range(2)]
         assert [(each.report.step, each.asks) for each in asks if isinstance(each, StepDone)] == [(4, False), (5, True)]
         assert channel.receive(_SOON) is None
         leave = make_leave("enough", save=False)
-        channel.tell(leave)
+        channel.send(leave)
         assert untimed(next_of(channel)) == TrialEnded(outcome=leave.outcome)
         channel.end()
     assert not recorder.lines, "each thread has left, and printed nothing"
@@ -108,7 +108,7 @@ def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
     start = start_of(
         reporters.leaves_it_to_a_thread, tmp_path, {"seconds": 2 if isolation == "in place" else 600}, steps=3
     )
-    opened: Opened = pool.process if isolation == "forked" else trial_in_place
+    opened: Opened = pool.open_process if isolation == "forked" else trial_in_thread
     with opened(start, log_to(LogRecorder())) as channel:
         *_, ended = messages_of(channel)
         assert ended.outcome.reason == make_reason("step-limit", step=3, limit=3)
@@ -121,7 +121,7 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(
     pool: TrialProcessPool, tmp_path: Path, call: str
 ) -> None:
     start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "fork", "call": call})
-    with pool.process(start, log_to(LogRecorder())) as channel:
+    with pool.open_process(start, log_to(LogRecorder())) as channel:
         messages = messages_of(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
     assert [each.report.step for each in steps] == list(range(1, len(steps) + 1))
@@ -143,7 +143,7 @@ def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path
         found = metrics_of(channel)
     assert found["here"]
     assert found["program"] == []
-    if opened is not trial_in_place:  # there the supervisor's end, and other sockets of its process, are among them
+    if opened is not trial_in_thread:  # there the supervisor's end, and other sockets of its process, are among them
         assert found["forked"] == []
 
 
@@ -157,7 +157,7 @@ def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_fo
         channel.end()
     assert [each.report.metrics for each in messages if isinstance(each, StepDone)] == [{"loss": 1.0}, {"code": code}]
     assert isinstance(messages[-1], TrialEnded)
-    if opened is not trial_in_place:
+    if opened is not trial_in_thread:
         assert any("the child's own error" in line for line in recorder.lines) == (how == "raise")
 
 
@@ -168,7 +168,7 @@ def test_a_report_of_a_program_that_a_trial_starts_is_refused_with_where_to_repo
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
     config = {"arguments": ["-c", _REPORTS]}
-    with pool.process(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
+    with pool.open_process(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
         found = metrics_of(channel)
     assert found["code"] == 1
     assert "InvalidInput: pt.report(): expected process " in found["said"]
@@ -178,7 +178,7 @@ def test_a_report_of_a_program_that_a_trial_starts_is_refused_with_where_to_repo
 def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(
     pool: TrialProcessPool, tmp_path: Path, way: str
 ) -> None:
-    opened: Opened = pool.process if way == "forked" else started_process
+    opened: Opened = pool.open_process if way == "forked" else started_process
     config = {"environment": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
     with opened(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
         said = metrics_of(channel)["refused"]

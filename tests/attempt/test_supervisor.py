@@ -19,44 +19,44 @@ import pytest
 from prefect_tune.attempt import supervisor as attempt_supervisor
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.commit_worker import CommitWorker, GroupSave
-from prefect_tune.attempt.processes.process_channel import OWN, RankEnded, RankGroup, TrialChannel, _JoinedRank
+from prefect_tune.attempt.processes.process_channel import LAUNCHER, RankGroup, RankLostError, TrialChannel, _JoinedRank
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.search_link import InProcessLink
+from prefect_tune.attempt.search_channel import InProcessChannel
 from prefect_tune.attempt.supervisor import GroupMetrics, GroupSaves
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged, StoreRefused
-from prefect_tune.core.journal_events import Cause, Finished, FinishKind, Outcome
+from prefect_tune.core.journal_events import Cause, FinishKind, Outcome, TrialFinished
 from prefect_tune.core.messages.process_messages import (
+    CheckpointAndStop,
     CheckpointSaved,
-    Directive,
+    ContinueTraining,
     FromTrial,
-    Leave,
     MeanMetrics,
     MilestoneReached,
-    Proceed,
+    RankCommand,
     RankMetrics,
     SaveFailed,
     StepDone,
-    StopAndSave,
+    StopTrial,
     ToTrial,
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.core.reasons import ProcessEnd, Reason, code_of, make_reason
+from prefect_tune.core.reasons import ProcessEnd, Reason, get_reason_code, make_reason
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.usage_records import GroupUse, RankEnd
+from prefect_tune.core.usage_records import GroupUsage, RankEnd
 from prefect_tune.core.values import StepReport
 from prefect_tune.linux import MemoryLimit
-from prefect_tune.storage_retries import retrying_until
+from prefect_tune.storage_retries import stop_retries_on
 from tests.fakes.outcomes import make_failure, make_leave
 from tests.long_cases import long_after
 
 LOADED = TrainableLoaded(pid=1, code="")
 KILLED = ProcessEnd(signal="SIGKILL")
-DONE = Finished(trial="t", reason="done")
-RETURNED = Finished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
+DONE = TrialFinished(trial="t", reason="done")
+RETURNED = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
 
 
 @dataclass
@@ -142,7 +142,7 @@ def supervise(
     channel: FakeChannel,
     commit_worker: FakeCommitWorker,
     spec: TrialSpec,
-    link: InProcessLink,
+    link: InProcessChannel,
     meter: UsageMeter | None = None,
 ) -> Outcome:
     group = RankGroup(cast("Sequence[TrialChannel]", [channel]))
@@ -150,8 +150,8 @@ def supervise(
     return attempt_supervisor.supervise(group, worker, spec, link, used)
 
 
-def line() -> InProcessLink:
-    return InProcessLink("t", lambda _: None, TrialProcessPool(slots=1))
+def line() -> InProcessChannel:
+    return InProcessChannel("t", lambda _: None, TrialProcessPool(slots=1))
 
 
 def outcome_of(
@@ -170,15 +170,15 @@ def outcome_of(
         [
             (KILLED, Cause.MACHINE, False),
             (ProcessEnd(signal="SIGTERM"), Cause.MACHINE, False),
-            (ProcessEnd(signal="SIGSEGV"), Cause.USER, True),
-            (ProcessEnd(signal="SIGABRT", output="terminate called"), Cause.USER, True),
-            (ProcessEnd(exit_code=0), Cause.USER, True),
+            (ProcessEnd(signal="SIGSEGV"), Cause.TRAINABLE, True),
+            (ProcessEnd(signal="SIGABRT", output="terminate called"), Cause.TRAINABLE, True),
+            (ProcessEnd(exit_code=0), Cause.TRAINABLE, True),
             (
                 ProcessEnd(signal="SIGKILL", output="worker 7 exited with code 1, maybe by SIGSEGV"),
                 Cause.MACHINE,
                 False,
             ),
-            (ProcessEnd(exit_code=1, output="my worker was ended by SIGKILL"), Cause.USER, True),
+            (ProcessEnd(exit_code=1, output="my worker was ended by SIGKILL"), Cause.TRAINABLE, True),
         ],
     ),
 )
@@ -192,7 +192,7 @@ def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the
 def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
     for says in ([], [LOADED, step(1)]):
         found = outcome_of(spec, says, ProcessEnd(signal="SIGSEGV"))
-        assert (found.cause, found.at_start) == (Cause.USER, False)
+        assert (found.cause, found.at_start) == (Cause.TRAINABLE, False)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_n
 def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
     spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
 ) -> None:
-    monkeypatch.setattr(usage_meter, "_LEAST_PERIOD_SECONDS", 0.1)
+    monkeypatch.setattr(usage_meter, "_MIN_SAMPLE_INTERVAL_SECONDS", 0.1)
     kills = [5]
 
     class Channel(FakeChannel):
@@ -211,7 +211,7 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
                 kills[0] = 6
             return super().receive(patience)
 
-    monkeypatch.setattr(MemoryLimit, "kills", lambda _: kills[0])
+    monkeypatch.setattr(MemoryLimit, "oom_kill_count", lambda _: kills[0])
     says = [LOADED, step(1), *([seconds_before, 0.2, 0.2, 0.2] if seconds_before else [])]
     patient = replace(spec, silence=None)
     found = supervise(Channel(says, KILLED), FakeCommitWorker(), patient, line())
@@ -223,7 +223,7 @@ def test_what_is_wrong_with_the_directory_handed_over_is_the_trials_failure(
     spec: TrialSpec, error: BaseException
 ) -> None:
     found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=FakeCommitWorker(error=error))
-    assert (found.cause, found.reason) == (Cause.USER, make_reason("save-failed", error=str(error)))
+    assert (found.cause, found.reason) == (Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
 
 
 def test_a_process_that_is_killed_during_its_save_is_the_machines_failure_though_its_files_are_gone(
@@ -248,9 +248,9 @@ def test_a_target_that_fails_is_the_machines_failure(spec: TrialSpec) -> None:
 
 
 def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(spec: TrialSpec) -> None:
-    asking = InProcessLink("t", lambda _: asking.answer(leave), TrialProcessPool(slots=1))
+    asking = InProcessChannel("t", lambda _: asking.send_decision(leave), TrialProcessPool(slots=1))
     failure = make_failure("found no metric 'loss'", Cause.BAD_METRIC)
-    leave = Leave(outcome=failure, save=False)
+    leave = StopTrial(outcome=failure, save=False)
     channel = FakeChannel(
         [LOADED, StepDone(report=StepReport(step=2, metrics={}), asks=True), TrialEnded(outcome=failure)]
     )
@@ -276,7 +276,7 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
     found = supervise(channel, commit_worker, spec, line())
     assert time.monotonic() - began >= 0.4 + 0.3
     assert channel.sent == [CheckpointSaved(step=1)]
-    assert (found.cause, code_of(found.reason)) == (Cause.MACHINE, "silent")
+    assert (found.cause, get_reason_code(found.reason)) == (Cause.MACHINE, "silent")
 
 
 def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: TrialSpec) -> None:
@@ -285,7 +285,7 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
     class Channel(FakeChannel):
         def receive(self, patience: timedelta) -> FromTrial | None:
             if not self._left:
-                link.answer(make_leave("enough", save=True))
+                link.send_decision(make_leave("enough", save=True))
             return super().receive(patience)
 
         def tell(self, message: ToTrial) -> None:
@@ -293,15 +293,17 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
             assert len(self.sent) < 100, "the supervisor waits for ever"
 
     found = supervise(Channel([LOADED, step(1)]), FakeCommitWorker(), spec, link)
-    assert code_of(found.reason) == "silent"
+    assert get_reason_code(found.reason) == "silent"
 
 
 def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
-    asking = InProcessLink("t", lambda _: asking.answer(Proceed(milestone=None)), TrialProcessPool(slots=1))
+    asking = InProcessChannel(
+        "t", lambda _: asking.send_decision(ContinueTraining(milestone=None)), TrialProcessPool(slots=1)
+    )
     says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]
     channel = FakeChannel(says)
     assert supervise(channel, FakeCommitWorker(), spec, asking) == DONE
-    assert channel.sent == [Proceed(milestone=None)]
+    assert channel.sent == [ContinueTraining(milestone=None)]
 
 
 @pytest.mark.parametrize(("saves", "code"), [(True, "upload-unfinished"), (False, "no-checkpoint")])
@@ -314,14 +316,14 @@ def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing
     found = supervise(channel, FakeCommitWorker(), spec, asked)
     assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
     assert found.reason == make_reason(code, seconds=0.3)
-    assert channel.sent == [StopAndSave()]
+    assert channel.sent == [CheckpointAndStop()]
 
 
 def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is_over(spec: TrialSpec) -> None:
     asked, abandoned = line(), threading.Event()
     asked.stop.set()
     abandoned.set()
-    with retrying_until(abandoned):
+    with stop_retries_on(abandoned):
         found = supervise(FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace=timedelta(hours=1)), asked)
     assert (found.cause, found.reason) == (Cause.PREEMPTED, make_reason("interrupted-twice"))
 
@@ -330,14 +332,14 @@ def test_a_group_that_was_asked_to_stop_and_whose_last_save_failed_does_not_say_
     spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt_supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(0)))
-    monkeypatch.setattr(attempt_supervisor, "_OTHERS_END_WITHIN", timedelta(0))
+    monkeypatch.setattr(attempt_supervisor, "_RANK_EXIT_TIMEOUT", timedelta(0))
     saved = TrialEnded(outcome=make_failure("saved", Cause.PREEMPTED))
     first = FakeChannel([LOADED, step(1, saves=True), *[0.01] * 9, saved])
     group = RankGroup(cast("Sequence[TrialChannel]", [first, FakeChannel([LOADED])]))
     worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None)
     found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
     assert first.sent == [SaveFailed(step=1)]
-    assert (found.cause, code_of(found.reason)) == (Cause.PREEMPTED, "not-committed")
+    assert (found.cause, get_reason_code(found.reason)) == (Cause.PREEMPTED, "not-committed")
 
 
 def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
@@ -347,7 +349,7 @@ def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
     class Channel(FakeChannel):
         def tell(self, message: ToTrial) -> None:
             super().tell(message)
-            counted.append(([*supervisor._failed_saves], supervisor._is_uploading))
+            counted.append(([*supervisor._failed_saves], supervisor._has_pending_saves))
 
     group = RankGroup(cast("Sequence[TrialChannel]", [Channel([])]))
     supervisor = attempt_supervisor._Supervisor(
@@ -355,7 +357,7 @@ def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
     )
     supervisor._failed_saves.append(make_reason("not-committed", step=1, error="late"))
     supervisor._on_step(step(2, saves=True))
-    supervisor._on_saved(2)
+    supervisor._on_checkpoint_committed(2)
     assert counted == [([], False)]
 
 
@@ -366,9 +368,9 @@ def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(recei
         FakeChannel([], KILLED),
     )
     group = RankGroup(cast("Sequence[TrialChannel]", [launcher, rank]))
-    group._channels = group._open = cast("dict[int, TrialChannel]", {OWN: launcher, 1: rank})
-    group._served = received
-    with pytest.raises(RankEnded):
+    group._channels = group._open_channels = cast("dict[int, TrialChannel]", {LAUNCHER: launcher, 1: rank})
+    group._turn = received
+    with pytest.raises(RankLostError):
         group.receive(timedelta(0))
 
 
@@ -382,7 +384,7 @@ def make_rank_end(text: str) -> Reason:
     return make_reason("raised", text=text, type="E")
 
 
-@pytest.mark.parametrize(("is_there", "cause"), [(True, Cause.MACHINE), (False, Cause.USER)])
+@pytest.mark.parametrize(("is_there", "cause"), [(True, Cause.MACHINE), (False, Cause.TRAINABLE)])
 def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_their_launcher(
     is_there: bool, cause: Cause, spec: TrialSpec
 ) -> None:
@@ -390,10 +392,10 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
     dead = subprocess.Popen(["true"])
     dead.wait()
     failed = FakeChannel([LOADED, make_raised("connection reset by peer")])
-    channels = {OWN: FakeChannel([]), 0: FakeChannel([0.01] * 5, KILLED), 1: failed}
+    channels = {LAUNCHER: FakeChannel([]), 0: FakeChannel([0.01] * 5, KILLED), 1: failed}
     group = RankGroup(cast("Sequence[TrialChannel]", list(channels.values())))
     group._channels = cast("dict[int, TrialChannel]", channels)
-    group._open = dict(group._channels)
+    group._open_channels = dict(group._channels)
     group._pids = {0: dead.pid, 1: os.getpid() if is_there else dead.pid}
     found = attempt_supervisor.supervise(
         group, cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None), line(), UsageMeter()
@@ -476,15 +478,15 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
     monkeypatch.setattr(attempt_supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(0)))
     if all(each.process_end or (each.says and isinstance(each.says[-1], TrialEnded)) for each in ranks):
         # all are waited for, however slow the machine is
-        monkeypatch.setattr(attempt_supervisor, "_CAUSE_WITHIN", timedelta(minutes=1))
+        monkeypatch.setattr(attempt_supervisor, "_ROOT_CAUSE_TIMEOUT", timedelta(minutes=1))
     meter = UsageMeter()
     channels = cast("Sequence[TrialChannel]", [replace(each) for each in ranks])
     attempt_supervisor.supervise(
         RankGroup(channels), cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None), line(), meter
     )
     assert list(meter.rank_ends) == ends
-    use = meter.use()
-    assert isinstance(use, GroupUse) == bool(ends)
+    use = meter.get_usage()
+    assert isinstance(use, GroupUsage) == bool(ends)
 
 
 class OutOfMemory(UsageMeter):
@@ -518,12 +520,12 @@ def test_of_another_node_no_process_is_measured_and_no_kill_explained_with_the_m
         meter, worker = OutOfMemory(), cast("CommitWorker", FakeCommitWorker())
         try:
             found = attempt_supervisor.supervise(
-                RankGroup(channels, ranks_here=1), worker, replace(spec, silence=None), line(), meter
+                RankGroup(channels, local_rank_count=1), worker, replace(spec, silence=None), line(), meter
             )
         finally:
             of_same_number.kill()
     assert found.cause is Cause.MACHINE, found
-    assert meter.use().peak_memory_bytes is None
+    assert meter.get_usage().peak_memory_bytes is None
 
 
 def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
@@ -533,7 +535,7 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
         """Its time is a number of looks, so that a slow machine has as much of it."""
 
         def restart(self) -> None:
-            super().restart()
+            super().restart_timeout()
             self.looks = 0
 
         def overdue(self) -> Reason | None:
@@ -542,7 +544,7 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
 
     monkeypatch.setattr(attempt_supervisor, "GroupMetrics", Impatient)
     reported = RankMetrics(step=1, metrics={"loss": 1.0})
-    directed = Directive(step=1, saves=False, stop=False, over=None)
+    directed = RankCommand(step=1, saves=False, stop=False, over=None)
     first = FakeChannel([LOADED, reported, *[0.001] * 180, directed, TrialEnded(outcome=DONE)])
     second = FakeChannel([*[0.001] * 120, LOADED, reported, TrialEnded(outcome=DONE)])
     group = RankGroup(cast("Sequence[TrialChannel]", [first, second]))

@@ -15,10 +15,10 @@ from typing import cast
 import pytest
 
 from prefect_tune import storage_retries
-from prefect_tune.attempt import search_link
-from prefect_tune.attempt.attempt import Attempt, next_start
+from prefect_tune.attempt import search_channel
+from prefect_tune.attempt.attempt import Attempt, make_attempt_started
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.search_link import EventsSubmitted, SearchLink, SubmittedEvents
+from prefect_tune.attempt.search_channel import EventsSubmitted, SearchChannel, SubmittingJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable
@@ -27,20 +27,20 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal import outbox
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
+    CheckpointCommitted,
     CheckpointRef,
-    Committed,
     Event,
-    Finished,
-    Reported,
-    Started,
+    StepReported,
+    TrialFinished,
 )
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.executors import trial_executor
-from prefect_tune.executors.trial_executor import Ended, LocalExecutor, Message
-from prefect_tune.journal_access import write_directly
+from prefect_tune.executors.trial_executor import LocalExecutor, Message, OnAttemptEnd
+from prefect_tune.journal_access import write_entry_directly
 from prefect_tune.prefect_api import task_runs
 from prefect_tune.stores.posix_store import PosixStore
 from tests.attempt.direct_tasks import DirectTasks
@@ -50,15 +50,15 @@ from tests.fakes.searches.pending_entries import limits_of
 from tests.fakes.trial_processes import until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="00000")
-REPORTED = Reported(trial=TRIAL.trial, report=StepReport(step=1, metrics={"loss": 1.0}))
-COMMITTED = Committed(trial=TRIAL.trial, checkpoint=CheckpointRef(step=1, sequence=1, metrics={"loss": 1.0}))
+REPORTED = StepReported(trial=TRIAL.trial, report=StepReport(step=1, metrics={"loss": 1.0}))
+COMMITTED = CheckpointCommitted(trial=TRIAL.trial, checkpoint=CheckpointRef(step=1, sequence=1, metrics={"loss": 1.0}))
 MINUTE = timedelta(minutes=1)
 
 
 class Search(FarSearch):
     """A search of one trial, whose attempt is the function `attempt` in a thread; it must never hang."""
 
-    def __init__(self, folder: Path, attempt: Callable[[SubmittedEvents], None]) -> None:
+    def __init__(self, folder: Path, attempt: Callable[[SubmittingJournal], None]) -> None:
         self.executor = LocalExecutor(cast("TrialProcessPool", None), launch=self._launch)
         super().__init__(LocalTarget(path=str(folder)), executor=self.executor, limits=limits_of(1))
         self.driver, self.turns = self._driver, 0
@@ -84,15 +84,15 @@ class Search(FarSearch):
         return False
 
     def has_started(self) -> bool:
-        return bool(self.entries) and Started in map(type, self.entries[-1])
+        return bool(self.entries) and AttemptStarted in map(type, self.entries[-1])
 
-    def _launch(self, spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
-        journal = link.open_journal(spec, request)
-        assert isinstance(journal, SubmittedEvents)
+    def _launch(self, spec: TrialSpec, request: AttemptRequest, link: SearchChannel, ended: OnAttemptEnd) -> None:
+        journal = link.make_journal(spec, request)
+        assert isinstance(journal, SubmittingJournal)
 
         def run() -> None:
             try:
-                journal.write([next_start(request.trial)])
+                journal.write([make_attempt_started(request.trial)])
                 self._attempt(journal)
             except BaseException as error:  # noqa: BLE001 - the tests look at it
                 self.error = error
@@ -102,27 +102,27 @@ class Search(FarSearch):
         self._thread.start()
 
     def _write(
-        self, target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None
+        self, target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: WriteStamp | None
     ) -> Experiment:
         if any(type(event) is self.fails_at for event in events):
             raise StoreUnavailable("503")
         self.entries.append(events)
-        return write_directly(target, state, events, stamp)
+        return write_entry_directly(target, state, events, stamp)
 
 
 def test_a_commit_returns_once_its_entry_is_written_and_reports_wait_for_it(tmp_path: Path) -> None:
     seen: list[tuple[bool, Sequence[StepReport]]] = []
 
-    def attempt(journal: SubmittedEvents) -> None:
-        journal.report(REPORTED)
+    def attempt(journal: SubmittingJournal) -> None:
+        journal.add_report(REPORTED)
         until(lambda: search.driver._state.trial(TRIAL.trial).step == 1)
         turn = search.turns
         until(lambda: search.turns > turn + 1)
-        seen.append((REPORTED in search.entries[-1], journal.unjournaled(1)))
+        seen.append((REPORTED in search.entries[-1], journal.unjournaled_reports(1)))
         journal.write([COMMITTED])
-        seen.append((tuple(search.entries[-1][:2]) == (REPORTED, COMMITTED), journal.unjournaled(1)))
+        seen.append((tuple(search.entries[-1][:2]) == (REPORTED, COMMITTED), journal.unjournaled_reports(1)))
         assert (journal.trial.step, journal.trial.next_sequence) == (1, 2)
-        journal.write([Finished(trial=TRIAL.trial, reason="enough")])
+        journal.write([TrialFinished(trial=TRIAL.trial, reason="enough")])
 
     search = Search(tmp_path, attempt)
     search.run()
@@ -132,7 +132,7 @@ def test_a_commit_returns_once_its_entry_is_written_and_reports_wait_for_it(tmp_
 
 def test_an_attempt_whose_entry_cannot_be_written_gets_the_error(tmp_path: Path) -> None:
     search = Search(tmp_path, lambda journal: journal.write([COMMITTED]))
-    search.fails_at = Committed
+    search.fails_at = CheckpointCommitted
     with pytest.raises(StoreUnavailable):
         search.run()
     assert isinstance(search.error, StoreUnavailable)
@@ -141,15 +141,15 @@ def test_an_attempt_whose_entry_cannot_be_written_gets_the_error(tmp_path: Path)
 def test_what_an_attempt_waits_for_when_its_search_fails_is_written(tmp_path: Path) -> None:
     """The search fails after it has received the events, and before it has written them."""
     search = Search(tmp_path, lambda journal: journal.write([REPORTED, COMMITTED]))
-    search.interrupts = lambda: search.driver._pending_entry.is_awaited and search.has_started()
+    search.interrupts = lambda: search.driver._pending_entry.has_waiters and search.has_started()
     with pytest.raises(Death):
         search.run()
     assert (search.error, tuple(search.entries[-1])) == (None, (REPORTED, COMMITTED))
 
 
 def test_what_attempts_have_submitted_beside_a_message_that_fails_the_search_is_written(tmp_path: Path) -> None:
-    def asks_and_commits(journal: SubmittedEvents) -> None:
-        search.executor._links[TRIAL.trial].ask(REPORTED.report)
+    def asks_and_commits(journal: SubmittingJournal) -> None:
+        search.executor._channels[TRIAL.trial].request_decision(REPORTED.report)
         journal.write([REPORTED, COMMITTED])
 
     def poll(patience: timedelta) -> Sequence[object]:
@@ -161,10 +161,10 @@ def test_what_attempts_have_submitted_beside_a_message_that_fails_the_search_is_
         raise ZeroDivisionError
 
     search = Search(tmp_path, asks_and_commits)
-    receive, first = search.executor.poll, iter([True])
+    receive, first = search.executor.poll_messages, iter([True])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search.executor, "poll", poll)
-        patch.setattr(search.driver._decisions, "answer", fails)
+        patch.setattr(search.executor, "poll_messages", poll)
+        patch.setattr(search.driver._decision_handler, "answer_report", fails)
         with pytest.raises(ZeroDivisionError):
             search.run()
     assert (search.error, tuple(search.entries[-1])) == (None, (REPORTED, COMMITTED))
@@ -177,7 +177,7 @@ def test_events_that_fail_the_scheduler_are_not_acknowledged(tmp_path: Path) -> 
 
     search = Search(tmp_path, lambda journal: journal.write([REPORTED, COMMITTED]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search.driver._policy, "note_training", fails)
+        patch.setattr(search.driver._policy, "record_training_time", fails)
         with pytest.raises(ZeroDivisionError):
             search.run()
     assert isinstance(search.error, ZeroDivisionError)
@@ -186,8 +186,8 @@ def test_events_that_fail_the_scheduler_are_not_acknowledged(tmp_path: Path) -> 
 def test_what_an_attempt_saves_when_its_failed_search_stops_it_is_written(tmp_path: Path) -> None:
     stopped = AttemptEnded(trial=TRIAL.trial, cause=Cause.PREEMPTED, reason="saved, as requested")
 
-    def attempt(journal: SubmittedEvents) -> None:
-        assert search.executor._links[TRIAL.trial].stop.wait(20)
+    def attempt(journal: SubmittingJournal) -> None:
+        assert search.executor._channels[TRIAL.trial].stop.wait(20)
         journal.write([stopped])
 
     search = Search(tmp_path, attempt)
@@ -201,7 +201,7 @@ def test_what_an_attempt_saves_when_its_failed_search_stops_it_is_written(tmp_pa
 def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_attempt(target: LocalTarget) -> None:
     waiting = set[str]()
 
-    def launch(spec: TrialSpec, request: AttemptRequest, link: SearchLink, ended: Ended) -> None:
+    def launch(spec: TrialSpec, request: AttemptRequest, link: SearchChannel, ended: OnAttemptEnd) -> None:
         @contextmanager
         def slot(**_options: object) -> Iterator[None]:
             waiting.add(request.trial.trial)
@@ -210,7 +210,7 @@ def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_a
             yield
 
         def run() -> None:
-            with task_runs._holding(["gpu"], link.stop, slot):
+            with task_runs._holding_slots(["gpu"], link.stop, slot):
                 Attempt(spec, request, link, DirectTasks(spec), getLogger(__name__)).run()
             ended(None)
 
@@ -225,29 +225,29 @@ def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_a
 def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() -> None:
     """The manifest of the next save has them: if that has no entry either, the next owner adopts them with it."""
     submitted: list[EventsSubmitted] = []
-    journal = SubmittedEvents(Trial(trial=TRIAL.trial, config={}), submitted.append)
+    journal = SubmittingJournal(Trial(trial=TRIAL.trial, config={}), submitted.append)
     second = REPORTED.model_copy(update={"report": StepReport(step=2, metrics={"loss": 0.5})})
-    journal.report(REPORTED)
-    submitted[0].written.set_exception(StoreUnavailable("503"))
-    journal.report(second)
-    assert journal.unjournaled(2) == [REPORTED.report, second.report]
+    journal.add_report(REPORTED)
+    submitted[0].entry_written.set_exception(StoreUnavailable("503"))
+    journal.add_report(second)
+    assert journal.unjournaled_reports(2) == [REPORTED.report, second.report]
 
 
 def test_a_report_looks_at_few_of_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[object] = []
-    monkeypatch.setattr(search_link, "_is_durable", looks.append)
-    journal = SubmittedEvents(Trial(trial=TRIAL.trial, config={}), lambda _: None)
+    monkeypatch.setattr(search_channel, "_is_durable", looks.append)
+    journal = SubmittingJournal(Trial(trial=TRIAL.trial, config={}), lambda _: None)
     for step in range(1, 101):
-        journal.report(Reported(trial=TRIAL.trial, report=StepReport(step=step, metrics={})))
+        journal.add_report(StepReported(trial=TRIAL.trial, report=StepReport(step=step, metrics={})))
     assert len(looks) < 100
 
 
 def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def attempt(journal: SubmittedEvents) -> None:
-        until(lambda: search.executor._refuses)
+    def attempt(journal: SubmittingJournal) -> None:
+        until(lambda: search.executor._is_closed)
         journal.write([REPORTED, COMMITTED])
 
-    monkeypatch.setattr(trial_executor, "_LAST_WORDS", timedelta(0))
+    monkeypatch.setattr(trial_executor, "_FINAL_WRITE_TIMEOUT", timedelta(0))
     search = Search(tmp_path, attempt)
     search.driver._spec = replace(search.driver._spec, grace=timedelta(0))
     search.interrupts = search.has_started
@@ -259,15 +259,15 @@ def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatc
 def test_events_that_a_failed_search_has_received_and_lost_are_refused() -> None:
     executor = LocalExecutor(cast("TrialProcessPool", None), launch=lambda *_: None)
     lost = EventsSubmitted(TRIAL.trial, (COMMITTED,), is_awaited=True)
-    executor._receive(lost)
-    assert executor.poll(timedelta(0)) == [lost]
-    executor.refuse()
-    assert isinstance(lost.written.exception(0), CommitUnknown)
+    executor._on_message(lost)
+    assert executor.poll_messages(timedelta(0)) == [lost]
+    executor.reject_events()
+    assert isinstance(lost.entry_written.exception(0), CommitUnknown)
 
 
 def test_events_that_are_submitted_while_the_search_ends_are_refused_too() -> None:
     executor = LocalExecutor(cast("TrialProcessPool", None), launch=lambda *_: None)
-    ends = threading.Thread(target=executor.refuse)
+    ends = threading.Thread(target=executor.reject_events)
 
     class Inbox(queue.SimpleQueue[Message]):
         def put(self, item: Message, block: bool = True, timeout: float | None = None) -> None:
@@ -277,9 +277,9 @@ def test_events_that_are_submitted_while_the_search_ends_are_refused_too() -> No
 
     executor._inbox = Inbox()
     submitted = EventsSubmitted(TRIAL.trial, (COMMITTED,), is_awaited=True)
-    executor._receive(submitted)
+    executor._on_message(submitted)
     ends.join()
-    assert isinstance(submitted.written.exception(timeout=9), CommitUnknown)
+    assert isinstance(submitted.entry_written.exception(timeout=9), CommitUnknown)
 
 
 @pytest.fixture
@@ -303,16 +303,16 @@ def posts(target: LocalTarget) -> Sequence[outbox.Post]:
 def test_an_attempt_whose_posts_no_search_receives_posts_seldom_until_one_does(
     target: LocalTarget, attempt: FarAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search_link, "_UNREAD_POSTS", 3)
+    monkeypatch.setattr(search_channel, "_MAX_UNREAD_POSTS", 3)
     sync, periods = SyncConfig(live_period_seconds=5, sync_period_seconds=6), list[timedelta | None]()
     for step in range(1, 6):
         attempt.reports(step)
-        periods.append(attempt.journal.flush_period(sync))
+        periods.append(attempt.journal.flush_interval(sync))
     assert periods == [sync.live_period] * 4 + [sync.sync_period]
     with target.open(timeout=MINUTE) as store:
         outbox.delete_posts(store, [(TRIAL, 1, number) for number in range(2, 7)])
     attempt.reports(6)
-    assert attempt.journal.flush_period(sync) == sync.live_period
+    assert attempt.journal.flush_interval(sync) == sync.live_period
 
 
 @pytest.mark.parametrize("is_written", [True, False])
@@ -334,11 +334,11 @@ def test_a_post_whose_reply_is_lost_is_written_once_and_before_the_next(
         outage.setattr(PosixStore, "read", cannot)
         with pytest.raises(CommitUnknown):
             attempt.saves(1)
-    assert [report.step for report in attempt.journal.unjournaled(1)] == [1]
+    assert [report.step for report in attempt.journal.unjournaled_reports(1)] == [1]
     attempt.reports(2)
-    assert attempt.journal.unjournaled(2) == []
+    assert attempt.journal.unjournaled_reports(2) == []
     assert [[type(event) for event in post.events] for post in posts(target)] == [
-        [Started],
-        [Reported, Committed],
-        [Reported],
+        [AttemptStarted],
+        [StepReported, CheckpointCommitted],
+        [StepReported],
     ]

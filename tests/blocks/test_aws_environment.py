@@ -13,7 +13,7 @@ import pytest
 from prefect_tune.blocks import S3Target
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.open_location import ambient_access, open_location, read_uri
+from prefect_tune.stores.open_location import ambient_access, open_location, parse_uri
 from tests.blocks.conftest import SHORT
 from tests.fakes.servers.canned_http import answering, s3_error
 
@@ -27,7 +27,7 @@ def opened(request: pytest.FixtureRequest) -> Opened:
     """A target block and a URI of the same bucket."""
     ways: dict[str, Opened] = {
         "target": lambda: S3Target(bucket="bucket").open(timeout=SHORT),
-        "uri": lambda: open_location(read_uri("s3://bucket"), timeout=SHORT),
+        "uri": lambda: open_location(parse_uri("s3://bucket"), timeout=SHORT),
     }
     return ways[request.param]
 

@@ -25,7 +25,7 @@ from prefect_tune.blocks import (
     resolve_target,
     target_reference,
 )
-from prefect_tune.blocks.resolve_target import deployment_of_run, is_in_run_of_deployment
+from prefect_tune.blocks.resolve_target import current_deployment_id, is_deployment_run
 from prefect_tune.core.errors import InvalidInput, StoreUnavailable
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.blocks.conftest import save
@@ -225,8 +225,8 @@ def test_a_subflow_of_a_run_of_a_deployment_has_none_and_runs_in_one(
     monkeypatch.setattr(FlowRunContext, "get", lambda: cast("FlowRunContext", SimpleNamespace(flow_run=run)))
     if is_subflow_of_one:
         monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "2b6b9c0e-5a3c-4b0f-9d5e-1f1f5a1b2c3d")
-    assert deployment_of_run() == deployment
-    assert is_in_run_of_deployment() == (deployment is not None or is_subflow_of_one)
+    assert current_deployment_id() == deployment
+    assert is_deployment_run() == (deployment is not None or is_subflow_of_one)
 
 
 def test_a_run_of_a_deployment_may_read_a_relative_folder_that_exists(

@@ -26,7 +26,7 @@ from prefect.client.schemas.objects import FlowRun
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.prefect_api.local_server import PrefectServer, start_prefect_server
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.servers.prefect_database import IN_MEMORY
@@ -270,11 +270,11 @@ def installed(folder: Path, migrated: Path) -> Iterator[Installation]:
         shutil.copy(migrated, database)
         server = start_prefect_server(settings, log)
         try:
-            assert server.answers(), _server_log(folder).read_text()
+            assert server.wait_until_healthy(), _server_log(folder).read_text()
             with _deployed(server, settings, folder) as installation:
                 yield installation
         finally:
-            server.end()
+            server.terminate()
             _end_all(mark)
 
 
@@ -372,7 +372,7 @@ class Search:
     def trials(self) -> Mapping[str, Trial]:
         """Return its trials by the journals on the target."""
         with LocalTarget(path=str(self.folder / "target")).open(timeout=_PATIENCE) as store:
-            return load(store, first_generation(self.experiment)).trials
+            return load_experiment(store, first_generation(self.experiment)).trials
 
 
 def until(holds: Callable[[], object], what: Callable[[], object]) -> None:

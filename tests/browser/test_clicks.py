@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
-from prefect_tune.parameters.forms import flattened
+from prefect_tune.parameters.forms import flatten_parameters
 from tests.browser.prefect_ui import LINGERS_AT, SAVED_EVERY, STEPS, Form, Installation, Search, Ui, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -48,7 +48,7 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
     page.shows("Running")
     run = page.flow_run
     until(lambda: _lingering(search) == 2, what=lambda: installation.log.read_text()[-3000:])
-    assert flattened(installation.run(run).parameters).items() >= search.parameters.items()
+    assert flatten_parameters(installation.run(run).parameters).items() >= search.parameters.items()
 
     page.report("report-rates").get_by_text("4 trials").first.wait_for()
     ui.picture("2-report-while-it-runs")

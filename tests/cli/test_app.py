@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 import prefect_tune as pt
-from prefect_tune.cli import application
+from prefect_tune.cli import load_application
 from prefect_tune.cli.app import COMMANDS
 from prefect_tune.core.errors import TuneError
 from prefect_tune.drills.plan import DrillPlan
@@ -108,7 +108,7 @@ def test_a_module_in_the_working_directory_is_found_by_every_option_that_takes_o
 
 
 def test_every_command_that_takes_a_module_is_among_those_tested_with_one_in_the_working_directory() -> None:
-    commands = vars(get_command(application()))["commands"]
+    commands = vars(get_command(load_application()))["commands"]
     texts = {
         name: [f"{each.metavar} {getattr(each, 'help', '')}" for each in one.params] for name, one in commands.items()
     }
@@ -175,7 +175,7 @@ def test_a_drill_ends_with_0_only_if_the_runs_are_the_same(
         plans.append(plan)
         return _Report(is_exact)
 
-    monkeypatch.setattr("prefect_tune.drills.run_drill.drill_in_terminal", drilled)
+    monkeypatch.setattr("prefect_tune.drills.run_drill.run_drill_in_terminal", drilled)
     assert run(*command).code == code
     if command[0] == "drill":
         (plan,) = plans
@@ -191,7 +191,7 @@ def test_a_drill_that_could_not_run_ends_with_2(run: Run, monkeypatch: pytest.Mo
     def fails(*_: object, **__: object) -> None:
         raise TuneError("run 'undisturbed' of the drill ended with exit code 1")
 
-    monkeypatch.setattr("prefect_tune.drills.run_drill.drill_in_terminal", fails)
+    monkeypatch.setattr("prefect_tune.drills.run_drill.run_drill_in_terminal", fails)
     assert run("drill", "my.module:Net").code == 2
     assert run("drill", "my.module:Net", "--at", "a").err.startswith(
         "prefect-tune: --at 'a': expected steps, such as 3,7"

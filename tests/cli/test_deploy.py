@@ -22,8 +22,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.process import ProcessWorker
 
 from prefect_tune.deploy.automations import automation_names, uninstall_automations
-from prefect_tune.deploy.deployment_specs import OFFERS, TAG
-from prefect_tune.parameters.forms import flattened
+from prefect_tune.deploy.deployment_specs import DEPLOYABLE_FLOWS, TAG
+from prefect_tune.parameters.forms import flatten_parameters
 from tests.fakes.command_line import Run
 from tests.fakes.pages import ROOT
 from tests.fakes.servers.refusing_server import refusing
@@ -69,7 +69,9 @@ def test_without_a_name_every_flow_is_deployed_and_the_automations_are_installed
     run: Run, client: SyncPrefectClient
 ) -> None:
     done = json.loads(run("deploy", "--work-pool", POOL, "--json").out)
-    assert {each["name"] for each in done["deployments"]} == {f"{offer.name}/{offer.name}" for offer in OFFERS}
+    assert {each["name"] for each in done["deployments"]} == {
+        f"{offer.name}/{offer.name}" for offer in DEPLOYABLE_FLOWS
+    }
     installed = {each.name for each in client.read_automations()}
     assert done["automations"]
     assert set(done["automations"]) <= installed
@@ -79,7 +81,7 @@ def test_without_a_name_every_flow_is_deployed_and_the_automations_are_installed
 @pytest.mark.parametrize(
     ("arguments", "default_pool", "deployed"),
     [
-        (["--all"], POOL, [offer.name for offer in OFFERS]),
+        (["--all"], POOL, [offer.name for offer in DEPLOYABLE_FLOWS]),
         (["--name", "tune", "--pool", POOL], "", ["tune"]),
     ],
     ids=["all, to the default pool", "one, to a pool"],
@@ -160,7 +162,7 @@ def test_one_experiment_has_a_deployment_of_its_own_that_runs_once_at_a_time(
     assert (done.code, done.err) == (0, "")
     assert "runs at 0 2 * * * Europe/Berlin\n" in done.out
     made = read(client, "tune/nightly")
-    assert flattened(made.parameters) == {
+    assert flatten_parameters(made.parameters) == {
         **nightly,
         "target": Path(nightly["target"]).as_uri(),
         "experiment": "nightly",

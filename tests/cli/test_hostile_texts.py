@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.cli.app import COMMANDS
-from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.journal.journal import acquire_ownership, append_events
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
+    CheckpointCommitted,
     CheckpointRef,
-    Committed,
-    Configured,
     Event,
-    GaveUp,
+    ExperimentConfigured,
     Owner,
-    Reported,
-    Started,
-    StopAsked,
+    StepReported,
+    StopRequested,
     TrialAdded,
+    TrialErrored,
 )
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.usage_records import AttemptUse, PhaseSeconds
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.usage_records import AttemptUsage, PhaseSeconds
+from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import committed, first_generation, write
 from tests.fakes.command_line import Run
@@ -60,32 +60,35 @@ SHOW_LOG_LINES_AND_ERRORS = {"resume", "maintain"}
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     make_root(tmp_path / "target")
-    store, stamps = PosixStore(tmp_path / "target"), (Stamp(write_id=f"w{number}", at="now") for number in count())
-    state = take_over(store, first_generation("e"), Owner(name=HOSTILE, host=HOSTILE, pid=1), next(stamps))
+    store, stamps = PosixStore(tmp_path / "target"), (WriteStamp(write_id=f"w{number}", at="now") for number in count())
+    state = acquire_ownership(store, first_generation("e"), Owner(name=HOSTILE, host=HOSTILE, pid=1), next(stamps))
 
     def record(*events: Event) -> None:
         nonlocal state
-        state = append(store, state, events, next(stamps))
+        state = append_events(store, state, events, next(stamps))
 
     settings = {"metric": ["loss", HOSTILE], "mode": "min", "note": HOSTILE, "space": {HOSTILE: HOSTILE}}
-    record(Configured(settings=settings))
+    record(ExperimentConfigured(settings=settings))
     for number, name in enumerate(("errored", "running", "lost")):
         record(TrialAdded(trial=name, config={HOSTILE: HOSTILE, "x": f"{HOSTILE}{number}"}))
-        record(Started(trial=name, attempt=1, from_step=0))
+        record(AttemptStarted(trial=name, attempt=1, from_step=0))
         metrics = {"loss": 1.0 + number, HOSTILE: 2.0 - number, "text": HOSTILE}
         key = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial=name), step=1, sequence=state.number)
         committed(store, write(tmp_path / f"staged-{name}", {"file": b"x"}), key, metrics=metrics)
         ref = CheckpointRef(step=1, sequence=key.sequence, metrics=metrics)
-        record(Reported(trial=name, report=StepReport(step=1, metrics=metrics)), Committed(trial=name, checkpoint=ref))
+        record(
+            StepReported(trial=name, report=StepReport(step=1, metrics=metrics)),
+            CheckpointCommitted(trial=name, checkpoint=ref),
+        )
     error = make_reason("raised", type=HOSTILE, text=HOSTILE, traceback=f"Traceback\n{HOSTILE}", location=HOSTILE)
-    record(GaveUp(trial="errored", cause=Cause.USER, reason=error))
-    use = AttemptUse(seconds=PhaseSeconds(), output=f"{HOSTILE}\n{HOSTILE} printed")
+    record(TrialErrored(trial="errored", cause=Cause.TRAINABLE, reason=error))
+    use = AttemptUsage(seconds=PhaseSeconds(), output=f"{HOSTILE}\n{HOSTILE} printed")
     record(
         AttemptEnded(
             trial="lost", cause=Cause.MACHINE, reason=Reason(code=HOSTILE, arguments={HOSTILE: HOSTILE}), use=use
         )
     )
-    record(StopAsked(reason=HOSTILE, request="r"))
+    record(StopRequested(reason=HOSTILE, request="r"))
     manifest = next((tmp_path / "target" / "e" / "1" / "trials" / "lost" / "checkpoints").rglob("*.json"))
     manifest.write_text(f"{{{HOSTILE}")
     return tmp_path / "target"

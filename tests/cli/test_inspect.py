@@ -18,20 +18,20 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.cli.inspect import format_last_report
 from prefect_tune.core.errors import StoreUnavailable
-from prefect_tune.core.journal.journal import append, as_of, take_over, write_snapshot
+from prefect_tune.core.journal.journal import acquire_ownership, append_events, load_at, write_snapshot
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
-    Configured,
+    ExperimentConfigured,
     Owner,
-    Started,
     TrialAdded,
 )
 from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, write_live_status
-from prefect_tune.core.operations.scrub import inspect_one
+from prefect_tune.core.operations.scrub import inspect_live_checkpoint
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.stores.posix_store import PosixStore, make_root
 from tests.fakes.checkpoints import first_generation, write
 from tests.fakes.command_line import PROGRAM, Run
@@ -130,7 +130,7 @@ def test_an_altered_entry_before_a_snapshot_is_a_warning_of_show_and_an_error_of
 ) -> None:
     for name in ("whole", "torn"):
         write_experiment(tmp_path, name, list(range(1, 10)))
-        state, _ = as_of(PosixStore(tmp_path), first_generation(name), 10)
+        state, _ = load_at(PosixStore(tmp_path), first_generation(name), 10)
         write_snapshot(PosixStore(tmp_path), state)
     entry = sorted(tmp_path.glob("torn/1/journal/*.json"))[1]
     entry.chmod(0o644)
@@ -285,10 +285,10 @@ def test_verify_prints_damage_also_if_the_target_fails_later(
     def until_the_last(store: ObjectStore, key: CheckpointKey, **more: Any) -> Sequence[object]:
         if key.step == 6:
             raise StoreUnavailable("the network is down")
-        return inspect_one(store, key, **more)
+        return inspect_live_checkpoint(store, key, **more)
 
     blobs(target)[0].unlink()
-    monkeypatch.setattr("prefect_tune.cli.storage.inspect_one", until_the_last)
+    monkeypatch.setattr("prefect_tune.cli.storage.inspect_live_checkpoint", until_the_last)
     done = run("verify", target, "digits")
     assert done.code == 1
     damage, error = done.err.splitlines()
@@ -339,9 +339,9 @@ def forged(folder: Path, metric: Any) -> str:
     """Write a search whose entries carry no times; return where."""
     make_root(folder)
     with LocalTarget(path=str(folder)).open(timeout=timedelta(seconds=60)) as store:
-        stamps = (Stamp(write_id=name, at="some day") for name in ("first", "second"))
-        state = take_over(store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps))
-        append(store, state, [Configured(settings={"metric": metric})], next(stamps))
+        stamps = (WriteStamp(write_id=name, at="some day") for name in ("first", "second"))
+        state = acquire_ownership(store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps))
+        append_events(store, state, [ExperimentConfigured(settings={"metric": metric})], next(stamps))
     return str(folder)
 
 
@@ -365,12 +365,18 @@ def test_a_running_trial_without_updates_is_stale_and_has_no_reason(
 ) -> None:
     make_root(tmp_path / "runs")
     store, key = PosixStore(tmp_path / "runs"), JournalKey(experiment="e", generation=1)
-    stamps = (Stamp(write_id=str(number), at="2026-11-21T08:00:00+00:00") for number in count())
-    state = take_over(store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps))
+    stamps = (WriteStamp(write_id=str(number), at="2026-11-21T08:00:00+00:00") for number in count())
+    state = acquire_ownership(store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps))
     lost = AttemptEnded(trial="first", cause=Cause.MACHINE, reason="its owner vanished")
-    started = [Started(trial="first", attempt=number, from_step=0) for number in (1, 2)]
-    for event in (Configured(settings={"seed": 1}), TrialAdded(trial="first", config={}), started[0], lost, started[1]):
-        state = append(store, state, [event], next(stamps))
+    started = [AttemptStarted(trial="first", attempt=number, from_step=0) for number in (1, 2)]
+    for event in (
+        ExperimentConfigured(settings={"seed": 1}),
+        TrialAdded(trial="first", config={}),
+        started[0],
+        lost,
+        started[1],
+    ):
+        state = append_events(store, state, [event], next(stamps))
     at = (datetime.now(UTC) - age).isoformat()
     running = RunningTrial(trial="first", attempt=2)
     document = {"term": state.term, "owner": state.owner, "number": 1, "at": at, "period_seconds": 5}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.cli.search import parameters_from, space_from
+from prefect_tune.cli.search import options_to_parameters, parse_space_option
 from prefect_tune.core.errors import InvalidInput
 from tests.fakes.command_line import PROGRAM, Done, Run
 from tests.fakes.pages import ROOT, blocks_of
@@ -116,17 +116,19 @@ def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("mode", [[], ["min"], ["max"], ["max", "min"]])
 def test_the_best_checkpoints_to_keep_are_those_by_the_first_metric(mode: list[str]) -> None:
-    kept = parameters_from({"keep_best": 2, "keep_last": None, "metric": ["loss", "size"], "mode": mode})["retention"]
+    kept = options_to_parameters({"keep_best": 2, "keep_last": None, "metric": ["loss", "size"], "mode": mode})[
+        "retention"
+    ]
     assert kept == pt.Retention(best=2, metric="loss", mode="max" if mode[:1] == ["max"] else "min")
     with pytest.raises(InvalidInput, match=r"--keep-best: .* --metric NAME"):
-        parameters_from({"keep_best": 2, "metric": []})
-    assert parameters_from({"keep_last": 3, "metric": []}) == {"retention": pt.Retention(last=3)}
+        options_to_parameters({"keep_best": 2, "metric": []})
+    assert options_to_parameters({"keep_last": 3, "metric": []}) == {"retention": pt.Retention(last=3)}
 
 
 def test_a_search_cannot_both_stop_at_the_first_error_and_at_none() -> None:
-    assert parameters_from({"fail_fast": False, "ignore_errors": True}) == {"fail_fast": False}
+    assert options_to_parameters({"fail_fast": False, "ignore_errors": True}) == {"fail_fast": False}
     with pytest.raises(InvalidInput, match="pass only one"):
-        parameters_from({"fail_fast": True, "ignore_errors": True})
+        options_to_parameters({"fail_fast": True, "ignore_errors": True})
 
 
 @pytest.mark.long
@@ -223,7 +225,7 @@ def test_what_cannot_be_understood_ends_with_2_before_a_server_is_asked(
 
 def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
     settings = ["a=choices", "b=uniformly", 'c="choice(1"', "d=choice(adam,sgd)", 'e=choice("a,b","c")', "f=[a-z]+"]
-    assert space_from(None, settings) == {
+    assert parse_space_option(None, settings) == {
         "a": "choices",
         "b": "uniformly",
         "c": "choice(1",

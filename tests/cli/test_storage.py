@@ -16,23 +16,23 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.summary import config_at
-from prefect_tune.core.journal.journal import append, take_over
+from prefect_tune.core.experiment.summary import config_of_checkpoint
+from prefect_tune.core.journal.journal import acquire_ownership, append_events
 from prefect_tune.core.journal_events import (
+    AttemptStarted,
+    CheckpointCloned,
     CheckpointOrigin,
     CheckpointRef,
-    Cloned,
-    Deletion,
+    DeletionStarted,
     Event,
     Owner,
-    Started,
     TrialAdded,
 )
 from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, write_live_status
-from prefect_tune.core.storage.documents import DOCUMENT_BYTES
+from prefect_tune.core.storage.documents import MAX_DOCUMENT_BYTES
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import files_in, first_generation
 from tests.fakes.command_line import Run
@@ -137,10 +137,10 @@ def test_a_checkpoint_from_before_an_exploit_has_the_configuration_of_that_time(
     clone = CheckpointRef(step=4, sequence=7, origin=CheckpointOrigin(trial="u", step=4, sequence=2))
     events: list[Event] = [
         TrialAdded(trial="t", config={"lr": 1}),
-        Cloned(trial="t", checkpoint=clone, source="u", config={"lr": 2}),
+        CheckpointCloned(trial="t", checkpoint=clone, source="u", config={"lr": 2}),
     ]
     entries: list[Any] = [SimpleNamespace(events=[event]) for event in events]
-    assert [config_at(entries, "t", sequence)["lr"] for sequence in (6, 7, 8)] == [1, 2, 2]
+    assert [config_of_checkpoint(entries, "t", sequence)["lr"] for sequence in (6, 7, 8)] == [1, 2, 2]
 
 
 def test_export_writes_a_named_trials_checkpoint_of_a_step(run: Run, moods: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def _memory_for_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     read = PosixStore.read
 
     def within_memory(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        if min(store.size(path) or 0, _HUGE_BYTES if length is None else length) > DOCUMENT_BYTES:
+        if min(store.size(path) or 0, _HUGE_BYTES if length is None else length) > MAX_DOCUMENT_BYTES:
             raise MemoryError
         return read(store, path, offset=offset, length=length)
 
@@ -340,9 +340,11 @@ def running(root: Path, name: str, *, updated: timedelta | None, runs: bool = Tr
     """Write an experiment whose one trial runs or waits, with a live status of that age; None for none."""
     root.mkdir(exist_ok=True)
     store = PosixStore(root)
-    state = take_over(store, first_generation(name), OWNER, Stamp(write_id="1", at="2026-11-21T08:00:00+00:00"))
-    events = [TrialAdded(trial="trial", config={}), *[Started(trial="trial", attempt=1, from_step=0)] * runs]
-    state = append(store, state, events, Stamp(write_id="2", at="2026-11-21T08:00:00+00:00"))
+    state = acquire_ownership(
+        store, first_generation(name), OWNER, WriteStamp(write_id="1", at="2026-11-21T08:00:00+00:00")
+    )
+    events = [TrialAdded(trial="trial", config={}), *[AttemptStarted(trial="trial", attempt=1, from_step=0)] * runs]
+    state = append_events(store, state, events, WriteStamp(write_id="2", at="2026-11-21T08:00:00+00:00"))
     if updated is not None:
         at = (datetime.now(UTC) - updated).isoformat()
         trials = (RunningTrial(trial="trial", attempt=1),) * runs
@@ -403,7 +405,9 @@ def test_a_search_whose_process_lives_is_refused_also_between_two_trials(tmp_pat
     assert files_in(tmp_path / "target") == before
     assert run("delete", tmp_path / "target", "between", "--yes", "--even-if-running").code == 0
     running(tmp_path / "target", "later", updated=timedelta(0), runs=False)  # another run owns it now
-    take_over(PosixStore(tmp_path / "target"), first_generation("later"), OWNER, Stamp(write_id="3", at="2026-11-21"))
+    acquire_ownership(
+        PosixStore(tmp_path / "target"), first_generation("later"), OWNER, WriteStamp(write_id="3", at="2026-11-21")
+    )
     assert run("delete", tmp_path / "target", "later", "--yes").code == 0
 
 
@@ -422,8 +426,12 @@ def test_without_updates_a_run_may_be_alive(tmp_path: Path) -> None:
 
 def test_an_interrupted_deletion_is_finished(target: Path, run: Run) -> None:
     store = PosixStore(target)
-    state = take_over(
-        store, first_generation("digits"), OWNER, Stamp(write_id="gone", at=""), also=lambda _: [Deletion()]
+    state = acquire_ownership(
+        store,
+        first_generation("digits"),
+        OWNER,
+        WriteStamp(write_id="gone", at=""),
+        events_for=lambda _: [DeletionStarted()],
     )
     assert "digits" in run("ls", target).out  # killed here: it is still there, and cannot be resumed
     end_generation(store, state.key, at="", by="a script")

@@ -13,34 +13,40 @@ from typing import Literal, Self, TypeVar
 
 from prefect_tune.core.checkpoints import commit as committing
 from prefect_tune.core.checkpoints.commit import Reverification
-from prefect_tune.core.checkpoints.manifest import About, Manifest
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, CommitUnknown, StoreUnavailable, TuneError
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
-from prefect_tune.core.experiment.summary import Curves
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint, reused_from
+from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.experiment.retention import Retention, quarantined_to_retire, sequences_to_retire
+from prefect_tune.core.experiment.summary import LearningCurves
+from prefect_tune.core.experiment.trial_transitions import (
+    Phase,
+    Trial,
+    apply_trial_event,
+    min_reusable_sequence,
+    newest_checkpoint,
+)
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.journal import snapshot_is_due, write_snapshot
+from prefect_tune.core.journal.journal import is_snapshot_due, write_snapshot
 from prefect_tune.core.journal_events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointQuarantined,
     CheckpointRef,
-    Committed,
+    CheckpointsRetired,
     Entry,
     Event,
-    Finished,
-    Opened,
     Owner,
-    Quarantined,
-    Reported,
-    Retired,
-    Started,
+    OwnerChanged,
+    StepReported,
     TrialAdded,
+    TrialFinished,
 )
-from prefect_tune.core.messages.target_messages import node_objects_up_to
+from prefect_tune.core.messages.target_messages import list_node_objects_up_to
 from prefect_tune.core.operations import trial_gc as collecting
-from prefect_tune.core.restore import adopt, checkpoints_with, read_manifest
+from prefect_tune.core.restore import find_checkpoints_using, make_adoption_events, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 from tests.fakes.stores.memory_store import MemoryStore
@@ -69,9 +75,9 @@ class Witness:
     """Which head each head was trained from."""
     stamps: int = 0
 
-    def stamp(self) -> Stamp:
+    def stamp(self) -> WriteStamp:
         self.stamps += 1
-        return Stamp(write_id=f"w{self.stamps}", at="2026-11-21T08:00:00Z")
+        return WriteStamp(write_id=f"w{self.stamps}", at="2026-11-21T08:00:00Z")
 
 
 @dataclass
@@ -82,7 +88,7 @@ class Session:
     witness: Witness
     owner: str = "first"
     retention: Retention = field(default_factory=lambda: Retention(last=2))
-    experiment: Experiment = field(default_factory=lambda: nothing_yet(first_generation(NAME)))
+    experiment: Experiment = field(default_factory=lambda: empty_experiment(first_generation(NAME)))
     parent: Manifest | None = None
     head: bytes = b""
     waiting: list[StepReport] = field(default_factory=list)
@@ -129,9 +135,9 @@ class Session:
         """Take over the experiment, and adopt the saves of its last owner."""
         stamp = self.witness.stamp()
         self.experiment = retried(
-            lambda: journal.take_over(self.store, first_generation(NAME), self.opened_by(), stamp)
+            lambda: journal.acquire_ownership(self.store, first_generation(NAME), self.opened_by(), stamp)
         )
-        self.append(retried(lambda: adopt(self.store, self.experiment)))
+        self.append(retried(lambda: make_adoption_events(self.store, self.experiment)))
         if KEY.trial not in self.experiment.trials:
             self.append([TrialAdded(trial=KEY.trial, config={"width": 3})])
         self.clear_away()
@@ -143,9 +149,9 @@ class Session:
         """Delete checkpoints that earlier owners retired but did not delete, and saves that were never journaled."""
         if self.clearing == "none":
             return
-        left = retried(lambda: collecting.leftover(self.store, KEY, self.trial))
+        left = retried(lambda: collecting.find_leftover_manifests(self.store, KEY, self.trial))
         if self.clearing == "careful" and any(key.sequence >= self.trial.collected_up_to for key in left):
-            self.append([Retired(trial=KEY.trial, retires=())])
+            self.append([CheckpointsRetired(trial=KEY.trial, retires=())])
         self.collect(left)
 
     def start(self) -> None:
@@ -159,10 +165,10 @@ class Session:
                 break
             except (CheckpointCorrupt, CheckpointNotFound) as bad:
                 self.parent = None
-                self.append([Quarantined(trial=KEY.trial, sequence=newest.sequence, reason=str(bad))])
+                self.append([CheckpointQuarantined(trial=KEY.trial, sequence=newest.sequence, reason=str(bad))])
         self.append(
             [
-                Started(
+                AttemptStarted(
                     trial=KEY.trial,
                     attempt=self.trial.attempt + 1,
                     from_step=newest.step if newest else 0,
@@ -191,7 +197,7 @@ class Session:
         files = self.files(step)
         self.witness.saved.setdefault((key.step, key.sequence), []).append(files)
         stamp = self.witness.stamp()
-        about = About(
+        about = CheckpointMetadata(
             attempt=self.trial.attempt,
             term=self.experiment.term,
             write_id=stamp.write_id,
@@ -201,15 +207,15 @@ class Session:
             reports=tuple(self.waiting),
         )
         done = retried(lambda: self._commit(key, files, about))
-        manifest, self.damaged = done.manifest, done.damaged
+        manifest, self.damaged = done.manifest, done.damaged_blobs
         self.witness.published[key.step, key.sequence] = manifest.blob_paths()
         return manifest
 
-    def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Save:
-        reuse = committing.reusable(self.store, KEY, self.parent, reused_from(self.trial))
+    def _commit(self, key: CheckpointKey, files: Files, about: CheckpointMetadata) -> committing.SaveResult:
+        reuse = committing.find_reusable_bytes(self.store, KEY, self.parent, min_reusable_sequence(self.trial))
         source = MemoryFiles(files, empty_directories=["none"])
         turn = Reverification(self.commit_count, self.reverify_every)
-        return committing.commit(self.store, key, source, about, reuse=reuse, reverification=turn)
+        return committing.commit_checkpoint(self.store, key, source, about, reuse=reuse, reverification=turn)
 
     def acknowledge(self, manifest: Manifest) -> Sequence[CheckpointKey]:
         """Journal a published checkpoint; return those that it retires."""
@@ -221,11 +227,13 @@ class Session:
             size_bytes=manifest.size_bytes,
         )
         live = (*self.trial.checkpoints, new)
-        aside = retired_quarantined(self.trial.quarantined_checkpoints, live, self.retention)
-        going = (*retired(live, self.retention), *(each.sequence for each in aside))
-        reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]
+        aside = quarantined_to_retire(self.trial.quarantined_checkpoints, live, self.retention)
+        going = (*sequences_to_retire(live, self.retention), *(each.sequence for each in aside))
+        reports = [StepReported(trial=KEY.trial, report=report) for report in self.waiting]
         stay = [KEY.checkpoint_key(each) for each in self.trial.checkpoints if each.sequence not in going]
-        self.append([*reports, Committed(trial=KEY.trial, checkpoint=new, retires=going), *self._damaged(stay)])
+        self.append(
+            [*reports, CheckpointCommitted(trial=KEY.trial, checkpoint=new, retires=going), *self._damaged(stay)]
+        )
         self.commit_count += 1
         self.witness.acknowledged.append((new.step, new.sequence))
         self.waiting.clear()
@@ -233,39 +241,39 @@ class Session:
         doomed = [each for each in (*live, *aside) if each.sequence in going]
         return [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in doomed]
 
-    def _damaged(self, keys: Sequence[CheckpointKey]) -> Sequence[Quarantined]:
+    def _damaged(self, keys: Sequence[CheckpointKey]) -> Sequence[CheckpointQuarantined]:
         """Quarantine events for the checkpoints that refer to blobs which the last save found damaged."""
         if not self.damaged:
             return []
-        found = retried(lambda: checkpoints_with(self.store, keys, self.damaged))
-        return [Quarantined(trial=KEY.trial, sequence=key.sequence, reason=why) for key, why in found.items()]
+        found = retried(lambda: find_checkpoints_using(self.store, keys, self.damaged))
+        return [CheckpointQuarantined(trial=KEY.trial, sequence=key.sequence, reason=why) for key, why in found.items()]
 
     def collect_early(self, new: CheckpointRef, going: tuple[int, ...]) -> None:
         """Delete retired checkpoints before they are journaled as retired: for a mutant that the tests must detect."""
-        reports = [Reported(trial=KEY.trial, report=report) for report in self.waiting]
-        events = [*reports, Committed(trial=KEY.trial, checkpoint=new, retires=going)]
-        state = reduce(after, events, self.trial)
+        reports = [StepReported(trial=KEY.trial, report=report) for report in self.waiting]
+        events = [*reports, CheckpointCommitted(trial=KEY.trial, checkpoint=new, retires=going)]
+        state = reduce(apply_trial_event, events, self.trial)
         doomed = [
             CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence)
             for each in self.trial.checkpoints
             if each.sequence in going
         ]
         with suppress(StoreUnavailable):
-            collecting.collect(self.store, KEY, state, doomed)
+            collecting.delete_retired_objects(self.store, KEY, state, doomed)
 
     def collect(self, doomed: Sequence[CheckpointKey]) -> None:
         """Delete these checkpoints; the next owner completes a deletion that fails."""
         with suppress(StoreUnavailable):
-            collecting.collect(self.store, KEY, self.trial, doomed)
+            collecting.delete_retired_objects(self.store, KEY, self.trial, doomed)
 
     def finish(self) -> None:
-        self.append([Finished(trial=KEY.trial, reason="enough")])
+        self.append([TrialFinished(trial=KEY.trial, reason="enough")])
 
     def append(self, events: Sequence[Event]) -> None:
         stamp = self.witness.stamp()
         before = self.experiment.number
-        self.experiment = retried(lambda: journal.append(self.store, self.experiment, events, stamp))
-        if snapshot_is_due(self.experiment, before):
+        self.experiment = retried(lambda: journal.append_events(self.store, self.experiment, events, stamp))
+        if is_snapshot_due(self.experiment, before):
             write_snapshot(self.store, self.experiment)
 
     def files(self, step: int) -> Files:
@@ -351,7 +359,7 @@ def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> 
 
     `experiment` is the state that the last owner loaded.
     """
-    entries = journal.history(store, first_generation(NAME))
+    entries = journal.read_entries(store, first_generation(NAME))
     trial = experiment.trial(KEY.trial)
     return [
         *_epochs(entries),
@@ -363,15 +371,17 @@ def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> 
 
 
 def _epochs(entries: Sequence[Entry]) -> Iterator[str]:
-    opened = [entry.term for entry in entries if any(isinstance(event, Opened) for event in entry.events)]
+    opened = [entry.term for entry in entries if any(isinstance(event, OwnerChanged) for event in entry.events)]
     if opened != list(range(1, len(opened) + 1)) or [e.term for e in entries] != sorted(e.term for e in entries):
         yield f"I5: terms {[entry.term for entry in entries]}, opened {opened}"
 
 
 def _acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
     events = [event for entry in entries for event in entry.events]
-    committed = {(e.checkpoint.step, e.checkpoint.sequence) for e in events if isinstance(e, Committed)}
-    gone = {sequence for e in events if isinstance(e, Committed | Retired) for sequence in e.retires}
+    committed = {(e.checkpoint.step, e.checkpoint.sequence) for e in events if isinstance(e, CheckpointCommitted)}
+    gone = {
+        sequence for e in events if isinstance(e, CheckpointCommitted | CheckpointsRetired) for sequence in e.retires
+    }
     live = {(each.step, each.sequence) for each in trial.checkpoints}
     for step, sequence in witness.acknowledged:
         if (step, sequence) not in committed:
@@ -382,7 +392,7 @@ def _acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> I
     if newest and not any(sequence >= newest for _, sequence in live):
         yield f"I1: the newest acknowledged checkpoint ({newest}) is gone, and there is none after it"
     for event in events:
-        if isinstance(event, Quarantined):
+        if isinstance(event, CheckpointQuarantined):
             yield f"I3: an undamaged store, and yet: {event.reason}"
 
 
@@ -402,7 +412,7 @@ def _whole(store: ObjectStore, trial: Trial, witness: Witness) -> Iterator[str]:
 
 
 def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
-    reports = Curves(entries).of(KEY.trial)
+    reports = LearningCurves(entries).curve_of(KEY.trial)
     steps = [report.step for report in reports]
     if steps != list(range(1, trial.step + 1)):
         yield f"I6: the curve that counts has steps {steps}, and the trial is at {trial.step}"
@@ -419,8 +429,8 @@ def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterat
 
 
 def _snapshot(store: ObjectStore) -> Iterator[str]:
-    by_snapshot = journal.load(store, JOURNAL)
-    by_entries, _ = journal.as_of(store, JOURNAL, None)
+    by_snapshot = journal.load_experiment(store, JOURNAL)
+    by_entries, _ = journal.load_at(store, JOURNAL, None)
     if by_snapshot != by_entries:
         yield f"I6: the snapshot yields {by_snapshot}, and the entries {by_entries}"
 
@@ -449,11 +459,11 @@ def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
     live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in known]
     manifests = [each for key in live for each in _readable(store, key)]
     needed = {key.manifest_path for key in live} | {path for each in manifests for path in each.blob_paths()}
-    found = {each.path for each in collecting.orphans(store, KEY, trial)}
-    found |= {each.path for each in node_objects_up_to(store, KEY, trial.attempt)}
+    found = {each.path for each in collecting.find_orphan_blobs(store, KEY, trial)}
+    found |= {each.path for each in list_node_objects_up_to(store, KEY, trial.attempt)}
     settled = trial.model_copy(update={"settled_from": 10**9})  # no save is under way at the end
-    found |= {key.manifest_path for key in collecting.leftover(store, KEY, settled)}
-    reusable = {each.path for each in store.list(KEY.blobs) if blob_sequence(each.path) >= trial.collected_up_to}
+    found |= {key.manifest_path for key in collecting.find_leftover_manifests(store, KEY, settled)}
+    reusable = {each.path for each in store.list(KEY.blobs_folder) if blob_sequence(each.path) >= trial.collected_up_to}
     return sorted(each for each in set(_objects(store)) - needed - found - reusable if not _aside(each, trial))
 
 

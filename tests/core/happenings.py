@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prefect_tune.core.journal_events import (
+    AnyTrialEvent,
     AttemptEnded,
     Cause,
-    Finished,
-    GaveUp,
-    OneTrialsEvent,
-    Paused,
-    Requeued,
-    Resumed,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
+    TrialRequeued,
+    TrialResumed,
 )
 
 AFTER: Mapping[str, Mapping[str, str]] = {
@@ -37,19 +37,19 @@ AFTER: Mapping[str, Mapping[str, str]] = {
 """The possible events of each status, and the next status. A start leads from "pending" to "running"."""
 
 
-def happening(what: str, trial: str) -> OneTrialsEvent:
+def happening(what: str, trial: str) -> AnyTrialEvent:
     """Return the event with this name."""
     match what:
         case "attempt-ended":
-            return AttemptEnded(trial=trial, cause=Cause.USER, reason="x")
+            return AttemptEnded(trial=trial, cause=Cause.TRAINABLE, reason="x")
         case "finished":
-            return Finished(trial=trial, reason="enough")
+            return TrialFinished(trial=trial, reason="enough")
         case "gave-up":
-            return GaveUp(trial=trial, cause=Cause.USER, reason="x")
+            return TrialErrored(trial=trial, cause=Cause.TRAINABLE, reason="x")
         case "paused":
-            return Paused(trial=trial, reason="others are better")
+            return TrialPaused(trial=trial, reason="others are better")
         case "resumed":
-            return Resumed(trial=trial)
+            return TrialResumed(trial=trial)
         case "requeued":
-            return Requeued(trial=trial, reason="more")
+            return TrialRequeued(trial=trial, reason="more")
     raise AssertionError(what)

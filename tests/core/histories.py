@@ -9,29 +9,29 @@ from functools import lru_cache, reduce
 import pytest
 
 from prefect_tune.core.checkpoints import commit, manifest
-from prefect_tune.core.experiment.experiment import Experiment, apply, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, apply_entry, empty_experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import (
-    Adopted,
+    AttemptStarted,
+    CheckpointCommitted,
     CheckpointRef,
-    Committed,
+    CheckpointsAdopted,
     Event,
     Owner,
-    Reported,
-    Started,
+    StepReported,
     TrialAdded,
 )
 from prefect_tune.core.storage import documents
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport, digest_of, parse
+from prefect_tune.core.values import StepReport, WriteStamp, digest_of, parse_json
 from tests.core.driver import JOURNAL
 
 ME = Owner(name="me", host="here", pid=1)
 
 
-def stamp(write_id: object) -> Stamp:
-    return Stamp(write_id=str(write_id), at="2026-11-21")
+def stamp(write_id: object) -> WriteStamp:
+    return WriteStamp(write_id=str(write_id), at="2026-11-21")
 
 
 @contextmanager
@@ -46,8 +46,8 @@ def snapshots_every(entries: int) -> Iterator[None]:
 def cut_small(chunk_bytes: int = 8, blob_bytes: int = 24) -> Iterator[None]:
     """Set the sizes of a chunk and of a blob."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "pieces", lambda files: manifest.pieces(files, chunk_bytes))
-        patch.setattr(commit, "groups", lambda cut: manifest.groups(cut, blob_bytes))
+        patch.setattr(commit, "split_files", lambda files: manifest.split_files(files, chunk_bytes))
+        patch.setattr(commit, "pack_ranges", lambda cut: manifest.pack_ranges(cut, blob_bytes))
         patch.setattr(manifest, "BLOB_BYTES", blob_bytes)
         yield
 
@@ -55,15 +55,15 @@ def cut_small(chunk_bytes: int = 8, blob_bytes: int = 24) -> Iterator[None]:
 @contextmanager
 def decoding_once() -> Iterator[None]:
     """Decode equal bytes of a document once: of a thousand orders, each reads mostly what the others have read."""
-    verify, parse_once = (lru_cache(maxsize=10_000)(function) for function in (documents.verified, parse))
+    verify, parse_once = (lru_cache(maxsize=10_000)(function) for function in (documents.verify_document, parse_json))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "verified", lambda model, data, *rest: verify(model, bytes(data), *rest))
-        patch.setattr(documents, "parse", parse_once)
+        patch.setattr(documents, "verify_document", lambda model, data, *rest: verify(model, bytes(data), *rest))
+        patch.setattr(documents, "parse_json", parse_once)
         yield
 
 
 def opened(store: ObjectStore, key: JournalKey = JOURNAL, write_id: str = "open") -> Experiment:
-    return journal.take_over(store, key, ME, stamp(write_id))
+    return journal.acquire_ownership(store, key, ME, stamp(write_id))
 
 
 def next_event(experiment: Experiment, trial: str) -> Event:
@@ -72,22 +72,24 @@ def next_event(experiment: Experiment, trial: str) -> Event:
         return TrialAdded(trial=trial, config={"of": trial, "width": [1, 2.5, None, "ä"]})
     known = experiment.trial(trial)
     if known.attempt == 0:
-        return Started(trial=trial, attempt=1, from_step=0)
+        return AttemptStarted(trial=trial, attempt=1, from_step=0)
     if known.step == len(known.checkpoints):
-        return Reported(trial=trial, report=StepReport(step=known.step + 1, metrics={"loss": 1 / (known.step + 1)}))
+        return StepReported(trial=trial, report=StepReport(step=known.step + 1, metrics={"loss": 1 / (known.step + 1)}))
     old = tuple(each.sequence for each in known.checkpoints[:-3])
     new = CheckpointRef(step=known.step, sequence=known.next_sequence)
-    return Committed(trial=trial, checkpoint=new, retires=old)
+    return CheckpointCommitted(trial=trial, checkpoint=new, retires=old)
 
 
 def next_state(store: ObjectStore, experiment: Experiment, trials: Sequence[str]) -> Experiment:
     """Write the next entry: one event for each of the trials, or no event."""
-    events = [next_event(experiment, trial) for trial in dict.fromkeys(trials)] or [Adopted()]
-    return journal.append(store, experiment, events, stamp(f"{experiment.number + 1}"))
+    events = [next_event(experiment, trial) for trial in dict.fromkeys(trials)] or [CheckpointsAdopted()]
+    return journal.append_events(store, experiment, events, stamp(f"{experiment.number + 1}"))
 
 
 def fold(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:
     """Apply every entry, without a snapshot."""
-    entries = journal.history(store, key)
+    entries = journal.read_entries(store, key)
     digests = [digest_of(store.read(key.entry_path(entry.number))) for entry in entries]
-    return reduce(lambda state, each: apply(state, *each), zip(entries, digests, strict=True), nothing_yet(key))
+    return reduce(
+        lambda state, each: apply_entry(state, *each), zip(entries, digests, strict=True), empty_experiment(key)
+    )

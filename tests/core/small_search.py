@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events import Configured, Decided, Finished, Pinned, Started
+from prefect_tune.core.journal.journal import load_experiment
+from prefect_tune.core.journal_events import AttemptStarted, DecisionMade, ExperimentConfigured, Pinned, TrialFinished
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.schedulers.base import Continue
-from prefect_tune.core.storage.generations import current_journal
+from prefect_tune.core.storage.generations import find_current_journal
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
 from tests.core.driver import Files
@@ -34,7 +34,7 @@ class SmallAttempt(Attempt):
     def files(self, step: int) -> Files:
         return content(self.trial.trial, step)
 
-    def start(self) -> Started:
+    def start(self) -> AttemptStarted:
         started = super().start()
         assert not started.from_step or self.head == content(self.trial.trial, started.from_step)["head"]
         return started
@@ -46,7 +46,7 @@ class SmallSearch(Search):
     kind = SmallAttempt
 
     def __init__(self, store: ObjectStore, name: str = "old", retention: Retention = KEEPS_TWO) -> None:
-        super().__init__(store, _CHRONICLE, current_journal(store, name), name, retention)
+        super().__init__(store, _CHRONICLE, find_current_journal(store, name), name, retention)
         self.name = name
         self.open()
 
@@ -72,16 +72,16 @@ class SmallSearch(Search):
     def decide(self, trial: str) -> None:
         known = self.trial(trial)
         report = StepReport(step=known.step, metrics=known.metrics)
-        self.append(Decided(trial=trial, report=report, decision=Continue()))
+        self.append(DecisionMade(trial=trial, report=report, decision=Continue()))
 
     def finish(self, trial: str) -> None:
-        self.append(Finished(trial=trial, reason="enough"))
+        self.append(TrialFinished(trial=trial, reason="enough"))
 
 
 def search_of_three(store: ObjectStore) -> SmallSearch:
     """One ended trial, one running trial with a step that is not saved, and one that has not begun."""
     search = SmallSearch(store)
-    search.append(Configured(settings={"num_samples": 3}))
+    search.append(ExperimentConfigured(settings={"num_samples": 3}))
     search.add("a")
     search.begin("a")
     for _ in range(3):
@@ -101,7 +101,7 @@ def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial])
     """Return the live checkpoints of these trials of `experiment` that are damaged or have other bytes."""
     found = []
     for trial in trials.values():
-        folder = current_journal(store, experiment).trial_key(trial.trial)
+        folder = find_current_journal(store, experiment).trial_key(trial.trial)
         for key in (folder.checkpoint_key(ref) for ref in trial.checkpoints):
             try:
                 if restored(store, read_manifest(store, key)) != content(key.trial.trial, key.step):
@@ -113,4 +113,4 @@ def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial])
 
 def own_state(store: ObjectStore, experiment: str, trial: str) -> Trial:
     """The trial's state in the journal."""
-    return load(store, current_journal(store, experiment)).trial(trial)
+    return load_experiment(store, find_current_journal(store, experiment)).trial(trial)

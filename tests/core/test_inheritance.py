@@ -9,9 +9,9 @@ import pytest
 from prefect_tune.core.errors import CheckpointCorrupt
 from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import newest_key, parent_of_next
-from prefect_tune.core.journal_events import CheckpointRef, Committed, Quarantined, Reported
-from prefect_tune.core.operations.scrub import quarantine, read_one, reinstate
+from prefect_tune.core.experiment.trial_transitions import newest_checkpoint_key, parent_of_next_save
+from prefect_tune.core.journal_events import CheckpointCommitted, CheckpointQuarantined, CheckpointRef, StepReported
+from prefect_tune.core.operations.scrub import inspect_checkpoint, quarantine, reinstate
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -40,7 +40,7 @@ def keys(search: Search) -> list[CheckpointKey]:
 
 
 def damage(search: Search, key: CheckpointKey) -> str | None:
-    return read_one(search.store, key).damage
+    return inspect_checkpoint(search.store, key).damage
 
 
 def rots(search: Search) -> None:
@@ -86,8 +86,8 @@ def overtaken_commit(search: Search, *retires: int) -> None:
     """Journal a save that was begun before a checkpoint was quarantined."""
     begun = CheckpointRef(step=4, sequence=search.trial("s").next_sequence)
     maintains(search, keys(search)[0])
-    report = Reported(trial="s", report=StepReport(step=4, metrics={}))
-    search.append(report, Committed(trial="s", checkpoint=begun, retires=retires))
+    report = StepReported(trial="s", report=StepReport(step=4, metrics={}))
+    search.append(report, CheckpointCommitted(trial="s", checkpoint=begun, retires=retires))
 
 
 def test_a_save_that_a_guest_has_overtaken_is_quarantined_and_retires_nothing(search: Search) -> None:
@@ -103,7 +103,7 @@ def test_a_save_that_a_guest_has_overtaken_is_quarantined_and_retires_nothing(se
 def test_the_suite_notices_when_a_save_that_was_overtaken_is_committed(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_lines(monkeypatch, trial_transitions._apply_committed, {"if is_overtaken(trial, sequence):": "if False:"})
+    break_lines(monkeypatch, trial_transitions._apply_commit, {"if is_overtaken(trial, sequence):": "if False:"})
     overtaken_commit(search)
     assert keys(search)[-1].step == 4
 
@@ -126,22 +126,22 @@ def test_what_is_older_than_one_that_was_quarantined_is_not_saved_upon(
 ) -> None:
     does(search)
     bad, before = keys(search)[-1], keys(search)[0]
-    search.append(Quarantined(trial="s", sequence=bad.sequence, reason="damaged"))
-    assert newest_key(search.key("s"), search.trial("s")) == before
-    assert parent_of_next(search.key("s"), search.trial("s")) is None
+    search.append(CheckpointQuarantined(trial="s", sequence=bad.sequence, reason="damaged"))
+    assert newest_checkpoint_key(search.key("s"), search.trial("s")) == before
+    assert parent_of_next_save(search.key("s"), search.trial("s")) is None
     search.save("s")
-    assert parent_of_next(search.key("s"), search.trial("s")) == keys(search)[-1]
+    assert parent_of_next_save(search.key("s"), search.trial("s")) == keys(search)[-1]
     assert damage(search, keys(search)[-1]) is None
 
 
 def test_what_is_reinstated_is_saved_upon_again(search: Search) -> None:
     maintains(search, *keys(search))
-    search.append(Reported(trial="s", report=StepReport(step=4, metrics={})))
-    assert parent_of_next(search.key("s"), search.trial("s")) is None
+    search.append(StepReported(trial="s", report=StepReport(step=4, metrics={})))
+    assert parent_of_next_save(search.key("s"), search.trial("s")) is None
     back = [search.key("s").checkpoint_key(each.checkpoint) for each in search.trial("s").quarantined_checkpoints]
     reinstate(search.store, search.journal, back, search.chronicle.stamp())
-    search.append(Reported(trial="s", report=StepReport(step=5, metrics={})))
-    assert parent_of_next(search.key("s"), search.trial("s")) == back[-1]
+    search.append(StepReported(trial="s", report=StepReport(step=5, metrics={})))
+    assert parent_of_next_save(search.key("s"), search.trial("s")) == back[-1]
 
 
 def test_a_damaged_checkpoint_is_what_these_tests_see(search: Search) -> None:

@@ -18,21 +18,21 @@ import numpy as np
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.checkpoints.manifest import plain_metadata
-from prefect_tune.core.experiment.stoppers import limits_in, of_experiment, of_trials
-from prefect_tune.core.metrics import is_number, plain_scalar, storable
-from prefect_tune.core.schedulers.pbt import as_mutations
-from prefect_tune.core.search.space import resolve, valid_space
+from prefect_tune.core.checkpoints.manifest import normalize_metadata
+from prefect_tune.core.experiment.stoppers import experiment_stoppers, metric_limits, trial_stopper
+from prefect_tune.core.metrics import is_number, to_plain_metrics, to_plain_scalar
+from prefect_tune.core.schedulers.pbt import parse_mutations
+from prefect_tune.core.search.space import resolve_space, validate_space
 from prefect_tune.core.values import canonical_json
 from prefect_tune.parameters.argument_checks import (
-    scheduler_from,
-    search_from,
+    component_to_json,
+    config_to_json,
+    make_stopper,
+    parse_scheduler,
+    parse_search,
     stop_to_json,
-    stopper_for,
-    storable_config,
-    to_json,
 )
-from prefect_tune.parameters.search_plan import SearchPlan, from_settings
+from prefect_tune.parameters.search_plan import SearchPlan, plan_from_settings
 
 
 class Kind(str, Enum):  # noqa: UP042 - the kind that is formatted as Kind.LINEAR
@@ -131,7 +131,7 @@ def field_of(holder: object, name: str) -> Any:
 
 
 def of_space(value: object) -> object:
-    return resolve(valid_space({"x": value}), lambda _, domain: domain.at(0))["x"]
+    return resolve_space(validate_space({"x": value}), lambda _, domain: domain.draw_at(0))["x"]
 
 
 PLACES: dict[str, Callable[[Any], object]] = {
@@ -141,10 +141,10 @@ PLACES: dict[str, Callable[[Any], object]] = {
     "computed": lambda value: of_space(pt.sample_from(lambda _: value)),
     "JSON": lambda value: pt.space_from_json({"x": {"constant": value}})["x"],
     "plan": lambda value: dict(planned(space={"x": value}).space or {})["x"],
-    "config": lambda value: storable_config({"x": value})["x"],
-    "metric": lambda value: storable({"x": value}, "step 1")["x"],
+    "config": lambda value: config_to_json({"x": value})["x"],
+    "metric": lambda value: to_plain_metrics({"x": value}, "step 1")["x"],
     "point": lambda value: pt.RandomSearch(points_to_evaluate=[{"x": value}]).points_to_evaluate[0]["x"],
-    "mutation": lambda value: field_of(as_mutations({"x": [value, "other"]}, "here")["x"], "options")[0],
+    "mutation": lambda value: field_of(parse_mutations({"x": [value, "other"]}, "here")["x"], "options")[0],
 }
 
 
@@ -204,30 +204,30 @@ class Options:
 
 def test_a_dataclass_is_the_dict_of_its_fields_and_an_option_object_of_this_package_is_no_value() -> None:
     config = Options(Kind.LINEAR, Pair(1, np.int8(2)))
-    assert storable_config(config) == {"kind": "linear", "pair": [1, 2]}
+    assert config_to_json(config) == {"kind": "linear", "pair": [1, 2]}
     assert pt.space_from_json({"x": {"y": [1]}}) == {"x": {"y": [1]}}
     for value in (pt.ASHA(max_t=9), pt.MaxSteps(3), pt.RandomSearch(), pt.Retention(last=1)):
-        for read in (of_space, lambda value: storable_config({"x": value})):
+        for read in (of_space, lambda value: config_to_json({"x": value})):
             with pytest.raises(pt.InvalidInput, match="expected a value or a domain"):
                 read(value)
 
 
 def test_a_config_holds_no_distribution() -> None:
     with pytest.raises(pt.InvalidInput, match=r"config: expected values, found uniform\(0\.0, 1\.0\).*pt\.tune"):
-        storable_config({"a": [{"b": pt.uniform(0, 1)}]})
+        config_to_json({"a": [{"b": pt.uniform(0, 1)}]})
     with pytest.raises(pt.InvalidInput, match="config: expected a dict or a dataclass, found 3"):
-        storable_config(3)
+        config_to_json(3)
 
 
 def test_metadata_is_taken_by_value_too() -> None:
-    assert plain_metadata({Kind.LINEAR: np.int64(3), "pair": Pair(1, 2)}) == {"linear": 3, "pair": [1, 2]}
+    assert normalize_metadata({Kind.LINEAR: np.int64(3), "pair": Pair(1, 2)}) == {"linear": 3, "pair": [1, 2]}
     with pytest.raises(pt.InvalidInput, match="metadata"):
-        plain_metadata({"a": Path("a")})
+        normalize_metadata({"a": Path("a")})
 
 
 def test_an_array_that_holds_objects_gives_its_only_element() -> None:
-    assert storable({"x": np.array({"a": Kind.LINEAR}, dtype=object)}, "step 1") == {"x": {"a": "linear"}}
-    assert plain_scalar(np.float64) is np.float64
+    assert to_plain_metrics({"x": np.array({"a": Kind.LINEAR}, dtype=object)}, "step 1") == {"x": {"a": "linear"}}
+    assert to_plain_scalar(np.float64) is np.float64
     assert is_number(np.array(3))
 
 
@@ -299,7 +299,7 @@ REAL_OPTIONS: dict[str, Callable[[Any], object]] = {
     "S3Target.request_timeout_seconds": lambda value: (
         pt.S3Target(bucket="abc", request_timeout_seconds=value).request_timeout_seconds
     ),
-    "stop": lambda value: limits_in(stopper_for({"loss": value}))["loss"],
+    "stop": lambda value: metric_limits(make_stopper({"loss": value}))["loss"],
     **{
         name: partial(planned_value, name)
         for name in ("time_budget_seconds", "grace_period_seconds", "silence_timeout_seconds")
@@ -340,13 +340,13 @@ def test_a_stop_criterion_with_numbers_of_numpy_is_stored_and_a_resume_reads_the
     settings = plan.settings
     assert "only_in_code" not in settings
     assert canonical_json(settings["stop"])
-    resumed = from_settings(settings, {"target": "/a", "experiment": "a"}, {})
-    read = stopper_for(stop_to_json(plan.stop))
+    resumed = plan_from_settings(settings, {"target": "/a", "experiment": "a"}, {})
+    read = make_stopper(stop_to_json(plan.stop))
     assert parts_of(resumed.stopper) == parts_of(read) == parts_of(plan.stopper)
 
 
 def parts_of(stopper: pt.Stopper) -> tuple[str, str]:
-    return repr(of_trials(stopper)), repr(of_experiment(stopper))
+    return repr(trial_stopper(stopper)), repr(experiment_stoppers(stopper))
 
 
 @pytest.mark.parametrize(
@@ -360,10 +360,10 @@ def parts_of(stopper: pt.Stopper) -> tuple[str, str]:
     ids=lambda configured: type(configured).__name__,
 )
 def test_a_scheduler_and_a_search_with_numbers_of_numpy_are_stored(configured: Any) -> None:
-    document = to_json(configured)
+    document = component_to_json(configured)
     assert document
-    read = scheduler_from if isinstance(configured, pt.Scheduler) else search_from
-    assert to_json(read(document)) == document
+    read = parse_scheduler if isinstance(configured, pt.Scheduler) else parse_search
+    assert component_to_json(read(document)) == document
 
 
 def test_names_are_texts_by_value_too() -> None:

@@ -7,72 +7,72 @@ from typing import Any, get_args
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptLaunched,
+    AttemptStarted,
     Cause,
+    CheckpointCloned,
+    CheckpointCommitted,
     CheckpointOrigin,
+    CheckpointQuarantined,
     CheckpointRef,
-    Cloned,
-    Committed,
     Event,
-    Finished,
     FinishKind,
-    GaveUp,
-    Launched,
-    Paused,
-    Quarantined,
-    Received,
-    Reported,
-    Requeued,
-    Resumed,
-    Started,
-    StopAsked,
+    PostReceived,
+    StepReported,
+    StopRequested,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
+    TrialRequeued,
+    TrialResumed,
 )
 from prefect_tune.core.prefect_events import (
-    LABELS,
+    LABEL_FIELDS,
     NOT_EMITTED,
-    VERSION,
-    Allowance,
-    BestSoFar,
+    PAYLOAD_VERSION,
+    BestModelTracker,
     ExperimentEvent,
+    TokenBucket,
     TrialStalled,
-    abbreviated,
-    best_checkpoints,
+    abbreviate,
+    event_labels,
     event_name,
-    labels_of,
-    payload_of,
+    event_payload,
+    find_best_checkpoints,
 )
 from prefect_tune.core.reasons import make_reason
-from prefect_tune.core.search.objective import objective_of
+from prefect_tune.core.search.objective import make_objective
 from prefect_tune.core.values import StepReport
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 
 T = "00000"
 ADDED = TrialAdded(trial=T, config={}, of_search=True)
-STARTED = Started(trial=T, attempt=1, from_step=0)
+STARTED = AttemptStarted(trial=T, attempt=1, from_step=0)
 LONG = "x" * 1000
 
 
-def reported(step: int, **metrics: object) -> Reported:
-    return Reported(trial=T, report=StepReport(step=step, metrics=metrics))
+def reported(step: int, **metrics: object) -> StepReported:
+    return StepReported(trial=T, report=StepReport(step=step, metrics=metrics))
 
 
-def committed(step: int, sequence: int, **options: Any) -> Committed:
+def committed(step: int, sequence: int, **options: Any) -> CheckpointCommitted:
     checkpoint = CheckpointRef(step=step, sequence=sequence, metrics={"loss": 0.5}, size_bytes=7)
-    return Committed(trial=T, checkpoint=checkpoint, **options)
+    return CheckpointCommitted(trial=T, checkpoint=checkpoint, **options)
 
 
 def payloads(*events: Event) -> list[dict[str, object]]:
     """The payloads of all Prefect events of these journal events, with their names as `name`."""
-    state: Experiment = nothing_yet(first_generation("first"))
+    state: Experiment = empty_experiment(first_generation("first"))
     found: list[dict[str, object]] = []
     for event in events:
         state = after(state, [event])
         if event.type not in NOT_EMITTED:
-            found.append({"name": event_name(event), **payload_of(event, state.trials.get(T))})
+            found.append({"name": event_name(event), **event_payload(event, state.trials.get(T))})
     return found
 
 
@@ -81,11 +81,14 @@ def names(*events: Event) -> list[str]:
 
 
 def content(event: Event) -> dict[str, object]:
-    return {"version": VERSION, **event.model_dump(mode="json", exclude={"type"})}
+    return {"version": PAYLOAD_VERSION, **event.model_dump(mode="json", exclude={"type"})}
 
 
 def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_content() -> None:
-    trained, end = [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)], Finished(trial=T, reason="done")
+    trained, end = (
+        [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)],
+        TrialFinished(trial=T, reason="done"),
+    )
     started, saved, finished = payloads(ADDED, STARTED, *trained, end)
     assert started == {"name": "prefect-tune.started", **content(STARTED)}
     assert saved == {"name": "prefect-tune.committed", **content(committed(2, 3))}
@@ -96,49 +99,49 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
 
 def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=LONG)
-    again = Started(trial=T, attempt=2, from_step=1, from_sequence=3)
+    again = AttemptStarted(trial=T, attempt=2, from_step=1, from_sequence=3)
     ended, restored = payloads(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
-    assert (ended["cause"], ended["reason"]) == ("machine", abbreviated(LONG))
+    assert (ended["cause"], ended["reason"]) == ("machine", abbreviate(LONG))
     assert (ended["status"], ended["attempt"], ended["step"]) == ("interrupted", 1, 1)
     assert (restored["attempt"], restored["from_step"]) == (2, 1)
     spent = make_reason("max-failures", failures=1, limit=0, error="division by zero")
-    (errored,) = payloads(ADDED, STARTED, GaveUp(trial=T, cause=Cause.USER, reason=spent))[1:]
+    (errored,) = payloads(ADDED, STARTED, TrialErrored(trial=T, cause=Cause.TRAINABLE, reason=spent))[1:]
     assert (errored["name"], errored["cause"], errored["status"]) == ("prefect-tune.gave-up", "user", "errored")
     assert (errored["reason"], errored["reason_code"]) == (str(spent), "max-failures")
 
 
 def test_a_stop_request_that_is_refused_says_why() -> None:
     refused = make_reason("request-without-trial", trial="00009")
-    payload = payload_of(StopAsked(reason="enough", request="w", refused=refused))
+    payload = event_payload(StopRequested(reason="enough", request="w", refused=refused))
     assert (payload["reason"], payload["refused"]) == ("enough", str(refused))
 
 
 def test_a_reinstatement_has_a_name_of_its_own() -> None:
     again = [
-        Quarantined(trial=T, sequence=3, reason="sha differs"),
-        Quarantined(trial=T, sequence=3, quarantined=False),
+        CheckpointQuarantined(trial=T, sequence=3, reason="sha differs"),
+        CheckpointQuarantined(trial=T, sequence=3, quarantined=False),
     ]
     found = payloads(ADDED, STARTED, reported(1), committed(1, 3), *again)[2:]
     assert [each["name"] for each in found] == ["prefect-tune.quarantined", "prefect-tune.reinstated"]
 
 
 def test_every_turn_of_a_trial_is_emitted() -> None:
-    pause, end = Paused(trial=T, reason="others"), Finished(trial=T, reason="enough")
-    assert names(ADDED, STARTED, reported(1), pause, Resumed(trial=T)) == ["started", "paused", "resumed"]
-    more = Requeued(trial=T, reason="more")
+    pause, end = TrialPaused(trial=T, reason="others"), TrialFinished(trial=T, reason="enough")
+    assert names(ADDED, STARTED, reported(1), pause, TrialResumed(trial=T)) == ["started", "paused", "resumed"]
+    more = TrialRequeued(trial=T, reason="more")
     assert names(ADDED, STARTED, pause, end, more) == ["started", "paused", "finished", "requeued"]
 
 
 def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
     origin = CheckpointOrigin(trial="00007", step=4, sequence=2)
     copy = CheckpointRef(step=4, sequence=2, origin=origin)
-    cloned = payload_of(Cloned(trial=T, checkpoint=copy, source="00007", config={"lr": 1}, reason="worse"))
+    cloned = event_payload(CheckpointCloned(trial=T, checkpoint=copy, source="00007", config={"lr": 1}, reason="worse"))
     assert (cloned["source"], cloned["config"], cloned["reason"]) == ("00007", {"lr": 1}, "worse")
     assert cloned["checkpoint"] == copy.model_dump(mode="json")
 
 
 def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
-    launched, received = Launched(trial=T, outbox=1), Received(trial=T, post=1)
+    launched, received = AttemptLaunched(trial=T, outbox=1), PostReceived(trial=T, post=1)
     assert names(ADDED, launched, received, STARTED, *(reported(step) for step in range(1, 99))) == ["started"]
     types = {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])}
     assert types > NOT_EMITTED
@@ -147,7 +150,7 @@ def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
 def test_texts_and_tables_are_short_and_all_is_json() -> None:
     metrics = {f"m{number}": number for number in range(50)}
     report = {"text": LONG, "metrics": {**metrics}, "list": list(range(50)), "yes": True, "none": None}
-    cut = abbreviated(report)
+    cut = abbreviate(report)
     assert cut == {
         "text": "x" * 499 + "…",
         "metrics": {f"m{number}": number for number in range(20)},
@@ -161,20 +164,20 @@ def test_texts_and_tables_are_short_and_all_is_json() -> None:
 @pytest.mark.parametrize(
     ("event", "labels"),
     [
-        (Quarantined(trial=T, sequence=3, reason="sha differs"), {"trial": T, "kills": "false"}),
-        (Quarantined(trial=T, sequence=3, reason="it dies", kills=True), {"trial": T, "kills": "true"}),
+        (CheckpointQuarantined(trial=T, sequence=3, reason="sha differs"), {"trial": T, "kills": "false"}),
+        (CheckpointQuarantined(trial=T, sequence=3, reason="it dies", kills=True), {"trial": T, "kills": "true"}),
         (AttemptEnded(trial=T, cause=Cause.OUT_OF_MEMORY, reason="m"), {"trial": T, "cause": "out-of-memory"}),
         (
             AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished")),
             {"trial": T, "cause": "machine", "reason_code": "owner-vanished"},
         ),
-        (Finished(trial=T, reason="done", kind=FinishKind.PRUNED), {"trial": T, "kind": "pruned"}),
+        (TrialFinished(trial=T, reason="done", kind=FinishKind.PRUNED), {"trial": T, "kind": "pruned"}),
         (TrialStalled(trial=T, silent_seconds=1.0), {"trial": T}),
-        (StopAsked(reason="enough"), {}),
+        (StopRequested(reason="enough"), {}),
     ],
 )
 def test_what_an_automation_may_match_is_a_label(event: Event | ExperimentEvent, labels: dict[str, str]) -> None:
-    assert labels_of(payload_of(event)) == {f"prefect-tune.{name}": value for name, value in labels.items()}
+    assert event_labels(event_payload(event)) == {f"prefect-tune.{name}": value for name, value in labels.items()}
 
 
 def test_no_two_events_have_one_name_and_every_label_is_a_field() -> None:
@@ -187,88 +190,90 @@ def test_no_two_events_have_one_name_and_every_label_is_a_field() -> None:
     assert len(set(every)) == len(every) == 4 + len(journaled)
     assert all(name.startswith("prefect-tune.") for name in every)
     fields = {"status", "reason_code"}.union(*(kind.model_fields for kind in (*named, *journaled)))
-    assert fields >= set(LABELS)
+    assert fields >= set(LABEL_FIELDS)
 
 
 def test_an_allowance_is_spent_at_once_and_comes_back_with_time() -> None:
-    allowance = Allowance(3, 2)
-    assert [allowance.take(1, 10.0) for _ in range(4)] == [True, True, True, False]
-    assert [allowance.take(1, 10.5), allowance.take(1, 10.6)] == [True, False]
-    assert [allowance.take(1, 1000.0) for _ in range(4)] == [True, True, True, False]
-    assert allowance.take(1, 999.0) is False  # time never goes back
-    assert [allowance.take(2, 1000.5), allowance.take(2, 1001.0)] == [False, True]
+    allowance = TokenBucket(3, 2)
+    assert [allowance.try_take(1, 10.0) for _ in range(4)] == [True, True, True, False]
+    assert [allowance.try_take(1, 10.5), allowance.try_take(1, 10.6)] == [True, False]
+    assert [allowance.try_take(1, 1000.0) for _ in range(4)] == [True, True, True, False]
+    assert allowance.try_take(1, 999.0) is False  # time never goes back
+    assert [allowance.try_take(2, 1000.5), allowance.try_take(2, 1001.0)] == [False, True]
 
 
 # The best model so far, and when a new best is announced.
 
-LOSS = objective_of("loss", "min")
+LOSS = make_objective("loss", "min")
 
 
 def trained(state: Experiment, trial: str, *losses: float, saved: bool = True, ends: bool = False) -> Experiment:
     """A trial that reports and saves these losses."""
-    events: list[Event] = [TrialAdded(trial=trial, config={}), Started(trial=trial, attempt=1, from_step=0)]
+    events: list[Event] = [TrialAdded(trial=trial, config={}), AttemptStarted(trial=trial, attempt=1, from_step=0)]
     for step, loss in enumerate(losses, 1):
         metrics = {"other": 1, "loss": loss}
-        events.append(Reported(trial=trial, report=StepReport(step=step, metrics=metrics)))
+        events.append(StepReported(trial=trial, report=StepReport(step=step, metrics=metrics)))
         if saved:
-            events.append(Committed(trial=trial, checkpoint=CheckpointRef(step=step, sequence=step, metrics=metrics)))
-    events += [Finished(trial=trial, reason="done")] if ends else []
+            events.append(
+                CheckpointCommitted(trial=trial, checkpoint=CheckpointRef(step=step, sequence=step, metrics=metrics))
+            )
+    events += [TrialFinished(trial=trial, reason="done")] if ends else []
     return after(state, events)
 
 
 def test_a_better_checkpoint_is_news_with_its_manifest_and_an_equal_one_is_none() -> None:
-    state = trained(nothing_yet(first_generation("first")), "00000", 0.5)
-    best = BestSoFar(LOSS, nothing_yet(first_generation("first")))
-    found = best.committed(state.trial("00000"))
+    state = trained(empty_experiment(first_generation("first")), "00000", 0.5)
+    best = BestModelTracker(LOSS, empty_experiment(first_generation("first")))
+    found = best.on_commit(state.trial("00000"))
     assert found is not None
     assert list(found.metrics) == ["loss", "other"]  # the objective's metric comes first
     assert (found.trial, found.step, best.trial) == ("00000", 1, "00000")
     assert found.manifest == "first/1/trials/00000/checkpoints/0000000001-0000000001/manifest.json"
-    assert best.committed(state.trial("00000")) is None
+    assert best.on_commit(state.trial("00000")) is None
 
 
 def test_a_trial_that_ends_better_than_anything_that_was_saved_is_news_without_a_manifest() -> None:
-    state = trained(nothing_yet(first_generation("first")), "00000", 0.5, saved=False, ends=True)
-    best = BestSoFar(LOSS, nothing_yet(first_generation("first")))
-    found = best.ended(state.trial("00000"))
+    state = trained(empty_experiment(first_generation("first")), "00000", 0.5, saved=False, ends=True)
+    best = BestModelTracker(LOSS, empty_experiment(first_generation("first")))
+    found = best.on_trial_ended(state.trial("00000"))
     assert found is not None
     assert found.manifest is None
-    assert best.ended(state.trial("00000")) is None
-    assert best.committed(state.trial("00000")) is None  # no checkpoint
+    assert best.on_trial_ended(state.trial("00000")) is None
+    assert best.on_commit(state.trial("00000")) is None  # no checkpoint
 
 
 def test_of_several_metrics_the_next_decides_between_equals() -> None:
     def committed(other: float) -> object:
         metrics = {"loss": 0.5, "other": other}
         checkpoint = CheckpointRef(step=2, sequence=2, metrics=metrics)
-        better = after(state, [Committed(trial="00000", checkpoint=checkpoint)])
-        return BestSoFar(objective_of(["loss", "other"], "min"), state).committed(better.trial("00000"))
+        better = after(state, [CheckpointCommitted(trial="00000", checkpoint=checkpoint)])
+        return BestModelTracker(make_objective(["loss", "other"], "min"), state).on_commit(better.trial("00000"))
 
-    state = trained(nothing_yet(first_generation("first")), "00000", 0.5)
+    state = trained(empty_experiment(first_generation("first")), "00000", 0.5)
     assert committed(1.0) is None
     assert committed(0.5) is not None
 
 
 def test_what_was_there_before_is_no_news_and_what_is_worse_neither() -> None:
-    earlier = trained(nothing_yet(first_generation("first")), "00000", 0.5, 0.1, 0.3)
+    earlier = trained(empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.3)
     earlier = trained(earlier, "00001", 0.05, saved=False, ends=True)
     state = trained(trained(earlier, "00002", 0.07), "00003", 0.04)
-    best = BestSoFar(LOSS, earlier)
+    best = BestModelTracker(LOSS, earlier)
     assert best.trial == "00001"
-    assert best.committed(state.trial("00002")) is None
-    assert best.committed(state.trial("00003")) is not None
+    assert best.on_commit(state.trial("00002")) is None
+    assert best.on_commit(state.trial("00003")) is not None
 
 
 def test_without_an_objective_and_without_the_metric_nothing_is_better() -> None:
-    state = trained(nothing_yet(first_generation("first")), "00000", 0.5, ends=True)
-    assert BestSoFar(None, state).ended(state.trial("00000")) is None
-    assert BestSoFar(None, state).trial is None
-    elsewhere = BestSoFar(objective_of("accuracy", "max"), state)
-    assert elsewhere.committed(state.trial("00000")) is None
+    state = trained(empty_experiment(first_generation("first")), "00000", 0.5, ends=True)
+    assert BestModelTracker(None, state).on_trial_ended(state.trial("00000")) is None
+    assert BestModelTracker(None, state).trial is None
+    elsewhere = BestModelTracker(make_objective("accuracy", "max"), state)
+    assert elsewhere.on_commit(state.trial("00000")) is None
 
 
 def test_the_best_checkpoint_is_of_all_commits_and_of_equal_ones_each_trials_first() -> None:
-    state = trained(nothing_yet(first_generation("first")), "00000", 0.5, 0.1, 0.1, 0.3)
+    state = trained(empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.1, 0.3)
     state = trained(trained(state, "00001", 0.2, ends=True), "00002", 0.4, 0.1)
-    assert best_checkpoints(state, LOSS) == {"00000": 2, "00002": 2}
-    assert best_checkpoints(state, None) == best_checkpoints(state, objective_of("accuracy", "max")) == {}
+    assert find_best_checkpoints(state, LOSS) == {"00000": 2, "00002": 2}
+    assert find_best_checkpoints(state, None) == find_best_checkpoints(state, make_objective("accuracy", "max")) == {}

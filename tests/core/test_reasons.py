@@ -15,11 +15,11 @@ from prefect_tune.core.reasons import (
     AnyReason,
     ProcessEnd,
     Reason,
-    error_of,
     find_code_location,
     format_error,
     make_reason,
     process_end_reason,
+    root_error,
     summarize_error,
 )
 
@@ -119,8 +119,8 @@ def test_an_error_is_named_in_one_line_without_the_budget_that_it_spent(reason: 
 
 def test_the_error_of_an_attempt_that_ended_for_another_reason_is_that_reason() -> None:
     lost = make_reason("attempts-lost", count=3, error="OSError: gone")
-    assert error_of(lost) == lost
-    assert error_of("a text") == "a text"
+    assert root_error(lost) == lost
+    assert root_error("a text") == "a text"
 
 
 TRACE = "Traceback (most recent call last):\n"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.resources import Machine, Resources, resources_of, slots_on
+from prefect_tune.core.resources import Machine, Resources, divide_into_slots, parse_resources
 
 BOX = Machine(cpu_count=8, gpus=("0", "1", "2", "3"))
 
@@ -32,7 +32,7 @@ BOX = Machine(cpu_count=8, gpus=("0", "1", "2", "3"))
 def test_there_are_as_many_slots_as_trials_that_can_train_at_once(
     needed: Resources, at_most: int | None, slots: list[tuple[str, ...]]
 ) -> None:
-    assert list(slots_on(BOX, needed, at_most)) == slots
+    assert list(divide_into_slots(BOX, needed, at_most)) == slots
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 30), max_size=9, unique=True), st.integers(1, 4), st.integers(1, 3))
@@ -40,9 +40,9 @@ def test_no_gpu_is_in_two_slots(cpus: int, gpus: list[int], cpu: int, gpu: int) 
     machine = Machine(cpus, tuple(map(str, gpus)))
     if cpu > cpus or gpu > len(gpus):
         with pytest.raises(InvalidInput, match="but this process may use"):
-            slots_on(machine, Resources(cpu=cpu, gpu=gpu), None)
+            divide_into_slots(machine, Resources(cpu=cpu, gpu=gpu), None)
         return
-    slots = slots_on(machine, Resources(cpu=cpu, gpu=gpu), None)
+    slots = divide_into_slots(machine, Resources(cpu=cpu, gpu=gpu), None)
     dealt = [each for slot in slots for each in slot]
     assert len(dealt) == len(set(dealt)) == gpu * len(slots)
     assert len(slots) * cpu <= cpus
@@ -62,9 +62,9 @@ def test_no_gpu_is_in_two_slots(cpus: int, gpus: list[int], cpu: int, gpu: int) 
 )
 def test_what_cannot_be_needed_is_said(given: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidInput, match=f"^here: {said}"):
-        resources_of(given, "here")
+        parse_resources(given, "here")
 
 
 def test_a_cpu_that_is_not_named_is_one_and_a_gpu_none() -> None:
-    assert resources_of({"gpu": 0.5}, "here") == Resources(cpu=1, gpu=0.5)
-    assert resources_of({"cpu": 2}, "here") == Resources(cpu=2, gpu=0)
+    assert parse_resources({"gpu": 0.5}, "here") == Resources(cpu=1, gpu=0.5)
+    assert parse_resources({"cpu": 2}, "here") == Resources(cpu=2, gpu=0)

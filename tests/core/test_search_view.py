@@ -7,18 +7,18 @@ from datetime import datetime
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
     Event,
-    Finished,
-    Opened,
     Owner,
-    Paused,
-    Reported,
-    Started,
+    OwnerChanged,
+    StepReported,
     TrialAdded,
+    TrialFinished,
+    TrialPaused,
 )
 from prefect_tune.core.search_view import AttemptPeriod, RunCounts, SearchView
 from prefect_tune.core.values import StepReport
@@ -32,16 +32,16 @@ class ObservedExperiment:
     """An experiment, and the view that its events are applied to."""
 
     def __init__(self) -> None:
-        self.experiment: Experiment = nothing_yet(first_generation("e"))
+        self.experiment: Experiment = empty_experiment(first_generation("e"))
         self.count = 0
         self.view = SearchView(self.experiment)
-        self.happens(Opened(experiment="e", generation=1, term=1, owner=HERE))
+        self.happens(OwnerChanged(experiment="e", generation=1, term=1, owner=HERE))
 
     def happens(self, *events: Event, at: datetime = LATER) -> None:
         for event in events:
             self.count += 1
-            self.experiment = after_event(self.experiment, event, self.count)
-            self.view.apply(event, at, self.experiment)
+            self.experiment = apply_event(self.experiment, event, self.count)
+            self.view.apply_event(event, at, self.experiment)
 
     def reports(self, step: int) -> StepReport:
         report = StepReport(step=step, metrics={"loss": 1 / step})
@@ -49,7 +49,7 @@ class ObservedExperiment:
         return report
 
     def running(self) -> Mapping[str, AttemptPeriod]:
-        return self.view.read().running
+        return self.view.take_snapshot().running
 
 
 @pytest.fixture
@@ -58,26 +58,26 @@ def observed() -> ObservedExperiment:
 
 
 def test_an_attempt_on_another_machine_runs_where_its_supervisor_does(observed: ObservedExperiment) -> None:
-    started = Started(trial="a", attempt=1, from_step=0, at=AT.isoformat(), supervisor=ELSEWHERE)
+    started = AttemptStarted(trial="a", attempt=1, from_step=0, at=AT.isoformat(), supervisor=ELSEWHERE)
     observed.happens(TrialAdded(trial="a", config={}, of_search=True), started)
     (attempt,) = observed.running().values()
-    assert (attempt.attempt, attempt.began, attempt.owner) == (1, AT, ELSEWHERE)
+    assert (attempt.attempt, attempt.began_at, attempt.owner) == (1, AT, ELSEWHERE)
 
 
 def test_a_single_training_runs_where_its_experiment_was_opened(observed: ObservedExperiment) -> None:
-    observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+    observed.happens(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
     assert observed.running()["a"].owner == HERE
 
 
 def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(observed: ObservedExperiment) -> None:
-    observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+    observed.happens(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
     observed.reports(1)
     newest = observed.reports(7)
-    observed.happens(Reported(trial="a", report=StepReport(step=3, metrics={})))
+    observed.happens(StepReported(trial="a", report=StepReport(step=3, metrics={})))
     assert observed.running()["a"].report == newest
     assert observed.running()["a"].reported_at == LATER
     observed.happens(
-        AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), Started(trial="a", attempt=2, from_step=0)
+        AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), AttemptStarted(trial="a", attempt=2, from_step=0)
     )
     assert (observed.running()["a"].attempt, observed.running()["a"].report) == (2, None)
 
@@ -85,38 +85,38 @@ def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(obse
 @pytest.mark.parametrize(
     "end",
     [
-        Finished(trial="a", reason="enough"),
-        Paused(trial="a", reason="not among the best"),
+        TrialFinished(trial="a", reason="enough"),
+        TrialPaused(trial="a", reason="not among the best"),
         AttemptEnded(trial="a", cause=Cause.PREEMPTED, reason="asked to stop"),
     ],
 )
 def test_a_trial_that_has_ended_is_not_among_them(end: Event, observed: ObservedExperiment) -> None:
-    observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+    observed.happens(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
     observed.happens(end)
     observed.reports(9)
     assert not observed.running()
-    assert observed.view.read().counts.ended_attempts == 1
+    assert observed.view.take_snapshot().counts.ended_attempts == 1
 
 
 def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observed: ObservedExperiment) -> None:
-    observed.happens(TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0))
+    observed.happens(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
     next_run = SearchView(observed.experiment)
     next_run.begin_run(LATER)
-    (attempt,) = next_run.read().running.values()
+    (attempt,) = next_run.take_snapshot().running.values()
     assert (attempt.attempt, attempt.owner, attempt.is_earlier) == (1, None, True)
     for step in (7, 9):
         next_run.apply_report("a", StepReport(step=step, metrics={}), LATER)
-    assert next_run.read().counts == RunCounts(reports=2, steps=2)
+    assert next_run.take_snapshot().counts == RunCounts(reports=2, steps=2)
 
 
 def test_what_an_earlier_run_trained_is_neither_counted_nor_measured() -> None:
     before = ObservedExperiment()
     before.happens(TrialAdded(trial="a", config={}, of_search=True))
     before.view.begin_run(LATER)
-    before.happens(Started(trial="a", attempt=1, from_step=0, supervisor=ELSEWHERE), at=AT)
-    before.happens(*(Reported(trial="a", report=StepReport(step=step, metrics={})) for step in (1, 2, 3)), at=AT)
-    view = before.view.read()
+    before.happens(AttemptStarted(trial="a", attempt=1, from_step=0, supervisor=ELSEWHERE), at=AT)
+    before.happens(*(StepReported(trial="a", report=StepReport(step=step, metrics={})) for step in (1, 2, 3)), at=AT)
+    view = before.view.take_snapshot()
     assert (view.counts, view.running["a"].report.step) == (RunCounts(), 3)
     before.happens(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), at=AT)
-    view = before.view.read()
+    view = before.view.take_snapshot()
     assert (view.counts, view.running) == (RunCounts(), {})

@@ -10,17 +10,17 @@ from functools import partial
 import pytest
 
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, StoreRefused, Superseded
-from prefect_tune.core.experiment.trial_transitions import newest_key
-from prefect_tune.core.journal.journal import load
+from prefect_tune.core.experiment.trial_transitions import newest_checkpoint_key
+from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.operations.scrub import inspect_one
-from prefect_tune.core.operations.trial_gc import Collected, collect_from
+from prefect_tune.core.operations.delete_experiment import delete_generation
+from prefect_tune.core.operations.scrub import inspect_live_checkpoint
+from prefect_tune.core.operations.trial_gc import TrialGarbage, collect_trial_garbage
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from tests.core.documents.write_golden import golden_run
 from tests.core.driver import KEY, NAME, Session, violations
 from tests.core.operations.test_trial_gc import newest
@@ -35,7 +35,7 @@ from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
-STAMP = Stamp(write_id="removal", at="2026-11-23T08:00:00Z")
+STAMP = WriteStamp(write_id="removal", at="2026-11-23T08:00:00Z")
 OPERATIONS = 40
 """More operations than the reader of any test here does."""
 
@@ -57,7 +57,7 @@ def removed_up_to(store: MemoryStore, experiment: str, nth: int, way: Way, last:
     dying = DyingStore(store, nth, way, only=WRITES)
     with suppress(Crash):
         owner = Owner(name="remover", host="here", pid=1)
-        remove(dying, first_generation(experiment), owner, STAMP)
+        delete_generation(dying, first_generation(experiment), owner, STAMP)
     store.objects.update(kept)
     return dying.dead
 
@@ -98,7 +98,7 @@ def test_a_manifest_that_the_journal_needs_and_that_is_missing_is_damage_for_a_s
     old = superseded_owner()
     last = Session(old.store, old.witness, owner="last", clearing="none")
     last.open()
-    needed = newest_key(KEY, last.trial)
+    needed = newest_checkpoint_key(KEY, last.trial)
     assert needed
     assert isinstance(old.store, MemoryStore)
     del old.store.objects[needed.manifest_path]
@@ -146,11 +146,11 @@ def at_each_operation(read: Callable[[Scene, ObjectStore], None]) -> Iterator[li
 
 @pytest.mark.parametrize("changes", [False, True], ids=["a look", "a collection"])
 def test_what_an_owner_retires_while_its_garbage_is_looked_for_is_no_damage(*, changes: bool) -> None:
-    found: list[Collected] = []
+    found: list[TrialGarbage] = []
 
     def look(scene: Scene, store: ObjectStore) -> None:
-        key, trial = scene.search.key("s"), load(store, SEARCH).trial("s")
-        found.append(collect_from(store, key, trial, dry_run=not changes))
+        key, trial = scene.search.key("s"), load_experiment(store, SEARCH).trial("s")
+        found.append(collect_trial_garbage(store, key, trial, dry_run=not changes))
 
     assert [died for died in at_each_operation(look) if died] == []
     assert {each.damage for each in found} == {None}
@@ -182,10 +182,10 @@ def test_a_checkpoint_that_is_deleted_with_its_experiment_while_it_is_restored_i
 def test_a_checkpoint_whose_blobs_a_deletion_has_deleted_before_its_manifest_is_not_found() -> None:
     store = golden_run()  # of a single training: the experiment's journal is the only one
     experiment = first_generation(NAME)
-    trial = load(store, experiment).trial(KEY.trial)
+    trial = load_experiment(store, experiment).trial(KEY.trial)
     manifest = read_manifest(store, KEY.checkpoint_key(trial.checkpoints[-1]))
     end_generation(store, experiment, at="", by="remover")
-    store.delete([each.path for folder in (experiment.entries, KEY.blobs) for each in store.list(folder)])
+    store.delete([each.path for folder in (experiment.entries_folder, KEY.blobs_folder) for each in store.list(folder)])
     with pytest.raises(CheckpointNotFound, match="its experiment is being deleted"):
         restored(store, manifest)
 
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_inspected_is_not_damaged() -> 
     damage: list[str | None] = []
 
     def look(scene: Scene, store: ObjectStore) -> None:
-        found = inspect_one(store, newest(scene))
+        found = inspect_live_checkpoint(store, newest(scene))
         damage.extend(each.damage for each in found)
 
     assert [died for died in at_each_operation(look) if died] == []

@@ -10,23 +10,23 @@ import re
 import pytest
 from pydantic import ValidationError
 
+from prefect_tune.core.display_text import format_amount, format_size
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.shown_text import shown_amount, shown_size
 from prefect_tune.core.storage.layout import (
-    NEVER_ARTIFACTS,
+    NON_ARTIFACT_PATTERNS,
     CheckpointKey,
     TrialKey,
-    below,
     blob_sequence,
-    is_excluded,
-    number_in,
-    numbered,
+    document_number,
+    document_path,
+    join_uri,
+    matches_any_pattern,
 )
-from prefect_tune.core.values import Stamp, canonical_json, digest_of, metric_in, parse, valid_name
+from prefect_tune.core.values import WriteStamp, canonical_json, digest_of, get_metric, parse_json, validate_name
 from tests.core.driver import JOURNAL, KEY
 
-STAMP = Stamp(write_id="w", at="now")
+STAMP = WriteStamp(write_id="w", at="now")
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ STAMP = Stamp(write_id="w", at="now")
     ],
 )
 def test_what_lies_below_a_uri_stands_before_its_options(root: str, uri: str) -> None:
-    assert below(root, "a/b") == uri
+    assert join_uri(root, "a/b") == uri
 
 
 @pytest.mark.parametrize("name", ["a", "resnet-50_lr=0.1", "2026.11", "x" * 128, "A" + "." + "b"])
 def test_a_name_that_can_be_a_folder_everywhere_is_taken(name: str) -> None:
-    assert valid_name(name) == name
+    assert validate_name(name) == name
     assert TrialKey(experiment=name, generation=1, trial=name).folder == f"{name}/1/trials/{name}"
 
 
@@ -54,13 +54,13 @@ def test_a_name_that_can_be_a_folder_everywhere_is_taken(name: str) -> None:
 )
 def test_a_name_that_could_lead_elsewhere_is_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match="becomes a folder"):
-        valid_name(name)
+        validate_name(name)
     for path in (
         TrialKey(experiment=name, generation=1, trial="t"),
         TrialKey(experiment="e", generation=1, trial=name),
     ):
         with pytest.raises(InvalidInput):
-            _ = path.blobs
+            _ = path.blobs_folder
 
 
 def test_equal_values_have_equal_bytes() -> None:
@@ -93,14 +93,14 @@ def test_a_digest_is_blake3() -> None:
     ],
 )
 def test_sizes_are_shown_in_binary_units(size: int, shown: str) -> None:
-    assert shown_size(size) == shown
+    assert format_size(size) == shown
 
 
 def test_an_amount_shows_its_whole_part_in_full() -> None:
-    assert [shown_amount(each) for each in (0.53125, 12.46, 999.4, 999.5, 12_345)] == [
+    assert [format_amount(each) for each in (0.53125, 12.46, 999.4, 999.5, 12_345)] == [
         *("0.531", "12.5", "999", "1,000", "12,345")
     ]
-    assert shown_amount(128, digits=2) == "128"
+    assert format_amount(128, digits=2) == "128"
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_an_amount_shows_its_whole_part_in_full() -> None:
 )
 def test_what_does_not_fit_is_named(data: bytes, problem: str) -> None:
     with pytest.raises(CheckpointCorrupt, match=f"here: {problem}"):
-        parse(Stamp, data, CheckpointCorrupt, "here")
+        parse_json(WriteStamp, data, CheckpointCorrupt, "here")
 
 
 def test_a_value_refuses_fields_that_it_does_not_know() -> None:
     with pytest.raises(ValidationError):
-        Stamp.model_validate({"write_id": "w", "at": "now", "att": "now"})
+        WriteStamp.model_validate({"write_id": "w", "at": "now", "att": "now"})
 
 
 # --------------------------------------------------------------------------------------------- layout
@@ -125,12 +125,12 @@ def test_every_path_can_be_read_back() -> None:
 
     assert key.manifest_path == "e/1/trials/t/checkpoints/0000000012-0000000345/manifest.json"
     assert CheckpointKey.from_manifest_path(KEY, key.manifest_path) == key
-    assert number_in("e/1/journal", JOURNAL.entry_path(7)) == 7
-    assert number_in("e/1/snapshots", JOURNAL.snapshot_path(640), "jsonl") == 640
-    assert numbered("e/1/results/trials", 7, "parquet") == "e/1/results/trials/0000000007.parquet"
-    assert number_in("e/1/results/trials", "e/1/results/trials/0000000007.parquet", "parquet") == 7
+    assert document_number("e/1/journal", JOURNAL.entry_path(7)) == 7
+    assert document_number("e/1/snapshots", JOURNAL.snapshot_path(640), "jsonl") == 640
+    assert document_path("e/1/results/trials", 7, "parquet") == "e/1/results/trials/0000000007.parquet"
+    assert document_number("e/1/results/trials", "e/1/results/trials/0000000007.parquet", "parquet") == 7
     assert blob_sequence(KEY.blob_path(digest_of(b""), 345)) == 345
-    assert KEY.artifacts == "e/1/trials/t/artifacts"
+    assert KEY.artifacts_folder == "e/1/trials/t/artifacts"
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_a_foreign_file_is_a_blob_older_than_everything(path: str) -> None:
     [("loss", 1), ("eval/loss", 2), ("eval/deep/er", 3), ("a/b", 4), ("eval", {"loss": 2, "deep": {"er": 3}})],
 )
 def test_a_nested_metric_is_named_by_its_way(name: str, value: object) -> None:
-    assert metric_in({"loss": 1, "eval": {"loss": 2, "deep": {"er": 3}}, "a/b": 4}, name) == value
+    assert get_metric({"loss": 1, "eval": {"loss": 2, "deep": {"er": 3}}, "a/b": 4}, name) == value
 
 
 @pytest.mark.parametrize("name", ["", "/", "lost", "loss/x", "eval/lost", "eval/loss/x"])
 def test_what_was_not_reported_is_none(name: str) -> None:
-    assert metric_in({"loss": 1, "eval": {"loss": 2}}, name) is None
+    assert get_metric({"loss": 1, "eval": {"loss": 2}}, name) is None
 
 
 def test_an_owner_says_who_it_is() -> None:
@@ -173,10 +173,10 @@ def test_an_owner_says_who_it_is() -> None:
 
 
 def test_all_values_of_a_class_share_the_names_of_their_fields() -> None:
-    given = Stamp(write_id="w", at="now")
+    given = WriteStamp(write_id="w", at="now")
     assert given.__pydantic_fields_set__ is given.model_copy(update={"at": "later"}).__pydantic_fields_set__
     assert given.model_fields_set == {"write_id", "at"}
-    assert given.model_copy(update={"at": "later"}) == Stamp(write_id="w", at="later")
+    assert given.model_copy(update={"at": "later"}) == WriteStamp(write_id="w", at="later")
     assert given.model_copy() == given == copy.deepcopy(given) == pickle.loads(pickle.dumps(given))
 
 
@@ -199,7 +199,7 @@ def test_all_values_of_a_class_share_the_names_of_their_fields() -> None:
     ],
 )
 def test_excluded(path: str, pattern: str) -> None:
-    assert is_excluded(path, ["other", pattern])
+    assert matches_any_pattern(path, ["other", pattern])
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,10 @@ def test_excluded(path: str, pattern: str) -> None:
     ],
 )
 def test_kept(path: str, pattern: str) -> None:
-    assert not is_excluded(path, [pattern])
+    assert not matches_any_pattern(path, [pattern])
 
 
 def test_what_old_trainables_leave_at_the_top_is_no_artifact() -> None:
     left = ("checkpoint_-00001", "checkpoint_tmp12", "save_to_object9", "rank_0", ".lazy_checkpoint_marker")
-    assert all(is_excluded(path, NEVER_ARTIFACTS) for path in left)
-    assert not any(is_excluded(f"mine/{path}", NEVER_ARTIFACTS) for path in left)
+    assert all(matches_any_pattern(path, NON_ARTIFACT_PATTERNS) for path in left)
+    assert not any(matches_any_pattern(f"mine/{path}", NON_ARTIFACT_PATTERNS) for path in left)

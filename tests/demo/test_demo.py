@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.demo import demo_plan
+from prefect_tune.demo import make_demo_plan
 from tests.fakes.trial_processes import until
 
 
 @pytest.mark.parametrize(("steps", "save_every", "hit"), [(24, 6, 18), (4, 1, 3), (27, 6, 24), (101, 25, 100)])
 def test_the_upload_of_the_last_checkpoint_but_one_is_hit(steps: int, save_every: int, hit: int) -> None:
-    plan = demo_plan(steps)
+    plan = make_demo_plan(steps)
     assert (plan.save_every, plan.kills) == (save_every, ((hit, "upload"),))
 
 
@@ -52,7 +52,7 @@ def test_the_model_learns() -> None:
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefect_tune.demo.find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match=r"pip install 'prefect-tune\[demo\]'"):
-        demo_plan(24)
+        make_demo_plan(24)
 
 
 @pytest.mark.deep

@@ -20,22 +20,28 @@ import prefect_tune as pt
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.deploy.deployment_specs import (
-    OFFERS,
+    DEPLOYABLE_FLOWS,
     DeploymentSchedule,
     Interval,
-    named,
-    of_one_experiment,
-    wanted,
+    find_deployable_flows,
+    make_experiment_spec,
+    make_general_specs,
 )
-from prefect_tune.deploy.deployments import checked
-from prefect_tune.executors.remote_executor import request_as_parameters, request_from, spec_as_parameters
+from prefect_tune.deploy.deployments import validate_parameters
+from prefect_tune.executors.remote_executor import parse_request, request_to_parameters, spec_to_parameters
 from prefect_tune.flows import deployed
 from prefect_tune.flows.train_trial import train_trial
-from prefect_tune.parameters.forms import ADVANCED, OPTIONS, GroupedFlow, flattened, form_of
+from prefect_tune.parameters.forms import (
+    ADVANCED_PARAMETER,
+    OPTIONS_DEFINITION,
+    GroupedFlow,
+    flatten_parameters,
+    make_form_schema,
+)
 from tests.fakes.searches.far_attempts import plan_at
 
 SECRET = "never-shown-to-anybody"
-TUNE, RESUME = form_of(pt.tune), form_of(pt.resume)
+TUNE, RESUME = make_form_schema(pt.tune), make_form_schema(pt.resume)
 GIVEN = {"trainable": "my_project.train:Net", "target": "s3-target/prod"}
 
 
@@ -45,7 +51,7 @@ def slug_of(document: str) -> str | None:
 
 
 def given(schema: Mapping[str, Any] = TUNE, *, complete: bool = False, **parameters: Any) -> Mapping[str, Any]:
-    return checked(parameters, schema, slug_of, complete=complete)
+    return validate_parameters(parameters, schema, slug_of, complete=complete)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,7 @@ FORMS = [deployed.tune, deployed.resume, deployed.durable_trainable, pt.maintain
 
 @pytest.mark.parametrize("flow", FORMS, ids=lambda flow: flow.name)
 def test_a_form_says_that_a_folder_is_an_absolute_path_and_the_api_refuses_another_one(flow: Flow[Any, Any]) -> None:
-    form = form_of(flow)
+    form = make_form_schema(flow)
     names = {"trainable": "my_project.train:Net", "experiment": "e", "space": {}, "config": {}}
     beside = {name: names[name] for name in names if name in form["properties"]}
     field = form["properties"]["target"]
@@ -136,7 +142,7 @@ def test_a_form_says_that_a_folder_is_an_absolute_path_and_the_api_refuses_anoth
 
 @pytest.mark.parametrize("place", ["warm_start", "sync"])
 def test_a_relative_path_is_refused_wherever_a_form_takes_a_target(place: str) -> None:
-    form = form_of(deployed.tune)
+    form = make_form_schema(deployed.tune)
 
     def is_refused(target: str) -> bool:
         value = [f"{target}/first"] if place == "warm_start" else {"upload_dir": target}
@@ -227,7 +233,7 @@ def test_a_resume_may_change_what_only_fits_the_options_in_the_journal() -> None
 
 
 def test_what_does_not_fit_together_is_refused_for_a_single_training_too() -> None:
-    form = form_of(pt.durable_trainable)
+    form = make_form_schema(pt.durable_trainable)
     assert given(form, complete=True, **GIVEN, processes_per_trial=2)
     with pytest.raises(pt.InvalidInput, match="processes_per_trial=2: expected isolation='process'"):
         given(form, **GIVEN, processes_per_trial=2, isolation="thread")
@@ -270,14 +276,14 @@ def test_a_deployment_names_the_packages_that_it_trusts() -> None:
 
 def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
     plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
-    said = spec_as_parameters(plan)
+    said = spec_to_parameters(plan)
     parameters = {
         "parameters": said,
-        "orders": request_as_parameters(AttemptRequest(search_term=1, trial=Trial(trial="t", config={}))),
+        "orders": request_to_parameters(AttemptRequest(search_term=1, trial=Trial(trial="t", config={}))),
         "attempt": 1,
     }
     assert said["cadence"]["every_steps"] is None
-    validate(parameters, form_of(train_trial), raise_on_error=True)
+    validate(parameters, make_form_schema(train_trial), raise_on_error=True)
 
 
 def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration() -> None:
@@ -286,12 +292,12 @@ def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration
     orders = AttemptRequest(search_term=1, trial=Trial(trial="t", config={"block": block, "template": template}))
     context = HydrationContext(render_jinja=True, render_workspace_variables=True)
     sent = hydrate(
-        {"parameters": {}, "orders": request_as_parameters(orders), "attempt": 1}, context
+        {"parameters": {}, "orders": request_to_parameters(orders), "attempt": 1}, context
     )  # as the server does
     found: list[object] = []
     visit_collection(sent, found.append, return_data=False)  # as a flow run looks for blocks
     assert not [each for each in found if isinstance(each, dict) and "$ref" in each]
-    assert request_from(sent["orders"]) == orders
+    assert parse_request(sent["orders"]) == orders
 
 
 @pytest.mark.parametrize("kind", [pt.FailurePolicy, pt.Retention, pt.Cadence])
@@ -303,34 +309,36 @@ def test_the_help_of_a_policy_says_what_its_fields_mean(kind: type[pt.Cadence]) 
 # The deployable flows are listed once, and both ways to deploy use that list.
 
 
-TUNE_OFFER = named(["tune"])[0]
+TUNE_OFFER = find_deployable_flows(["tune"])[0]
 
 
 def test_deployments_with_another_name_start_trials_of_their_own_kind() -> None:
-    staged = {each.offer.name: each for each in wanted(OFFERS, "staging-")}
+    staged = {each.flow.name: each for each in make_general_specs(DEPLOYABLE_FLOWS, "staging-")}
     assert staged["resume"].full_name == "resume/staging-resume"
     assert staged["tune"].parameters == {"trial_deployment": "train-trial/staging-train-trial"}
-    assert all(each.parameters == {} for each in wanted(OFFERS))
-    nightly = of_one_experiment(TUNE_OFFER, "nightly", {}, None, prefix="staging-")
+    assert all(each.parameters == {} for each in make_general_specs(DEPLOYABLE_FLOWS))
+    nightly = make_experiment_spec(TUNE_OFFER, "nightly", {}, None, prefix="staging-")
     assert nightly.parameters == {"experiment": "staging-nightly", **staged["tune"].parameters}
 
 
 def test_a_deployment_for_one_experiment_is_named_like_it_and_runs_once_at_a_time() -> None:
     schedules = [DeploymentSchedule("0 2 * * *", "Europe/Berlin"), DeploymentSchedule(Interval(timedelta(hours=12)))]
-    nightly = of_one_experiment(TUNE_OFFER, "nightly", {"samples_per_run": 20}, schedules)
+    nightly = make_experiment_spec(TUNE_OFFER, "nightly", {"samples_per_run": 20}, schedules)
     assert nightly.parameters == {"experiment": "nightly", "samples_per_run": 20}
-    assert (nightly.full_name, nightly.at_once, nightly.collision) == ("tune/nightly", 1, "cancel-new")
-    other = of_one_experiment(TUNE_OFFER, "nightly", {"experiment": "digits"}, None)
+    assert (nightly.full_name, nightly.concurrency_limit, nightly.collision) == ("tune/nightly", 1, "cancel-new")
+    other = make_experiment_spec(TUNE_OFFER, "nightly", {"experiment": "digits"}, None)
     assert other.parameters == {"experiment": "digits"}
-    hourly = of_one_experiment(named(["maintain"])[0], "hourly", {"target": "s3://b/runs"}, schedules)
+    hourly = make_experiment_spec(
+        find_deployable_flows(["maintain"])[0], "hourly", {"target": "s3://b/runs"}, schedules
+    )
     assert hourly.parameters == {"target": "s3://b/runs"}
 
 
 def test_what_is_not_offered_is_said_with_what_was_meant() -> None:
     with pytest.raises(pt.InvalidInput, match=r"no deployable flow 'tunes': .* did you mean 'tune'\?"):
-        named(["tunes"])
+        find_deployable_flows(["tunes"])
     with pytest.raises(pt.InvalidInput, match="becomes a folder on the target"):
-        of_one_experiment(TUNE_OFFER, "every night", {}, None)
+        make_experiment_spec(TUNE_OFFER, "every night", {}, None)
 
 
 # A form shows the common parameters, and all others in one group; flat parameters stay accepted.
@@ -340,17 +348,17 @@ FLOWS: Mapping[str, GroupedFlow[..., Any]] = {
     each.name: each for each in (deployed.durable_trainable, deployed.resume, deployed.tune)
 }
 TUNE_FLOW = deployed.tune
-FORM = form_of(TUNE_FLOW)
+FORM = make_form_schema(TUNE_FLOW)
 NEEDED = {"trainable": "my_project.train:Net", "target": "s3://bucket/runs"}
 
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_each_parameter_is_in_the_form_once_and_the_required_ones_come_first(name: str) -> None:
     flow = FLOWS[name]
-    form, flat = form_of(flow), form_of(flow.flat)
+    form, flat = make_form_schema(flow), make_form_schema(flow.flat_flow)
     *first, last = form["properties"]
-    assert last == ADVANCED
-    rest = form["definitions"][OPTIONS]["properties"]
+    assert last == ADVANCED_PARAMETER
+    rest = form["definitions"][OPTIONS_DEFINITION]["properties"]
     assert sorted([*first, *rest]) == sorted(flat["properties"])
     assert sorted(first[: len(flat["required"])]) == sorted(flat["required"]) == sorted(form["required"])
     assert [each["position"] for each in form["properties"].values()] == list(range(len(first) + 1))
@@ -360,8 +368,8 @@ def test_each_parameter_is_in_the_form_once_and_the_required_ones_come_first(nam
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_a_parameter_has_the_same_field_in_the_group_as_without_groups(name: str) -> None:
-    form, flat = form_of(FLOWS[name]), form_of(FLOWS[name].flat)
-    fields = {**form["properties"], **form["definitions"][OPTIONS]["properties"]}
+    form, flat = make_form_schema(FLOWS[name]), make_form_schema(FLOWS[name].flat_flow)
+    fields = {**form["properties"], **form["definitions"][OPTIONS_DEFINITION]["properties"]}
     for field, there in flat["properties"].items():
         assert {**fields[field], "position": None} == {**there, "position": None}
     assert form["definitions"].items() >= flat["definitions"].items()
@@ -404,13 +412,13 @@ def test_what_is_wrong_is_refused_in_the_group_and_beside_it(wrong: Mapping[str,
 
 def test_stored_parameters_are_grouped_as_the_form_shows_them() -> None:
     flat = {**NEEDED, "num_samples": 3, "seed": 3, "isolation": "thread"}
-    stored = TUNE_FLOW.grouped(flat)
+    stored = TUNE_FLOW.group_parameters(flat)
     assert stored == {**NEEDED, "num_samples": 3, "advanced": {"seed": 3, "isolation": "thread"}}
-    assert flattened(stored) == flat
-    assert flattened({**stored, "seed": 4}) == {**flat, "seed": 4}
-    assert TUNE_FLOW.grouped(NEEDED) == flattened({**NEEDED, "advanced": None}) == NEEDED
+    assert flatten_parameters(stored) == flat
+    assert flatten_parameters({**stored, "seed": 4}) == {**flat, "seed": 4}
+    assert TUNE_FLOW.group_parameters(NEEDED) == flatten_parameters({**NEEDED, "advanced": None}) == NEEDED
     with pytest.raises(pt.InvalidInput, match="advanced: expected an object with parameters, found a str"):
-        flattened({**NEEDED, "advanced": "seed"})
+        flatten_parameters({**NEEDED, "advanced": "seed"})
 
 
 def test_python_code_passes_flat_parameters() -> None:

@@ -14,11 +14,11 @@ from prefect_tune.drills.evidence import (
     METRICS,
     Difference,
     DrillRun,
-    History,
     Record,
-    follows_from_step,
-    result_places,
-    unseeded_generators,
+    ValueHistory,
+    find_result_locations,
+    find_unseeded_generators,
+    is_derived_from_step,
 )
 from prefect_tune.drills.values import FileDifference
 from tests.drills.test_findings import CHANGED, DIGESTS, MANIFEST
@@ -39,10 +39,12 @@ def in_checkpoint(expected: Any, found: Any, path: str = "") -> Difference:
 
 
 def holds_a_result(
-    difference: Difference, run: DrillRun, *more: Difference, history: History | None = None, draws: bool = False
+    difference: Difference, run: DrillRun, *more: Difference, history: ValueHistory | None = None, draws: bool = False
 ) -> bool:
-    changes: Mapping[Any, History] = {difference.place: history or {2: 1.5, 4: 7.25}}
-    return difference.place in result_places(changes, [difference, *more], run, ["a generator"] if draws else [])
+    changes: Mapping[Any, ValueHistory] = {difference.location: history or {2: 1.5, 4: 7.25}}
+    return difference.location in find_result_locations(
+        changes, [difference, *more], run, ["a generator"] if draws else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_an_array_and_a_file_that_cannot_be_read_hold_results(scalars: Any) -> N
 
 def test_what_training_does_not_change_holds_no_result() -> None:
     path = in_checkpoint("/tmp/a", "/tmp/b")
-    assert path.place not in result_places({}, [path], run_of(loss=LOSS), [])
+    assert path.location not in find_result_locations({}, [path], run_of(loss=LOSS), [])
 
 
 def test_a_count_of_steps_that_is_the_same_holds_no_result() -> None:
@@ -95,7 +97,7 @@ def test_a_count_of_steps_that_is_the_same_holds_no_result() -> None:
         ("s.json", "weight"): {2: 0.3, 4: 0.9},
         ("m.npz", "w"): {2: None, 4: None},
     }
-    assert result_places(changes, [], run_of(loss=LOSS), []) == {("s.json", "weight"), ("m.npz", "w")}
+    assert find_result_locations(changes, [], run_of(loss=LOSS), []) == {("s.json", "weight"), ("m.npz", "w")}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_count_of_steps_that_is_the_same_holds_no_result() -> None:
     ],
 )
 def test_counts_and_rates_follow_from_the_step(values: dict[int, object], is_one: bool) -> None:
-    assert follows_from_step(values) is is_one
+    assert is_derived_from_step(values) is is_one
 
 
 def test_a_generator_without_a_seed_is_one_that_training_uses_and_that_differs_before_the_first_kill() -> None:
@@ -136,7 +138,7 @@ def test_a_generator_without_a_seed_is_one_that_training_uses_and_that_differs_b
         records = [Record(step, attempt, False, 0.0, 0.0, 0.0, each) for step, each in enumerate(states, 1)]
         return DrillRun({}, {}, [], records, [])
 
-    (own,) = unseeded_generators(run(10), [run(30), None])
+    (own,) = find_unseeded_generators(run(10), [run(30), None])
     assert str(own) == "step 1: random generator `own`: another state"
-    assert unseeded_generators(run(10), [run(10), None]) == []
-    assert unseeded_generators(run(10), [run(30, attempt=2)]) == []
+    assert find_unseeded_generators(run(10), [run(10), None]) == []
+    assert find_unseeded_generators(run(10), [run(30, attempt=2)]) == []

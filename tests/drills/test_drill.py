@@ -30,16 +30,16 @@ from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.drills import probe
 from prefect_tune.drills import run_drill as run_drill_module
 from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Record, read_records
-from prefect_tune.drills.plan import DrillPlan, drill_plan, kills_of
-from prefect_tune.drills.probe import RunPlan, states
+from prefect_tune.drills.plan import DrillPlan, drill_plan, plan_kills
+from prefect_tune.drills.probe import RunPlan, collect_states
 from prefect_tune.drills.run_drill import (
     Drill,
-    Track,
-    cells_of,
-    drill_in_terminal,
-    last_output,
+    RunProgress,
+    read_last_output,
+    render_cells,
     require_importable,
     run_drill,
+    run_drill_in_terminal,
 )
 from prefect_tune.drills.values import FileDifference
 from tests.drills.test_findings import MANIFEST
@@ -57,7 +57,7 @@ def test_a_run_killed_in_its_trial_its_search_and_an_upload_ends_as_the_undistur
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
     console, target = Console(record=True, width=140, force_terminal=False), tmp_path / "target"
     plan = DrillPlan(MODEL, {"width": 64}, 6, 2, kills=((2, "upload"), (3, "trial"), (5, "search")))
-    report = drill_in_terminal(plan, str(target), console, keep=False)
+    report = run_drill_in_terminal(plan, str(target), console, keep=False)
     said = console.export_text()
     assert report.is_exact, said
     assert [(each.victim, each.step, each.resumed_from) for each in report.kills] == [
@@ -131,11 +131,11 @@ def test_a_run_that_fails_is_reported_with_its_last_output(prefect_server: str, 
 def test_the_last_output_is_that_of_the_first_error_if_it_is_long(tmp_path: Path) -> None:
     log = tmp_path / "output.log"
     log.write_text("KeyError: 'cause'\n\x1b[31m11:06 | ERROR   | wandb\x1b[0m\n")
-    assert last_output(log) == "KeyError: 'cause'\n11:06 | ERROR   | wandb"
+    assert read_last_output(log) == "KeyError: 'cause'\n11:06 | ERROR   | wandb"
     log.write_text("x" * 3000 + "\nlast\n\x1b[31m11:06 | ERROR   | attempt 1 failed\x1b[0m\nTraceback\n")
-    assert last_output(log) == "11:06 | ERROR   | attempt 1 failed\nTraceback"
+    assert read_last_output(log) == "11:06 | ERROR   | attempt 1 failed\nTraceback"
     log.write_text("x" * 3000 + "\nsee the log\n")
-    assert last_output(log) == "…" + "x" * 1988 + "\nsee the log"
+    assert read_last_output(log) == "…" + "x" * 1988 + "\nsee the log"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_expl
     undisturbed, third = (DrillRun({each: {}}, {2: MANIFEST}, [], [], []) for each in (1, 2))
     killed = replace(undisturbed, records=[Record(2, 2, True, 1.0, 0.5, 0.0, {})])
     found = {id(killed): differ, id(third): again}
-    monkeypatch.setattr(run_drill_module, "compare", lambda _store, _one, other: found[id(other)])
+    monkeypatch.setattr(run_drill_module, "compare_runs", lambda _store, _one, other: found[id(other)])
     made: list[str] = []
 
     def train(_drill: Drill, run: str) -> DrillRun:
@@ -230,7 +230,7 @@ def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_expl
     monkeypatch.setattr(Drill, "train", train)
     target = pt.LocalTarget(path=str(tmp_path / "target"))
     with target.open(timeout=timedelta(seconds=60)) as store:
-        runs = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ).compared(undisturbed, killed)
+        runs = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ).compare(undisturbed, killed)
     assert len(made) == (again is not None)
     assert (list(runs.differences), list(runs.unstable)) == (differ, unstable)
 
@@ -238,15 +238,15 @@ def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_expl
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     target = pt.LocalTarget(path=str(tmp_path / "target"))
     with target.open(timeout=timedelta(seconds=60)) as store:
-        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, most_seconds=0.5)
+        drill = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ, run_timeout_seconds=0.5)
         with pytest.raises(TuneError, match=r"drill-.*-killed did not end within 0 s, 10 times as long"):
-            drill.train("killed")
+            drill.train_run("killed")
 
 
 def test_a_run_ends_with_the_drill_that_started_it(tmp_path: Path) -> None:
     environment = {
         **os.environ,
-        **RunPlan(MODEL, str(tmp_path)).in_environment(),
+        **RunPlan(MODEL, str(tmp_path)).to_environment(),
         "PREFECT_API_URL": "http://127.0.0.1:9",
     }
     options = {"target": str(tmp_path), "config": {}, "experiment": "e", "steps": 4, "save_every": 2}
@@ -286,15 +286,15 @@ def _with_argument(text: str) -> list[int]:
 
 
 def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
-    assert kills_of(12, 3, (), 0) == kills_of(12, 3, (), 0)
-    assert len({kills_of(12, 3, (), seed) for seed in range(20)}) > 10
+    assert plan_kills(12, 3, (), 0) == plan_kills(12, 3, (), 0)
+    assert len({plan_kills(12, 3, (), seed) for seed in range(20)}) > 10
     for seed in range(20):
-        drawn = kills_of(12, 6, (), seed)
+        drawn = plan_kills(12, 6, (), seed)
         assert [step for step, _ in drawn] == sorted({step for step, _ in drawn})
         assert all(0 < step < 12 for step, _ in drawn)
         assert sorted(victim for _, victim in drawn) == ["search", "search", "trial", "trial", "upload", "upload"]
-        assert "rank" in dict(map(reversed, kills_of(12, 1, (), seed, processes=2)))
-    assert [step for step, _ in kills_of(12, 3, (7, 3), 0)] == [3, 7]
+        assert "rank" in dict(map(reversed, plan_kills(12, 1, (), seed, processes=2)))
+    assert [step for step, _ in plan_kills(12, 3, (7, 3), 0)] == [3, 7]
 
 
 @pytest.mark.parametrize(
@@ -318,19 +318,19 @@ def test_a_plan_that_cannot_be_is_refused(options: dict[str, object], said: str)
 
 def test_a_kill_is_due_once_in_its_turn_and_for_its_victims_only(tmp_path: Path) -> None:
     plan = RunPlan(MODEL, str(tmp_path), ((2, "upload"), (5, "trial")))
-    assert plan.is_due(1, "upload") is None
-    assert plan.is_due(9, "trial", "search") is None, "the upload's turn comes first"
-    assert plan.is_due(2, "upload") == 0
+    assert plan.next_due_kill(1, "upload") is None
+    assert plan.next_due_kill(9, "trial", "search") is None, "the upload's turn comes first"
+    assert plan.next_due_kill(2, "upload") == 0
     (tmp_path / "kill-0").write_text("12.5")
-    assert (plan.is_due(4, "trial"), plan.is_due(6, "trial")) == (None, 1)
-    assert list(plan.kills_made()) == [("upload", 12.5)]
+    assert (plan.next_due_kill(4, "trial"), plan.next_due_kill(6, "trial")) == (None, 1)
+    assert list(plan.read_kills()) == [("upload", 12.5)]
 
 
 def test_the_plan_travels_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = RunPlan(MODEL, "/folder", ((2, "upload"),), 17)
-    for name, value in plan.in_environment().items():
+    for name, value in plan.to_environment().items():
         monkeypatch.setenv(name, value)
-    assert RunPlan.of_environment() == plan
+    assert RunPlan.from_environment() == plan
 
 
 # ----------------------------------------------------------------------------------------------------- the trainable
@@ -339,7 +339,7 @@ def test_the_plan_travels_in_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_trainable_that_pickles_itself_does_so_in_a_drill_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in RunPlan("tests.trainables.numpy_mlp:NumpyMlp", str(tmp_path)).in_environment().items():
+    for name, value in RunPlan("tests.trainables.numpy_mlp:NumpyMlp", str(tmp_path)).to_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(probe, "get_trial", lambda: SimpleNamespace(step=0, attempt=1, rank=0))
     monkeypatch.setenv("PWD", str(tmp_path))
@@ -359,19 +359,19 @@ def test_a_trainable_that_pickles_itself_does_so_in_a_drill_too(
 
 def test_the_state_of_a_generator_is_a_digest_that_changes_with_each_draw() -> None:
     own, numpys = random.Random(1), np.random.default_rng(2)
-    first = dict(states({"own": own, "numpys": numpys}))
+    first = dict(collect_states({"own": own, "numpys": numpys}))
     own.random()
     numpys.random()
-    second = dict(states({"own": own, "numpys": numpys}))
+    second = dict(collect_states({"own": own, "numpys": numpys}))
     assert first["rng own"] != second["rng own"]
     assert first["rng numpys"] != second["rng numpys"]
     own.setstate(random.Random(1).getstate())
-    assert dict(states({"own": own}))["rng own"] == first["rng own"]
+    assert dict(collect_states({"own": own}))["rng own"] == first["rng own"]
 
 
 def test_values_are_shown_and_arrays_are_digests_by_their_paths() -> None:
     found = dict(
-        states({"steps": 5, "rate": 0.1, "on": True, "parts": {"w": np.zeros(3), "n": [1]}, "np": np, "f": len})
+        collect_states({"steps": 5, "rate": 0.1, "on": True, "parts": {"w": np.zeros(3), "n": [1]}, "np": np, "f": len})
     )
     assert {
         "counter steps": "5",
@@ -384,8 +384,8 @@ def test_values_are_shown_and_arrays_are_digests_by_their_paths() -> None:
 
 
 def test_what_has_no_digest_is_shown_by_its_type() -> None:
-    assert dict(states({"batches": iter([1])}))["state batches"].startswith(("<", *"0123456789abcdef"))
-    assert dict(states({"batches": (each for each in [1])}))["state batches"] == "<generator>"
+    assert dict(collect_states({"batches": iter([1])}))["state batches"].startswith(("<", *"0123456789abcdef"))
+    assert dict(collect_states({"batches": (each for each in [1])}))["state batches"] == "<generator>"
 
 
 class Quantized:
@@ -404,8 +404,8 @@ class Quantized:
 
 
 def test_a_tensor_that_cannot_be_read_does_not_end_the_training() -> None:
-    assert set(dict(states({"odd": Quantized(), "steps": 5}))) >= {"counter steps"}
-    assert "counter parts.n" in dict(states({"parts": {"odd": Quantized(), "n": 1}}))
+    assert set(dict(collect_states({"odd": Quantized(), "steps": 5}))) >= {"counter steps"}
+    assert "counter parts.n" in dict(collect_states({"parts": {"odd": Quantized(), "n": 1}}))
 
 
 class DataLoader:
@@ -417,7 +417,7 @@ class DataLoader:
 
 
 def test_the_state_of_an_iterator_over_batches_is_how_many_it_has_yielded() -> None:
-    assert dict(states({"batches": DataLoader._BaseDataLoaderIter()}))["data batches"] == "3"
+    assert dict(collect_states({"batches": DataLoader._BaseDataLoaderIter()}))["data batches"] == "3"
 
 
 # ------------------------------------------------------------------------------------------------------- the picture
@@ -426,16 +426,16 @@ def test_the_state_of_an_iterator_over_batches_is_how_many_it_has_yielded() -> N
 @pytest.mark.parametrize(
     ("track", "picture"),
     [
-        (Track("not yet", 12), "············"),
-        (Track("begun", 12, step=5, committed={3}), "━━●━━·······"),
-        (Track("scaled", 24, step=24, committed={6, 12, 18, 24}), "━━●━━●━━●━━●"),
-        (Track("killed", 12, step=9, committed={3, 6}, kills=[8], resumes=[6]), "━━●━━↻━✗━···"),
-        (Track("killed after a commit", 6, step=4, committed={2, 4}, kills=[2, 3], resumes=[2]), "━━━↻✗━✗●····"),
-        (Track("one step per many cells", 4, step=2, committed={1}), "━━●━━━······"),
+        (RunProgress("not yet", 12), "············"),
+        (RunProgress("begun", 12, step=5, committed={3}), "━━●━━·······"),
+        (RunProgress("scaled", 24, step=24, committed={6, 12, 18, 24}), "━━●━━●━━●━━●"),
+        (RunProgress("killed", 12, step=9, committed={3, 6}, kills=[8], resumes=[6]), "━━●━━↻━✗━···"),
+        (RunProgress("killed after a commit", 6, step=4, committed={2, 4}, kills=[2, 3], resumes=[2]), "━━━↻✗━✗●····"),
+        (RunProgress("one step per many cells", 4, step=2, committed={1}), "━━●━━━······"),
     ],
 )
-def test_a_track_shows_each_step_in_its_place(track: Track, picture: str) -> None:
-    assert cells_of(track, 12).plain == picture
+def test_a_track_shows_each_step_in_its_place(track: RunProgress, picture: str) -> None:
+    assert render_cells(track, 12).plain == picture
 
 
 # Each attempt of a drill has a working directory of its own, in which it finds what was there before the drill.

@@ -9,7 +9,7 @@ from math import exp
 
 import pytest
 
-from prefect_tune.core.checkpoints.manifest import About, FileRef, Manifest
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata, FileRef, Manifest
 from prefect_tune.core.errors import TuneError
 from prefect_tune.drills.evidence import (
     CHECKPOINTS,
@@ -21,9 +21,15 @@ from prefect_tune.drills.evidence import (
     MeasuredSave,
     Record,
 )
-from prefect_tune.drills.findings import DrillReport, Runs, best_interval, forgotten_in, report_of
+from prefect_tune.drills.findings import (
+    DrillReport,
+    RunComparison,
+    find_unrestored_states,
+    make_drill_report,
+    optimal_save_interval,
+)
 from prefect_tune.drills.plan import DrillPlan
-from prefect_tune.drills.run_drill import require_resumed
+from prefect_tune.drills.run_drill import require_resume_from_checkpoint
 from prefect_tune.drills.values import FileDifference
 
 PLAN = DrillPlan("my.module:Net", steps=4, save_every=2, kills=((3, "trial"),))
@@ -33,7 +39,7 @@ MANIFEST = Manifest(
     trial="trial",
     step=2,
     sequence=1,
-    about=About(attempt=1, term=1, write_id="w", created_at=""),
+    about=CheckpointMetadata(attempt=1, term=1, write_id="w", created_at=""),
     blobs=(),
     files=tuple(FileRef(path=name, size_bytes=0) for name in "abc"),
 )
@@ -54,7 +60,7 @@ def reported(
 ) -> DrillReport:
     killed = run([Kill("trial", 3, 2, 4.2)])
     again = run() if differences else None
-    return report_of(PLAN, "drill-0", Runs(run(), killed, again, differences, unstable, changing))
+    return make_drill_report(PLAN, "drill-0", RunComparison(run(), killed, again, differences, unstable, changing))
 
 
 def at(step: int, file: str, key: str, what: str = "2, expected 1") -> Difference:
@@ -110,7 +116,7 @@ def test_what_is_not_restored_is_said_though_the_runs_are_the_same(kind: str, sa
     like = [Record(step, 1, False, float(step), 0.5, 0.0, {f"{kind} it": str(step)}) for step in range(1, 5)]
     resumed = Record(3, 2, True, 3.5, 0.5, 0.0, {f"{kind} it": "0"})
     undisturbed, killed = replace(run(), records=like), replace(run(), records=[*like[:3], resumed])
-    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, (), (), ()))
+    found = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, (), (), ()))
     assert found.is_exact
     assert said in "\n".join(found.lines())
     assert ("not restored" in "\n".join(found.lines())) == bool(said)
@@ -121,7 +127,7 @@ def test_the_bytes_of_a_killed_upload_that_were_not_sent_again_are_counted() -> 
     killed = replace(
         run([Kill("upload", 4, 2, 1.0)]), saves=[MeasuredSave(2, 900, 900, 0.1), MeasuredSave(4, 900, 300, 0.1)]
     )
-    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, (), (), ()))
+    found = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, (), (), ()))
     assert found.kills[0].kept_bytes == 400
     assert any(line.endswith("next step done after 1.0 s, 400 B of the upload kept") for line in found.lines())
 
@@ -135,8 +141,8 @@ def test_the_bytes_of_a_killed_upload_that_were_not_sent_again_are_counted() -> 
 )
 def test_a_drill_in_which_nothing_resumes_shows_nothing(undisturbed: DrillRun, kill: Kill, said: str) -> None:
     with pytest.raises(TuneError, match=said):
-        require_resumed(undisturbed, run([kill]))
-    require_resumed(run(), run([kill, Kill("search", 3, 2, 1.0)]))
+        require_resume_from_checkpoint(undisturbed, run([kill]))
+    require_resume_from_checkpoint(run(), run([kill, Kill("search", 3, 2, 1.0)]))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +167,9 @@ def test_what_is_in_the_checkpoint_is_not_said_to_be_forgotten() -> None:
             for step in range(1, 5)]  # fmt: skip
     resumed = Record(3, 2, False, 3.5, 0.5, 0.0, {"state w": "9" * 16, "state v": "8" * 16})
     undisturbed, killed = replace(run(), records=like), replace(run(), records=[*like[:2], resumed])
-    found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, [at(3, "s.json", "w.1.0")], (), ()))
+    found = make_drill_report(
+        PLAN, "drill-0", RunComparison(undisturbed, killed, None, [at(3, "s.json", "w.1.0")], (), ())
+    )
     assert [each.name for each in found.forgotten] == ["v"]
 
 
@@ -266,7 +274,7 @@ def test_what_was_not_restored_is_named_and_not_what_follows_from_it(
     like = undisturbed(states)
     killed = resumed_at(3 if is_restored else 4, like, changes, is_restored=is_restored)
     killed = replace(killed, metrics={4: {"loss": 9.5, "epoch": 1, "done": False}})
-    found = forgotten_in(like, killed, saved=saved)
+    found = find_unrestored_states(like, killed, saved=saved)
     assert [f"{each.kind} {each.name}" for each in found] == names
 
 
@@ -291,13 +299,13 @@ def test_what_was_not_restored_is_named_and_not_what_follows_from_it(
 )  # fmt: skip
 def test_each_kind_is_said_with_what_to_save(name: str, before: str, after: str | None, said: str) -> None:
     like = undisturbed({name: before, "optimizer adam.lr": "0.1"})
-    (found,) = forgotten_in(like, resumed_at(3, like, {name: after}))
+    (found,) = find_unrestored_states(like, resumed_at(3, like, {name: after}))
     assert str(found) == said
 
 
 def test_what_does_not_change_at_each_step_is_evidence() -> None:
     like = run_of(*(record(step, {"scaler s.scale": "1024" if step < 3 else "2048"}) for step in range(1, 6)))
-    (found,) = forgotten_in(like, resumed_at(4, like, {"scaler s.scale": "1024"}))
+    (found,) = find_unrestored_states(like, resumed_at(4, like, {"scaler s.scale": "1024"}))
     assert (found.name, found.found, found.expected) == ("s.scale", "1024", "2048")
 
 
@@ -307,9 +315,9 @@ def test_a_resume_after_the_runs_have_differed_says_nothing_of_what_was_restored
         resumed_at(step, like, change).records[-1] for step, change in ((3, {}), (5, {"model weights": X}))
     )
     killed = run_of(*like.records[:3], first, *like.records[3:], replace(second, attempt=3))
-    assert [each.name for each in forgotten_in(like, killed)] == ["weights"]
-    assert forgotten_in(like, killed, differs_at=5) == []
-    assert [each.name for each in forgotten_in(like, killed, differs_at=6)] == ["weights"]
+    assert [each.name for each in find_unrestored_states(like, killed)] == ["weights"]
+    assert find_unrestored_states(like, killed, differs_at=5) == []
+    assert [each.name for each in find_unrestored_states(like, killed, differs_at=6)] == ["weights"]
 
 
 def test_what_differs_without_a_kill_is_evidence_only_if_it_does_so_later() -> None:
@@ -317,32 +325,34 @@ def test_what_differs_without_a_kill_is_evidence_only_if_it_does_so_later() -> N
     killed = resumed_at(3, like, {"rng random": X})
     differ = [record(each.step, {"rng random": DIGESTS[50]}) for each in like.records]
     later, always = run_of(*like.records[:4], differ[4]), run_of(*differ)
-    assert [each.name for each in forgotten_in(like, killed, later)] == ["random"]
-    assert forgotten_in(like, killed, always) == []
+    assert [each.name for each in find_unrestored_states(like, killed, later)] == ["random"]
+    assert find_unrestored_states(like, killed, always) == []
     killed = resumed_at(3, like, {"rng random": X, "rng other": X})
     first = [replace(each, states={**each.states, "rng random": DIGESTS[50 + each.step]}) for each in like.records[:3]]
-    assert [each.name for each in forgotten_in(like, run_of(*first, killed.records[-1]))] == ["other"]
+    assert [each.name for each in find_unrestored_states(like, run_of(*first, killed.records[-1]))] == ["other"]
 
 
 def test_nothing_to_compare_after_the_resume_is_no_exact_run() -> None:
     loss = at(1, METRICS, "loss")
     with pytest.raises(TuneError, match="nothing to compare after the resume: all metrics differ without a kill"):
-        report_of(PLAN, "drill-0", Runs(run(), run([Kill("trial", 3, 2, 1.0)]), None, [loss], [loss], ()))
+        make_drill_report(
+            PLAN, "drill-0", RunComparison(run(), run([Kill("trial", 3, 2, 1.0)]), None, [loss], [loss], ())
+        )
     later = replace(run(), manifests={2: MANIFEST, 4: CHANGED})
     records = [*run().records[:3], Record(2, 2, True, 3.5, 0.5, 0.0, {})]
     killed = replace(later, records=records)
-    found = report_of(PLAN, "drill-0", Runs(later, killed, None, [loss], [loss], [("m.pt", "w")]))
+    found = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], [("m.pt", "w")]))
     assert (found.is_exact, found.compared_metrics) == (True, 0)
-    found = report_of(PLAN, "drill-0", Runs(later, killed, None, [loss], [loss], ()))
+    found = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], ()))
     assert found.verdict == "not deterministic", "no checkpoint holds a result"
 
 
 def test_runs_in_which_nothing_changes_are_not_exact() -> None:
     same = replace(run(), metrics={step: {"loss": 0.5} for step in range(1, 5)}, manifests={2: MANIFEST, 4: MANIFEST})
     with pytest.raises(TuneError, match="nothing to compare: no metric and no checkpoint changes from step to step"):
-        report_of(PLAN, "drill-0", Runs(same, same, None, (), (), ()))
+        make_drill_report(PLAN, "drill-0", RunComparison(same, same, None, (), (), ()))
     changed = replace(same, manifests={2: MANIFEST, 4: CHANGED})
-    assert report_of(PLAN, "drill-0", Runs(changed, changed, None, (), (), ())).is_exact
+    assert make_drill_report(PLAN, "drill-0", RunComparison(changed, changed, None, (), (), ())).is_exact
 
 
 DRAWN: Mapping[str, Sequence[float]] = {
@@ -401,8 +411,8 @@ def test_what_is_the_same_in_any_training_shows_nothing(
     """`results` are places in checkpoints that training changes, and that do not differ."""
     undisturbed = trained(*metrics)
     unstable = [at(1, METRICS, name) for name in differ]
-    runs = Runs(undisturbed, resumed(undisturbed), None, unstable, unstable, results, generators)
-    found = report_of(PLAN, "drill-0", runs)
+    runs = RunComparison(undisturbed, resumed(undisturbed), None, unstable, unstable, results, generators)
+    found = make_drill_report(PLAN, "drill-0", runs)
     assert found.verdict == verdict, list(found.lines())
     assert found.shows_nothing == (verdict != "exact")
     if verdict != "exact":
@@ -415,7 +425,7 @@ def test_a_checkpoint_that_only_one_run_has_is_a_difference() -> None:
     missing = Difference(4, FileDifference(CHECKPOINTS, "", "no checkpoint, expected one"))
     killed = replace(resumed(undisturbed), manifests={2: MANIFEST})
     for unstable in ([], [missing]):  # though two undisturbed runs save at other steps, one is due after the resume
-        found = report_of(PLAN, "drill-0", Runs(undisturbed, killed, None, [missing], unstable, ()))
+        found = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, [missing], unstable, ()))
         assert found.verdict == "not exact"
         assert next(found.lines()) == "not exact: first difference at step 4: no checkpoint, expected one"
         assert any("save a checkpoint at the same steps after a resume" in line for line in found.lines())
@@ -439,6 +449,6 @@ def slowdown(interval: float, save: float, mean: float) -> float:
 @pytest.mark.parametrize("mean", [3600.0, 86_400.0])
 @pytest.mark.parametrize("save", [0.1, 10.0, 300.0])
 def test_no_other_interval_is_better_by_more_than_a_thousandth(save: float, mean: float) -> None:
-    found = slowdown(best_interval(save, mean), save, mean)
+    found = slowdown(optimal_save_interval(save, mean), save, mean)
     best = min(slowdown(1.05**power, save, mean) for power in range(-50, 300))
     assert found <= best * 1.001

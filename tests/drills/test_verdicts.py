@@ -9,7 +9,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.probe import Victim
-from prefect_tune.drills.run_drill import environment_with_api, run_drill
+from prefect_tune.drills.run_drill import make_run_environment, run_drill
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
 MODULE = "tests.drills.unlike_trainings"
@@ -27,7 +27,7 @@ def drilled(
 ) -> pt.DrillReport:
     name = trainable if ":" in trainable else f"{MODULE}:{trainable}"
     plan = DrillPlan(name, config, steps, 2, kills, processes=processes)
-    environment = {**environment_with_api(), "PREFECT_API_URL": server}
+    environment = {**make_run_environment(), "PREFECT_API_URL": server}
     return run_drill(plan, pt.LocalTarget(path=str(folder)), environment)
 
 

@@ -15,18 +15,26 @@ from typing import Any, cast
 
 import pytest
 
-from prefect_tune.attempt.search_link import Answer, AnswerAwaited, Outbox
+from prefect_tune.attempt.search_channel import Answer, DecisionAwaited, Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal.journal import history
+from prefect_tune.core.journal.journal import read_entries
 from prefect_tune.core.journal.outbox import close_outbox
-from prefect_tune.core.journal_events import CheckpointRef, Committed, Finished, Paused, Received, Reported, Started
-from prefect_tune.core.messages.process_messages import Leave, Proceed, Start, StopAndSave
-from prefect_tune.core.messages.target_messages import UNASKED, answer
-from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.journal_events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointRef,
+    PostReceived,
+    StepReported,
+    TrialFinished,
+    TrialPaused,
+)
+from prefect_tune.core.messages.process_messages import CheckpointAndStop, ContinueTraining, Start, StopTrial
+from prefect_tune.core.messages.target_messages import UNSOLICITED_STEP, send_answer
+from prefect_tune.core.operations.delete_experiment import delete_generation
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Decision, Exploit, Schedule, Scheduler, TrialReport
 from prefect_tune.core.search.objective import Objective
@@ -34,8 +42,8 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors import remote_executor
-from prefect_tune.executors.remote_executor import RemoteExecutor, StoreLink
-from prefect_tune.executors.trial_executor import AttemptExited, Message, PostReceived
+from prefect_tune.executors.remote_executor import RemoteExecutor, RemoteSearchChannel
+from prefect_tune.executors.trial_executor import AttemptExited, Message, PostArrived
 from prefect_tune.journal_access import current_owner, read_experiment
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
@@ -56,7 +64,7 @@ REPORT = StepReport(step=1, metrics={"loss": 1.0})
 def executor(target: LocalTarget) -> RemoteExecutor:
     """An executor with one running attempt, whose milestone is step 2."""
     executor = RemoteExecutor(target, FarMachines(), poll_interval=NOW)
-    executor.start(plan_at(target), attempt_request(milestone=2))
+    executor.start_attempt(plan_at(target), attempt_request(milestone=2))
     return executor
 
 
@@ -68,8 +76,10 @@ def attempt_request(trial: str = TRIAL, *, milestone: int | None = None, outbox:
 
 def steps_of(messages: Sequence[Message]) -> list[tuple[str, int]]:
     """Return the trials and steps of the reports in posts."""
-    posts = [each for each in messages if isinstance(each, PostReceived)]
-    return [(post.trial, event.report.step) for post in posts for event in post.events if isinstance(event, Reported)]
+    posts = [each for each in messages if isinstance(each, PostArrived)]
+    return [
+        (post.trial, event.report.step) for post in posts for event in post.events if isinstance(event, StepReported)
+    ]
 
 
 def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
@@ -87,11 +97,11 @@ def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
         return read(store, path, offset=offset, length=length)
 
     monkeypatch.setattr(PosixStore, "read", fails_once)
-    messages = [*executor.poll(NOW), *executor.poll(NOW)]
+    messages = [*executor.poll_messages(NOW), *executor.poll_messages(NOW)]
     assert steps_of(messages) == [(TRIAL, 1), (TRIAL, 2)]
-    assert messages[-1] == AnswerAwaited(TRIAL, StepReport(step=2, metrics={"loss": 0.5}, trained_seconds=2.0))
-    assert [each.number for each in messages if isinstance(each, PostReceived)] == [1, 2, 3]
-    assert executor.poll(NOW) == []
+    assert messages[-1] == DecisionAwaited(TRIAL, StepReport(step=2, metrics={"loss": 0.5}, trained_seconds=2.0))
+    assert [each.number for each in messages if isinstance(each, PostArrived)] == [1, 2, 3]
+    assert executor.poll_messages(NOW) == []
 
 
 def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call(
@@ -105,10 +115,10 @@ def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call
 
     monkeypatch.setattr(PosixStore, "create", refuses)
     with pytest.raises(StoreRefused):
-        executor.stop()
+        executor.stop_all()
     monkeypatch.undo()
-    executor.stop()
-    assert attempt.answer(0) == StopAndSave()
+    executor.stop_all()
+    assert attempt.answer(0) == CheckpointAndStop()
 
 
 def test_a_next_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(target: LocalTarget) -> None:
@@ -126,7 +136,7 @@ def test_a_next_attempt_that_begins_where_it_should_be_decided_about_is_asked_ab
 
     search.live(nothing, attempt.starts, ends, nothing, begins, nothing, nothing)
     assert (again[0].trial.attempt, again[0].trial.outbox) == (2, 2)
-    assert again[0].answer(4) == Proceed(milestone=9)
+    assert again[0].answer(4) == ContinueTraining(milestone=9)
 
 
 def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
@@ -138,7 +148,7 @@ def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_na
 
     first, resumed = orders_of(FarSearch(target)), orders_of(FarSearch(target))
     with target.open(timeout=timedelta(seconds=9)) as store:
-        remove(store, first_generation("e"), current_owner(), new_write_id())
+        delete_generation(store, first_generation("e"), current_owner(), new_write_stamp())
     again = orders_of(FarSearch(target))
     assert first.experiment_id
     assert resumed.experiment_id == first.experiment_id != again.experiment_id
@@ -161,14 +171,14 @@ def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_reported
 
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
-        assert [*executor.poll(NOW), *executor.poll(NOW)] == []
+        assert [*executor.poll_messages(NOW), *executor.poll_messages(NOW)] == []
         assert caplog.text.count("outboxes of trials; retrying: the credentials have expired") == 1
-    assert steps_of(executor.poll(NOW)) == [(TRIAL, 1), (TRIAL, 2)]
+    assert steps_of(executor.poll_messages(NOW)) == [(TRIAL, 1), (TRIAL, 2)]
     with monkeypatch.context() as expired:
         expired.setattr(PosixStore, "read", refuses)
-        expired.setattr(remote_executor, "_UNREAD", timedelta(0))
+        expired.setattr(remote_executor, "_MAX_READ_OUTAGE", timedelta(0))
         with pytest.raises(kind, match="expired"):
-            executor.poll(NOW)
+            executor.poll_messages(NOW)
 
 
 def test_outboxes_are_read_and_answers_are_written_side_by_side(
@@ -178,17 +188,17 @@ def test_outboxes_are_read_and_answers_are_written_side_by_side(
     trials = ["00000", "00001", "00002", "00003"]
     executor = RemoteExecutor(target, FarMachines(), poll_interval=NOW)
     for trial in trials:
-        executor.start(plan_at(target, trial), attempt_request(trial, milestone=1))
+        executor.start_attempt(plan_at(target, trial), attempt_request(trial, milestone=1))
         attempt = FarAttempt(target, trial)
         attempt.starts()
         attempt.reports(1, asks=True)
     together = threading.Barrier(len(trials), timeout=60)
     for name in ("read", "create"):
         monkeypatch.setattr(PosixStore, name, _after(together, getattr(PosixStore, name)))
-    assert steps_of(executor.poll(NOW)) == [(trial, 1) for trial in trials]
+    assert steps_of(executor.poll_messages(NOW)) == [(trial, 1) for trial in trials]
     for trial in trials:
-        executor.answer(trial, Proceed(milestone=3), 1)
-    executor.poll(NOW)
+        executor.send_decision(trial, ContinueTraining(milestone=3), 1)
+    executor.poll_messages(NOW)
 
 
 def _after(together: threading.Barrier, call: Callable[..., object]) -> Callable[..., object]:
@@ -204,7 +214,7 @@ def test_one_outbox_that_cannot_be_read_does_not_end_the_search_of_the_others(
 ) -> None:
     executor = RemoteExecutor(target, FarMachines(), NOW)
     for trial in ("00000", "00001"):
-        executor.start(plan_at(target, trial), attempt_request(trial))
+        executor.start_attempt(plan_at(target, trial), attempt_request(trial))
         FarAttempt(target, trial).starts()
     read = PosixStore.read
 
@@ -214,8 +224,8 @@ def test_one_outbox_that_cannot_be_read_does_not_end_the_search_of_the_others(
         return read(store, path, offset=offset, length=length)
 
     monkeypatch.setattr(PosixStore, "read", refuses_one)
-    monkeypatch.setattr(remote_executor, "_UNREAD", NOW)
-    assert {each.trial for each in executor.poll(NOW)} == {"00001"}
+    monkeypatch.setattr(remote_executor, "_MAX_READ_OUTAGE", NOW)
+    assert {each.trial for each in executor.poll_messages(NOW)} == {"00001"}
 
 
 def test_the_end_of_an_attempt_is_known_once_its_outbox_is_read(
@@ -223,10 +233,10 @@ def test_the_end_of_an_attempt_is_known_once_its_outbox_is_read(
 ) -> None:
     machines = FarMachines()
     executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
-    executor.start(plan_at(target), attempt_request())
+    executor.start_attempt(plan_at(target), attempt_request())
     attempt.starts()
-    executor.poll(NOW)
-    attempt.writes(Finished(trial="00000", reason="enough"))
+    executor.poll_messages(NOW)
+    attempt.writes(TrialFinished(trial="00000", reason="enough"))
     machines.end("00000")
 
     def refuses(*_: object, **__: object) -> bytes:
@@ -234,12 +244,12 @@ def test_the_end_of_an_attempt_is_known_once_its_outbox_is_read(
 
     with monkeypatch.context() as outage:
         outage.setattr(PosixStore, "read", refuses)
-        assert [*executor.poll(NOW), *executor.poll(NOW)] == []
-        outage.setattr(remote_executor, "_UNREAD", timedelta(hours=-1))
+        assert [*executor.poll_messages(NOW), *executor.poll_messages(NOW)] == []
+        outage.setattr(remote_executor, "_MAX_READ_OUTAGE", timedelta(hours=-1))
         with pytest.raises(StoreUnavailable):
-            executor.poll(NOW)
-    received, over = executor.poll(NOW)
-    assert isinstance(received, PostReceived)
+            executor.poll_messages(NOW)
+    received, over = executor.poll_messages(NOW)
+    assert isinstance(received, PostArrived)
     assert over == AttemptExited("00000")
 
 
@@ -248,10 +258,10 @@ def test_an_outbox_with_very_many_posts_is_read_in_parts_and_the_end_of_its_atte
 ) -> None:
     machines = FarMachines()
     executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
-    executor.start(plan_at(target), attempt_request())
+    executor.start_attempt(plan_at(target), attempt_request())
     attempt.starts()
     for step in range(1, 450):
-        attempt.writes(Reported(trial=TRIAL, report=StepReport(step=step, metrics={})))
+        attempt.writes(StepReported(trial=TRIAL, report=StepReport(step=step, metrics={})))
     machines.end(TRIAL)
     read = PosixStore.read
 
@@ -263,8 +273,8 @@ def test_an_outbox_with_very_many_posts_is_read_in_parts_and_the_end_of_its_atte
         return read(store, path, offset=offset, length=length)
 
     monkeypatch.setattr(PosixStore, "read", read_until_deadline)
-    messages = [message for _ in range(4) for message in executor.poll(NOW)]
-    assert [each.number for each in messages[:-1] if isinstance(each, PostReceived)] == list(range(1, 451))
+    messages = [message for _ in range(4) for message in executor.poll_messages(NOW)]
+    assert [each.number for each in messages[:-1] if isinstance(each, PostArrived)] == list(range(1, 451))
     assert messages[-1] == AttemptExited(TRIAL)
 
 
@@ -273,13 +283,15 @@ def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
 ) -> None:
     old = FarAttempt(target)
     old.starts()
-    executor.poll(NOW)
-    executor.stop()
+    executor.poll_messages(NOW)
+    executor.stop_all()
     with target.open(timeout=MINUTE) as store:
-        close_outbox(store, plan_at(target).trial, 1, 1, "the new one", new_write_id())
+        close_outbox(store, plan_at(target).trial, 1, 1, "the new one", new_write_stamp())
     newer = Outbox(target, plan_at(target).trial, attempt_request(outbox=2).trial)
-    newer.write([Started(trial=TRIAL, attempt=2, from_step=0), Reported(trial=TRIAL, report=REPORT, asks=True)])
-    assert [*executor.poll(NOW), *executor.poll(NOW)] == []
+    newer.write(
+        [AttemptStarted(trial=TRIAL, attempt=2, from_step=0), StepReported(trial=TRIAL, report=REPORT, asks=True)]
+    )
+    assert [*executor.poll_messages(NOW), *executor.poll_messages(NOW)] == []
     assert [old.answer(step, attempt=2) for step in (0, 1)] == [None, None]
 
 
@@ -311,13 +323,13 @@ def deletions(target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> Deletions
 
 def posts_of(target: LocalTarget) -> list[int]:
     with target.open(timeout=MINUTE) as store:
-        return [int(Path(each.path).stem) for each in store.list(plan_at(target).trial.outboxes)]
+        return [int(Path(each.path).stem) for each in store.list(plan_at(target).trial.outboxes_folder)]
 
 
 def received(target: LocalTarget) -> list[int]:
     with target.open(timeout=MINUTE) as store:
-        entries = history(store, first_generation("e"))
-    return [event.post for entry in entries for event in entry.events if isinstance(event, Received)]
+        entries = read_entries(store, first_generation("e"))
+    return [event.post for entry in entries for event in entry.events if isinstance(event, PostReceived)]
 
 
 def test_posts_are_received_in_order_each_once_and_then_deleted_except_the_first(
@@ -353,8 +365,10 @@ def test_what_a_remote_attempt_retires_is_deleted_once_that_is_journaled(
             committed(store, staged, CheckpointKey(trial=key, step=sequence, sequence=sequence))
 
     def retires() -> None:
-        report = Reported(trial=TRIAL, report=StepReport(step=2, metrics={}))
-        attempt.writes(report, Committed(trial=TRIAL, checkpoint=CheckpointRef(step=2, sequence=2), retires=(1,)))
+        report = StepReported(trial=TRIAL, report=StepReport(step=2, metrics={}))
+        attempt.writes(
+            report, CheckpointCommitted(trial=TRIAL, checkpoint=CheckpointRef(step=2, sequence=2), retires=(1,))
+        )
 
     FarSearch(target).live(nothing, attempt.starts, lambda: attempt.saves(1), nothing, retires, nothing, nothing)
     FarSearch(target, period=NOW).live(nothing, nothing)
@@ -379,7 +393,7 @@ def test_deletions_that_fail_do_not_end_the_search(target: LocalTarget, deletion
 
 
 KEY = TrialKey(experiment="e", generation=1, trial="00000")
-PROCEED = Proceed(milestone=9)
+PROCEED = ContinueTraining(milestone=9)
 LEAVE = make_leave("enough", save=True, trial=KEY.trial)
 
 
@@ -388,21 +402,21 @@ class Ends:
 
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
-        self.link = StoreLink(target, KEY, attempt=1)
+        self.link = RemoteSearchChannel(target, KEY, attempt=1)
         self.received: list[Answer] = []
-        self.link.connect(self.received.append)
+        self.link.subscribe(self.received.append)
 
-    def say(self, said: Proceed | Leave | StopAndSave, step: int = UNASKED) -> None:
+    def say(self, said: ContinueTraining | StopTrial | CheckpointAndStop, step: int = UNSOLICITED_STEP) -> None:
         with self.target.open(timeout=timedelta(seconds=9)) as store:
-            answer(store, KEY, 1, step, said)
+            send_answer(store, KEY, 1, step, said)
 
     def ask(self, step: int) -> None:
-        self.link.ask(StepReport(step=step, metrics={}))
+        self.link.request_decision(StepReport(step=step, metrics={}))
 
 
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(remote_executor, "_UNASKED_SECONDS", 0.02)
+    monkeypatch.setattr(remote_executor, "_UNSOLICITED_POLL_SECONDS", 0.02)
     made = Ends(LocalTarget(path=str(tmp_path)))
     yield made
     made.link.close()
@@ -443,10 +457,10 @@ def test_a_trial_whose_answer_cannot_be_read_saves_and_ends(ends: Ends, damaged:
 def test_a_trial_that_waits_for_a_search_whose_successor_has_ended_its_attempt_saves_and_ends(ends: Ends) -> None:
     """A search of a task runner was killed: the next one trains the trial elsewhere, and never answers this attempt."""
     trial = Trial(trial=KEY.trial, config={}, outbox=1, outbox_count=1)
-    ends.link.open_journal(plan_at(ends.target), AttemptRequest(search_term=1, trial=trial))
+    ends.link.make_journal(plan_at(ends.target), AttemptRequest(search_term=1, trial=trial))
     ends.ask(3)
     with ends.target.open(timeout=timedelta(seconds=9)) as store:
-        close_outbox(store, KEY, 1, 0, "the next owner", new_write_id())
+        close_outbox(store, KEY, 1, 0, "the next owner", new_write_stamp())
     until(ends.link.stop.is_set)
     assert ends.received == []
 
@@ -468,7 +482,7 @@ def test_a_trial_gets_its_answers_after_an_error_of_its_machine(ends: Ends, monk
 def test_a_retry_of_the_task_gets_answers_through_the_link_that_was_closed(ends: Ends) -> None:
     ends.ask(2)
     ends.link.close()
-    ends.link.watch()
+    ends.link.start_polling()
     ends.ask(3)
     ends.say(PROCEED, 3)
     until(lambda: ends.received == [PROCEED])
@@ -494,12 +508,12 @@ def test_a_search_of_the_same_name_after_a_deletion_imports_the_trainable_anew(
         pools.append(search)
         yield SimpleNamespace(process=lambda *_: nullcontext())
 
-    monkeypatch.setattr(remote_executor, "worker_pool", worker_pool)
+    monkeypatch.setattr(remote_executor, "shared_pool", worker_pool)
     start, log = cast("Start", None), logging.getLogger("a run")
     for generation, trial in ((1, "00000"), (1, "00001"), (2, "00000")):
         key = TrialKey(experiment="e", generation=generation, trial=trial)
-        link = StoreLink(LocalTarget(path=str(tmp_path)), key, 1, search_term=1)
-        with link.process(start, log, {}):
+        link = RemoteSearchChannel(LocalTarget(path=str(tmp_path)), key, 1, search_term=1)
+        with link.open_process(start, log, {}):
             link.close()
     assert pools[0] == pools[1] != pools[2]
 
@@ -536,26 +550,26 @@ def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_
     FarSearch(target, samples=2).live(nothing, *(each.starts for each in attempts), nothing)
     resumed = FarSearch(target, samples=2, limits=limits_of(1))
     resumed.live(nothing, resumed.stop, nothing)
-    assert [each.answer() for each in attempts] == [StopAndSave()] * 2
+    assert [each.answer() for each in attempts] == [CheckpointAndStop()] * 2
     assert resumed.machines.is_withdrawn
 
 
 @pytest.mark.parametrize(
     ("before", "now", "reports", "answer", "decided"),
     [
-        (ASHA(27, grace_period=3, variant="stopping"), FIFO(), [2, 3], Proceed(milestone=None), []),
+        (ASHA(27, grace_period=3, variant="stopping"), FIFO(), [2, 3], ContinueTraining(milestone=None), []),
         (
             ASHA(27, grace_period=3, variant="stopping"),
             ASHA(27, grace_period=5, variant="stopping"),
             [2, 3],
-            Proceed(milestone=5),
+            ContinueTraining(milestone=5),
             [],
         ),
         (
             ASHA(27, grace_period=5, variant="stopping"),
             ASHA(27, grace_period=3, variant="stopping"),
             [2, 3, 4, 5],
-            Proceed(milestone=9),
+            ContinueTraining(milestone=9),
             [5],
         ),
     ],
@@ -567,7 +581,7 @@ def test_one_that_asks_where_an_earlier_owner_wanted_it_to_is_answered_by_todays
     before: Scheduler,
     now: Scheduler,
     reports: list[int],
-    answer: Proceed,
+    answer: ContinueTraining,
     decided: list[int],
 ) -> None:
     FarSearch(target, before).live(nothing, attempt.starts, lambda: attempt.reports(1), nothing)
@@ -588,10 +602,10 @@ class Exploiting(Scheduler):
 class _ExploitingSchedule(Schedule):
     saves_first = True
 
-    def added(self, trial: str, config: Mapping[str, object]) -> None:
+    def on_trial_added(self, trial: str, config: Mapping[str, object]) -> None:
         del trial, config
 
-    def milestone(self, trial: str, step: int) -> int | None:
+    def next_milestone(self, trial: str, step: int) -> int | None:
         del trial
         return step + 2
 
@@ -599,7 +613,7 @@ class _ExploitingSchedule(Schedule):
         del report
         return Exploit(source="00001", config={}, reason="better")
 
-    def ended(self, trial: str) -> None:
+    def on_trial_ended(self, trial: str) -> None:
         del trial
 
 
@@ -609,12 +623,12 @@ def test_one_that_was_to_exploit_another_and_got_no_answer_leaves_for_it(
     def dies(*_: object) -> None:
         raise Death
 
-    monkeypatch.setattr(RemoteExecutor, "answer", dies)
+    monkeypatch.setattr(RemoteExecutor, "send_decision", dies)
     died = FarSearch(target, Exploiting()).live(nothing, attempt.starts, lambda: attempt.saves(2, asks=True), nothing)
     assert (died.trial(TRIAL).exploits is not None, attempt.answer(2)) == (True, None)
     monkeypatch.undo()
     FarSearch(target, Exploiting()).live(nothing, nothing)
-    assert attempt.answer(2) == Leave(outcome=Paused(trial=TRIAL, reason="better"), save=False)
+    assert attempt.answer(2) == StopTrial(outcome=TrialPaused(trial=TRIAL, reason="better"), save=False)
 
 
 def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_today(
@@ -626,7 +640,7 @@ def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_to
 
     def ends() -> None:
         attempt.saves(2)
-        attempt.writes(Finished(trial=TRIAL, reason="2 steps are done"))
+        attempt.writes(TrialFinished(trial=TRIAL, reason="2 steps are done"))
         resumed.machines.end(TRIAL)
 
     state = resumed.live(nothing, ends, nothing, nothing)
@@ -639,7 +653,7 @@ def test_one_that_had_not_begun_when_its_search_was_stopped_is_stopped_no_more_w
 ) -> None:
     search = FarSearch(target)
     search.live(nothing, search.stop, nothing)
-    assert attempt.answer(attempt=1) == StopAndSave()
+    assert attempt.answer(attempt=1) == CheckpointAndStop()
     resumed = FarSearch(target)
     resumed.live(nothing)
     assert resumed.machines.started == [(TRIAL, 1, None)]

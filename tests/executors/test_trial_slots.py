@@ -20,7 +20,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 import prefect_tune as pt
 from prefect_tune.executors import trial_executor
-from prefect_tune.executors.trial_executor import slots_here
+from prefect_tune.executors.trial_executor import make_local_slots
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.trial_processes import until
 from tests.long_cases import long_after
@@ -90,14 +90,14 @@ def test_trials_that_request_no_resources_share_the_processors(
     cpu_count: int, options: dict[str, Any], threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(trial_executor, "cpu_count_here", lambda: cpu_count)
+    monkeypatch.setattr(trial_executor, "available_cpu_count", lambda: cpu_count)
     monkeypatch.setattr(trial_executor, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
-    slots = slots_here(plan)
+    slots = make_local_slots(plan)
     assert slots.count == options.get("max_concurrent_trials", cpu_count)
     assert {each.get("OMP_NUM_THREADS", "") for each in slots.environments or [{}]} == {threads}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert not any(slots_here(plan).environments), "what the user has set stays set"
+    assert not any(make_local_slots(plan).environments), "what the user has set stays set"
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_a_trial_of_a_range_of_processes_has_as_many_as_its_slot_has_devices(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", options.get("gpus", "0,1,2,3"))
-    monkeypatch.setattr(trial_executor, "cpu_count_here", lambda: 8)
+    monkeypatch.setattr(trial_executor, "available_cpu_count", lambda: 8)
     options = {name: each for name, each in options.items() if name != "gpus"}
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **{"processes_per_trial": (1, 3), **options})
-    found = [{**each} for each in slots_here(plan).environments]
+    found = [{**each} for each in make_local_slots(plan).environments]
     assert [{name: value for name, value in each.items() if name != "CUDA_VISIBLE_DEVICES"} for each in found] == [
         *expected
     ]

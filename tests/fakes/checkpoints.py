@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 
-from prefect_tune.core.checkpoints.commit import commit, reusable
-from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.commit import commit_checkpoint, find_reusable_bytes
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.local.staging import StagedFiles
-from prefect_tune.stores.open_location import open_location, read_uri
+from prefect_tune.stores.open_location import open_location, parse_uri
 
 KEY = CheckpointKey(trial=TrialKey(experiment="digits", generation=1, trial="best"), step=40, sequence=12)
 FILES = {"model/weights.bin": bytes(range(256)) * 20_000, "model/config.json": b"{}", "empty.txt": b""}
@@ -31,8 +31,8 @@ def files_in(directory: str | Path) -> dict[str, bytes]:
 
 
 def committed(store: ObjectStore, staged: Path, key: CheckpointKey = KEY, **about: object) -> None:
-    said = About(attempt=1, term=1, write_id=f"{key.name}", created_at="now", **about)
-    commit(store, key, StagedFiles(staged), said, reuse=reusable(store, key.trial, None, 0))
+    said = CheckpointMetadata(attempt=1, term=1, write_id=f"{key.name}", created_at="now", **about)
+    commit_checkpoint(store, key, StagedFiles(staged), said, reuse=find_reusable_bytes(store, key.trial, None, 0))
 
 
 class Opens:
@@ -42,7 +42,7 @@ class Opens:
         self.root = root
 
     def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
-        return open_location(read_uri(self.root), timeout=timeout)
+        return open_location(parse_uri(self.root), timeout=timeout)
 
 
 def copies(temporary_files: Path) -> list[str]:

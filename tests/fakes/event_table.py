@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from prefect_tune.core.journal_events import Event, TrialEvent
 from prefect_tune.core.prefect_events import NOT_EMITTED, ExperimentEvent
-from prefect_tune.monitoring.event_emitter import URGENT
+from prefect_tune.monitoring.event_emitter import NEVER_DROPPED_EVENTS
 
 KINDS = {kind.__name__: kind for kind in get_args(get_args(Event)[0])}
 TYPES = {name: kind.model_fields["type"].default for name, kind in KINDS.items()}
@@ -20,7 +20,7 @@ def events_table() -> str:
     rows += [f"| `{kind.name}` | {_meaning(kind)} | {_fields(kind)} |" for kind in ExperimentEvent.__subclasses__()]
     for name, kind in KINDS.items():
         if TYPES[name] not in NOT_EMITTED:
-            is_limited = issubclass(kind, TrialEvent) and kind not in get_args(URGENT)
+            is_limited = issubclass(kind, TrialEvent) and kind not in get_args(NEVER_DROPPED_EVENTS)
             rows.append(f"| `prefect-tune.{TYPES[name]}`{' *' * is_limited} | {_meaning(kind)} | {_fields(kind)} |")
     return "\n".join(rows)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind
-from prefect_tune.core.messages.process_messages import FromTrial, Leave, TrialEnded
+from prefect_tune.core.journal_events import AttemptEnded, Cause, FinishKind, TrialFinished
+from prefect_tune.core.messages.process_messages import FromTrial, StopTrial, TrialEnded
 from prefect_tune.core.reasons import Reason, make_reason
 
 
-def make_failure(text: str, cause: Cause = Cause.USER, *, trial: str = "t", **arguments: object) -> AttemptEnded:
+def make_failure(text: str, cause: Cause = Cause.TRAINABLE, *, trial: str = "t", **arguments: object) -> AttemptEnded:
     """Return the failure of an attempt whose trainable raised an exception with `text`."""
     return AttemptEnded(trial=trial, cause=cause, reason=make_reason("raised", text=text, **arguments))
 
 
-def make_leave(reason: str, *, save: bool, trial: str = "t") -> Leave:
+def make_leave(reason: str, *, save: bool, trial: str = "t") -> StopTrial:
     """Return the message by which a stop request ends one trial."""
-    return Leave(outcome=Finished(trial=trial, reason=reason, kind=FinishKind.STOPPED), save=save)
+    return StopTrial(outcome=TrialFinished(trial=trial, reason=reason, kind=FinishKind.STOPPED), save=save)
 
 
 def require_failure(message: FromTrial | None) -> AttemptEnded:

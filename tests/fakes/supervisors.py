@@ -94,7 +94,7 @@ def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> 
         slots = {"search": 2, "training": 0}.get(way)
         process = started_process if way == "started" else supervised_process
         if slots is not None:
-            process = stack.enter_context(TrialProcessPool(slots=slots)).process
+            process = stack.enter_context(TrialProcessPool(slots=slots)).open_process
         config = {"witness": f"{folder}/witness", "gate": "/none", "stubborn": stubborn}
         start = start_of(daemonizes, Path(folder), config)
         with process(start, logging.getLogger()) as channel:

@@ -16,10 +16,10 @@ from uuid import uuid4
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import AS_IT_IS, TrialChannel
+from prefect_tune.attempt.processes.process_channel import NO_EXTRA_ENV, TrialChannel
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import pickled_or_path
+from prefect_tune.attempt.trial_spec import serialize_for_trial
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never
 from prefect_tune.core.messages.process_messages import FromTrial, Start, StepDone, TrialEnded
@@ -38,8 +38,8 @@ def start_of(
         "experiment": "e",
         "trial": "t",
         "attempt": 1,
-        "trainable": pickled_or_path(trainable),
-        "stopper": pickled_or_path(Never() if steps is None else MaxSteps(steps)),
+        "trainable": serialize_for_trial(trainable),
+        "stopper": serialize_for_trial(Never() if steps is None else MaxSteps(steps)),
         "import_path": tuple(sys.path),
         "config": config or {},
         "directory": str(folder),
@@ -55,14 +55,14 @@ def start_of(
 
 
 @contextmanager
-def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV) -> Iterator[TrialChannel]:
     """Train in a process that serves no other trial and ends with the block."""
-    with TrialProcessPool(slots=0) as pool, pool.process(start, log, environment) as channel:
+    with TrialProcessPool(slots=0) as pool, pool.open_process(start, log, environment) as channel:
         yield channel
 
 
 @contextmanager
-def started_process(start: Start, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> Iterator[TrialChannel]:
+def started_process(start: Start, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV) -> Iterator[TrialChannel]:
     """Train in a process that is started, as where trials are not forked: on systems other than Linux."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*PORTABLE)

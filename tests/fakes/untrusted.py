@@ -14,14 +14,14 @@ from uuid import uuid4
 import pytest
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.journal.journal import append, take_over
-from prefect_tune.core.journal_events import Configured, Owner
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.journal.journal import acquire_ownership, append_events
+from prefect_tune.core.journal_events import ExperimentConfigured, Owner
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.stores.posix_store import make_root
 from tests.fakes.checkpoints import first_generation
 
 TRAIN = "tests.trainables.moody:train"
-_STAMPS = (Stamp(write_id=f"forged-{number}", at="2026-11-23T08:00:00+00:00") for number in count())
+_STAMPS = (WriteStamp(write_id=f"forged-{number}", at="2026-11-23T08:00:00+00:00") for number in count())
 _PAYLOAD = """
 from pathlib import Path
 
@@ -120,8 +120,8 @@ def describe(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> N
     """Write these settings into the journal of `name`, which begins with them or continues with them."""
     with target.open(timeout=timedelta(seconds=60)) as store:
         owner = Owner(name="another user", host="there", pid=1)
-        state = take_over(store, first_generation(name), owner, next(_STAMPS))
-        append(store, state, [Configured(settings=settings)], next(_STAMPS))
+        state = acquire_ownership(store, first_generation(name), owner, next(_STAMPS))
+        append_events(store, state, [ExperimentConfigured(settings=settings)], next(_STAMPS))
 
 
 def two(_config: Mapping[str, Any]) -> float:

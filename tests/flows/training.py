@@ -15,12 +15,12 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import history, load
-from prefect_tune.core.journal_events import Entry, Opened, Owner, Reported
-from prefect_tune.core.restore import read_manifest, restore
+from prefect_tune.core.journal.journal import load_experiment, read_entries
+from prefect_tune.core.journal_events import Entry, Owner, OwnerChanged, StepReported
+from prefect_tune.core.restore import read_manifest, restore_files
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.results import Results
-from prefect_tune.stores.local.staging import restored_directory
+from prefect_tune.stores.local.staging import restoring_directory
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import first_generation
 from tests.trainables.numpy_mlp import Mlp, digest_of_directory
@@ -57,7 +57,7 @@ def undisturbed(steps: int) -> Undisturbed:
 def experiment_at(target: StorageTarget, name: str) -> Experiment:
     """Return the current state of the experiment by its journal, without opening it as an owner."""
     with target.open(timeout=_PATIENCE) as store:
-        return load(store, first_generation(name))
+        return load_experiment(store, first_generation(name))
 
 
 def trial_at(target: StorageTarget, name: str) -> Trial:
@@ -68,7 +68,7 @@ def trial_at(target: StorageTarget, name: str) -> Trial:
 def entries_at(target: StorageTarget, name: str) -> Sequence[Entry]:
     """Return the whole journal."""
     with target.open(timeout=_PATIENCE) as store:
-        return history(store, first_generation(name))
+        return read_entries(store, first_generation(name))
 
 
 def statuses(results: pt.Results) -> list[str]:
@@ -79,7 +79,7 @@ def statuses(results: pt.Results) -> list[str]:
 def owners_at(target: StorageTarget, name: str) -> Mapping[int, Owner]:
     """Return the owners that opened the experiment, by process id."""
     events = [event for entry in entries_at(target, name) for event in entry.events]
-    return {event.owner.pid: event.owner for event in events if isinstance(event, Opened)}
+    return {event.owner.pid: event.owner for event in events if isinstance(event, OwnerChanged)}
 
 
 def objects_at(target: StorageTarget, folder: str) -> Mapping[str, int]:
@@ -116,8 +116,8 @@ def bytes_of_checkpoint(target: StorageTarget, name: str, step: int, sequence: i
     try:
         with target.open(timeout=_PATIENCE) as store:
             manifest = read_manifest(store, key)
-            with restored_directory(manifest, folder / "restored") as sink:
-                restore(store, manifest, sink)
+            with restoring_directory(manifest, folder / "restored") as sink:
+                restore_files(store, manifest, sink)
         return digest_of_directory(folder / "restored")
     finally:
         shutil.rmtree(folder)
@@ -162,7 +162,7 @@ def violations(target: StorageTarget, name: str, truth: Undisturbed) -> Sequence
 
 def _of_reports(target: StorageTarget, name: str, state: Mapping[int, str]) -> Sequence[str]:
     events = [event for entry in entries_at(target, name) for event in entry.events]
-    reports = [event.report for event in events if isinstance(event, Reported)]
+    reports = [event.report for event in events if isinstance(event, StepReported)]
     return [
         f"step {report.step} was journaled with another state than the undisturbed training's"
         for report in reports

@@ -16,9 +16,9 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 
 import prefect_tune as pt
-from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, restored_checkpoint
+from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, get_checkpoint_path
 from prefect_tune.integrations.torch import ResumableLoader
-from prefect_tune.runtime.trainable import enter
+from prefect_tune.runtime.trainable import activate_session
 from tests.integrations.undisturbed import Reports
 
 BATCHES = 6
@@ -124,7 +124,7 @@ def fit(
     )
     module = Module(kind, kill_at, sent)
     validation = ResumableLoader(data, batch_size=16)
-    path = restored_checkpoint()
+    path = get_checkpoint_path()
     trainer.fit(module, ResumableLoader(data, batch_size=8), validation, ckpt_path=path, weights_only=True)
     return {**module.state_dict(), "epoch": torch.tensor(trainer.current_epoch), "random": torch.get_rng_state()}
 
@@ -133,7 +133,7 @@ def run(kind: str, limit: Mapping[str, int], every_steps: int | None, reports: R
     """`fit` as the only trial of a context, as a new process would."""
 
     def train() -> Mapping[str, Any]:
-        enter(reports, whole_process=False)
+        activate_session(reports, whole_process=False)
         with warnings.catch_warnings():
             return fit(kind, limit, every_steps, reports.directory)
 

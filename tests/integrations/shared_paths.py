@@ -13,7 +13,7 @@ def hugging_face(config: dict[str, Any]) -> None:
     import torch
     from transformers import Trainer, TrainingArguments
 
-    from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, restored_checkpoint
+    from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, get_checkpoint_path
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -38,7 +38,7 @@ def hugging_face(config: dict[str, Any]) -> None:
     data = [{"inputs": torch.ones(300)} for _ in range(64)]
     callback = TuneReportCheckpointCallback("loss", every_steps=1)
     trainer = Trainer(Model(), arguments, train_dataset=data, callbacks=[callback])
-    trainer.train(resume_from_checkpoint=restored_checkpoint())
+    trainer.train(resume_from_checkpoint=get_checkpoint_path())
     trainer.save_model()
     _note(trainer.args.output_dir)
 
@@ -49,7 +49,7 @@ def lightning(config: dict[str, Any]) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
 
-    from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, restored_checkpoint
+    from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, get_checkpoint_path
     from prefect_tune.integrations.torch import ResumableLoader
     from tests.integrations.line import Line
 
@@ -68,7 +68,7 @@ def lightning(config: dict[str, Any]) -> None:
         **chosen,
     )
     data = ResumableLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
-    trainer.fit(Line(reports=False), data, ckpt_path=restored_checkpoint(), weights_only=True)
+    trainer.fit(Line(reports=False), data, ckpt_path=get_checkpoint_path(), weights_only=True)
     assert len(Path(logger.log_dir, "metrics.csv").read_text().splitlines()) == 1 + 8
     assert trainer.checkpoint_callback is not None
     for place in (trainer.default_root_dir, logger.log_dir, str(trainer.checkpoint_callback.dirpath)):
@@ -80,7 +80,7 @@ def keras(config: dict[str, Any]) -> None:
     import keras
     import numpy as np
 
-    from prefect_tune.integrations.keras import TuneReportCheckpointCallback, restored_epoch
+    from prefect_tune.integrations.keras import TuneReportCheckpointCallback, get_initial_epoch
 
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -95,7 +95,7 @@ def keras(config: dict[str, Any]) -> None:
         np.ones((16, 4)),
         np.ones(16),
         epochs=4,
-        initial_epoch=restored_epoch(),
+        initial_epoch=get_initial_epoch(),
         verbose=0,
         callbacks=[others[0], TuneReportCheckpointCallback(), *others[1:]],
     )
@@ -108,12 +108,12 @@ def xgboost(config: dict[str, Any]) -> None:
     import numpy as np
     import xgboost as xgb
 
-    from prefect_tune.integrations.xgboost import TuneReportCheckpointCallback, continuing
+    from prefect_tune.integrations.xgboost import TuneReportCheckpointCallback, remaining_rounds
 
     data = xgb.DMatrix(np.arange(16).reshape(8, 2), np.arange(8))
     saving = xgb.callback.TrainingCheckPoint(_path(config) or ".", interval=1)
     callbacks = [saving, TuneReportCheckpointCallback()]
-    xgb.train({"nthread": 1}, data, **continuing(4), evals=[(data, "t")], callbacks=callbacks, verbose_eval=False)
+    xgb.train({"nthread": 1}, data, **remaining_rounds(4), evals=[(data, "t")], callbacks=callbacks, verbose_eval=False)
     assert list(Path(saving._path).glob("model_*"))
     _note(saving._path)
 

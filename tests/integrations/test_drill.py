@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.drills.plan import DrillPlan, kills_of
-from prefect_tune.drills.probe import states
+from prefect_tune.drills.plan import DrillPlan, plan_kills
+from prefect_tune.drills.probe import collect_states
 from prefect_tune.drills.run_drill import run_drill
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
@@ -82,7 +82,7 @@ def test_the_examples_with_ranks_are_exact_whichever_rank_is_killed(
 
 
 def test_the_example_with_ddp_is_exact_after_twenty_kills_of_all_kinds(prefect_server: str, tmp_path: Path) -> None:
-    kills = kills_of(41, 20, (), 0, processes=2)
+    kills = plan_kills(41, 20, (), 0, processes=2)
     plan = DrillPlan("examples.torch_ddp_digits:Digits", {"lr": 0.1, "width": 16}, 41, 2, kills, processes=2)
     found = run_drill(plan, pt.LocalTarget(path=str(tmp_path)), {**os.environ, "PREFECT_API_URL": prefect_server})
     assert found.is_exact, list(found.lines())
@@ -112,10 +112,10 @@ def test_the_generator_of_a_gpu_is_named(trainable: str, prefect_server: str, tm
 @on_gpu
 def test_the_state_of_the_generator_of_a_gpu_changes_with_each_draw() -> None:
     torch.cuda.init()
-    first = dict(states({}))["global torch.cuda:0"]
-    assert dict(states({}))["global torch.cuda:0"] == first
+    first = dict(collect_states({}))["global torch.cuda:0"]
+    assert dict(collect_states({}))["global torch.cuda:0"] == first
     torch.rand(1, device="cuda")
-    assert dict(states({}))["global torch.cuda:0"] != first
+    assert dict(collect_states({}))["global torch.cuda:0"] != first
 
 
 def test_the_drill_does_not_initialize_cuda() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import import_path
+from prefect_tune.attempt.trial_spec import absolute_sys_path
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module, Trains, different
 from tests.fakes.trial_processes import LogRecorder, family, log_to, metrics_of, nothing_left, start_of
@@ -26,11 +26,11 @@ _TRIALS = 1000
 def trained(folder: Path, log: logging.Logger) -> Sequence[Mapping[str, Any]]:
     """Train `_TRIALS` trials, two at a time; return the metrics of each."""
     start = start_of(os.getcwd, folder, {"lr": 0.1}, steps=1).model_copy(
-        update={"trainable": "tests.integrations.torch_trainable:train", "import_path": import_path()}
+        update={"trainable": "tests.integrations.torch_trainable:train", "import_path": absolute_sys_path()}
     )
 
     def train(pool: TrialProcessPool) -> Mapping[str, Any]:
-        with pool.process(start, log) as channel:
+        with pool.open_process(start, log) as channel:
             return {**metrics_of(channel), "supervisor": torch_trainable.resident_bytes(os.getpid())}
 
     with nothing_left(), family(), TrialProcessPool(slots=2, reuse="auto") as pool, ThreadPoolExecutor(2) as threads:

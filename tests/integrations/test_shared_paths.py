@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.integrations.common import path_of_trial
-from prefect_tune.runtime.trainable import enter
+from prefect_tune.integrations.common import make_trial_path
+from prefect_tune.runtime.trainable import activate_session
 from prefect_tune.testing import without_server
 from tests.integrations import shared_paths
 from tests.integrations.undisturbed import Undisturbed
@@ -26,8 +26,8 @@ def path_in_trial(name: str, directory: Path, path: str) -> str:
     session.info = lambda: type(given)(name, "e", 1, directory, {}, 0, 1, 0, session)
 
     def in_trial() -> str:
-        enter(session, whole_process=False)
-        return path_of_trial(path)
+        activate_session(session, whole_process=False)
+        return make_trial_path(path)
 
     return copy_context().run(in_trial)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.runtime.trainable import enter
+from prefect_tune.runtime.trainable import activate_session
 from tests.integrations.examples import Example
 from tests.integrations.states import flat
 from tests.integrations.undisturbed import Reports
@@ -82,10 +82,10 @@ def train(model: Callable[[], Any], reports: Reports, **options: Any) -> None:
     """Train ten steps as the only trial of a context; evaluate after the fifth, and report each second."""
     from transformers import Trainer, TrainingArguments, set_seed
 
-    from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, restored_checkpoint
+    from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, get_checkpoint_path
 
     def fit() -> None:
-        enter(reports, whole_process=False)
+        activate_session(reports, whole_process=False)
         set_seed(0)
         made = model()
         tokens = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8, (24, 4))]
@@ -105,7 +105,7 @@ def train(model: Callable[[], Any], reports: Reports, **options: Any) -> None:
         )
         callback = TuneReportCheckpointCallback(every_steps=2)
         trainer = Trainer(made, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[callback])
-        trainer.train(resume_from_checkpoint=restored_checkpoint())
+        trainer.train(resume_from_checkpoint=get_checkpoint_path())
 
     copy_context().run(fit)
 

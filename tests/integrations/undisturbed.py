@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.core.journal_events import Paused
+from prefect_tune.core.journal_events import TrialPaused
 from prefect_tune.runtime.checkpoint import Checkpoint
-from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver, enter
+from prefect_tune.runtime.trainable import StopTraining, Trainable, TrialInfo, activate_session
 
 
 @dataclass
@@ -34,11 +34,11 @@ class Undisturbed:
     ) -> None:
         del metrics, may_lack
         if self.step == self.steps:
-            raise TrialOver(Paused(trial="trial", reason="it was over before"))
+            raise StopTraining(TrialPaused(trial="trial", reason="it was over before"))
         self.step += 1
         if self.step == self.steps:
             save(str(self.directory))
-            raise TrialOver(Paused(trial="trial", reason="trained as far as the other"))
+            raise StopTraining(TrialPaused(trial="trial", reason="trained as far as the other"))
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
         assert checkpoint is not None
@@ -77,7 +77,7 @@ class Reports(Undisturbed):
 
     def report_step(self, metrics: Mapping[str, Any], save: Any, *, may_lack: bool = False) -> None:
         if self.step == self.pause_at:
-            raise TrialOver(Paused(trial="trial", reason="it was paused before"))
+            raise StopTraining(TrialPaused(trial="trial", reason="it was paused before"))
         self.step += 1
         self.may_lack[self.step] = may_lack
         self.metrics[self.step] = {name: float(value) for name, value in metrics.items()}
@@ -85,7 +85,7 @@ class Reports(Undisturbed):
         place.mkdir(parents=True, exist_ok=True)
         save(str(place))
         if self.step == self.pause_at:
-            raise TrialOver(Paused(trial="trial", reason="paused"))
+            raise StopTraining(TrialPaused(trial="trial", reason="paused"))
 
     def restored(self) -> Any:
         return str(self.directory / str(self.restored_step)) if self.restored_step else None
@@ -93,7 +93,7 @@ class Reports(Undisturbed):
 
 def train(trainable: Any, session: Undisturbed) -> None:
     """Train as far as the session allows; a function returns after its framework's loop has ended."""
-    enter(session, whole_process=True)
+    activate_session(session, whole_process=True)
     session.directory.mkdir(parents=True)
     try:
         if isinstance(trainable, type) and issubclass(trainable, Trainable):
@@ -102,7 +102,7 @@ def train(trainable: Any, session: Undisturbed) -> None:
             while True:
                 session.report_step(model.step(), model.save_checkpoint)
         trainable(dict(session.config))
-    except TrialOver:
+    except StopTraining:
         pass
     assert session.step == session.steps
 

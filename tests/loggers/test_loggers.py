@@ -15,7 +15,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, GaveUp, Started
+from prefect_tune.core.journal_events import AttemptEnded, AttemptStarted, Cause, TrialErrored, TrialFinished
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
 from tests.fakes.trial_processes import until
@@ -31,7 +31,7 @@ def trial(name: str = "00000", **facts: object) -> Trial:
 
 def started(callback: Callback, *, name: str = "00000", from_step: int = 0) -> None:
     """Start an attempt of a trial after `from_step`."""
-    callback.on_trial_start(trial(name), Started(trial=name, attempt=1, from_step=from_step))
+    callback.on_trial_start(trial(name), AttemptStarted(trial=name, attempt=1, from_step=from_step))
 
 
 def report(callback: Callback, step: int, /, *, name: str = "00000", **metrics: object) -> None:
@@ -49,12 +49,14 @@ def killed(callback: Callback, *, name: str = "00000") -> None:
 
 def finished(callback: Callback, *, name: str = "00000", **facts: object) -> None:
     """Complete a trial."""
-    callback.on_trial_complete(trial(name, **facts), Finished(trial=name, reason="had enough"))
+    callback.on_trial_complete(trial(name, **facts), TrialFinished(trial=name, reason="had enough"))
 
 
 def errored(callback: Callback, *, name: str = "00000") -> None:
     """Give a trial up after its last error."""
-    callback.on_trial_error(trial(name), GaveUp(trial=name, cause=Cause.USER, reason="ValueError: in a mood"))
+    callback.on_trial_error(
+        trial(name), TrialErrored(trial=name, cause=Cause.TRAINABLE, reason="ValueError: in a mood")
+    )
 
 
 # Loggers that write files of rows: one row for each step that counts, after kills and retries too.
@@ -379,7 +381,9 @@ def test_all_that_is_delivered_again_changes_no_mlflow_run(mlflow_uri: str) -> N
 
 def test_names_that_mlflow_refuses_cost_no_other_value(mlflow_uri: str) -> None:
     logger = mlflow_logger(mlflow_uri)
-    logger.on_trial_start(trial(config={"lr@start": 0.1, "width": 3}), Started(trial="00000", attempt=1, from_step=0))
+    logger.on_trial_start(
+        trial(config={"lr@start": 0.1, "width": 3}), AttemptStarted(trial="00000", attempt=1, from_step=0)
+    )
     report(logger, 1, **{"acc@1": 0.5})
     (run,) = runs(mlflow_uri)
     assert run.data.params == {"lr_start": "0.1", "width": "3"}

@@ -15,19 +15,19 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
     CheckpointRef,
-    Finished,
-    GaveUp,
-    Reported,
-    Started,
+    StepReported,
+    TrialErrored,
+    TrialFinished,
 )
-from prefect_tune.core.reasons import code_of
+from prefect_tune.core.reasons import get_reason_code
 from prefect_tune.core.values import StepReport
-from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
+from prefect_tune.monitoring.callback_runner import CallbackRunner, resolve_callbacks
 from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.testing import without_server
 from tests.fakes.checkpoints import first_generation
@@ -53,10 +53,10 @@ class Recorder(pt.Callback):
     def setup(self, search: pt.SearchInfo) -> None:
         self.events.append(("setup", search))
 
-    def on_trial_start(self, trial: Trial, started: Started) -> None:
+    def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         self.events.append(("start", trial.trial, started.from_step))
 
-    def on_trial_restore(self, trial: Trial, started: Started) -> None:
+    def on_trial_restore(self, trial: Trial, started: AttemptStarted) -> None:
         self.events.append(("restore", trial.trial, started.from_step))
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
@@ -72,10 +72,10 @@ class Recorder(pt.Callback):
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
         self.events.append(("recover", trial.trial, ended.cause))
 
-    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+    def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
         self.events.append(("complete", trial.trial, finished.reason))
 
-    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+    def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
         self.events.append(("error", trial.trial, gave_up.cause))
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
@@ -98,7 +98,7 @@ class Raises(Recorder):
         super().on_trial_result(trial, report)
         raise ValueError("a callback's own")
 
-    def on_trial_start(self, trial: Trial, started: Started) -> None:
+    def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         super().on_trial_start(trial, started)
         raise SystemExit
 
@@ -151,7 +151,7 @@ class TestInASearch:
         *begun, (ended, reason) = callback.of("00000")
         assert begun == [("start", 0), *FIRST_STEP, *SECOND_STEP]
         assert ended == "complete"
-        assert code_of(reason) == "step-limit"
+        assert get_reason_code(reason) == "step-limit"
         assert [each[3] for each in callback.events if each[:2] == ("result", "00000")] == [
             {"loss": 1.0},
             {"loss": 0.5},
@@ -161,8 +161,8 @@ class TestInASearch:
         assert recorded["first"].of("00001") == [
             ("start", 0),
             *FIRST_STEP,
-            ("recover", Cause.USER),
-            ("error", Cause.USER),
+            ("recover", Cause.TRAINABLE),
+            ("error", Cause.TRAINABLE),
         ]
 
     def test_a_trial_that_is_killed_is_told_to_recover_and_to_go_on_from_its_checkpoint(
@@ -202,14 +202,14 @@ def target(tmp_path: Path) -> LocalTarget:
 
 
 def state_at(target: LocalTarget) -> Experiment:
-    return load(PosixStore(Path(target.path)), first_generation("e"))
+    return load_experiment(PosixStore(Path(target.path)), first_generation("e"))
 
 
 def deliver(target: LocalTarget, *callbacks: pt.Callback, patience: timedelta = PATIENCE) -> None:
     """Run the callbacks over the stored experiment, like a search with nothing left to train."""
-    listener = Callbacks(callbacks, target, pt.SearchInfo("e", target.uri, None), LOG)
+    listener = CallbackRunner(callbacks, target, pt.SearchInfo("e", target.uri, None), LOG)
     listener.start(state_at(target))
-    listener.end(state_at(target), patience)
+    listener.finish(state_at(target), patience)
 
 
 def hooks(callback: Recorder) -> list[str]:
@@ -232,14 +232,14 @@ def test_a_report_is_delivered_once_and_a_repeated_step_again(
     target: LocalTarget,
 ) -> None:
     recorder, state = Recorder(), state_at(target)
-    listener = Callbacks([recorder], target, pt.SearchInfo("e", target.uri, None), LOG)
+    listener = CallbackRunner([recorder], target, pt.SearchInfo("e", target.uri, None), LOG)
     listener.start(state)
-    again = Started(trial="trial", attempt=2, from_step=1, from_sequence=3)
-    report, end = StepReport(step=2, metrics={}), Finished(trial="trial", reason="enough")
-    listener.threads[0].applied(again, state)
-    for event in (Reported(trial="trial", report=report), end):
-        listener.threads[0].applied(event, state)
-    listener.end(state, PATIENCE)
+    again = AttemptStarted(trial="trial", attempt=2, from_step=1, from_sequence=3)
+    report, end = StepReport(step=2, metrics={}), TrialFinished(trial="trial", reason="enough")
+    listener.threads[0].on_event(again, state)
+    for event in (StepReported(trial="trial", report=report), end):
+        listener.threads[0].on_event(event, state)
+    listener.finish(state, PATIENCE)
     assert hooks(recorder) == ["setup", *WHOLE, "restore", "start", "result", "complete", "end"]
 
 
@@ -278,13 +278,13 @@ def test_a_hook_that_hangs_is_left_behind_and_told_in_the_next_run(target: Local
 def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefect_tune.monitoring.callback_runner._MAX_WAITING", 3)
+    monkeypatch.setattr("prefect_tune.monitoring.callback_runner._MAX_QUEUED_ITEMS", 3)
     slow, state = Recorder(), state_at(target)
-    listener = Callbacks([slow], target, pt.SearchInfo("e", target.uri, None), LOG)
+    listener = CallbackRunner([slow], target, pt.SearchInfo("e", target.uri, None), LOG)
     for _ in range(5):
-        listener.threads[0].applied(Started(trial="trial", attempt=9, from_step=0), state)
+        listener.threads[0].on_event(AttemptStarted(trial="trial", attempt=9, from_step=0), state)
     listener.start(state)
-    listener.end(state, PATIENCE)
+    listener.finish(state, PATIENCE)
     assert hooks(slow) == ["setup", *WHOLE, "end"]
 
 
@@ -311,20 +311,25 @@ def test_what_a_hook_raises_is_logged_with_its_trace(target: LocalTarget, caplog
 
 def test_a_callback_is_given_as_an_object_a_class_or_a_name() -> None:
     given = [Recorder(), Recorder, "tests.monitoring.test_callback_runner:Recorder", pt.FileLogger]
-    assert [type(each).__name__ for each in callbacks_for(given)] == ["Recorder", "Recorder", "Recorder", "FileLogger"]
-    assert callbacks_for(None) == []
+    assert [type(each).__name__ for each in resolve_callbacks(given)] == [
+        "Recorder",
+        "Recorder",
+        "Recorder",
+        "FileLogger",
+    ]
+    assert resolve_callbacks(None) == []
 
 
 def test_a_hook_that_nobody_calls_is_warned_of_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
     class Misspelt(pt.Callback):
         def on_trial_finish(self, trial: Trial) -> None: ...
 
-        def on_trial_complete(self, trial: Trial, finished: Finished) -> None: ...
+        def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None: ...
 
     logger = logging.getLogger("prefect.prefect_tune")
     logger.addHandler(caplog.handler)
     try:
-        callbacks_for([Misspelt(), Recorder(), pt.FileLogger("logs")])
+        resolve_callbacks([Misspelt(), Recorder(), pt.FileLogger("logs")])
     finally:
         logger.removeHandler(caplog.handler)
     (said,) = {each.getMessage() for each in caplog.records}
@@ -334,4 +339,4 @@ def test_a_hook_that_nobody_calls_is_warned_of_with_the_nearest(caplog: pytest.L
 @pytest.mark.parametrize("nonsense", [3, "FileLogger", object, "tests.monitoring.test_callback_runner:WHOLE"])
 def test_what_is_no_callback_is_refused(nonsense: object) -> None:
     with pytest.raises(pt.InvalidInput, match=r"expected a pt\.Callback"):
-        callbacks_for([nonsense])
+        resolve_callbacks([nonsense])

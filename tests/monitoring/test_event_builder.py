@@ -10,50 +10,50 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
+    CheckpointCloned,
+    CheckpointCommitted,
     CheckpointOrigin,
     CheckpointRef,
-    Cloned,
-    Committed,
-    Configured,
     Event,
-    Finished,
-    Forked,
+    ExperimentConfigured,
+    ExperimentForked,
     ForkOrigin,
-    Paused,
-    Reported,
-    Resumed,
-    Started,
-    StopAsked,
+    StepReported,
+    StopRequested,
     TrialAdded,
+    TrialFinished,
+    TrialPaused,
+    TrialResumed,
     WarmStart,
 )
-from prefect_tune.core.prefect_events import Allowance
-from prefect_tune.core.search.objective import Objective, objective_of
+from prefect_tune.core.prefect_events import TokenBucket
+from prefect_tune.core.search.objective import Objective, make_objective
 from prefect_tune.core.values import Digest, StepReport
 from prefect_tune.monitoring import event_emitter as emitter_module
 from prefect_tune.monitoring.event_emitter import EventEmitter, ExperimentAddress, emitting_events
 from prefect_tune.monitoring.search_observer import SearchRecorder
-from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, asset_of
+from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, make_asset
 from tests.fakes.checkpoints import first_generation
 
 LOG = logging.getLogger("prefect_tune.tests.dispatches")
 PLACE = ExperimentAddress("s3://bucket/runs", "first")
-LOSS = objective_of("loss", "min")
+LOSS = make_objective("loss", "min")
 
 
 def step(trial: str, sequence: int, loss: float, *, at: int) -> list[Event]:
     """A trial reports and saves a step."""
-    report = Reported(trial=trial, report=StepReport(step=at, metrics={"loss": loss}))
+    report = StepReported(trial=trial, report=StepReport(step=at, metrics={"loss": loss}))
     ref = CheckpointRef(step=at, sequence=sequence, metrics={"loss": loss}, size_bytes=10)
-    return [report, Committed(trial=trial, checkpoint=ref)]
+    return [report, CheckpointCommitted(trial=trial, checkpoint=ref)]
 
 
 def begun(trial: str) -> list[Event]:
-    return [TrialAdded(trial=trial, config={}, of_search=True), Started(trial=trial, attempt=1, from_step=0)]
+    return [TrialAdded(trial=trial, config={}, of_search=True), AttemptStarted(trial=trial, attempt=1, from_step=0)]
 
 
 class Story:
@@ -62,7 +62,7 @@ class Story:
     def __init__(
         self, place: ExperimentAddress = PLACE, objective: Objective | None = LOSS, state: Experiment | None = None
     ) -> None:
-        self.state = state or nothing_yet(first_generation("first"))
+        self.state = state or empty_experiment(first_generation("first"))
         self.recorder = SearchRecorder(self.state)
         self.began = self.now = datetime.now(UTC)
         self.built: list[PrefectEvent] = []
@@ -72,20 +72,20 @@ class Story:
         """Apply journal events; return the Prefect events emitted for them."""
         count = len(self.built)
         for event in events:
-            self.state = after_event(self.state, event, 1)
-            self.recorder.applied(event, self.state)
-            self.emitter.applied(event, self.state)
+            self.state = apply_event(self.state, event, 1)
+            self.recorder.on_event(event, self.state)
+            self.emitter.on_event(event, self.state)
         return self.built[count:]
 
     def due(self, after: float) -> list[PrefectEvent]:
         """Return the events that are due this many seconds after the begin."""
         count, self.now = len(self.built), self.began + timedelta(seconds=after)
-        self.emitter.emit_due()
+        self.emitter.emit_due_events()
         return self.built[count:]
 
     def ends(self) -> list[PrefectEvent]:
         count = len(self.built)
-        self.emitter.end("finished")
+        self.emitter.emit_end("finished")
         return self.built[count:]
 
 
@@ -117,16 +117,21 @@ def upstream(notice: PrefectEvent) -> list[str]:
 )
 def test_an_experiment_is_named_by_its_place_without_secrets(uri: str, named: str) -> None:
     place = ExperimentAddress(uri, "first")
-    assert place.uri == named
+    assert place.experiment_uri == named
     assert place.resource["prefect.resource.id"] == f"prefect-tune.experiment.{named}"
     assert "s3cret" not in str(
-        [place.target, place.checkpoints(first_generation("first").trial_key("00000")), place.best, place.related]
+        [
+            place.redacted_target_uri,
+            place.checkpoints_uri(first_generation("first").trial_key("00000")),
+            place.best_model_key,
+            place.related_resource,
+        ]
     )
 
 
 def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_same() -> None:
     story = Story(ExperimentAddress("file:///my%20runs", "first"))
-    assert asset_of(ExperimentAddress("file:///my%20runs", "first").best) is None
+    assert make_asset(ExperimentAddress("file:///my%20runs", "first").best_model_key) is None
     built = names(story.goes(*begun("00000"), *step("00000", 2, 0.5, at=1)))
     assert built == ["started", "committed", "experiment.best"]
 
@@ -149,30 +154,30 @@ def test_a_commit_materializes_the_asset_of_its_trial_and_a_better_one_that_of_t
 def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for_what_it_becomes() -> None:
     story = Story()
     story.goes(*begun("00000"), *begun("00001"), *step("00000", 2, 0.5, at=1))
-    ended = Paused(trial="00001", reason="worse")
+    ended = TrialPaused(trial="00001", reason="worse")
     origin = CheckpointOrigin(trial="00000", step=1, sequence=2)
     copy = CheckpointRef(step=1, sequence=9, metrics={"loss": 0.5}, origin=origin)
-    clone = Cloned(trial="00001", checkpoint=copy, source="00000", config={}, reason="worse")
+    clone = CheckpointCloned(trial="00001", checkpoint=copy, source="00000", config={}, reason="worse")
     built = story.goes(ended, clone)
     of_00000 = "s3://bucket/runs/first/1/trials/00000/checkpoints"
     assert names(built) == ["paused", "cloned", "prefect.asset.materialization.succeeded"]
     assert (upstream(built[-1]), built[-1].payload["exploited"]) == ([of_00000], "00000")
-    again = Started(trial="00001", attempt=2, from_step=1, from_sequence=9)
-    made = story.goes(Resumed(trial="00001"), again, *step("00001", 11, 0.9, at=2))
+    again = AttemptStarted(trial="00001", attempt=2, from_step=1, from_sequence=9)
+    made = story.goes(TrialResumed(trial="00001"), again, *step("00001", 11, 0.9, at=2))
     assert upstream(made[-1]) == [of_00000]
 
 
 def test_the_best_model_is_made_from_the_warm_starts_and_the_origin_of_its_search() -> None:
-    state = nothing_yet(first_generation("first"))
+    state = empty_experiment(first_generation("first"))
     origin = ForkOrigin(experiment="old", generation=1, number=3, digest=Digest("d"))
     places = ["s3://bucket/runs/earlier", "gs://other/place/theirs"]
     named = ("earlier", "gcs-target/prod/theirs", "gs://other/place/theirs")
     sources = [
         WarmStart(source=each, place=at, trials=()) for each, at in zip(named, [*places, places[1]], strict=True)
     ]
-    first, second = (Configured(settings={}, warm_starts=tuple(each)) for each in (sources[:1], sources[1:]))
-    for event in (Forked(origin=origin), first, second):
-        state = after_event(state, event, 1)
+    first, second = (ExperimentConfigured(settings={}, warm_starts=tuple(each)) for each in (sources[:1], sources[1:]))
+    for event in (ExperimentForked(origin=origin), first, second):
+        state = apply_event(state, event, 1)
     model = Story(state=state).goes(*begun("00000"), *step("00000", 2, 0.5, at=1))[-1]
     assert upstream(model)[1:] == [
         "s3://bucket/runs/old/best",
@@ -205,7 +210,7 @@ def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_n
     for number in range(300):
         story.goes(*begun(f"{number:05d}"))
     assert len(story.built) == 100
-    died = AttemptEnded(trial="00000", cause=Cause.USER, reason="no")
+    died = AttemptEnded(trial="00000", cause=Cause.TRAINABLE, reason="no")
     assert names(story.goes(died)) == ["attempt-ended"]
     story.now += timedelta(seconds=1)
     built = [each for number in range(300, 320) for each in story.goes(*begun(f"{number:05d}"))]
@@ -215,8 +220,8 @@ def test_events_of_trials_are_rationed_and_those_that_somebody_must_act_on_are_n
 
 def test_an_event_about_the_whole_experiment_has_its_resource_and_is_not_limited() -> None:
     story = Story()
-    story.emitter._allowance = Allowance(0, 0)
-    (asked,) = story.goes(StopAsked(reason="enough"))
+    story.emitter._allowance = TokenBucket(0, 0)
+    (asked,) = story.goes(StopRequested(reason="enough"))
     assert (asked.event, asked.resource) == ("prefect-tune.stop-asked", PLACE.resource)
     assert asked.payload["reason"] == "enough"
 
@@ -232,7 +237,7 @@ def test_a_trial_has_half_an_hour_for_its_first_report_and_its_silence_is_said_o
     assert (stalled.event, stalled.payload["trial"]) == ("prefect-tune.experiment.stalled", "00000")
     assert float(str(stalled.payload["silent_seconds"])) == pytest.approx(31 * MINUTE, abs=5)
     assert story.due(32 * MINUTE) == []
-    story.goes(Finished(trial="00000", reason="done"))
+    story.goes(TrialFinished(trial="00000", reason="done"))
     assert story.due(100 * MINUTE) == []
 
 
@@ -259,20 +264,20 @@ def test_an_attempt_that_outlived_its_search_is_looked_after() -> None:
 
 
 def emitter_of(emitted: list[PrefectEvent], state: Experiment | None = None) -> EventEmitter:
-    recorder = SearchRecorder(state or nothing_yet(first_generation("first")))
+    recorder = SearchRecorder(state or empty_experiment(first_generation("first")))
     return EventEmitter(PLACE, LOSS, recorder, LOG, emitted.append)
 
 
 def play(emitter: EventEmitter, *events: Event) -> None:
     for event in events:
-        emitter.applied(event, after_event(emitter.experiment, event, 1))
+        emitter.on_event(event, apply_event(emitter.experiment, event, 1))
 
 
 @pytest.mark.parametrize(
     ("stops", "error", "end", "message"),
     [
         (None, None, "finished", ""),
-        ([StopAsked(reason="enough money")], None, "stopped", "enough money"),
+        ([StopRequested(reason="enough money")], None, "stopped", "enough money"),
         ([], None, "stopped", "asked to stop"),
         (None, Superseded("by another"), "superseded", "by another"),
         (None, ValueError("a bug"), "failed", "ValueError: a bug"),
@@ -300,7 +305,7 @@ def test_an_attempt_that_an_earlier_owner_left_running_is_told_to_have_ended() -
     found, emitted = Story(), list[PrefectEvent]()
     found.goes(*begun("00000"), *begun("00001"))
     ended = AttemptEnded(trial="00000", cause=Cause.MACHINE, reason="its owner died")
-    emitter = emitter_of(emitted, after_event(found.state, ended, 2))
+    emitter = emitter_of(emitted, apply_event(found.state, ended, 2))
     with emitting_events(emitter, threading.Event(), found.state):
         pass
     assert names(emitted) == ["experiment.started", "attempt-ended", "experiment.ended"]
@@ -315,7 +320,7 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(caplog:
             raise ValueError("too large")
         emitted.append(notice)
 
-    emitter = EventEmitter(PLACE, LOSS, SearchRecorder(nothing_yet(first_generation("first"))), LOG, emit)
+    emitter = EventEmitter(PLACE, LOSS, SearchRecorder(empty_experiment(first_generation("first"))), LOG, emit)
     with caplog.at_level("ERROR"), emitting_events(emitter, threading.Event()):
         play(emitter, *begun("00000"), *step("00000", 2, 0.5, at=1))
     assert "could not be emitted" in caplog.text

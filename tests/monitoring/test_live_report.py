@@ -29,17 +29,17 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import Owner, Reported, Started, TrialAdded
+from prefect_tune.core.journal_events import AttemptStarted, Owner, StepReported, TrialAdded
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring import live_report
 from prefect_tune.monitoring.live_report import (
     ArtifactContent,
     ArtifactPublisher,
     EarlierArtifacts,
-    artifact_key,
+    make_artifact_key,
 )
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchRecorder
-from prefect_tune.reporting.page import page_of
+from prefect_tune.reporting.page import make_page
 from prefect_tune.terminal.formatting import format_cell
 from prefect_tune.terminal.progress_view import SearchEstimate
 from tests.fakes.searches.journal_builder import JournalBuilder
@@ -56,9 +56,9 @@ OFTEN = timedelta(seconds=0.05)
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refresh the artifacts without pauses."""
-    monkeypatch.setattr(live_report, "_FIRST", timedelta(0))
-    monkeypatch.setattr(live_report, "REFRESH_PERIOD", OFTEN)
-    monkeypatch.setattr(live_report, "_SHARE", 1)
+    monkeypatch.setattr(live_report, "_FIRST_DELAY", timedelta(0))
+    monkeypatch.setattr(live_report, "MIN_REFRESH_INTERVAL", OFTEN)
+    monkeypatch.setattr(live_report, "_PAUSE_FACTOR", 1)
 
 
 def artifacts(key: str) -> Sequence[Artifact]:
@@ -196,10 +196,10 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
     search = JournalBuilder(name="endless")
     recorder = SearchRecorder(search.state)
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("endless"), LOG)
+    seen = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
     search.record(added)
-    ObserverGroup([recorder, seen], LOG).applied(added, search.state)
+    ObserverGroup([recorder, seen], LOG).on_event(added, search.state)
     seen.publisher.close(PATIENCE)
     assert "1 pending" in page("report-endless")
     assert artifacts("progress-endless") == []
@@ -210,24 +210,24 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
 ) -> None:
     search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, step_count=9)
     recorder = SearchRecorder(search.state)
-    seen = live_report.Reporter(LocalTarget(path=str(tmp_path)), recorder, plan, LOG)
+    seen = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, plan, LOG)
     observers = ObserverGroup([recorder, seen], LOG)
 
     def begins(name: str) -> None:
-        report = Reported(trial=name, report=StepReport(step=3, metrics={"loss": 0.5}))
+        report = StepReported(trial=name, report=StepReport(step=3, metrics={"loss": 0.5}))
         for event in (
             TrialAdded(trial=name, config={"x": 1}),
-            Started(trial=name, attempt=1, from_step=0),
+            AttemptStarted(trial=name, attempt=1, from_step=0),
             report,
         ):
             search.record(event)
-            observers.applied(event, search.state)
+            observers.on_event(event, search.state)
 
     def drawn(*given: Any) -> Any:
         begins("1")
-        return page_of(*given)
+        return make_page(*given)
 
-    monkeypatch.setattr(live_report, "page_of", drawn)
+    monkeypatch.setattr(live_report, "make_page", drawn)
     begins("0")
     seen.publisher.close(PATIENCE)
     assert "could not be" not in caplog.text + page("report-hurried")
@@ -256,12 +256,12 @@ def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProx
     said = ["first"]
     shown = ArtifactPublisher(sheets("report-outage", lambda: said[-1]), OFTEN, LOG)
     with temporary_settings({PREFECT_API_URL: prefect_server}):
-        shown.stir()
+        shown.notify_change()
         until(lambda: artifacts("report-outage"), seconds=60, what=lambda: "nothing is shown")
         proxy.refuse()
         for each in ("second", "third"):
             said.append(each)
-            shown.stir()
+            shown.notify_change()
             time.sleep(0.2)
         assert page("report-outage") == "first"
         proxy.restore()
@@ -281,7 +281,7 @@ def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
 def test_what_is_short_is_shown_once_in_the_end() -> None:
     numbers = count(1)
     shown = ArtifactPublisher(sheets("report-short", lambda: f"drawn {next(numbers)}"), OFTEN, LOG)
-    shown.stir()
+    shown.notify_change()
     shown.close(PATIENCE)
     assert [each.data for each in artifacts("report-short")] == ["drawn 1"]
     assert next(numbers) == 2
@@ -289,8 +289,8 @@ def test_what_is_short_is_shown_once_in_the_end() -> None:
 
 def test_what_is_somebody_elses_now_is_left_alone() -> None:
     shown = ArtifactPublisher(sheets("report-left", lambda: "old"), OFTEN, LOG)
-    shown.stir()
-    shown.leave()
+    shown.notify_change()
+    shown.stop_publishing()
     shown.close(PATIENCE)
     assert artifacts("report-left") == []
 
@@ -299,12 +299,12 @@ def test_what_is_somebody_elses_now_is_left_alone() -> None:
 def test_an_artifact_that_somebody_deleted_is_made_again() -> None:
     said = ["first"]
     shown = ArtifactPublisher(sheets("report-deleted", lambda: said[-1]), OFTEN, LOG)
-    shown.stir()
+    shown.notify_change()
     until(lambda: artifacts("report-deleted"), seconds=60, what=lambda: "nothing is shown")
     with get_client(sync_client=True) as client:
         client.delete_artifact(artifacts("report-deleted")[0].id)
     said.append("second")
-    shown.stir()
+    shown.notify_change()
     shown.close(PATIENCE)
     assert page("report-deleted") == "second"
 
@@ -320,9 +320,9 @@ def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog:
         return str(found)
 
     shown = ArtifactPublisher(sheets("report-broken", draws), OFTEN, LOG)
-    shown.stir()
+    shown.notify_change()
     until(lambda: "the report could not be rendered" in caplog.text, seconds=60, what=lambda: caplog.text)
-    shown.stir()
+    shown.notify_change()
     shown.close(PATIENCE)
     assert page("report-broken") == "drawn"
 
@@ -335,10 +335,10 @@ def test_an_artifact_that_cannot_be_created_is_logged_and_the_next_one_is_publis
     shown = ArtifactPublisher(
         lambda: [ArtifactContent("report-refused", "markdown", "drawn", "a page", runs[-1])], OFTEN, LOG
     )
-    shown.stir()
+    shown.notify_change()
     until(lambda: "the report could not be published" in caplog.text, seconds=60, what=lambda: caplog.text)
     runs.append(None)
-    shown.stir()
+    shown.notify_change()
     shown.close(PATIENCE)
     assert page("report-refused") == "drawn"
 
@@ -350,7 +350,7 @@ def test_a_run_that_starts_again_continues_its_artifacts_and_leaves_those_of_oth
     def publishes(said: str) -> None:
         for each in ("first", said):  # as after a Retry, in another process
             shown = ArtifactPublisher(sheets("report-again", lambda text=each: text), OFTEN, LOG, earlier)
-            shown.stir()
+            shown.notify_change()
             shown.close(PATIENCE)
 
     publishes("second")
@@ -370,19 +370,19 @@ def test_what_is_no_longer_rendered_is_deleted_and_another_task_run_gets_one_of_
         return [str(each.task_run_id) for each in artifacts("progress-gone")] == now[0]
 
     for now[0] in runs:
-        shown.stir()
+        shown.notify_change()
         until(is_shown, seconds=60, what=lambda: str(now))
     shown.close(PATIENCE)
 
 
 def test_a_key_tells_apart_names_that_look_alike() -> None:
-    assert artifact_key("report", "rates-2") == "report-rates-2"
-    assert len({artifact_key("report", name) for name in ("a.b", "a_b", "A.b", "a-b")}) == 4
+    assert make_artifact_key("report", "rates-2") == "report-rates-2"
+    assert len({make_artifact_key("report", name) for name in ("a.b", "a_b", "A.b", "a-b")}) == 4
 
 
 def test_a_run_is_linked_to_as_narrowly_as_it_is_known() -> None:
     task, flow = "1b7e3c1e-0000-4000-8000-000000000001", "1b7e3c1e-0000-4000-8000-000000000002"
     known = Owner(name="n", host="h", pid=1, flow_run=flow)
-    assert str(live_report.link_to(known)).endswith(f"/runs/flow-run/{flow}")
-    assert str(live_report.link_to(known.model_copy(update={"task_run": task}))).endswith(f"/runs/task-run/{task}")
-    assert live_report.link_to(Owner(name="a script", host="h", pid=1)) is None
+    assert str(live_report.run_url(known)).endswith(f"/runs/flow-run/{flow}")
+    assert str(live_report.run_url(known.model_copy(update={"task_run": task}))).endswith(f"/runs/task-run/{task}")
+    assert live_report.run_url(Owner(name="a script", host="h", pid=1)) is None

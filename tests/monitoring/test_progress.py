@@ -15,33 +15,33 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.experiment import after_event, nothing_yet
-from prefect_tune.core.experiment.trial_transitions import clone_for
+from prefect_tune.core.experiment.experiment import apply_event, empty_experiment
+from prefect_tune.core.experiment.trial_transitions import make_clone_ref
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
+    CheckpointCloned,
+    CheckpointCommitted,
     CheckpointRef,
-    Cloned,
-    Committed,
-    Decided,
+    DecisionMade,
     Event,
-    Finished,
     FinishKind,
-    GaveUp,
-    Paused,
-    Reported,
-    Resumed,
-    Started,
+    StepReported,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
+    TrialResumed,
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Stop
-from prefect_tune.core.search.objective import Mode, objective_of
+from prefect_tune.core.search.objective import Mode, make_objective
 from prefect_tune.core.values import StepReport
-from prefect_tune.monitoring.progress import Progress, SearchLog, progress
+from prefect_tune.monitoring.progress import ProgressObserver, SearchLog, showing_progress
 from prefect_tune.monitoring.search_observer import SearchRecorder
-from prefect_tune.terminal.progress_view import SearchEstimate, head_facts, line
-from prefect_tune.tuner.search_policy import finish_of
+from prefect_tune.terminal.progress_view import SearchEstimate, line, progress_facts
+from prefect_tune.tuner.search_policy import finish_event
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.outcomes import make_failure
 from tests.fakes.searches.experiments import after
@@ -60,15 +60,15 @@ class Shown:
     """The progress of an experiment with one running trial, whose lines are due at once."""
 
     def __init__(self, outlook: SearchEstimate | None = None, period: timedelta = timedelta(0)) -> None:
-        begun = [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)]
-        self._state = after(nothing_yet(first_generation("e")), begun)
+        begun = [TrialAdded(trial="0", config={}), AttemptStarted(trial="0", attempt=1, from_step=0)]
+        self._state = after(empty_experiment(first_generation("e")), begun)
         self._view = TrackedProgress(self._state, outlook or SearchEstimate("e"), 0.0, datetime.now(UTC))
-        self.progress = Progress(self._view, LOG, log_period=period)
+        self.progress = ProgressObserver(self._view, LOG, log_period=period)
 
     def reports(self, step: int) -> None:
-        event = Reported(trial="0", report=StepReport(step=step, metrics={"loss": 0.5}))
+        event = StepReported(trial="0", report=StepReport(step=step, metrics={"loss": 0.5}))
         self._view.happens(event, self._state)
-        self.progress.applied(event, self._state)
+        self.progress.on_event(event, self._state)
 
 
 def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +81,7 @@ def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.Log
     often.progress.is_shown = True
     often.reports(2)
     assert len(caplog.messages) == 1
-    often.progress.fall_back(OSError("hung up"))
+    often.progress.on_display_error(OSError("hung up"))
     often.reports(3)
     assert caplog.messages[1] == "the live table failed; the search continues: OSError: hung up"
     assert len(caplog.messages) == 3
@@ -96,19 +96,21 @@ def test_a_single_training_logs_its_metrics_now_and_then_and_its_end_only_after_
     assert message.startswith("e: step 7 of 80, loss 0.5 after ")
     for is_shown, count in ((False, 1), (True, 2)):
         shown.progress.is_shown = is_shown
-        shown.progress.conclude()
+        shown.progress.log_final_progress()
         assert len(caplog.messages) == count
 
 
 def test_in_the_end_there_is_one_line_unless_the_search_broke_and_a_warning_of_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    nothing, outlook = nothing_yet(first_generation("e")), SearchEstimate("e", trial_count=3)
-    errored = after(nothing, [TrialAdded(trial="0", config={}), GaveUp(trial="0", cause=Cause.USER, reason="no")])
+    nothing, outlook = empty_experiment(first_generation("e")), SearchEstimate("e", trial_count=3)
+    errored = after(
+        nothing, [TrialAdded(trial="0", config={}), TrialErrored(trial="0", cause=Cause.TRAINABLE, reason="no")]
+    )
     for state in (nothing, errored):
-        with progress(SearchRecorder(state), outlook, (), LOG, threading.Event(), in_terminal=True):
+        with showing_progress(SearchRecorder(state), outlook, (), LOG, threading.Event(), in_terminal=True):
             pass
-    broken = progress(SearchRecorder(nothing), outlook, (), LOG, threading.Event(), in_terminal=True)
+    broken = showing_progress(SearchRecorder(nothing), outlook, (), LOG, threading.Event(), in_terminal=True)
     with pytest.raises(ZeroDivisionError), broken:
         raise ZeroDivisionError
     assert [(each.levelname, each.message) for each in caplog.records] == [
@@ -183,25 +185,29 @@ AT = "at step 2, loss 0.5 (best so far)"
 SAVED_AT = "checkpoint of step 2: s3://bucket/runs/e/1/trials/00003/checkpoints/"
 
 
-def started(attempt: int = 1, ref: CheckpointRef | None = None) -> Started:
-    return Started(
+def started(attempt: int = 1, ref: CheckpointRef | None = None) -> AttemptStarted:
+    return AttemptStarted(
         trial=T, attempt=attempt, from_step=ref.step if ref else 0, from_sequence=ref.sequence if ref else None
     )
 
 
-TRAINED: Sequence[Event] = (started(), Reported(trial=T, report=AT_2), Committed(trial=T, checkpoint=SAVED))
+TRAINED: Sequence[Event] = (
+    started(),
+    StepReported(trial=T, report=AT_2),
+    CheckpointCommitted(trial=T, checkpoint=SAVED),
+)
 
 
-def started_of(trial: str, attempt: int = 1) -> Started:
-    return Started(trial=trial, attempt=attempt, from_step=0)
+def started_of(trial: str, attempt: int = 1) -> AttemptStarted:
+    return AttemptStarted(trial=trial, attempt=attempt, from_step=0)
 
 
 class LoggedSearch:
     """A search, and the log that follows it."""
 
     def __init__(self, metric: str | None = "loss", mode: Mode = "min") -> None:
-        self.state = nothing_yet(first_generation("e"))
-        self.objective = objective_of(metric, mode)
+        self.state = empty_experiment(first_generation("e"))
+        self.objective = make_objective(metric, mode)
         self.state = self.state.model_copy(update={"settings": {"metric": metric, "mode": mode} if metric else {}})
         self.begins()
 
@@ -212,10 +218,10 @@ class LoggedSearch:
 
     def goes(self, *events: Event) -> None:
         for event in events:
-            state = after_event(self.state, event, self.state.number + 1)
+            state = apply_event(self.state, event, self.state.number + 1)
             self.state = state.model_copy(update={"number": state.number + 1})
-            self.recorder.applied(event, self.state)
-            self.log.applied(event, self.state)
+            self.recorder.on_event(event, self.state)
+            self.log.on_event(event, self.state)
 
 
 def logged(caplog: pytest.LogCaptureFixture, *events: Event, of_search: bool = True) -> Sequence[str]:
@@ -226,29 +232,29 @@ def logged(caplog: pytest.LogCaptureFixture, *events: Event, of_search: bool = T
 
 VANISHED = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
 ASKED = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="saved, as requested")
-STOPPED = Finished(trial=T, reason="stopped by me", kind=FinishKind.STOPPED)
-COMPLETED, PAUSED = Finished(trial=T, reason="step 2 of 2"), Paused(trial=T, reason="rung")
-PRUNED = finish_of(T, Stop(reason="rung", early=True))
+STOPPED = TrialFinished(trial=T, reason="stopped by me", kind=FinishKind.STOPPED)
+COMPLETED, PAUSED = TrialFinished(trial=T, reason="step 2 of 2"), TrialPaused(trial=T, reason="rung")
+PRUNED = finish_event(T, Stop(reason="rung", early=True))
 FAILED = make_failure("too large", trial=T, type="ValueError", traceback="Traceback (most recent call last):")
 SPENT = make_reason("max-failures", failures=1, limit=0, error=FAILED.reason)
 WHY = "failure 1 of the trainable (max_failures=0): ValueError: too large"
 EARLIER = CheckpointRef(step=1, sequence=2, metrics={"loss": 0.5})
-STEP_1, STEP_3 = (Reported(trial=T, report=StepReport(step=step, metrics={"loss": 0.5})) for step in (1, 3))
+STEP_1, STEP_3 = (StepReported(trial=T, report=StepReport(step=step, metrics={"loss": 0.5})) for step in (1, 3))
 LINES: dict[str, tuple[Sequence[Event], str]] = {
     "its configuration": ([started()], "begins: lr 0.01, net/layers 2"),
     "metric, reason and checkpoint": ([*TRAINED, COMPLETED], f"completed {AT}: step 2 of 2; {SAVED_AT}"),
     "nothing resumes a pruned trial": (
-        [*TRAINED, Decided(trial=T, report=AT_2, decision=Stop(reason="rung", early=True)), PRUNED],
+        [*TRAINED, DecisionMade(trial=T, report=AT_2, decision=Stop(reason="rung", early=True)), PRUNED],
         f"pruned {AT}: rung",
     ),
     "asked to stop": ([*TRAINED, STOPPED], f"interrupted {AT}: stopped by me; {SAVED_AT}"),
-    "a resume": ([*TRAINED, PAUSED, Resumed(trial=T), started(2, SAVED)], "resumes from step 2 (attempt 2)"),
+    "a resume": ([*TRAINED, PAUSED, TrialResumed(trial=T), started(2, SAVED)], "resumes from step 2 (attempt 2)"),
     "repeated steps": (
         [*TRAINED, STEP_3, VANISHED, started(2, SAVED)],
         "resumes from step 2 (attempt 2; 1 step trained again)",
     ),
     "another checkpoint is as good": (
-        [started(), STEP_1, Committed(trial=T, checkpoint=EARLIER), *TRAINED[1:], COMPLETED],
+        [started(), STEP_1, CheckpointCommitted(trial=T, checkpoint=EARLIER), *TRAINED[1:], COMPLETED],
         f"completed {AT}: step 2 of 2; {SAVED_AT}",
     ),
     "again without one": (
@@ -257,7 +263,7 @@ LINES: dict[str, tuple[Sequence[Event], str]] = {
     ),
     "killed": ([*TRAINED, VANISHED], "crashed in attempt 1: the run that trained it was killed"),
     "an error": (
-        [*TRAINED, FAILED, GaveUp(trial=T, cause=Cause.USER, reason=SPENT)],
+        [*TRAINED, FAILED, TrialErrored(trial=T, cause=Cause.TRAINABLE, reason=SPENT)],
         f"errored {AT}: {WHY}; {SAVED_AT}",
     ),
 }
@@ -276,23 +282,27 @@ def test_the_log_has_a_line_for_what_happens_to_a_trial(case: str, caplog: pytes
 def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     search = LoggedSearch("accuracy", "max")
     for trial in ("00001", "00002"):
-        search.goes(TrialAdded(trial=trial, config={}, of_search=True), Started(trial=trial, attempt=1, from_step=0))
-    for step, accuracy in ((1, 0.95), (2, 0.9)):
-        search.goes(Reported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
         search.goes(
-            Committed(trial="00001", checkpoint=CheckpointRef(step=step, sequence=step, metrics={"accuracy": accuracy}))
+            TrialAdded(trial=trial, config={}, of_search=True), AttemptStarted(trial=trial, attempt=1, from_step=0)
         )
-    search.goes(Finished(trial="00001", reason="asked", kind=FinishKind.STOPPED))
+    for step, accuracy in ((1, 0.95), (2, 0.9)):
+        search.goes(StepReported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
+        search.goes(
+            CheckpointCommitted(
+                trial="00001", checkpoint=CheckpointRef(step=step, sequence=step, metrics={"accuracy": accuracy})
+            )
+        )
+    search.goes(TrialFinished(trial="00001", reason="asked", kind=FinishKind.STOPPED))
     for step, accuracy in ((1, 0.97), (2, 0.8)):
-        search.goes(Reported(trial="00002", report=StepReport(step=step, metrics={"accuracy": accuracy})))
-    search.goes(Finished(trial="00002", reason="enough"))
+        search.goes(StepReported(trial="00002", report=StepReport(step=step, metrics={"accuracy": accuracy})))
+    search.goes(TrialFinished(trial="00002", reason="enough"))
     first, second = (each for each in caplog.messages if " at step 2" in each)
     assert "accuracy 0.9 (best so far): " in first
     assert "; checkpoint of step 2 (the best one is of step 1, accuracy 0.95): s3://" in first
     assert "accuracy 0.8 (best: 0.9, trial 00001): " in second
-    outlook = SearchEstimate("e", objective_of("accuracy", "max"))
+    outlook = SearchEstimate("e", make_objective("accuracy", "max"))
     tracker = TrackedProgress(search.state, outlook, 0.0, datetime.now(UTC))
-    assert "; best: trial 00001, accuracy 0.9" in line(tracker.state(1.0))
+    assert "; best: trial 00001, accuracy 0.9" in line(tracker.read_state(1.0))
     results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), outlook.objective)
     assert results.best.trial == "00001"
 
@@ -301,18 +311,18 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     search = LoggedSearch()
     for trial in ("00001", T, "00004"):
         search.goes(TrialAdded(trial=trial, config={"lr": 0.5}, of_search=True), started_of(trial))
-    search.goes(*TRAINED[1:], Paused(trial="00001", reason="turn"))
-    copy = clone_for(search.state.trial("00001"), SAVED, T)
-    search.goes(Cloned(trial="00001", checkpoint=copy, source=T, config={"lr": 0.6}, reason="behind"))
-    others = Reported(trial="00004", report=StepReport(step=2, metrics={"loss": 0.7}))
-    search.goes(others, Paused(trial="00004", reason="turn"))
+    search.goes(*TRAINED[1:], TrialPaused(trial="00001", reason="turn"))
+    copy = make_clone_ref(search.state.trial("00001"), SAVED, T)
+    search.goes(CheckpointCloned(trial="00001", checkpoint=copy, source=T, config={"lr": 0.6}, reason="behind"))
+    others = StepReported(trial="00004", report=StepReport(step=2, metrics={"loss": 0.7}))
+    search.goes(others, TrialPaused(trial="00004", reason="turn"))
     assert "loss 0.7 (best: 0.5, trial 00003): turn" in caplog.messages[-1]
-    tracker = TrackedProgress(search.state, SearchEstimate("e", objective_of("loss", "min")), 0.0, datetime.now(UTC))
-    assert "best: trial 00003, loss 0.5" in line(tracker.state(1.0))
-    worse = Reported(trial=T, report=StepReport(step=3, metrics={"loss": 0.9}))
+    tracker = TrackedProgress(search.state, SearchEstimate("e", make_objective("loss", "min")), 0.0, datetime.now(UTC))
+    assert "best: trial 00003, loss 0.5" in line(tracker.read_state(1.0))
+    worse = StepReported(trial=T, report=StepReport(step=3, metrics={"loss": 0.9}))
     search.goes(worse)
     tracker.happens(worse, search.state)
-    best = head_facts(tracker.state(3.0))["best"]
+    best = progress_facts(tracker.read_state(3.0))["best"]
     assert best == "trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
 
 
@@ -321,13 +331,13 @@ def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost
 ) -> None:
     search = LoggedSearch()
     search.goes(TrialAdded(trial="00001", config={}, of_search=True), started_of("00001"))
-    search.goes(Reported(trial="00001", report=StepReport(step=9, metrics={"loss": 0.1})))
-    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), *TRAINED, Paused(trial=T, reason="rung"))
+    search.goes(StepReported(trial="00001", report=StepReport(step=9, metrics={"loss": 0.1})))
+    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), *TRAINED, TrialPaused(trial=T, reason="rung"))
     assert caplog.messages[-1].endswith("loss 0.5 (best: 0.1, trial 00001): rung")
     search.goes(
         AttemptEnded(trial="00001", cause=Cause.MACHINE, reason=make_reason("owner-vanished")), started_of("00001", 2)
     )
-    search.goes(Resumed(trial=T), started(2, SAVED), Paused(trial=T, reason="rung 2"))
+    search.goes(TrialResumed(trial=T), started(2, SAVED), TrialPaused(trial=T, reason="rung 2"))
     assert caplog.messages[-1].endswith("loss 0.5 (best so far): rung 2")
 
 
@@ -335,7 +345,7 @@ def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureF
     search = LoggedSearch(metric=None)
     search.goes(TrialAdded(trial=T, config={}, of_search=True), *TRAINED)
     caplog.clear()
-    search.log.lost(search.state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
+    search.log.on_attempt_lost(search.state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
     search.goes(VANISHED, started(2, SAVED), VANISHED)
     assert caplog.messages == [
         "trial 00003 crashed in attempt 1: StoreUnavailable: s3://bucket: timed out",
@@ -358,5 +368,5 @@ def test_a_table_does_not_hide_that_trials_of_an_earlier_run_resume(
     search.begins()
     search.goes(started(2, SAVED))
     assert notices(caplog) == ["trial 00003 resumes from step 2 (attempt 2)"]
-    search.goes(Paused(trial=T, reason="rung 2"), Resumed(trial=T), started(3, SAVED))
+    search.goes(TrialPaused(trial=T, reason="rung 2"), TrialResumed(trial=T), started(3, SAVED))
     assert len(notices(caplog)) == 1, "what a scheduler pauses and resumes is in the table"

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.summary import Curves
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Entry, Opened, Reported, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.experiment.summary import LearningCurves
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    AttemptStarted,
+    Cause,
+    Entry,
+    OwnerChanged,
+    StepReported,
+    TrialAdded,
+)
 from prefect_tune.core.values import StepReport
-from prefect_tune.monitoring.search_observer import CurveKeeper, ObserverGroup, SearchObserver, SearchRecorder
+from prefect_tune.monitoring.search_observer import CurveCollector, ObserverGroup, SearchObserver, SearchRecorder
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.journal_builder import BEGAN, JournalBuilder
 from tests.fakes.trial_processes import LogRecorder, log_to
@@ -19,7 +27,7 @@ class Counts(SearchObserver):
         self.calls = 0
         self._fails_at = fails_at
 
-    def wrote(self, experiment: Experiment) -> None:
+    def on_entry_written(self, experiment: Experiment) -> None:
         del experiment
         self.calls += 1
         if self.calls == self._fails_at:
@@ -27,46 +35,46 @@ class Counts(SearchObserver):
 
 
 def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are() -> None:
-    recorder, state = LogRecorder(), nothing_yet(first_generation("e"))
+    recorder, state = LogRecorder(), empty_experiment(first_generation("e"))
     bad, good = Counts(fails_at=2), Counts()
     group = ObserverGroup([bad, good], log_to(recorder))
     for _ in range(4):
-        group.wrote(state)
+        group.on_entry_written(state)
     assert (bad.calls, good.calls) == (2, 4)
     assert recorder.lines == ["Counts failed and is not called again; the search continues"]
 
 
 def test_curves_of_which_an_event_is_missing_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = CurveKeeper(state := nothing_yet(first_generation("e")))
-    monkeypatch.setattr(Curves, "tell_event", Counts(fails_at=1).wrote)
-    ObserverGroup([keeper], log_to(LogRecorder())).applied(TrialAdded(trial="a", config={}), state)
+    keeper = CurveCollector(state := empty_experiment(first_generation("e")))
+    monkeypatch.setattr(LearningCurves, "add_event", Counts(fails_at=1).on_entry_written)
+    ObserverGroup([keeper], log_to(LogRecorder())).on_event(TrialAdded(trial="a", config={}), state)
     assert keeper.curves is None
 
 
 def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_and_counts_no_more() -> None:
     journal = JournalBuilder()
-    begun = [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)]
-    report, opened = Reported(trial="a", report=StepReport(step=1, metrics={"loss": 1.0})), journal.state.owner
+    begun = [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)]
+    report, opened = StepReported(trial="a", report=StepReport(step=1, metrics={"loss": 1.0})), journal.state.owner
     assert opened is not None
-    earlier = [Opened(experiment="rates", generation=1, term=1, owner=opened), *begun, report]
+    earlier = [OwnerChanged(experiment="rates", generation=1, term=1, owner=opened), *begun, report]
     journal.record(*begun, report)
     journal.opens("second", after=60)
     journal.record(lost := AttemptEnded(trial="a", cause=Cause.MACHINE, reason="its owner died"))
     recorder = SearchRecorder(journal.state)
-    recorder.await_earlier_entries()
-    report_again = Reported(trial="a", report=StepReport(step=1, metrics={"loss": 0.5}))
-    for event in (Started(trial="a", attempt=2, from_step=0), report_again):
+    recorder.expect_earlier_entries()
+    report_again = StepReported(trial="a", report=StepReport(step=1, metrics={"loss": 0.5}))
+    for event in (AttemptStarted(trial="a", attempt=2, from_step=0), report_again):
         journal.record(event)
-        recorder.applied(event, journal.state)
-    assert [each.attempt for each in recorder.read().attempts] == [2]
-    events = (tuple(earlier), (Opened(experiment="rates", generation=1, term=2, owner=opened), lost))
-    recorder.prepend(Entry.model_construct(at=BEGAN.isoformat(), events=each) for each in events)
-    found = recorder.read(["a"])
+        recorder.on_event(event, journal.state)
+    assert [each.attempt for each in recorder.read_search_snapshot().attempts] == [2]
+    events = (tuple(earlier), (OwnerChanged(experiment="rates", generation=1, term=2, owner=opened), lost))
+    recorder.prepend_entries(Entry.model_construct(at=BEGAN.isoformat(), events=each) for each in events)
+    found = recorder.read_search_snapshot(["a"])
     assert [(each.attempt, each.is_lost, each.status) for each in found.attempts] == [
         (1, True, "interrupted"),
         (2, False, "running"),
     ]
-    assert (found.is_whole, len(found.ownerships), found.counts.reports) == (True, 2, 1)
+    assert (found.is_complete, len(found.ownerships), found.counts.reports) == (True, 2, 1)
     assert found.curves["a"]["loss"] == [(1.0, 0.5)]
     assert recorder.best == ("a", (0.5,))
 
@@ -75,23 +83,23 @@ def test_the_best_has_the_best_last_report_that_counts_not_one_that_was_lost() -
     journal = JournalBuilder()
     owner = journal.state.owner
     assert owner is not None
-    opened = Opened(experiment="rates", generation=1, term=1, owner=owner)
+    opened = OwnerChanged(experiment="rates", generation=1, term=1, owner=owner)
     earlier = [
         *(TrialAdded(trial=each, config={}) for each in "ab"),
-        *(Started(trial=each, attempt=1, from_step=0) for each in "ab"),
-        Reported(trial="a", report=StepReport(step=1, metrics={"loss": 0.1})),
-        Reported(trial="b", report=StepReport(step=1, metrics={"loss": 0.5})),
+        *(AttemptStarted(trial=each, attempt=1, from_step=0) for each in "ab"),
+        StepReported(trial="a", report=StepReport(step=1, metrics={"loss": 0.1})),
+        StepReported(trial="b", report=StepReport(step=1, metrics={"loss": 0.5})),
         AttemptEnded(trial="a", cause=Cause.MACHINE, reason="its machine died"),
-        Started(trial="a", attempt=2, from_step=0),
+        AttemptStarted(trial="a", attempt=2, from_step=0),
     ]
     journal.record(*earlier)
     recorder = SearchRecorder(journal.state)
     assert recorder.best == ("b", (0.5,))
-    recorder.await_earlier_entries()
-    recorder.prepend([Entry.model_construct(at=BEGAN.isoformat(), events=(opened, *earlier))])
+    recorder.expect_earlier_entries()
+    recorder.prepend_entries([Entry.model_construct(at=BEGAN.isoformat(), events=(opened, *earlier))])
     assert recorder.best == ("b", (0.5,))
     for step, (trial, loss, best) in enumerate([("a", 0.2, "a"), ("a", 0.9, "b"), ("b", 0.9, "a"), ("b", 0.3, "b")], 2):
-        report = Reported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}))
+        report = StepReported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}))
         journal.record(report)
-        recorder.applied(report, journal.state)
+        recorder.on_event(report, journal.state)
         assert recorder.best[0] == best  # of equal ones the first one

@@ -25,13 +25,13 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search_view import SearchSnapshot
 from prefect_tune.notebook import (
     CellOutput,
-    Ending,
+    SearchEnding,
     live_output,
-    progress_html,
     quiet_console,
-    results_html,
+    render_progress_html,
+    render_results_html,
 )
-from prefect_tune.reporting.facts import ReportInput, report_input_of
+from prefect_tune.reporting.facts import ReportInput, make_report_input
 from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.terminal.progress_view import Note, ProgressState, SearchEstimate
 from tests.fakes.checkpoints import write
@@ -66,7 +66,7 @@ def state(**changes: object) -> ProgressState:
 
 
 def report_on(search: JournalBuilder, uri: str) -> ReportInput:
-    return report_input_of(SearchSnapshot(search.state), uri=uri, now=NOON, objective=LOSS)
+    return make_report_input(SearchSnapshot(search.state), uri=uri, now=NOON, objective=LOSS)
 
 
 def every_html(tmp_path: Path) -> dict[str, str]:
@@ -79,12 +79,12 @@ def every_html(tmp_path: Path) -> dict[str, str]:
         search.trains(name, 2, {"loss": 0.5, EVIL: EVIL})
     points = {"a": {"loss": [(1.0, 1.0), (2.0, 0.5)]}, "b": {"loss": [(1.0, 1.0), (2.0, 0.5)]}}
     checkpoint = pt.Checkpoint(write(tmp_path / "plain", {EVIL.replace("/", "_"): b"x"}) / "<script>")
-    results = results_html(report_on(search, f"s3://{EVIL}"), lambda _trials, _metrics: points, lambda: NO_COST)
+    results = render_results_html(report_on(search, f"s3://{EVIL}"), lambda _trials, _metrics: points, lambda: NO_COST)
     result = pt.TrialResult("e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0, wasted_at_least=False)
     return {
-        "running": progress_html(state(), Ending.RUNNING, ""),
-        "failed": progress_html(state(ended_because=EVIL), Ending.FAILED, EVIL),
-        "ended early": progress_html(state(ended_because=EVIL), Ending.DONE, ""),
+        "running": render_progress_html(state(), SearchEnding.RUNNING, ""),
+        "failed": render_progress_html(state(stop_reason=EVIL), SearchEnding.FAILED, EVIL),
+        "ended early": render_progress_html(state(stop_reason=EVIL), SearchEnding.DONE, ""),
         "results": results,
         "trial": trial(1, Phase.ERRORED, end_reason=EVIL_ERROR)._repr_html_(),
         "checkpoint": checkpoint._repr_html_(),
@@ -107,12 +107,12 @@ def test_what_users_wrote_is_text_and_nothing_is_loaded(tmp_path: Path) -> None:
 
 
 def test_the_run_in_the_prefect_ui_is_a_link_if_its_address_is_known() -> None:
-    for ending in Ending:
-        html = progress_html(state(), ending, "", 'http://ui/runs/flow-run/1?a="b')
+    for ending in SearchEnding:
+        html = render_progress_html(state(), ending, "", 'http://ui/runs/flow-run/1?a="b')
         assert (
             '<a href="http://ui/runs/flow-run/1?a=&quot;b" target="_blank" rel="noopener">in the Prefect UI</a>' in html
         )
-        assert "<a " not in progress_html(state(), ending, "")
+        assert "<a " not in render_progress_html(state(), ending, "")
 
 
 def test_text_has_the_color_of_the_cell(tmp_path: Path) -> None:
@@ -124,7 +124,9 @@ def test_text_has_the_color_of_the_cell(tmp_path: Path) -> None:
 
 def test_ten_thousand_trials_are_a_short_table() -> None:
     others = [trial(number) for number in range(1, 10_000)]
-    html = progress_html(state(others=others, counts={Status.COMPLETED: 9_999, Status.RUNNING: 1}), Ending.DONE, "")
+    html = render_progress_html(
+        state(others=others, counts={Status.COMPLETED: 9_999, Status.RUNNING: 1}), SearchEnding.DONE, ""
+    )
     assert html.count(" completed ") == 15
     assert len(html) < 40_000
 
@@ -137,18 +139,20 @@ def test_curves_that_cannot_be_read_are_said_to_be_missing() -> None:
         raise pt.StoreUnavailable("asleep")
 
     search = asha(5)
-    html = results_html(report_on(search, "s3://bucket/runs"), refuse, refuse_cost)
+    html = render_results_html(report_on(search, "s3://bucket/runs"), refuse, refuse_cost)
     assert "The learning curves could not be read: the bucket &lt;b&gt;sleeps&lt;/b&gt;" in html
     assert "Best trial" in html
 
 
 def test_a_cell_shows_the_table_of_a_terminal_and_how_the_search_ended() -> None:
-    running = progress_html(state(), Ending.RUNNING, "")
+    running = render_progress_html(state(), SearchEnding.RUNNING, "")
     assert "running for 3 min 20 s" in running
     assert "best    trial 00001, loss 0.142857 at step 1" in running
-    assert "done after 3 min 20 s" in progress_html(state(), Ending.DONE, "")
-    assert "ended early after 3 min 20 s: a budget" in progress_html(state(ended_because="a budget"), Ending.DONE, "")
-    interrupted = progress_html(state(), Ending.INTERRUPTED, "")
+    assert "done after 3 min 20 s" in render_progress_html(state(), SearchEnding.DONE, "")
+    assert "ended early after 3 min 20 s: a budget" in render_progress_html(
+        state(stop_reason="a budget"), SearchEnding.DONE, ""
+    )
+    interrupted = render_progress_html(state(), SearchEnding.INTERRUPTED, "")
     assert "run the cell again with <code>experiment=&#x27;first&#x27;</code>" in interrupted
 
 
@@ -197,7 +201,7 @@ def test_the_end_is_drawn_also_after_an_update_that_failed() -> None:
     cell, errors = Cell(), list[Exception]()
     with live_output(cell, lambda ending, _: (str(ending), ""), errors.append, threading.Event()):
         assert cell.failed.wait(60)
-    assert [str(each) for each in cell.shown] == [str(Ending.DONE)]
+    assert [str(each) for each in cell.shown] == [str(SearchEnding.DONE)]
     assert [str(each) for each in errors] == ["the kernel's channel is closed"]
 
 

@@ -13,25 +13,25 @@ from prefect.client.schemas.actions import DeploymentCreate, DeploymentFlowRunCr
 from pydantic_core import PydanticSerializationError
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.stoppers import StopCriteria, as_stopper, of_experiment, of_trials
+from prefect_tune.core.experiment.stoppers import StopCriteria, as_stopper, experiment_stoppers, trial_stopper
 from prefect_tune.core.search import domains
 from prefect_tune.core.search.base import Search
-from prefect_tune.core.search.objective import objective_of
-from prefect_tune.core.search.space import valid_space
-from prefect_tune.core.search.space_json import class_of_fields, space_from_json
+from prefect_tune.core.search.objective import make_objective
+from prefect_tune.core.search.space import validate_space
+from prefect_tune.core.search.space_json import match_option_class, space_from_json
 from prefect_tune.parameters.argument_checks import (
-    scheduler_from,
-    search_from,
-    stop_from,
-    stopper_for,
-    storable_config,
-    to_json,
+    component_to_json,
+    config_to_json,
+    make_stopper,
+    parse_scheduler,
+    parse_search,
+    parse_stop,
     with_samples,
 )
 from prefect_tune.parameters.forms import ResumeLike, SchedulerName, SearchName
-from prefect_tune.parameters.plan_checks import warn_of_limits
-from prefect_tune.parameters.search_plan import SearchPlan, resuming
-from prefect_tune.registry import BUILT_IN, FIELDS
+from prefect_tune.parameters.plan_checks import warn_of_stop_limits
+from prefect_tune.parameters.search_plan import SearchPlan, parse_resume
+from prefect_tune.registry import BUILT_IN_MODULES, OPTION_FIELDS
 
 
 def double(config: Any) -> object:
@@ -63,7 +63,7 @@ def test_a_distribution_is_sent_as_its_json_form_wherever_it_stands(node: object
     space = {"x": node, "list": [1, node], "model": {"deep": [{"x": node}]}, "of": of([{"y": node, "z": 1}])}
     received = sent(space)
     assert stored(space) == received
-    assert space_from_json(received, load=lambda _: double) == valid_space(received_functions(space))
+    assert space_from_json(received, load=lambda _: double) == validate_space(received_functions(space))
 
 
 def received_functions(node: Any) -> Any:
@@ -73,9 +73,9 @@ def received_functions(node: Any) -> Any:
             return {key: received_functions(value) for key, value in node.items()}
         case list():
             return [*map(received_functions, node)]
-        case domains.Choice() if any(domains.domains_in(option) for option in node.options):
+        case domains.Choice() if any(domains.find_domains(option) for option in node.options):
             return pt.choice(received_functions([*node.options]), node.weights)
-        case domains.Grid() if any(domains.domains_in(option) for option in node.options):
+        case domains.Grid() if any(domains.find_domains(option) for option in node.options):
             return pt.grid_search(received_functions([*node.options]))
         case domains.SampleFrom():
             return domains.SampleFrom(double, f"{__name__}:double")
@@ -84,15 +84,15 @@ def received_functions(node: Any) -> Any:
 
 
 CONFIGURED: list[tuple[Callable[[Any], object], object]] = [
-    (scheduler_from, pt.FIFO()),
-    (scheduler_from, pt.ASHA(max_t=81, variant="promotion")),
-    (scheduler_from, pt.Hyperband(max_t=9)),
-    (scheduler_from, pt.MedianStopping(min_time_slice=3)),
-    (scheduler_from, pt.PBT(2, {"lr": pt.loguniform(1e-4, 1), "model": {"width": [1, 2]}})),
-    (search_from, pt.RandomSearch(3, [{"x": 1}], constant_grid_search=True)),
-    (search_from, pt.OptunaSearch({"TPESampler": {"n_startup_trials": 5}}, 3)),
+    (parse_scheduler, pt.FIFO()),
+    (parse_scheduler, pt.ASHA(max_t=81, variant="promotion")),
+    (parse_scheduler, pt.Hyperband(max_t=9)),
+    (parse_scheduler, pt.MedianStopping(min_time_slice=3)),
+    (parse_scheduler, pt.PBT(2, {"lr": pt.loguniform(1e-4, 1), "model": {"width": [1, 2]}})),
+    (parse_search, pt.RandomSearch(3, [{"x": 1}], constant_grid_search=True)),
+    (parse_search, pt.OptunaSearch({"TPESampler": {"n_startup_trials": 5}}, 3)),
     *(
-        (stopper_for, stopper)
+        (make_stopper, stopper)
         for stopper in (
             *(pt.MaxSteps(3), pt.MaxTime(60), pt.Plateau("loss"), pt.MaxFailures(3), pt.TrialBudget(9)),
             *(pt.TimeBudget(60), pt.ExperimentPlateau(metric="loss"), pt.MaxSteps(3) | pt.MaxFailures(2)),
@@ -116,7 +116,7 @@ def test_a_scheduler_a_search_and_a_stopper_are_sent_as_their_json_form(
 
 
 def parts_of(stopper: Any) -> tuple[str, str]:
-    return repr(of_trials(stopper)), repr(of_experiment(stopper))
+    return repr(trial_stopper(stopper)), repr(experiment_stoppers(stopper))
 
 
 @pytest.mark.parametrize(
@@ -189,16 +189,16 @@ def test_the_fields_of_a_distribution_are_no_constant_of_a_space_and_of_a_config
         with pytest.raises(pt.InvalidInput, match=r"without its class: .*JSON form|found one distribution"):
             planned(space=space)
     for config in ({"x": lost}, {"a": [{"b": lost}]}):
-        with pytest.raises(pt.InvalidInput, match="config: expected values, found the distribution"):
-            storable_config(config)
+        with pytest.raises(pt.InvalidInput, match="config: expected values, found distribution"):
+            config_to_json(config)
 
 
 @pytest.mark.parametrize("node", DISTRIBUTIONS, ids=repr)
 def test_the_json_form_of_a_distribution_is_no_constant_of_a_config_and_no_whole_space(node: object) -> None:
     for config in ({"x": sent(node)}, {"a": [{"b": sent(node)}]}):
-        with pytest.raises(pt.InvalidInput, match="config: expected values, found the distribution"):
-            storable_config(config)
-    if not any(domains.domains_in([*getattr(node, "options", ())])):
+        with pytest.raises(pt.InvalidInput, match="config: expected values, found distribution"):
+            config_to_json(config)
+    if not any(domains.find_domains([*getattr(node, "options", ())])):
         with pytest.raises(pt.InvalidInput, match=r"found one distribution|found the fields of a choice"):
             planned(space=sent(node))
 
@@ -231,7 +231,7 @@ def test_a_value_that_has_these_fields_is_kept_as_a_constant_and_read_back_so() 
 
 def test_a_config_keeps_what_only_resembles_a_distribution() -> None:
     config = {"a": {"choice": "adam"}, "b": {"uniform": 3}, "c": {"options": 3}, "space": {"low": 1}, "constant": [1]}
-    assert storable_config(config) == config
+    assert config_to_json(config) == config
 
 
 @pytest.mark.parametrize("stopper", [pt.MaxSteps(3), pt.MaxFailures(3), pt.TrialBudget(9), pt.Plateau("loss")])
@@ -254,11 +254,11 @@ def test_a_scheduler_without_its_class_is_refused(value: object) -> None:
 
 
 def test_the_table_of_fields_is_that_of_the_classes() -> None:
-    named = {name: getattr(pt, name) for name in FIELDS}
-    assert {name: " ".join(fields_of(kind)) for name, kind in named.items()} == FIELDS
-    missing = {name for kind in BUILT_IN.values() for name in kind} - FIELDS.keys()
+    named = {name: getattr(pt, name) for name in OPTION_FIELDS}
+    assert {name: " ".join(fields_of(kind)) for name, kind in named.items()} == OPTION_FIELDS
+    missing = {name for kind in BUILT_IN_MODULES.values() for name in kind} - OPTION_FIELDS.keys()
     assert missing == {"FIFO", "TimeBudget"}  # that has no field, and this the one of MaxTime
-    assert class_of_fields({"low": 0, "high": 1, "scale": "log", "q": None}) == "uniform or randint"
+    assert match_option_class({"low": 0, "high": 1, "scale": "log", "q": None}) == "uniform or randint"
 
 
 def fields_of(kind: Any) -> list[str]:
@@ -270,31 +270,31 @@ def fields_of(kind: Any) -> list[str]:
 
 def test_the_names_that_checkers_know_are_those_that_need_no_options() -> None:
     needy = {"ASHA", "Hyperband", "PBT"}
-    assert set(get_args(SchedulerName)) == BUILT_IN["scheduler"].keys() - needy
-    assert set(get_args(SearchName)) == BUILT_IN["search"].keys()
-    assert [type(scheduler_from(name)).__name__ for name in get_args(SchedulerName)] == [*get_args(SchedulerName)]
-    assert all(resuming(word) for word in get_args(ResumeLike))
+    assert set(get_args(SchedulerName)) == BUILT_IN_MODULES["scheduler"].keys() - needy
+    assert set(get_args(SearchName)) == BUILT_IN_MODULES["search"].keys()
+    assert [type(parse_scheduler(name)).__name__ for name in get_args(SchedulerName)] == [*get_args(SchedulerName)]
+    assert all(parse_resume(word) for word in get_args(ResumeLike))
 
 
 @pytest.mark.parametrize(
     ("read", "given", "said"),
     [
-        (scheduler_from, "ASHA", 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
-        (scheduler_from, {"Hyperband": {}}, 'Hyperband needs max_t: {"Hyperband": {"max_t": 81}}'),
-        (scheduler_from, "PBT", "PBT needs perturbation_interval and hyperparam_mutations: "),
+        (parse_scheduler, "ASHA", 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
+        (parse_scheduler, {"Hyperband": {}}, 'Hyperband needs max_t: {"Hyperband": {"max_t": 81}}'),
+        (parse_scheduler, "PBT", "PBT needs perturbation_interval and hyperparam_mutations: "),
         (
-            scheduler_from,
+            parse_scheduler,
             "asha",
-            f"unknown name 'asha'; expected one of {', '.join(BUILT_IN['scheduler'])}; did you mean 'ASHA'?",
+            f"unknown name 'asha'; expected one of {', '.join(BUILT_IN_MODULES['scheduler'])}; did you mean 'ASHA'?",
         ),
-        (scheduler_from, "medianstoping", "did you mean 'MedianStopping'?"),
-        (scheduler_from, {"ASHA": 27}, 'ASHA: expected its options, as in {"ASHA": {"max_t": 81}}, found 27'),
-        (scheduler_from, {"ASHA": {"maxt": 9}}, "ASHA has no option 'maxt'; did you mean 'max_t'?"),
-        (scheduler_from, {"FIFO": {"x": 9}}, "FIFO has no option 'x'"),
-        (search_from, "randomsearch", "did you mean 'RandomSearch'?"),
-        (stop_from, {"MaxFailures": 5}, 'stop: MaxFailures is a stopper: expected {"MaxFailures": {"failures": 3}}'),
-        (stop_from, {"TimeBudget": {}}, 'TimeBudget needs time_seconds: {"TimeBudget": {"time_seconds": 3600}}'),
-        (stop_from, [{"step": 3}, {"MaxSteps": {"step": 5}}], "MaxSteps has no option 'step'; did you mean 'steps'?"),
+        (parse_scheduler, "medianstoping", "did you mean 'MedianStopping'?"),
+        (parse_scheduler, {"ASHA": 27}, 'ASHA: expected its options, as in {"ASHA": {"max_t": 81}}, found 27'),
+        (parse_scheduler, {"ASHA": {"maxt": 9}}, "ASHA has no option 'maxt'; did you mean 'max_t'?"),
+        (parse_scheduler, {"FIFO": {"x": 9}}, "FIFO has no option 'x'"),
+        (parse_search, "randomsearch", "did you mean 'RandomSearch'?"),
+        (parse_stop, {"MaxFailures": 5}, 'stop: MaxFailures is a stopper: expected {"MaxFailures": {"failures": 3}}'),
+        (parse_stop, {"TimeBudget": {}}, 'TimeBudget needs time_seconds: {"TimeBudget": {"time_seconds": 3600}}'),
+        (parse_stop, [{"step": 3}, {"MaxSteps": {"step": 5}}], "MaxSteps has no option 'step'; did you mean 'steps'?"),
     ],
 )
 def test_what_is_spelled_wrongly_is_told_how_it_is_spelled(
@@ -308,15 +308,15 @@ def test_what_is_spelled_wrongly_is_told_how_it_is_spelled(
 
 @pytest.mark.parametrize("name", ["FIFO", "MedianStopping"])
 def test_what_needs_no_option_is_spelled_by_its_name(name: str) -> None:
-    assert to_json(scheduler_from(name)) == {name: {}}
+    assert component_to_json(parse_scheduler(name)) == {name: {}}
 
 
 @pytest.mark.parametrize("given", ["RandomSearch", {"RandomSearch": {}}, pt.RandomSearch()])
 def test_a_random_search_without_a_number_has_as_many_samples_as_no_search_at_all(
     given: str | dict[str, object] | Search,
 ) -> None:
-    assert search_from(given).trial_count({"x": pt.uniform(0, 1)}) == 10
-    assert with_samples(search_from(given), 1).trial_count({"x": pt.uniform(0, 1)}) == 1
+    assert parse_search(given).trial_count({"x": pt.uniform(0, 1)}) == 10
+    assert with_samples(parse_search(given), 1).trial_count({"x": pt.uniform(0, 1)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -332,5 +332,5 @@ def test_a_random_search_without_a_number_has_as_many_samples_as_no_search_at_al
 def test_a_limit_that_ends_trials_the_wrong_way_round_is_warned_of(
     stop: StopCriteria, mode: Literal["min", "max"], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_limits(as_stopper(stop), objective_of("loss", mode), logging.getLogger("a run"))
+    warn_of_stop_limits(as_stopper(stop), make_objective("loss", mode), logging.getLogger("a run"))
     assert ["loss >= 0.1" in each.getMessage() for each in caplog.records] == [True] * warned

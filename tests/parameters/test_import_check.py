@@ -13,7 +13,7 @@ import pytest
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.parameters import import_check
-from prefect_tune.parameters.import_check import is_module_name, require_importable, why_not_defined
+from prefect_tune.parameters.import_check import is_module_name, require_importable, undefined_name_reason
 
 _FILES = {
     "__init__.py": "",
@@ -195,7 +195,7 @@ def imported(package: str) -> set[str]:
     ],
 )
 def test_what_a_package_defines_is_its_own_also_by_way_of_an_import_within_it(name: str, package: str) -> None:
-    assert why_not_defined(f"{package}{name}", [package]) == ""
+    assert undefined_name_reason(f"{package}{name}", [package]) == ""
     assert imported(package) == {""}  # the package above the module, and not the module
 
 
@@ -235,19 +235,19 @@ def test_what_a_package_defines_is_its_own_also_by_way_of_an_import_within_it(na
     ],
 )
 def test_what_a_package_only_imports_or_renames_is_not_its_own(name: str, said: str, package: str) -> None:
-    assert said in why_not_defined(f"{package}{name}", [package])
+    assert said in undefined_name_reason(f"{package}{name}", [package])
     assert imported(package) <= {""}
 
 
 def test_nothing_is_trusted_beyond_what_is_named(package: str) -> None:
-    assert why_not_defined(f"{package}.models:Net", [f"{package}.models"]) == ""
-    assert "not in a trusted package" in why_not_defined(f"{package}.sub:Net", [f"{package}.sub"])
-    assert "not in a trusted package" in why_not_defined(f"{package}.models:Net", [f"{package}.model", "another"])
-    assert "not in a trusted package" in why_not_defined(f"{package}.models:Net", [])
+    assert undefined_name_reason(f"{package}.models:Net", [f"{package}.models"]) == ""
+    assert "not in a trusted package" in undefined_name_reason(f"{package}.sub:Net", [f"{package}.sub"])
+    assert "not in a trusted package" in undefined_name_reason(f"{package}.models:Net", [f"{package}.model", "another"])
+    assert "not in a trusted package" in undefined_name_reason(f"{package}.models:Net", [])
 
 
 def test_a_module_without_python_source_is_refused() -> None:
-    assert why_not_defined("sys:exit", ["sys"]) == "sys has no source"
+    assert undefined_name_reason("sys:exit", ["sys"]) == "sys has no source"
 
 
 @pytest.mark.parametrize("name", ["", "a-b", "a..b", "a:b", 3, None, "*", ".a"])

@@ -12,20 +12,20 @@ import pytest
 from prefect.task_runners import ProcessPoolTaskRunner
 
 import prefect_tune as pt
-from prefect_tune.attempt.attempt import CurveReader, has_had_enough
+from prefect_tune.attempt.attempt import ReportReader, meets_stop_criterion
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import FsspecTarget, LocalTarget
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.experiment import Experiment, TrialMap, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, TrialMap, empty_experiment
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Plateau, Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal.journal import append, take_over
-from prefect_tune.core.journal_events import Configured, Event, Owner, TrialAdded
+from prefect_tune.core.journal.journal import acquire_ownership, append_events
+from prefect_tune.core.journal_events import Event, ExperimentConfigured, Owner, TrialAdded
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.executors.launchers import DeploymentLauncher
-from prefect_tune.journal_access import read_known
-from prefect_tune.parameters.argument_checks import name_of
+from prefect_tune.journal_access import read_experiment_to_resume
+from prefect_tune.parameters.argument_checks import trainable_fingerprint
 from prefect_tune.parameters.plan_checks import require_same_training, require_search
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_experiment
@@ -65,7 +65,7 @@ def test_who_would_have_two_write_one_journal_is_refused_and_nothing_is_there(
     target: FsspecTarget,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DeploymentLauncher, "require", lambda *_: None)  # there is one
+    monkeypatch.setattr(DeploymentLauncher, "check_deployment", lambda *_: None)  # there is one
     with pytest.raises(pt.InvalidInput, match=rf"{said}.*{target.uri}.*create-if-absent.*Nothing was started"):
         search(tmp_path, target)
     with target.open(timeout=timedelta(seconds=10)) as store:
@@ -79,7 +79,7 @@ def test_a_search_whose_trials_clone_each_other_runs_since_one_process_writes_it
     scheduler = pt.PBT(1, {"x": pt.uniform(0, 1)}, quantile_fraction=0.5, resample_probability=1)
     results = searched(tmp_path, target=target, scheduler=scheduler, space={"x": pt.grid_search([1.0, 100.0])})
     assert statuses(results) == ["completed", "completed"]
-    exploited = read_known(target, "e").trial("00001")
+    exploited = read_experiment_to_resume(target, "e").trial("00001")
     assert exploited.config["x"] <= 1
     assert next(each for each in exploited.checkpoints if each.origin).origin
 
@@ -87,14 +87,14 @@ def test_a_search_whose_trials_clone_each_other_runs_since_one_process_writes_it
 # The error of a resume by name for an experiment that is no search.
 
 
-_STAMPS = (Stamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
+_STAMPS = (WriteStamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
 TRAINABLE = {"trainable": "Net"}
 
 
 def begun(*events: Event, attempt: int = 0) -> Experiment:
     store, owner = MemoryStore(), Owner(name="brave-fox", host="here", pid=1, flow_run="f", attempt=attempt)
-    state = take_over(store, first_generation("e"), owner, next(_STAMPS))
-    return append(store, state, events, next(_STAMPS))
+    state = acquire_ownership(store, first_generation("e"), owner, next(_STAMPS))
+    return append_events(store, state, events, next(_STAMPS))
 
 
 def added(fingerprint: dict[str, str]) -> TrialAdded:
@@ -118,7 +118,7 @@ def test_an_experiment_that_is_no_search_says_what_continues_it(state: Experimen
 
 
 def test_a_search_is_resumed_by_its_name() -> None:
-    require_search(begun(Configured(settings={"metric": "loss"})), "s3://b")
+    require_search(begun(ExperimentConfigured(settings={"metric": "loss"})), "s3://b")
 
 
 # When a call continues the existing trial of an experiment, and when that trial is already complete.
@@ -142,14 +142,14 @@ def spec(tmp_path: Path) -> TrialSpec:
         trainable="",
         stopper="",
         needs_curve=False,
-        fingerprint=name_of("some.module:Model"),
+        fingerprint=trainable_fingerprint("some.module:Model"),
     )
 
 
 def known(**fingerprint: str) -> Experiment:
     """A training with a journal."""
     trial = Trial(trial="trial", config={}, fingerprint=fingerprint)
-    return nothing_yet(first_generation(NAME)).model_copy(update={"trials": TrialMap.of([trial])})
+    return empty_experiment(first_generation(NAME)).model_copy(update={"trials": TrialMap.from_trials([trial])})
 
 
 @pytest.mark.parametrize("trainable", [train, "some.module:train", "another.module:Other"])
@@ -157,13 +157,13 @@ def test_another_trainable_under_the_same_name_is_refused_and_both_are_named(
     spec: TrialSpec, trainable: object
 ) -> None:
     with pytest.raises(InvalidInput, match="'Model'") as refused:
-        require_same_training(known(**name_of(trainable)), spec, {})
-    assert repr(name_of(trainable)["trainable"]) in str(refused.value)
+        require_same_training(known(**trainable_fingerprint(trainable)), spec, {})
+    assert repr(trainable_fingerprint(trainable)["trainable"]) in str(refused.value)
 
 
 @pytest.mark.parametrize("trainable", [Model, "moved.elsewhere:Model", "some.module:Outer.Model"])
 def test_the_same_trainable_may_be_named_otherwise(spec: TrialSpec, trainable: object) -> None:
-    require_same_training(known(**name_of(trainable)), spec, {})
+    require_same_training(known(**trainable_fingerprint(trainable)), spec, {})
 
 
 def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(spec: TrialSpec) -> None:
@@ -171,7 +171,7 @@ def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(spec: Tria
 
 
 def test_a_search_is_no_training(spec: TrialSpec) -> None:
-    search = known(**name_of(train)).model_copy(update={"settings": {"metric": "loss"}})
+    search = known(**trainable_fingerprint(train)).model_copy(update={"settings": {"metric": "loss"}})
     with pytest.raises(InvalidInput, match="is a search"):
         require_same_training(search, spec, {})
 
@@ -182,7 +182,7 @@ def test_a_search_is_no_training(spec: TrialSpec) -> None:
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
 def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(spec: TrialSpec, stopper: Stopper) -> None:
     done = Trial(trial="trial", config={}, phase=Phase.FINISHED, step=7, metrics={"done": True})
-    assert has_had_enough(done, stopper, CurveReader(spec.target, spec.trial.of_experiment))
+    assert meets_stop_criterion(done, stopper, ReportReader(spec.target, spec.trial.journal_key))
 
 
 @pytest.mark.parametrize(
@@ -200,5 +200,5 @@ def test_a_larger_budget_goes_on_unless_what_was_reported_before_says_enough(
 ) -> None:
     assert isinstance(spec.target, LocalTarget)
     write_experiment(Path(spec.target.path), NAME, [1, 2, 3, 4])
-    curves = CurveReader(spec.target, spec.trial.of_experiment)
-    assert has_had_enough(trial_at(spec.target, NAME), stopper, curves) is enough
+    curves = ReportReader(spec.target, spec.trial.journal_key)
+    assert meets_stop_criterion(trial_at(spec.target, NAME), stopper, curves) is enough

@@ -14,14 +14,14 @@ import pytest
 from prefect.utilities.callables import parameter_docstrings
 
 import prefect_tune as pt
-from prefect_tune.cli.search import RESUME, RUN
+from prefect_tune.cli.search import RESUME_OPTIONS, RUN_OPTIONS
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.flows.durable_trainable import durable_trainable
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
-from prefect_tune.parameters.argument_checks import storable_config, valid_trainable
+from prefect_tune.parameters.argument_checks import config_to_json, validate_trainable
 from prefect_tune.parameters.plan_checks import warn_of_constants
-from prefect_tune.parameters.search_plan import OPTIONS, Resuming, SearchPlan, resuming
+from prefect_tune.parameters.search_plan import OPTIONS, ResumeOption, SearchPlan, parse_resume
 from prefect_tune.tasks.trials import run_trial
 
 KEPT = {name: Parameter.empty if each.is_required() else each.default for name, each in SearchPlan.model_fields.items()}
@@ -42,7 +42,7 @@ def test_what_the_journal_leaves_out_as_a_default_is_the_default_of_a_search() -
 
 
 def test_every_parameter_of_a_search_is_an_option_of_run_or_has_a_reason_not_to_be() -> None:
-    assert {each.option for _, each in RUN} == KEPT.keys() - NOT_AN_OPTION.keys()
+    assert {each.option for _, each in RUN_OPTIONS} == KEPT.keys() - NOT_AN_OPTION.keys()
 
 
 def test_a_resume_takes_the_options_that_are_declared_so_and_says_which_experiment_and_what_is_trusted() -> None:
@@ -50,7 +50,7 @@ def test_a_resume_takes_the_options_that_are_declared_so_and_says_which_experime
     given = {name: each.default for name, each in signature(resume.fn).parameters.items() if name not in which}
     taken = {name: option for name, option in OPTIONS.items() if option.at_resume}
     assert given == {name: None if option.stored else KEPT[name] for name, option in taken.items()}
-    assert {each.option for _, each in RESUME} <= taken.keys()
+    assert {each.option for _, each in RESUME_OPTIONS} <= taken.keys()
 
 
 def test_every_field_of_the_plan_declares_an_option() -> None:
@@ -175,7 +175,7 @@ class Network:
 def test_a_dataclass_is_a_configuration_and_a_space_and_so_is_one_within() -> None:
     config = Network(0.1, (Layer(3), UserDict({"width": 4})))
     plain = {"lr": 0.1, "layers": [{"width": 3, "dropout": 0.1}, {"width": 4}]}
-    assert storable_config(config) == plain
+    assert config_to_json(config) == plain
     assert SearchPlan(trainable=print, target="./runs", experiment="e", space=config).space == plain
     drawn = Network(pt.uniform(0, 1), pt.choice([Layer(pt.randint(1, 9)), Layer(8, 0)]))
     for given in (drawn, {"lr": drawn.lr, "layers": drawn.layers}):
@@ -187,7 +187,7 @@ def test_a_dataclass_is_a_configuration_and_a_space_and_so_is_one_within() -> No
 @pytest.mark.parametrize("given", [pt.uniform(0, 1), Layer, [Layer(1)]], ids=repr)
 def test_a_domain_a_class_and_a_list_are_no_configuration(given: object) -> None:
     with pytest.raises(InvalidInput):
-        storable_config(given)
+        config_to_json(given)
     with pytest.raises(InvalidInput):
         SearchPlan(trainable=print, target="./runs", experiment="e", space=given)
 
@@ -199,10 +199,10 @@ def test_a_path_is_a_target_of_a_flow_as_of_a_task(tmp_path: Path) -> None:
 
 def test_a_run_of_a_deployment_says_how_its_worker_finds_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match=r"is its project installed here, or its folder in PYTHONPATH\?"):
-        valid_trainable("my_project.train:Net")
+        validate_trainable("my_project.train:Net")
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a worker sets it")
     with pytest.raises(InvalidInput, match=r"install .* --job-variable 'env=\{\"PYTHONPATH\": "):
-        valid_trainable("my_project.train:Net")
+        validate_trainable("my_project.train:Net")
 
 
 # The values of `resume=`: ours, Ray's, and those that are refused.
@@ -211,23 +211,23 @@ def test_a_run_of_a_deployment_says_how_its_worker_finds_a_module(monkeypatch: p
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        (None, Resuming("auto")),
-        ("auto", Resuming("auto")),
-        (True, Resuming("must")),
-        ("must", Resuming("must")),
-        ("REMOTE", Resuming("must")),
-        ("LOCAL", Resuming("must", local=True)),
-        (False, Resuming("never")),
-        ("never", Resuming("never")),
-        ("AUTO+ERRORED", Resuming("auto", rerun_errored=True)),
-        ("must + errored_only", Resuming("must", rerun_errored="only")),
-        ("ERRORED", Resuming("must", rerun_errored=True)),
+        (None, ResumeOption("auto")),
+        ("auto", ResumeOption("auto")),
+        (True, ResumeOption("must")),
+        ("must", ResumeOption("must")),
+        ("REMOTE", ResumeOption("must")),
+        ("LOCAL", ResumeOption("must", requires_local_target=True)),
+        (False, ResumeOption("never")),
+        ("never", ResumeOption("never")),
+        ("AUTO+ERRORED", ResumeOption("auto", rerun_errored=True)),
+        ("must + errored_only", ResumeOption("must", rerun_errored="only")),
+        ("ERRORED", ResumeOption("must", rerun_errored=True)),
     ],
 )
 def test_a_word_says_whether_the_experiment_has_to_be_there_and_what_of_it_goes_on(
-    given: object, meant: Resuming
+    given: object, meant: ResumeOption
 ) -> None:
-    assert resuming(given) == meant
+    assert parse_resume(given) == meant
 
 
 @pytest.mark.parametrize(
@@ -243,4 +243,4 @@ def test_a_word_says_whether_the_experiment_has_to_be_there_and_what_of_it_goes_
 )
 def test_a_word_that_means_nothing_here_is_refused_with_what_to_say_instead(given: object, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        resuming(given)
+        parse_resume(given)

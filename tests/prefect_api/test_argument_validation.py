@@ -15,7 +15,7 @@ from prefect import flow, task
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.prefect_api import flow_with_server
-from prefect_tune.prefect_api.flow_with_server import require_storable, require_valid
+from prefect_tune.prefect_api.flow_with_server import require_storable_arguments, validate_arguments
 
 GOOD: Mapping[str, Any] = {"trainable": print, "target": "./runs", "metric": "loss"}
 
@@ -23,7 +23,7 @@ GOOD: Mapping[str, Any] = {"trainable": print, "target": "./runs", "metric": "lo
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # where `./runs` is, should one of these calls go through
-    monkeypatch.setattr(flow_with_server, "_have_server", lambda *_: pytest.fail("a server was started"))
+    monkeypatch.setattr(flow_with_server, "_ensure_server", lambda *_: pytest.fail("a server was started"))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,9 @@ def test_a_secret_in_the_wrong_argument_is_not_repeated() -> None:
 
 def test_parameters_that_are_larger_than_prefect_stores_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"^space: 3,000,0\d\d bytes as JSON, but Prefect accepts 524,288 for all"):
-        require_storable(pt.tune, {"space": {"lr": pt.uniform(0, 1), "blob": "x" * 3_000_000}, "target": "./runs"})
+        require_storable_arguments(
+            pt.tune, {"space": {"lr": pt.uniform(0, 1), "blob": "x" * 3_000_000}, "target": "./runs"}
+        )
 
 
 @dataclass
@@ -74,19 +76,19 @@ class IsDataclass(pt.Trainable):
 @pytest.mark.skipif(Version(prefect.__version__) >= Version("3.9"), reason="Prefect stores it")
 def test_a_class_that_prefect_cannot_store_is_named() -> None:
     with pytest.raises(InvalidInput, match="trainable: Prefect cannot store a dataclass type"):
-        require_storable(pt.tune, {"trainable": IsDataclass})
+        require_storable_arguments(pt.tune, {"trainable": IsDataclass})
 
 
 def test_text_that_is_not_unicode_is_refused_with_its_argument() -> None:
     with pytest.raises(InvalidInput, match="space: expected Unicode text, found ") as refused:
-        require_storable(pt.tune, {"space": {"files": ["a", "caf\udce9.txt"]}})
+        require_storable_arguments(pt.tune, {"space": {"files": ["a", "caf\udce9.txt"]}})
     assert r"caf\udce9.txt" in str(refused.value)
 
 
 def test_arguments_of_prefect_and_references_to_blocks_are_accepted() -> None:
-    require_valid(pt.tune, (print,), {"target": "./runs", "return_state": True, "wait_for": []})
-    require_valid(pt.tune, (print,), {"target": "./runs", "checkpoint": {"every_steps": 3}, "seed": "7"})
-    require_valid(pt.tune, (pt.Trainable,), {"target": {"$ref": {"block_document_slug": "s3-target/prod"}}})
+    validate_arguments(pt.tune, (print,), {"target": "./runs", "return_state": True, "wait_for": []})
+    validate_arguments(pt.tune, (print,), {"target": "./runs", "checkpoint": {"every_steps": 3}, "seed": "7"})
+    validate_arguments(pt.tune, (pt.Trainable,), {"target": {"$ref": {"block_document_slug": "s3-target/prod"}}})
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -97,8 +99,8 @@ def test_futures_are_left_to_prefect() -> None:
 
     @flow
     def around() -> None:
-        require_valid(pt.tune, (print,), {"target": "./runs", "seed": seed.submit()})
-        require_valid(pt.tune, (print,), {"target": "./runs", "warm_start": [seed.submit()]})
-        require_valid(pt.tune, (print,), {"target": "./runs", "seed": seed(return_state=True)})
+        validate_arguments(pt.tune, (print,), {"target": "./runs", "seed": seed.submit()})
+        validate_arguments(pt.tune, (print,), {"target": "./runs", "warm_start": [seed.submit()]})
+        validate_arguments(pt.tune, (print,), {"target": "./runs", "seed": seed(return_state=True)})
 
     around()

@@ -18,8 +18,8 @@ from prefect.states import Suspended
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed, TuneError
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.prefect_api.api_client import OLDEST_TESTED
-from prefect_tune.prefect_api.flow_runs import failed_by, ignoring_suspension, is_suspended
+from prefect_tune.prefect_api.api_client import MIN_TESTED_VERSION
+from prefect_tune.prefect_api.flow_runs import ignoring_suspension, is_flow_run_suspended, make_failed_result
 from tests.flows.training import experiment_at
 
 
@@ -33,11 +33,11 @@ def test_a_suspended_run_is_noticed_and_saves_before_prefect_ends_it() -> None:
     seen: list[object] = []
 
     def train() -> None:
-        seen.append(is_suspended())
+        seen.append(is_flow_run_suspended())
         context = FlowRunContext.get()
         assert context is not None
         context.flow_run_suspension_request.mark_requested(Suspended())
-        seen.append(is_suspended())
+        seen.append(is_flow_run_suspended())
         with ignoring_suspension():
             seen.append(_saves())
         _saves()
@@ -61,7 +61,7 @@ def test_a_prefect_without_it_is_refused_in_one_sentence(monkeypatch: pytest.Mon
 
 def test_the_oldest_prefect_that_is_tested_is_the_oldest_allowed() -> None:
     allowed = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'"prefect>={OLDEST_TESTED.removesuffix(".0")},<4"' in allowed
+    assert f'"prefect>={MIN_TESTED_VERSION.removesuffix(".0")},<4"' in allowed
 
 
 # A flow that ends by an error of this package: it fails, and is retried if it has retries.
@@ -77,7 +77,7 @@ def test_the_error_is_raised_where_the_flow_is_called_after_all_of_its_retries(r
     @flow(retries=retries)
     def fails() -> str:
         begun.append(1)
-        return failed_by(TrialFailed("as expected"), str)
+        return make_failed_result(TrialFailed("as expected"), str)
 
     with pytest.raises(TrialFailed, match="as expected"):
         fails()
@@ -87,7 +87,7 @@ def test_the_error_is_raised_where_the_flow_is_called_after_all_of_its_retries(r
 def test_the_state_is_failed_with_the_error_and_its_message() -> None:
     @flow
     def fails() -> str:
-        return failed_by(TrialFailed("as expected"), str)
+        return make_failed_result(TrialFailed("as expected"), str)
 
     state = fails(return_state=True)
     assert (state.is_failed(), state.message) == (True, "as expected")

@@ -169,7 +169,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("url", ["http://nowhere.invalid/api"])
 def test_a_url_of_no_server_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow_with_server, "_RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(flow_with_server, "_RESTART_TIMEOUT_SECONDS", 0.0)
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(pt.InvalidInput, match="no Prefect server answers"):
         pt.durable_trainable(print, {}, target=str(tmp_path))
 
@@ -177,17 +177,17 @@ def test_a_url_of_no_server_is_refused(url: str, tmp_path: Path, monkeypatch: py
 def test_a_server_that_restarts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     port, listening = free_port(), []
     monkeypatch.setattr("time.sleep", lambda _: listening.append(socket.create_server(("", port))))
-    flow_with_server._require_listening(f"http://127.0.0.1:{port}/api")
+    flow_with_server._wait_for_server(f"http://127.0.0.1:{port}/api")
     listening[0].close()
 
 
 def test_a_call_within_a_flow_run_does_not_look_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow_with_server, "_require_listening", pytest.fail)
+    monkeypatch.setattr(flow_with_server, "_wait_for_server", pytest.fail)
     with FlowRunContext.model_construct(), temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        flow_with_server._have_server(ExitStack())
+        flow_with_server._ensure_server(ExitStack())
 
 
 def test_behind_a_proxy_only_prefect_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow_with_server, "_RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(flow_with_server, "_RESTART_TIMEOUT_SECONDS", 0.0)
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    flow_with_server._require_listening("https://nowhere.invalid/api")
+    flow_with_server._wait_for_server("https://nowhere.invalid/api")

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.attempt import graceful_stop
-from prefect_tune.attempt.graceful_stop import interruptible
+from prefect_tune.attempt.graceful_stop import run_interruptible
 from tests.fakes.trial_processes import until
 from tests.flows.forked_programs import in_own_session, preloaded
 from tests.long_cases import long_after
@@ -38,7 +38,7 @@ def _work(stop: threading.Event) -> None:
 
 
 def _search() -> None:
-    interruptible(_work, grace=timedelta(seconds=60), request_period=_PERIOD)
+    run_interruptible(_work, grace=timedelta(seconds=60), poll_interval=_PERIOD)
 
 
 def _in_executor() -> None:
@@ -118,7 +118,7 @@ def _stubborn() -> None:
         print("trains", flush=True)
         time.sleep(300)
 
-    ThreadPoolExecutor().submit(interruptible, work, grace=timedelta(seconds=300), request_period=_PERIOD).result()
+    ThreadPoolExecutor().submit(run_interruptible, work, grace=timedelta(seconds=300), request_period=_PERIOD).result()
 
 
 _COUNTS = {"in_two_threads": 2, "beside_one_in_the_main_thread": 2}
@@ -209,7 +209,7 @@ def test_without_a_signal_the_handlers_are_those_of_before() -> None:
     with ThreadPoolExecutor() as threads:
         assert (
             threads.submit(
-                interruptible, lambda stop: stop.is_set(), grace=timedelta(0), request_period=_PERIOD
+                run_interruptible, lambda stop: stop.is_set(), grace=timedelta(0), request_period=_PERIOD
             ).result()
             is False
         )

@@ -26,7 +26,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT, temporary
 
 import prefect_tune as pt
 from prefect_tune.prefect_api import flow_with_server, local_server
-from prefect_tune.prefect_api.local_server import find_own_server, is_cut_short
+from prefect_tune.prefect_api.local_server import find_user_server, is_cancelled_batch
 
 ANSWERS = {"/api/health": "true", "/api/admin/version": json.dumps(prefect.__version__)}
 NOBODY = 65534
@@ -69,19 +69,19 @@ def serving(answer: Callable[[str], bytes | None], host: str = "127.0.0.1") -> I
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
 def test_a_healthy_server_of_this_user_is_found(host: str) -> None:
     with serving(as_prefect, host) as port:
-        assert find_own_server() == f"http://127.0.0.1:{port}/api"
+        assert find_user_server() == f"http://127.0.0.1:{port}/api"
 
 
 def test_a_real_server_is_found(prefect_server: str) -> None:
     with temporary_settings({PREFECT_SERVER_API_PORT: urlsplit(prefect_server).port}):
-        assert find_own_server() == prefect_server
+        assert find_user_server() == prefect_server
 
 
 def test_where_nothing_listens_none_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with temporary_settings({PREFECT_SERVER_API_PORT: port}):
-        assert find_own_server() is None
+        assert find_user_server() is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_is_no_healthy_server_of_this_version_is_not_used(
 ) -> None:
     monkeypatch.setattr(local_server, "_TIMEOUT_SECONDS", 0.5)
     with serving(answer):
-        assert find_own_server() is None
+        assert find_user_server() is None
 
 
 def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch: pytest.MonkeyP
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=drip, args=(listening,), daemon=True).start()
         with temporary_settings({PREFECT_SERVER_API_PORT: listening.getsockname()[1]}):
-            assert find_own_server() is None
+            assert find_user_server() is None
     over.set()
 
 
@@ -147,7 +147,7 @@ def test_nothing_is_sent_to_a_server_of_another_user() -> None:
     server.start()
     try:
         with temporary_settings({PREFECT_SERVER_API_PORT: port.recv()}):
-            assert find_own_server() is None
+            assert find_user_server() is None
         assert not asked.poll(0.2)
     finally:
         server.kill()
@@ -158,12 +158,12 @@ def test_a_server_that_has_ended_since_the_last_call_is_not_used_again(monkeypat
     url = "http://127.0.0.1:9/api"
     set_up: list[str | None] = []
     started: list[object] = []
-    monkeypatch.setattr(flow_with_server, "_found_here", {url})
+    monkeypatch.setattr(flow_with_server, "_user_server_urls", {url})
     monkeypatch.setattr(flow_with_server, "_SERVER_MODULE", "not loaded")
-    monkeypatch.setattr(flow_with_server, "_set_up", set_up.append)
-    monkeypatch.setattr(flow_with_server, "_start_server", lambda *parts: started.append(parts))
+    monkeypatch.setattr(flow_with_server, "_set_api_url", set_up.append)
+    monkeypatch.setattr(flow_with_server, "_start_own_server", lambda *parts: started.append(parts))
     with temporary_settings({PREFECT_API_URL: url, PREFECT_SERVER_API_PORT: 9}):
-        flow_with_server._have_server(ExitStack())
+        flow_with_server._ensure_server(ExitStack())
     assert (set_up, len(started)) == ([None], 1)
 
 
@@ -173,7 +173,7 @@ def test_only_our_flow_runs_end_without_a_wait_for_the_thread_of_heartbeats(monk
     joined: list[bool] = []
     monkeypatch.setattr(flow_engine, "_send_heartbeats", lambda _, join_on_exit: joined.append(join_on_exit))
     for _ in range(2):  # each call of a flow does so
-        flow_with_server._leave_heartbeat_threads()
+        flow_with_server._skip_heartbeat_joins()
     for name in ("tune", "mine"):
         flow_engine._send_heartbeats(SimpleNamespace(flow=SimpleNamespace(name=name)))
     assert joined == [False, True]
@@ -218,4 +218,4 @@ def test_a_batch_that_the_end_cuts_short_is_no_error(
     except error:
         logging.getLogger("recorder").exception("Error flushing 35 events (35 to retry, 0 dropped)")
     logging.getLogger("recorder").error("without an exception")
-    assert [not is_cut_short(record) for record in caplog.records] == [is_reported, True]
+    assert [not is_cancelled_batch(record) for record in caplog.records] == [is_reported, True]

@@ -23,13 +23,18 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLE
 from prefect.states import Cancelled, Completed, Failed
 
 from prefect_tune.prefect_api import task_runs
-from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, asset_of, materialized, referenced
+from prefect_tune.prefect_api.artifacts_and_assets import (
+    PrefectEvent,
+    make_asset,
+    materialization_event,
+    reference_event,
+)
 from prefect_tune.prefect_api.task_runs import (
-    RUN_TRIAL,
+    TRIAL_TASK_NAME,
     holding_concurrency_limits,
     quiet_inner_tasks,
-    run_here,
-    run_to_state,
+    run_task_inline,
+    run_task_to_state,
 )
 from tests.fakes.servers.canned_http import Canned, answering
 
@@ -46,7 +51,7 @@ def inner(outer: str) -> str:
 @task(cache_policy=NO_CACHE)
 def outer() -> str:
     """Run the inner task."""
-    return run_here(inner, outer=str(task_run.id))
+    return run_task_inline(inner, outer=str(task_run.id))
 
 
 @task(cache_policy=NO_CACHE, retries=1)
@@ -63,12 +68,12 @@ def call(what: str) -> str:
     """Run one of the tasks, in a flow."""
     match what:
         case "outer":
-            return run_here(outer)
+            return run_task_inline(outer)
         case "tagged":
             with tags("gpu"):
-                return run_here(inner, "none")
+                return run_task_inline(inner, "none")
         case _:
-            return run_here(fails_once, [])
+            return run_task_inline(fails_once, [])
 
 
 def recorded(run: str) -> tuple[TaskRun, Sequence[str]]:
@@ -108,7 +113,7 @@ def test_it_raises_what_the_task_raises() -> None:
 
     @flow
     def broken() -> None:
-        run_here(breaks)
+        run_task_inline(breaks)
 
     with pytest.raises(ValueError, match="as expected"):
         broken()
@@ -125,7 +130,7 @@ def test_its_state_is_had_with_the_error_or_with_the_name_that_it_returned(tag: 
     @flow
     def ended() -> tuple[State[Any], State[Any]]:
         with tags(*tag):
-            return run_to_state(ends, "why"), run_to_state(ends, "raises")
+            return run_task_to_state(ends, "why"), run_task_to_state(ends, "raises")
 
     interrupted, failed = ended()
     assert (interrupted.name, interrupted.message) == ("Interrupted", "why")
@@ -135,7 +140,7 @@ def test_its_state_is_had_with_the_error_or_with_the_name_that_it_returned(tag: 
 def test_a_release_of_prefect_without_what_it_needs_runs_it_as_an_ordinary_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(task_runs, "_create", None)
+    monkeypatch.setattr(task_runs, "_create_task_run", None)
     _, child = call("outer").split()
     assert recorded(child)[1] == ["Pending", "Running", "Completed"]
 
@@ -177,7 +182,7 @@ def test_an_inner_task_that_fails_is_still_reported(caplog: pytest.LogCaptureFix
 
 
 def test_the_log_of_the_search_alone_says_how_an_attempt_ended(caplog: pytest.LogCaptureFixture) -> None:
-    attempt = ends.with_options(name=RUN_TRIAL)
+    attempt = ends.with_options(name=TRIAL_TASK_NAME)
 
     @flow
     def quiet() -> str:
@@ -187,7 +192,7 @@ def test_the_log_of_the_search_alone_says_how_an_attempt_ended(caplog: pytest.Lo
         return "done"
 
     quiet()
-    assert ends_of(caplog.records, RUN_TRIAL) == []
+    assert ends_of(caplog.records, TRIAL_TASK_NAME) == []
 
 
 def test_events_that_a_server_does_not_take_are_one_line_a_minute(
@@ -195,7 +200,7 @@ def test_events_that_a_server_does_not_take_are_one_line_a_minute(
 ) -> None:
     service, times = logging.getLogger("prefect._internal.concurrency"), iter((1000.0, 1059.0, 1061.0))
     monkeypatch.setattr(task_runs, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    monkeypatch.setitem(task_runs._last_logged, "seconds", 0.0)  # another test of this process may have logged one
+    monkeypatch.setitem(task_runs._last_log_time, "seconds", 0.0)  # another test of this process may have logged one
     with quiet_inner_tasks(), caplog.at_level(logging.ERROR, logger=service.name):
         for _ in range(3):
             service.error("Service %r failed to process item %r", "EventsWorker", "Event(\n" * 14)
@@ -217,8 +222,8 @@ def test_they_are_those_of_a_materializing_task(monkeypatch: pytest.MonkeyPatch)
         emitted.append(PrefectEvent(event, resource, list(related), payload or {}))
 
     monkeypatch.setattr("prefect.events.emit_event", emit)
-    source = asset_of("s3://bucket/runs/first/best")
-    model = asset_of("s3://bucket/runs/second/best", "second: best model", "The best model.")
+    source = make_asset("s3://bucket/runs/first/best")
+    model = make_asset("s3://bucket/runs/second/best", "second: best model", "The best model.")
     assert source
     assert model
 
@@ -228,7 +233,7 @@ def test_they_are_those_of_a_materializing_task(monkeypatch: pytest.MonkeyPatch)
 
     flow(name="trains")(train)()
     listed = [each for each in emitted if each.event.startswith("prefect.asset.")]
-    assert listed == [_listed(referenced(source)), _listed(materialized(model, [source], _METADATA))]
+    assert listed == [_listed(reference_event(source)), _listed(materialization_event(model, [source], _METADATA))]
 
 
 def _listed(event: PrefectEvent) -> PrefectEvent:
@@ -244,8 +249,8 @@ GRANTED = f'{{"lease_id": "{uuid4()}", "limits": [{{"id": "{uuid4()}", "name": "
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     """An API that fails, until the test changes its answer."""
-    monkeypatch.setattr(task_runs, "_PAUSE", timedelta(seconds=0.05))
-    monkeypatch.setattr(task_runs, "_TRY", timedelta(seconds=1))
+    monkeypatch.setattr(task_runs, "_RETRY_INTERVAL", timedelta(seconds=0.05))
+    monkeypatch.setattr(task_runs, "_ACQUIRE_TIMEOUT", timedelta(seconds=1))
     with (
         answering(500) as canned,
         temporary_settings({PREFECT_API_URL: f"{canned.url}/api", PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}),

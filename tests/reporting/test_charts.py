@@ -11,31 +11,31 @@ import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import (
-    Finished,
+    AttemptStarted,
     FinishKind,
-    Paused,
-    Resumed,
-    Started,
+    TrialFinished,
+    TrialPaused,
+    TrialResumed,
 )
 from prefect_tune.core.schedulers.base import Pause
 from prefect_tune.core.search_view import SearchView
-from prefect_tune.reporting.facts import DRAWN, ReportInput
+from prefect_tune.reporting.facts import MAX_CURVES, ReportInput
 from prefect_tune.reporting.svg import (
     BLUE,
     GREY,
+    MAX_SMALL_PANEL_CURVES,
     ORANGE,
-    SMALL_CURVES,
     Frame,
-    axes_of,
-    fitted,
-    learning_curves,
-    parallel_coordinates,
-    timeline,
+    draw_learning_curves,
+    draw_parallel_coordinates,
+    draw_timeline,
+    fit_scale,
+    make_axes,
 )
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, population, single
 
 Chart = Callable[[ReportInput], str | None]
-CHARTS: list[Chart] = [learning_curves, parallel_coordinates, timeline]
+CHARTS: list[Chart] = [draw_learning_curves, draw_parallel_coordinates, draw_timeline]
 
 
 def marks(svg: str | None, kind: str) -> int:
@@ -63,23 +63,23 @@ def ends(svg: str | None) -> list[tuple[str, str, str]]:
 
 
 def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> None:
-    svg = learning_curves(asha(12, kills=False).report_input())
+    svg = draw_learning_curves(asha(12, kills=False).report_input())
     assert thick(svg, ORANGE) == 2, "in the panels of its two metrics"
     assert marks(svg, "line") > 12
-    assert {"loss", "accuracy"} <= set(said(learning_curves(single().report_input()))), "of a training, too"
+    assert {"loss", "accuracy"} <= set(said(draw_learning_curves(single().report_input()))), "of a training, too"
 
 
 def test_of_many_trials_no_more_curves_are_drawn_than_can_be_seen() -> None:
     report_input = asha(200).report_input()
-    assert len(report_input.history.curves) == DRAWN
-    best = report_input.best[0].trial
-    assert best in report_input.history.curves
-    assert best in said(learning_curves(report_input))
+    assert len(report_input.snapshot.curves) == MAX_CURVES
+    best = report_input.best_trials[0].trial
+    assert best in report_input.snapshot.curves
+    assert best in said(draw_learning_curves(report_input))
 
 
 def test_a_line_through_the_parameters_for_each_trial() -> None:
     found = asha(30, kills=False)
-    svg = parallel_coordinates(found.report_input())
+    svg = draw_parallel_coordinates(found.report_input())
     assert thick(svg, ORANGE) == 1
     assert thick(svg, BLUE) == len(found.report_input().ranking) - 1
     assert {"lr", "dropout", "model/act", "model/depth", "seed", "loss"} <= set(said(svg))
@@ -93,11 +93,11 @@ def test_every_reported_metric_has_a_panel_and_the_small_ones_have_the_best_and_
         for step in (1, 2):
             search.trains(str(index), step, {"loss": float(index), "eval": {"f1": index / 20}, "name": "no number"})
     report_input = search.report_input()
-    svg = learning_curves(report_input)
+    svg = draw_learning_curves(report_input)
     assert {"loss", "eval/f1"} <= set(said(svg))
     assert "name" not in said(svg)
     assert thick(svg, ORANGE) == 2, "the best, in both panels"
-    assert thick(svg, BLUE) == 19 + SMALL_CURVES - 1
+    assert thick(svg, BLUE) == 19 + MAX_SMALL_PANEL_CURVES - 1
 
 
 def test_of_more_metrics_than_fit_the_first_are_drawn_and_the_others_are_counted() -> None:
@@ -106,8 +106,8 @@ def test_of_more_metrics_than_fit_the_first_are_drawn_and_the_others_are_counted
     search.starts("0")
     for step in range(1, 200):
         search.trains("0", step, {"loss": 1.0, **{f"m{number:02}": float(step) for number in range(20)}})
-    history = search.report_input().history
-    assert history.others == tuple(f"m{number:02}" for number in range(12))
+    history = search.report_input().snapshot
+    assert history.other_metrics == tuple(f"m{number:02}" for number in range(12))
     assert history.metric_count == 21
     assert (len(history.curves["0"]["m00"]), history.curves["0"]["m00"][-1]) <= (24, (199, 199.0))
 
@@ -131,7 +131,7 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
         search.starts(str(index))
         search.trains(str(index), 1, {"loss": float(index)})
     found = search.report_input()
-    assert {name: found.is_log(name) for name in found.cells} == {
+    assert {name: found.has_log_scale(name) for name in found.differing_parameters} == {
         "lr": True,
         "width": True,
         "dropout": False,
@@ -141,13 +141,13 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
     }
     assert found.constants == {"batch": 64}
     frame = Frame(0, 0, 100, 100)
-    axes = {axis.name: axis.numbers for axis in axes_of(found, frame)}
+    axes = {axis.name: axis.scale for axis in make_axes(found, frame)}
     assert {name for name, scale in axes.items() if scale and scale.is_log} == {"lr", "width", "model/depth", "scale"}
     assert all(len(scale.ticks(4)) > 1 for scale in axes.values() if scale), "also where there is no decade"
 
 
 def test_every_attempt_is_on_the_timeline_beneath_the_grey_runs_and_each_that_was_lost_is_crossed_out() -> None:
-    svg = timeline(single(60, kills=(23, 41)).report_input())
+    svg = draw_timeline(single(60, kills=(23, 41)).report_input())
     assert svg is not None
     inks = [str(each.get("fill")) for each in ET.fromstring(svg).iter() if each.get("class") == "bar"]
     assert (set(inks[:3]), len(inks[3:]), GREY in inks[3:]) == ({GREY}, 3, False)
@@ -170,13 +170,13 @@ RATES = [10.0 ** (-5 + index / 8) for index in range(33)]
     ],
 )
 def test_only_what_spans_orders_of_magnitude_evenly_is_drawn_by_them(values: list[float], is_log: bool) -> None:
-    assert fitted(values, 0, 100).is_log == is_log
+    assert fit_scale(values, 0, 100).is_log == is_log
 
 
 def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_found() -> None:
-    history = single(60, kills=(23,)).report_input().history
+    history = single(60, kills=(23,)).report_input().snapshot
     attempts, ownerships = history.attempts, history.ownerships
-    assert attempts[0].ended == ownerships[0].last
+    assert attempts[0].ended_at == ownerships[0].last_entry_at
     assert attempts[0].is_lost
     assert (attempts[1].attempt, attempts[1].from_step) == (2, 20)
 
@@ -190,11 +190,11 @@ def test_a_trial_that_was_not_promoted_is_pruned_and_its_earlier_pauses_stay() -
             search.trains(name, attempt, {"loss": 1.0})
             search.saves(name)
             search.decides(name, Pause(reason="rung"))
-            search.record(Paused(trial=name, reason="rung"))
+            search.record(TrialPaused(trial=name, reason="rung"))
             if attempt < attempts:
-                search.record(Resumed(trial=name))
-        search.record(Finished(trial=name, reason="not promoted", kind=FinishKind.PRUNED))
-    assert ends(timeline(search.report_input())) == [
+                search.record(TrialResumed(trial=name))
+        search.record(TrialFinished(trial=name, reason="not promoted", kind=FinishKind.PRUNED))
+    assert ends(draw_timeline(search.report_input())) == [
         ("kept", "1", "paused"),
         ("kept", "2", "pruned"),
         ("left", "1", "pruned"),
@@ -205,7 +205,7 @@ def test_a_bar_begins_with_its_attempt_and_those_of_one_trial_do_not_overlap() -
     search = JournalBuilder()
     search.adds("0", {})
     search.starts("0")
-    pause, again = Paused(trial="0", reason="its turn is over"), Resumed(trial="0")
+    pause, again = TrialPaused(trial="0", reason="its turn is over"), TrialResumed(trial="0")
     for step, events in ((1, [again]), (2, [pause, again])):  # after step 1 it is resumed before it has paused
         search.trains("0", step, {"loss": 1.0})
         search.saves("0")
@@ -214,16 +214,16 @@ def test_a_bar_begins_with_its_attempt_and_those_of_one_trial_do_not_overlap() -
     until, sequence = search.now, search.state.trial("0").checkpoints[-1].sequence
     for number, begins in ((2, 2.0), (3, -60.0)):  # the clock of the last machine is a minute behind
         at = (search.now + timedelta(seconds=begins)).isoformat()
-        search.record(Started(trial="0", attempt=number, from_step=2, from_sequence=sequence, at=at), after=3.0)
+        search.record(AttemptStarted(trial="0", attempt=number, from_step=2, from_sequence=sequence, at=at), after=3.0)
         search.record(pause, again, after=1.0)
-    first, second, third = search.report_input().history.attempts
-    assert first.ended == until
-    assert second.began == until + timedelta(seconds=2)
-    assert third.began == second.ended
+    first, second, third = search.report_input().snapshot.attempts
+    assert first.ended_at == until
+    assert second.began_at == until + timedelta(seconds=2)
+    assert third.began_at == second.ended_at
 
 
 def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once() -> None:
-    svg = timeline(asha(700).report_input())
+    svg = draw_timeline(asha(700).report_input())
     assert marks(svg, "bar") == 3
 
 
@@ -298,7 +298,7 @@ def test_every_line_and_word_is_visible_on_a_light_and_on_a_dark_page(draw: Char
 
 def test_an_attempt_is_drawn_by_the_status_that_it_ended_with_and_the_legend_says_how() -> None:
     search = all_statuses()
-    svg = timeline(search.report_input())
+    svg = draw_timeline(search.report_input())
     assert svg is not None
     titles = re.findall(r"<title>(\w+), attempt 1, steps 0 to 3: (\w+)</title>", svg)
     assert titles == [(name, name) for name in sorted(set(map(str, Status)) - {"pending"})]

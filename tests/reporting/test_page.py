@@ -11,16 +11,16 @@ import pytest
 from markdown_it import MarkdownIt
 
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost
-from prefect_tune.core.experiment.trial_transitions import newest_key
+from prefect_tune.core.experiment.trial_transitions import newest_checkpoint_key
 from prefect_tune.core.journal_events import (
     Cause,
-    GaveUp,
-    StopAsked,
+    StopRequested,
+    TrialErrored,
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.facts import ReportInput, report_fields
-from prefect_tune.reporting.page import as_html, as_markdown, cost_rows, page_of
+from prefect_tune.reporting.page import cost_rows, make_page, render_html, render_markdown
 from prefect_tune.terminal.formatting import format_cell
 from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, single
@@ -29,7 +29,7 @@ _BIG = 300_000
 
 
 def markdown(report_input: ReportInput) -> str:
-    return as_markdown(page_of(report_input))
+    return render_markdown(make_page(report_input))
 
 
 def headings(page: str) -> list[str]:
@@ -49,7 +49,7 @@ def rendered(page: str) -> str:
 
 def test_a_search_has_everything_in_its_order() -> None:
     page = markdown(asha(40).report_input(expected=50))
-    best = asha(40).report_input().best[0]
+    best = asha(40).report_input().best_trials[0]
     assert headings(page) == [
         f"Best trial: {best.trial}",
         "Learning curves",
@@ -71,7 +71,9 @@ def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
     there = replace(asha(4).report_input(), uri="s3://runs/digits?endpoint_url=http://minio:9000&region=eu")
     page = markdown(there)
     assert "prefect-tune export 's3://runs/digits?endpoint_url=http://minio:9000&region=eu' rates DIRECTORY" in page
-    best = newest_key(TrialKey(experiment="rates", generation=1, trial=there.best[0].trial), there.best[0])
+    best = newest_checkpoint_key(
+        TrialKey(experiment="rates", generation=1, trial=there.best_trials[0].trial), there.best_trials[0]
+    )
     assert best is not None
     assert f"\ns3://runs/digits/{best.folder}?endpoint_url=http://minio:9000&region=eu\n" in page
 
@@ -94,7 +96,7 @@ def test_with_several_metrics_the_front_stands_in_for_the_best() -> None:
     assert headings(page)[0] == "Learning curves"
     rows = page.partition("## Trials")[2].partition("##")[0]
     front = [line for line in rows.splitlines() if "| yes |" in line]
-    assert len(front) == len(pareto(40).report_input().best) > 1
+    assert len(front) == len(pareto(40).report_input().best_trials) > 1
     assert "Pareto" in rows.partition("| ---")[0]
     assert re.search(r"\*\*\d+ trials on the Pareto front · 40 of 40 proposed trials done\*\*", page)
 
@@ -114,7 +116,7 @@ def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_numb
     for index in range(30):
         search.adds(str(index), {"x": index})
         search.starts(str(index))
-        search.record(GaveUp(trial=str(index), cause=Cause.USER, reason=f"ValueError: {index}\ntrace"))
+        search.record(TrialErrored(trial=str(index), cause=Cause.TRAINABLE, reason=f"ValueError: {index}\ntrace"))
     page = markdown(search.report_input())
     assert headings(page) == ["Timeline", "Trials", "Errors (30)", "Cost", "Settings"]
     assert page.count("ValueError") == 11  # ten messages, and one traceback
@@ -152,10 +154,10 @@ def test_the_same_facts_are_json() -> None:
 @pytest.mark.parametrize("count", [1, 100, 1_000])
 def test_it_stays_small_however_many_trials_there_are(count: int) -> None:
     report_input = asha(count).report_input()
-    page = page_of(report_input)
-    assert len(as_markdown(page)) < _BIG
-    assert len(as_html(page)) < _BIG
-    assert as_markdown(page).count("\n| [") <= 50 + 10 + 3
+    page = make_page(report_input)
+    assert len(render_markdown(page)) < _BIG
+    assert len(render_html(page)) < _BIG
+    assert render_markdown(page).count("\n| [") <= 50 + 10 + 3
 
 
 def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> None:
@@ -164,7 +166,7 @@ def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> Non
         search.adds(str(index), {f"{'p' * 500}{each}": f"{'v' * 500}{index}{each}" for each in range(300)})
         search.starts(str(index))
         search.trains(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{each}": 1.0 for each in range(300)}})
-        search.record(GaveUp(trial=str(index), cause=Cause.USER, reason="e" * 100_000))
+        search.record(TrialErrored(trial=str(index), cause=Cause.TRAINABLE, reason="e" * 100_000))
     assert len(markdown(search.report_input())) < _BIG
 
 
@@ -178,7 +180,7 @@ def hostile() -> ReportInput:
         search.starts(str(index))
         search.trains(str(index), 1, {HOSTILE: float(index)})
     error = make_reason("raised", type=HOSTILE, text=HOSTILE, traceback=HOSTILE, location=HOSTILE)
-    search.record(GaveUp(trial="3", cause=Cause.USER, reason=error))
+    search.record(TrialErrored(trial="3", cause=Cause.TRAINABLE, reason=error))
     return search.report_input()
 
 
@@ -193,7 +195,7 @@ def test_what_a_user_named_is_text_in_markdown() -> None:
 
 
 def test_what_a_user_named_is_text_in_html_and_nothing_is_fetched() -> None:
-    tags = Tags(as_html(page_of(hostile())))
+    tags = Tags(render_html(make_page(hostile())))
     assert "script" not in tags.names
     assert all(str(known["src"]).startswith("data:image/svg+xml;base64,") for tag, known in tags.found if tag == "img")
     assert all(str(known["href"]).startswith("http://ui/") for tag, known in tags.found if "href" in known)
@@ -238,7 +240,7 @@ def test_a_figure_that_fails_is_left_out_and_the_rest_of_the_page_is_there() -> 
 def test_a_run_that_was_ended_before_its_time_says_why() -> None:
     search = JournalBuilder()
     assert "ended early" not in markdown(search.report_input())
-    search.record(StopAsked(reason=make_reason("time-budget", seconds=3600.0)))
+    search.record(StopRequested(reason=make_reason("time-budget", seconds=3600.0)))
     assert "| **ended early** | the time budget of 1 h is spent |" in markdown(search.report_input())
     search.opens("the next one")
     assert "ended early" not in markdown(search.report_input())

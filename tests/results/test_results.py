@@ -15,15 +15,15 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune import arrow_tables, clock
-from prefect_tune.arrow_tables import COLUMNS_VERSIONS, as_parquet, from_parquet, reports_as_arrow, trials_as_arrow
-from prefect_tune.core.experiment.experiment import nothing_yet
-from prefect_tune.core.experiment.retention import retired
-from prefect_tune.core.experiment.summary import Scope, best_of, objective_in
+from prefect_tune.arrow_tables import COLUMN_VERSIONS, from_parquet, reports_to_arrow, to_parquet, trials_to_arrow
+from prefect_tune.core.experiment.experiment import empty_experiment
+from prefect_tune.core.experiment.retention import sequences_to_retire
+from prefect_tune.core.experiment.summary import Scope, find_best_trial, objective_from_settings
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal_events import Cause, Event, GaveUp, Reported, Started, TrialAdded
+from prefect_tune.core.journal_events import AttemptStarted, Cause, Event, StepReported, TrialAdded, TrialErrored
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
-from prefect_tune.results import why_none
+from prefect_tune.results import no_ranking_reason
 from prefect_tune.tasks.experiments import publish_results
 from prefect_tune.testing import without_server
 from tests.fakes.checkpoints import first_generation
@@ -101,10 +101,12 @@ def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> N
         search.adds(name, {})
         search.starts(name)
         search.trains(name, 1, {"loss": 1.0, "size": size})
-    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), objective_in(search.state.settings))
+    results = pt.Results(
+        search.state, pt.LocalTarget(path=str(tmp_path)), objective_from_settings(search.state.settings)
+    )
     assert [each.trial for each in results.best_trials] == ["b", "c"]
     assert results.best is results.best_trials[0]
-    assert results.best is best_of(search.state)  # what `ls` and `export` name
+    assert results.best is find_best_trial(search.state)  # what `ls` and `export` name
     assert results.best.trial == search.report_input().ranking[0].trial  # what the report names
 
 
@@ -141,7 +143,9 @@ def test_the_best_checkpoint_is_of_the_best_report_of_all_trials_and_the_one_tha
     assert results.best.trial != results.best_trial(scope="all").trial
     assert count_in(results.best_checkpoint(metric="eval/size", mode="max")) == "3"
     saves = results.trials[C].checkpoints  # of losses 5, 4, 4: of equal ones the older stays
-    kept = [each for each in saves if each.sequence not in retired(saves, pt.Retention(best=1, metric="loss"))]
+    kept = [
+        each for each in saves if each.sequence not in sequences_to_retire(saves, pt.Retention(best=1, metric="loss"))
+    ]
     assert f"/{kept[0].step:010}-{kept[0].sequence:010}" in results.best_checkpoint(C).path
     assert results.best_checkpoint(metric="accuracy") is None
 
@@ -180,7 +184,7 @@ def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, resu
 
 def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_again() -> None:
     def read_back(**about: str) -> pa.Table | None:
-        return from_parquet(as_parquet(pa.table({"step": [1]}), {"digest": "d", **about}), "d")
+        return from_parquet(to_parquet(pa.table({"step": [1]}), {"digest": "d", **about}), "d")
 
     assert read_back(version="1") == pa.table({"step": [1]})
     assert read_back(version="2") is None
@@ -189,7 +193,7 @@ def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_ag
 
 
 def test_a_damaged_table_is_made_from_the_journal_again() -> None:
-    whole = as_parquet(pa.table({"step": [1] * 1000}), {"digest": "d", "version": "1"})
+    whole = to_parquet(pa.table({"step": [1] * 1000}), {"digest": "d", "version": "1"})
     assert from_parquet(whole, "d") is not None
     for damaged in (b"", b"no Parquet file", whole[:-20], bytes(50) + whole[50:]):
         assert from_parquet(damaged, "d") is None
@@ -199,7 +203,7 @@ def test_a_number_that_no_float_can_hold_is_text_in_a_table() -> None:
     search = JournalBuilder()
     for name, rate in (("a", 10**400), ("b", 0.5), ("c", 2)):
         search.adds(name, {"rate": rate})
-    column = trials_as_arrow(search.state).column("config/rate").to_pylist()
+    column = trials_to_arrow(search.state).column("config/rate").to_pylist()
     assert column == [f"1{'0' * 400}", "0.5", "2"]
 
 
@@ -212,7 +216,7 @@ def test_a_list_is_json_in_a_table_once(values: Sequence[object], column: Sequen
     search = JournalBuilder()
     for name, value in zip("ab", values, strict=True):
         search.adds(name, {} if value is None else {"layers": value})
-    assert trials_as_arrow(search.state).column("config/layers").to_pylist() == column
+    assert trials_to_arrow(search.state).column("config/layers").to_pylist() == column
 
 
 def test_a_metric_with_the_name_of_a_column_is_compared_and_drawn_by_what_was_reported(tmp_path: Path) -> None:
@@ -226,10 +230,12 @@ def test_a_metric_with_the_name_of_a_column_is_compared_and_drawn_by_what_was_re
         search.starts(name)
         for report in reports:
             search.trains(name, report.step, report.metrics)
-    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), objective_in(search.state.settings))
-    vars(results)["_reports"] = reports_as_arrow(curves)
+    results = pt.Results(
+        search.state, pt.LocalTarget(path=str(tmp_path)), objective_from_settings(search.state.settings)
+    )
+    vars(results)["_reports"] = reports_to_arrow(curves)
     assert (results.best.trial, results.best_trial(scope="all").trial) == ("b", "a")
-    assert results._points(["a"], ["step"]) == {"a": {"step": [(1, 9.0), (2, 1.0)]}}
+    assert results._read_points(["a"], ["step"]) == {"a": {"step": [(1, 9.0), (2, 1.0)]}}
 
 
 def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_path: Path) -> None:
@@ -260,7 +266,7 @@ def test_completion_offers_the_fields_of_a_trial_and_not_the_methods_of_pydantic
 
 
 def test_the_column_has_the_word_alone_and_the_step_is_in_a_column_of_its_own() -> None:
-    rows = trials_as_arrow(all_statuses().state).to_pylist()
+    rows = trials_to_arrow(all_statuses().state).to_pylist()
     assert [row["status"] for row in rows] == [row["trial"] for row in rows] == [str(each) for each in Status]
     assert [row["step"] for row in rows] == [3] * 6 + [0]
 
@@ -268,7 +274,7 @@ def test_the_column_has_the_word_alone_and_the_step_is_in_a_column_of_its_own() 
 def test_a_file_of_results_says_the_version_of_its_columns(tmp_path: Path) -> None:
     target = pt.LocalTarget(path=str(tmp_path))
     paths = publish_results.fn(target, all_statuses().state)
-    for rows, version in COLUMNS_VERSIONS.items():
+    for rows, version in COLUMN_VERSIONS.items():
         about = pq.read_schema(tmp_path / paths[rows]).metadata
         assert about[b"prefect-tune/version"].decode() == version
 
@@ -278,7 +284,7 @@ def test_a_table_begins_with_what_a_person_asks_and_ends_with_the_long_texts() -
     search.adds("a", {"lr": 0.5, "net": {"depth": 2}})
     search.starts("a")
     search.trains("a", 1, {"loss": 0.25, "reason": 7})
-    names = trials_as_arrow(search.state).column_names
+    names = trials_to_arrow(search.state).column_names
     assert names[:7] == ["trial", "status", "step", "config/lr", "config/net/depth", "loss", "metrics/reason"]
     assert names[-3:] == ["checkpoint", "cause", "reason"]
 
@@ -290,7 +296,9 @@ def test_the_trials_are_printed_and_displayed_as_a_short_table(count: int, tmp_p
         search.adds(f"{number:05}", {"lr": number / 8, "text": "x" * 400})
         search.starts(f"{number:05}")
         search.trains(f"{number:05}", 1, {"loss": number / 4, "other": 1})
-    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), objective_in(search.state.settings))
+    results = pt.Results(
+        search.state, pt.LocalTarget(path=str(tmp_path)), objective_from_settings(search.state.settings)
+    )
     assert dict(results.trials) == results.trials == search.state.trials
     lines, html = repr(results.trials).splitlines(), results.trials._repr_html_()
     assert max(map(len, lines)) <= 80
@@ -314,15 +322,15 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 
 def trial(*reports: Mapping[str, object], error: str = "") -> Trial:
     """A trial with these reports; with an error, it errored after them."""
-    events: list[Event] = [TrialAdded(trial="00000", config={}), Started(trial="00000", attempt=1, from_step=0)]
+    events: list[Event] = [TrialAdded(trial="00000", config={}), AttemptStarted(trial="00000", attempt=1, from_step=0)]
     reported = [StepReport(step=step, metrics=metrics) for step, metrics in enumerate(reports, 1)]
-    events += [Reported(trial="00000", report=each) for each in reported]
-    events += [GaveUp(trial="00000", cause=Cause.USER, reason=error)] * bool(error)
-    return after(nothing_yet(first_generation("e")), events).trial("00000")
+    events += [StepReported(trial="00000", report=each) for each in reported]
+    events += [TrialErrored(trial="00000", cause=Cause.TRAINABLE, reason=error)] * bool(error)
+    return after(empty_experiment(first_generation("e")), events).trial("00000")
 
 
 def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:
-    return why_none(trials, LOSS, scope, {"00000": curves})
+    return no_ranking_reason(trials, LOSS, scope, {"00000": curves})
 
 
 def test_a_cell_of_a_running_search_waits_at_most_20_s_for_each_read_of_the_target(

@@ -17,7 +17,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.runtime.load_named import import_path_of, load_named, stable_digest
+from prefect_tune.runtime.load_named import importable_name_of, load_by_name, stable_digest
 from tests.trainables import moody
 from tests.trainables.moody import Moody, train
 
@@ -63,19 +63,19 @@ def the_module(folder: Path, name: str) -> ModuleType:
 
 @pytest.mark.parametrize("thing", [Moody, train, pt.Trainable, pytest.fixture])
 def test_an_import_path_leads_back_to_the_object(thing: object) -> None:
-    path = import_path_of(thing)
+    path = importable_name_of(thing)
     assert path is not None
-    assert load_named(path) is thing
+    assert load_by_name(path) is thing
 
 
 def test_what_a_path_does_not_lead_to_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     net = the_module(tmp_path, "nets_of_a_test")
     try:
-        assert import_path_of(net.Net) == "nets_of_a_test:Net"
-        assert import_path_of(net.Net.Inner) == "nets_of_a_test:Net.Inner"
-        assert import_path_of(net.decorated) == "nets_of_a_test:decorated"
-        assert import_path_of(net.train) == "nets_of_a_test:train"
+        assert importable_name_of(net.Net) == "nets_of_a_test:Net"
+        assert importable_name_of(net.Net.Inner) == "nets_of_a_test:Net.Inner"
+        assert importable_name_of(net.decorated) == "nets_of_a_test:decorated"
+        assert importable_name_of(net.train) == "nets_of_a_test:train"
         none = [
             net.first,
             net.nameless,
@@ -87,14 +87,14 @@ def test_what_a_path_does_not_lead_to_has_none(tmp_path: Path, monkeypatch: pyte
             pt.tune.fn,
             3,
         ]
-        assert [import_path_of(each) for each in none] == [None] * len(none)
-        assert import_path_of(wraps(net.train)(partial(net.train))) is None  # it takes on the name
+        assert [importable_name_of(each) for each in none] == [None] * len(none)
+        assert importable_name_of(wraps(net.train)(partial(net.train))) is None  # it takes on the name
         monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
-        assert import_path_of(net.Net) is None  # as with a file that a deployment loads by its path
+        assert importable_name_of(net.Net) is None  # as with a file that a deployment loads by its path
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "nets_of_a_test.py").write_text(MODULE)
         monkeypatch.syspath_prepend(tmp_path / "other")
-        assert import_path_of(net.Net) is None
+        assert importable_name_of(net.Net) is None
     finally:
         del sys.modules["nets_of_a_test"]
 
@@ -111,13 +111,13 @@ def test_what_a_script_defines_has_none_and_what_it_imports_has_one(tmp_path: Pa
 
 def test_a_module_that_was_removed_from_the_imported_ones_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, moody.__name__)
-    assert import_path_of(Moody) is None
+    assert importable_name_of(Moody) is None
 
 
 @pytest.mark.parametrize("text", ["deadbeef", "train", ""])
 def test_what_is_neither_a_name_nor_a_pickle_is_one_clear_error(text: str) -> None:
     with pytest.raises(InvalidInput, match=r"^stop: its pickle cannot be loaded by Python 3\.\d+\.\d+: "):
-        load_named(text, "stop")
+        load_by_name(text, "stop")
 
 
 def test_a_module_that_calls_a_flow_when_it_is_imported_is_refused_before_the_flow_begins(
@@ -129,7 +129,7 @@ def test_a_module_that_calls_a_flow_when_it_is_imported_is_refused_before_the_fl
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidInput, match=r"durable-trainable: the import of module 'unguarded' calls it.*__main__"):
-        load_named("unguarded:train")
+        load_by_name("unguarded:train")
     assert not (tmp_path / "runs").exists()
 
 

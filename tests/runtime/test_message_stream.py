@@ -12,8 +12,14 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from prefect_tune.core.journal_events import Finished
-from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, TrialEnded, from_trial
+from prefect_tune.core.journal_events import TrialFinished
+from prefect_tune.core.messages.process_messages import (
+    CheckpointSaved,
+    FromTrial,
+    StepDone,
+    TrialEnded,
+    from_trial_adapter,
+)
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader, SupervisorConnection
 
@@ -34,7 +40,7 @@ def ends() -> Iterator[Ends]:
 
 @pytest.fixture
 def reader(ends: Ends) -> Reader:
-    return MessageReader(ends[0], from_trial, limit_bytes=_LIMIT_BYTES)
+    return MessageReader(ends[0], from_trial_adapter, limit_bytes=_LIMIT_BYTES)
 
 
 def framed(message: FromTrial | CheckpointSaved) -> bytes:
@@ -42,7 +48,7 @@ def framed(message: FromTrial | CheckpointSaved) -> bytes:
     return struct.pack("!i", len(data)) + data
 
 
-LAST = TrialEnded(outcome=Finished(trial="t", reason="dönë"))
+LAST = TrialEnded(outcome=TrialFinished(trial="t", reason="dönë"))
 
 
 def test_a_message_that_comes_byte_by_byte_is_read_when_it_is_whole(ends: Ends, reader: Reader) -> None:
@@ -71,7 +77,7 @@ def test_no_byte_is_read_beyond_a_message(ends: Ends) -> None:
     """The process may serve another trial next, whose supervisor uses a new reader."""
     ends[1].sendall(framed(LAST) * 3)
     for _ in range(3):
-        assert MessageReader(ends[0], from_trial, limit_bytes=_LIMIT_BYTES).read(_NOW) == LAST
+        assert MessageReader(ends[0], from_trial_adapter, limit_bytes=_LIMIT_BYTES).read(_NOW) == LAST
 
 
 def test_a_message_may_be_as_long_as_the_limit_and_no_longer(ends: Ends, reader: Reader) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.runtime import ranks
-from prefect_tune.runtime.ranks import _audit, rank_here, started_by
+from prefect_tune.runtime.ranks import _on_audit_event, detect_rank, find_ancestor_trial
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_a_launchers_variables_say_which_rank_this_is(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = rank_here()
+    found = detect_rank()
     assert (found.rank, found.world_size, found.local_rank) == expected
 
 
@@ -55,17 +55,17 @@ def test_what_torch_says_of_ranks_comes_before_the_environment(
         get_world_size=lambda: size,
     )
     monkeypatch.setitem(sys.modules, "torch.distributed", torchs)  # type: ignore[arg-type]  # it has what is asked for
-    assert (rank_here().rank, rank_here().world_size) == (rank, size)
+    assert (detect_rank().rank, detect_rank().world_size) == (rank, size)
 
 
 def test_a_process_knows_which_trial_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started_by() is None
+    assert find_ancestor_trial() is None
     monkeypatch.setenv("PREFECT_TUNE_TRIAL_PROCESS", f"{os.getpid()} t")
-    assert started_by() is None, "this is the trial's process itself"
+    assert find_ancestor_trial() is None, "this is the trial's process itself"
     monkeypatch.setenv("PREFECT_TUNE_TRIAL_PROCESS", "1 a trial")
-    found = started_by()
+    found = find_ancestor_trial()
     assert found is not None
-    assert (found.process, found.name) == (1, "a trial")
+    assert (found.pid, found.name) == (1, "a trial")
 
 
 _TRIAL = "prefect_tune.runtime.processes.trial_process"
@@ -74,7 +74,7 @@ _TRIAL = "prefect_tune.runtime.processes.trial_process"
 @pytest.fixture
 def in_a_trials_process(monkeypatch: pytest.MonkeyPatch) -> None:
     main = SimpleNamespace(__spec__=SimpleNamespace(name=_TRIAL), __file__="/site/trial_process.py")
-    monkeypatch.setattr(ranks, "PROGRAM", main)
+    monkeypatch.setattr(ranks, "INITIAL_MAIN_MODULE", main)
     monkeypatch.setattr(sys, "argv", ["/site/trial_process.py", "5", "7"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-P", "-m", _TRIAL, "5", "7"])
 
@@ -94,7 +94,7 @@ def test_a_second_copy_of_a_trials_process_is_refused_however_it_is_started(
     event: str, arguments: tuple[object, ...]
 ) -> None:
     with pytest.raises(InvalidInput, match=r"a copy of the trial's own program .*To train a trial with N processes"):
-        _audit(event, arguments)
+        _on_audit_event(event, arguments)
 
 
 @pytest.mark.usefixtures("in_a_trials_process")
@@ -110,8 +110,8 @@ def test_a_second_copy_of_a_trials_process_is_refused_however_it_is_started(
     ],
 )
 def test_every_other_program_may_be_started(event: str, arguments: tuple[object, ...]) -> None:
-    _audit(event, arguments)
+    _on_audit_event(event, arguments)
 
 
 def test_a_program_that_trains_no_trial_may_start_itself_again() -> None:
-    _audit("os.exec", (sys.executable, sys.orig_argv, None))
+    _on_audit_event("os.exec", (sys.executable, sys.orig_argv, None))

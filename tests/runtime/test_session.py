@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTrial, StepDone, ToTrial
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.session import TrialSession, copy_directory
-from prefect_tune.runtime.trainable import Trainable, TrialOver
+from prefect_tune.runtime.trainable import StopTraining, Trainable
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.outcomes import make_leave
 from tests.fakes.trial_processes import start_of
@@ -106,7 +106,7 @@ def test_a_step_whose_save_raises_is_reported_and_asks_nothing(tmp_path: Path) -
 def test_a_report_may_lack_the_metric_of_the_search_only_where_its_caller_says_so(tmp_path: Path) -> None:
     session = session_in(tmp_path)
     session.start = session.start.model_copy(update={"required_metrics": ("val_loss",)})
-    session.report_step({"loss": 1.0}, written, may_lack=True)
+    session.report_step({"loss": 1.0}, written, allow_missing=True)
     with pytest.raises(BadMetric, match="allow_missing_metric"):
         session.report_step({"loss": 1.0}, written)
 
@@ -199,10 +199,10 @@ def test_a_trial_holds_no_more_reports_than_its_stopper_looks_at(tmp_path: Path)
             self._back = back
 
         @property
-        def looks_back(self) -> bool:
+        def needs_history(self) -> bool:
             return self._back
 
-        def why_stop(self, reports: Sequence[StepReport]) -> None:
+        def stop_reason(self, reports: Sequence[StepReport]) -> None:
             seen.append(len(reports))
 
     for back in (True, False):
@@ -222,7 +222,7 @@ def test_a_trial_that_is_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp
         for _ in range(12):
             session.report_step({"loss": 1.0}, lambda _: None)
 
-    with pytest.raises(TrialOver) as over:
+    with pytest.raises(StopTraining) as over:
         train()
     assert over.value.outcome == leave.outcome
     assert supervisor.saved == supervisor.steps == session.step

@@ -20,28 +20,28 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.attempt.trial_spec import pickled_or_path
+from prefect_tune.attempt.trial_spec import serialize_for_trial
+from prefect_tune.core.display_text import first_line
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Stopper, as_stopper
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, FinishKind
+from prefect_tune.core.journal_events import AttemptEnded, Cause, FinishKind, TrialFinished
 from prefect_tune.core.messages.process_messages import (
+    CheckpointAndStop,
     CheckpointSaved,
     FromTrial,
     StartReceived,
     StepDone,
-    StopAndSave,
     ToTrial,
     TrainableLoaded,
     TrialEnded,
-    from_trial,
+    from_trial_adapter,
 )
-from prefect_tune.core.metrics import storable
-from prefect_tune.core.reasons import code_of, make_reason
-from prefect_tune.core.shown_text import first_line
+from prefect_tune.core.metrics import to_plain_metrics
+from prefect_tune.core.reasons import get_reason_code, make_reason
 from prefect_tune.core.values import StepReport
-from prefect_tune.runtime.processes.trial_process import train
-from prefect_tune.runtime.trainable import TrialOver, require_trainable, save_last_step
+from prefect_tune.runtime.processes.trial_process import serve_one_attempt
+from prefect_tune.runtime.trainable import StopTraining, require_trainable, save_last_step
 from prefect_tune.runtime.trial_errors import failure_message
 from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import start_of, untimed
@@ -69,7 +69,7 @@ def _trained(
         function,
         folder,
         import_path=(),
-        stopper=pickled_or_path(stopper or Never()),
+        stopper=serialize_for_trial(stopper or Never()),
         from_step=curve[-1].step if curve else 0,
         curve=curve,
         cadence=cadence,
@@ -82,7 +82,7 @@ def _trained(
         receiver = threading.Thread(target=_receive, args=(near, received))
         receiver.start()
         # In a separate context, like a thread: the current trial does not leak into the next test.
-        copy_context().run(train, far)
+        copy_context().run(serve_one_attempt, far)
         receiver.join()
         return received
 
@@ -90,7 +90,7 @@ def _trained(
 def _receive(near: Connection, received: list[FromTrial]) -> None:
     """Receive all messages of the trial, and acknowledge its checkpoints."""
     while not (received and isinstance(received[-1], TrialEnded)):
-        message = from_trial.validate_json(near.recv_bytes())
+        message = from_trial_adapter.validate_json(near.recv_bytes())
         if isinstance(message, StartReceived):
             continue
         received.append(message)
@@ -129,7 +129,7 @@ def _trains_in_a_thread(_config: Config) -> None:
 def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
     trained: Trained, trains: Trains
 ) -> None:
-    loaded, step, ended = trained(trains, StopAndSave())
+    loaded, step, ended = trained(trains, CheckpointAndStop())
     assert isinstance(loaded, TrainableLoaded)
     assert isinstance(step, StepDone)
     saved = AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason=make_reason("saved-as-requested"))
@@ -139,7 +139,7 @@ def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
 @pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
 def test_a_function_that_never_saw_its_criterion_has_met_it(trained: Trained, trains: Trains) -> None:
     ended = trained(trains, stopper=MaxSteps(1))[-1]
-    met = Finished(trial="t", reason=make_reason("step-limit", step=1, limit=1), kind=FinishKind.CRITERION)
+    met = TrialFinished(trial="t", reason=make_reason("step-limit", step=1, limit=1), kind=FinishKind.CRITERION)
     assert untimed(ended) == TrialEnded(outcome=met)
 
 
@@ -150,7 +150,7 @@ def test_a_trial_that_is_kept_says_what_is_true_now(trained: Trained) -> None:
         pt.report({"loss": 1.0})
         return {"before": before, "step": trial.step, "asked": asked}
 
-    reported = [each.report.metrics for each in trained(looks, StopAndSave()) if isinstance(each, StepDone)]
+    reported = [each.report.metrics for each in trained(looks, CheckpointAndStop()) if isinstance(each, StepDone)]
     assert reported[-1] == {"before": 0, "step": 1, "asked": True}
 
 
@@ -184,7 +184,7 @@ def test_a_stopper_is_asked_once_a_step_and_what_it_says_with_a_checkpoint_holds
     steps = [(each.report.step, each.finish_reason is not None) for each in said if isinstance(each, StepDone)]
     assert steps == [(1, False), (2, True)]
     assert isinstance(said[-1], TrialEnded)
-    assert isinstance(said[-1].outcome, Finished)
+    assert isinstance(said[-1].outcome, TrialFinished)
     assert asked.read_text() == "xx"
 
 
@@ -208,10 +208,10 @@ def test_a_trial_that_is_not_asked_to_stop_sees_that(trained: Trained) -> None:
         (OSError(errno.ENOSPC, "No space left on device"), Cause.MACHINE),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), Cause.MACHINE),
         (OSError(errno.EIO, "Input/output error"), Cause.MACHINE),
-        (FileNotFoundError(errno.ENOENT, "No such file"), Cause.USER),
+        (FileNotFoundError(errno.ENOENT, "No such file"), Cause.TRAINABLE),
         (MemoryError(), Cause.OUT_OF_MEMORY),
         (ImportError("no torch"), Cause.IMPORT),
-        (ValueError("shapes differ"), Cause.USER),
+        (ValueError("shapes differ"), Cause.TRAINABLE),
     ],
 )
 def test_what_a_trainable_raises_says_whose_fault_it_is(trained: Trained, error: Exception, cause: Cause) -> None:
@@ -254,7 +254,7 @@ def test_a_trial_whose_last_step_reported_done_is_not_trained_again(trained: Tra
         raise AssertionError("the trial was trained again")
 
     last = StepReport(step=3, metrics={"done": True})
-    done = Finished(trial="t", reason=make_reason("done-reported"))
+    done = TrialFinished(trial="t", reason=make_reason("done-reported"))
     assert trained(trains, curve=(last,)) == [TrialEnded(outcome=done)]
 
 
@@ -275,7 +275,7 @@ def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(tra
     saved = [each.report.step for each in checkpoints if not each.is_reported]
     states = [each.report.step for each in checkpoints if each.is_reported]
     assert (saved, states) == ([2, 4], [5])
-    returned = Finished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
+    returned = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
     assert untimed(said[-1]) == TrialEnded(outcome=returned)
 
 
@@ -284,13 +284,13 @@ def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(tr
     assert isinstance(last, StepDone)
     assert (last.report.step, last.checkpoint is not None) == (3, True)
     assert isinstance(ended, TrialEnded)
-    assert code_of(ended.outcome.reason) == "step-limit"
+    assert get_reason_code(ended.outcome.reason) == "step-limit"
 
 
 def _goes_on(report: Callable[[], None]) -> Trains:
     def trains(_config: Config) -> None:
         for _ in range(3):
-            with suppress(TrialOver):
+            with suppress(StopTraining):
                 report()
         save_last_step(_write)
 
@@ -359,9 +359,9 @@ class _Tensor:
 
 
 def test_a_tensor_of_one_number_is_a_metric_and_one_of_two_is_none() -> None:
-    assert storable({"loss": _Tensor([0.5])}, "metrics") == {"loss": 0.5}
+    assert to_plain_metrics({"loss": _Tensor([0.5])}, "metrics") == {"loss": 0.5}
     with pytest.raises(pt.BadMetric, match="found _Tensor"):
-        storable({"loss": _Tensor([0.5, 1.0])}, "metrics")
+        to_plain_metrics({"loss": _Tensor([0.5, 1.0])}, "metrics")
 
 
 class _NeverSaved(pt.Trainable):
@@ -376,7 +376,7 @@ class _NeverSaved(pt.Trainable):
 def test_a_class_that_cannot_save_fails_before_its_setup(trained: Trained) -> None:
     (end,) = trained(_NeverSaved)
     failure = require_failure(end)
-    assert failure.cause is Cause.USER
+    assert failure.cause is Cause.TRAINABLE
     assert "trainable _NeverSaved: expected the method `save_checkpoint`" in str(failure.reason)
 
 
@@ -398,7 +398,7 @@ def test_a_function_that_exits_as_a_script_that_succeeds_completes(trained: Trai
 @pytest.mark.parametrize("code", [3, "no data"])
 def test_a_function_that_exits_otherwise_fails(trained: Trained, code: object) -> None:
     failure = require_failure(trained(_leaves_by(code))[-1])
-    assert failure.cause is Cause.USER
+    assert failure.cause is Cause.TRAINABLE
     assert str(failure.reason).startswith(f"SystemExit: {code}. sys.exit(0) in a function completes its trial")
 
 
@@ -420,7 +420,7 @@ def test_an_interrupt_that_a_trainable_raises_is_its_error(trained: Trained) -> 
         raise KeyboardInterrupt
 
     failure = require_failure(trained(train)[-1])
-    assert (failure.cause, first_line(failure.reason)) == (Cause.USER, "KeyboardInterrupt")
+    assert (failure.cause, first_line(failure.reason)) == (Cause.TRAINABLE, "KeyboardInterrupt")
 
 
 async def _awaits(_config: Config) -> None: ...
@@ -523,10 +523,10 @@ def _reads_a_file_with_such_a_name(_: Config) -> None:
 @pytest.mark.parametrize(
     ("function", "cause", "said"),
     [
-        (_raises_half_a_character, Cause.USER, "ValueError: \\udcff"),
+        (_raises_half_a_character, Cause.TRAINABLE, "ValueError: \\udcff"),
         (_raises_from_another, Cause.OUT_OF_MEMORY, "MemoryError: not enough"),
-        (_raises_an_enormous_text, Cause.USER, "_Worded: \\x00\\udcffxxx"),
-        (_reads_a_file_with_such_a_name, Cause.USER, "FileNotFoundError: "),
+        (_raises_an_enormous_text, Cause.TRAINABLE, "_Worded: \\x00\\udcffxxx"),
+        (_reads_a_file_with_such_a_name, Cause.TRAINABLE, "FileNotFoundError: "),
         (lambda _: {"loss": 10**400}, Cause.BAD_METRIC, "'loss': found 1000"),
         (lambda _: {"loss": 10**5000}, Cause.BAD_METRIC, "'loss': found a whole number of 16610 bits"),
     ],
@@ -545,7 +545,7 @@ def test_what_a_trainable_raises_arrives_with_its_message_and_its_cause(
 
 
 class _WordyStopper(Stopper):
-    def why_stop(self, reports: Sequence[StepReport]) -> str:
+    def stop_reason(self, reports: Sequence[StepReport]) -> str:
         del reports
         return f"\0{HALF}" + "x" * 10**6
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from prefect_tune.core.errors import AlreadyExists, InvalidInput, ObjectNotFound
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Buffer, ListedObject, ObjectStore
 
 _ESCAPES = ["", "/", "/etc/passwd", "..", "../x", "a/../x", "a/./x", "a//x", "a/", "./a", "nul\0l"]
 _ODD_NAMES = [
@@ -133,9 +133,9 @@ class StoreContract:
             store.copy(source, path)
             store.copy(source, path)
         assert list(store.list("to")) == [
-            Listed("to/a/big", len(data)),
-            Listed("to/empty?*", 0),
-            Listed("to/torn", len(data)),
+            ListedObject("to/a/big", len(data)),
+            ListedObject("to/empty?*", 0),
+            ListedObject("to/torn", len(data)),
         ]
         store.delete(["from/big", "from/empty?*"])
         assert bytes(store.read("to/a/big")) == bytes(store.read("to/torn")) == data
@@ -152,7 +152,7 @@ class StoreContract:
         for pieces in ([b"first"], [b"other"], [], [b"in ", b"", bytearray(b"2 "), memoryview(b"pieces")], [b"first"]):
             store.replace("logs/a", pieces)
             assert bytes(store.read("logs/a")) == b"".join(pieces)
-            assert list(store.list("")) == [Listed("logs/a", sum(len(piece) for piece in pieces))]
+            assert list(store.list("")) == [ListedObject("logs/a", sum(len(piece) for piece in pieces))]
         with pytest.raises(AlreadyExists):
             store.create("logs/a", b"created")
 
@@ -174,7 +174,7 @@ class StoreContract:
         assert bytes(store.read("put")) == bytes(store.read("created")) == b""
         assert bytes(store.read("put", length=10)) == b""
         assert store.size("put") == store.size("created") == 0
-        assert list(store.list("")) == [Listed("created", 0), Listed("put", 0)]
+        assert list(store.list("")) == [ListedObject("created", 0), ListedObject("put", 0)]
 
     def test_megabytes_come_back_the_same(self, store: ObjectStore) -> None:
         data = bytes(range(256)) * (20 << 12)  # 20 MiB: several chunks for every store
@@ -203,7 +203,7 @@ class StoreContract:
             with pytest.raises(AlreadyExists):
                 store.create(path, b"2")
             assert bytes(store.read(path)) == b"1"
-            assert list(store.list("odd")) == [Listed(path, 1)]
+            assert list(store.list("odd")) == [ListedObject(path, 1)]
             store.delete([path])
             assert store.size(path) is None
 
@@ -230,7 +230,7 @@ class StoreContract:
         for path in ("b/c/d", "b/a", "b-", "b.c", "b0", "a", "b/c.d", "b/c/a", "é"):
             store.put(path, path.encode())
         expected = sorted(["b/c/d", "b/a", "b-", "b.c", "b0", "a", "b/c.d", "b/c/a", "é"])
-        assert list(store.list("")) == [Listed(path, len(path.encode())) for path in expected]
+        assert list(store.list("")) == [ListedObject(path, len(path.encode())) for path in expected]
         assert [listed.path for listed in store.list("b")] == ["b/a", "b/c.d", "b/c/a", "b/c/d"]
 
     def test_a_prefix_is_a_folder_and_not_the_start_of_a_name(self, store: ObjectStore) -> None:

@@ -19,8 +19,8 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
 )
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.arrow_store import ArrowStore, as_arrow_error, open_fsspec
-from prefect_tune.stores.deadline import Deadline, one_at_a_time
+from prefect_tune.stores.arrow_store import ArrowStore, arrow_store_error, open_fsspec
+from prefect_tune.stores.deadline import Deadline, named_lock
 from tests.fakes.servers.s3_sink import Fault, S3Sink
 from tests.fakes.stores.racers import winners
 from tests.stores.contract import StoreContract
@@ -82,7 +82,7 @@ def test_of_threads_that_create_the_same_object_one_wins_whatever_store_they_ope
 def test_who_waits_too_long_for_its_turn_says_so(tmp_path: Path) -> None:
     store = ArrowStore(arrow.LocalFileSystem(), str(tmp_path), deadline=Deadline.after(timedelta(seconds=0.2)))
     with (
-        one_at_a_time(f"local {tmp_path}/a", "another create", Deadline.never()),
+        named_lock(f"local {tmp_path}/a", "another create", Deadline.never()),
         pytest.raises(DeadlineExceeded, match="create of 'a'"),
     ):
         store.create("a", b"bytes")
@@ -184,7 +184,7 @@ def test_a_server_that_fails_or_forbids_is_unavailable_and_not_empty(sink: S3Sin
     ],
 )
 def test_an_error_of_a_client_is_final_by_its_number_or_its_class(error: Exception, kind: type[Exception]) -> None:
-    assert type(as_arrow_error(error, "write")) is kind
+    assert type(arrow_store_error(error, "write")) is kind
 
 
 def test_a_create_whose_completion_was_not_answered_is_not_known(sink: S3Sink) -> None:

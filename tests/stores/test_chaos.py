@@ -20,11 +20,11 @@ from prefect_tune.core.errors import (
     ObjectNotFound,
     StoreUnavailable,
 )
-from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
 from prefect_tune.stores import obstore_store
 from prefect_tune.stores.arrow_store import ArrowStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.subprocess_store import IsolatedStore
+from prefect_tune.stores.subprocess_store import SubprocessStore
 from tests.fakes.servers.chaos_s3 import PASSING, ChaosS3
 from tests.fakes.servers.s3_sink import Fault
 from tests.fakes.stores.object_stores import object_store
@@ -68,7 +68,7 @@ def _arrow_s3(endpoint: str) -> ArrowStore:
 @contextmanager
 def _isolated_arrow(endpoint: str, *, seconds: float) -> Iterator[ObjectStore]:
     deadline = Deadline.after(timedelta(seconds=seconds))
-    with IsolatedStore(partial(_arrow_s3, endpoint), deadline=deadline, max_children=2) as store:
+    with SubprocessStore(partial(_arrow_s3, endpoint), deadline=deadline, max_children=2) as store:
         yield store
 
 
@@ -139,7 +139,7 @@ def test_half_a_body_is_never_an_answer(chaos: ChaosS3, kind: Fault) -> None:
 @pytest.mark.parametrize("kind", PASSING, ids=lambda kind: kind.name)
 def test_what_passes_is_not_noticed(chaos: ChaosS3, kind: Fault) -> None:
     _furnish(chaos)
-    expected = {"read": DATA, "range": DATA[10:110], "size": len(DATA), "list": [Listed("there", len(DATA))]}
+    expected = {"read": DATA, "range": DATA[10:110], "size": len(DATA), "list": [ListedObject("there", len(DATA))]}
     with _obstore(chaos.endpoint, seconds=60, request_seconds=0.8) as store:
         for count, act in enumerate(("read", "range", "size", "list", "put", "replace", "delete"), 1):
             chaos.script([kind])
@@ -239,7 +239,7 @@ def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, range(24)))
         listed = _retried(lambda: store.list("f"))
-        assert listed == [Listed(f"f/{number:02d}", 3000) for number in range(24)]
+        assert listed == [ListedObject(f"f/{number:02d}", 3000) for number in range(24)]
         _retried(lambda: store.delete([f"f/{number:02d}" for number in range(0, 24, 2)]))
         chaos.calm()
         assert len(store.list("f")) == 12

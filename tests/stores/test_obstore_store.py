@@ -312,7 +312,7 @@ def test_where_each_object_is_deleted_by_itself_what_is_gone_does_not_keep_the_r
     assert [listed.path for listed in store.list("")] == ["b"]
 
 
-_PASSES = (Meaning.PASSING, Meaning.UNKNOWN)
+_PASSES = (Meaning.TRANSIENT, Meaning.UNKNOWN)
 
 
 @pytest.fixture(scope="module")
@@ -430,14 +430,14 @@ def _require_meaning(row: ErrorCode, status: int, written: TuneError, created: T
         assert type(written) is StoreUnavailable
         maybe_done = row.meaning is Meaning.UNKNOWN or status >= 500
         assert type(created) is (CommitUnknown if maybe_done else StoreUnavailable)
-    elif row.meaning is Meaning.ABSENT:
+    elif row.meaning is Meaning.NOT_FOUND:
         assert type(written) is ObjectNotFound
-    elif row.meaning is Meaning.PRESENT:
+    elif row.meaning is Meaning.EXISTS:
         assert type(created) is AlreadyExists
     else:
         assert type(written) is type(created) is StoreRefused
         assert row.code in str(written) or status in (301, 307), "the client does not read the body of a redirect"
-    if row.meaning not in (Meaning.ABSENT, Meaning.PRESENT):
+    if row.meaning not in (Meaning.NOT_FOUND, Meaning.EXISTS):
         assert row.advice in str(written)
 
 
@@ -534,7 +534,7 @@ Generic {{ inner: Http( HttpError {{
 )
 def test_what_the_client_would_not_even_ask_is_refused_at_once(kind: str, source: str, advice: str) -> None:
     text = _UNSENT.format(url="https://host/bucket", said="error sending request", kind=kind, source=source)
-    fault = obstore_store.Fault.from_exception(GenericError(text))
+    fault = obstore_store.RequestError.from_exception(GenericError(text))
     assert not fault.is_transient
     assert not fault.may_have_succeeded
     error = fault.store_error("list")

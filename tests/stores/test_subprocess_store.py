@@ -24,9 +24,9 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
 )
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.open_location import fsspec_store
+from prefect_tune.stores.open_location import open_fsspec_store
 from prefect_tune.stores.posix_store import PosixStore
-from prefect_tune.stores.subprocess_store import IsolatedStore
+from prefect_tune.stores.subprocess_store import SubprocessStore
 from tests.fakes.stores.racers import winners
 from tests.fakes.stores.slow_stores import HangsInConstructor, MoodyStore
 from tests.stores.contract import StoreContract
@@ -35,7 +35,7 @@ SOON = timedelta(seconds=1.5)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IsolatedStore]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SubprocessStore]:
     """One pool of children for the whole contract: their start is expensive."""
     root = tmp_path_factory.mktemp("isolated")
     with _moody(root) as store:
@@ -44,13 +44,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IsolatedStore]:
 
 class TestIsolatedStore(StoreContract):
     @pytest.fixture
-    def store(self, shared: IsolatedStore) -> Iterator[IsolatedStore]:
+    def store(self, shared: SubprocessStore) -> Iterator[SubprocessStore]:
         yield shared
         shared.delete([listed.path for listed in shared.list("")])
 
 
-def _moody(root: Path, timeout: timedelta = timedelta(seconds=60), max_children: int = 4) -> IsolatedStore:
-    return IsolatedStore(partial(MoodyStore, str(root)), deadline=Deadline.after(timeout), max_children=max_children)
+def _moody(root: Path, timeout: timedelta = timedelta(seconds=60), max_children: int = 4) -> SubprocessStore:
+    return SubprocessStore(partial(MoodyStore, str(root)), deadline=Deadline.after(timeout), max_children=max_children)
 
 
 def _is_running(pid: int) -> bool:
@@ -84,7 +84,7 @@ def test_a_hung_create_is_not_known(tmp_path: Path) -> None:
 
 def test_a_constructor_that_hangs_ends_at_the_deadline_and_nothing_is_written() -> None:
     with (
-        IsolatedStore(HangsInConstructor, deadline=Deadline.after(SOON)) as store,
+        SubprocessStore(HangsInConstructor, deadline=Deadline.after(SOON)) as store,
         pytest.raises(DeadlineExceeded),
     ):
         store.create("a", b"")
@@ -190,13 +190,13 @@ def test_pieces_that_cannot_be_read_to_the_end_replace_nothing(tmp_path: Path) -
 
 
 def test_a_path_is_refused_before_a_child_is_asked() -> None:
-    with IsolatedStore(HangsInConstructor) as store, pytest.raises(InvalidInput):
+    with SubprocessStore(HangsInConstructor) as store, pytest.raises(InvalidInput):
         store.put("../x", b"")
 
 
 def test_a_store_that_cannot_be_made_says_why() -> None:
     missing = partial(import_module, "no_such_module")
-    with IsolatedStore(missing) as store, pytest.raises(StoreRefused, match="no_such_module"):  # type: ignore[arg-type]  # it makes none
+    with SubprocessStore(missing) as store, pytest.raises(StoreRefused, match="no_such_module"):  # type: ignore[arg-type]  # it makes none
         store.size("a")
 
 
@@ -263,13 +263,13 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_an_isolated_file_store_is_a_conditional_one(tmp_path: Path) -> None:
-    with IsolatedStore(partial(PosixStore, tmp_path)) as store:
+    with SubprocessStore(partial(PosixStore, tmp_path)) as store:
         assert store.conditional_create
 
 
 @pytest.mark.long
 def test_of_two_whose_children_know_nothing_of_each_other_one_creates_an_object(tmp_path: Path) -> None:
-    factory = partial(fsspec_store, "local", str(tmp_path), {})
-    with IsolatedStore(factory) as one, IsolatedStore(factory) as other:
+    factory = partial(open_fsspec_store, "local", str(tmp_path), {})
+    with SubprocessStore(factory) as one, SubprocessStore(factory) as other:
         assert not one.conditional_create
         assert winners([one, other], 50) == [1] * 50

@@ -16,16 +16,22 @@ from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal_events import (
     CheckpointRef,
-    Finished,
     FinishKind,
     Outcome,
-    Paused,
     QuarantinedCheckpoint,
+    TrialFinished,
+    TrialPaused,
 )
-from prefect_tune.core.prefect_events import abbreviated
+from prefect_tune.core.prefect_events import abbreviate
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.maintenance import DamagedCheckpoint, MaintenanceReport, NotLookedAt, Upkeep, markdown
-from prefect_tune.suspension import page_of
+from prefect_tune.maintenance import (
+    DamagedCheckpoint,
+    ExperimentMaintenance,
+    MaintenanceReport,
+    SkippedWork,
+    format_report,
+)
+from prefect_tune.suspension import format_form
 from prefect_tune.tuner import run_search, run_training
 from tests.fakes.outcomes import make_failure
 from tests.fakes.untrusted import HOSTILE, require_visible
@@ -36,7 +42,7 @@ _MARKUP = "![x](http://theirs) <img src=x>"
 
 
 def test_what_a_journal_says_of_the_code_is_text_on_the_page() -> None:
-    page = page_of(Experiment(key=JournalKey(experiment="e", generation=1)), "s3://b", None, _MARKUP)
+    page = format_form(Experiment(key=JournalKey(experiment="e", generation=1)), "s3://b", None, _MARKUP)
     assert "![" not in page
     assert "\\!\\[x\\]" in page
 
@@ -47,7 +53,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
     monkeypatch.setattr(run_training, "get_run_logger", lambda: logging.getLogger("a run"))
     caplog.set_level(logging.INFO)
     ended = Trial(trial="trial", config={}, phase=Phase.FINISHED, end_reason="done\x1b]0;title\x07")
-    state = Experiment(key=JournalKey(experiment="e", generation=1), trials=TrialMap.of([ended]))
+    state = Experiment(key=JournalKey(experiment="e", generation=1), trials=TrialMap.from_trials([ended]))
     spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"))
     run_training._log_resume_point(spec, spec, state, is_finished=True)
     assert "done\\x1b]0;title\\x07" in caplog.text
@@ -58,13 +64,13 @@ def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
     errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, end_reason="ValueError: \x1b]0;title\x07")
     place = SimpleNamespace(name="e", uri="s3://b", settings={})
     found = SimpleNamespace(experiment=place, target=place, trials={"0": errored}, errors={"00000": errored.reason})
-    said = run_search._all_errored(found, 0)
+    said = run_search._all_errored_message(found, 0)
     assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
 
 
 def test_the_log_of_a_quarantined_checkpoint_gives_the_terminal_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     bad = QuarantinedCheckpoint(checkpoint=CheckpointRef(step=3, sequence=1), since=1, reason="bad\x1b]0;title\x07")
-    trial_attempt._log_quarantined(
+    trial_attempt._log_quarantined_checkpoints(
         Trial(trial="t", config={}, quarantined_checkpoints=(bad,)), logging.getLogger("a run")
     )
     assert "bad\\x1b]0;title\\x07" in caplog.text
@@ -79,21 +85,26 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
     attempt.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
     (logged,) = caplog.messages
     ends: tuple[Outcome, ...] = (
-        Finished(trial="t", reason=HOSTILE),
-        Finished(trial="t", reason=HOSTILE, kind=FinishKind.PRUNED),
-        Paused(trial="t", reason=HOSTILE),
+        TrialFinished(trial="t", reason=HOSTILE),
+        TrialFinished(trial="t", reason=HOSTILE, kind=FinishKind.PRUNED),
+        TrialPaused(trial="t", reason=HOSTILE),
         failed,
     )
-    for shown in (logged, *(str(attempt.state_of(each).message) for each in ends)):
+    for shown in (logged, *(str(attempt.make_task_state(each).message) for each in ends)):
         require_visible(shown)
         assert "\\u202e" in shown
 
 
 def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> None:
     damaged = DamagedCheckpoint("e", "t", 1, "e/1/trials/t", HOSTILE, is_quarantined=True)
-    upkeep = Upkeep("e", damaged=[damaged], not_looked_at=[NotLookedAt("e", HOSTILE, HOSTILE)])
+    upkeep = ExperimentMaintenance("e", damaged=[damaged], not_looked_at=[SkippedWork("e", HOSTILE, HOSTILE)])
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]
-    for shown in (markdown(report), str(DamageFound(report.alarm, report)), *errors, str(abbreviated(HOSTILE))):
+    for shown in (
+        format_report(report),
+        str(DamageFound(report.damage_message, report)),
+        *errors,
+        str(abbreviate(HOSTILE)),
+    ):
         require_visible(shown)
         assert "\\u202e" in shown

@@ -15,21 +15,21 @@ from prefect.context import FlowRunContext
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
-from prefect_tune.core.experiment.experiment import nothing_yet
-from prefect_tune.core.journal_events import CheckpointRef, Committed, Started, TrialAdded
+from prefect_tune.core.experiment.experiment import empty_experiment
+from prefect_tune.core.journal_events import AttemptStarted, CheckpointCommitted, CheckpointRef, TrialAdded
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.suspension import (
     SEARCH_QUESTION,
     TRAINING_QUESTION,
+    FormText,
+    ResumeAction,
     ResumeChoice,
     ResumeLimits,
-    Shown,
-    Turn,
-    Way,
-    choice_of,
-    first_turn,
-    resumable,
-    stop_extended,
+    RunIteration,
+    extend_stop,
+    first_iteration,
+    format_resume_advice,
+    parse_choice,
 )
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
@@ -48,16 +48,19 @@ def test_only_for_a_run_of_a_deployment_retry_is_named(
 ) -> None:
     run = FlowRun(flow_id=uuid4(), deployment_id=deployment)
     monkeypatch.setattr(FlowRunContext, "get", lambda: cast("FlowRunContext", SimpleNamespace(flow_run=run)))
-    assert resumable(nothing_yet(first_generation("e"))) == f"experiment 'e': all 0 trials have ended; {advice}"
+    assert (
+        format_resume_advice(empty_experiment(first_generation("e")))
+        == f"experiment 'e': all 0 trials have ended; {advice}"
+    )
 
 
 def test_trials_without_a_checkpoint_begin_again() -> None:
     trials = [TrialAdded(trial=f"{n}", config={}) for n in range(3)]
-    started = [Started(trial=f"{n}", attempt=1, from_step=0) for n in range(3)]
-    saved = [Committed(trial=f"{n}", checkpoint=CheckpointRef(step=5 * n, sequence=n)) for n in (1, 2)]
-    state = after(nothing_yet(first_generation("e")), [*trials, *started, *saved])
+    started = [AttemptStarted(trial=f"{n}", attempt=1, from_step=0) for n in range(3)]
+    saved = [CheckpointCommitted(trial=f"{n}", checkpoint=CheckpointRef(step=5 * n, sequence=n)) for n in (1, 2)]
+    state = after(empty_experiment(first_generation("e")), [*trials, *started, *saved])
     said = "experiment 'e': 2 of 3 trials resumable, at steps 5 to 10; 1 begins again, without a checkpoint; run it"
-    assert resumable(state).startswith(said)
+    assert format_resume_advice(state).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +78,10 @@ def test_the_form_of_a_search_shows_the_samples_that_it_has_wherever_they_are_se
 ) -> None:
     trainable, target = "tests.trainables.counting:Counting", LocalTarget(path=str(tmp_path))
     plan = SearchPlan(trainable=trainable, target=target, experiment="e", metric="loss", **options)
-    limits = SEARCH_QUESTION.limits(plan, nothing_yet(first_generation("e")))
-    assert (limits.samples, limits.scheduler_steps, limits.stop_trials) == (samples, scheduler_steps, 0)
-    budget = plan.extended(stop=[{"step": 3}, {"TrialBudget": {"trials": 7}}])
-    assert SEARCH_QUESTION.limits(budget, nothing_yet(first_generation("e"))).stop_trials == 7
+    limits = SEARCH_QUESTION.get_limits(plan, empty_experiment(first_generation("e")))
+    assert (limits.samples, limits.scheduler_max_steps, limits.max_trials) == (samples, scheduler_steps, 0)
+    budget = plan.with_changes(stop=[{"step": 3}, {"TrialBudget": {"trials": 7}}])
+    assert SEARCH_QUESTION.get_limits(budget, empty_experiment(first_generation("e"))).max_trials == 7
 
 
 class _CountsItself(pt.Search):
@@ -86,14 +89,16 @@ class _CountsItself(pt.Search):
 
     num_samples = 4
 
-    def begin(self, space: Mapping[str, object], objective: pt.Objective | None, seed: int) -> pt.Proposals:
+    def begin(self, space: Mapping[str, object], objective: pt.Objective | None, seed: int) -> pt.SearchState:
         raise NotImplementedError
 
 
 def test_the_form_offers_no_number_of_samples_for_a_search_that_decides_it(tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path))
     plan = SearchPlan(trainable="tests.trainables.counting:Counting", target=target, experiment="e", metric="loss")
-    limits = SEARCH_QUESTION.limits(plan.extended(search=_CountsItself()), nothing_yet(first_generation("e")))
+    limits = SEARCH_QUESTION.get_limits(
+        plan.with_changes(search=_CountsItself()), empty_experiment(first_generation("e"))
+    )
     assert limits.samples == 0
 
 
@@ -101,9 +106,9 @@ def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp
     plan = SearchPlan(
         trainable="tests.trainables.counting:Counting", target=LocalTarget(path=str(tmp_path)), experiment="e"
     )
-    shown = Shown(key="prefect-tune-how-1", answer={})
+    shown = FormText(key="prefect-tune-how-1", answer={})
     with pytest.raises(ResumeFailed, match=r"there is no experiment 'e' at .* Nothing was started"):
-        first_turn(Turn(plan), TRAINING_QUESTION, shown)
+        first_iteration(RunIteration(plan), TRAINING_QUESTION, shown)
 
 
 # How a suspended run may continue: the options of the form, and the settings that each yields.
@@ -125,7 +130,7 @@ THERE = ResumeLimits(samples=10, steps=100, hours=2, checkpoints=(10, 20))
     ],
 )
 def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
-    assert choice_of(answer, THERE) == ResumeChoice(**answer)
+    assert parse_choice(answer, THERE) == ResumeChoice(**answer)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,7 @@ def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
 )
 def test_what_cannot_be_done_says_why(answer: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        choice_of(answer, THERE)
+        parse_choice(answer, THERE)
 
 
 CHANGED: dict[str, Any] = {"samples": 12, "steps": 120, "hours": 3, "checkpoint": 10}
@@ -152,41 +157,41 @@ CHANGED: dict[str, Any] = {"samples": 12, "steps": 120, "hours": 3, "checkpoint"
 
 
 @pytest.mark.parametrize("field", CHANGED)
-@pytest.mark.parametrize("way", get_args(Way))
-def test_what_is_typed_into_a_field_is_used_or_the_form_is_refused(way: Way, field: str) -> None:
+@pytest.mark.parametrize("way", get_args(ResumeAction))
+def test_what_is_typed_into_a_field_is_used_or_the_form_is_refused(way: ResumeAction, field: str) -> None:
     uses = {"extend": {"samples", "steps", "hours"}, "other checkpoint": {"checkpoint"}}
     shown = {"samples": 10, "steps": 100, "hours": 2, "checkpoint": 20}  # as the form shows them
     for others in ({}, shown, {"samples": 11} if way == "extend" and field == "checkpoint" else {}):
         answer = {**others, "way": way, field: CHANGED[field]}
         if field in uses.get(way, ()):
-            assert getattr(choice_of(answer, THERE), field) == CHANGED[field]
+            assert getattr(parse_choice(answer, THERE), field) == CHANGED[field]
         else:
             meant = "other checkpoint" if field == "checkpoint" else "extend"
             with pytest.raises(InvalidInput, match=rf"^{way}: .*{CHANGED[field]}.*choose {meant} to "):
-                choice_of(answer, THERE)
+                parse_choice(answer, THERE)
 
 
 def test_steps_beyond_the_end_that_the_scheduler_sets_are_refused() -> None:
-    there = ResumeLimits(steps=20, scheduler_steps=27)
-    assert choice_of({"way": "extend", "steps": 27}, there).steps == 27
+    there = ResumeLimits(steps=20, scheduler_max_steps=27)
+    assert parse_choice({"way": "extend", "steps": 27}, there).steps == 27
     with pytest.raises(InvalidInput, match="the scheduler ends each trial at step 27, but the form has 28"):
-        choice_of({"way": "extend", "steps": 28}, there)
+        parse_choice({"way": "extend", "steps": 28}, there)
 
 
 def test_samples_that_would_change_nothing_are_refused() -> None:
-    there = ResumeLimits(samples=10, stop_trials=15)
-    assert choice_of({"way": "extend", "samples": 15}, there).samples == 15
+    there = ResumeLimits(samples=10, max_trials=15)
+    assert parse_choice({"way": "extend", "samples": 15}, there).samples == 15
     with pytest.raises(InvalidInput, match="TrialBudget ends the search after 15 trials, but the form has 16"):
-        choice_of({"way": "extend", "samples": 16}, there)
+        parse_choice({"way": "extend", "samples": 16}, there)
     with pytest.raises(InvalidInput, match="a form cannot change the number of samples"):
-        choice_of({"way": "extend", "samples": 16}, ResumeLimits())
+        parse_choice({"way": "extend", "samples": 16}, ResumeLimits())
 
 
 def test_what_is_not_there_cannot_be_chosen() -> None:
     with pytest.raises(InvalidInput, match=r"the step of a checkpoint \(none\)"):
-        choice_of({"way": "other checkpoint"}, ResumeLimits())
+        parse_choice({"way": "other checkpoint"}, ResumeLimits())
     with pytest.raises(InvalidInput, match="is code"):
-        choice_of({"way": "extend", "steps": 9}, ResumeLimits(stop_is_code=True))
+        parse_choice({"way": "extend", "steps": 9}, ResumeLimits(stop_is_code=True))
 
 
 @pytest.mark.parametrize(
@@ -202,4 +207,4 @@ def test_what_is_not_there_cannot_be_chosen() -> None:
 def test_a_larger_limit_takes_the_place_of_the_smaller_one(
     stop: object, steps: int, hours: float, then: object
 ) -> None:
-    assert stop_extended(stop, steps, hours) == then
+    assert extend_stop(stop, steps, hours) == then

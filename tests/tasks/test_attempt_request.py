@@ -15,35 +15,41 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from prefect_tune.attempt.attempt import Attempt, AttemptResult, log_failure, state_of
-from prefect_tune.attempt.search_link import TrialJournal, WrittenEntries
+from prefect_tune.attempt.attempt import Attempt, AttemptResult, log_failure, make_task_state
+from prefect_tune.attempt.search_channel import TrialJournal, WritingJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import Superseded, TrialFailed
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import history
+from prefect_tune.core.journal.journal import read_entries
 from prefect_tune.core.journal.outbox import close_outbox, read_posts
 from prefect_tune.core.journal_events import (
-    Adopted,
     AttemptEnded,
+    AttemptStarted,
     Cause,
+    CheckpointsAdopted,
     Event,
-    Finished,
     FinishKind,
     Outcome,
     Owner,
-    Paused,
-    Started,
     TrialAdded,
+    TrialFinished,
+    TrialPaused,
 )
-from prefect_tune.core.messages.process_messages import StopAndSave
-from prefect_tune.core.messages.target_messages import UNASKED, answer
-from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.messages.process_messages import CheckpointAndStop
+from prefect_tune.core.messages.target_messages import UNSOLICITED_STEP, send_answer
+from prefect_tune.core.operations.delete_experiment import delete_generation
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.executors.remote_executor import StoreLink
-from prefect_tune.journal_access import JournalWriter, Opening, experiment_id, open_journal, write_directly
+from prefect_tune.executors.remote_executor import RemoteSearchChannel
+from prefect_tune.journal_access import (
+    JournalWriter,
+    OwnershipRequest,
+    acquire_and_adopt_with_retries,
+    experiment_id,
+    write_entry_directly,
+)
 from prefect_tune.tasks import trials
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
@@ -55,17 +61,17 @@ LAUNCHED = Trial(trial="00000", config={"x": 1}, outbox=1, outbox_count=1)
 _MINUTE = timedelta(minutes=1)
 
 
-class Link(StoreLink):
+class Link(RemoteSearchChannel):
     """A link of an attempt whose process cannot be started."""
 
     journal: TrialJournal | None = None
     """Where the attempt journals its events, if not in its outbox."""
     processes = 0
 
-    def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
-        return self.journal or super().open_journal(spec, request)
+    def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
+        return self.journal or super().make_journal(spec, request)
 
-    def process(self, *_: object) -> object:  # type: ignore[override]  # it opens none
+    def open_process(self, *_: object) -> object:  # type: ignore[override]  # it opens none
         self.processes += 1
         raise OSError("cannot fork a trial's process")
 
@@ -78,12 +84,14 @@ class Requests:
         self.plan = plan_at(target)
         self.link = Link(target, self.plan.trial, attempt=1)
 
-    def open(self, generation: int = 1, events: Sequence[Event] = (Adopted(),)) -> str:
+    def open(self, generation: int = 1, events: Sequence[Event] = (CheckpointsAdopted(),)) -> str:
         """Open the experiment, with these events; return its id."""
         key = JournalKey(experiment="e", generation=generation)
-        state = open_journal(self.target, key, Opening(ME, new_write_id(), lambda _: events))
+        state = acquire_and_adopt_with_retries(
+            self.target, key, OwnershipRequest(ME, new_write_stamp(), lambda _: events)
+        )
         if "00000" in state.trials:
-            self.link.journal = WrittenEntries("00000", JournalWriter(self.target, state, write_directly))
+            self.link.journal = WritingJournal("00000", JournalWriter(self.target, state, write_entry_directly))
         return experiment_id(self.target, key) or ""
 
     def run(self, request: AttemptRequest) -> AttemptResult:
@@ -95,7 +103,7 @@ class Requests:
 
     def delete(self) -> None:
         with self.target.open(timeout=_MINUTE) as store:
-            remove(store, first_generation("e"), ME, new_write_id())
+            delete_generation(store, first_generation("e"), ME, new_write_stamp())
 
 
 @pytest.fixture
@@ -117,7 +125,7 @@ def test_a_second_execution_of_a_request_stops_before_it_trains_or_writes(reques
         requests.run(request)
     with requests.target.open(timeout=_MINUTE) as store:
         (started,) = read_posts(store, requests.plan.trial, 1, 0)
-    assert isinstance(started.events[0], Started)
+    assert isinstance(started.events[0], AttemptStarted)
     before = requests.objects()
     with pytest.raises(Superseded, match="another process trains this attempt"):
         requests.run(request)
@@ -132,7 +140,7 @@ def test_a_request_whose_outbox_is_closed_stops_before_it_trains_or_writes(reque
     """A user retries the run of an attempt that failed long ago, or another owner took over the search."""
     request = attempt_request(requests.open())
     with requests.target.open(timeout=_MINUTE) as store:
-        close_outbox(store, requests.plan.trial, 1, 0, "the next search", new_write_id())
+        close_outbox(store, requests.plan.trial, 1, 0, "the next search", new_write_stamp())
     before = requests.objects()
     with pytest.raises(Superseded, match="the next search has ended this attempt"):
         requests.run(request)
@@ -141,28 +149,31 @@ def test_a_request_whose_outbox_is_closed_stops_before_it_trains_or_writes(reque
 
 @pytest.mark.parametrize(
     "outcome",
-    [Finished(trial="00000", reason="enough", kind=FinishKind.RETURNED), Paused(trial="00000", reason="rung")],
+    [
+        TrialFinished(trial="00000", reason="enough", kind=FinishKind.RETURNED),
+        TrialPaused(trial="00000", reason="rung"),
+    ],
 )
 def test_a_trial_that_has_ended_is_not_trained_again_by_a_retry_of_its_task(
     requests: Requests, outcome: Outcome
 ) -> None:
-    began = Started(trial="00000", attempt=1, from_step=0)
-    requests.open(events=[Adopted(), TrialAdded(trial="00000", config={}), began, outcome])
+    began = AttemptStarted(trial="00000", attempt=1, from_step=0)
+    requests.open(events=[CheckpointsAdopted(), TrialAdded(trial="00000", config={}), began, outcome])
     before = requests.objects()
     assert requests.run(attempt_request()).outcome == outcome
     assert (requests.objects(), requests.link.processes) == (before, 0)
 
 
 def test_a_retry_of_a_task_that_failed_within_its_attempt_is_a_further_attempt(requests: Requests) -> None:
-    requests.open(events=[Adopted(), TrialAdded(trial="00000", config={})])
+    requests.open(events=[CheckpointsAdopted(), TrialAdded(trial="00000", config={})])
     for _ in range(2):
         with suppress(OSError):
             requests.run(attempt_request())
     with requests.target.open(timeout=_MINUTE) as store:
-        entries = history(store, first_generation("e"))
+        entries = read_entries(store, first_generation("e"))
     events = [event for entry in entries for event in entry.events]
     causes = [event.cause for event in events if isinstance(event, AttemptEnded)]
-    assert [event.attempt for event in events if isinstance(event, Started)] == [1, 2]
+    assert [event.attempt for event in events if isinstance(event, AttemptStarted)] == [1, 2]
     assert causes == [Cause.MACHINE]
 
 
@@ -177,7 +188,7 @@ def test_a_request_that_waits_for_a_slot_ends_when_its_search_stops(
     monkeypatch.setattr(trials, "holding_concurrency_limits", waits_for_ever)
     monkeypatch.setattr(trials, "get_run_logger", logging.getLogger)
     with requests.target.open(timeout=_MINUTE) as store:
-        answer(store, requests.plan.trial, 1, UNASKED, StopAndSave())
+        send_answer(store, requests.plan.trial, 1, UNSOLICITED_STEP, CheckpointAndStop())
     ended = trials.run_attempt.fn(requests.plan, attempt_request(requests.open()), requests.link)
     assert (ended.name, requests.link.processes) == ("Interrupted", 0)
 
@@ -218,21 +229,26 @@ STOPPED = AttemptEnded(trial="00003", cause=Cause.PREEMPTED, reason=make_reason(
 @pytest.mark.parametrize(
     ("outcome", "kind", "name", "message"),
     [
-        (Finished(trial="00003", reason="step 9 of 9"), StateType.COMPLETED, "Completed", "step 9 of 9"),
+        (TrialFinished(trial="00003", reason="step 9 of 9"), StateType.COMPLETED, "Completed", "step 9 of 9"),
         (
-            Finished(trial="00003", reason="all steps", kind=FinishKind.ALL_STEPS),
+            TrialFinished(trial="00003", reason="all steps", kind=FinishKind.ALL_STEPS),
             StateType.COMPLETED,
             "Completed",
             "all steps",
         ),
-        (Finished(trial="00003", reason="rung 3", kind=FinishKind.PRUNED), StateType.COMPLETED, "Pruned", "rung 3"),
         (
-            Finished(trial="00003", reason="stopped by me", kind=FinishKind.STOPPED),
+            TrialFinished(trial="00003", reason="rung 3", kind=FinishKind.PRUNED),
+            StateType.COMPLETED,
+            "Pruned",
+            "rung 3",
+        ),
+        (
+            TrialFinished(trial="00003", reason="stopped by me", kind=FinishKind.STOPPED),
             StateType.CANCELLED,
             "Interrupted",
             "stopped by me",
         ),
-        (Paused(trial="00003", reason="rung 3"), StateType.COMPLETED, "Paused", "rung 3"),
+        (TrialPaused(trial="00003", reason="rung 3"), StateType.COMPLETED, "Paused", "rung 3"),
         (STOPPED, StateType.CANCELLED, "Interrupted", "saved, as requested"),
         (ERROR, StateType.FAILED, "Failed", "ValueError: lr is too large"),
         (make_failure("SIGKILL", Cause.MACHINE), StateType.FAILED, "Failed", "SIGKILL"),
@@ -241,12 +257,12 @@ STOPPED = AttemptEnded(trial="00003", cause=Cause.PREEMPTED, reason=make_reason(
 def test_each_end_of_an_attempt_has_a_state_that_names_it_and_gives_the_reason_in_one_line(
     outcome: Outcome, kind: StateType, name: str, message: str
 ) -> None:
-    state = state_of(outcome)
+    state = make_task_state(outcome)
     assert (state.type, state.name, state.message) == (kind, name, message)
 
 
 def test_the_result_of_a_failed_attempt_is_its_error() -> None:
-    data = state_of(ERROR).data
+    data = make_task_state(ERROR).data
     assert isinstance(data, TrialFailed)
     assert str(data) == "trial 00003: ValueError: lr is too large"
 

@@ -20,9 +20,9 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed, Crashed, Running, Scheduled
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.journal_events import Owner, Started, TrialAdded
-from prefect_tune.journal_access import attempts_of, settle_dead_attempts
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.journal_events import AttemptStarted, Owner, TrialAdded
+from prefect_tune.journal_access import make_attempt_filter, set_dead_attempts_crashed
 from prefect_tune.prefect_api import task_runs
 from prefect_tune.tasks.trials import run_attempt
 from tests.fakes.checkpoints import first_generation
@@ -61,9 +61,9 @@ def flow_run_in(client: SyncPrefectClient, state: State[Any]) -> UUID:
 
 def left_by(owner: Owner) -> Experiment:
     """The experiment of a single training whose attempt was running."""
-    state = nothing_yet(first_generation("e")).model_copy(update={"owner": owner})
-    state = after_event(state, TrialAdded(trial="trial", config={}), 1)
-    return after_event(state, Started(trial="trial", attempt=1, from_step=0), 2)
+    state = empty_experiment(first_generation("e")).model_copy(update={"owner": owner})
+    state = apply_event(state, TrialAdded(trial="trial", config={}), 1)
+    return apply_event(state, AttemptStarted(trial="trial", attempt=1, from_step=0), 2)
 
 
 def attempts(client: SyncPrefectClient, owner: Owner) -> Sequence[TaskRun]:
@@ -78,7 +78,7 @@ def states_of(client: SyncPrefectClient, owner: Owner) -> Mapping[str, str | Non
 
 
 def states_after_a_takeover(client: SyncPrefectClient, owner: Owner, by: Owner = NEXT) -> Mapping[str, str | None]:
-    settle_dead_attempts(left_by(owner), by)
+    set_dead_attempts_crashed(left_by(owner), by)
     for each in threading.enumerate():
         if each.name == "settle-dead-attempts":
             each.join(timeout=60)
@@ -121,7 +121,7 @@ def test_attempts_of_a_flow_run_keep_their_states_while_it_is_alive_and_are_cras
         died.wait(60)
 
     monkeypatch.setattr(task_runs, "time", SimpleNamespace(sleep=look_again_when_it_died))
-    settle_dead_attempts(left_by(alive), NEXT)
+    set_dead_attempts_crashed(left_by(alive), NEXT)
     assert looked.wait(60)
     assert set(states_of(client, alive).values()) == {"Running"}
     client.set_flow_run_state(flow_run, Crashed(), force=True)
@@ -145,7 +145,7 @@ def test_more_dead_attempts_than_the_server_lists_at_a_time_are_set_to_crashed(
 
 def test_an_attempt_of_an_owner_that_this_process_was_keeps_its_state(client: SyncPrefectClient) -> None:
     earlier = Owner(name="earlier", host=HERE, pid=os.getpid(), flow_run=str(flow_run_in(client, Crashed())))
-    settle_dead_attempts(left_by(Owner(name="forged", host=ELSEWHERE, pid=1, flow_run="no id")), earlier)
+    set_dead_attempts_crashed(left_by(Owner(name="forged", host=ELSEWHERE, pid=1, flow_run="no id")), earlier)
     assert set(states_after_a_takeover(client, earlier).values()) == {"Running"}
 
 
@@ -156,7 +156,7 @@ def _task_run(run_count: int, key: str = run_attempt.task_key, *, has_begun: boo
 
 def test_after_a_retry_of_the_flow_run_its_present_attempts_are_left_alone() -> None:
     dead = Owner(name="dead", host=HERE, pid=1, flow_run=str(uuid4()))
-    is_dead = attempts_of(dead, run_count=2)
+    is_dead = make_attempt_filter(dead, run_count=2)
     assert is_dead(_task_run(1))
     assert not is_dead(_task_run(2))
     assert not is_dead(_task_run(0, has_begun=False)), "it may belong to the current run"
@@ -165,5 +165,5 @@ def test_after_a_retry_of_the_flow_run_its_present_attempts_are_left_alone() -> 
 
 def test_an_owner_that_names_its_task_run_was_that_attempt_alone() -> None:
     run = _task_run(1)
-    assert attempts_of(Owner(name="o", host=HERE, pid=1, task_run=str(run.id)), None)(run)
-    assert not attempts_of(Owner(name="o", host=HERE, pid=1, task_run=str(uuid4())), None)(run)
+    assert make_attempt_filter(Owner(name="o", host=HERE, pid=1, task_run=str(run.id)), None)(run)
+    assert not make_attempt_filter(Owner(name="o", host=HERE, pid=1, task_run=str(uuid4())), None)(run)

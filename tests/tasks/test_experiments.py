@@ -10,23 +10,29 @@ from typing import cast
 import pytest
 
 from prefect_tune.attempt.attempt import Attempt
-from prefect_tune.attempt.search_link import SearchLink, WrittenEntries
+from prefect_tune.attempt.search_channel import SearchChannel, WritingJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import CommitUnknown, ResumeFailed, StoreRefused, StoreUnavailable, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal_events import Adopted, Owner, Quarantined, Started, TrialAdded
+from prefect_tune.core.journal_events import (
+    AttemptStarted,
+    CheckpointQuarantined,
+    CheckpointsAdopted,
+    Owner,
+    TrialAdded,
+)
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import Buffer
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.journal_access import JournalWriter
-from prefect_tune.tasks.experiments import check_target, open_experiment, write_entry
+from prefect_tune.tasks.experiments import acquire_experiment, check_target, write_entry
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation
 
 ME = Owner(name="me", host="here", pid=1)
-STAMP = Stamp(write_id="w", at="now")
+STAMP = WriteStamp(write_id="w", at="now")
 
 
 class Late(Bucket):
@@ -58,15 +64,15 @@ def test_opening_again_after_a_lost_reply_is_opening_once(
     bucket = BUCKETS[request.node.name] = Late(nth)
     target = BucketTarget(name=request.node.name)
     with pytest.raises(CommitUnknown):
-        open_experiment.fn(target, first_generation("e"), ME, STAMP)
+        acquire_experiment.fn(target, first_generation("e"), ME, STAMP)
     if arrives == "before the retry":
         bucket.arrive()
     elif arrives == "never":
         bucket.on_its_way.clear()
-    opened = open_experiment.fn(target, first_generation("e"), ME, STAMP)
+    opened = acquire_experiment.fn(target, first_generation("e"), ME, STAMP)
     assert (opened.number, opened.term, opened.owner, opened.adopted_in) == (2, 1, ME, 1)
-    assert journal.load(bucket, first_generation("e")) == opened
-    assert open_experiment.fn(target, first_generation("e"), ME, STAMP) == opened
+    assert journal.load_experiment(bucket, first_generation("e")) == opened
+    assert acquire_experiment.fn(target, first_generation("e"), ME, STAMP) == opened
 
 
 # ---------------------------------------------------------------------------------------------- the target
@@ -103,10 +109,15 @@ def test_a_target_that_is_away_is_asked_again_and_one_that_refuses_is_not(
 
 
 def _with_quarantined(bucket: Bucket, spoil: Callable[[Experiment], Experiment]) -> Experiment:
-    state = journal.take_over(bucket, first_generation("e"), ME, STAMP)
-    torn = Quarantined(trial="t", sequence=2, reason="a torn manifest of an unacknowledged save")
-    begun = [Adopted(), TrialAdded(trial="t", config={}), Started(trial="t", attempt=1, from_step=0), torn]
-    return spoil(journal.append(bucket, state, begun, Stamp(write_id="w2", at="now")))
+    state = journal.acquire_ownership(bucket, first_generation("e"), ME, STAMP)
+    torn = CheckpointQuarantined(trial="t", sequence=2, reason="a torn manifest of an unacknowledged save")
+    begun = [
+        CheckpointsAdopted(),
+        TrialAdded(trial="t", config={}),
+        AttemptStarted(trial="t", attempt=1, from_step=0),
+        torn,
+    ]
+    return spoil(journal.append_events(bucket, state, begun, WriteStamp(write_id="w2", at="now")))
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -125,12 +136,12 @@ def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(request: pytest.F
         return state.model_copy(update={"trials": {"t": trial}})
 
     state = _with_quarantined(bucket, losing)
-    journal = WrittenEntries("t", JournalWriter(plan.target, state, write_entry))
-    attempt_request, link = AttemptRequest(search_term=1, trial=state.trial("t")), cast("SearchLink", None)
+    journal = WritingJournal("t", JournalWriter(plan.target, state, write_entry))
+    attempt_request, link = AttemptRequest(search_term=1, trial=state.trial("t")), cast("SearchChannel", None)
     attempt = Attempt(plan, attempt_request, link, DirectTasks(plan), logging.getLogger("tests"))
     if lost:
         with pytest.raises(ResumeFailed, match="Nothing was restarted from zero"):
-            attempt._restore_newest(journal, Path())
+            attempt._restore_newest_checkpoint(journal, Path())
     else:
-        assert attempt._restore_newest(journal, Path()) is None
+        assert attempt._restore_newest_checkpoint(journal, Path()) is None
         assert journal.trial == state.trial("t")

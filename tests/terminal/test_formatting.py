@@ -9,14 +9,14 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from prefect_tune.arrow_tables import attempts_as_arrow
-from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost, cost_sentence
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
+from prefect_tune.arrow_tables import attempts_to_arrow
+from prefect_tune.core.display_text import format_duration, format_span, make_visible
+from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost, format_cost
+from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import Started, TrialAdded
+from prefect_tune.core.journal_events import AttemptStarted, TrialAdded
 from prefect_tune.core.messages.target_messages import ExperimentView, LiveStatus
-from prefect_tune.core.shown_text import format_duration, format_span, visible
-from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd
+from prefect_tune.core.usage_records import AttemptUsage, GroupUsage, PhaseSeconds, RankEnd
 from prefect_tune.terminal.formatting import (
     attempt_fields,
     attempts_table,
@@ -24,9 +24,9 @@ from prefect_tune.terminal.formatting import (
     cost_fields,
     cost_table,
     facts_table,
+    format_age,
     format_cell,
     format_metrics,
-    format_moment,
     format_number,
     format_steps,
     freshness_of,
@@ -41,13 +41,13 @@ ATTACK = "\x1b]0;title\x07\x1b[2J\x9b31m\rbold"
 
 
 def test_control_characters_are_spelled_out_and_lines_stay_lines() -> None:
-    assert visible("\x1b[31mred\r\x9b") == r"\x1b[31mred\r\x9b"
-    assert visible("a\tü\nline") == "a\tü\nline"
+    assert make_visible("\x1b[31mred\r\x9b") == r"\x1b[31mred\r\x9b"
+    assert make_visible("a\tü\nline") == "a\tü\nline"
 
 
 def test_nothing_turns_the_direction_of_text_or_cannot_be_printed_at_all() -> None:
-    assert visible("gpj.\u202eexe\u2066\u2028") == r"gpj.\u202eexe\u2066\u2028"
-    assert visible("\udcff 😀 שלום") == r"\udcff 😀 שלום"
+    assert make_visible("gpj.\u202eexe\u2066\u2028") == r"gpj.\u202eexe\u2066\u2028"
+    assert make_visible("\udcff 😀 שלום") == r"\udcff 😀 שלום"
 
 
 def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,8 +152,8 @@ AT = "2026-11-23T01:32:20.123+00:00"
 
 def running() -> Experiment:
     return after(
-        nothing_yet(first_generation("e")),
-        [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)],
+        empty_experiment(first_generation("e")),
+        [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)],
     )
 
 
@@ -173,9 +173,9 @@ def test_what_is_old_says_its_age_and_what_that_means(period: float | None, said
     view = ExperimentView(running(), AT, live(period) if period else None)
     fresh = freshness_of(view, NOW)
     assert fresh.words() == said
-    assert fresh.fields() == {"as_of": "2026-11-23T01:32:20+00:00", "age_seconds": 57.9, "is_stale": period == 5}
-    assert fresh.short() == "01:32:20, 58 s ago"
-    assert freshness_of(view, NOW + timedelta(hours=1)).short() == "01:32:20, 1 h ago"
+    assert fresh.json_fields() == {"as_of": "2026-11-23T01:32:20+00:00", "age_seconds": 57.9, "is_stale": period == 5}
+    assert fresh.format_short() == "01:32:20, 58 s ago"
+    assert freshness_of(view, NOW + timedelta(hours=1)).format_short() == "01:32:20, 1 h ago"
     assert said.replace(" ago", " before now") == fresh.words("before now")
 
 
@@ -187,33 +187,33 @@ def test_it_is_stale_once_the_next_two_updates_are_missing(seconds: float, is_st
 
 
 def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date() -> None:
-    fresh = freshness_of(ExperimentView(nothing_yet(first_generation("e")), AT), NOW + timedelta(days=2))
+    fresh = freshness_of(ExperimentView(empty_experiment(first_generation("e")), AT), NOW + timedelta(days=2))
     assert fresh.words() == "2026-11-23 01:32:20 UTC, 2 d ago"
-    assert fresh.short() == "2026-11-23 01:32, 2 d ago"
+    assert fresh.format_short() == "2026-11-23 01:32, 2 d ago"
     assert not fresh.is_stale
 
 
 @pytest.mark.parametrize("at", ["", "yesterday", "0001-01-01T00:00:00+14:00"])
 def test_a_journal_that_says_no_time_has_no_age(at: str) -> None:
     fresh = freshness_of(ExperimentView(running(), at), NOW)
-    assert (fresh.words(), fresh.short()) == ("an unknown time", "")
-    assert fresh.fields() == {"as_of": None, "age_seconds": None, "is_stale": False}
+    assert (fresh.words(), fresh.format_short()) == ("an unknown time", "")
+    assert fresh.json_fields() == {"as_of": None, "age_seconds": None, "is_stale": False}
 
 
 def test_the_future_of_another_clock_is_now() -> None:
     assert freshness_of(ExperimentView(running(), AT), NOW - timedelta(hours=1)).age == timedelta(0)
-    assert format_moment(AT, NOW - timedelta(hours=1)) == "0 s ago"
+    assert format_age(AT, NOW - timedelta(hours=1)) == "0 s ago"
 
 
 def test_a_moment_is_an_age_and_none_is_nothing() -> None:
-    assert (format_moment(AT, NOW), format_moment(None, NOW)) == ("58 s ago", "")
+    assert (format_age(AT, NOW), format_age(None, NOW)) == ("58 s ago", "")
 
 
 # The cost of an experiment as people read it: a sentence, a table, a bar, JSON and an Arrow table.
 
 
 BEGAN = datetime(2026, 11, 26, 3, tzinfo=UTC)
-USE = AttemptUse(
+USE = AttemptUsage(
     seconds=PhaseSeconds(start=1000, training=24300),
     cpu_seconds=48600,
     peak_memory_bytes=3 << 30,
@@ -223,7 +223,7 @@ USE = AttemptUse(
 )
 
 
-def attempt(number: int, use: AttemptUse | None = None, **seconds: float) -> AttemptCost:
+def attempt(number: int, use: AttemptUsage | None = None, **seconds: float) -> AttemptCost:
     taken = {each: seconds.get(each.key, 0.0) for each in Category if each is not Category.IDLE}
     return AttemptCost("t", number, BEGAN, taken, use)
 
@@ -242,13 +242,13 @@ def text_of(table: object) -> str:
 
 def test_the_sentence_says_the_share_of_training_and_the_largest_losses() -> None:
     usual = cost(training=24300, start=2700, idle=1500, saving=1200, lost=300)
-    assert cost_sentence(usual) == (
+    assert format_cost(usual) == (
         "81 % of 4 h 10 min of 2 slots was training; the largest losses: start and import 9 %, idle 5 %, saving 4 %"
     )
 
 
 def test_nothing_is_said_before_a_slot_was_held() -> None:
-    assert cost_sentence(ExperimentCost([], [], dict.fromkeys(Category, 0.0))) == ""
+    assert format_cost(ExperimentCost([], [], dict.fromkeys(Category, 0.0))) == ""
 
 
 def test_the_tables_have_what_took_time_and_what_was_used() -> None:
@@ -270,7 +270,7 @@ def test_the_json_and_the_arrow_table_have_each_number_and_null_for_what_was_not
     assert "cpu_seconds" not in attempt_fields(attempt(2))
 
     both = ExperimentCost([], [attempt(1, USE, training=2), attempt(2, start=1)], dict.fromkeys(Category, 0.0))
-    table = attempts_as_arrow(both)
+    table = attempts_to_arrow(both)
     assert table.schema.field("began_at").type == pa.timestamp("ms", "UTC")
     assert table.column("training_seconds").to_pylist() == [2, 0]
     assert table.column("peak_memory_bytes").to_pylist() == [3 << 30, None]
@@ -286,7 +286,7 @@ def test_the_table_of_attempts_names_the_ends_of_ranks_unlike_the_others() -> No
         RankEnd(ranks=(1,), how="ValueError: x", is_cause=True),
         RankEnd(ranks=tuple(range(2, 12)), how="RuntimeError: Connection closed"),
     )
-    table = attempts_table([attempt(1, GroupUse(seconds=PhaseSeconds(), ends=ends)), attempt(2)])
+    table = attempts_table([attempt(1, GroupUsage(seconds=PhaseSeconds(), ends=ends)), attempt(2)])
     said = "rank 1: ValueError: x, the cause; ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more: RuntimeError: Connection closed"
     assert text_of(table).splitlines()[1].rstrip().endswith(said)
     assert "ended otherwise" not in text_of(attempts_table([attempt(2)]))

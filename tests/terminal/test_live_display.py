@@ -21,7 +21,14 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from prefect_tune.terminal import live_display as module
-from prefect_tune.terminal.live_display import NOTICE, LiveDisplay, OutputCapture, can_show, end_display, live_display
+from prefect_tune.terminal.live_display import (
+    NOTICE,
+    LiveDisplay,
+    OutputCapture,
+    can_show_display,
+    end_display,
+    live_display,
+)
 
 
 class Terminal:
@@ -219,16 +226,16 @@ def test_it_is_drawn_rarely_where_drawing_is_expensive(terminal: Terminal, broke
 def test_a_table_is_shown_in_a_terminal_unless_somebody_wants_none(
     terminal: Terminal, environment: dict[str, str], shows: bool
 ) -> None:
-    assert can_show(terminal.stream, environment) is shows
+    assert can_show_display(terminal.stream, environment) is shows
 
 
 def test_a_file_a_closed_stream_and_one_without_letters_are_no_place_for_it(terminal: Terminal) -> None:
-    assert not can_show(None, {})
-    assert not can_show(io.StringIO(), {})
+    assert not can_show_display(None, {})
+    assert not can_show_display(io.StringIO(), {})
     terminal.stream.reconfigure(encoding="ascii")
-    assert not can_show(terminal.stream, {})
+    assert not can_show_display(terminal.stream, {})
     terminal.stream.close()
-    assert not can_show(terminal.stream, {})
+    assert not can_show_display(terminal.stream, {})
 
 
 def test_what_stands_in_for_a_terminal_is_one_to_whoever_writes(terminal: Terminal) -> None:

@@ -10,20 +10,20 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
     CheckpointRef,
-    Decided,
+    DecisionMade,
     Event,
-    Finished,
-    GaveUp,
-    Reported,
-    Started,
-    StopAsked,
+    StepReported,
+    StopRequested,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
 )
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Continue
@@ -35,11 +35,11 @@ from prefect_tune.terminal.progress_view import (
     Note,
     ProgressState,
     SearchEstimate,
-    cells_of,
+    fit_columns,
     frame,
     line,
     remaining_steps,
-    resumes_paused,
+    resumes_all_paused_trials,
 )
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.journal_builder import all_statuses
@@ -53,17 +53,19 @@ class Search:
     """Sends events to a tracker, as a driver does."""
 
     def __init__(self, outlook: SearchEstimate, before: Experiment | None = None) -> None:
-        self.experiment = before or nothing_yet(first_generation("e"))
+        self.experiment = before or empty_experiment(first_generation("e"))
         self.tracker = TrackedProgress(self.experiment, outlook, 0.0, NOON)
 
     def happens(self, *events: Event) -> None:
         for event in events:
-            self.experiment = after_event(self.experiment, event, self.experiment.number + 1)
+            self.experiment = apply_event(self.experiment, event, self.experiment.number + 1)
             self.tracker.happens(event, self.experiment)
 
     def begins(self, *trials: str) -> None:
         for trial in trials:
-            self.happens(TrialAdded(trial=trial, config={"lr": 0.1}), Started(trial=trial, attempt=1, from_step=0))
+            self.happens(
+                TrialAdded(trial=trial, config={"lr": 0.1}), AttemptStarted(trial=trial, attempt=1, from_step=0)
+            )
 
     def reports(self, trial: str, step: int, loss: float) -> None:
         self.tracker.reported(trial, report(step, loss))
@@ -80,8 +82,10 @@ def search() -> Search:
 
 def test_trials_are_counted_by_state(search: Search) -> None:
     search.begins("0", "1", "2")
-    search.happens(Finished(trial="0", reason="enough"), GaveUp(trial="1", cause=Cause.USER, reason="no"))
-    state = search.tracker.state(1.0)
+    search.happens(
+        TrialFinished(trial="0", reason="enough"), TrialErrored(trial="1", cause=Cause.TRAINABLE, reason="no")
+    )
+    state = search.tracker.read_state(1.0)
     assert state.counts == {Status.COMPLETED: 1, Status.ERRORED: 1, Status.RUNNING: 1}
 
 
@@ -89,25 +93,25 @@ def test_the_best_so_far_is_known_as_soon_as_it_is_reported(search: Search) -> N
     search.begins("0", "1")
     search.reports("0", 1, 0.5)
     search.reports("1", 1, 0.4)
-    assert search.tracker.state(1.0).best.trial == "1"
+    assert search.tracker.read_state(1.0).best.trial == "1"
     search.reports("0", 2, 0.3)
-    best = search.tracker.state(1.0).best
+    best = search.tracker.read_state(1.0).best
     assert (best.trial, best.step, best.metrics) == ("0", 2, {"loss": 0.3})
 
 
 def test_a_report_that_the_journal_tells_again_counts_once(search: Search) -> None:
     search.begins("0")
     search.reports("0", 1, 0.5)
-    search.happens(Reported(trial="0", report=report(1, 0.5)), Reported(trial="0", report=report(2, 0.5)))
-    assert search.tracker.state(2.0).reports_per_second == pytest.approx(1.0)
+    search.happens(StepReported(trial="0", report=report(1, 0.5)), StepReported(trial="0", report=report(2, 0.5)))
+    assert search.tracker.read_state(2.0).reports_per_second == pytest.approx(1.0)
 
 
 def test_the_rate_is_that_of_the_last_seconds(search: Search) -> None:
     search.begins("0")
     for step in range(1, 101):
         search.reports("0", step, 0.5)
-    assert search.tracker.state(10.0).reports_per_second == pytest.approx(10.0)
-    assert search.tracker.state(20.0).reports_per_second == pytest.approx(0.0)
+    assert search.tracker.read_state(10.0).reports_per_second == pytest.approx(10.0)
+    assert search.tracker.read_state(20.0).reports_per_second == pytest.approx(0.0)
 
 
 def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: Search) -> None:
@@ -115,47 +119,47 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
     search.reports("0", 5, 0.5)
     search.happens(
         AttemptEnded(trial="0", cause=Cause.MACHINE, reason="gone\nTraceback"),
-        Started(trial="0", attempt=2, from_step=0),
+        AttemptStarted(trial="0", attempt=2, from_step=0),
     )
-    (running,) = search.tracker.state(1.0).running
+    (running,) = search.tracker.read_state(1.0).running
     assert running.step < 5
 
 
 def test_an_attempt_that_ended_without_a_word_is_forgotten_too(search: Search) -> None:
     search.begins("0")
     search.reports("0", 5, 0.5)
-    search.tracker.happens(Started(trial="0", attempt=2, from_step=0), search.experiment)
-    assert search.tracker.state(1.0).best is None
+    search.tracker.happens(AttemptStarted(trial="0", attempt=2, from_step=0), search.experiment)
+    assert search.tracker.read_state(1.0).best is None
 
 
 def test_rungs_tell_how_many_trials_were_judged_where_also_before_this_run(search: Search) -> None:
     search.begins("0", "1")
     for trial, step in (("0", 1), ("1", 1), ("0", 3)):
-        search.happens(Decided(trial=trial, report=report(step, 0.5), decision=Continue()))
-    assert search.tracker.state(1.0).rungs == {1: 2, 3: 1}
-    assert Search(SearchEstimate("e"), search.experiment).tracker.state(0.0).rungs == {1: 2, 3: 1}
+        search.happens(DecisionMade(trial=trial, report=report(step, 0.5), decision=Continue()))
+    assert search.tracker.read_state(1.0).rungs == {1: 2, 3: 1}
+    assert Search(SearchEstimate("e"), search.experiment).tracker.read_state(0.0).rungs == {1: 2, 3: 1}
 
 
 def test_the_time_left_is_that_of_the_remaining_steps_at_the_pace_of_this_run(search: Search) -> None:
     search.begins("0", "1")
-    assert search.tracker.state(60.0).time_left is None, "no step is trained yet"
+    assert search.tracker.read_state(60.0).time_left is None, "no step is trained yet"
     search.reports("0", 3, 0.5)
     search.reports("1", 5, 0.5)
-    assert search.tracker.state(60.0).time_left == timedelta(minutes=(40 - 8) / 8)
+    assert search.tracker.read_state(60.0).time_left == timedelta(minutes=(40 - 8) / 8)
     search.happens(
-        AttemptEnded(trial="1", cause=Cause.MACHINE, reason="lost"), Started(trial="1", attempt=2, from_step=0)
+        AttemptEnded(trial="1", cause=Cause.MACHINE, reason="lost"), AttemptStarted(trial="1", attempt=2, from_step=0)
     )
     search.reports("1", 2, 0.5)
-    assert search.tracker.state(60.0).time_left == timedelta(minutes=(40 - 5) / 10), "two steps were trained again"
+    assert search.tracker.read_state(60.0).time_left == timedelta(minutes=(40 - 5) / 10), "two steps were trained again"
 
 
 def test_nothing_takes_longer_than_the_time_budget() -> None:
-    search = Search(SearchEstimate("e", LOSS, trial_count=100, step_count=10, time=timedelta(seconds=30)))
-    assert search.tracker.state(10.0).time_left == timedelta(seconds=20)
+    search = Search(SearchEstimate("e", LOSS, trial_count=100, step_count=10, time_budget=timedelta(seconds=30)))
+    assert search.tracker.read_state(10.0).time_left == timedelta(seconds=20)
     search.begins("0")
     search.reports("0", 1, 0.5)
-    assert search.tracker.state(10.0).time_left == timedelta(seconds=20)
-    assert search.tracker.state(40.0).time_left == timedelta(0)
+    assert search.tracker.read_state(10.0).time_left == timedelta(seconds=20)
+    assert search.tracker.read_state(40.0).time_left == timedelta(0)
 
 
 @pytest.mark.parametrize("steps", [sys.maxsize, 10**400], ids=["maxsize", "no float"])
@@ -163,16 +167,16 @@ def test_a_number_of_steps_that_is_no_limit_gives_no_estimate(steps: int) -> Non
     search = Search(SearchEstimate("e", LOSS, trial_count=4, step_count=steps))
     search.begins("0")
     search.reports("0", 1, 0.5)
-    shown = search.tracker.state(10.0)
+    shown = search.tracker.read_state(10.0)
     assert shown.time_left is None
 
 
 def test_a_search_that_ends_early_has_no_time_left_that_is_known(search: Search) -> None:
     search.begins("0")
     search.reports("0", 1, 0.5)
-    assert search.tracker.state(3.0).time_left is not None
-    search.happens(StopAsked(reason="enough"))
-    assert (search.tracker.state(3.0).time_left, search.tracker.state(3.0).ended_because) == (None, "enough")
+    assert search.tracker.read_state(3.0).time_left is not None
+    search.happens(StopRequested(reason="enough"))
+    assert (search.tracker.read_state(3.0).time_left, search.tracker.read_state(3.0).stop_reason) == (None, "enough")
 
 
 _PAUSED_AT_4 = {"phase": Phase.PAUSED, "step": 5, "checkpoints": (CheckpointRef(step=4, sequence=1),)}
@@ -189,7 +193,7 @@ _PAUSED_AT_4 = {"phase": Phase.PAUSED, "step": 5, "checkpoints": (CheckpointRef(
         ([{"phase": Phase.RUNNING, "step": 2}], {"trial_count": None}, None),
         ([{**_PAUSED_AT_4, "phase": Phase.PENDING}], {}, 6 + 10),
         ([_PAUSED_AT_4], {}, 6 + 10),
-        ([{"phase": Phase.RUNNING, "step": 2}], {"resumes_paused": False}, None),
+        ([{"phase": Phase.RUNNING, "step": 2}], {"resumes_all_paused_trials": False}, None),
     ],
 )
 def test_the_remaining_steps_are_unknown_where_trials_are_promoted_or_the_search_has_no_end(
@@ -203,7 +207,14 @@ def test_the_remaining_steps_are_unknown_where_trials_are_promoted_or_the_search
 def test_a_population_resumes_all_that_it_pauses_and_a_promotion_search_some() -> None:
     asha, hyperband = ASHA(max_t=27, grace_period=3), Hyperband(max_t=27)
     others = (PBT(4, {"lr": [0.1, 0.2]}), ASHA(max_t=27, variant="stopping"), FIFO(), None)
-    assert [resumes_paused(each) for each in (asha, hyperband, *others)] == [False, False, True, True, True, True]
+    assert [resumes_all_paused_trials(each) for each in (asha, hyperband, *others)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 def trial(number: int, phase: Phase) -> Trial:
@@ -276,7 +287,7 @@ def test_what_a_trial_wrote_controls_neither_the_terminal_nor_the_number_of_line
 
 def test_the_status_says_at_which_step_a_trial_stopped_short() -> None:
     search = all_statuses()
-    names, rows, _ = cells_of(list(search.state.trials.values()), ["loss"], 200)
+    names, rows, _ = fit_columns(list(search.state.trials.values()), ["loss"], 200)
     assert [row[names.index("status")] for row in rows] == [
         *("completed", "pruned @3", "interrupted @3", "errored", "running", "paused @3", "pending")
     ]

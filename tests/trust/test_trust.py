@@ -14,8 +14,8 @@ import pytest
 import prefect_tune as pt
 from prefect_tune import linux, trust
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, Stored, from_settings
-from prefect_tune.trust import _FINDERS, code_choices, shared_access_reason
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredKind, plan_from_settings
+from prefect_tune.trust import _CODE_FINDERS, find_code_choices, shared_access_reason
 
 OTHER = 4242
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can give files away")
@@ -181,17 +181,17 @@ def test_a_group_is_private_that_is_a_users_first_and_has_nobody_else() -> None:
 
 
 def chosen(settings: Mapping[str, object], known_sources: Sequence[str] = ()) -> list[tuple[str, str | None]]:
-    return [(each.parameter, each.name) for each in code_choices(settings, known_sources)]
+    return [(each.parameter, each.name) for each in find_code_choices(settings, known_sources)]
 
 
 def test_each_option_that_is_declared_as_a_choice_is_examined() -> None:
-    assert {name for name, option in OPTIONS.items() if option.stored is Stored.CHOICE} == _FINDERS.keys()
+    assert {name for name, option in OPTIONS.items() if option.stored is StoredKind.CHOICE} == _CODE_FINDERS.keys()
 
 
 def test_a_resume_takes_nothing_of_one_run_from_the_journal() -> None:
     of_the_run = {name: "of a journal" for name, option in OPTIONS.items() if option.stored is None}
     run = {"target": "/runs", "experiment": "e"}
-    plan = from_settings({"trainable": "json:loads", **of_the_run}, run, {})
+    plan = plan_from_settings({"trainable": "json:loads", **of_the_run}, run, {})
     assert plan == SearchPlan(trainable="json:loads", **run)
 
 

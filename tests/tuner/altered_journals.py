@@ -10,18 +10,18 @@ from typing import Any
 from prefect_tune.core.journal.journal import decode_entry
 from prefect_tune.core.journal_events import (
     AttemptEnded,
-    Cloned,
-    Decided,
+    AttemptStarted,
+    CheckpointCloned,
+    DecisionMade,
     Entry,
     Event,
-    Finished,
     FinishKind,
-    Paused,
-    Reported,
-    Resumed,
-    Started,
-    StopAsked,
+    StepReported,
+    StopRequested,
     TrialAdded,
+    TrialFinished,
+    TrialPaused,
+    TrialResumed,
 )
 from prefect_tune.core.reasons import AnyReason, Reason, make_reason
 from prefect_tune.core.schedulers.base import Continue, Exploit, Pause, Stop
@@ -42,8 +42,8 @@ class Alteration:
 
 
 def entries_of(target: Path, key: JournalKey) -> list[Entry]:
-    paths = sorted((target / key.entries).iterdir())
-    return [decode_entry(path.read_bytes(), f"{key.entries}/{path.name}") for path in paths]
+    paths = sorted((target / key.entries_folder).iterdir())
+    return [decode_entry(path.read_bytes(), f"{key.entries_folder}/{path.name}") for path in paths]
 
 
 def alterations_of(entries: Sequence[Entry]) -> Iterator[Alteration]:
@@ -54,9 +54,9 @@ def alterations_of(entries: Sequence[Entry]) -> Iterator[Alteration]:
         for index, event in enumerate(entry.events):
             for kind, changes in _changes(event, trials, running):
                 yield Alteration(entry.number, kind, index, (event.model_copy(update=changes),))
-            if isinstance(event, Started):
+            if isinstance(event, AttemptStarted):
                 running.add(event.trial)
-            elif isinstance(event, AttemptEnded | Finished | Paused):
+            elif isinstance(event, AttemptEnded | TrialFinished | TrialPaused):
                 running.discard(event.trial)
 
 
@@ -65,18 +65,18 @@ def _changes(event: Event, trials: Sequence[str], running: set[str]) -> Iterator
         case TrialAdded():
             yield "configuration", {"config": {**event.config, "width": 10}}
             yield "trial", {"trial": f"{int(event.trial) + 1:05d}"}
-        case Decided(decision=decision):
+        case DecisionMade(decision=decision):
             yield from ((kind, {"decision": each}) for kind, each in _decisions(decision, event.trial, trials))
-        case Resumed():
+        case TrialResumed():
             yield "resumed trial", {"trial": next(each for each in trials if each != event.trial)}
-        case Finished(kind=kind) if event.trial not in running:  # else it is the end of an attempt
+        case TrialFinished(kind=kind) if event.trial not in running:  # else it is the end of an attempt
             yield "end", {"reason": _alter_reason(event.reason)}
             others = [other for other in FinishKind if other is not kind]
             yield from (("kind of end", {"kind": other}) for other in others)
-        case Cloned(config=config, source=source):
+        case CheckpointCloned(config=config, source=source):
             yield "configuration of a clone", {"config": {**(config or {}), "lr": 7.0}}
             yield "source of a clone", {"source": next(each for each in trials if each not in (event.trial, source))}
-        case StopAsked(request=None):
+        case StopRequested(request=None):
             yield event.type, {"reason": _alter_reason(event.reason)}
         case _:
             pass
@@ -93,17 +93,17 @@ def inconsistencies_of(entries: Sequence[Entry]) -> Iterator[Alteration]:
         for index, event in enumerate(entry.events):
             for kind, events in _inconsistencies(event):
                 yield Alteration(entry.number, kind, index, events)
-            if isinstance(event, Decided) and _trains_on(entries, entry.number, event):
+            if isinstance(event, DecisionMade) and _trains_on(entries, entry.number, event):
                 yield Alteration(entry.number, "no decision", index, ())
 
 
-def _trains_on(entries: Sequence[Entry], number: int, decided: Decided) -> bool:
+def _trains_on(entries: Sequence[Entry], number: int, decided: DecisionMade) -> bool:
     """Whether the attempt reports a later step after the decision, before another attempt starts."""
     for event in (event for entry in entries if entry.number > number for event in entry.events):
         match event:
-            case Reported(trial=decided.trial, report=report) if report.step > decided.report.step:
+            case StepReported(trial=decided.trial, report=report) if report.step > decided.report.step:
                 return True
-            case Started(trial=decided.trial):
+            case AttemptStarted(trial=decided.trial):
                 return False
             case _:
                 pass
@@ -112,15 +112,15 @@ def _trains_on(entries: Sequence[Entry], number: int, decided: Decided) -> bool:
 
 def _inconsistencies(event: Event) -> Iterator[tuple[str, tuple[Event, ...]]]:
     match event:
-        case Decided(report=report):
+        case DecisionMade(report=report):
             changed = report.model_copy(update={"metrics": {**report.metrics, "added": 1.0}})
             yield "report of a decision", (event.model_copy(update={"report": changed}),)
             yield "decision twice", (event, event)
-            yield "decision after another report", (Reported(trial=event.trial, report=changed), event)
+            yield "decision after another report", (StepReported(trial=event.trial, report=changed), event)
             later = report.model_copy(update={"step": report.step + 1})
             yield "decision at a later step", (event.model_copy(update={"report": later}),)
-        case Reported(trial=trial, report=report):
-            yield "decision of an attempt", (event, Decided(trial=trial, report=report, decision=Continue()))
+        case StepReported(trial=trial, report=report):
+            yield "decision of an attempt", (event, DecisionMade(trial=trial, report=report, decision=Continue()))
         case _:
             pass
 
@@ -141,7 +141,7 @@ def _decisions(decision: object, trial: str, trials: Sequence[str]) -> Iterator[
 
 def write_altered(target: Path, key: JournalKey, entries: Sequence[Entry], alteration: Alteration) -> None:
     """Write the journal with this alteration to another target; the entries after it name the new digests."""
-    folder, digest = target / key.entries, ""
+    folder, digest = target / key.entries_folder, ""
     folder.mkdir(parents=True)
     for entry in entries:
         is_altered = entry.number == alteration.entry

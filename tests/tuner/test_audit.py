@@ -16,11 +16,11 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt
-from prefect_tune.core.journal.journal import append, load
-from prefect_tune.core.journal_events import Cause, Decided, Entry, Opened, TrialAdded
+from prefect_tune.core.journal.journal import append_events, load_experiment
+from prefect_tune.core.journal_events import Cause, DecisionMade, Entry, OwnerChanged, TrialAdded
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.searches.left_experiments import differences_below
@@ -36,7 +36,7 @@ from tests.tuner.altered_journals import (
 )
 
 KEY = JournalKey(experiment="e", generation=1)
-FAILS = {"00001": (Cause.USER, 1), "00003": (Cause.USER, 9), "00004": (Cause.OUT_OF_MEMORY, 1)}
+FAILS = {"00001": (Cause.TRAINABLE, 1), "00003": (Cause.TRAINABLE, 9), "00004": (Cause.OUT_OF_MEMORY, 1)}
 SEARCHES: Mapping[str, Mapping[str, Any]] = {
     "fifo": {},
     "asha": {"scheduler": pt.ASHA(STEPS, variant="stopping"), "failures": pt.FailurePolicy(max_failures=1)},
@@ -100,7 +100,7 @@ def test_results_that_arrived_in_another_order_decide_otherwise_and_audit_clean(
         search.run(scheduler=pt.ASHA(STEPS, variant="promotion"))
         assert pt.audit("e", target=search.target).difference is None
         entries = entries_of(Path(search.target.path), KEY)
-        decisions.append([event for entry in entries for event in entry.events if isinstance(event, Decided)])
+        decisions.append([event for entry in entries for event in entry.events if isinstance(event, DecisionMade)])
     assert decisions[0] != decisions[1] != decisions[2]
 
 
@@ -131,27 +131,29 @@ def test_an_audit_runs_no_code_that_only_the_journal_names(
 
 def propose(untrusted: Untrusted) -> None:
     """Add a proposal and a decision, for which the audit needs all parts of the search."""
-    stamps = (Stamp(write_id=f"p{number}", at="now") for number in count())
+    stamps = (WriteStamp(write_id=f"p{number}", at="now") for number in count())
     with untrusted.target.open(timeout=timedelta(seconds=9)) as store:
-        state = load(store, KEY)
-        state = append(store, state, [TrialAdded(trial="00000", config={"x": 1.0}, of_search=True)], next(stamps))
-        decided = Decided(trial="00000", report=StepReport(step=1, metrics={"loss": 1.0}), decision=Continue())
-        append(store, state, [decided], next(stamps))
+        state = load_experiment(store, KEY)
+        state = append_events(
+            store, state, [TrialAdded(trial="00000", config={"x": 1.0}, of_search=True)], next(stamps)
+        )
+        decided = DecisionMade(trial="00000", report=StepReport(step=1, metrics={"loss": 1.0}), decision=Continue())
+        append_events(store, state, [decided], next(stamps))
 
 
 class _Counting(pt.Search):
     """Proposes the number of the trial."""
 
-    def begin(self, space: Mapping[str, object], objective: pt.Objective | None, seed: int) -> pt.Proposals:
+    def begin(self, space: Mapping[str, object], objective: pt.Objective | None, seed: int) -> pt.SearchState:
         del space, objective, seed
         return _Numbers()
 
 
-class _Numbers(pt.Proposals):
+class _Numbers(pt.SearchState):
     def suggest(self, number: int) -> pt.Proposed | pt.Exhausted:
         return pt.Proposed({"lr": float(number)}) if number < 5 else pt.Exhausted("enough")
 
-    def recall(self, number: int, config: Mapping[str, object]) -> None:
+    def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         pass
 
 
@@ -171,7 +173,7 @@ def test_a_search_of_ones_own_is_audited_once_it_is_passed_and_all_else_without_
 
 
 def test_a_scheduler_and_a_stop_of_ones_own_are_audited_once_they_are_passed(tmp_path: Path) -> None:
-    executor, failures = UnreliableExecutor(fails={"00001": (Cause.USER, 9)}), pt.MaxFailures(1)
+    executor, failures = UnreliableExecutor(fails={"00001": (Cause.TRAINABLE, 9)}), pt.MaxFailures(1)
     search = PlannedSearch(LocalTarget(path=str(tmp_path)), executor=executor)
     search.run(scheduler=_Own(), stop=[lambda metrics: metrics["step"] >= STEPS, failures])
     without = pt.audit("e", target=search.target)
@@ -249,7 +251,7 @@ def test_a_changed_decision_of_each_kind_is_named_at_its_entry(
 
 
 def test_a_search_that_ended_by_its_errors_and_begins_them_again_audits_clean(tmp_path: Path) -> None:
-    target, fails = LocalTarget(path=str(tmp_path)), {f"0000{number}": (Cause.USER, 1) for number in range(2)}
+    target, fails = LocalTarget(path=str(tmp_path)), {f"0000{number}": (Cause.TRAINABLE, 1) for number in range(2)}
     search = PlannedSearch(target, slots=1, executor=UnreliableExecutor(fails=fails))
     options: dict[str, Any] = {"num_samples": 5, "stop": {"step": STEPS, "MaxFailures": {"failures": 2}}}
     assert len(search.run(**options, fail_fast=False).trials) == 2
@@ -295,7 +297,7 @@ def test_after_each_test_the_journals_that_flows_have_left_are_audited(
 ) -> None:
     first, *rest = entries_of(Path(targets("asha").path), KEY)
     opened, *others = first.events
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, OwnerChanged)
     of_a_flow = opened.model_copy(update={"owner": opened.owner.model_copy(update={"flow_run": "run"})})
     entries = [first.model_copy(update={"events": (of_a_flow, *others)}), *rest]
     write_altered(tmp_path, KEY, entries, next(alterations_of(entries)))

@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.attempt.attempt import next_start
+from prefect_tune.attempt.attempt import make_attempt_started
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
-from prefect_tune.core.experiment.experiment import nothing_yet
+from prefect_tune.core.experiment.experiment import empty_experiment
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.trial_transitions import PastEvent, Phase, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, PolicyEvent, Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
+    CheckpointCommitted,
+    CheckpointQuarantined,
     CheckpointRef,
-    Committed,
-    Opened,
     Owner,
-    Quarantined,
+    OwnerChanged,
     TrialAdded,
 )
-from prefect_tune.core.messages.target_messages import StopRequest, ask
+from prefect_tune.core.messages.target_messages import StopRequest, write_stop_request
 from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
@@ -36,8 +36,8 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.tuner.decisions import FailureHandler
-from prefect_tune.tuner.search_policy import SearchPolicy, open_decision
-from prefect_tune.tuner.stop_requests import Stopping, StopRequestPoller, StopSource, stop
+from prefect_tune.tuner.search_policy import SearchPolicy, pending_decision
+from prefect_tune.tuner.stop_requests import StopHandler, StopRequestPoller, StopSource, stop
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_search
@@ -53,7 +53,7 @@ class _Losses(SearchObserver):
     def __init__(self, causes: list[str]) -> None:
         self._causes = causes
 
-    def lost(self, trial: Trial, why: str) -> None:
+    def on_attempt_lost(self, trial: Trial, why: str) -> None:
         del trial
         self._causes.append(why)
 
@@ -67,30 +67,34 @@ class FailingTrial:
         self.losses: list[str] = []
         self.page = pending_entry(WrittenEntries(), policy, _Losses(self.losses))
         self.startable: deque[str] = deque()
-        stopping = Stopping(limits, policy, InstantExecutor(9), self.page, lambda _: None, _LOG)
+        stopping = StopHandler(limits, policy, InstantExecutor(9), self.page, lambda _: None, _LOG)
         self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
-        self.page.put(Opened(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1)))
-        self.page.put(TrialAdded(trial=_TRIAL, config={}))
+        self.page.add_event(
+            OwnerChanged(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
+        )
+        self.page.add_event(TrialAdded(trial=_TRIAL, config={}))
         self.error: BaseException | None = None
 
     def loses_an_attempt(self, *, saves: bool = False) -> Phase:
         """Lose an attempt, start the next one if the handler retries; return the trial's phase."""
-        self.page.put(next_start(self.page.state.trial(_TRIAL)))
+        self.page.add_event(make_attempt_started(self.page.state.trial(_TRIAL)))
         if saves:
             sequence = self.page.state.trial(_TRIAL).next_sequence
-            self.page.put(Committed(trial=_TRIAL, checkpoint=CheckpointRef(step=sequence, sequence=sequence)))
-        self.failure_handler.lost(_TRIAL, self.error)
+            self.page.add_event(
+                CheckpointCommitted(trial=_TRIAL, checkpoint=CheckpointRef(step=sequence, sequence=sequence))
+            )
+        self.failure_handler.on_attempt_lost(_TRIAL, self.error)
         if self.startable:
             self.startable.clear()
-            self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
+            self.page.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
         return self.page.state.trial(_TRIAL).phase
 
     def spends_machine_budget(self, last: AnyReason) -> None:
         """Lose two attempts by the failure handler, and one more that ended for the reason `last`."""
         for _ in range(2):
             self.loses_an_attempt()
-        self.page.put(next_start(self.page.state.trial(_TRIAL)))
-        self.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=last))
+        self.page.add_event(make_attempt_started(self.page.state.trial(_TRIAL)))
+        self.page.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=last))
 
 
 def test_a_trial_that_commits_in_between_may_lose_as_many_attempts_as_it_likes() -> None:
@@ -114,7 +118,7 @@ def test_a_checkpoint_that_is_put_aside_is_no_commit() -> None:
     failing = FailingTrial()
     failing.loses_an_attempt(saves=True)
     failing.loses_an_attempt()
-    failing.page.put(Quarantined(trial=_TRIAL, sequence=1, reason="damaged"))
+    failing.page.add_event(CheckpointQuarantined(trial=_TRIAL, sequence=1, reason="damaged"))
     assert failing.loses_an_attempt() is Phase.ERRORED
 
 
@@ -136,15 +140,15 @@ def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not
     failing.error = kind("the credentials have expired")
     failing.spends_machine_budget("not written")
     with pytest.raises(kind, match="expired"):
-        failing.failure_handler.failed(failing.page.state.trial(_TRIAL), Cause.MACHINE, failing.error)
+        failing.failure_handler.on_attempt_failed(failing.page.state.trial(_TRIAL), Cause.MACHINE, failing.error)
     assert failing.page.state.trial(_TRIAL).phase is Phase.PENDING
 
 
 def test_an_error_of_a_trial_gives_the_terminal_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     failing = FailingTrial()
-    failing.page.put(next_start(failing.page.state.trial(_TRIAL)))
-    failing.page.put(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason="gone\x1b]0;title\x07"))
-    failing.failure_handler.failed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
+    failing.page.add_event(make_attempt_started(failing.page.state.trial(_TRIAL)))
+    failing.page.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason="gone\x1b]0;title\x07"))
+    failing.failure_handler.on_attempt_failed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
     assert "gone\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
 
@@ -152,7 +156,7 @@ def test_an_error_of_a_trial_gives_the_terminal_no_commands(caplog: pytest.LogCa
 def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_with_a_fresh_one() -> None:
     failing = FailingTrial()
     failing.spends_machine_budget("not written")
-    failing.failure_handler.resumed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
+    failing.failure_handler.recover_failed_trial(failing.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(failing.startable) == [_TRIAL]
     assert (failing.page.state.trial(_TRIAL).phase, failing.page.state.trial(_TRIAL).machine_failures) == (
         Phase.PENDING,
@@ -163,7 +167,7 @@ def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_wi
 def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> None:
     failing = FailingTrial()
     failing.spends_machine_budget(make_reason("owner-vanished"))
-    failing.failure_handler.resumed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
+    failing.failure_handler.recover_failed_trial(failing.page.state.trial(_TRIAL), Cause.MACHINE)
     assert list(failing.startable) == []
     assert failing.page.state.trial(_TRIAL).phase is Phase.ERRORED, "it would kill its machine again and again"
 
@@ -172,12 +176,12 @@ def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> N
 
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
-ADDED = PastEvent(order=1, what="added")
+ADDED = PolicyEvent(order=1, what="added")
 ALL = [Phase.PENDING, Phase.RUNNING, Phase.PAUSED, Phase.FINISHED]
 
 
-def decided(decision: Decision) -> PastEvent:
-    return PastEvent(order=2, what="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
+def decided(decision: Decision) -> PolicyEvent:
+    return PolicyEvent(order=2, what="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
 
 
 def policy_of(trial: Trial) -> SearchPolicy:
@@ -192,24 +196,24 @@ def policy_of(trial: Trial) -> SearchPolicy:
 @pytest.mark.parametrize("status", ALL)
 def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status: Phase) -> None:
     trial = Trial(trial="00000", config={}, phase=status, past=(ADDED, decided(decision)))
-    found = open_decision(trial)
+    found = pending_decision(trial)
     if status in (Phase.PENDING, Phase.RUNNING):
         assert found is not None
         assert found.decision == decision
-        assert policy_of(trial).milestone(trial) == 3
+        assert policy_of(trial).next_milestone(trial) == 3
     else:
         assert found is None
-        assert policy_of(trial).milestone(trial) == 9
+        assert policy_of(trial).next_milestone(trial) == 9
 
 
 @pytest.mark.parametrize(
     "past",
-    [(ADDED,), (ADDED, decided(Continue())), (ADDED, decided(Pause(reason="")), PastEvent(order=3, what="resumed"))],
+    [(ADDED,), (ADDED, decided(Continue())), (ADDED, decided(Pause(reason="")), PolicyEvent(order=3, what="resumed"))],
 )
-def test_nothing_else_stands(past: tuple[PastEvent, ...]) -> None:
+def test_nothing_else_stands(past: tuple[PolicyEvent, ...]) -> None:
     trial = Trial(trial="00000", config={}, past=past)
-    assert open_decision(trial) is None
-    assert policy_of(trial).milestone(trial) == (3 if past == (ADDED,) else 9)
+    assert pending_decision(trial) is None
+    assert policy_of(trial).next_milestone(trial) == (3 if past == (ADDED,) else 9)
 
 
 # Stop requests with unusual texts and numbers, from a target that does not always answer.
@@ -223,10 +227,10 @@ def test_a_reason_gives_the_terminal_no_commands(trial: str | None, caplog: pyte
 
     policy = random_policy()
     pending = pending_entry(WrittenEntries(), policy)
-    pending.put(TrialAdded(trial="00000", config={}))
-    Stopping(limits_of(1), policy, InstantExecutor(9), pending, lambda _: None, logging.getLogger("a run")).heed(
-        Asking(threading.Event())
-    )
+    pending.add_event(TrialAdded(trial="00000", config={}))
+    StopHandler(
+        limits_of(1), policy, InstantExecutor(9), pending, lambda _: None, logging.getLogger("a run")
+    ).check_stop_causes(Asking(threading.Event()))
     assert "\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
 
@@ -257,15 +261,15 @@ def test_an_outage_is_logged_once_and_the_request_is_read_after_it(caplog: pytes
     often = timedelta(milliseconds=5)
     BUCKETS["away"] = bucket = AwayBucket()
     request = StopRequest(write_id="w", at="now", reason="enough", term=0, trial=None)
-    ask(bucket, nothing_yet(JournalKey(experiment="e", generation=1)), request)
+    write_stop_request(bucket, empty_experiment(JournalKey(experiment="e", generation=1)), request)
     stop = threading.Event()
     with (
         caplog.at_level(logging.WARNING, "prefect_tune"),
         StopRequestPoller(BucketTarget(name="away"), first_generation("e"), 0, often, stop) as poller,
     ):
         until(lambda: bucket.reads > 3, seconds=60, what=lambda: "further reads")
-        assert poller.take() == []
+        assert poller.take_requests() == []
         bucket.is_there = True
         until(lambda: not poller._unhandled_requests.empty(), seconds=60, what=lambda: "the request")
-        assert poller.take() == [request]
+        assert poller.take_requests() == [request]
     assert [each.getMessage() for each in caplog.records] == ["stop requests are read later: no route to the bucket"]

@@ -15,32 +15,32 @@ import prefect_tune as pt
 from prefect_tune import storage_retries
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import DeadlineExceeded, StoreUnavailable, Superseded
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, newest_checkpoint
-from prefect_tune.core.journal.journal import append_as_guest
+from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Phase, newest_checkpoint
+from prefect_tune.core.journal.journal import append_as_non_owner
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptLaunched,
+    AttemptStarted,
     Cause,
-    Cloned,
-    Committed,
+    CheckpointCloned,
+    CheckpointCommitted,
+    CheckpointQuarantined,
     Event,
-    Finished,
-    Launched,
-    Opened,
-    Quarantined,
-    Received,
-    Reported,
+    OwnerChanged,
+    PostReceived,
     SlotFreed,
-    Started,
+    StepReported,
+    TrialFinished,
 )
-from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.core.messages.process_messages import ContinueTraining, StopTrial
 from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message
-from prefect_tune.journal_access import Opening, current_owner, open_journal, read_experiment
+from prefect_tune.journal_access import OwnershipRequest, acquire_and_adopt_with_retries, current_owner, read_experiment
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import committed, write
 from tests.fakes.searches import planned_search
@@ -79,7 +79,7 @@ def events_in(target: LocalTarget) -> list[tuple[int, Event]]:
 
 
 def finishes(attempt: RemoteAttempt) -> None:
-    attempt.posts(Finished(trial=attempt.trial, reason="done"))
+    attempt.posts(TrialFinished(trial=attempt.trial, reason="done"))
     attempt.exits()
 
 
@@ -110,12 +110,22 @@ def test_posts_are_received_once_and_in_order_and_each_with_its_events_in_one_en
     events = [(number, event) for number, event in events_in(target) if getattr(event, "trial", "")]
     kinds = [type(event) for _, event in events]
     assert kinds[1:] == [
-        *(Launched, Received, Started, Received, Reported, Committed, Received, Reported, Committed),
-        *(Received, Finished, SlotFreed),
+        *(
+            AttemptLaunched,
+            PostReceived,
+            AttemptStarted,
+            PostReceived,
+            StepReported,
+            CheckpointCommitted,
+            PostReceived,
+            StepReported,
+            CheckpointCommitted,
+        ),
+        *(PostReceived, TrialFinished, SlotFreed),
     ]
-    assert [event.post for _, event in events if isinstance(event, Received)] == [1, 2, 3, 4]
+    assert [event.post for _, event in events if isinstance(event, PostReceived)] == [1, 2, 3, 4]
     for (number, before), (after, event) in pairwise(events[2:-2]):
-        assert isinstance(event, Received) or number == after, (before, event)
+        assert isinstance(event, PostReceived) or number == after, (before, event)
 
 
 def test_the_end_of_an_attempt_receives_what_it_posted_unseen_and_closes_its_outbox(target: LocalTarget) -> None:
@@ -123,21 +133,21 @@ def test_the_end_of_an_attempt_receives_what_it_posted_unseen_and_closes_its_out
         attempt.is_readable = False
         attempt.starts()
         attempt.saves(1)
-        attempt.posts(AttemptEnded(trial=attempt.trial, cause=Cause.USER, reason="it raised"))
+        attempt.posts(AttemptEnded(trial=attempt.trial, cause=Cause.TRAINABLE, reason="it raised"))
         attempt.exits(StoreUnavailable("its connection is lost"))
 
     executor = PostingExecutor(act)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (trial.phase, trial.step, trial.outbox, len(executor.attempts)) == (Phase.ERRORED, 1, None, 1)
     with pytest.raises(Superseded, match="has ended this attempt"):
-        executor.attempts[0].posts(Quarantined(trial="00000", sequence=1, reason="bad"))
+        executor.attempts[0].posts(CheckpointQuarantined(trial="00000", sequence=1, reason="bad"))
 
 
 @pytest.mark.parametrize("is_local", [False, True], ids=["task runner", "this machine, after deployments"])
 def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again(
     target: LocalTarget, *, is_local: bool
 ) -> None:
-    first = PostingExecutor(RemoteAttempt.starts, survives_search=is_local)
+    first = PostingExecutor(RemoteAttempt.starts, is_detached=is_local)
     run_killed(target, first)
     (left,) = first.attempts
     left.saves(1)
@@ -161,18 +171,16 @@ def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again
 
 
 def test_an_attempt_that_has_outlived_its_search_is_found_again_and_trains_on(target: LocalTarget) -> None:
-    first = PostingExecutor(RemoteAttempt.starts, survives_search=True)
+    first = PostingExecutor(RemoteAttempt.starts, is_detached=True)
     run_killed(target, first)
 
     def act(attempt: RemoteAttempt) -> None:
         assert (attempt.request.trial.phase, attempt.request.trial.outbox) == (Phase.RUNNING, 1)
         first.attempts[0].saves(1)
-        first.attempts[0].posts(Finished(trial=attempt.trial, reason="done"))
+        first.attempts[0].posts(TrialFinished(trial=attempt.trial, reason="done"))
         attempt.exits()
 
-    (trial,) = (
-        PlannedSearch(target, executor=PostingExecutor(act, survives_search=True)).run(num_samples=1).trials.values()
-    )
+    (trial,) = PlannedSearch(target, executor=PostingExecutor(act, is_detached=True)).run(num_samples=1).trials.values()
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 1, 1)
 
 
@@ -180,11 +188,11 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its posts are more than can be read until the deadline of one opening of the target, however often retried."""
-    first = PostingExecutor(RemoteAttempt.starts, survives_search=True)
+    first = PostingExecutor(RemoteAttempt.starts, is_detached=True)
     run_killed(target, first)
     (left,) = first.attempts
     for step in range(1, 451):
-        left.posts(Reported(trial=left.trial, report=StepReport(step=step, metrics={"loss": 1.0})))
+        left.posts(StepReported(trial=left.trial, report=StepReport(step=step, metrics={"loss": 1.0})))
     read = PosixStore.read
 
     def read_until_deadline(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
@@ -196,24 +204,24 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
 
     def act(attempt: RemoteAttempt) -> None:
         assert (attempt.request.trial.phase, attempt.request.trial.step) == (Phase.RUNNING, 450)
-        left.posts(Finished(trial=left.trial, reason="done"))
+        left.posts(TrialFinished(trial=left.trial, reason="done"))
         attempt.exits()
 
     monkeypatch.setattr(PosixStore, "read", read_until_deadline)
     monkeypatch.setattr(storage_retries, "_pause", lambda _seconds: None)
-    search = PlannedSearch(target, executor=PostingExecutor(act, survives_search=True))
+    search = PlannedSearch(target, executor=PostingExecutor(act, is_detached=True))
     (trial,) = search.run(num_samples=1).trials.values()
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 450, 1)
-    entries = {number for number, event in events_in(target) if isinstance(event, Received)}
+    entries = {number for number, event in events_in(target) if isinstance(event, PostReceived)}
     assert len(entries) >= 3, "a part is journaled before the next one is read"
 
 
 def test_a_queued_launch_of_an_earlier_search_is_found_again_and_not_fenced_off(target: LocalTarget) -> None:
-    run_killed(target, PostingExecutor(lambda _attempt: None, survives_search=True))
-    executor = PostingExecutor(trains, survives_search=True)
+    run_killed(target, PostingExecutor(lambda _attempt: None, is_detached=True))
+    executor = PostingExecutor(trains, is_detached=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (executor.attempts[0].request.trial.outbox, trial.phase, trial.attempt) == (1, Phase.FINISHED, 1)
-    assert sum(isinstance(event, Launched) for _, event in events_in(target)) == 1
+    assert sum(isinstance(event, AttemptLaunched) for _, event in events_in(target)) == 1
 
 
 def test_an_attempt_whose_end_its_search_did_not_see_is_no_queued_launch(target: LocalTarget) -> None:
@@ -221,8 +229,8 @@ def test_an_attempt_whose_end_its_search_did_not_see_is_no_queued_launch(target:
         attempt.starts()
         attempt.posts(AttemptEnded(trial=attempt.trial, cause=Cause.PREEMPTED, reason="its machine is needed"))
 
-    run_killed(target, PostingExecutor(act, survives_search=True))
-    executor = PostingExecutor(trains, survives_search=True)
+    run_killed(target, PostingExecutor(act, is_detached=True))
+    executor = PostingExecutor(trains, is_detached=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (executor.attempts[0].request.trial.outbox, trial.phase, trial.attempt) == (2, Phase.FINISHED, 2)
 
@@ -238,11 +246,11 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
         attempt.starts()
         train(attempt, attempt.request.milestone)
 
-    def answer(attempt: RemoteAttempt, said: Proceed | Leave) -> None:
-        if isinstance(said, Proceed):
+    def answer(attempt: RemoteAttempt, said: ContinueTraining | StopTrial) -> None:
+        if isinstance(said, ContinueTraining):
             train(attempt, said.milestone)
             return
-        attempt.posts(cast("Finished", said.outcome))
+        attempt.posts(cast("TrialFinished", said.outcome))
         if len(executors) > 1:
             attempt.exits()
 
@@ -250,10 +258,10 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
         "scheduler": pt.ASHA(STEPS, variant="promotion", reduction_factor=2, grace_period=3),
         "num_samples": 2,
     }
-    executors = [PostingExecutor(act, answer, survives_search=True)]
+    executors = [PostingExecutor(act, answer, is_detached=True)]
     with pytest.raises(Killed):
         PlannedSearch(target, slots=1, executor=executors[0]).run(kill_after(6), **options)
-    executors.append(PostingExecutor(act, answer, survives_search=True))
+    executors.append(PostingExecutor(act, answer, is_detached=True))
     state = PlannedSearch(target, slots=1, executor=executors[1]).run(**options)
     outboxes = [each.request.trial.outbox for each in executors[1].attempts if each.trial == "00000"]
     assert (outboxes[0], state.trial("00000").phase) == (2, Phase.FINISHED)
@@ -265,10 +273,10 @@ def test_a_clone_is_journaled_before_its_attempt_starts_and_has_the_bytes_of_its
     class Recording(UnreliableExecutor):
         def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
             requests.append((spec, request))
-            super().start(spec, request)
+            super().start_attempt(spec, request)
 
     PlannedSearch(target, executor=Recording()).run(scheduler=pt.PBT(2, {"lr": pt.loguniform(1e-4, 1e-1)}))
-    clones = [event for _, event in events_in(target) if isinstance(event, Cloned)]
+    clones = [event for _, event in events_in(target) if isinstance(event, CheckpointCloned)]
     assert clones
     for clone in clones:
         spec, request = next(
@@ -297,14 +305,14 @@ class _Watched(UnreliableExecutor):
         self.starts = 0
         self.polls: list[tuple[int, timedelta]] = []
 
-    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+    def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         self.starts += 1
-        super().start(spec, request)
+        super().start_attempt(spec, request)
 
-    def poll(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, patience: timedelta) -> list[Message]:
         self.polls.append((self.starts, patience))
         self.starts = 0
-        return super().poll(patience)
+        return super().poll_messages(patience)
 
 
 def test_many_free_slots_are_filled_in_turns_with_the_answers_and_without_waits(tmp_path: Path) -> None:
@@ -328,7 +336,7 @@ def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a
 
 
 def test_an_end_writes_the_snapshot_that_was_lacking(target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_tune.tuner.driver.lacks_snapshot", lambda written: written.number > 1)
+    monkeypatch.setattr("prefect_tune.tuner.driver.is_final_snapshot_due", lambda written: written.number > 1)
     monkeypatch.setattr("prefect_tune.tuner.pending_entry.Janitor.write_snapshot", write_snapshot := Mock())
     state = PlannedSearch(target).run(num_samples=2)
     write_snapshot.assert_called_once_with(state)
@@ -342,7 +350,7 @@ def test_no_trial_gets_a_second_slot_after_a_pause_that_an_interrupt_cut_off(see
         target, executor = LocalTarget(path=str(tmp_path / str(poll))), UnreliableExecutor(seed=seed)
         search = PlannedSearch(target, slots=4, executor=executor)
         search.run(_after(poll), **options)
-        assert all(each.phase in ENDED for each in search.run(**options).trials.values())
+        assert all(each.phase in ENDED_PHASES for each in search.run(**options).trials.values())
 
 
 def _after(polls: int) -> Callable[[], bool]:
@@ -357,7 +365,7 @@ def _after(polls: int) -> Callable[[], bool]:
 def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_no_whole_checkpoint(
     target: LocalTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: int
 ) -> None:
-    first = PostingExecutor(lambda _: None, survives_search=True)
+    first = PostingExecutor(lambda _: None, is_detached=True)
     run_killed(target, first, sync={"sync_period_seconds": 0})
     attempt = first.attempts[0]
     attempt.starts()
@@ -369,7 +377,7 @@ def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_n
     path = Path(target.path, KEY.trial_key("00000").outbox_path(1, damaged))
     path.chmod(0o644)
     path.write_bytes(b"damaged")
-    executor = PostingExecutor(trains, survives_search=True)
+    executor = PostingExecutor(trains, is_detached=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (trial.phase, trial.attempt) == (Phase.FINISHED, 2)
     assert [(each.step, each.sequence) for each in trial.checkpoints[:1]] == [(2, saved.sequence)]
@@ -418,7 +426,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
     def queued(_: RemoteAttempt) -> None:
         """Do not begin."""
 
-    first = PostingExecutor(queued, survives_search=True)
+    first = PostingExecutor(queued, is_detached=True)
     with pytest.raises(Killed):
         PlannedSearch(target, slots=2, executor=first).run(kill_after(3), num_samples=2)
     assert [each.trial for each in first.attempts] == ["00000", "00001"]
@@ -433,22 +441,24 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
             return [asked, whole] if self.taken == 2 else []
 
     monkeypatch.setattr(planned_search, "_Interrupts", Stops)
-    second = PostingExecutor(queued, survives_search=True)
+    second = PostingExecutor(queued, is_detached=True)
 
     def end_all() -> None:
         for attempt in second.attempts:
             if not attempt.messages:
                 attempt.exits()
 
-    monkeypatch.setattr(second, "stop", end_all)
+    monkeypatch.setattr(second, "stop_all", end_all)
     PlannedSearch(target, slots=1, executor=second).run(num_samples=2)
-    third = PostingExecutor(trains, survives_search=True)
+    third = PostingExecutor(trains, is_detached=True)
     monkeypatch.undo()
     state = PlannedSearch(target, slots=1, executor=third).run(num_samples=2)
     assert state.trial("00001").phase is Phase.FINISHED
     assert {name: each.outbox for name, each in state.trials.items()} == {"00000": None, "00001": None}
     with pytest.raises(Superseded):
-        first.attempts[1].posts(Started(trial="00001", attempt=1, from_step=0), Finished(trial="00001", reason="x"))
+        first.attempts[1].posts(
+            AttemptStarted(trial="00001", attempt=1, from_step=0), TrialFinished(trial="00001", reason="x")
+        )
     assert read_experiment(target, KEY).trial("00001").outbox is None
 
 
@@ -466,16 +476,16 @@ class Losing(UnreliableExecutor):
         self._is_taken_over = is_taken_over
         self.requests: list[AttemptRequest] = []
 
-    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
-        super().start(spec, request)
+    def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
+        super().start_attempt(spec, request)
         self.requests.append(request)
         if len(self.requests) > 1:
             return
         if self._is_taken_over:
             with spec.target.open(timeout=timedelta(minutes=1)) as store:  # a guest takes nothing over
-                gone = [Quarantined(trial=TRIAL, sequence=1)]
-                append_as_guest(store, KEY, lambda _: gone, new_write_id())
-            open_journal(spec.target, KEY, Opening(current_owner(), new_write_id()))
+                gone = [CheckpointQuarantined(trial=TRIAL, sequence=1)]
+                append_as_non_owner(store, KEY, lambda _: gone, new_write_stamp())
+            acquire_and_adopt_with_retries(spec.target, KEY, OwnershipRequest(current_owner(), new_write_stamp()))
         self._inbox.clear()
         self._inbox.append(AttemptExited(TRIAL, StoreUnavailable("its process is gone")))
 
@@ -488,10 +498,10 @@ def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_s
 
 
 def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:
-    open_journal(target, KEY, Opening(current_owner(), new_write_id()))
+    acquire_and_adopt_with_retries(target, KEY, OwnershipRequest(current_owner(), new_write_stamp()))
     executor = Losing(is_taken_over=False)
     state = PlannedSearch(target, executor=executor).run(num_samples=1)
     assert state.trial(TRIAL).phase is Phase.FINISHED
     assert [(each.search_term, each.attempt) for each in executor.requests] == [(2, 1), (2, 1)]
     events = [event for entry in entries_of(Path(target.path), KEY) for event in entry.events]
-    assert sum(isinstance(event, Opened) for event in events) == 2
+    assert sum(isinstance(event, OwnerChanged) for event in events) == 2

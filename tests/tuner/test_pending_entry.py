@@ -15,40 +15,40 @@ from typing import Any
 import pytest
 
 from prefect_tune import journal_access, ownership
-from prefect_tune.attempt.search_link import EventsSubmitted
+from prefect_tune.attempt.search_channel import EventsSubmitted
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.clock import new_write_id
-from prefect_tune.core.checkpoints.commit import Reusable, commit
-from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.clock import new_write_stamp
+from prefect_tune.core.checkpoints.commit import ReusableBytes, commit_checkpoint
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     AttemptEvent,
+    AttemptStarted,
     Cause,
+    CheckpointCommitted,
     CheckpointRef,
-    Committed,
-    Finished,
     FinishKind,
-    Opened,
     Owner,
-    Reported,
-    Started,
-    StopAsked,
+    OwnerChanged,
+    StepReported,
+    StopRequested,
     TrialAdded,
+    TrialFinished,
 )
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.reasons import make_reason
-from prefect_tune.core.restore import adopt
+from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.journal_access import read_experiment
-from prefect_tune.ownership import opening_events, own, write_if_unchanged
-from prefect_tune.storage_retries import on_target
+from prefect_tune.ownership import attempt_start_events, ensure_ownership, write_if_unchanged
+from prefect_tune.storage_retries import with_store
 from prefect_tune.stores.posix_store import PosixStore
-from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
+from prefect_tune.tuner.pending_entry import BackgroundWorker, PendingEntry
 from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
 from tests.fakes.searches.planned_search import PlannedSearch
 from tests.fakes.searches.posting_executor import PostingExecutor, RemoteAttempt
@@ -64,21 +64,21 @@ def written() -> WrittenEntries:
 @pytest.fixture
 def pending(written: WrittenEntries) -> PendingEntry:
     """The pending entry of an experiment with one trial, with no write for a while."""
-    opened = Opened(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
+    opened = OwnerChanged(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
     pending = pending_entry(written, random_policy(), period=timedelta(minutes=5))
     for event in (opened, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
-        pending.put(event)
+        pending.add_event(event)
     pending.write(may_wait=False)
     written.entries.clear()
     return pending
 
 
 def test_what_nobody_waits_for_has_time_and_an_act_has_not(pending: PendingEntry, written: WrittenEntries) -> None:
-    pending.put(Finished(trial="00000", reason="done"))
+    pending.add_event(TrialFinished(trial="00000", reason="done"))
     pending.write(may_wait=True)
     assert written.entries == []
     acts: list[int] = []
-    pending.then(lambda: acts.append(len(written.entries)))
+    pending.after_write(lambda: acts.append(len(written.entries)))
     pending.write(may_wait=True)
     assert acts == [1], "the action runs once the entry is written"
 
@@ -86,25 +86,25 @@ def test_what_nobody_waits_for_has_time_and_an_act_has_not(pending: PendingEntry
 @pytest.mark.parametrize(
     "event",
     [
-        StopAsked(reason="enough", trial="00000", request="w"),
-        StopAsked(reason="enough", request="w"),
-        StopAsked(reason="enough", request="w", refused=make_reason("request-repeated")),
+        StopRequested(reason="enough", trial="00000", request="w"),
+        StopRequested(reason="enough", request="w"),
+        StopRequested(reason="enough", request="w", refused=make_reason("request-repeated")),
     ],
 )
-def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopAsked, pending: PendingEntry) -> None:
-    pending.put(event)
+def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopRequested, pending: PendingEntry) -> None:
+    pending.add_event(event)
     assert pending.write(may_wait=True).stop_requests == ("w",)
 
 
 def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(
     pending: PendingEntry, written: WrittenEntries
 ) -> None:
-    pending.put(StopAsked(reason="enough", trial="00000", request="w"))
+    pending.add_event(StopRequested(reason="enough", trial="00000", request="w"))
     pending.write(may_wait=True)
-    pending.put(Finished(trial="00001", reason="done"))
+    pending.add_event(TrialFinished(trial="00001", reason="done"))
     pending.write(may_wait=True)
     assert len(written.entries) == 1
-    pending.put(Finished(trial="00000", reason="enough", kind=FinishKind.STOPPED))
+    pending.add_event(TrialFinished(trial="00000", reason="enough", kind=FinishKind.STOPPED))
     assert pending.write(may_wait=True).trial("00000").finish_kind is FinishKind.STOPPED
     assert len(written.entries) == 2
 
@@ -121,17 +121,17 @@ def test_a_changed_status_is_written_within_two_seconds_and_reports_within_the_s
     pending: PendingEntry, written: WrittenEntries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    first, second = (Started(trial=trial, attempt=1, from_step=0) for trial in ("00000", "00001"))
-    pending.put(first)
+    first, second = (AttemptStarted(trial=trial, attempt=1, from_step=0) for trial in ("00000", "00001"))
+    pending.add_event(first)
     clock.now += 1.9
-    pending.put(second)
+    pending.add_event(second)
     pending.write(may_wait=True)
     assert written.entries == []
     clock.now += 0.2
     pending.write(may_wait=True)
     assert written.entries == [(first, second)], "both share an entry"
-    reported = Reported(trial="00000", report=StepReport(step=1, metrics={}))
-    pending.put(reported)
+    reported = StepReported(trial="00000", report=StepReport(step=1, metrics={}))
+    pending.add_event(reported)
     clock.now += 290
     pending.write(may_wait=True)
     assert len(written.entries) == 1
@@ -145,18 +145,18 @@ def test_a_changed_status_is_written_within_two_seconds_and_reports_within_the_s
 
 def submitted(pending: PendingEntry, *events: AttemptEvent) -> Future[Experiment]:
     """Submit the events of an attempt, which waits for them unless they are reports."""
-    is_awaited = any(not isinstance(event, Reported) for event in events)
+    is_awaited = any(not isinstance(event, StepReported) for event in events)
     group = EventsSubmitted(events[0].trial, events, is_awaited=is_awaited)
-    pending.submit(group)
-    return group.written
+    pending.add_submitted(group)
+    return group.entry_written
 
 
-def started(trial: str) -> Started:
-    return Started(trial=trial, attempt=1, from_step=0)
+def started(trial: str) -> AttemptStarted:
+    return AttemptStarted(trial=trial, attempt=1, from_step=0)
 
 
-def reported(trial: str, step: int = 1) -> Reported:
-    return Reported(trial=trial, report=StepReport(step=step, metrics={}))
+def reported(trial: str, step: int = 1) -> StepReported:
+    return StepReported(trial=trial, report=StepReport(step=step, metrics={}))
 
 
 def test_one_entry_serves_all_attempts_that_wait(pending: PendingEntry, written: WrittenEntries) -> None:
@@ -177,7 +177,7 @@ def test_a_report_alone_waits_for_the_sync_period_and_else_for_an_entry_with_ano
     first = submitted(pending, reported("00000"))
     pending.write(may_wait=True)
     assert not first.done()
-    save = Committed(trial="00001", checkpoint=CheckpointRef(step=1, sequence=1))
+    save = CheckpointCommitted(trial="00001", checkpoint=CheckpointRef(step=1, sequence=1))
     submitted(pending, reported("00001"), save)
     pending.write(may_wait=True)
     assert written.entries[1:] == [(reported("00000"), reported("00001"), save)]
@@ -231,8 +231,8 @@ def test_dropped_actions_are_not_called_and_attempts_are_still_served(
 ) -> None:
     acts: list[str] = []
     group = submitted(pending, started("00000"))
-    pending.then(lambda: acts.append("then"))
-    pending.after_entry(lambda: acts.append("after entry"))
+    pending.after_write(lambda: acts.append("then"))
+    pending.after_next_write(lambda: acts.append("after entry"))
     pending.drop_actions()
     pending.write(may_wait=True)
     assert (acts, group.done(), len(written.entries)) == ([], True, 1)
@@ -242,11 +242,11 @@ def test_an_action_after_an_entry_asks_for_none_and_precedes_those_that_do(
     pending: PendingEntry, written: WrittenEntries
 ) -> None:
     acts: list[str] = []
-    pending.put(Finished(trial="00000", reason="done"))
-    pending.after_entry(lambda: acts.append("delete"))
+    pending.add_event(TrialFinished(trial="00000", reason="done"))
+    pending.after_next_write(lambda: acts.append("delete"))
     pending.write(may_wait=True)
     assert (acts, written.entries) == ([], [])
-    pending.then(lambda: acts.append("start"))
+    pending.after_write(lambda: acts.append("start"))
     pending.write(may_wait=True)
     assert acts == ["delete", "start"]
 
@@ -273,7 +273,7 @@ def test_all_posts_that_wait_are_deleted_by_one_request(tmp_path: Path, monkeypa
     posts[0].parent.mkdir(parents=True)
     for each in posts:
         each.touch()
-    janitor = Janitor(LocalTarget(path=str(tmp_path)))
+    janitor = BackgroundWorker(LocalTarget(path=str(tmp_path)))
     for number in range(2, 10):
         janitor.delete_post(key, 1, number)
     may_open.set()
@@ -311,25 +311,28 @@ def saves(attempt: RemoteAttempt, step: int, *retires: int) -> CheckpointKey:
     report = StepReport(step=step, metrics={"loss": 1.0})
     trial = attempt.outbox.trial
     key = CheckpointKey(trial=attempt.spec.trial, step=step, sequence=trial.next_sequence)
-    about = About(attempt=trial.attempt, term=1, write_id=f"{key.name}", created_at="now", metrics=report.metrics)
+    about = CheckpointMetadata(
+        attempt=trial.attempt, term=1, write_id=f"{key.name}", created_at="now", metrics=report.metrics
+    )
     files = MemoryFiles({"head": f"step {step}".encode()})
-    on_target(attempt.spec.target, lambda store: commit(store, key, files, about, reuse=Reusable()))
+    with_store(attempt.spec.target, lambda store: commit_checkpoint(store, key, files, about, reuse=ReusableBytes()))
     ref = CheckpointRef(sequence=key.sequence, **report.model_dump())
     attempt.posts(
-        Reported(trial=attempt.trial, report=report), Committed(trial=attempt.trial, checkpoint=ref, retires=retires)
+        StepReported(trial=attempt.trial, report=report),
+        CheckpointCommitted(trial=attempt.trial, checkpoint=ref, retires=retires),
     )
     return key
 
 
 def quarantined_by_guest(target: LocalTarget, key: CheckpointKey) -> None:
-    on_target(target, lambda store: quarantine(store, KEY, {key: "damaged"}, new_write_id()))
+    with_store(target, lambda store: quarantine(store, KEY, {key: "damaged"}, new_write_stamp()))
 
 
 def require_bytes(target: LocalTarget, state: Experiment) -> None:
     for trial in state.trials.values():
         for ref in trial.checkpoints:
             path = state.trial_key(trial.trial).checkpoint_key(ref).manifest_path
-            assert on_target(target, lambda store, path=path: store.size(path)) is not None, (
+            assert with_store(target, lambda store, path=path: store.size(path)) is not None, (
                 f"{path} is live in the journal, and deleted"
             )
 
@@ -367,18 +370,18 @@ def test_two_processes_of_a_flow_run_begin_an_experiment_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = LocalTarget(path=str(tmp_path))
-    monkeypatch.setattr(ownership, "_writing", defaultdict(threading.RLock))  # two processes have no common lock
+    monkeypatch.setattr(ownership, "_write_locks", defaultdict(threading.RLock))  # two processes have no common lock
     calls: list[int] = []
 
     def meanwhile(*arguments: Any, **options: Any) -> Any:
         if not calls:
             calls.append(1)
-            state = own(target, "e")
-            write_if_unchanged(target, state, "b", opening_events(None, "b", 1))
-        return adopt(*arguments, **options)
+            state = ensure_ownership(target, "e")
+            write_if_unchanged(target, state, "b", attempt_start_events(None, "b", 1))
+        return make_adoption_events(*arguments, **options)
 
-    monkeypatch.setattr(journal_access, "adopt", meanwhile)
-    assert "b" in own(target, "e").trials
+    monkeypatch.setattr(journal_access, "make_adoption_events", meanwhile)
+    assert "b" in ensure_ownership(target, "e").trials
 
 
 def test_a_retried_task_adopts_what_its_first_try_had_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,6 +393,6 @@ def test_a_retried_task_adopts_what_its_first_try_had_not(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(journal_access, "append_entry", dies)
         with pytest.raises(KeyboardInterrupt):
-            own(target, "e")
-    state = own(target, "e")
+            ensure_ownership(target, "e")
+    state = ensure_ownership(target, "e")
     assert state.adopted_in == state.term

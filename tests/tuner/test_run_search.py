@@ -8,34 +8,34 @@ from types import SimpleNamespace
 import pytest
 
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
-from prefect_tune.core.experiment.experiment import after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import apply_event, empty_experiment
 from prefect_tune.core.journal_events import (
+    AttemptStarted,
     Cause,
-    Configured,
     Event,
-    Finished,
+    ExperimentConfigured,
     FinishKind,
-    GaveUp,
-    Opened,
     Owner,
-    Started,
-    StopAsked,
+    OwnerChanged,
+    StopRequested,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
 )
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.executors.trial_executor import Slots
-from prefect_tune.parameters.plan_checks import KEEPS_CONFIGURATIONS
+from prefect_tune.parameters.plan_checks import RETRY_KEEPS_CONFIGURATION
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.results import Results
-from prefect_tune.tuner.run_search import failure_of, log_finished, log_opening, warn_of_takeover
+from prefect_tune.tuner.run_search import log_already_finished, log_search_start, search_failed_error, warn_of_takeover
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 from tests.fakes.trial_processes import LogRecorder, log_to
 
 ME = Owner(name="me", host="here", pid=1)
-OPENED = after(nothing_yet(first_generation("e")), [Opened(experiment="e", generation=1, term=1, owner=ME)])
+OPENED = after(empty_experiment(first_generation("e")), [OwnerChanged(experiment="e", generation=1, term=1, owner=ME)])
 ADDED = after(OPENED, [TrialAdded(trial="t", config={})])
-STARTED = Started(trial="t", attempt=1, from_step=0)
+STARTED = AttemptStarted(trial="t", attempt=1, from_step=0)
 
 
 @pytest.mark.parametrize(("started", "lines"), [(0, 0), (1, 1)])
@@ -64,7 +64,7 @@ def test_a_run_that_is_started_again_is_not_said_to_take_over_from_itself(monkey
     [
         ({}, [], 1),
         ({"rerun_errored": "only"}, [], 0),
-        ({}, [StopAsked(reason="time budget")], 0),
+        ({}, [StopRequested(reason="time budget")], 0),
     ],
     ids=["nothing was left", "only errored ones were wanted", "it ended early"],
 )
@@ -72,10 +72,10 @@ def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
     options: dict[str, object], then: list[Event], lines: int
 ) -> None:
     recorder = LogRecorder()
-    found = after(ADDED, [STARTED, Finished(trial="t", reason="done", kind=FinishKind.RETURNED)])
+    found = after(ADDED, [STARTED, TrialFinished(trial="t", reason="done", kind=FinishKind.RETURNED)])
     ended = after(found, then)
     plan = SearchPlan(trainable=lambda _: None, target="/runs", experiment="e", **options)
-    log_finished(plan, found, ended, log_to(recorder))
+    log_already_finished(plan, found, ended, log_to(recorder))
     assert len(recorder.lines) == lines
 
 
@@ -94,7 +94,7 @@ def test_processes_that_share_processors_are_named(
 ) -> None:
     recorder = LogRecorder()
     plan = SearchPlan(trainable=print, target="/runs", experiment="e", processes_per_trial=processes)
-    log_opening(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))
+    log_search_start(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))
     assert said in recorder.lines
 
 
@@ -111,7 +111,7 @@ _BAD = make_reason("raised", type="ValueError", text="bad", traceback="Traceback
             make_reason("max-failures", failures=1, limit=0, error=_BAD),
             "Traceback: prefect-tune show file:///runs e --trial 0",
         ),
-        (make_reason("process-ended", exit_code=3), KEEPS_CONFIGURATIONS),
+        (make_reason("process-ended", exit_code=3), RETRY_KEEPS_CONFIGURATION),
     ],
 )
 def test_it_refers_to_a_traceback_if_there_is_one(reason: Reason, ends: str) -> None:
@@ -134,10 +134,15 @@ def test_its_commands_can_be_typed_as_they_are(saved: str | None, argument: str)
 
 def _failure(reason: Reason, settings: Mapping[str, object], target: StorageTarget) -> str:
     """Return the error of a search whose only trial has failed."""
-    state = nothing_yet(first_generation("e"))
-    events: list[Event] = [TrialAdded(trial="0", config={}), Started(trial="0", attempt=1, from_step=0)]
+    state = empty_experiment(first_generation("e"))
+    events: list[Event] = [TrialAdded(trial="0", config={}), AttemptStarted(trial="0", attempt=1, from_step=0)]
     for number, event in enumerate(
-        [Configured(settings=settings), *events, GaveUp(trial="0", cause=Cause.USER, reason=reason)], 1
+        [
+            ExperimentConfigured(settings=settings),
+            *events,
+            TrialErrored(trial="0", cause=Cause.TRAINABLE, reason=reason),
+        ],
+        1,
     ):
-        state = after_event(state, event, number)
-    return str(failure_of(Results(state, target, None), None))
+        state = apply_event(state, event, number)
+    return str(search_failed_error(Results(state, target, None), None))

@@ -43,7 +43,7 @@ def _is_instance(*names: str) -> Callable[[object], bool]:
 TRACED: dict[str, Callable[[object], bool]] = {
     "metric": _is_number(METRIC),
     "checkpoint": lambda value: _has_text(value, CHECKPOINT_FILE),
-    "decision": _is_instance("MilestoneReached", "Stop", "Leave", "Decided"),
+    "decision": _is_instance("MilestoneReached", "Stop", "StopTrial", "DecisionMade"),
     "resume": _is_number(CONFIG_VALUE),
 }
 

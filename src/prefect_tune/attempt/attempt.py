@@ -3,9 +3,9 @@
     restored ──► Started ──► process ══ reports, checkpoints ══► outcome ──► its events journaled
                                 └─ supervisor (this thread)  └─ commit worker (its own thread)
 
-The request carries the trial's state; the attempt journals every change to it (`search_link`).
-Never: a process that trains before `Started` is durable; an end that is journaled before an earlier save; a trial that
-starts from scratch although it has checkpoints, all of them unusable.
+The request carries the trial's state; the attempt journals every change to it (`search_channel`). Never: a process that
+trains before `AttemptStarted` is durable; an end that is journaled before an earlier save; a trial that starts from
+scratch although it has checkpoints, all of them unusable.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import task_run
 
 from prefect_tune.attempt.commit_worker import AttemptTasks, CommitWorker, TrialArtifacts
-from prefect_tune.attempt.nodes import NodesMissing, OtherNodes
+from prefect_tune.attempt.nodes import NodesMissingError, OtherNodes
 from prefect_tune.attempt.processes.process_channel import (
     Placement,
     RankGroup,
     TrialChannel,
-    rank_group,
-    trial_in_place,
+    open_rank_group,
+    trial_in_thread,
 )
-from prefect_tune.attempt.processes.process_output import Log, rank_log
-from prefect_tune.attempt.search_link import SearchLink, TrialJournal
+from prefect_tune.attempt.processes.process_output import Log, make_rank_log
+from prefect_tune.attempt.search_channel import SearchChannel, TrialJournal
 from prefect_tune.attempt.supervisor import supervise
-from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
-from prefect_tune.attempt.usage_meter import UsageMeter, processes_here
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, absolute_sys_path
+from prefect_tune.attempt.usage_meter import UsageMeter, count_processes
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.display_text import first_line, make_visible, pluralize
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, TrialFailed
 from prefect_tune.core.experiment.experiment import last_report
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.experiment.summary import Curves
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint, newest_key
-from prefect_tune.core.journal.journal import history
+from prefect_tune.core.experiment.summary import LearningCurves
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint, newest_checkpoint_key
+from prefect_tune.core.journal.journal import read_entries
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
-    Finished,
+    CheckpointQuarantined,
     FinishKind,
     Outcome,
-    Paused,
-    Quarantined,
-    Started,
+    TrialFinished,
+    TrialPaused,
 )
 from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.core.reasons import Reason, format_error, make_reason
-from prefect_tune.core.shown_text import first_line, plural, visible
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.stores.local.scratch import ScratchDirectory
-from prefect_tune.terminal.formatting import with_last_output
+from prefect_tune.terminal.formatting import append_last_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Attempt:
 
     spec: TrialSpec
     request: AttemptRequest
-    link: SearchLink
+    channel: SearchChannel
     tasks: AttemptTasks
     log: Log
     meter: UsageMeter = field(default_factory=UsageMeter)
@@ -97,53 +97,53 @@ class Attempt:
             ResumeFailed: the trial has checkpoints, but none of them can be used.
             StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
         """
-        journal = self.link.open_journal(self.spec, self.request)
+        journal = self.channel.make_journal(self.spec, self.request)
         if journal.trial.phase is Phase.RUNNING:
             reason = make_reason("supervisor-failed")
             journal.write([AttemptEnded(trial=self._name, cause=Cause.MACHINE, reason=reason)])
-        return self._get_journaled_result(journal.trial) or self.run_in(journal)
+        return self._get_journaled_result(journal.trial) or self.run_with_journal(journal)
 
-    def run_in(self, journal: TrialJournal) -> AttemptResult:
+    def run_with_journal(self, journal: TrialJournal) -> AttemptResult:
         """Train a trial that waits for an attempt, and journal how it ended. Raises the errors of `run`."""
-        spec, channel, log = self.spec, self.link, self.log
+        spec, channel, log = self.spec, self.channel, self.log
         if channel.stop.is_set():
             stopped = AttemptEnded(trial=self._name, cause=Cause.PREEMPTED, reason=make_reason("stopped-before-start"))
             return AttemptResult(stopped, journal.trial)
         with ScratchDirectory("staging", "artifacts") as scratch:
             artifacts = TrialArtifacts(spec, scratch / "artifacts", log)
-            with self.meter.restoring():
-                restored = self._restore_newest(journal, scratch / "restored")
+            with self.meter.measuring_restore():
+                restored = self._restore_newest_checkpoint(journal, scratch / "restored")
             self._log_lost_steps(journal.trial)
             start = self._journal_start(journal, scratch, restored)
-            artifacts.begin(start.attempt)
+            artifacts.prepare(start.attempt)
             self.meter.environment = self.request.environment
             nodes, term = None, self.request.search_term
             if spec.nodes_per_trial > 1:
-                newest = newest_key(spec.trial, journal.trial)
+                newest = newest_checkpoint_key(spec.trial, journal.trial)
                 nodes = OtherNodes(spec, start, term, newest, self.request.secret, log)
-            open_parts = nodes.parts if nodes is not None else None
+            open_parts = nodes.requesting_parts if nodes is not None else None
             with CommitWorker(spec, term, journal, artifacts, self.tasks, log, self.meter, open_parts) as commit_worker:
                 try:
                     with self._open_rank_group(start, nodes) as group:
                         self.meter.last_output = group.last_output
                         outcome = supervise(group, commit_worker, spec, channel, self.meter)
-                        if isinstance(outcome, Finished):  # the process exits while its end is journaled
-                            commit_worker.end(outcome)
-                            group.end_all()
+                        if isinstance(outcome, TrialFinished):  # the process exits while its end is journaled
+                            commit_worker.queue_end(outcome)
+                            group.end_all_ranks()
                         else:
-                            group.end_all()
-                            commit_worker.end(outcome)
+                            group.end_all_ranks()
+                            commit_worker.queue_end(outcome)
                         # Before the channel closes: a running save still sends its acknowledgment.
                         commit_worker.close()
-                except NodesMissing as error:
-                    cause = Cause.PREEMPTED if error.is_stopped else Cause.MACHINE
+                except NodesMissingError as error:
+                    cause = Cause.PREEMPTED if error.is_stop_requested else Cause.MACHINE
                     reason = make_reason("nodes-missing", error=str(error))
                     outcome = AttemptEnded(trial=self._name, cause=cause, reason=reason)
-                    commit_worker.end(outcome)
+                    commit_worker.queue_end(outcome)
                     commit_worker.close()
             outcome = commit_worker.outcome or outcome
         if isinstance(outcome, AttemptEnded) and (result := self._get_journaled_result(journal.trial)) is not None:
-            late_reason = visible(outcome.reason)  # such as an exception in `cleanup`
+            late_reason = make_visible(outcome.reason)  # such as an exception in `cleanup`
             log.warning("error after the trial finished and committed its last checkpoint: %s", late_reason)
             return result
         return AttemptResult(outcome, journal.trial)
@@ -152,46 +152,46 @@ class Attempt:
     def _open_rank_group(self, start: Start, nodes: OtherNodes | None) -> Iterator[RankGroup]:
         """Open the processes of the attempt, including those on other nodes. Raises NodesMissing."""
         if nodes is None:
-            processes = processes_here(self.spec.processes_per_trial, self.request.environment)
+            processes = count_processes(self.spec.processes_per_trial, self.request.environment)
             if processes != self.spec.processes_per_trial:
-                self.log.info("this attempt trains with %s", plural(processes, "process", "processes"))
-            with rank_group(start, Placement(processes), self._open_process) as group:
+                self.log.info("this attempt trains with %s", pluralize(processes, "process", "processes"))
+            with open_rank_group(start, Placement(processes), self._open_process) as group:
                 yield group
             return
         with nodes:
-            remote_channels = nodes.begin(self.link.stop)
-            with rank_group(start, nodes.placement, self._open_process, remote_channels) as group:
+            remote_channels = nodes.gather_nodes(self.channel.stop)
+            with open_rank_group(start, nodes.placement, self._open_process, remote_channels) as group:
                 yield group
 
     def _open_process(self, start: Start) -> AbstractContextManager[TrialChannel]:
         """Open the process of one rank. Log lines of every rank but the first name their rank."""
         if self.spec.isolation == "thread":
-            return trial_in_place(start, self.log)
+            return trial_in_thread(start, self.log)
         rank = start.rank.rank
-        log = rank_log(self.log, rank) if rank else self.log
-        return self.link.process(start, log, self.request.environment)
+        log = make_rank_log(self.log, rank) if rank else self.log
+        return self.channel.open_process(start, log, self.request.environment)
 
     def _get_journaled_result(self, trial: Trial) -> AttemptResult | None:
         """Return the end of the trial if it is journaled; None otherwise."""
         if trial.phase is Phase.FINISHED:
             kind = trial.finish_kind or FinishKind.CRITERION
-            return AttemptResult(Finished(trial=self._name, reason=trial.end_reason, kind=kind), trial)
+            return AttemptResult(TrialFinished(trial=self._name, reason=trial.end_reason, kind=kind), trial)
         if trial.phase is Phase.PAUSED:
-            return AttemptResult(Paused(trial=self._name, reason=trial.end_reason), trial)
+            return AttemptResult(TrialPaused(trial=self._name, reason=trial.end_reason), trial)
         return None
 
-    def _restore_newest(self, journal: TrialJournal, destination: Path) -> Path | None:
+    def _restore_newest_checkpoint(self, journal: TrialJournal, destination: Path) -> Path | None:
         """Restore the newest checkpoint that verifies. Quarantine the others in the journal, and log them."""
         spec, name = self.spec, self._name
-        _log_quarantined(journal.trial, self.log)
+        _log_quarantined_checkpoints(journal.trial, self.log)
         while (newest := newest_checkpoint(journal.trial)) is not None:
             key = spec.trial.checkpoint_key(newest)
             try:
-                return self.tasks.restore(key, destination)
+                return self.tasks.restore_checkpoint(key, destination)
             except (CheckpointCorrupt, CheckpointNotFound) as error:
                 reason = f"{type(error).__name__}: {error}"
                 # Raises `Superseded` if another process owns the trial, and may have retired the checkpoint.
-                journal.write([Quarantined(trial=name, sequence=newest.sequence, reason=reason)])
+                journal.write([CheckpointQuarantined(trial=name, sequence=newest.sequence, reason=reason)])
                 self.log.error("quarantined step %d: cannot be restored: %s", key.step, error)  # noqa: TRY400 - no trace: it is handled
         if lost := journal.trial.lost_checkpoints:
             raise ResumeFailed(
@@ -203,9 +203,9 @@ class Attempt:
 
     def _journal_start(self, journal: TrialJournal, scratch: Path, restored: Path | None) -> Start:
         """Journal the start of the attempt; return the start message for its processes."""
-        spec, request, supervisor = self.spec, self.request, self.link.supervisor
+        spec, request, supervisor = self.spec, self.request, self.channel.supervisor
         origin = {"supervisor": supervisor, "task_run": None if supervisor else task_run.id}
-        journal.write([next_start(journal.trial, self.meter.began_at).model_copy(update=origin)])
+        journal.write([make_attempt_started(journal.trial, self.meter.began_at).model_copy(update=origin)])
         trial, newest = journal.trial, newest_checkpoint(journal.trial)
         curve: Sequence[StepReport] = ()
         if newest is not None and spec.needs_curve:
@@ -218,7 +218,7 @@ class Attempt:
             attempt=trial.attempt,
             trainable=spec.trainable,
             stopper=spec.stopper,
-            import_path=import_path(),
+            import_path=absolute_sys_path(),
             config=trial.config,
             directory=str(scratch / "artifacts"),
             staging=str(scratch / "staging"),
@@ -239,25 +239,25 @@ class Attempt:
         if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
             self.log.warning(
                 "no checkpoint was committed: its %s trained again; save%s",
-                plural(trial.step, "step is", "steps are"),
+                pluralize(trial.step, "step is", "steps are"),
                 ", or use ASHA(variant='stopping')" if trial.cause is None else " checkpoints regularly",
             )
 
 
-def _log_quarantined(trial: Trial, log: Log) -> None:
+def _log_quarantined_checkpoints(trial: Trial, log: Log) -> None:
     """Log the quarantined checkpoints that are newer than the restored one; nothing else reports them."""
     newest = newest_checkpoint(trial)
     for quarantined in trial.quarantined_checkpoints:
-        step, reason = quarantined.checkpoint.step, visible(quarantined.reason)
+        step, reason = quarantined.checkpoint.step, make_visible(quarantined.reason)
         if quarantined.checkpoint.sequence > (newest.sequence if newest else 0):
             resume_point = f"resumes from step {newest.step}" if newest else "starts from scratch"
             log.error("step %d was quarantined; the trial %s: %s", step, resume_point, reason)
 
 
-def next_start(trial: Trial, at: str | None = None) -> Started:
+def make_attempt_started(trial: Trial, at: str | None = None) -> AttemptStarted:
     """Return the event that starts the next attempt of `trial`, from its newest checkpoint, at the time `at`."""
     newest = newest_checkpoint(trial)
-    return Started(
+    return AttemptStarted(
         trial=trial.trial,
         attempt=trial.attempt + 1,
         from_step=newest.step if newest else 0,
@@ -266,52 +266,52 @@ def next_start(trial: Trial, at: str | None = None) -> Started:
     )
 
 
-class CurveReader:
+class ReportReader:
     """Reads the reports of an experiment's trials from its journal; reads each entry once."""
 
     def __init__(self, target: StorageTarget, journal: JournalKey) -> None:
         self._target, self._journal = target, journal
-        self._curves, self._last_entry_number = Curves(), 0
+        self._curves, self._last_entry_number = LearningCurves(), 0
 
-    def of(self, trial: Trial) -> Sequence[StepReport]:
+    def read_reports(self, trial: Trial) -> Sequence[StepReport]:
         """Return the reports of a trial up to its last journaled step."""
-        reports = self._curves.of(trial.trial)
+        reports = self._curves.curve_of(trial.trial)
         if not reports or reports[-1].step < trial.step:
             with self._target.open(timeout=timedelta(minutes=5)) as store:
-                for entry in history(store, self._journal, self._last_entry_number):
-                    self._curves.tell(entry)
+                for entry in read_entries(store, self._journal, self._last_entry_number):
+                    self._curves.add_entry(entry)
                     self._last_entry_number = entry.number
-        return [report for report in self._curves.of(trial.trial) if report.step <= trial.step]
+        return [report for report in self._curves.curve_of(trial.trial) if report.step <= trial.step]
 
 
-def has_had_enough(trial: Trial, stopper: Stopper, curves: CurveReader) -> bool:
+def meets_stop_criterion(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
     """Return whether a finished trial meets the current stop criterion, or was not ended by a stop criterion."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
-    reports = curves.of(trial) if stopper.looks_back else [last_report(trial)]
-    return bool(reports) and stopper.why_stop(reports) is not None
+    reports = reader.read_reports(trial) if stopper.needs_history else [last_report(trial)]
+    return bool(reports) and stopper.stop_reason(reports) is not None
 
 
 # The state of an attempt's task run, and the log of its failure.
 
-FIRST_NODE_SILENT = "FirstNodeSilent"
+NODE_0_SILENT = "FirstNodeSilent"
 """The name of the final state of a node's flow run that lost contact with node 0."""
 
 
-def state_of(outcome: Outcome) -> State[Any]:
+def make_task_state(outcome: Outcome) -> State[Any]:
     """Return the final state of an attempt: Completed, Pruned, Paused, Interrupted or Failed.
 
     Its message is the first line of the reason; the result of a Failed state is a `TrialFailed`.
     """
     message = first_line(outcome.reason)
     match outcome:
-        case Finished(kind=FinishKind.PRUNED):
+        case TrialFinished(kind=FinishKind.PRUNED):
             return states.Completed(name="Pruned", message=message)
-        case Finished(kind=FinishKind.STOPPED):
+        case TrialFinished(kind=FinishKind.STOPPED):
             return states.Cancelled(name="Interrupted", message=message)
-        case Finished():
+        case TrialFinished():
             return states.Completed(message=message)
-        case Paused():
+        case TrialPaused():
             return states.Completed(name="Paused", message=message)
         case AttemptEnded(cause=Cause.PREEMPTED):
             return states.Cancelled(name="Interrupted", message=message)
@@ -321,9 +321,9 @@ def state_of(outcome: Outcome) -> State[Any]:
             assert_never(outcome)
 
 
-def state_of_node(reason: Reason) -> State[Any]:
+def make_node_state(reason: Reason) -> State[Any]:
     """Return the final state of the flow run of a node other than node 0, which ended for this reason."""
-    return states.Completed(name=FIRST_NODE_SILENT if reason.code == "node-silent" else None, message=str(reason))
+    return states.Completed(name=NODE_0_SILENT if reason.code == "node-silent" else None, message=str(reason))
 
 
 def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_term: int, log: Log) -> None:
@@ -331,11 +331,11 @@ def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_ter
 
     If this process has logged the same error for another trial of this experiment and owner, log one line.
     """
-    text = with_last_output(failure.reason, failure.use.output if failure.use else "")
+    text = append_last_output(failure.reason, failure.use.output if failure.use else "")
     if failure.cause is Cause.PREEMPTED or "\n" not in text:
         return
     key = failure.reason.model_dump_json() if isinstance(failure.reason, Reason) else failure.reason
-    first = _get_logged_errors(spec.target.uri, spec.trial.of_experiment, search_term).setdefault(key, failure.trial)
+    first = _get_logged_errors(spec.target.uri, spec.trial.journal_key, search_term).setdefault(key, failure.trial)
     repeated = f"{format_error(failure.reason)}, the same error as trial {first}"
     log.error("attempt %d failed: %s", attempt, text if first == failure.trial else repeated)
 

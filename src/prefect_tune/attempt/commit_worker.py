@@ -1,8 +1,8 @@
 """The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order.
 
-For how the entries are written, see `attempt/search_link.py`. Queued reports are written every `sync_period_seconds`,
-and immediately if one of them needs a decision. The training loop never waits for a journal entry, only for decisions
-and saves (`runtime/session.py`).
+For how the entries are written, see `attempt/search_channel.py`. Queued reports are written every
+`sync_period_seconds`, and immediately if one of them needs a decision. The training loop never waits for a journal
+entry, only for decisions and saves (`runtime/session.py`).
 
 If the last step has a checkpoint, the trial finishes with the entry after its commit: only then it is certain that no
 checkpoint was quarantined during the save, since the last one may share its damage. Never: two files of one checkpoint
@@ -28,13 +28,14 @@ from typing import Protocol, Self, TypeAlias
 
 from prefect_tune.artifact_sync import Syncer, TargetSyncer
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import TrialJournal
+from prefect_tune.attempt.search_channel import TrialJournal
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
-from prefect_tune.clock import new_write_id
-from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, Save
-from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.clock import new_write_stamp
+from prefect_tune.core.checkpoints.commit import ExpectedParts, Reverification, SaveResult
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
+from prefect_tune.core.display_text import format_size, make_visible, pluralize
 from prefect_tune.core.errors import (
     CheckpointNotFound,
     CommitUnknown,
@@ -47,26 +48,31 @@ from prefect_tune.core.errors import (
     Superseded,
     TuneError,
 )
-from prefect_tune.core.experiment.retention import Retention, retired_by_commit
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, is_overtaken, is_quarantined, newest_key
+from prefect_tune.core.experiment.retention import Retention, checkpoints_to_retire
+from prefect_tune.core.experiment.trial_transitions import (
+    Phase,
+    Trial,
+    is_quarantined_checkpoint,
+    newest_checkpoint_key,
+    predates_quarantine,
+)
 from prefect_tune.core.journal_events import (
     AttemptEvent,
-    Committed,
-    Finished,
+    CheckpointCommitted,
+    CheckpointQuarantined,
+    CheckpointsRetired,
     Outcome,
-    Quarantined,
-    Reported,
-    Retired,
+    StepReported,
+    TrialFinished,
 )
 from prefect_tune.core.messages.process_messages import StepDone
-from prefect_tune.core.operations.trial_gc import leftover
+from prefect_tune.core.operations.trial_gc import find_leftover_manifests
 from prefect_tune.core.reasons import Reason, make_reason
-from prefect_tune.core.restore import checkpoints_with, ref_of
-from prefect_tune.core.shown_text import plural, shown_size, visible
-from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, below
-from prefect_tune.core.values import Stamp, StepReport, flat
-from prefect_tune.storage_retries import READ_TIMEOUT, on_target
-from prefect_tune.stores.local.staging import naming_unreadable
+from prefect_tune.core.restore import find_checkpoints_using, make_checkpoint_ref
+from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, join_uri
+from prefect_tune.core.values import StepReport, WriteStamp, flatten
+from prefect_tune.storage_retries import READ_TIMEOUT, with_store
+from prefect_tune.stores.local.staging import raising_read_errors
 from prefect_tune.stores.posix_store import remove_tree
 from prefect_tune.terminal.formatting import format_value
 
@@ -75,16 +81,16 @@ from prefect_tune.terminal.formatting import format_value
 _MAX_METRICS = 3
 
 
-def about_checkpoint(
-    folder: TrialKey, trial: Trial, term: int, report: StepReport, reports: Sequence[StepReport], stamp: Stamp
-) -> About:
+def make_checkpoint_metadata(
+    folder: TrialKey, trial: Trial, term: int, report: StepReport, reports: Sequence[StepReport], stamp: WriteStamp
+) -> CheckpointMetadata:
     """Return the metadata of the checkpoint of `report`'s step; `reports` are the reports not yet journaled."""
-    return About(
+    return CheckpointMetadata(
         attempt=trial.attempt,
         term=term,
         write_id=stamp.write_id,
         created_at=stamp.at,
-        parent=parent.name if (parent := newest_key(folder, trial)) else None,
+        parent=parent.name if (parent := newest_checkpoint_key(folder, trial)) else None,
         metrics=report.metrics,
         trained_seconds=report.trained_seconds,
         fingerprint=trial.fingerprint,
@@ -92,19 +98,19 @@ def about_checkpoint(
     )
 
 
-def commit_entry(
-    target: StorageTarget, trial: Trial, save: Save, policy: Retention, upload_seconds: float, log: Log
-) -> tuple[Committed, Sequence[Quarantined], Sequence[CheckpointKey]]:
+def make_commit_events(
+    target: StorageTarget, trial: Trial, save: SaveResult, policy: Retention, upload_seconds: float, log: Log
+) -> tuple[CheckpointCommitted, Sequence[CheckpointQuarantined], Sequence[CheckpointKey]]:
     """Return the events that commit `save`, and the retired checkpoints to delete once their entry is written.
 
     The events are the commit, and the quarantine of earlier checkpoints that refer to blobs which the save found
     damaged. To find these, this reads the manifests of the trial's other checkpoints. If that fails, it only logs a
     warning: the new checkpoint is complete. The retention `policy` determines which checkpoints are retired.
     """
-    key, new = save.manifest.key, ref_of(save.manifest)
-    retired = retired_by_commit(trial, new, policy)
+    key, new = save.manifest.key, make_checkpoint_ref(save.manifest)
+    retired = checkpoints_to_retire(trial, new, policy)
     retires = tuple(ref.sequence for ref in retired)
-    committed = Committed(
+    committed = CheckpointCommitted(
         trial=trial.trial,
         checkpoint=new,
         retires=retires,
@@ -115,46 +121,52 @@ def commit_entry(
     live = [key.trial.checkpoint_key(ref) for ref in trial.checkpoints if ref.sequence not in retires]
     reasons: Mapping[CheckpointKey, str] = {}
     try:
-        if save.damaged:
-            reasons = on_target(target, lambda store: checkpoints_with(store, live, save.damaged))
+        if save.damaged_blobs:
+            reasons = with_store(target, lambda store: find_checkpoints_using(store, live, save.damaged_blobs))
     except TuneError as error:
         log.warning("earlier checkpoints may share the damage, but could not be checked: %s", error)
-    quarantined = [Quarantined(trial=trial.trial, sequence=at.sequence, reason=text) for at, text in reasons.items()]
+    quarantined = [
+        CheckpointQuarantined(trial=trial.trial, sequence=at.sequence, reason=text) for at, text in reasons.items()
+    ]
     return committed, quarantined, to_delete
 
 
-def log_damage(save: Save, quarantined: Sequence[Quarantined], log: Log) -> None:
+def log_damage(save: SaveResult, quarantined: Sequence[CheckpointQuarantined], log: Log) -> None:
     """Log the damaged blobs that the save found. Call this after the entry of the commit is written."""
-    if save.damaged:
+    if save.damaged_blobs:
         log.error(
             "step %d: %s damaged on the target, and uploaded again; %d earlier checkpoints are quarantined: %s",
             save.manifest.step,
-            plural(len(save.damaged), "blob to be reused is", "blobs to be reused are"),
+            pluralize(len(save.damaged_blobs), "blob to be reused is", "blobs to be reused are"),
             len(quarantined),
-            "; ".join(save.damaged.values()),
+            "; ".join(save.damaged_blobs.values()),
         )
 
 
-def log_commit(save: Save, log: Log, suppressed_count: int = 0) -> None:
+def log_commit(save: SaveResult, log: Log, suppressed_count: int = 0) -> None:
     """Log a committed checkpoint with its first metrics and size; `suppressed_count` commits before were not logged."""
     size_bytes, metrics = save.manifest.size_bytes, save.manifest.about.metrics
-    new = "" if save.sent_bytes >= size_bytes else f", {shown_size(save.sent_bytes)} of it new"
-    named = "".join(f", {name} {format_value(value)}" for name, value in list(flat(metrics).items())[:_MAX_METRICS])
-    others = f"; {plural(suppressed_count, 'other', 'others')} since the last line" if suppressed_count else ""
-    log.info("step %d committed%s: %s%s%s", save.manifest.step, visible(named), shown_size(size_bytes), new, others)
+    new = "" if save.sent_bytes >= size_bytes else f", {format_size(save.sent_bytes)} of it new"
+    named = "".join(f", {name} {format_value(value)}" for name, value in list(flatten(metrics).items())[:_MAX_METRICS])
+    others = f"; {pluralize(suppressed_count, 'other', 'others')} since the last line" if suppressed_count else ""
+    log.info(
+        "step %d committed%s: %s%s%s", save.manifest.step, make_visible(named), format_size(size_bytes), new, others
+    )
 
 
-def find_doomed(target: StorageTarget, folder: TrialKey, trial: Trial, log: Log) -> Sequence[CheckpointKey]:
+def find_leftover_checkpoints(
+    target: StorageTarget, folder: TrialKey, trial: Trial, log: Log
+) -> Sequence[CheckpointKey]:
     """Return the checkpoints that earlier attempts retired but did not delete. On a target error, warn, return none."""
     try:
         with target.open(timeout=READ_TIMEOUT) as store:
-            return leftover(store, folder, trial)
+            return find_leftover_manifests(store, folder, trial)
     except TuneError as error:
         log.warning("retired checkpoints of earlier attempts could not be deleted: %s", error)
         return ()
 
 
-def delete_retired(delete: Callable[[], object], log: Log) -> None:
+def delete_or_warn(delete: Callable[[], object], log: Log) -> None:
     """Call `delete`. An error is only logged: the next attempt finds the retired checkpoints in the journal.
 
     Raises:
@@ -204,7 +216,7 @@ def remove_directory(directory: str | Path | None) -> None:
         remove_tree(directory)
 
 
-def merge(directory: Path, parts: Mapping[int, Path]) -> None:
+def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
     """Move the files of all `parts` into the directory of rank 0; ranks may share one directory.
 
     Raises:
@@ -216,7 +228,7 @@ def merge(directory: Path, parts: Mapping[int, Path]) -> None:
         raise StagedFilesChanged(f"the part of a rank cannot be read: {error}") from error
 
     owners: dict[str, int] = {}
-    with naming_unreadable(directory):
+    with raising_read_errors(directory):
         for rank, part in parts.items():
             if directory.exists() and part.exists() and part.samefile(directory):
                 continue
@@ -247,10 +259,10 @@ def _move_path(source: Path, target: Path, path: str, ranks: tuple[int, int]) ->
 
 # The worker.
 
-_LOG_PERIOD = timedelta(seconds=10)
+_LOG_INTERVAL = timedelta(seconds=10)
 # Errors in a trial's checkpoint directory, caused by the trainable.
-USERS_FAULT = (InvalidInput, StagedFilesChanged)
-RequestParts: TypeAlias = Callable[[CheckpointKey, Trial, Sequence[int]], AbstractContextManager[PartsOfSave]]
+TRAINABLE_ERRORS = (InvalidInput, StagedFilesChanged)
+RequestParts: TypeAlias = Callable[[CheckpointKey, Trial, Sequence[int]], AbstractContextManager[ExpectedParts]]
 """Requests the parts of a checkpoint of this trial from other nodes; deletes them when its block ends."""
 
 
@@ -260,15 +272,15 @@ class AttemptTasks(Protocol):
     Each raises `StoreUnavailable` or `CommitUnknown` when all its retries have failed.
     """
 
-    def save(
+    def save_checkpoint(
         self,
         key: CheckpointKey,
         directory: Path,
-        about: About,
+        metadata: CheckpointMetadata,
         before: Trial,
         reverification: Reverification,
-        parts: PartsOfSave | None = None,
-    ) -> Save:
+        parts: ExpectedParts | None = None,
+    ) -> SaveResult:
         """Publish `directory` as the checkpoint `key`; the save may reuse blobs of `before`, the trial's state.
 
         Raises:
@@ -276,7 +288,7 @@ class AttemptTasks(Protocol):
         """
         ...
 
-    def restore(self, key: CheckpointKey, destination: Path) -> Path:
+    def restore_checkpoint(self, key: CheckpointKey, destination: Path) -> Path:
         """Download a checkpoint into the new directory `destination`, and verify every byte.
 
         Raises:
@@ -284,7 +296,7 @@ class AttemptTasks(Protocol):
         """
         ...
 
-    def delete(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
+    def delete_checkpoints(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
         """Delete checkpoints that the journal has retired; `state` is the trial after the entry that retires them."""
         ...
 
@@ -323,7 +335,7 @@ class CommitWorker:
         self._commit_count = 0
         self._last_log_at: float | None = None
         self._suppressed_log_count = 0
-        self.code = ""
+        self.source_digest = ""
         """The digest of the trainable's source; empty until the trial sends it."""
         self.error: BaseException | None = None
         """The error that ended the worker thread; the thread writes nothing after it."""
@@ -338,23 +350,25 @@ class CommitWorker:
         self._work.put(None)
         self._thread.join()
 
-    def note(self, report: StepReport, *, asks: bool = False) -> None:
+    def queue_report(self, report: StepReport, *, awaits_decision: bool = False) -> None:
         """Queue a report, to be journaled with the next commit or after `sync_period`.
 
         Args:
             asks: whether the trial waits for a decision about the journaled report.
         """
-        self._journal.report(Reported(trial=self._spec.trial.trial, report=report, asks=asks))
+        self._journal.add_report(StepReported(trial=self._spec.trial.trial, report=report, asks=awaits_decision))
 
-    def save(self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]) -> None:
+    def queue_save(
+        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]
+    ) -> None:
         """Queue the commit of a checkpoint. The worker thread then calls `committed`, or `failed` without all parts."""
         self._work.put(lambda: self._process_save(save, committed, failed))
 
-    def flush(self) -> None:
+    def queue_flush(self) -> None:
         """Queue a journal entry of the reports so far: the search reads them there, and decides."""
         self._work.put(self._sync_reports)
 
-    def end(self, outcome: Outcome) -> None:
+    def queue_end(self, outcome: Outcome) -> None:
         """Queue the last entry: the remaining reports, then `outcome` with the resource usage of the attempt.
 
         The entry is not written if a committed checkpoint has already finished the trial.
@@ -370,17 +384,17 @@ class CommitWorker:
         Raises:
             TuneError: the target failed, or another process owns the journal; the attempt's end may be journaled.
         """
-        self._work.put(self._artifacts.close)
+        self._work.put(self._artifacts.sync_and_wait)
         self._work.put(None)
         self._thread.join()
         error = self.error
         if error is not None and not isinstance(error, Superseded):
-            self._end_all_the_same()
-        self._artifacts.settle()
-        if error is not None and not isinstance(error, USERS_FAULT):
+            self._retry_end()
+        self._artifacts.close_syncer()
+        if error is not None and not isinstance(error, TRAINABLE_ERRORS):
             raise error
 
-    def _end_all_the_same(self) -> None:
+    def _retry_end(self) -> None:
         """Try once more to write the pending entry and the attempt's end after the worker thread failed."""
         try:
             with suppress(SaveOvertaken):
@@ -391,13 +405,15 @@ class CommitWorker:
 
     def _write_end(self) -> None:
         if self._journal.trial.phase is Phase.RUNNING and self.outcome is not None:
-            self.outcome = self.outcome.model_copy(update={"use": self._meter.use()})
+            self.outcome = self.outcome.model_copy(update={"use": self._meter.get_usage()})
             self._write_entry([self.outcome])
 
     def _run_queue(self) -> None:
         try:
             if self._journal.deletes_retired:  # earlier attempts may have left some
-                self._delete_retired(find_doomed(self._spec.target, self._spec.trial, self._journal.trial, self.log))
+                self._delete_retired(
+                    find_leftover_checkpoints(self._spec.target, self._spec.trial, self._journal.trial, self.log)
+                )
             while (work := self._take_next_work()) is not None:
                 work()
         except BaseException as error:  # noqa: BLE001 - `close` raises it in the attempt's thread
@@ -406,7 +422,7 @@ class CommitWorker:
     def _take_next_work(self) -> Callable[[], None] | None:
         """Return the next queued work, or a sync of the reports if none arrives in time."""
         elapsed = timedelta(seconds=time.monotonic() - self._last_write_at)
-        timeout = (self._journal.flush_period(self._spec.sync) - elapsed).total_seconds()
+        timeout = (self._journal.flush_interval(self._spec.sync) - elapsed).total_seconds()
         try:
             return self._work.get(timeout=max(0.0, timeout))
         except queue.Empty:
@@ -419,13 +435,13 @@ class CommitWorker:
             self._journal.flush()
         except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
             self.log.warning("reports could not be journaled; the next sync retries: %s", error)
-        self._artifacts.after_report()
+        self._artifacts.on_report()
 
     def _process_save(
         self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]
     ) -> None:
         done, directory = save.done, Path(save.done.checkpoint or "")
-        merge(directory, save.parts)
+        merge_rank_directories(directory, save.parts)
         try:
             saved, to_delete = self._commit_checkpoint(save, directory)
         except PartMissing as missing:
@@ -435,16 +451,16 @@ class CommitWorker:
         committed(done.report.step)
         # Log the first commit, then at most one in 10 s: a trainable may save at each of many short steps.
         now = time.monotonic()
-        if self._last_log_at is not None and now - self._last_log_at < _LOG_PERIOD.total_seconds():
+        if self._last_log_at is not None and now - self._last_log_at < _LOG_INTERVAL.total_seconds():
             self._suppressed_log_count += 1
         else:
             log_commit(saved, self.log, self._suppressed_log_count)
             self._last_log_at, self._suppressed_log_count = now, 0
-        self._artifacts.after_commit()
+        self._artifacts.on_commit()
         remove_directory(directory if done.moved else None)
         self._delete_retired(to_delete)
 
-    def _commit_checkpoint(self, save: GroupSave, directory: Path) -> tuple[Save, Sequence[CheckpointKey]]:
+    def _commit_checkpoint(self, save: GroupSave, directory: Path) -> tuple[SaveResult, Sequence[CheckpointKey]]:
         """Save and commit the checkpoint, and retry whenever other checkpoints of the trial change during the save.
 
         If the report has a `finish_reason`, journal the end of the trial after the commit.
@@ -453,42 +469,42 @@ class CommitWorker:
         done, overtaken, name = save.done, list[CheckpointKey](), self._spec.trial.trial
         while True:
             start = time.monotonic()
-            if is_overtaken(self._journal.trial, self._journal.trial.next_sequence):
-                self._write_entry([Retired(trial=name, retires=())], up_to=0)
+            if predates_quarantine(self._journal.trial, self._journal.trial.next_sequence):
+                self._write_entry([CheckpointsRetired(trial=name, retires=())], up_to=0)
             saved = self._upload_checkpoint(done.report, directory, save.nodes)
             seconds = time.monotonic() - start
-            event, quarantined, retired = commit_entry(
+            event, quarantined, retired = make_commit_events(
                 self._spec.target, self._journal.trial, saved, self._spec.retention, seconds, self.log
             )
-            event = event.model_copy(update={"seconds": self._meter.seconds_at(done.seconds)})
+            event = event.model_copy(update={"seconds": self._meter.phase_seconds(done.seconds)})
             journaled_sequences: tuple[int, ...] = ()
             with suppress(SaveOvertaken):
                 self._write_entry((event, *quarantined), up_to=done.report.step)
                 self._commit_count += 1
                 log_damage(saved, quarantined, self.log)
-                if not is_quarantined(self._journal.trial, saved.manifest.key):
+                if not is_quarantined_checkpoint(self._journal.trial, saved.manifest.key):
                     if done.finish_reason is not None:
-                        finished = Finished(trial=name, reason=done.finish_reason, use=self._meter.use())
+                        finished = TrialFinished(trial=name, reason=done.finish_reason, use=self._meter.get_usage())
                         self._write_entry([finished], up_to=0)
                     return saved, [*overtaken, *retired]
                 journaled_sequences = (saved.manifest.sequence,)
             warning = "other checkpoints of the trial changed while step %d was saved: saving it again"
             self.log.warning(warning, saved.manifest.step)
             # After this entry no owner adopts or reuses the overtaken save, so it can be deleted.
-            self._write_entry([Retired(trial=name, retires=journaled_sequences)], up_to=0)
+            self._write_entry([CheckpointsRetired(trial=name, retires=journaled_sequences)], up_to=0)
             overtaken.append(saved.manifest.key)  # it retired nothing
 
-    def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> Save:
+    def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SaveResult:
         trial = self._journal.trial
         key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=trial.next_sequence)
-        reports = self._journal.unjournaled(report.step)
-        about = about_checkpoint(self._spec.trial, trial, self._term, report, reports, new_write_id())
-        if self.code:
-            about = about.model_copy(update={"fingerprint": {**about.fingerprint, "code": self.code}})
+        reports = self._journal.unjournaled_reports(report.step)
+        about = make_checkpoint_metadata(self._spec.trial, trial, self._term, report, reports, new_write_stamp())
+        if self.source_digest:
+            about = about.model_copy(update={"fingerprint": {**about.fingerprint, "code": self.source_digest}})
         reverification = Reverification(self._commit_count, self._spec.sync.verify_reused_every)
         requested = self._request_parts(key, trial, nodes) if self._request_parts and nodes else nullcontext()
         with requested as parts:
-            return self._tasks.save(key, directory, about, trial, reverification, parts)
+            return self._tasks.save_checkpoint(key, directory, about, trial, reverification, parts)
 
     def _write_entry(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
         """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
@@ -498,7 +514,7 @@ class CommitWorker:
     def _delete_retired(self, retired: Sequence[CheckpointKey]) -> None:
         """Delete retired checkpoints. Raises `Superseded` if the experiment is being deleted, or was deleted."""
         if retired and self._journal.deletes_retired:
-            delete_retired(lambda: self._tasks.delete(self._journal.trial, retired), self.log)
+            delete_or_warn(lambda: self._tasks.delete_checkpoints(self._journal.trial, retired), self.log)
 
 
 # The trial's artifacts, such as logs and plots. A resume does not depend on them: errors are logged as warnings.
@@ -517,17 +533,17 @@ class TrialArtifacts:
     def __init__(self, spec: TrialSpec, directory: Path, log: Log) -> None:
         self._config, self._directory, self._log = spec.sync, str(directory), log
         target = resolve_target(spec.sync.upload_dir or spec.target)
-        self._syncer = syncer_for(spec.sync, target) if spec.sync.sync_artifacts else None
+        self._syncer = make_syncer(spec.sync, target) if spec.sync.sync_artifacts else None
         # The default syncer knows the target; a user's syncer needs a complete URI.
         self._target_uri = None if spec.sync.syncer == "auto" else target.uri
-        self._folder = spec.trial.artifacts
+        self._folder = spec.trial.artifacts_folder
         self._remote_folder = self._remote_path(self._folder)
         self._excludes = list(spec.sync.excludes)
         self._had_files = False
         if isinstance(self._syncer, TargetSyncer):
             self._syncer.warn = log.warning
 
-    def begin(self, attempt: int) -> None:
+    def prepare(self, attempt: int) -> None:
         """Download the artifacts of earlier attempts, so that the trial appends to their logs.
 
         If that fails, this attempt uses a separate folder, so that it does not overwrite the earlier files.
@@ -540,26 +556,26 @@ class TrialArtifacts:
             self._remote_folder = self._remote_path(f"{self._folder}-{attempt}")
             self._log.warning("the artifacts of this attempt are uploaded to %s instead", self._remote_folder)
 
-    def after_commit(self) -> None:
+    def on_commit(self) -> None:
         """Start a sync in the background."""
         if self._config.sync_on_checkpoint:
             self._call_syncer(self._start_upload)
 
-    def after_report(self) -> None:
+    def on_report(self) -> None:
         """Start a sync in the background if the last one is at least `sync_period` ago."""
         self._call_syncer(lambda syncer: self._start_upload(syncer, only_if_needed=True))
 
-    def close(self) -> None:
+    def sync_and_wait(self) -> None:
         """Sync the files a last time, and wait for the sync."""
         self._call_syncer(self._start_upload)
         self._call_syncer(lambda syncer: syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS))
 
-    def settle(self) -> None:
+    def close_syncer(self) -> None:
         """Wait for running syncs. Call this before the directory is removed, so that none uploads half of it."""
         self._call_syncer(lambda syncer: syncer.close())
 
     def _remote_path(self, folder: str) -> str:
-        return folder if self._target_uri is None else below(self._target_uri, folder)
+        return folder if self._target_uri is None else join_uri(self._target_uri, folder)
 
     def _download(self, syncer: Syncer) -> None:
         with suppress(CheckpointNotFound):  # no earlier attempt has synced files
@@ -586,7 +602,7 @@ class TrialArtifacts:
         return True
 
 
-def syncer_for(config: SyncConfig, target: StorageTarget) -> Syncer | None:
+def make_syncer(config: SyncConfig, target: StorageTarget) -> Syncer | None:
     """Return the artifact syncer of one attempt, which must close it; None if `config.syncer` is None.
 
     Each attempt gets its own copy of a user's syncer, since several attempts may run at once. The config's periods are

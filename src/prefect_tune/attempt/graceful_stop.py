@@ -26,24 +26,24 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
 from prefect_tune.prefect_api.flow_runs import (
+    ignore_broken_log_pipe,
     ignoring_suspension,
-    is_suspended,
-    outlive_log_reader,
+    is_flow_run_suspended,
     raise_cancellation,
     watching_cancellation,
 )
 from prefect_tune.prefect_api.held_signals import raise_held_signal, saving_on_signals
-from prefect_tune.storage_retries import retrying_until
+from prefect_tune.storage_retries import stop_retries_on
 from prefect_tune.terminal.live_display import end_display
 
 _T = TypeVar("_T")
 # For the trial's last journal entry, which is written after its end or the end of the grace period.
-_LAST_WORDS = timedelta(seconds=3)
+_FINAL_WRITE_TIMEOUT = timedelta(seconds=3)
 _WAIT_SLICE_SECONDS = 0.1
 _ABANDON_TIMEOUT_SECONDS = 1.0
 
 
-def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta, request_period: timedelta) -> _T:
+def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta, poll_interval: timedelta) -> _T:
     """Run `work(stop)` in a thread and return its result; a signal sets `stop`, and is raised when `work` has ended.
 
     The signal handlers of Prefect and Python stay in place. Their exception arrives in the main thread, which only
@@ -53,18 +53,18 @@ def interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta, re
     the process waits for its threads at exit. A second Ctrl-C kills the trials and is raised within 1 s. If `work`
     still runs 1 s after the end of the main thread, for example because its target hangs, SIGINT ends the process.
 
-    *Cancel* of the flow run, polled once per `request_period`, acts like SIGTERM, and the run ends as Cancelled.
+    *Cancel* of the flow run, polled once per `poll_interval`, acts like SIGTERM, and the run ends as Cancelled.
     Suspending the flow run also sets `stop`: trials get the grace period, then the result of `work` is returned, and
-    `is_suspended()` tells the caller the reason. `work` continues if the reader of this process's log exits.
+    `is_flow_run_suspended()` tells the caller the reason. `work` continues if the reader of this process's log exits.
     """
-    outlive_log_reader()
+    ignore_broken_log_pipe()
     stop, abandoned = threading.Event(), threading.Event()
     done: Future[_T] = Future()
-    with saving_on_signals(), watching_cancellation(request_period) as is_cancelled:
+    with saving_on_signals(), watching_cancellation(poll_interval) as is_cancelled:
         try:
             _start_work(work, stop, done, abandoned)
             while not _wait_until_done(done, _WAIT_SLICE_SECONDS):
-                if is_suspended():
+                if is_flow_run_suspended():
                     stop.set()
                     get_run_logger().warning(
                         "suspended: every trial saves and ends, then a form offers the ways to continue"
@@ -113,7 +113,7 @@ def _start_work(
 ) -> None:
     def run_work() -> None:
         try:
-            with ignoring_suspension(), retrying_until(abandoned):
+            with ignoring_suspension(), stop_retries_on(abandoned):
                 done.set_result(work(stop))
         except BaseException as error:  # noqa: BLE001 - `done.result()` raises it
             done.set_exception(error)
@@ -123,7 +123,7 @@ def _start_work(
 
 def _wait_for_work(done: Future[_T], grace: timedelta) -> None:
     """Wait for the end of the work. Ignore further SIGTERMs (clusters send several); a second Ctrl-C ends the wait."""
-    log, until = get_run_logger(), time.monotonic() + (grace + _LAST_WORDS).total_seconds()
+    log, until = get_run_logger(), time.monotonic() + (grace + _FINAL_WRITE_TIMEOUT).total_seconds()
     is_logged = is_waited = False
     while not is_waited:
         with suppress(TerminationSignal):

@@ -9,7 +9,7 @@
 
 Node 0 waits for the other nodes and uses their ranks like its own, through channels. Only node 0 posts to the outbox,
 decides, and commits. A node is lost, with all its ranks, when its connection closes or carries nothing for
-`SILENCE_TIMEOUT`. Each message is one JSON document, validated when it is read.
+`NODE_TIMEOUT`. Each message is one JSON document, validated when it is read.
 
 Never: `recv`, which unpickles; a rank of an earlier attempt, or a second process of one node; a wait for a node without
 a deadline; a part that node 0 has not requested.
@@ -33,61 +33,61 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Self, TypeAlias
 
-from prefect_tune.attempt.commit_worker import AttemptTasks, merge, remove_directory
+from prefect_tune.attempt.commit_worker import AttemptTasks, merge_rank_directories, remove_directory
 from prefect_tune.attempt.processes.process_channel import (
     Placement,
-    RankEnded,
     RankGroup,
+    RankLostError,
     TrialChannel,
-    free_port,
-    rank_group,
+    find_free_port,
+    open_rank_group,
 )
-from prefect_tune.attempt.processes.process_output import Log, rank_log
-from prefect_tune.attempt.search_link import SearchLink
-from prefect_tune.attempt.supervisor import PARTS_WITHIN
-from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, import_path
-from prefect_tune.core.checkpoints.commit import PartsOfSave, refuse_part, reusable, send_part
+from prefect_tune.attempt.processes.process_output import Log, make_rank_log
+from prefect_tune.attempt.search_channel import SearchChannel
+from prefect_tune.attempt.supervisor import PARTS_TIMEOUT
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, absolute_sys_path
+from prefect_tune.core.checkpoints.commit import ExpectedParts, find_reusable_bytes, refuse_part, send_part
+from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, parent_of_next, reused_from
-from prefect_tune.core.messages.process_messages import FromTrial, Part, Start, ToTrial, TrialEnded
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, min_reusable_sequence, parent_of_next_save
+from prefect_tune.core.messages.process_messages import CheckpointPart, FromTrial, Start, ToTrial, TrialEnded
 from prefect_tune.core.messages.target_messages import (
-    Arrived,
-    Begin,
+    BeginAttempt,
     FromRank,
-    GroupOver,
+    GroupEnded,
     NodeAddress,
     NodeAlive,
+    NodeArrived,
     NodeMessage,
     NodeStopping,
-    RankGone,
+    RankExited,
     SendPart,
     ToRank,
-    newest_address,
-    node_message,
-    node_objects_up_to,
+    find_newest_address,
+    list_node_objects_up_to,
+    node_message_adapter,
 )
 from prefect_tune.core.reasons import ProcessEnd, Reason, make_reason
-from prefect_tune.core.resources import processes_on
-from prefect_tune.core.restore import manifest_if_readable
-from prefect_tune.core.shown_text import plural
+from prefect_tune.core.resources import process_count_on
+from prefect_tune.core.restore import read_manifest_or_none
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 from prefect_tune.core.values import digest_of
 from prefect_tune.journal_access import read_experiment
-from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
-from prefect_tune.storage_retries import on_target
+from prefect_tune.runtime.message_stream import MAX_TRIAL_MESSAGE_BYTES, MalformedMessage, MessageReader
+from prefect_tune.storage_retries import with_store
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.stores.local.staging import StagedFiles
 
-ALIVE_INTERVAL = timedelta(seconds=5)
+HEARTBEAT_INTERVAL = timedelta(seconds=5)
 """How often an idle connection carries a heartbeat."""
-SILENCE_TIMEOUT = timedelta(seconds=40)
+NODE_TIMEOUT = timedelta(seconds=40)
 _CLOSE_TIMEOUT = timedelta(seconds=20)
 _ARRIVAL_TIMEOUT = timedelta(minutes=10)
 """How long the flow runs or tasks of the other nodes may take to start: images are pulled, machines boot."""
-_FEWER_AFTER = timedelta(minutes=2)
+_MIN_NODES_DELAY = timedelta(minutes=2)
 """The time after which an attempt starts with `min_nodes`."""
 _NODE_0_TIMEOUT = timedelta(minutes=15)
 """How long another node waits for node 0 to start."""
@@ -106,7 +106,7 @@ _OnMessage: TypeAlias = Callable[[NodeMessage], None]
 
 
 def _make_reader(connection: Connection) -> MessageReader[NodeMessage]:
-    return MessageReader(connection, node_message, limit_bytes=FROM_TRIAL_BYTES + _ENVELOPE_BYTES)
+    return MessageReader(connection, node_message_adapter, limit_bytes=MAX_TRIAL_MESSAGE_BYTES + _ENVELOPE_BYTES)
 
 
 def _make_connection(sock: socket.socket) -> Connection:
@@ -151,7 +151,7 @@ class NodeConnection:
         with suppress(OSError):  # the reader gets the same error
             while True:
                 try:
-                    message = self._messages.get(timeout=ALIVE_INTERVAL.total_seconds())
+                    message = self._messages.get(timeout=HEARTBEAT_INTERVAL.total_seconds())
                 except queue.Empty:
                     message = NodeAlive()
                 if message is None:
@@ -163,9 +163,9 @@ class NodeConnection:
 
     def _read_messages(self) -> None:
         reader = _make_reader(self._connection)
-        reason = make_reason("node-silent", node=self._node, seconds=SILENCE_TIMEOUT.total_seconds())
+        reason = make_reason("node-silent", node=self._node, seconds=NODE_TIMEOUT.total_seconds())
         try:
-            while (message := reader.read(SILENCE_TIMEOUT)) is not None:
+            while (message := reader.read(NODE_TIMEOUT)) is not None:
                 if not self._is_closing.is_set():
                     self._on_message(message)
         except (EOFError, OSError):
@@ -184,12 +184,12 @@ class NodeConnection:
 # Node 0.
 
 
-class NodesMissing(Exception):
+class NodesMissingError(Exception):
     """Too few nodes arrived in time, or a stop was requested while the attempt waited for them."""
 
     def __init__(self, message: str, *, is_stopped: bool) -> None:
         super().__init__(message)
-        self.is_stopped = is_stopped
+        self.is_stop_requested = is_stopped
 
 
 class OtherNodes:
@@ -203,13 +203,13 @@ class OtherNodes:
         self._key = NodesKey(trial=spec.trial, attempt=start.attempt)
         self._lock = threading.Lock()
         self._has_gathered = False
-        self._arrived: dict[int, str] = {}
+        self._hosts: dict[int, str] = {}
         self._connections: dict[int, NodeConnection] = {}
-        self._lost: dict[int, Reason] = {}
+        self._lost_reasons: dict[int, Reason] = {}
         self._ranks: dict[int, _RemoteRank] = {}
         self.stop: Callable[[], None] = lambda: None
         """Called when the infrastructure stops a node."""
-        self.placement = Placement(processes=processes_on(spec.processes_per_trial, 1))
+        self.placement = Placement(processes=process_count_on(spec.processes_per_trial, 1))
 
     def __enter__(self) -> Self:
         """Start to accept nodes, and publish this node's address on the target."""
@@ -223,7 +223,7 @@ class OtherNodes:
         threading.Thread(target=copy_context().run, args=(self._accept_nodes,), name="accept", daemon=True).start()
         document = seal(self._address)
         try:
-            on_target(self._spec.target, lambda store: create_or_recognize(store, self._key.address_path, document))
+            with_store(self._spec.target, lambda store: create_or_recognize(store, self._key.address_path, document))
         except BaseException:
             self._stop_listening()
             raise
@@ -239,15 +239,15 @@ class OtherNodes:
         self._stop_listening()
         with self._lock:
             self._has_gathered = True
-        self._send(GroupOver())
+        self._broadcast(GroupEnded())
         for connection in self._connections.values():
             connection.close()
         for rank in self._ranks.values():
             rank.close(ProcessEnd(reason=make_reason("attempt-over")))
         trial, attempt = self._spec.trial, self._key.attempt
-        self._delete_objects(lambda store: [listed.path for listed in node_objects_up_to(store, trial, attempt)])
+        self._delete_objects(lambda store: [listed.path for listed in list_node_objects_up_to(store, trial, attempt)])
 
-    def begin(self, stop: threading.Event) -> Sequence[TrialChannel]:
+    def gather_nodes(self, stop: threading.Event) -> Sequence[TrialChannel]:
         """Wait for the nodes, then start their ranks; return the channels to these ranks.
 
         Raises:
@@ -258,8 +258,8 @@ class OtherNodes:
         self._wait_for_nodes(stop)
         with self._lock:
             self._has_gathered = True
-            present = sorted(self._connections.keys() - self._lost.keys())
-        address, port = find_local_address(), free_port()
+            present = sorted(self._connections.keys() - self._lost_reasons.keys())
+        address, port = find_local_address(), find_free_port()
         self.placement = Placement(self.placement.processes, 1 + len(present), 0, (address, port))
         start = self._start.model_copy(update={"trainable": "", "stopper": "", "import_path": ()})
         nodes = (0, *present)
@@ -267,26 +267,28 @@ class OtherNodes:
         for index, node in enumerate(present, 1):
             for rank in range(index * self.placement.processes, (index + 1) * self.placement.processes):
                 self._ranks[rank] = _RemoteRank(self._connections[node], node, rank)
-                if (reason := self._lost.get(node)) is not None:
+                if (reason := self._lost_reasons.get(node)) is not None:
                     self._ranks[rank].on_node_lost(reason)
-        self._send(
-            Begin(nodes=nodes, address=address, port=port, term=self._term, start=start, restored=self._restored)
+        self._broadcast(
+            BeginAttempt(nodes=nodes, address=address, port=port, term=self._term, start=start, restored=self._restored)
         )
-        others = ", ".join(f"{node} ({self._arrived[node]})" for node in present)
-        self._log.info("%s at %s: this one, and %s", plural(len(nodes), "node", "nodes"), address, others or "no other")
+        others = ", ".join(f"{node} ({self._hosts[node]})" for node in present)
+        self._log.info(
+            "%s at %s: this one, and %s", pluralize(len(nodes), "node", "nodes"), address, others or "no other"
+        )
         return [*self._ranks.values()]
 
     @contextmanager
-    def parts(self, key: CheckpointKey, before: Trial, nodes: Sequence[int]) -> Iterator[PartsOfSave]:
+    def requesting_parts(self, key: CheckpointKey, before: Trial, nodes: Sequence[int]) -> Iterator[ExpectedParts]:
         """Request the parts of the checkpoint `key` from `nodes`; delete the parts when the block ends.
 
         `before` is the trial's state. End the block when the checkpoint is committed, or given up.
         """
-        parent, collected = parent_of_next(self._spec.trial, before), reused_from(before)
-        self._send(SendPart(key=key, parent=parent, collected_up_to=collected))
+        parent, collected = parent_of_next_save(self._spec.trial, before), min_reusable_sequence(before)
+        self._broadcast(SendPart(key=key, parent=parent, collected_up_to=collected))
 
         def start_deadline() -> Callable[[], bool]:
-            deadline, pauses = Deadline.after(PARTS_WITHIN), iter(_PART_PAUSES_SECONDS)
+            deadline, pauses = Deadline.after(PARTS_TIMEOUT), iter(_PART_PAUSES_SECONDS)
 
             def wait_for_parts() -> bool:
                 time.sleep(next(pauses, _PART_PAUSES_SECONDS[-1]))
@@ -294,7 +296,7 @@ class OtherNodes:
 
             return wait_for_parts
 
-        yield PartsOfSave(self._key, self._term, tuple(nodes), start_deadline, lambda: dict(self._lost))
+        yield ExpectedParts(self._key, self._term, tuple(nodes), start_deadline, lambda: dict(self._lost_reasons))
         paths = [self._key.part_path(key, node) for node in nodes]
         threading.Thread(target=copy_context().run, args=(self._delete_objects, lambda _: paths), daemon=True).start()
 
@@ -303,7 +305,7 @@ class OtherNodes:
         with suppress(TuneError), self._spec.target.open(timeout=_REQUEST_TIMEOUT) as store:
             store.delete(paths_in(store))
 
-    def _send(self, message: NodeMessage) -> None:
+    def _broadcast(self, message: NodeMessage) -> None:
         for connection in self._connections.values():
             connection.send(message)
 
@@ -328,31 +330,31 @@ class OtherNodes:
             connection.close()
             return
         with self._lock:
-            expected = set() if self._has_gathered else set(range(1, self._spec.nodes_per_trial)) - self._arrived.keys()
-            if isinstance(arrived, Arrived) and (node := arrived.node) in expected:
+            expected = set() if self._has_gathered else set(range(1, self._spec.nodes_per_trial)) - self._hosts.keys()
+            if isinstance(arrived, NodeArrived) and (node := arrived.node) in expected:
                 on_message, on_lost = partial(self._on_node_message, node), partial(self._on_node_lost, node)
-                self._arrived[node] = arrived.host
+                self._hosts[node] = arrived.host
                 self._connections[node] = NodeConnection(connection, node, on_message, on_lost)
                 return
         # Ignore the messages and the end of a second process of a node.
         refused = NodeConnection(connection, 0, lambda _: None, lambda _: None)
-        refused.send(GroupOver())
+        refused.send(GroupEnded())
         refused.close()
 
     def _wait_for_nodes(self, stop: threading.Event) -> None:
         all_nodes, min_nodes = self._spec.nodes_per_trial, self._spec.min_nodes or self._spec.nodes_per_trial
-        deadline, fewer_after = Deadline.after(_ARRIVAL_TIMEOUT), Deadline.after(_FEWER_AFTER)
-        while (count := 1 + len(self._arrived.keys() - self._lost.keys())) < all_nodes:
+        deadline, fewer_after = Deadline.after(_ARRIVAL_TIMEOUT), Deadline.after(_MIN_NODES_DELAY)
+        while (count := 1 + len(self._hosts.keys() - self._lost_reasons.keys())) < all_nodes:
             if stop.wait(_ARRIVAL_POLL_SECONDS):
-                raise NodesMissing("stop requested while the attempt waited for its nodes", is_stopped=True)
+                raise NodesMissingError("stop requested while the attempt waited for its nodes", is_stopped=True)
             if count >= min_nodes and not fewer_after.remaining_seconds:
                 self._log.warning("the attempt starts with the %d of %d nodes that arrived", count, all_nodes)
                 return
-            if (lost := dict(self._lost)) and all_nodes - len(lost) < min_nodes:
-                raise NodesMissing("; ".join(map(str, lost.values())), is_stopped=False)
+            if (lost := dict(self._lost_reasons)) and all_nodes - len(lost) < min_nodes:
+                raise NodesMissingError("; ".join(map(str, lost.values())), is_stopped=False)
             if not deadline.remaining_seconds:
                 seconds = _ARRIVAL_TIMEOUT.total_seconds()
-                raise NodesMissing(
+                raise NodesMissingError(
                     f"{count} of {all_nodes} nodes arrived within {seconds:g} s, expected at least {min_nodes}: start "
                     "more workers, or pass a smaller max_concurrent_trials, nodes_per_trial or min_nodes",
                     is_stopped=False,
@@ -362,7 +364,7 @@ class OtherNodes:
         match message:
             case FromRank(rank=rank, message=sent) if rank in self._ranks:
                 self._ranks[rank].forward_message(sent.model_dump_json().encode())
-            case RankGone(rank=rank, end=end) if rank in self._ranks:
+            case RankExited(rank=rank, end=end) if rank in self._ranks:
                 self._ranks[rank].close(end)
             case NodeStopping():
                 self._log.warning("node %d received a stop request: the trial saves and ends", node)
@@ -371,7 +373,7 @@ class OtherNodes:
                 pass
 
     def _on_node_lost(self, node: int, reason: Reason) -> None:
-        self._lost[node] = reason
+        self._lost_reasons[node] = reason
         for rank in [*self._ranks.values()]:
             if rank.node == node:
                 rank.on_node_lost(reason)
@@ -388,7 +390,7 @@ class _RemoteRank(TrialChannel):
         self._end: ProcessEnd | None = None
         super().__init__(Connection(ours.detach()), self)
 
-    def tell(self, message: ToTrial) -> None:
+    def send(self, message: ToTrial) -> None:
         self._node_connection.send(ToRank.model_validate({"rank": self._rank, "message": message}))
 
     def is_alive(self) -> bool:
@@ -430,29 +432,31 @@ def find_local_address() -> str:
 
 
 def train_node(
-    spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchLink, tasks: AttemptTasks, log: Log
+    spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchChannel, tasks: AttemptTasks, log: Log
 ) -> Reason:
     """Train the ranks of a node until the attempt is over; return the reason of its end."""
-    channel.watch()
-    connected = _connect(spec, request, channel.stop)
+    channel.start_polling()
+    connected = _connect_to_node_0(spec, request, channel.stop)
     if isinstance(connected, Reason):
         return connected
     return _WorkerNode(spec, request, *connected, node, channel, tasks, log).run()
 
 
-def _connect(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) -> tuple[NodesKey, Connection] | Reason:
+def _connect_to_node_0(
+    spec: TrialSpec, request: AttemptRequest, stop: threading.Event
+) -> tuple[NodesKey, Connection] | Reason:
     """Connect to node 0 of the requested attempt or a later one; or return the reason why there is none."""
     deadline, reachable_until = Deadline.after(_NODE_0_TIMEOUT), None
     first_attempt, poll_count = max(1, request.attempt), 0
     while deadline.remaining_seconds:
-        newest = on_target(spec.target, lambda store: newest_address(store, spec.trial, first_attempt))
+        newest = with_store(spec.target, lambda store: find_newest_address(store, spec.trial, first_attempt))
         if newest is not None:
             key, address = newest
             with suppress(AuthenticationError, EOFError, OSError):
-                return key, _connect_to(address, address.connection_key(key, request.secret))
-            reachable_until = reachable_until or Deadline.after(SILENCE_TIMEOUT)
+                return key, _open_connection(address, address.connection_key(key, request.secret))
+            reachable_until = reachable_until or Deadline.after(NODE_TIMEOUT)
             if not reachable_until.remaining_seconds:
-                return make_reason("node-silent", node=0, seconds=SILENCE_TIMEOUT.total_seconds())
+                return make_reason("node-silent", node=0, seconds=NODE_TIMEOUT.total_seconds())
         if poll_count % 10 == 9 and _check_attempt_ended(spec, request):
             return make_reason("node-not-needed")
         poll_count += 1
@@ -461,7 +465,7 @@ def _connect(spec: TrialSpec, request: AttemptRequest, stop: threading.Event) ->
     return make_reason("node-0-late", seconds=_NODE_0_TIMEOUT.total_seconds())
 
 
-def _connect_to(address: NodeAddress, key: bytes) -> Connection:
+def _open_connection(address: NodeAddress, key: bytes) -> Connection:
     """Connect, and authenticate both sides with the key. Raises AuthenticationError, EOFError, OSError."""
     sock = socket.create_connection((address.host, address.port), _JOIN_TIMEOUT.total_seconds())
     sock.settimeout(None)
@@ -474,7 +478,7 @@ def _connect_to(address: NodeAddress, key: bytes) -> Connection:
 def _check_attempt_ended(spec: TrialSpec, request: AttemptRequest) -> bool:
     """Read the journal; return whether the requested attempt is over. False if the target fails."""
     try:
-        trial = read_experiment(spec.target, spec.trial.of_experiment).trials.get(spec.trial.trial)
+        trial = read_experiment(spec.target, spec.trial.journal_key).trials.get(spec.trial.trial)
     except TuneError:
         return False
     return trial is not None and (
@@ -492,7 +496,7 @@ class _WorkerNode:
         key: NodesKey,
         connection: Connection,
         node: int,
-        channel: SearchLink,
+        channel: SearchChannel,
         tasks: AttemptTasks,
         log: Log,
     ) -> None:
@@ -512,12 +516,12 @@ class _WorkerNode:
     def run(self) -> Reason:
         self._node_0 = NodeConnection(self._connection, 0, self._inbox.put, self._inbox.put)
         try:
-            self._node_0.send(Arrived(node=self._node, host=socket.gethostname()))
+            self._node_0.send(NodeArrived(node=self._node, host=socket.gethostname()))
             while self._end_reason is None:
                 match self._take_message(_POLL_INTERVAL):
-                    case Begin() as begin:
+                    case BeginAttempt() as begin:
                         self._train_ranks(begin)
-                    case GroupOver():
+                    case GroupEnded():
                         self._end_reason = make_reason("node-not-needed")
                     case _:
                         self._forward_stop()
@@ -540,35 +544,35 @@ class _WorkerNode:
             self._is_stop_forwarded = True
             self._node_0.send(NodeStopping())
 
-    def _train_ranks(self, begin: Begin) -> None:
-        index, processes = begin.nodes.index(self._node), processes_on(self._spec.processes_per_trial, 1)
+    def _train_ranks(self, begin: BeginAttempt) -> None:
+        index, processes = begin.nodes.index(self._node), process_count_on(self._spec.processes_per_trial, 1)
         placement = Placement(processes, len(begin.nodes), index, (begin.address, begin.port))
         self._first_rank, self._term = placement.first_rank, begin.term
         with ScratchDirectory("staging", "artifacts") as scratch, ExitStack() as opened:
             try:
                 restored = None
                 if begin.restored is not None:
-                    restored = str(self._tasks.restore(begin.restored, scratch / "restored"))
+                    restored = str(self._tasks.restore_checkpoint(begin.restored, scratch / "restored"))
                 local = {  # this node's own parameters choose the code: the target never does
                     "trainable": self._spec.trainable,
                     "stopper": self._spec.stopper,
-                    "import_path": import_path(),
+                    "import_path": absolute_sys_path(),
                     "directory": str(scratch / "artifacts"),
                     "staging": str(scratch / "staging"),
                     "restored": restored,
                 }
                 start = begin.start.model_copy(update=local)
-                group = opened.enter_context(rank_group(start, placement, self._open_process))
+                group = opened.enter_context(open_rank_group(start, placement, self._open_process))
             except (TuneError, OSError) as error:
                 self._end_reason = make_reason("node-not-started", node=self._node, error=str(error))
                 for rank in range(self._first_rank, self._first_rank + processes):
-                    self._node_0.send(RankGone(rank=rank, end=ProcessEnd(reason=self._end_reason)))
+                    self._node_0.send(RankExited(rank=rank, end=ProcessEnd(reason=self._end_reason)))
                 return
             self._forward_messages(group)
-            group.end_all()
+            group.end_all_ranks()
 
     def _open_process(self, start: Start) -> AbstractContextManager[TrialChannel]:
-        return self._channel.process(start, rank_log(self._log, start.rank.rank), self._request.environment)
+        return self._channel.open_process(start, make_rank_log(self._log, start.rank.rank), self._request.environment)
 
     def _forward_messages(self, group: RankGroup) -> None:
         """Forward messages in both directions until the attempt is over."""
@@ -576,30 +580,30 @@ class _WorkerNode:
             try:
                 if (received := group.receive(_POLL_INTERVAL)) is not None:
                     self._forward_to_node_0(group, *received)
-            except RankEnded as error:
+            except RankLostError as error:
                 invalid_use = ProcessEnd(reason=make_reason("invalid-use", text=str(error)))
-                end = group.end(error.rank) if error.is_gone else invalid_use
-                self._node_0.send(RankGone(rank=self._first_rank + error.rank, end=end))
+                end = group.end_rank(error.rank) if error.is_gone else invalid_use
+                self._node_0.send(RankExited(rank=self._first_rank + error.rank, end=end))
             self._forward_stop()
             while self._end_reason is None and (message := self._take_message(timedelta(0))) is not None:
                 match message:
                     case ToRank(rank=rank, message=to_trial) if 0 <= rank - self._first_rank < group.world_size:
-                        group.tell_rank(rank - self._first_rank, to_trial)
+                        group.send_to_rank(rank - self._first_rank, to_trial)
                     case SendPart() as wanted:
                         # A daemon, so that a target that does not respond cannot delay the end of this node.
                         threading.Thread(target=copy_context().run, args=(self._send_part, wanted), daemon=True).start()
-                    case GroupOver():
+                    case GroupEnded():
                         self._end_reason = make_reason("attempt-over")
                     case _:
                         pass
 
     def _forward_to_node_0(self, group: RankGroup, local_rank: int, message: FromTrial) -> None:
         rank = self._first_rank + local_rank
-        if isinstance(message, Part) and message.directory is not None:
+        if isinstance(message, CheckpointPart) and message.directory is not None:
             self._part_directories.setdefault(message.step, {})[rank] = Path(message.directory)
             message = message.model_copy(update={"directory": None, "node": self._node})
         if isinstance(message, TrialEnded):
-            group.leave(local_rank)
+            group.stop_receiving(local_rank)
         self._node_0.send(FromRank(rank=rank, message=message))
 
     def _send_part(self, wanted: SendPart) -> None:
@@ -612,24 +616,24 @@ class _WorkerNode:
                 if step not in self._merged_directories:
                     directories = self._part_directories.pop(step)
                     first, *others = sorted(directories)
-                    merge(directories[first], {rank: directories[rank] for rank in others})
+                    merge_rank_directories(directories[first], {rank: directories[rank] for rank in others})
                     self._merged_directories[step] = directories[first]
                 directory, timeout = self._merged_directories[step], self._spec.sync.sync_timeout
-                on_target(self._spec.target, lambda store: _send(store, wanted, directory, sender), timeout)
+                with_store(self._spec.target, lambda store: _upload_part(store, wanted, directory, sender), timeout)
             except TuneError as error:
                 if self._end_reason:
                     return  # the scratch directory is being removed
                 self._log.warning("the part of step %d could not be uploaded: %s", step, error)
                 reason = f"{type(error).__name__}: {error}"
                 try:
-                    on_target(self._spec.target, lambda store: refuse_part(store, wanted.key, sender, reason))
+                    with_store(self._spec.target, lambda store: refuse_part(store, wanted.key, sender, reason))
                 except TuneError as second_error:  # node 0 waits until its deadline
                     self._log.warning("node 0 could not be informed of this (step %d): %s", step, second_error)
             for earlier in [merged for merged in self._merged_directories if merged < step]:
                 remove_directory(self._merged_directories.pop(earlier))
 
 
-def _send(store: ObjectStore, wanted: SendPart, directory: Path, sender: tuple[NodesKey, int, int]) -> None:
-    parent = manifest_if_readable(store, wanted.parent)
-    reuse = reusable(store, wanted.key.trial, parent, wanted.collected_up_to)
-    send_part(store, wanted.key, StagedFiles(directory), of=sender, reuse=reuse)
+def _upload_part(store: ObjectStore, wanted: SendPart, directory: Path, sender: tuple[NodesKey, int, int]) -> None:
+    parent = read_manifest_or_none(store, wanted.parent)
+    reuse = find_reusable_bytes(store, wanted.key.trial, parent, wanted.collected_up_to)
+    send_part(store, wanted.key, StagedFiles(directory), sender=sender, reuse=reuse)

@@ -11,7 +11,7 @@ the mean over all ranks, they are collected in the same way before rank 0 report
 
 The attempt ends when rank 0 ends, or when a rank fails. After a failure the other ranks may hang in a collective: they
 are killed one second later, so that the root-cause failure can still arrive. When the whole run stops, the trial has
-`spec.grace` to save, and is then killed. A trial that is stopped alone gets a `Leave`, without a time limit
+`spec.grace` to save, and is then killed. A trial that is stopped alone gets a `StopTrial`, without a time limit
 (`tuner/stop_requests.py`). Never: a commit without the part of a rank.
 """
 
@@ -26,46 +26,46 @@ from operator import itemgetter
 from pathlib import Path
 from typing import assert_never
 
-from prefect_tune.attempt.commit_worker import USERS_FAULT, CommitWorker, FailedSave, GroupSave, remove_directory
-from prefect_tune.attempt.processes.process_channel import OWN, OWN_SIGNALS, RankEnded, RankGroup
-from prefect_tune.attempt.search_link import Answer, SearchLink
+from prefect_tune.attempt.commit_worker import TRAINABLE_ERRORS, CommitWorker, FailedSave, GroupSave, remove_directory
+from prefect_tune.attempt.processes.process_channel import CRASH_SIGNALS, LAUNCHER, RankGroup, RankLostError
+from prefect_tune.attempt.search_channel import Answer, SearchChannel
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
+from prefect_tune.core.display_text import first_line
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, Outcome
+from prefect_tune.core.journal_events import AttemptEnded, Cause, Outcome, TrialFinished
 from prefect_tune.core.messages.process_messages import (
+    CheckpointAndStop,
+    CheckpointPart,
     CheckpointSaved,
-    Directive,
     FromTrial,
-    Join,
-    Leave,
     MeanMetrics,
     MilestoneReached,
-    Part,
+    RankCommand,
+    RankJoined,
     RankMetrics,
     SaveFailed,
     StepDone,
-    StopAndSave,
+    StopTrial,
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.core.metrics import mean_of
+from prefect_tune.core.metrics import average_metrics
 from prefect_tune.core.reasons import AnyReason, Reason, make_reason, process_end_reason, rank_end_reason
-from prefect_tune.core.shown_text import first_line
 from prefect_tune.core.usage_records import RankEnd
-from prefect_tune.storage_retries import is_abandoned
+from prefect_tune.storage_retries import is_work_abandoned
 from prefect_tune.stores.deadline import Deadline
 
 _POLL_INTERVAL = timedelta(seconds=0.1)
-_CAUSE_WITHIN = timedelta(seconds=1)
+_ROOT_CAUSE_TIMEOUT = timedelta(seconds=1)
 """How long to wait, per node, for the root cause: ranks often report a broken collective before a crash is seen."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
-"""Root causes first, if several ranks fail within `_CAUSE_WITHIN`: a crash makes other ranks raise, which may be seen
-first. Only a launcher in the trial kills other ranks when one fails: of its ranks the root cause is the first failure,
+"""Root causes first, if several ranks fail within `_ROOT_CAUSE_TIMEOUT`: a crash makes other ranks raise, which may be
+seen first. Only a launcher in the trial kills other ranks when one fails: of its ranks, the first failure is the cause,
 or the crash of a rank that the launcher cannot have killed."""
-_OTHERS_END_WITHIN = timedelta(seconds=20)
+_RANK_EXIT_TIMEOUT = timedelta(seconds=20)
 """How long the other ranks may run after rank 0 has ended."""
-PARTS_WITHIN = timedelta(minutes=5)
+PARTS_TIMEOUT = timedelta(minutes=5)
 """How long the other ranks may take to add their parts of a checkpoint after rank 0."""
 _JOIN_TIMEOUT = timedelta(minutes=10)
 """How long the ranks of a launcher may take to join after the first one: their imports and setup differ."""
@@ -76,7 +76,7 @@ _REPORTS_TWICE = "both the trial's own process and the ranks that it started rep
 
 
 def supervise(
-    group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, channel: SearchLink, meter: UsageMeter
+    group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, channel: SearchChannel, meter: UsageMeter
 ) -> Outcome:
     """Serve the trial until it ends, crashes or sends nothing for too long, or its grace period expires.
 
@@ -85,13 +85,13 @@ def supervise(
     supervisor = _Supervisor(group, commit_worker, spec, channel, meter)
     outcome = supervisor.run()
     meter.rank_ends = supervisor.make_rank_ends(outcome)
-    meter.ended()
+    meter.on_trial_end()
     return outcome
 
 
 class _Supervisor:
     def __init__(
-        self, group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, channel: SearchLink, meter: UsageMeter
+        self, group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, channel: SearchChannel, meter: UsageMeter
     ) -> None:
         self._group = group
         self._commit_worker = commit_worker
@@ -118,31 +118,31 @@ class _Supervisor:
         self._failed_saves: list[Reason] = []
         """The reasons of the failed saves since the last committed checkpoint."""
         self._loaded: set[int] = set()
-        self._leave: Leave | None = None
+        self._leave: StopTrial | None = None
         self._first_join: Deadline | None = None
         self._last_message_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._awaits_decision = False
         self._stop_requested_at: float | None = None
-        channel.connect(self._on_answer)
+        channel.subscribe(self._on_answer)
 
     def run(self) -> Outcome:
         while True:
             try:
                 if received := self._group.receive(_POLL_INTERVAL):
                     rank, message = received
-                    if rank in (0, OWN) and isinstance(message, StepDone | TrialEnded):
+                    if rank in (0, LAUNCHER) and isinstance(message, StepDone | TrialEnded):
                         is_last_step = isinstance(message, StepDone) and message.finish_reason is not None
-                        self._meter.note_seconds(message.seconds, is_last_step=is_last_step)
+                        self._meter.record_seconds(message.seconds, is_last_step=is_last_step)
                     if self._last_message_at is not None:
                         self._last_message_at = time.monotonic()
                     self._on_message(rank, message)
                 outcome = self._check_ends()
-            except RankEnded as error:
+            except RankLostError as error:
                 outcome = self._on_rank_exit(error) or self._check_ends()
             except InvalidInput as error:
-                outcome = self._make_failure(Cause.USER, make_reason("invalid-use", text=str(error)))
-            is_saving = self._is_uploading and self._spec.sync.commit == "sync"
-            self._meter.look("waiting" if self._awaits_decision else "saving" if is_saving else "training")
+                outcome = self._make_failure(Cause.TRAINABLE, make_reason("invalid-use", text=str(error)))
+            is_saving = self._has_pending_saves and self._spec.sync.commit == "sync"
+            self._meter.sample_if_due("waiting" if self._awaits_decision else "saving" if is_saving else "training")
             if outcome is not None:
                 return outcome
 
@@ -150,23 +150,23 @@ class _Supervisor:
 
     def _on_message(self, rank: int, message: FromTrial) -> None:
         match message:
-            case Join():
+            case RankJoined():
                 self._on_join(rank)
             case TrainableLoaded():
                 self._on_loaded(rank, message)
             case MilestoneReached(report=report):
                 self._awaits_decision = True
-                self._channel.ask(report)
-            case StepDone() if rank == OWN:
+                self._channel.request_decision(report)
+            case StepDone() if rank == LAUNCHER:
                 raise InvalidInput(_REPORTS_TWICE)
             case StepDone():
                 self._on_step(message)
-            case Part():
-                self._queue_save(self._saves.add(rank, message))
+            case CheckpointPart():
+                self._queue_save(self._saves.add_part(rank, message))
             case RankMetrics():
-                if (mean := self._metrics.add(rank, message)) is not None:
-                    self._group.tell(mean)
-            case Directive():
+                if (mean := self._metrics.add_metrics(rank, message)) is not None:
+                    self._group.send(mean)
+            case RankCommand():
                 self._on_directive(message)
             case TrialEnded():
                 self._on_rank_end(rank, message)
@@ -180,25 +180,25 @@ class _Supervisor:
         if self._saves.world_size != self._group.world_size:
             self._reset_collectors()
         if rank == 0 and self._stop_requested_at is not None:
-            self._group.tell(StopAndSave())
+            self._group.send(CheckpointAndStop())
         if rank == 0 and self._leave is not None:
-            self._group.tell(self._leave)
+            self._group.send(self._leave)
 
     def _on_loaded(self, rank: int, message: TrainableLoaded) -> None:
-        if self._group.is_here(rank):  # pids of other machines mean nothing here
-            self._meter.loaded(message.pid, decides=rank in (0, OWN))
+        if self._group.is_local(rank):  # pids of other machines mean nothing here
+            self._meter.on_loaded(message.pid, is_rank_0=rank in (0, LAUNCHER))
         self._loaded.add(rank)
         if len(self._loaded) >= self._group.world_size:
             self._last_message_at = time.monotonic()
-        self._commit_worker.code = message.code
+        self._commit_worker.source_digest = message.code
 
-    def _on_directive(self, directive: Directive) -> None:
+    def _on_directive(self, directive: RankCommand) -> None:
         if directive.saves:
-            self._saves.expect(directive.step)
-        self._metrics.direct(directive.step)
-        self._group.tell_others(directive)
+            self._saves.expect_save(directive.step)
+        self._metrics.on_rank_command(directive.step)
+        self._group.send_to_others(directive)
         if not directive.saves:
-            self._saves.close(directive.step)
+            self._saves.finish_step(directive.step)
 
     def _reset_collectors(self) -> None:
         """Start to collect parts and metrics for the current number of ranks."""
@@ -211,55 +211,55 @@ class _Supervisor:
             self._submit_checkpoint(done)
             return
         self._steps += 1
-        if early := sorted(self._returned - {0, OWN}):  # a rank takes part in each step before it returns
+        if early := sorted(self._returned - {0, LAUNCHER}):  # a rank takes part in each step before it returns
             self._returned.clear()
             self._log.warning(
                 "rank %s has returned, but rank 0 reported another step: every rank must call pt.report once in each "
                 "step, so that all ranks save and end together",
                 ", ".join(map(str, early)),
             )
-        flushes = done.asks and self._channel.asks_by_report
-        self._commit_worker.note(done.report, asks=flushes)
+        flushes = done.asks and self._channel.requests_decisions_by_report
+        self._commit_worker.queue_report(done.report, awaits_decision=flushes)
         if done.checkpoint is not None:
             self._submit_checkpoint(done)
         if flushes:
-            self._commit_worker.flush()
+            self._commit_worker.queue_flush()
         self._awaits_decision = done.asks
         if done.asks:
-            self._channel.ask(done.report)
+            self._channel.request_decision(done.report)
 
     def _on_answer(self, answer: Answer) -> None:
         if self._awaits_decision and self._last_message_at is not None:  # an unsolicited message is not progress
             self._last_message_at = time.monotonic()
         self._awaits_decision = False
-        if isinstance(answer, Leave):
+        if isinstance(answer, StopTrial):
             self._leave = answer
-        self._group.tell(answer)
+        self._group.send(answer)
 
     # ------------------------------------------------------------------------------------------------------- saves
 
     def _submit_checkpoint(self, done: StepDone) -> None:
         self._submitted_count += 1
-        self._queue_save(self._saves.hand_over(done))
+        self._queue_save(self._saves.add_rank_0_part(done))
 
     def _queue_save(self, save: GroupSave | None) -> None:
         if save is not None:
-            self._commit_worker.save(save, self._on_saved, self._incomplete.put)
+            self._commit_worker.queue_save(save, self._on_checkpoint_committed, self._incomplete.put)
 
-    def _on_saved(self, step: int) -> None:
+    def _on_checkpoint_committed(self, step: int) -> None:
         self._last_message_at = time.monotonic()
         self._committed_count += 1
         self._failed_saves.clear()
-        self._group.tell(CheckpointSaved(step=step))  # last: the trial may end then, and its end reads these fields
+        self._group.send(CheckpointSaved(step=step))  # last: the trial may end then, and its end reads these fields
 
     @property
-    def _is_uploading(self) -> bool:
+    def _has_pending_saves(self) -> bool:
         return self._committed_count + self._failed_count < self._submitted_count
 
     # --------------------------------------------------------------------------------------------- ends of ranks
 
     def _on_rank_end(self, rank: int, message: TrialEnded) -> None:
-        self._group.leave(rank)
+        self._group.stop_receiving(rank)
         self._ended_ranks.add(rank)
         # Fields that the trial's process must not decide: the trial, its resource usage, a failure's first step.
         outcome = message.outcome.model_copy(update={"trial": self._spec.trial.trial, "use": None})
@@ -273,80 +273,86 @@ class _Supervisor:
         if message.has_returned:
             self._returned.add(rank)
             self._rank_ends[rank] = _RETURNED
-        if rank == OWN and self._group.is_launched and 0 not in self._ended_ranks:
-            self._rank_0_deadline = Deadline.after(_OTHERS_END_WITHIN)
+        if rank == LAUNCHER and self._group.has_launcher and 0 not in self._ended_ranks:
+            self._rank_0_deadline = Deadline.after(_RANK_EXIT_TIMEOUT)
             return
-        decides = rank == OWN or (rank == 0 and not (message.has_returned and OWN in self._group.open_ranks))
+        decides = rank == LAUNCHER or (rank == 0 and not (message.has_returned and LAUNCHER in self._group.open_ranks))
         if decides and self._end is None and not self._failures:
-            if self._failed_saves and isinstance(outcome, Finished):  # the last checkpoint is not committed
+            if self._failed_saves and isinstance(outcome, TrialFinished):  # the last checkpoint is not committed
                 outcome = self._make_failure(Cause.MACHINE, self._failed_saves[-1])
             elif self._failed_saves and isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED:
                 outcome = self._make_failure(Cause.PREEMPTED, self._failed_saves[-1])  # the requested save failed
             self._end = outcome
-            self._end_deadline = Deadline.after(_OTHERS_END_WITHIN if self._steps else _POLL_INTERVAL)
+            self._end_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._steps else _POLL_INTERVAL)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, after_end: bool) -> None:
         cause, reason, memory = ended.cause, ended.reason, None
-        if cause is Cause.MACHINE and self._group.is_here(rank) and self._meter.is_out_of_memory(is_killed=False):
+        if cause is Cause.MACHINE and self._group.is_local(rank) and self._meter.is_out_of_memory(is_killed=False):
             cause = Cause.OUT_OF_MEMORY  # the kernel killed a child process of the trial
-        if cause is Cause.OUT_OF_MEMORY and self._group.is_here(rank):
-            memory = self._meter.memory_reason()
+        if cause is Cause.OUT_OF_MEMORY and self._group.is_local(rank):
+            memory = self._meter.out_of_memory_reason()
         if isinstance(reason, Reason):
             # Without the other lines and the location, which differ by rank: equal ends are listed together.
             text, kind = first_line(reason.arguments.get("text", "")), reason.arguments.get("type")
             self._rank_ends[rank] = make_reason(reason.code, type=kind, text=text)
             reason = make_reason(reason.code, **{**reason.arguments, "rank": self._rank_name(rank), "memory": memory})
         failure = self._make_failure(cause, reason)
-        if rank > 0 and isinstance(self._end, Finished) and not after_end:
+        if rank > 0 and isinstance(self._end, TrialFinished) and not after_end:
             self._end = failure  # this rank failed in its last step, which rank 0 has completed
         else:
             self._add_failure(failure, _FAILED, rank)
 
-    def _on_rank_exit(self, error: RankEnded) -> Outcome | None:
+    def _on_rank_exit(self, error: RankLostError) -> Outcome | None:
         rank = error.rank
         self._ended_ranks.add(rank)
         if not error.is_gone:
             self._rank_ends[rank] = first_line(error)
             reason = make_reason("invalid-use", text=str(error), rank=self._rank_name(rank))
-            return self._make_failure(Cause.USER, reason)
-        if rank > 0 and self._group.is_led and isinstance(self._end, Finished):
+            return self._make_failure(Cause.TRAINABLE, reason)
+        if rank > 0 and self._group.has_launcher_rank_0 and isinstance(self._end, TrialFinished):
             self._rank_ends[rank] = _RETURNED  # rank 0 launched it, and has ended
             return None
-        end = self._group.end(rank)
+        end = self._group.end_rank(rank)
         self._rank_ends[rank] = rank_end_reason(end)
         is_killed = end.signal == "SIGKILL"
         is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only its launcher knows the end
-        if (is_killed or is_hidden) and self._group.is_here(rank) and self._meter.is_out_of_memory(is_killed=is_killed):
-            cause, memory = Cause.OUT_OF_MEMORY, self._meter.memory_reason()
+        if (
+            (is_killed or is_hidden)
+            and self._group.is_local(rank)
+            and self._meter.is_out_of_memory(is_killed=is_killed)
+        ):
+            cause, memory = Cause.OUT_OF_MEMORY, self._meter.out_of_memory_reason()
         else:
-            is_own_end = end.exit_code is not None or end.signal in OWN_SIGNALS
-            cause, memory = Cause.USER if is_own_end else Cause.MACHINE, None
+            is_own_end = end.exit_code is not None or end.signal in CRASH_SIGNALS
+            cause, memory = Cause.TRAINABLE if is_own_end else Cause.MACHINE, None
         failure = self._make_failure(cause, process_end_reason(end, self._rank_name(rank), memory))
-        may_be_killed = self._group.is_launched and rank not in self._group.died_by_themselves
+        may_be_killed = self._group.has_launcher and rank not in self._group.self_exited_ranks
         self._add_failure(failure, _FAILED if may_be_killed else _DIED, rank)
         return None
 
-    def _add_failure(self, failure: AttemptEnded, cause_order: int, rank: int = OWN) -> None:
+    def _add_failure(self, failure: AttemptEnded, cause_order: int, rank: int = LAUNCHER) -> None:
         """Add a failure; the attempt ends when a root cause has had time to arrive."""
         if self._end is not None:
             self._log.warning("after the end of the trial: %s", first_line(failure.reason))
             return
-        self._end_deadline = self._end_deadline or Deadline.after(_CAUSE_WITHIN * self._group.node_count)
+        self._end_deadline = self._end_deadline or Deadline.after(_ROOT_CAUSE_TIMEOUT * self._group.node_count)
         self._failures.append((cause_order, failure, rank))
 
     def _make_failure(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
         is_loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
-        at_start = cause is Cause.USER and is_loaded and self._steps == 0
+        at_start = cause is Cause.TRAINABLE and is_loaded and self._steps == 0
         return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, at_start=at_start)
 
     def _rank_name(self, rank: int) -> int | None:
         """Return the rank to name in a reason; None for a single rank, and for the launching process."""
-        return rank if self._group.world_size > 1 and rank != OWN else None
+        return rank if self._group.world_size > 1 and rank != LAUNCHER else None
 
     def make_rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
         """Return how ranks ended, the cause of a failure first; without the returned ranks if the trial succeeded."""
         has_failed = isinstance(outcome, AttemptEnded)
-        ends = {rank: how for rank, how in self._rank_ends.items() if rank != OWN and (has_failed or how != _RETURNED)}
+        ends = {
+            rank: how for rank, how in self._rank_ends.items() if rank != LAUNCHER and (has_failed or how != _RETURNED)
+        }
         if self._group.world_size == 1 or not ends:
             return ()
         first = min(self._failures, key=itemgetter(0))[2] if self._failures else next(iter(ends))
@@ -362,18 +368,18 @@ class _Supervisor:
 
     def _check_ends(self) -> Outcome | None:
         """Return the outcome if the attempt is over, failed, hangs, or its grace period expired; None otherwise."""
-        is_users_fault = isinstance(error := self._commit_worker.error, USERS_FAULT)
+        is_users_fault = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
         if is_users_fault and not self._failures:  # a failing process may delete the files being saved
-            return self._make_failure(Cause.USER, make_reason("save-failed", error=str(error)))
+            return self._make_failure(Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
         if error is not None and not is_users_fault:
             text = f"{type(error).__name__}: {error}"
             return self._make_failure(Cause.MACHINE, make_reason("write-failed", error=text))
-        if isinstance(self._end, Finished) and (reason := self._metrics.surplus()) is not None:
-            return self._make_failure(Cause.USER, reason)
+        if isinstance(self._end, TrialFinished) and (reason := self._metrics.surplus_report_reason()) is not None:
+            return self._make_failure(Cause.TRAINABLE, reason)
         if self._end_deadline is not None:
             return self._check_last_ranks(self._end_deadline)
         if self._rank_0_deadline is not None and self._rank_0_deadline.remaining_seconds <= 0:
-            seconds = _OTHERS_END_WITHIN.total_seconds()
+            seconds = _RANK_EXIT_TIMEOUT.total_seconds()
             return self._make_failure(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
         if (failure := self._check_saves() or self._check_joins() or self._check_metrics()) is not None:
             return failure
@@ -381,7 +387,7 @@ class _Supervisor:
             return None
         if self._channel.stop.is_set():
             return self._check_grace()
-        if self._is_uploading or self._awaits_decision:
+        if self._has_pending_saves or self._awaits_decision:
             return None  # it may wait for an upload, which has its own timeout, or for a decision
         if self._spec.silence is None or self._last_message_at is None:
             return None
@@ -396,17 +402,17 @@ class _Supervisor:
             return None
         training = sorted(rank for rank in self._group.open_ranks if rank > 0)
         if self._end is not None and training and self._steps:
-            ranks, seconds = ", ".join(map(str, training)), _OTHERS_END_WITHIN.total_seconds()
+            ranks, seconds = ", ".join(map(str, training)), _RANK_EXIT_TIMEOUT.total_seconds()
             self._log.warning("rank %s was still running %g s after rank 0 finished; killed", ranks, seconds)
             self._rank_ends |= dict.fromkeys(training, make_reason("rank-outlived", seconds=seconds))
         return self._end or min(self._failures, key=itemgetter(0))[1]
 
     def _check_saves(self) -> Outcome | None:
         """Fail an overdue checkpoint; return the outcome if the trial cannot continue without it."""
-        if (reason := self._saves.without(self._ended_ranks)) is not None:
-            self._add_failure(self._make_failure(Cause.USER, reason), _ENDED_EARLY)
+        if (reason := self._saves.missing_part_reason(self._ended_ranks)) is not None:
+            self._add_failure(self._make_failure(Cause.TRAINABLE, reason), _ENDED_EARLY)
             return None
-        if (failed := self._saves.overdue()) is None:
+        if (failed := self._saves.fail_overdue_save()) is None:
             if self._incomplete.empty():
                 return None
             failed = self._incomplete.get()
@@ -419,7 +425,7 @@ class _Supervisor:
         self._log.warning(
             "%s; training continues. Every rank must call pt.report in each step, also without a checkpoint", reason
         )
-        self._group.tell(SaveFailed(step=failed.step))
+        self._group.send(SaveFailed(step=failed.step))
         return None
 
     def _check_joins(self) -> Outcome | None:
@@ -429,32 +435,34 @@ class _Supervisor:
             return None
         ranks = {"ranks": list(missing), "world_size": self._group.world_size}
         reason = make_reason("ranks-missing", **ranks, seconds=_JOIN_TIMEOUT.total_seconds())
-        return self._make_failure(Cause.USER, reason)
+        return self._make_failure(Cause.TRAINABLE, reason)
 
     def _check_metrics(self) -> Outcome | None:
         """Fail the attempt if ranks whose metrics rank 0 waits for are late; add a failure if they have ended."""
-        if not self._metrics.missing or self._failures:
+        if not self._metrics.missing_ranks or self._failures:
             return None
-        if (reason := self._metrics.without(self._ended_ranks)) is not None:
-            self._add_failure(self._make_failure(Cause.USER, reason), _ENDED_EARLY)
+        if (reason := self._metrics.missing_metrics_reason(self._ended_ranks)) is not None:
+            self._add_failure(self._make_failure(Cause.TRAINABLE, reason), _ENDED_EARLY)
             return None
         if self._last_message_at is None or self._group.missing_ranks:
-            self._metrics.restart()
-        if (reason := self._metrics.overdue()) is None:
+            self._metrics.restart_timeout()
+        if (reason := self._metrics.overdue_reason()) is None:
             return None
-        self._rank_ends |= dict.fromkeys(self._metrics.missing, make_reason("rank-without-report"))
+        self._rank_ends |= dict.fromkeys(self._metrics.missing_ranks, make_reason("rank-without-report"))
         return self._make_failure(Cause.MACHINE, reason)
 
     def _check_grace(self) -> Outcome | None:
         """Request the trial to save and end; return the outcome after the grace period or a second interrupt."""
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
-            self._group.tell(StopAndSave())
+            self._group.send(CheckpointAndStop())
         grace = self._spec.grace
         if timedelta(seconds=time.monotonic() - self._stop_requested_at) <= grace:
-            return self._make_failure(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_abandoned() else None
+            return (
+                self._make_failure(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_work_abandoned() else None
+            )
         seconds = grace.total_seconds()
-        reason = make_reason("upload-unfinished" if self._is_uploading else "no-checkpoint", seconds=seconds)
+        reason = make_reason("upload-unfinished" if self._has_pending_saves else "no-checkpoint", seconds=seconds)
         return self._make_failure(Cause.PREEMPTED, reason)
 
 
@@ -465,31 +473,31 @@ class _Supervisor:
 class _PendingSave:
     deadline: Deadline
     done: StepDone | None = None
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, CheckpointPart] = field(default_factory=dict)
 
 
 class GroupSaves:
     """Collects the parts of each checkpoint from `world_size` ranks. Rank 0 submits its parts in order of steps."""
 
-    def __init__(self, world_size: int, within: timedelta = PARTS_WITHIN) -> None:
+    def __init__(self, world_size: int, timeout: timedelta = PARTS_TIMEOUT) -> None:
         self.world_size = world_size
         self._others = range(1, world_size)
-        self._within = within
+        self._within = timeout
         self._pending: dict[int, _PendingSave] = {}
         self._failed: set[int] = set()
         self._closed_step = -1  # rank 0 submits no more checkpoints up to this step
 
-    def expect(self, step: int) -> None:
+    def expect_save(self, step: int) -> None:
         """Expect parts of `step` again, although rank 0 may have closed it: all ranks are directed to save it."""
         self._closed_step = min(self._closed_step, step - 1)
 
-    def hand_over(self, done: StepDone) -> GroupSave | None:
+    def add_rank_0_part(self, done: StepDone) -> GroupSave | None:
         """Add the directory of rank 0; return the checkpoint if it is complete now."""
         pending = self._get_pending(done.report.step)
         pending.done, pending.deadline = done, Deadline.after(self._within)
         return self._pop_if_complete(done.report.step)
 
-    def add(self, rank: int, part: Part) -> GroupSave | None:
+    def add_part(self, rank: int, part: CheckpointPart) -> GroupSave | None:
         """Add the part of another rank; return the checkpoint if it is complete now.
 
         Raises:
@@ -504,7 +512,7 @@ class GroupSaves:
         self._get_pending(part.step).parts[rank] = part
         return self._pop_if_complete(part.step)
 
-    def close(self, step: int) -> None:
+    def finish_step(self, step: int) -> None:
         """Finish `step`: up to it, drop the parts of other ranks that belong to no checkpoint of rank 0.
 
         Raises:
@@ -515,7 +523,7 @@ class GroupSaves:
             for rank, part in self._pending.pop(closed).parts.items():
                 _require_no_files(rank, part)
 
-    def without(self, ended: Collection[int]) -> Reason | None:
+    def missing_part_reason(self, ended: Collection[int]) -> Reason | None:
         """Return the reason if `ended` ranks make a checkpoint impossible; None otherwise."""
         for step, pending in self._pending.items():
             ranks = [rank for rank in self._others if rank not in pending.parts and rank in ended]
@@ -523,7 +531,7 @@ class GroupSaves:
                 return make_reason("ranks-left-save", ranks=ranks, step=step)
         return None
 
-    def overdue(self) -> FailedSave | None:
+    def fail_overdue_save(self) -> FailedSave | None:
         """Remove one checkpoint whose deadline has passed, with its files, and return it; None if there is none."""
         for step, pending in self._pending.items():
             if pending.done is None or pending.deadline.remaining_seconds > 0:
@@ -552,7 +560,7 @@ class GroupSaves:
         return GroupSave(pending.done, directories, nodes)
 
 
-def _require_no_files(rank: int, part: Part) -> None:
+def _require_no_files(rank: int, part: CheckpointPart) -> None:
     if part.directory is not None or part.node:
         raise InvalidInput(
             f"rank {rank} reported a checkpoint at step {part.step}, but rank 0 did not: whenever a rank reports a "
@@ -563,56 +571,56 @@ def _require_no_files(rank: int, part: Part) -> None:
 class GroupMetrics:
     """Collects the metrics that ranks report for a step; rank 0 waits for their mean."""
 
-    def __init__(self, world_size: int, within: timedelta = PARTS_WITHIN) -> None:
+    def __init__(self, world_size: int, timeout: timedelta = PARTS_TIMEOUT) -> None:
         self._ranks = range(world_size)
-        self._within = within
+        self._within = timeout
         self._reported: dict[int, dict[int, Mapping[str, object]]] = {}
         self._newest: dict[int, RankMetrics] = {}
         self._directed_step = 0
         self._step: int | None = None
-        self.restart()
+        self.restart_timeout()
 
-    def direct(self, step: int) -> None:
+    def on_rank_command(self, step: int) -> None:
         """Record that rank 0 sent its directive for `step`, for which the other ranks wait in `pt.report`."""
         self._directed_step = step
 
-    def restart(self) -> None:
+    def restart_timeout(self) -> None:
         """Restart the time limit: some ranks are not loaded yet."""
         self._deadline = Deadline.after(self._within)
 
-    def add(self, rank: int, report: RankMetrics) -> MeanMetrics | None:
+    def add_metrics(self, rank: int, report: RankMetrics) -> MeanMetrics | None:
         """Add the metrics of a rank; return the mean if they are the last of their step."""
         by_rank = self._reported.setdefault(report.step, {})
         by_rank[rank], self._newest[rank] = report.metrics, report
         if rank == 0:
             self._step = report.step
-            self.restart()
+            self.restart_timeout()
         if not by_rank.keys() >= set(self._ranks):
             return None
         self._step = None
         del self._reported[report.step]
-        return MeanMetrics(step=report.step, metrics=mean_of([by_rank[rank] for rank in self._ranks]))
+        return MeanMetrics(step=report.step, metrics=average_metrics([by_rank[rank] for rank in self._ranks]))
 
-    def without(self, ended: Collection[int]) -> Reason | None:
+    def missing_metrics_reason(self, ended: Collection[int]) -> Reason | None:
         """Return the reason if `ended` ranks make the mean of a step impossible; None otherwise."""
-        ranks = [rank for rank in self.missing if rank in ended]
+        ranks = [rank for rank in self.missing_ranks if rank in ended]
         return make_reason("ranks-left-mean", ranks=ranks, step=self._step) if ranks else None
 
-    def surplus(self) -> Reason | None:
+    def surplus_report_reason(self) -> Reason | None:
         """Return the reason if a rank waits in `pt.report` although rank 0 has ended; None otherwise."""
         for rank, report in sorted(self._newest.items()):
             if rank and report.step > self._directed_step and not report.returned:
                 return make_reason("surplus-report", rank=rank, step=report.step)
         return None
 
-    def overdue(self) -> Reason | None:
+    def overdue_reason(self) -> Reason | None:
         """Return the reason if ranks have not reported the step of rank 0 in time; None otherwise."""
         if self._deadline.remaining_seconds > 0:
             return None
         seconds = self._within.total_seconds()
-        return make_reason("metrics-late", ranks=self.missing, step=self._step, seconds=seconds)
+        return make_reason("metrics-late", ranks=self.missing_ranks, step=self._step, seconds=seconds)
 
     @property
-    def missing(self) -> Sequence[int]:
+    def missing_ranks(self) -> Sequence[int]:
         """The ranks whose metrics rank 0 waits for."""
         return [] if self._step is None else [rank for rank in self._ranks if rank not in self._reported[self._step]]

@@ -17,11 +17,11 @@ from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.messages.process_messages import MetricsFrom
+from prefect_tune.core.messages.process_messages import MetricsSource
 from prefect_tune.core.resources import Processes
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import StepReport
-from prefect_tune.runtime.load_named import find_unpicklable, pickled
+from prefect_tune.runtime.load_named import find_unpicklable, pickle_to_hex
 from prefect_tune.runtime.trainable import Reuse
 
 
@@ -29,7 +29,7 @@ from prefect_tune.runtime.trainable import Reuse
 class TrialSpec:
     """How a trial is trained and where its checkpoints are stored: the same for all its attempts.
 
-    `spec_as_parameters` converts it to a parameter of the flow `train_trial`, with the target as a reference.
+    `spec_to_parameters` converts it to a parameter of the flow `train_trial`, with the target as a reference.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -37,7 +37,7 @@ class TrialSpec:
     target: Annotated[StorageTarget, PlainValidator(resolve_target), WithJsonSchema({"type": "string"})]
     trial: TrialKey
     trainable: str
-    """An import path or a pickle, from `pickled_or_path`."""
+    """An import path or a pickle, from `serialize_for_trial`."""
     stopper: str
     needs_curve: bool
     """Whether the stopper needs more than the last report."""
@@ -54,7 +54,7 @@ class TrialSpec:
     """How many nodes train the trial together, each a flow run."""
     min_nodes: int | None = None
     """The smallest number of nodes with which an attempt may start; None: all nodes."""
-    metrics_from: MetricsFrom = "rank 0"
+    metrics_from: MetricsSource = "rank 0"
     grace: timedelta = timedelta(seconds=25)
     """How long a trial may take to save after a stop request."""
     silence: timedelta | None = None
@@ -96,7 +96,7 @@ class AttemptRequest:
         return self.trial.attempt + 1
 
 
-def import_path() -> tuple[str, ...]:
+def absolute_sys_path() -> tuple[str, ...]:
     """Return this process's `sys.path` as absolute paths, for processes with other working directories."""
     return tuple(_make_absolute(entry) for entry in sys.path)
 
@@ -108,7 +108,7 @@ def _make_absolute(entry: str) -> str:
     return entry
 
 
-def pickled_or_path(value: object) -> str:
+def serialize_for_trial(value: object) -> str:
     """Return `value` as text that the trial's process can load: an import path unchanged, else a pickle in hex.
 
     Raises:
@@ -117,7 +117,7 @@ def pickled_or_path(value: object) -> str:
     if isinstance(value, str):
         return value
     try:
-        return pickled(value)
+        return pickle_to_hex(value)
     except Exception as error:
         name, part = find_unpicklable(value)
         label = getattr(value, "__qualname__", None) or repr(value)

@@ -18,13 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prefect_tune.clock import run_now
+from prefect_tune.clock import run_clock_now
 from prefect_tune.core.reasons import Reason, make_reason
-from prefect_tune.core.resources import Processes, processes_on
-from prefect_tune.core.usage_records import AttemptUse, GroupUse, PhaseSeconds, RankEnd
-from prefect_tune.linux import MemoryLimit, cpu_count_here, process_tree, process_use
+from prefect_tune.core.resources import Processes, process_count_on
+from prefect_tune.core.usage_records import AttemptUsage, GroupUsage, PhaseSeconds, RankEnd
+from prefect_tune.linux import MemoryLimit, available_cpu_count, iter_process_tree, process_usage
 
-_LEAST_PERIOD_SECONDS = 1.0
+_MIN_SAMPLE_INTERVAL_SECONDS = 1.0
 _MIN_PAUSE_FACTOR = 1200
 """The pause after a sample is at least this multiple of its processor time."""
 _NEAR_LIMIT = 0.95
@@ -36,9 +36,9 @@ class UsageMeter:
 
     def __init__(self, memory: MemoryLimit | None = None) -> None:
         """Args: memory: the memory limit of the trial. Default: the limit of this process, which the trial inherits."""
-        self.began_at = run_now()
+        self.began_at = run_clock_now()
         self._memory_limit = memory or MemoryLimit()
-        self._kills = self._kills_before = self._memory_limit.kills()
+        self._kills = self._kills_before = self._memory_limit.oom_kill_count()
         self._next_sample_at = self._next_kill_count_at = 0.0
         self.environment: Mapping[str, str] = {}
         """The variables of the trial's process in addition to this process's, such as its GPUs."""
@@ -53,64 +53,64 @@ class UsageMeter:
         self._processes: _ProcessSampler | None = None  # until it is loaded; always for a thread of this process
 
     @contextmanager
-    def restoring(self) -> Iterator[None]:
+    def measuring_restore(self) -> Iterator[None]:
         """Count the time of the block as a restore."""
         start = time.monotonic()
         yield
         self._restored_seconds += time.monotonic() - start
 
-    def loaded(self, pid: int, *, decides: bool = True) -> None:
-        """Start to sample the process `pid`, which has loaded the trainable. `decides`: it is the process of rank 0."""
-        if decides:
+    def on_loaded(self, pid: int, *, is_rank_0: bool = True) -> None:
+        """Start to sample the process `pid`, which has loaded the trainable. `is_rank_0`: it is that of rank 0."""
+        if is_rank_0:
             self._loaded_at = time.monotonic()
-        if pid == os.getpid() or process_use(pid) is None:
+        if pid == os.getpid() or process_usage(pid) is None:
             return
         if self._processes is None:
             self._processes = _ProcessSampler(pid, {**os.environ, **self.environment})
         else:
             self._processes.add_process(pid)
 
-    def note_seconds(self, seconds: PhaseSeconds | None, *, is_last_step: bool) -> None:
+    def record_seconds(self, seconds: PhaseSeconds | None, *, is_last_step: bool) -> None:
         """Record the seconds that the trial has sent."""
         self._trial = seconds or self._trial
         if is_last_step and self._processes is not None:
             self._processes.take_sample()  # another thread may journal the end with the commit
 
-    def look(self, phase: str) -> None:
+    def sample_if_due(self, phase: str) -> None:
         """Record the current phase, `training`, `saving` or `waiting`, and take a sample if one is due."""
         self._phase, now = phase, time.monotonic()
         if now >= self._next_kill_count_at:
-            self._kills_before, self._kills = self._kills, self._memory_limit.kills()
-            self._next_kill_count_at = now + _LEAST_PERIOD_SECONDS
+            self._kills_before, self._kills = self._kills, self._memory_limit.oom_kill_count()
+            self._next_kill_count_at = now + _MIN_SAMPLE_INTERVAL_SECONDS
         if self._processes is not None and now >= self._next_sample_at:
             start = time.thread_time()
             self._processes.take_sample()
-            pause_seconds = max(_LEAST_PERIOD_SECONDS, _MIN_PAUSE_FACTOR * (time.thread_time() - start))
+            pause_seconds = max(_MIN_SAMPLE_INTERVAL_SECONDS, _MIN_PAUSE_FACTOR * (time.thread_time() - start))
             self._next_sample_at = time.monotonic() + pause_seconds
 
-    def ended(self) -> None:
+    def on_trial_end(self) -> None:
         """Record the end of the trial. Take the last sample while its processes exist."""
         if self._ended_at is None:
             self._ended_at = time.monotonic()
             if self._processes is not None:
                 self._processes.take_sample()
 
-    def seconds_at(self, trial: PhaseSeconds | None) -> PhaseSeconds:
+    def phase_seconds(self, trial: PhaseSeconds | None) -> PhaseSeconds:
         """Return the seconds of the attempt up to the step with which the trial sent `trial`."""
         return self._add_startup_seconds(trial or PhaseSeconds())
 
-    def use(self) -> AttemptUse:
+    def get_usage(self) -> AttemptUsage:
         """Return the usage of the attempt so far. May be called from any thread."""
         now = time.monotonic()
         until, ending = (now, 0.0) if self._ended_at is None else (self._ended_at, now - self._ended_at)
         seconds = self._add_startup_seconds(self._trial)
         rest = until - self._start_time - seconds.total
         phase = self._phase if self._loaded_at is not None else "start"
-        seconds = seconds.plus(phase, max(0.0, rest)).plus("ending", ending)
+        seconds = seconds.add_seconds(phase, max(0.0, rest)).add_seconds("ending", ending)
         figures = {"output": self.last_output(), **(self._processes.summarize() if self._processes else {})}
         if self.rank_ends:
-            return GroupUse(seconds=_round_seconds(seconds), **figures, ends=tuple(self.rank_ends))
-        return AttemptUse(seconds=_round_seconds(seconds), **figures)
+            return GroupUsage(seconds=_round_seconds(seconds), **figures, ends=tuple(self.rank_ends))
+        return AttemptUsage(seconds=_round_seconds(seconds), **figures)
 
     def is_out_of_memory(self, *, is_killed: bool) -> bool:
         """Return whether the kernel killed a process for its memory recently, or a killed trial was near its limit.
@@ -120,7 +120,7 @@ class UsageMeter:
         peak = self._processes.memory.peak if self._processes is not None else None
         return self._was_oom_killed() or (is_killed and (peak or 0) >= _NEAR_LIMIT * self._memory_limit.limit_bytes())
 
-    def memory_reason(self) -> Reason:
+    def out_of_memory_reason(self) -> Reason:
         """Return the reason `out-of-memory` with the peak, the limit, and the largest process of the last sample."""
         peak_bytes, process, process_bytes = 0, None, None
         if self._processes is not None:
@@ -133,12 +133,14 @@ class UsageMeter:
         return make_reason("out-of-memory", process=process, **sizes)
 
     def _was_oom_killed(self) -> bool:
-        return self._memory_limit.kills() > self._kills_before  # the last count may already include the kill
+        return self._memory_limit.oom_kill_count() > self._kills_before  # the last count may already include the kill
 
     def _add_startup_seconds(self, trial: PhaseSeconds) -> PhaseSeconds:
         """Return the trial's seconds plus the restore and start, which the supervisor measures."""
         start = self._loaded_at - self._start_time - self._restored_seconds if self._loaded_at is not None else 0.0
-        return _round_seconds(trial.plus("start", max(0.0, start)).plus("restoring", self._restored_seconds))
+        return _round_seconds(
+            trial.add_seconds("start", max(0.0, start)).add_seconds("restoring", self._restored_seconds)
+        )
 
 
 def _round_seconds(seconds: PhaseSeconds) -> PhaseSeconds:
@@ -171,7 +173,7 @@ class _ProcessSampler:
 
     def take_sample(self) -> None:
         """Take a sample, without the processes that have ended."""
-        stats = {pid: process_use(pid) for root in self._pids for pid in process_tree(root)}
+        stats = {pid: process_usage(pid) for root in self._pids for pid in iter_process_tree(root)}
         running = {pid: stat for pid, stat in stats.items() if stat is not None and stat[1]}
         gpus = _sample_gpus(self._gpu_names)
         with self._guard:
@@ -191,7 +193,7 @@ class _ProcessSampler:
         self.largest = max(((pid, size_bytes) for pid, (_, size_bytes) in stats.items()), key=lambda item: item[1])
 
     def summarize(self) -> dict[str, Any]:
-        """Return the measured fields of an `AttemptUse`."""
+        """Return the measured fields of an `AttemptUsage`."""
         with self._guard:
             utilization = self._gpu_utilization.mean
             return {
@@ -226,7 +228,7 @@ def _round_or_none(value: float | None) -> int | None:
 
 
 @cache
-def _nvml() -> Sequence[Any]:
+def _load_nvml() -> Sequence[Any]:
     """Start to load `nvidia-ml-py` in a thread, since it wakes the GPUs up. Returns a list that gets the module."""
     loaded: list[Any] = []
 
@@ -245,7 +247,7 @@ def _nvml() -> Sequence[Any]:
 
 def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
     """Return the used memory of the `visible` GPUs (None: all), and the share of time in which they computed."""
-    if not (loaded := _nvml()):
+    if not (loaded := _load_nvml()):
         return None
     (nvml,) = loaded
     used_bytes, utilizations = 0, list[float]()
@@ -263,12 +265,12 @@ def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
 # The resources that this process may use, found without a library that initializes GPUs.
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
-PROCESSES = "LOCAL_WORLD_SIZE"
+PROCESSES_VARIABLE = "LOCAL_WORLD_SIZE"
 """The variable of a slot for the number of processes of its trials, under torchrun's name."""
 _NVIDIA_SMI_TIMEOUT_SECONDS = 30  # the driver wakes all GPUs up
 
 
-def gpus_in(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> tuple[str, ...]:
+def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> tuple[str, ...]:
     """Return the names of the visible GPUs, from CUDA_VISIBLE_DEVICES if it is set, else from the driver."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -278,15 +280,17 @@ def gpus_in(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> tu
     return _query_nvidia_smi()
 
 
-def processes_here(wanted: Processes, environment: Mapping[str, str]) -> int:
+def count_processes(wanted: Processes, environment: Mapping[str, str]) -> int:
     """Return how many processes train a trial in a slot with this environment.
 
     For a range: the slot's `LOCAL_WORLD_SIZE`, else its number of GPUs, else of processors; limited to the range.
     """
     if isinstance(wanted, int):
         return wanted
-    size = environment.get(PROCESSES)
-    return processes_on(wanted, int(size) if size else len(gpus_in({**os.environ, **environment})) or cpu_count_here())
+    size = environment.get(PROCESSES_VARIABLE)
+    return process_count_on(
+        wanted, int(size) if size else len(list_gpus({**os.environ, **environment})) or available_cpu_count()
+    )
 
 
 def parse_visible_devices(visible: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["application", "main"]
+__all__ = ["load_application", "main"]
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from an import
-    application()
+    load_application()
     if interrupt is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     from prefect_tune.cli.app import run_app
@@ -28,7 +28,7 @@ def main() -> None:
     run_app()
 
 
-def application() -> typer.Typer:
+def load_application() -> typer.Typer:
     """Import all commands, which register themselves with the application, and return the application."""
     from prefect_tune.cli.app import COMMANDS, app
 

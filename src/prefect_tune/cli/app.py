@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from prefect_tune.core.display_text import make_visible
 from prefect_tune.core.errors import BadMetric, CheckpointNotFound, InvalidInput, JournalCorrupt, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import trial_named
+from prefect_tune.core.experiment.summary import require_trial
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import load, next_entry
-from prefect_tune.core.messages.target_messages import ExperimentView, view_of
-from prefect_tune.core.shown_text import visible
-from prefect_tune.core.storage.generations import current_journal, no_experiment
+from prefect_tune.core.journal.journal import load_experiment, read_next_entry
+from prefect_tune.core.messages.target_messages import ExperimentView, read_view
+from prefect_tune.core.storage.generations import find_current_journal, no_experiment_message
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.open_location import LocalFolder, local_folder
+from prefect_tune.stores.open_location import LocalFolder, find_local_folder
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget
@@ -35,15 +35,15 @@ _EXIT_INTERRUPTED = 130
 
 
 @contextmanager
-def short_errors(when_interrupted: str) -> Iterator[None]:
+def printing_short_errors(when_interrupted: str) -> Iterator[None]:
     """Print Prefect's errors as one line; print `when_interrupted` after Ctrl-C or SIGTERM."""
     import httpx
     from prefect.exceptions import PrefectException
     from pydantic import ValidationError
 
     from prefect_tune.core.values import argument_error
-    from prefect_tune.prefect_api.api_client import is_missing_server
-    from prefect_tune.prefect_api.flow_with_server import has_begun
+    from prefect_tune.prefect_api.api_client import is_no_server_error
+    from prefect_tune.prefect_api.flow_with_server import had_run_begun
 
     def is_other_error(record: logging.LogRecord) -> bool:
         """Keep each `TuneError` out of Prefect's log: `run_app` prints its message, and the run's state holds it."""
@@ -56,13 +56,13 @@ def short_errors(when_interrupted: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        message = when_interrupted if has_begun(interrupt) else "stopped before the run began; nothing was started"
+        message = when_interrupted if had_run_begun(interrupt) else "stopped before the run began; nothing was started"
         print(message, file=sys.stderr)
         raise typer.Exit(_EXIT_INTERRUPTED) from None
     except ValidationError as error:
         raise argument_error(error) from error
     except (httpx.HTTPError, PrefectException, RuntimeError) as error:
-        if not isinstance(error, httpx.HTTPError | PrefectException) and not is_missing_server(error):
+        if not isinstance(error, httpx.HTTPError | PrefectException) and not is_no_server_error(error):
             raise
         raise TuneError(f"Prefect: {' '.join(str(error).split()) or type(error).__name__}") from error
     finally:
@@ -159,7 +159,7 @@ def command(function: _Function) -> _Function:
     return app.command(function.__name__, cls=Command, rich_help_panel=PANELS[panel])(function)
 
 
-def asks(
+def option_without_default(
     option: str, metavar: str | None, about: str, *, at_least: int | None = None, panel: str | None = None
 ) -> typer.models.OptionInfo:
     """Return an option whose help omits the default, so that the help fits into 80 columns."""
@@ -168,21 +168,21 @@ def asks(
     return info
 
 
-def import_from_here() -> None:
+def add_working_directory_to_path() -> None:
     """Make the modules in the working directory importable, like `python -m`."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
 
-OF_A_DAMAGED_JOURNAL = (
+DAMAGED_JOURNAL_ADVICE = (
     "restore this object from a backup, or from an older version in the bucket; resume, show, checkpoints and "
     "export work as long as they need only newer entries: see 'A damaged journal' in docs/maintain.md"
 )
 
 
-def could_not_run(error: Exception) -> NoReturn:
+def exit_without_verdict(error: Exception) -> NoReturn:
     """Print why a drill or an audit has no verdict, and exit with 2: exit code 1 would mean a difference."""
-    print(f"prefect-tune: {visible(str(error))}", file=sys.stderr)
+    print(f"prefect-tune: {make_visible(str(error))}", file=sys.stderr)
     raise typer.Exit(_EXIT_NO_VERDICT) from None
 
 
@@ -197,8 +197,8 @@ def run_app() -> None:
     try:
         app(args=arguments)
     except (TuneError, OSError) as error:
-        advice = f"; {OF_A_DAMAGED_JOURNAL}" if isinstance(error, JournalCorrupt) else ""
-        print(f"prefect-tune: {visible(str(error))}{advice}", file=sys.stderr)
+        advice = f"; {DAMAGED_JOURNAL_ADVICE}" if isinstance(error, JournalCorrupt) else ""
+        print(f"prefect-tune: {make_visible(str(error))}{advice}", file=sys.stderr)
         is_wrong_usage = isinstance(error, InvalidInput | CheckpointNotFound) and not isinstance(error, BadMetric)
         sys.exit(_EXIT_NO_VERDICT if is_wrong_usage else 1)
 
@@ -208,13 +208,13 @@ def run_app() -> None:
 _READ_TIMEOUT = timedelta(minutes=30)
 
 
-def existing_place(target: str) -> StorageTarget | LocalFolder:
+def resolve_existing_target(target: str) -> StorageTarget | LocalFolder:
     """Return the target; for an existing local folder, without importing Prefect.
 
     Raises:
         InvalidInput: the target is a local path, and there is no such folder.
     """
-    if folder := local_folder(target):
+    if folder := find_local_folder(target):
         return folder
     from prefect_tune.blocks import LocalTarget, resolve_existing
 
@@ -227,33 +227,33 @@ def existing_place(target: str) -> StorageTarget | LocalFolder:
 
 
 @contextmanager
-def looked_at(target: str) -> Iterator[ObjectStore]:
-    """Open a target for reading. Raises like `existing_place`."""
-    with existing_place(target).open(timeout=_READ_TIMEOUT) as store:
+def open_store_readonly(target: str) -> Iterator[ObjectStore]:
+    """Open a target for reading. Raises like `resolve_existing_target`."""
+    with resolve_existing_target(target).open(timeout=_READ_TIMEOUT) as store:
         yield store
 
 
 @contextmanager
-def opened(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
+def open_store_and_load_experiment(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
     """Open a target for reading, and load an experiment. Raises `InvalidInput` if the experiment does not exist."""
-    with looked_at(target) as store:
-        state = load(store, current_journal(store, experiment))
+    with open_store_readonly(target) as store:
+        state = load_experiment(store, find_current_journal(store, experiment))
         if not state.number:
-            raise InvalidInput(no_experiment(store, experiment, existing_place(target).uri))
+            raise InvalidInput(no_experiment_message(store, experiment, resolve_existing_target(target).uri))
         yield store, state
 
 
-def chosen_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
-    """Return the trial named `trial` (see `trial_named`); all trials if `trial` is None."""
-    return list(state.trials.values()) if trial is None else [trial_named(state, trial)]
+def select_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
+    """Return the trial named `trial` (see `require_trial`); all trials if `trial` is None."""
+    return list(state.trials.values()) if trial is None else [require_trial(state, trial)]
 
 
-def written_at(store: ObjectStore, state: Experiment) -> str:
+def last_entry_time(store: ObjectStore, state: Experiment) -> str:
     """Return when the last entry of the journal was written."""
-    last = next_entry(store, state.key, state.number - 1)
+    last = read_next_entry(store, state.key, state.number - 1)
     return last.at if last else ""
 
 
-def viewed(store: ObjectStore, state: Experiment) -> ExperimentView:
+def load_view(store: ObjectStore, state: Experiment) -> ExperimentView:
     """Return the experiment with the newest reports of its running trials, and their times."""
-    return view_of(store, state, written_at(store, state))
+    return read_view(store, state, last_entry_time(store, state))

@@ -17,11 +17,11 @@ from prefect_tune.cli.app import (
     Command,
     Group,
     Target,
+    add_working_directory_to_path,
     app,
-    asks,
     command,
-    could_not_run,
-    import_from_here,
+    exit_without_verdict,
+    option_without_default,
 )
 from prefect_tune.core.errors import InvalidInput, TuneError
 
@@ -70,9 +70,9 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the files that the demo writes.")] = False,
 ) -> None:
     """Run a drill with an included model: train, kill the run during an upload, resume it, compare."""
-    from prefect_tune.demo import demo_plan
+    from prefect_tune.demo import make_demo_plan
 
-    _run_drill(demo_plan(steps), target, keep=keep, as_json=False)
+    _run_drill(make_demo_plan(steps), target, keep=keep, as_json=False)
 
 
 @command
@@ -82,17 +82,22 @@ def drill(
     ],
     *,
     config: Annotated[
-        list[str] | None, asks("--config", "NAME=VALUE", "A value of the configuration, as JSON or text; repeatable.")
+        list[str] | None,
+        option_without_default("--config", "NAME=VALUE", "A value of the configuration, as JSON or text; repeatable."),
     ] = None,
     target: Annotated[
-        str | None, asks("--target", "TARGET", "Where the runs store checkpoints. Default: a temporary folder.")
+        str | None,
+        option_without_default("--target", "TARGET", "Where the runs store checkpoints. Default: a temporary folder."),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps of each run.")] = 12,
     kills: Annotated[int, typer.Option(metavar="N", min=1, help="How often the second run is killed.")] = 3,
-    at: Annotated[str | None, asks("--at", "STEP,STEP", "Kill after these steps instead of random ones.")] = None,
+    at: Annotated[
+        str | None, option_without_default("--at", "STEP,STEP", "Kill after these steps instead of random ones.")
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random steps.")] = 0,
     save_every: Annotated[
-        int | None, asks("--save-every", "N", "Steps between saves of a class. Default: a quarter.", at_least=1)
+        int | None,
+        option_without_default("--save-every", "N", "Steps between saves of a class. Default: a quarter.", at_least=1),
     ] = None,
     processes_per_trial: Annotated[
         int, typer.Option(metavar="N", min=1, help="Processes that train together: DDP, FSDP.")
@@ -107,17 +112,17 @@ def drill(
 
     Exits with 0 if the runs are equal, with 1 if they differ, and with 2 if the drill could not run.
     """
-    from prefect_tune.cli.search import values_from
+    from prefect_tune.cli.search import parse_name_value_pairs
     from prefect_tune.drills.plan import drill_plan
 
     try:
         steps_at = [int(step) for step in at.split(",")] if at else []
     except ValueError:
         raise InvalidInput(f"--at {at!r}: expected steps, such as 3,7") from None
-    import_from_here()
+    add_working_directory_to_path()
     plan = drill_plan(
         trainable,
-        values_from(config or (), "--config") or {},
+        parse_name_value_pairs(config or (), "--config") or {},
         steps,
         save_every,
         kills=kills,
@@ -133,14 +138,14 @@ def _run_drill(plan: DrillPlan, target: str | None, *, keep: bool, as_json: bool
     """Run a drill, print its report, and exit with 1 if the runs differ, or with 2 if the drill could not run."""
     from rich.console import Console
 
-    from prefect_tune.drills.run_drill import drill_in_terminal
+    from prefect_tune.drills.run_drill import run_drill_in_terminal
 
     os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a drill
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # so that the drill removes its files
     try:
-        report = drill_in_terminal(plan, target, Console(highlight=False, stderr=as_json), keep=keep)
+        report = run_drill_in_terminal(plan, target, Console(highlight=False, stderr=as_json), keep=keep)
     except TuneError as error:
-        could_not_run(error)
+        exit_without_verdict(error)
     if as_json:
         print(json.dumps(report.fields(), indent=2))
     if not report.is_exact:

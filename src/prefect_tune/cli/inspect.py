@@ -14,66 +14,66 @@ from typing import Annotated, Any
 import typer
 
 from prefect_tune.cli.app import (
-    OF_A_DAMAGED_JOURNAL,
+    DAMAGED_JOURNAL_ADVICE,
     AsJson,
     ExperimentName,
     Target,
     TrialName,
-    asks,
-    chosen_trials,
+    add_working_directory_to_path,
     command,
-    could_not_run,
-    existing_place,
-    import_from_here,
-    looked_at,
-    opened,
-    viewed,
-    written_at,
+    exit_without_verdict,
+    last_entry_time,
+    load_view,
+    open_store_and_load_experiment,
+    open_store_readonly,
+    option_without_default,
+    resolve_existing_target,
+    select_trials,
 )
+from prefect_tune.core.display_text import first_line, format_size, make_visible
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, Superseded, TuneError, UnknownVersion
-from prefect_tune.core.experiment.cost import AttemptCost, cost_of, cost_sentence
+from prefect_tune.core.experiment.cost import AttemptCost, compute_cost, format_cost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
-    best_first,
-    best_of,
-    counted,
-    exploited_by,
+    best_trial_name,
+    count_by_status,
+    experiment_kind,
+    find_best_trial,
     is_search,
-    kind_of,
-    named,
-    objective_in,
-    shown_settings,
+    list_exploits,
+    objective_from_settings,
+    settings_for_display,
+    sort_trials,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
-from prefect_tune.core.journal.journal import history, load
-from prefect_tune.core.journal_events import AttemptEnded, Finished, Paused, Started
-from prefect_tune.core.messages.target_messages import ExperimentView, RunningTrial, view_of
+from prefect_tune.core.journal.journal import load_experiment, read_entries
+from prefect_tune.core.journal_events import AttemptEnded, AttemptStarted, TrialFinished, TrialPaused
+from prefect_tune.core.messages.target_messages import ExperimentView, RunningTrial, read_view
 from prefect_tune.core.search_view import SearchView
-from prefect_tune.core.shown_text import first_line, shown_size, visible
-from prefect_tune.core.storage.generations import current_journal, names_among
+from prefect_tune.core.storage.generations import find_current_journal, find_experiment_names
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import metric_in, parse_time
-from prefect_tune.reporting.facts import drawn_trials, report_fields, report_input_of, trial_fields
-from prefect_tune.reporting.page import as_html, as_markdown, page_of
+from prefect_tune.core.values import get_metric, parse_time
+from prefect_tune.reporting.facts import make_report_input, report_fields, select_curve_trials, trial_fields
+from prefect_tune.reporting.page import make_page, render_html, render_markdown
 from prefect_tune.terminal.formatting import (
-    UNKNOWN,
+    UNKNOWN_FRESHNESS,
     Freshness,
+    append_last_output,
     attempt_fields,
     attempts_table,
     borderless_table,
     cost_fields,
     cost_table,
-    errors_by_cause,
     facts_table,
+    format_age,
     format_counts,
-    format_moment,
     format_steps,
+    format_trial_names,
     format_value,
     freshness_of,
-    names_of,
+    group_trials_by_error,
     plain_cells,
     print_parts,
-    with_last_output,
 )
 from prefect_tune.terminal.progress_view import trials_table
 
@@ -81,15 +81,19 @@ from prefect_tune.terminal.progress_view import trials_table
 @command
 def ls(target: Target, as_json: AsJson = False) -> None:
     """List the experiments on TARGET: their trials, the best trial, and the time and age of the data."""
-    with looked_at(target) as store:
-        rows = list(_experiment_rows(store, names_among(listed.path for listed in store.list(""))))
+    with open_store_readonly(target) as store:
+        rows = list(_experiment_rows(store, find_experiment_names(listed.path for listed in store.list(""))))
     if as_json:
-        print(json.dumps([{**asdict(row), **fresh.fields()} for row, fresh in rows], indent=2))
+        print(json.dumps([{**asdict(row), **fresh.json_fields()} for row, fresh in rows], indent=2))
     elif rows:
         table = borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
         for row, fresh in rows:
-            best = f"{format_value(row.best)} ({named(str(row.best_trial), str(row.best_status))})" if row.best else ""
-            cells = (row.experiment, row.kind, row.damage or format_counts(row.trials), best, fresh.short())
+            best = (
+                f"{format_value(row.best)} ({best_trial_name(str(row.best_trial), str(row.best_status))})"
+                if row.best
+                else ""
+            )
+            cells = (row.experiment, row.kind, row.damage or format_counts(row.trials), best, fresh.format_short())
             table.add_row(*plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
         print_parts(table)
         if stale := [row.experiment for row, fresh in rows if fresh.is_stale]:
@@ -117,23 +121,23 @@ def _experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple
     """Yield the row of each experiment, and the freshness of its data."""
     for name in names:
         try:
-            loaded = load(store, current_journal(store, name))
-            last_write = written_at(store, loaded)
-            view = view_of(store, loaded, last_write)
-            state, best = view.experiment, best_of(view.experiment)
-            objective = objective_in(state.settings)
+            loaded = load_experiment(store, find_current_journal(store, name))
+            last_write = last_entry_time(store, loaded)
+            view = read_view(store, loaded, last_write)
+            state, best = view.experiment, find_best_trial(view.experiment)
+            objective = objective_from_settings(state.settings)
         except (JournalCorrupt, UnknownVersion) as error:
             kind = "damaged" if isinstance(error, JournalCorrupt) else "not read"
-            yield _ExperimentRow(name, kind, damage=str(error)), UNKNOWN
+            yield _ExperimentRow(name, kind, damage=str(error)), UNKNOWN_FRESHNESS
             continue
         except Superseded:
             continue  # deleted after the listing
         metrics = objective.metrics if objective else ()
         row = _ExperimentRow(
             state.name,
-            kind_of(state),
-            trials=counted(state),
-            best={name: metric_in(best.metrics, name) for name in metrics} if best else None,
+            experiment_kind(state),
+            trials=count_by_status(state),
+            best={name: get_metric(best.metrics, name) for name in metrics} if best else None,
             best_trial=best.trial if best else None,
             best_status=str(best.status) if best else None,
             written_at=last_write,
@@ -150,39 +154,39 @@ _TIME_FIELDS = ("attempt_began_at", "reported_at")
 @command
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best trial first; or all details of one trial."""
-    with opened(target, experiment) as (store, state):
+    with open_store_and_load_experiment(target, experiment) as (store, state):
         if state.number <= _MAX_VERIFIED_ENTRIES:  # a damaged entry may be hidden by a later snapshot
             try:
-                history(store, state.key)
+                read_entries(store, state.key)
             except JournalCorrupt as error:
-                print(f"warning: {visible(str(error))}; {OF_A_DAMAGED_JOURNAL}", file=sys.stderr)
-        view = viewed(store, state)
+                print(f"warning: {make_visible(str(error))}; {DAMAGED_JOURNAL_ADVICE}", file=sys.stderr)
+        view = load_view(store, state)
         if is_search(state) and trial is None:
             show_search(view, as_json=as_json, resume_with=shlex.join(["prefect-tune", "resume", target, experiment]))
             return
-        selected = next(iter(chosen_trials(state, trial)), None)
+        selected = next(iter(select_trials(state, trial)), None)
         extra: dict[str, object] = {}
         if selected is not None and selected.cloned is not None and trial is not None:
-            exploits = exploited_by(history(store, state.key), selected.trial)
+            exploits = list_exploits(read_entries(store, state.key), selected.trial)
             extra["exploited"] = [asdict(exploit) for exploit in exploits]
         if selected is not None and selected.phase in (Phase.PENDING, Phase.ERRORED):  # its last attempt failed
             output = _read_outputs(store, state, selected).get(selected.attempt)
             extra["last_output"] = output.last_output if output is not None else ""
     state, now = view.experiment, datetime.now(UTC)
-    fresh, cost = freshness_of(view, now), cost_of(state, parse_time(view.cost_until) or now)
-    selected = next(iter(chosen_trials(state, trial)), None)
-    attempts = cost.by_trial().get(selected.trial, ()) if selected is not None else ()
+    fresh, cost = freshness_of(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
+    selected = next(iter(select_trials(state, trial)), None)
+    attempts = cost.attempts_by_trial().get(selected.trial, ()) if selected is not None else ()
     facts = _trial_facts(view, selected, attempts) if selected is not None else {}
     facts |= {name: value for name, value in extra.items() if value}
     if as_json:
         header = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
-        print(json.dumps({**header, **fresh.fields(), **facts}, indent=2))
+        print(json.dumps({**header, **fresh.json_fields(), **facts}, indent=2))
         return
     head = {"experiment": state.name, "owner": _format_owner(state), "as of": fresh.words()}
     print_parts(facts_table({**head, **_format_facts(facts, selected, now)}))
     if attempts:
         print_parts("", attempts_table(attempts))
-    reason = with_last_output(selected.reason, str(facts.get("last_output", ""))) if selected is not None else ""
+    reason = append_last_output(selected.reason, str(facts.get("last_output", ""))) if selected is not None else ""
     if "\n" in reason:
         print(f"\n{reason}")  # unwrapped: users read and copy its lines of code
 
@@ -195,8 +199,8 @@ def logs(
     as_json: AsJson = False,
 ) -> None:
     """Print the last lines of output of each attempt of a trial, and how the attempt ended."""
-    with opened(target, experiment) as (store, state):
-        trials = chosen_trials(state, trial)
+    with open_store_and_load_experiment(target, experiment) as (store, state):
+        trials = select_trials(state, trial)
         if len(trials) != 1:
             raise InvalidInput(f"experiment {state.name!r} has {len(trials)} trials: name one trial")
         outputs = _read_outputs(store, state, trials[0])
@@ -207,7 +211,7 @@ def logs(
         if output.reason is None:
             print(f"attempt {attempt} has no end in the journal yet: see the log of its task run for its output")
         else:
-            print(f"attempt {attempt}: {with_last_output(output.reason, output.last_output or '(none is stored)')}")
+            print(f"attempt {attempt}: {append_last_output(output.reason, output.last_output or '(none is stored)')}")
     if not outputs:
         print(f"trial {trials[0].trial} has not begun")
 
@@ -219,20 +223,20 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
         resume_with: the command that resumes the search; printed if its process has probably ended.
     """
     state, now = view.experiment, datetime.now(UTC)
-    fresh, cost = freshness_of(view, now), cost_of(state, parse_time(view.cost_until) or now)
-    objective = objective_in(state.settings)
-    trials = best_first(list(state.trials.values()), objective)
+    fresh, cost = freshness_of(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
+    objective = objective_from_settings(state.settings)
+    trials = sort_trials(list(state.trials.values()), objective)
     if as_json:
-        attempts = cost.by_trial()
+        attempts = cost.attempts_by_trial()
         shown = {
             "experiment": state.name,
             "metric": list(objective.metrics) if objective else None,
             "mode": list(objective.modes) if objective else None,
-            "trials_by_status": counted(state),
+            "trials_by_status": count_by_status(state),
             "term": state.term,
             "owner": str(state.owner or ""),
-            **fresh.fields(),
-            "settings": shown_settings(state.settings),
+            **fresh.json_fields(),
+            "settings": settings_for_display(state.settings),
             "cost": cost_fields(cost),
             "trials": [_trial_facts(view, trial, attempts.get(trial.trial, ())) for trial in trials],
         }
@@ -242,11 +246,11 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
     if objective is not None:
         by = zip(objective.modes, objective.metrics, strict=True)
         head["by"] = f"{', '.join(map(' '.join, by))} of the last report, the best first"
-    head |= {"trials": format_counts(counted(state)), "owner": _format_owner(state), "as of": fresh.words()}
+    head |= {"trials": format_counts(count_by_status(state)), "owner": _format_owner(state), "as of": fresh.words()}
     if resume_with and fresh.is_stale:
         head["resume with"] = resume_with
     shown_trials = trials[:_MAX_TRIALS]
-    running = [view.running(trial.trial) for trial in shown_trials]
+    running = [view.running_attempt(trial.trial) for trial in shown_trials]
     extra = {}
     if any(running):
         extra["host"] = [(attempt.host or "") if attempt else "" for attempt in running]
@@ -258,13 +262,13 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
         print_parts(hidden)
     if len(trials) > _MAX_TRIALS:
         print_parts(f"and {len(trials) - _MAX_TRIALS} more; --json prints all")
-    if sentence := cost_sentence(cost):
+    if sentence := format_cost(cost):
         print_parts("", facts_table({"cost": sentence}), "", cost_table(cost))
     errored = sorted((trial for trial in trials if trial.status is Status.ERRORED), key=lambda trial: trial.trial)
-    if causes := errors_by_cause(errored):
+    if causes := group_trials_by_error(errored):
         table = borderless_table("errored", "reason")
         for cause, alike in causes[:_MAX_ERRORS]:
-            table.add_row(*plain_cells((names_of(alike), cause)))
+            table.add_row(*plain_cells((format_trial_names(alike), cause)))
         print_parts("", table)
         if len(causes) > _MAX_ERRORS:
             print_parts(f"and {len(causes) - _MAX_ERRORS} more errors; --json prints all")
@@ -279,10 +283,10 @@ def _format_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) 
     """
     if trial is None:
         return {}
-    shown = {name: format_moment(str(at), now) for name in _TIME_FIELDS if (at := facts.get(name))}
+    shown = {name: format_age(str(at), now) for name in _TIME_FIELDS if (at := facts.get(name))}
     if trial.checkpoints:
         size_bytes = sum(checkpoint.size_bytes for checkpoint in trial.checkpoints)
-        in_all = f", {shown_size(size_bytes)} in all" if size_bytes else ""
+        in_all = f", {format_size(size_bytes)} in all" if size_bytes else ""
         shown["checkpoints"] = format_steps([checkpoint.step for checkpoint in trial.checkpoints]) + in_all
     if _has_traceback(trial):
         shown["reason"] = first_line(trial.reason)
@@ -292,7 +296,7 @@ def _format_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) 
         changes = [f"{name} {format_value(old)} → {format_value(new)}" for name, (old, new) in changed]
         from_step = f"step {exploit['step']} of trial {exploit['source']}"
         exploits.append(f"{from_step}: {', '.join(changes)}" if changes else from_step)
-    readable = {**facts, **shown, "wasted_steps": trial.wasted_count, "exploited": "\n".join(exploits)}
+    readable = {**facts, **shown, "wasted_steps": trial.recomputed_steps_text, "exploited": "\n".join(exploits)}
     hidden = ("wasted_at_least", "cost", "last_output")
     return {name: value for name, value in readable.items() if facts.get(name) not in (None, "") and name not in hidden}
 
@@ -308,11 +312,13 @@ def _read_outputs(store: ObjectStore, state: Experiment, trial: Trial) -> Mappin
     """Return the output of each attempt of a trial."""
     outputs: dict[int, _AttemptOutput] = {}
     name, number = trial.trial, trial.attempt
-    for event in (event for entry in history(store, state.key) for event in entry.events):
+    for event in (event for entry in read_entries(store, state.key) for event in entry.events):
         match event:
-            case Started(trial=trial.trial, attempt=number):
+            case AttemptStarted(trial=trial.trial, attempt=number):
                 outputs[number] = _AttemptOutput(number)
-            case AttemptEnded(reason=reason) | Finished(reason=reason) | Paused(reason=reason) if event.trial == name:
+            case AttemptEnded(reason=reason) | TrialFinished(reason=reason) | TrialPaused(reason=reason) if (
+                event.trial == name
+            ):
                 if number not in outputs or outputs[number].reason is None:  # only the first end counts
                     outputs[number] = _AttemptOutput(number, str(reason), event.use.output if event.use else "")
             case _:
@@ -326,8 +332,8 @@ def _has_traceback(trial: Trial) -> bool:
 
 def format_last_report(attempt: RunningTrial, now: datetime) -> str:
     """Return how long ago a running attempt reported; if unknown, how long ago it began."""
-    began_ago = f"; began {format_moment(attempt.began_at, now)}" if attempt.began_at else ""
-    return format_moment(attempt.reported_at, now) or f"none known{began_ago}"
+    began_ago = f"; began {format_age(attempt.began_at, now)}" if attempt.began_at else ""
+    return format_age(attempt.reported_at, now) or f"none known{began_ago}"
 
 
 def _format_owner(state: Experiment) -> str:
@@ -335,7 +341,7 @@ def _format_owner(state: Experiment) -> str:
 
 
 def _trial_facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, Any]:
-    attempt, fields = view.running(trial.trial), trial_fields(trial)
+    attempt, fields = view.running_attempt(trial.trial), trial_fields(trial)
     config = fields.pop("config")
     return {
         **fields,
@@ -368,10 +374,10 @@ def report(
     ending = output.suffix.lower() if output is not None else ""
     if output is not None and (as_json or ending not in {".html", ".md"}):
         raise InvalidInput(f"--output {output}: expected a file ending in .html or .md; --json prints to stdout")
-    from prefect_tune.monitoring.live_report import link_to
+    from prefect_tune.monitoring.live_report import run_url
 
-    with opened(target, experiment) as (store, loaded):
-        view, entries = viewed(store, loaded), history(store, loaded.key)
+    with open_store_and_load_experiment(target, experiment) as (store, loaded):
+        view, entries = load_view(store, loaded), read_entries(store, loaded.key)
     state, fresh = view.experiment, freshness_of(view, datetime.now(UTC))
     now = fresh.as_of or datetime.now(UTC)
     search = SearchView(state)
@@ -379,17 +385,19 @@ def report(
         if entry.number <= state.number:
             search.apply_entry(entry)
     for name in state.trials:
-        if (attempt := view.running(name)) and attempt.report:
+        if (attempt := view.running_attempt(name)) and attempt.report:
             search.apply_report(name, attempt.report, now)
     age = fresh.words("before this page was made") if fresh.is_running else ""
-    uri = existing_place(target).uri
-    facts = report_input_of(search.read(drawn_trials(state)), uri=uri, now=now, links=link_to, age=age)
+    uri = resolve_existing_target(target).uri
+    facts = make_report_input(
+        search.take_snapshot(select_curve_trials(state)), uri=uri, now=now, run_url=run_url, age=age
+    )
     if as_json:
-        text = json.dumps({**report_fields(facts), **fresh.fields()}, indent=2, default=str) + "\n"
+        text = json.dumps({**report_fields(facts), **fresh.json_fields()}, indent=2, default=str) + "\n"
     elif ending == ".html":
-        text = as_html(page_of(facts))
+        text = render_html(make_page(facts))
     else:  # no pictures on stdout: each is a line of thousands of characters
-        text = as_markdown(page_of(facts), has_pictures=output is not None)
+        text = render_markdown(make_page(facts), has_pictures=output is not None)
     if output is None:
         print(text, end="")
         return
@@ -404,10 +412,18 @@ def report(
 def audit(
     target: Target,
     experiment: ExperimentName,
-    space: Annotated[str | None, asks("--space", "MODULE:NAME", "The space, if it contains functions.")] = None,
-    search: Annotated[str | None, asks("--search", "MODULE:NAME", "The search, if custom or Optuna's.")] = None,
-    scheduler: Annotated[str | None, asks("--scheduler", "MODULE:NAME", "The scheduler, if it is custom.")] = None,
-    stop: Annotated[str | None, asks("--stop", "MODULE:NAME", "The stop criterion, if it contains functions.")] = None,
+    space: Annotated[
+        str | None, option_without_default("--space", "MODULE:NAME", "The space, if it contains functions.")
+    ] = None,
+    search: Annotated[
+        str | None, option_without_default("--search", "MODULE:NAME", "The search, if custom or Optuna's.")
+    ] = None,
+    scheduler: Annotated[
+        str | None, option_without_default("--scheduler", "MODULE:NAME", "The scheduler, if it is custom.")
+    ] = None,
+    stop: Annotated[
+        str | None, option_without_default("--stop", "MODULE:NAME", "The stop criterion, if it contains functions.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Recompute each proposal and decision of an experiment from its journal, and print the first difference.
@@ -415,28 +431,28 @@ def audit(
     The audit only reads, and imports only the code that you name here.
     Exits with 1 if one differs or the journal is damaged, and with 2 if the audit could not run.
     """
-    from prefect_tune.runtime.load_named import load_named
+    from prefect_tune.runtime.load_named import load_by_name
     from prefect_tune.tuner.audit import audit as run_audit
 
     named = {"space": space, "search": search, "scheduler": scheduler, "stop": stop}
     for option, name in named.items():
         if name is not None and ":" not in name:
             raise InvalidInput(f"--{option} {name!r}: expected MODULE:NAME, such as my_project.search:{option.upper()}")
-    import_from_here()
-    components = {option: load_named(name, f"--{option}") for option, name in named.items() if name is not None}
+    add_working_directory_to_path()
+    components = {option: load_by_name(name, f"--{option}") for option, name in named.items() if name is not None}
     try:
-        existing_place(target)
+        resolve_existing_target(target)
         report = run_audit(experiment, target=target, **components)
     except JournalCorrupt:
         raise
     except (TuneError, OSError) as error:  # an unreachable target is not a difference
-        could_not_run(error)
+        exit_without_verdict(error)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
-        print(visible(report.summary))
+        print(make_visible(report.summary))
         for cause, count in report.not_derived.items():
-            print(visible(f"not derived: {count:,}: {cause}"))
+            print(make_visible(f"not derived: {count:,}: {cause}"))
         table = borderless_table("events", "count", "of them")
         for name, events in (("derived", report.derived), ("observed", report.observed)):
             of_them = ", ".join(f"{count:,} {event}" for event, count in sorted(events.items()))

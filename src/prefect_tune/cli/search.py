@@ -23,31 +23,31 @@ from prefect_tune.cli.app import (
     ExperimentName,
     Target,
     TrialName,
-    asks,
+    add_working_directory_to_path,
     command,
-    existing_place,
-    import_from_here,
-    short_errors,
+    option_without_default,
+    printing_short_errors,
+    resolve_existing_target,
 )
 from prefect_tune.cli.inspect import show_search
+from prefect_tune.core.display_text import did_you_mean, make_visible
 from prefect_tune.core.errors import InvalidInput, SearchFailed, TuneError
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.messages.target_messages import ExperimentView
-from prefect_tune.core.shown_text import did_you_mean, visible
 from prefect_tune.deploy.deployment_specs import (
-    Collision,
+    CollisionStrategy,
     DeploymentSchedule,
     Interval,
-    named,
-    of_one_experiment,
-    wanted,
+    find_deployable_flows,
+    make_experiment_spec,
+    make_general_specs,
 )
-from prefect_tune.parameters.search_plan import Flag, Panel, SearchPlan, flags_of
+from prefect_tune.parameters.search_plan import Flag, Panel, SearchPlan, flags_by_option
 
 if TYPE_CHECKING:
-    from prefect_tune.deploy.automations import Installed
-    from prefect_tune.deploy.deployments import Deployed
+    from prefect_tune.deploy.automations import InstalledAutomation
+    from prefect_tune.deploy.deployments import DeploymentResult
     from prefect_tune.results import Results
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
@@ -64,7 +64,7 @@ _JSON_CHARACTERS = re.compile(r"""["'()\[\]{}]""")
 _QUOTE_HINT = "put a text in quotes: '\"...\"'"
 
 
-def space_from(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
+def parse_space_option(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """Return the space as JSON: read the file, then set each `name=value`; `model.depth=3` sets `depth` in `model`.
 
     Raises:
@@ -155,10 +155,10 @@ def parse_stop_criteria(criteria: Sequence[str]) -> str | dict[str, Any] | None:
             return parse_json_object(text, "--stop")
         case [name] if ":" in name and "=" not in name:
             return name
-    return values_from(criteria, "--stop", "step=100, or package.module:name")
+    return parse_name_value_pairs(criteria, "--stop", "step=100, or package.module:name")
 
 
-def values_from(settings: Sequence[str], option: str, expected: str = "name=value") -> dict[str, Any] | None:
+def parse_name_value_pairs(settings: Sequence[str], option: str, expected: str = "name=value") -> dict[str, Any] | None:
     """Parse `name=value` settings into a dict, each value as JSON or else as text; None if there are no settings."""
     values: dict[str, Any] = {}
     for setting in settings:
@@ -192,7 +192,7 @@ class _OptionFlag:
     @property
     def value_type(self) -> Any:
         """The type of the flag's values for typer."""
-        if self.flag.at_least is not None:
+        if self.flag.minimum is not None:
             return int
         value_type = self.flag.kind or _unwrap_optional(SearchPlan.model_fields[self.option].annotation)
         if get_origin(value_type) is list:
@@ -202,7 +202,7 @@ class _OptionFlag:
     def make_parameter(self, panel: str) -> Parameter:
         """Return the parameter of the command for typer."""
         flag, value_type = self.flag, self.value_type
-        info = asks(flag.flag, flag.metavar, flag.help, at_least=flag.at_least, panel=panel)
+        info = option_without_default(flag.flag, flag.metavar, flag.help, at_least=flag.minimum, panel=panel)
         default = False if value_type is bool else None
         hint = value_type if value_type is bool else value_type | None
         return Parameter(flag.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[hint, info])
@@ -234,22 +234,22 @@ _VALUE_PARSERS: Mapping[str, Callable[[Any], object]] = {
     "scheduler": lambda text: _parse_name_or_object(text, "--scheduler"),
     "search": lambda text: _parse_name_or_object(text, "--search"),
     "stop": parse_stop_criteria,
-    "resource": lambda pairs: values_from(pairs, "--resource", "name=number"),
-    "job_variable": lambda pairs: values_from(pairs, "--job-variable"),
+    "resource": lambda pairs: parse_name_value_pairs(pairs, "--resource", "name=number"),
+    "job_variable": lambda pairs: parse_name_value_pairs(pairs, "--job-variable"),
     "checkpoint_every": lambda steps: Cadence(every_steps=steps),
     "max_failures": lambda count: FailurePolicy(max_failures=count) if count else None,
     "only_errored": lambda _: "only",
     "ignore_errors": lambda _: False,
 }
 """The parsers of flags whose values are no plain numbers, words or lists of text."""
-_FLAGS = [_OptionFlag(option, flag) for option, flags in flags_of(SearchPlan).items() for flag in flags]
+_FLAGS = [_OptionFlag(option, flag) for option, flags in flags_by_option(SearchPlan).items() for flag in flags]
 _OPTIONS = {option.flag.name: option for option in _FLAGS}
-RUN = [(panel, option) for panel in Panel for option in _FLAGS if option.flag.panel is panel]
+RUN_OPTIONS = [(panel, option) for panel in Panel for option in _FLAGS if option.flag.panel is panel]
 """The options of `run` and their help panels, the common options first."""
-RESUME = [
+RESUME_OPTIONS = [
     (Panel.SEARCH, option)
-    for option in sorted(_FLAGS, key=lambda option: option.flag.resume_place or 0)
-    if option.flag.resume_place
+    for option in sorted(_FLAGS, key=lambda option: option.flag.resume_position or 0)
+    if option.flag.resume_position
 ]
 """The options of `resume` and their help panels."""
 
@@ -273,7 +273,7 @@ def with_options(flags: Sequence[tuple[Panel, _OptionFlag]]) -> Callable[[_Comma
     return add_options
 
 
-def parameters_from(options: Mapping[str, Any]) -> dict[str, Any]:
+def options_to_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of the flow that the options set."""
     passed = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
     if passed.keys() >= {"fail_fast", "ignore_errors"}:
@@ -315,9 +315,9 @@ def run_search(
     flow: Literal["tune", "resume"], parameters: Mapping[str, Any], resume_with: str, *, as_json: bool
 ) -> None:
     """Search, print the results, and exit with 3 if trials errored. `resume_with` is the command that resumes."""
-    import_from_here()
+    add_working_directory_to_path()
     message = ""
-    with short_errors(f"stopped; resume with: {resume_with}"):
+    with printing_short_errors(f"stopped; resume with: {resume_with}"):
         check_parameters(parameters)
         try:
             results: Results = getattr(prefect_tune, flow)(**parameters)
@@ -327,7 +327,7 @@ def run_search(
                 raise
     show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)
     if message:
-        print(f"prefect-tune: {visible(message)}", file=sys.stderr)
+        print(f"prefect-tune: {make_visible(message)}", file=sys.stderr)
     if results.errors:
         raise typer.Exit(_EXIT_TRIALS_ERRORED)
 
@@ -336,13 +336,13 @@ def run_search(
 
 
 @command
-@with_options(RUN)
+@with_options(RUN_OPTIONS)
 def run(
     trainable: Annotated[
         str, typer.Argument(metavar="MODULE:NAME", help="The trainable: a function or a class.", show_default=False)
     ],
-    target: Annotated[str, asks("--target", "TARGET", "Where the experiment is stored.")],
-    experiment: Annotated[str, asks("--experiment", "EXPERIMENT", "Its name on TARGET.")],
+    target: Annotated[str, option_without_default("--target", "TARGET", "Where the experiment is stored.")],
+    experiment: Annotated[str, option_without_default("--experiment", "EXPERIMENT", "Its name on TARGET.")],
     *,
     as_json: AsJson = False,
     **options: Any,
@@ -355,19 +355,23 @@ def run(
       --set "lr=loguniform(1e-4,1e-1)" --metric loss --num-samples 20
       --scheduler '{"ASHA": {"max_t": 100}}'
     """
-    space = space_from(options.pop("space"), options.pop("set") or ())
+    space = parse_space_option(options.pop("space"), options.pop("set") or ())
     required = {"trainable": trainable, "target": target, "experiment": experiment}
-    parameters = {"space": space, **required, **parameters_from(options)}
+    parameters = {"space": space, **required, **options_to_parameters(options)}
     run_search("tune", parameters, format_resume_command(target, experiment, trainable), as_json=as_json)
 
 
 @command
-@with_options(RESUME)
+@with_options(RESUME_OPTIONS)
 def resume(
     target: Target,
     experiment: ExperimentName,
-    fork: Annotated[str | None, asks("--fork", "NAME", "Resume a copy of EXPERIMENT under this name.")] = None,
-    at: Annotated[int | None, asks("--at", "ENTRY", "Fork at this journal entry. Default: the last.")] = None,
+    fork: Annotated[
+        str | None, option_without_default("--fork", "NAME", "Resume a copy of EXPERIMENT under this name.")
+    ] = None,
+    at: Annotated[
+        int | None, option_without_default("--at", "ENTRY", "Fork at this journal entry. Default: the last.")
+    ] = None,
     *,
     as_json: AsJson = False,
     **options: Any,
@@ -377,10 +381,10 @@ def resume(
     The command never starts a new experiment.
     A space given here replaces the whole earlier space.
     """
-    space = space_from(options.pop("space"), options.pop("set") or ())
+    space = parse_space_option(options.pop("space"), options.pop("set") or ())
     changes = {"fork": fork, "at": at, "space": space or None}
     passed = {name: value for name, value in changes.items() if value is not None}
-    parameters = {"experiment": experiment, "target": target, **passed, **parameters_from(options)}
+    parameters = {"experiment": experiment, "target": target, **passed, **options_to_parameters(options)}
     resume_with = format_resume_command(target, fork or experiment, parameters.get("trainable"))
     run_search("resume", parameters, resume_with, as_json=as_json)
 
@@ -402,13 +406,13 @@ def stop(
     """
     from prefect_tune.tuner.stop_requests import stop as send_stop_request
 
-    existing_place(target)
+    resolve_existing_target(target)
     outcome = send_stop_request(experiment, target=target, trial=trial, reason=reason, wait_seconds=wait_seconds)
     done = outcome.status in ("stopped", "had-ended", "stopping")
     if as_json:
         print(json.dumps({"status": outcome.status, "message": outcome.message}, indent=2))
     else:
-        print(visible(outcome.message), file=sys.stdout if done else sys.stderr)
+        print(make_visible(outcome.message), file=sys.stdout if done else sys.stderr)
     if not done and wait_seconds:
         raise typer.Exit(1)
 
@@ -416,36 +420,50 @@ def stop(
 _FlowsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="FLOW", help="Such as tune. Default: all.", show_default=False)
 ]
-_VariableOption = Annotated[list[str] | None, asks("--job-variable", "NAME=VALUE", "Variable of the job template.")]
-_ParamsOption = Annotated[str, asks("--params", "JSON", "Parameters, as a JSON object.")]
-_ParamOption = Annotated[list[str] | None, asks("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")]
-_CronOption = Annotated[list[str] | None, asks("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
+_VariableOption = Annotated[
+    list[str] | None, option_without_default("--job-variable", "NAME=VALUE", "Variable of the job template.")
+]
+_ParamsOption = Annotated[str, option_without_default("--params", "JSON", "Parameters, as a JSON object.")]
+_ParamOption = Annotated[
+    list[str] | None, option_without_default("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")
+]
+_CronOption = Annotated[list[str] | None, option_without_default("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
 
 
 @command
 def deploy(
     flows: _FlowsArgument = None,
-    work_pool: Annotated[str, asks("--work-pool", "POOL", "Work pool of the runs; required.")] = "",
-    work_queue: Annotated[str | None, asks("--work-queue", "QUEUE", "Work queue of that pool.")] = None,
-    image: Annotated[str | None, asks("--image", "IMAGE", "Container image with this package.")] = None,
+    work_pool: Annotated[str, option_without_default("--work-pool", "POOL", "Work pool of the runs; required.")] = "",
+    work_queue: Annotated[
+        str | None, option_without_default("--work-queue", "QUEUE", "Work queue of that pool.")
+    ] = None,
+    image: Annotated[
+        str | None, option_without_default("--image", "IMAGE", "Container image with this package.")
+    ] = None,
     job_variables: _VariableOption = None,
-    prefix: Annotated[str, asks("--prefix", "TEXT", "Prefix of each deployment's name, such as staging-.")] = "",
-    name: Annotated[str | None, asks("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
+    prefix: Annotated[
+        str, option_without_default("--prefix", "TEXT", "Prefix of each deployment's name, such as staging-.")
+    ] = "",
+    name: Annotated[str | None, option_without_default("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
     params: _ParamsOption = "{}",
     param: _ParamOption = None,
     cron: _CronOption = None,
-    every_seconds: Annotated[float | None, asks("--every-seconds", "S", "Run it every S seconds.")] = None,
+    every_seconds: Annotated[
+        float | None, option_without_default("--every-seconds", "S", "Run it every S seconds.")
+    ] = None,
     time_zone: Annotated[
         str, typer.Option("--timezone", metavar="ZONE", help="Time zone of --cron, such as Europe/Berlin.")
     ] = "UTC",
     collision: Annotated[
-        Collision, typer.Option(metavar="WHAT", help="If the last run is still active: cancel-new or enqueue.")
+        CollisionStrategy, typer.Option(metavar="WHAT", help="If the last run is still active: cancel-new or enqueue.")
     ] = "cancel-new",
     automations: Annotated[
         bool,
         typer.Option("--automations/--no-automations", help="Restart crashed runs; with --notify, alerts too."),
     ] = True,
-    notify: Annotated[str | None, asks("--notify", "BLOCK", "Block that sends alerts: slack-webhook/NAME.")] = None,
+    notify: Annotated[
+        str | None, option_without_default("--notify", "BLOCK", "Block that sends alerts: slack-webhook/NAME.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a deployment of each FLOW, by default of all flows; with --name, one deployment for one experiment.
@@ -460,15 +478,18 @@ def deploy(
     prefect-tune deploy tune --name nightly --params "$(cat nightly.json)"
       --work-pool training --cron "0 2 * * *" --timezone Europe/Berlin
     """
-    from prefect_tune.deploy.automations import apply_automations, require_block
+    from prefect_tune.deploy.automations import apply_automations, require_notification_block
     from prefect_tune.deploy.deployments import Pool, deploy
 
     if not work_pool:
         raise InvalidInput("--work-pool: expected a work pool for the runs; list them: `prefect work-pool ls`")
     if notify is not None and not automations:
         raise InvalidInput(f"--notify {notify}: alerts are automations; remove --no-automations")
-    variables = {**(values_from(job_variables or (), "--job-variable") or {}), **({"image": image} if image else {})}
-    parameters = {**parse_json_object(params, "--params"), **(values_from(param or (), "--param") or {})}
+    variables = {
+        **(parse_name_value_pairs(job_variables or (), "--job-variable") or {}),
+        **({"image": image} if image else {}),
+    }
+    parameters = {**parse_json_object(params, "--params"), **(parse_name_value_pairs(param or (), "--param") or {})}
     schedules = [DeploymentSchedule(when, time_zone) for when in cron or ()]
     if every_seconds is not None:
         if not 0 < every_seconds <= timedelta.max.total_seconds():
@@ -478,13 +499,13 @@ def deploy(
         raise InvalidInput("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
     if name is not None and len(flows or ()) != 1:
         raise InvalidInput(f"--name {name}: expected one FLOW, for example: prefect-tune deploy tune --name {name}")
-    offers = named(flows or ())
+    offers = find_deployable_flows(flows or ())
     if name is None:
-        specs = wanted(offers, prefix)
+        specs = make_general_specs(offers, prefix)
     else:
-        specs = [of_one_experiment(offers[0], name, parameters, schedules or None, collision, prefix)]
+        specs = [make_experiment_spec(offers[0], name, parameters, schedules or None, collision, prefix)]
     if notify is not None:
-        require_block(notify)
+        require_notification_block(notify)
     deployments = deploy(specs, Pool(name=work_pool, queue=work_queue, job_variables=variables))
     try:
         installed = apply_automations(notify=notify, without_action="leave out") if automations else []
@@ -494,7 +515,9 @@ def deploy(
     _print_results(deployments, installed, work_pool, as_json=as_json)
 
 
-def _print_results(results: Sequence[Deployed], installed: Sequence[Installed], pool: str, *, as_json: bool) -> None:
+def _print_results(
+    results: Sequence[DeploymentResult], installed: Sequence[InstalledAutomation], pool: str, *, as_json: bool
+) -> None:
     if as_json:
         names = [automation.name for automation in installed]
         print(json.dumps({"deployments": [asdict(result) for result in results], "automations": names}, indent=2))
@@ -506,6 +529,6 @@ def _print_results(results: Sequence[Deployed], installed: Sequence[Installed], 
             print(f"         runs at {schedule}")
     for automation in installed:
         print(f"automation  {'on ' if automation.enabled else 'off'}  {automation.name}")
-    if installed and not any(automation.is_alert and automation.acts for automation in installed):
+    if installed and not any(automation.is_alert and automation.has_action for automation in installed):
         print("alerts are not installed; to install them: --notify slack-webhook/NAME")
     print(f"work pool {pool!r}: runs start when a worker serves it: prefect worker start --pool {pool}")

@@ -18,22 +18,32 @@ from prefect_tune.cli.app import (
     ExperimentName,
     Target,
     TrialName,
-    asks,
-    chosen_trials,
     command,
-    existing_place,
-    opened,
-    short_errors,
+    open_store_and_load_experiment,
+    option_without_default,
+    printing_short_errors,
+    resolve_existing_target,
+    select_trials,
 )
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
+from prefect_tune.core.display_text import format_size, make_visible, pluralize
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DamageFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import best_of, is_search
-from prefect_tune.core.experiment.trial_transitions import Status, Trial, is_quarantined, live_keys
-from prefect_tune.core.operations.scrub import Inspected, inspect_one, read_one, reinstate
-from prefect_tune.core.operations.trial_gc import Garbage, collect_experiment
-from prefect_tune.core.restore import current_trial, is_live_now, read_manifest
-from prefect_tune.core.shown_text import plural, shown_size, visible
+from prefect_tune.core.experiment.summary import find_best_trial, is_search
+from prefect_tune.core.experiment.trial_transitions import (
+    Status,
+    Trial,
+    is_quarantined_checkpoint,
+    live_checkpoint_keys,
+)
+from prefect_tune.core.operations.scrub import (
+    InspectedCheckpoint,
+    inspect_checkpoint,
+    inspect_live_checkpoint,
+    reinstate,
+)
+from prefect_tune.core.operations.trial_gc import ExperimentGarbage, collect_experiment_garbage
+from prefect_tune.core.restore import is_checkpoint_live, load_current_trial, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.terminal.formatting import (
@@ -52,15 +62,15 @@ if TYPE_CHECKING:
 @command
 def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """List the checkpoints of an experiment or of one of its trials."""
-    with opened(target, experiment) as (store, state):
-        rows = [row for selected in chosen_trials(state, trial) for row in _checkpoint_rows(store, state, selected)]
+    with open_store_and_load_experiment(target, experiment) as (store, state):
+        rows = [row for selected in select_trials(state, trial) for row in _checkpoint_rows(store, state, selected)]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
     names = ["trial"] if is_search(state) else []
     table = borderless_table(*names, "step", "when", "size", "metrics", "status")
     for row in rows:
-        size = "" if row.size_bytes is None else shown_size(row.size_bytes)
+        size = "" if row.size_bytes is None else format_size(row.size_bytes)
         cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.status)
         trial_cells = (row.trial,) if names else ()
         table.add_row(*plain_cells((*trial_cells, *cells)), style="" if row.status == "live" else "red")
@@ -92,7 +102,9 @@ def _checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -> Ite
     for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
         keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
     if missing := set(trial.quarantined) - set(keys):
-        listed = (CheckpointKey.from_manifest_path(folder, stored.path) for stored in store.list(folder.checkpoints))
+        listed = (
+            CheckpointKey.from_manifest_path(folder, stored.path) for stored in store.list(folder.checkpoints_folder)
+        )
         keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
     for _, (key, status) in sorted(keys.items()):
         try:
@@ -100,7 +112,7 @@ def _checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -> Ite
         except (CheckpointCorrupt, CheckpointNotFound):
             row_status = status
             if status == "live":  # a running trial may have retired the checkpoint since the journal was read
-                row_status = "damaged" if is_live_now(store, key) else "retired"
+                row_status = "damaged" if is_checkpoint_live(store, key) else "retired"
             yield _CheckpointRow(trial.trial, key.step, row_status, path=key.folder)
             continue
         yield _CheckpointRow(
@@ -122,29 +134,29 @@ def verify(
     experiment: ExperimentName,
     trial: TrialName = None,
     release: Annotated[
-        int | None, asks("--release", "STEP", "Reinstate a quarantined checkpoint if it is intact.")
+        int | None, option_without_default("--release", "STEP", "Reinstate a quarantined checkpoint if it is intact.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every live checkpoint, and verify every byte."""
-    results: list[tuple[str, Inspected]] = []
-    with opened(target, experiment) as (store, state):
-        trials = chosen_trials(state, trial)
+    results: list[tuple[str, InspectedCheckpoint]] = []
+    with open_store_and_load_experiment(target, experiment) as (store, state):
+        trials = select_trials(state, trial)
         args = store, state, trials
         checks = _verify_trials(*args) if release is None else _release_step(*args, release)
         for name, of_trial in groupby(checks, key=lambda check: check[0]):
-            prefix, trial_checks = f"{name} " if is_search(state) else "", list[Inspected]()
+            prefix, trial_checks = f"{name} " if is_search(state) else "", list[InspectedCheckpoint]()
             with Console(stderr=True).status(f"{name}: reading") as status:
                 for _, check in of_trial:
                     trial_checks.append(check)
                     status.update(f"{name}: step {check.key.step} is read")
                     if check.damage and not as_json:  # print now: an error of the target may end the checks
-                        print(f"{prefix}step {check.key.step}: DAMAGED: {visible(check.damage)}", file=sys.stderr)
+                        print(f"{prefix}step {check.key.step}: DAMAGED: {make_visible(check.damage)}", file=sys.stderr)
             results += [(name, check) for check in trial_checks]
             if not as_json and (intact := [check for check in trial_checks if not check.damage]):
                 steps = f"step{'s' * (len(intact) > 1)} {format_steps([check.key.step for check in intact])}"
-                size = shown_size(sum(check.size_bytes for check in intact))
-                files = plural(sum(check.file_count for check in intact), "file", "files")
+                size = format_size(sum(check.size_bytes for check in intact))
+                files = pluralize(sum(check.file_count for check in intact), "file", "files")
                 print(f"{prefix}{steps}: {size} in {files}, intact")
     if as_json:
         rows = [{"trial": name, "step": check.key.step, **asdict(check)} for name, check in results]
@@ -155,15 +167,17 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_trials(store: ObjectStore, state: Experiment, trials: Sequence[Trial]) -> Iterator[tuple[str, Inspected]]:
+def _verify_trials(
+    store: ObjectStore, state: Experiment, trials: Sequence[Trial]
+) -> Iterator[tuple[str, InspectedCheckpoint]]:
     for trial in trials:
-        for key in live_keys(state.trial_key(trial.trial), trial):
-            yield from ((trial.trial, inspected) for inspected in inspect_one(store, key))
+        for key in live_checkpoint_keys(state.trial_key(trial.trial), trial):
+            yield from ((trial.trial, inspected) for inspected in inspect_live_checkpoint(store, key))
 
 
 def _release_step(
     store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int
-) -> Iterator[tuple[str, Inspected]]:
+) -> Iterator[tuple[str, InspectedCheckpoint]]:
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is intact."""
     keys = {
         trial.trial: state.trial_key(trial.trial).checkpoint_key(quarantined.checkpoint)
@@ -179,12 +193,12 @@ def _release_step(
         names = ", ".join(keys)
         raise InvalidInput(f"experiment {state.name!r}: step {step} is quarantined in {names}: choose one: --trial")
     trial_name, key = next(iter(keys.items()))
-    check = read_one(store, key)
+    check = inspect_checkpoint(store, key)
     if check.damage is None:
-        is_kept = bool(reinstate(store, state.key, [key], new_write_id()))
+        is_kept = bool(reinstate(store, state.key, [key], new_write_stamp()))
     else:
-        current = current_trial(store, state.trial_key(trial_name))
-        is_kept = is_quarantined(current, key)
+        current = load_current_trial(store, state.trial_key(trial_name))
+        is_kept = is_quarantined_checkpoint(current, key)
     if not is_kept:
         raise CheckpointNotFound(f"{key.folder}: the trial has retired this checkpoint; it cannot be released")
     yield trial_name, check
@@ -197,8 +211,12 @@ def export(
     directory: Annotated[
         Path, typer.Argument(metavar="DIRECTORY", help="New, empty, or with this export.", show_default=False)
     ],
-    step: Annotated[int | None, asks("--step", "STEP", "Step of the checkpoint. Default: the newest.")] = None,
-    trial: Annotated[str | None, asks("--trial", "TRIAL", "Trial. Default: the best one by its last report.")] = None,
+    step: Annotated[
+        int | None, option_without_default("--step", "STEP", "Step of the checkpoint. Default: the newest.")
+    ] = None,
+    trial: Annotated[
+        str | None, option_without_default("--trial", "TRIAL", "Trial. Default: the best one by its last report.")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Only the files of the checkpoint.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -215,14 +233,14 @@ def export(
     from prefect_tune.blocks import resolve_existing
     from prefect_tune.results import export_checkpoint
 
-    with opened(target, experiment) as (_, state):
-        trials = chosen_trials(state, trial)
-        chosen = best_of(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
+    with open_store_and_load_experiment(target, experiment) as (_, state):
+        trials = select_trials(state, trial)
+        chosen = find_best_trial(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
         if chosen is None:
             raise InvalidInput(
                 f"experiment {state.name!r}: none of its {len(trials)} trials is the best; choose one: --trial"
             )
-        live = live_keys(state.trial_key(chosen.trial), chosen)
+        live = live_checkpoint_keys(state.trial_key(chosen.trial), chosen)
         key = next((key for key in reversed(live) if step in (None, key.step)), None)
         if key is None:
             steps = ", ".join(str(key.step) for key in live) or "none"
@@ -258,11 +276,14 @@ def gc(
     it is safe while a search is running.
     It keeps quarantined checkpoints until the trial retires them: they can be released.
     """
-    with opened(target, experiment) as (store, state):
-        trial_names = None if trial is None else [trial.trial for trial in chosen_trials(state, trial)]
-        garbage = collect_experiment(store, state, new_write_id(), only=trial_names, dry_run=not delete)
+    with open_store_and_load_experiment(target, experiment) as (store, state):
+        trial_names = None if trial is None else [trial.trial for trial in select_trials(state, trial)]
+        garbage = collect_experiment_garbage(store, state, new_write_stamp(), only=trial_names, dry_run=not delete)
     if as_json:
-        leftovers = {"object_count": len(garbage.dead), "size_bytes": sum(listed.size_bytes for listed in garbage.dead)}
+        leftovers = {
+            "object_count": len(garbage.earlier_objects),
+            "size_bytes": sum(listed.size_bytes for listed in garbage.earlier_objects),
+        }
         trials = [asdict(trial) for trial in garbage.trials]
         print(json.dumps({"deleted": delete, "trials": trials, "deleted_experiments": leftovers}, indent=2))
     else:
@@ -271,21 +292,23 @@ def gc(
         raise typer.Exit(1)
 
 
-def print_garbage(garbage: Garbage, *, deleted: bool) -> None:
+def print_garbage(garbage: ExperimentGarbage, *, deleted: bool) -> None:
     """Print the garbage of each trial, and the total."""
     table = borderless_table("trial", "checkpoints", "objects", "size", "")
     for row in garbage.trials:
         note = row.damage or row.kept or ""
         if note or row.object_count:
-            counts = (format_steps(row.checkpoints), str(row.object_count), shown_size(row.orphan_bytes))
+            counts = (format_steps(row.checkpoints), str(row.object_count), format_size(row.orphan_bytes))
             table.add_row(*plain_cells((row.trial, *counts, note)), style="red" if row.damage else "")
     if table.rows:
         print_parts(table, "")
-    if garbage.dead:
-        print_parts(f"{plural(len(garbage.dead), 'object', 'objects')} of deleted experiments of this name", "")
-    total = f"{plural(garbage.object_count, 'object', 'objects')}, {shown_size(garbage.size_bytes)}"
+    if garbage.earlier_objects:
+        print_parts(
+            f"{pluralize(len(garbage.earlier_objects), 'object', 'objects')} of deleted experiments of this name", ""
+        )
+    total = f"{pluralize(garbage.object_count, 'object', 'objects')}, {format_size(garbage.size_bytes)}"
     if not garbage.object_count:
-        print_parts(f"nothing to collect in {plural(len(garbage.trials), 'trial', 'trials')}")
+        print_parts(f"nothing to collect in {pluralize(len(garbage.trials), 'trial', 'trials')}")
     else:
         print_parts(f"deleted: {total}" if deleted else f"{total}; to delete them: --delete")
 
@@ -305,7 +328,7 @@ def maintain(
         str, typer.Option(metavar="1/N", help="Size of the sample: another part each day, all in N days.")
     ] = "1/7",
     keep_last: Annotated[
-        int | None, asks("--keep-last", "N", "Prune finished experiments to the last N.", at_least=1)
+        int | None, option_without_default("--keep-last", "N", "Prune finished experiments to the last N.", at_least=1)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only; change nothing.")] = False,
     as_json: AsJson = False,
@@ -316,8 +339,8 @@ def maintain(
     """
     from prefect_tune.core.experiment.retention import Retention
 
-    existing_place(target)
-    with short_errors("stopped; run it again to maintain the rest"):
+    resolve_existing_target(target)
+    with printing_short_errors("stopped; run it again to maintain the rest"):
         from prefect_tune.flows.maintain import maintain as flow
 
         retention = None if keep_last is None else Retention(last=keep_last)
@@ -359,7 +382,7 @@ def delete(
         raise InvalidInput(
             f"delete {experiment}: confirmation needs a terminal; without one, add --yes; nothing was deleted"
         )
-    existing_place(target)
+    resolve_existing_target(target)
     contents = delete_experiment(experiment, target=target, even_if_running=even_if_running, dry_run=True)
     if not yes:
         question = f"Delete experiment {experiment!r} at {target} permanently: {contents}?"

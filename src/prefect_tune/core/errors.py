@@ -5,14 +5,14 @@ A message says what happened, where, what was expected, what was found, and what
 
 from __future__ import annotations
 
-from prefect_tune.core.shown_text import visible
+from prefect_tune.core.display_text import make_visible
 
 
 class TuneError(Exception):
     """The base class of all errors that prefect-tune raises on purpose. Its text has no control characters."""
 
     def __str__(self) -> str:
-        return visible(super().__str__())
+        return make_visible(super().__str__())
 
 
 class InvalidInput(TuneError, ValueError):

@@ -1,7 +1,7 @@
 """The events in journal entries: events of a trial, events of an experiment, and the entry itself.
 
-`Finished`, `Paused` and `AttemptEnded` are also the outcomes of an attempt (`Outcome`): its process sends one of them,
-its supervisor completes and returns it, the journal stores it, and Prefect's state is made from it.
+`TrialFinished`, `TrialPaused` and `AttemptEnded` are also the outcomes of an attempt (`Outcome`): its process sends one
+of them, its supervisor completes and returns it, the journal stores it, and Prefect's state is made from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prefect_tune.core.schedulers.base import Decision
 from prefect_tune.core.storage.documents import Document
 from prefect_tune.core.storage.layout import CheckpointOrigin as CheckpointOrigin  # noqa: PLC0414 - the same
 from prefect_tune.core.storage.layout import Generation, JournalKey
-from prefect_tune.core.usage_records import PhaseSeconds, Seconds, Use
+from prefect_tune.core.usage_records import AnyUsage, PhaseSeconds, Seconds
 from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport, TrialId, Value
 
 # Values in events: owners, checkpoint references, causes, fork origins, warm-start trials.
@@ -53,7 +53,7 @@ class Owner(Value):
 class CheckpointRef(Value):
     """A checkpoint in the journal: step and sequence, which name it on the target, and the input of retention.
 
-    `ref_of` in `core/restore.py` makes it from the manifest of a save.
+    `make_checkpoint_ref` in `core/restore.py` makes it from the manifest of a save.
     """
 
     step: int
@@ -134,7 +134,7 @@ class TrialAdded(TrialEvent):
     """Whether a search proposed it; False for a single training, and in a user's own flow."""
 
 
-class Started(TrialEvent):
+class AttemptStarted(TrialEvent):
     """An attempt begins, from a checkpoint or from scratch. Steps reported after that checkpoint are trained again."""
 
     type: Literal["started"] = "started"
@@ -149,7 +149,7 @@ class Started(TrialEvent):
     """The task run of an attempt that the journal's owner supervises, for display."""
 
 
-class Reported(TrialEvent):
+class StepReported(TrialEvent):
     """A step was trained."""
 
     type: Literal["reported"] = "reported"
@@ -158,7 +158,7 @@ class Reported(TrialEvent):
     """Whether the trial waits for the search to decide whether it continues."""
 
 
-class Committed(TrialEvent):
+class CheckpointCommitted(TrialEvent):
     """A checkpoint is committed: its manifest was created, and its owner was still the owner afterwards.
 
     `retires` has the sequences of the checkpoints that this entry retires; their bytes are deleted only after it.
@@ -175,7 +175,7 @@ class Committed(TrialEvent):
     """The seconds of its attempt up to its step; None if unknown."""
 
 
-class Retired(TrialEvent):
+class CheckpointsRetired(TrialEvent):
     """These checkpoints (by sequence) are retired; their bytes are deleted only after this entry.
 
     Even without checkpoints, this entry is a barrier: an uncommitted save that began before it can no longer be
@@ -187,11 +187,12 @@ class Retired(TrialEvent):
     retires: tuple[int, ...]
 
 
-class Quarantined(TrialEvent):
+class CheckpointQuarantined(TrialEvent):
     """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it dies.
 
-    `quarantined=False`: it is used again. The owner's quarantine is a barrier for running saves like `Retired`; a
-    non-owner's is not: a save that began before it is also quarantined, because it may share the damage.
+    `quarantined=False`: it is used again. The owner's quarantine is a barrier for running saves like
+    `CheckpointsRetired`; a non-owner's is not: a save that began before it is also quarantined, because it may share
+    the damage.
     """
 
     type: Literal["quarantined"] = "quarantined"
@@ -212,7 +213,7 @@ class Pinned(TrialEvent):
     pinned: bool = True
 
 
-class Cloned(TrialEvent):
+class CheckpointCloned(TrialEvent):
     """The trial continues from a clone of another trial's checkpoint, with `config` if that is set.
 
     The clone becomes its newest checkpoint. It is this entry, not an object on the target: it uses the manifest of its
@@ -227,7 +228,7 @@ class Cloned(TrialEvent):
     reason: AnyReason = ""
 
 
-class Launched(TrialEvent):
+class AttemptLaunched(TrialEvent):
     """An attempt was requested on another machine: it posts its events to an outbox (see `core/journal/outbox`)."""
 
     type: Literal["launched"] = "launched"
@@ -235,7 +236,7 @@ class Launched(TrialEvent):
     """The number of the outbox, from 1: each outbox is used once."""
 
 
-class Received(TrialEvent):
+class PostReceived(TrialEvent):
     """The events of a post from the trial's outbox follow in this entry."""
 
     type: Literal["received"] = "received"
@@ -257,11 +258,11 @@ class AttemptEnded(TrialEvent):
     reason: AnyReason
     at_start: bool = False
     """Whether it died before its first step without being asked to end: the restored checkpoint may be the cause."""
-    use: Use | None = None
+    use: AnyUsage | None = None
     """The resource usage of the attempt; None if unknown."""
 
 
-class GaveUp(TrialEvent):
+class TrialErrored(TrialEvent):
     """The trial errored: the retry budget of this cause is spent."""
 
     type: Literal["gave-up"] = "gave-up"
@@ -269,39 +270,39 @@ class GaveUp(TrialEvent):
     reason: AnyReason
 
 
-class Finished(TrialEvent):
+class TrialFinished(TrialEvent):
     """The trial is finished: a stop criterion was met, or the trainable returned."""
 
     type: Literal["finished"] = "finished"
     reason: AnyReason
     kind: FinishKind = FinishKind.CRITERION
-    use: Use | None = None
+    use: AnyUsage | None = None
     """The resource usage of its attempt; None if unknown, or if it did not train."""
 
 
-class Requeued(TrialEvent):
+class TrialRequeued(TrialEvent):
     """An ended trial continues: it gets more steps, or another try."""
 
     type: Literal["requeued"] = "requeued"
     reason: AnyReason
 
 
-class Paused(TrialEvent):
+class TrialPaused(TrialEvent):
     """The scheduler gives the slot to another trial: this one has saved, if it could, and waits to be resumed."""
 
     type: Literal["paused"] = "paused"
     reason: AnyReason
-    use: Use | None = None
+    use: AnyUsage | None = None
     """The resource usage of its attempt; None if unknown, or if it did not train."""
 
 
-class Resumed(TrialEvent):
+class TrialResumed(TrialEvent):
     """The scheduler gives a paused trial a slot again."""
 
     type: Literal["resumed"] = "resumed"
 
 
-class Decided(TrialEvent):
+class DecisionMade(TrialEvent):
     """The scheduler's decision on a trial at a milestone; journaled before it is carried out."""
 
     type: Literal["decided"] = "decided"
@@ -321,30 +322,39 @@ class SlotFreed(TrialEvent):
     """The time for which it held the slot."""
 
 
-Outcome: TypeAlias = Finished | Paused | AttemptEnded
+Outcome: TypeAlias = TrialFinished | TrialPaused | AttemptEnded
 """How an attempt ended."""
-AttemptEvent: TypeAlias = Started | Reported | Committed | Retired | Quarantined | AttemptEnded | Finished | Paused
-"""The events that an attempt journals."""
-GuestEvent: TypeAlias = Quarantined | Retired
-"""The events that a non-owner may write: a process that adds an entry to a journal without becoming its owner."""
-OneTrialsEvent: TypeAlias = (
-    Started
-    | Reported
-    | Committed
-    | Retired
-    | Quarantined
-    | Pinned
-    | Cloned
+AttemptEvent: TypeAlias = (
+    AttemptStarted
+    | StepReported
+    | CheckpointCommitted
+    | CheckpointsRetired
+    | CheckpointQuarantined
     | AttemptEnded
-    | GaveUp
-    | Finished
-    | Requeued
-    | Paused
-    | Resumed
-    | Decided
+    | TrialFinished
+    | TrialPaused
+)
+"""The events that an attempt journals."""
+NonOwnerEvent: TypeAlias = CheckpointQuarantined | CheckpointsRetired
+"""The events that a non-owner may write: a process that adds an entry to a journal without becoming its owner."""
+AnyTrialEvent: TypeAlias = (
+    AttemptStarted
+    | StepReported
+    | CheckpointCommitted
+    | CheckpointsRetired
+    | CheckpointQuarantined
+    | Pinned
+    | CheckpointCloned
+    | AttemptEnded
+    | TrialErrored
+    | TrialFinished
+    | TrialRequeued
+    | TrialPaused
+    | TrialResumed
+    | DecisionMade
     | SlotFreed
-    | Launched
-    | Received
+    | AttemptLaunched
+    | PostReceived
     | OutboxClosed
 )
 
@@ -352,10 +362,10 @@ OneTrialsEvent: TypeAlias = (
 # The events of an experiment.
 
 Writer: TypeAlias = Literal["owner", "guest"]
-"""The writer of an entry: the journal's owner, or a non-owner, which may only write `GuestEvent`."""
+"""The writer of an entry: the journal's owner, or a non-owner, which may only write `NonOwnerEvent`."""
 
 
-class Opened(Value):
+class OwnerChanged(Value):
     """A new owner begins a new term; the next write of every older owner fails."""
 
     type: Literal["opened"] = "opened"
@@ -367,7 +377,7 @@ class Opened(Value):
     """The time of the change, by the owner's clock; for the cost only."""
 
 
-class Adopted(Value):
+class CheckpointsAdopted(Value):
     """The new owner adopts these checkpoints: their manifests exist, but the last owner did not journal them.
 
     A manifest of an earlier term that is neither listed here nor journaled is abandoned: it is not a checkpoint.
@@ -383,7 +393,7 @@ class Adopted(Value):
     """The time of the last owner's live status, by its clock; None if it left none. For the cost only."""
 
 
-class Configured(Value):
+class ExperimentConfigured(Value):
     """The parameters of the experiment as JSON, the samples that a run adds, and earlier experiments to start from."""
 
     type: Literal["configured"] = "configured"
@@ -398,7 +408,7 @@ class Configured(Value):
     """Experiments from which the search warm-starts from now on."""
 
 
-class StopAsked(Value):
+class StopRequested(Value):
     """A trial, or the whole experiment, is asked to save and end; journaled before it is carried out.
 
     A stopped trial is finished. A stopped experiment ends for its present owner; the next owner continues it.
@@ -414,7 +424,7 @@ class StopAsked(Value):
     """Why the request is ignored; None if it is carried out."""
 
 
-class Answered(Value):
+class FormAnswered(Value):
     """The user has chosen how a suspended run continues; the same entry holds the resulting events."""
 
     type: Literal["answered"] = "answered"
@@ -432,7 +442,7 @@ class ForkedTrial(Value):
     """The copied checkpoints, and clones of them, with the steps and sequences that they have in the origin."""
 
 
-class Forked(Value):
+class ExperimentForked(Value):
     """The experiment becomes a fork of `origin`; it cannot be used until an entry has its `trials`.
 
     That entry completes the fork, and also holds all events of the origin up to the forked entry.
@@ -443,14 +453,22 @@ class Forked(Value):
     trials: Mapping[TrialId, ForkedTrial] | None = None
 
 
-class Deletion(Value):
+class DeletionStarted(Value):
     """The whole experiment is about to be deleted: no other process can become its owner, except to delete it."""
 
     type: Literal["deletion"] = "deletion"
 
 
 Event: TypeAlias = Annotated[
-    Opened | Adopted | Configured | StopAsked | Answered | Forked | Deletion | TrialAdded | OneTrialsEvent,
+    OwnerChanged
+    | CheckpointsAdopted
+    | ExperimentConfigured
+    | StopRequested
+    | FormAnswered
+    | ExperimentForked
+    | DeletionStarted
+    | TrialAdded
+    | AnyTrialEvent,
     Field(discriminator="type"),
 ]
 

@@ -13,8 +13,8 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from prefect_tune.core.display_text import is_utf8_encodable
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.shown_text import is_unicode
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,7 +23,7 @@ _MAX_DEPTH = 100  # JSON readers reject about 200 levels
 _TIME_KINDS = ("m", "M")  # NumPy's kinds of durations and dates: `item` returns nanoseconds as bare integers
 
 
-def plain_scalar(value: object) -> object:
+def to_plain_scalar(value: object) -> object:
     """Return a scalar (see above) as None or an exact bool, int, float or str; return any other value unchanged."""
     match value:
         case str():
@@ -43,7 +43,7 @@ def plain_scalar(value: object) -> object:
 def _convert_number(value: object) -> object:
     shape, item = getattr(value, "shape", None), None if _is_masked_element(value) else getattr(value, "item", None)
     if isinstance(shape, tuple) and not shape and callable(item) and type(element := item()) is not type(value):
-        return plain_scalar(element)  # `item` of a NumPy long double returns the same object
+        return to_plain_scalar(element)  # `item` of a NumPy long double returns the same object
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) and is_finite(value) else value
@@ -59,21 +59,21 @@ def _is_masked_element(value: object) -> bool:
     return getattr(mask, "size", 0) == 1 and bool(mask)
 
 
-def plain_keys(values: Mapping[Any, Any], where: str, error: type[InvalidInput] = InvalidInput) -> dict[Any, Any]:
+def to_plain_keys(values: Mapping[Any, Any], where: str, error: type[InvalidInput] = InvalidInput) -> dict[Any, Any]:
     """Return `values` with plain scalars as keys; raise `error` if two keys are then equal."""
-    plain = {plain_scalar(key): value for key, value in values.items()}
+    plain = {to_plain_scalar(key): value for key, value in values.items()}
     if len(plain) < len(values):
-        raise error(f"{where}: expected unique keys, found keys that are equal as text: {shown(list(values))}")
+        raise error(f"{where}: expected unique keys, found keys that are equal as text: {short_repr(list(values))}")
     return plain
 
 
 def convert_fields(options: DataclassInstance) -> None:
     """Convert the scalar fields of a frozen dataclass to plain scalars: called first in its `__post_init__`."""
     for field in fields(options):
-        object.__setattr__(options, field.name, plain_scalar(getattr(options, field.name)))
+        object.__setattr__(options, field.name, to_plain_scalar(getattr(options, field.name)))
 
 
-def storable(value: Mapping[str, object], where: str) -> dict[str, object]:
+def to_plain_metrics(value: Mapping[str, object], where: str) -> dict[str, object]:
     """Return `value` as plain JSON: scalars of NumPy, PyTorch and similar libraries become Python numbers.
 
     Raises:
@@ -82,14 +82,14 @@ def storable(value: Mapping[str, object], where: str) -> dict[str, object]:
     return _convert_mapping(value, where, _MAX_DEPTH)
 
 
-def mean_of(ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
+def average_metrics(ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """Return the metrics of the first rank, but the mean of all ranks for each number that all ranks report."""
     return {name: _average_values([metrics.get(name) for metrics in ranks]) for name in ranks[0]}
 
 
 def _average_values(values: Sequence[object]) -> object:
     if mappings := [value for value in values if isinstance(value, Mapping)]:
-        return mean_of(mappings) if len(mappings) == len(values) else values[0]
+        return average_metrics(mappings) if len(mappings) == len(values) else values[0]
     numbers = [value for value in values if is_number(value)]
     if len(numbers) < len(values) or len(set(numbers)) == 1:
         return values[0]
@@ -102,7 +102,7 @@ def _convert_mapping(value: Mapping[str, object], where: str, levels: int) -> di
             f"{where}: expected a dict of metrics, found {type(value).__name__}; give it a name: {{'loss': value}}"
         )
     plain: dict[str, object] = {}
-    for name, metric in plain_keys(value, where, BadMetric).items():
+    for name, metric in to_plain_keys(value, where, BadMetric).items():
         if not isinstance(name, str):
             raise BadMetric(f"{where}: expected names of type str, found {name!r}")
         plain[_require_unicode(name, where)] = _convert_value(metric, f"{where}: {name!r}", levels - 1)
@@ -110,7 +110,7 @@ def _convert_mapping(value: Mapping[str, object], where: str, levels: int) -> di
 
 
 def _convert_value(value: object, where: str, levels: int) -> object:
-    value = plain_scalar(value)
+    value = to_plain_scalar(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -119,7 +119,7 @@ def _convert_value(value: object, where: str, levels: int) -> object:
         if is_finite(value):
             return value
         raise BadMetric(
-            f"{where}: found {shown(value)}; training has diverged, or the metric divides by zero. "
+            f"{where}: found {short_repr(value)}; training has diverged, or the metric divides by zero. "
             "To count the trial as a bad one, report a bad finite value, such as 1e9 for a loss, and return"
         )
     if levels <= 0:
@@ -144,7 +144,7 @@ def _count_elements(value: object) -> object:
 
 
 def _require_unicode(value: str, where: str) -> str:
-    if is_unicode(value):
+    if is_utf8_encodable(value):
         return value
     raise BadMetric(f"{where}: expected Unicode text, found {value!a}; write ascii(x)")
 
@@ -164,28 +164,28 @@ def is_finite(number: float | Real) -> bool:
 
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether `value` converts to a number that is finite as a float; False for a bool."""
-    plain = plain_scalar(value)
+    plain = to_plain_scalar(value)
     return isinstance(plain, int | float) and not isinstance(plain, bool) and is_finite(plain)
 
 
-def is_count(value: object, at_least: int) -> bool:
+def is_integer_at_least(value: object, at_least: int) -> bool:
     """Return whether `value` is an integer of at least `at_least`; False for True and 3.0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
-def is_at_least(value: object, at_least: float) -> bool:
+def is_number_at_least(value: object, at_least: float) -> bool:
     """Return whether `value` is a finite number of at least `at_least`; False for True."""
     return isinstance(value, int | float) and is_number(value) and at_least <= value
 
 
-def kind_unless_number(value: object) -> str:
+def describe_non_number(value: object) -> str:
     """Return the kind of a value that is not a number: `text`, `a list` or `a dict`; empty for a number and None."""
     if isinstance(value, Mapping):
         return "a dict"
     return "text" if isinstance(value, str) else "a list" if isinstance(value, list | tuple) else ""
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return `value` for a message, in ASCII, truncated to 80 characters."""
     try:
         text = ascii(value)

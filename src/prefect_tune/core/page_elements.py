@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal, TypeAlias, assert_never
 
-from prefect_tune.core.shown_text import shorten, visible, visible_line
+from prefect_tune.core.display_text import make_visible, make_visible_line, shorten
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Figure:
     """A picture, its description and its legend."""
 
     svg: str
-    shows: str
+    description: str
     legend: str = ""
 
 
@@ -79,30 +79,30 @@ Block: TypeAlias = Heading | Text | Figure | Table | Code
 _MAX_VALUES = 60
 
 
-def values_table(name: str, values: Mapping[str, object]) -> Table:
+def make_values_table(name: str, values: Mapping[str, object]) -> Table:
     """Return a table of `flat` parameters or metrics: the first 60, and the number of others."""
     shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in values.items()}
-    rows = [(shorten(visible_line(key), 60), shorten(visible_line(text), 300)) for key, text in shown.items()]
+    rows = [(shorten(make_visible_line(key), 60), shorten(make_visible_line(text), 300)) for key, text in shown.items()]
     more = [("", f"and {len(rows) - _MAX_VALUES} more")] if len(rows) > _MAX_VALUES else []
     return Table((name, "value"), [*rows[:_MAX_VALUES], *more])
 
 
-def elements_of(block: Block) -> Iterator[str]:
+def render_block(block: Block) -> Iterator[str]:
     """Yield the HTML of a block. Names chosen by users are escaped."""
     match block:
         case Heading(text=text, level=level):
-            yield f"<h{level}>{escaped_html(text)}</h{level}>"
+            yield f"<h{level}>{escape_html(text)}</h{level}>"
         case Text(parts=parts, kind=kind):
             attribute = f' class="{kind}"' if kind else ""
             yield f"<p{attribute}>{''.join(map(_cell_html, parts))}</p>"
         case Figure():
-            yield f'<img src="{data_uri(block.svg)}" alt="{escaped_html(block.shows)}">'
+            yield f'<img src="{data_uri(block.svg)}" alt="{escape_html(block.description)}">'
             if block.legend:
-                yield f'<p class="legend">{escaped_html(block.legend)}</p>'
+                yield f'<p class="legend">{escape_html(block.legend)}</p>'
         case Table():
             yield from _table_html(block)
         case Code(text=text):
-            yield f"<pre>{escaped_html(text)}</pre>"
+            yield f"<pre>{escape_html(text)}</pre>"
         case never:
             assert_never(never)
 
@@ -112,7 +112,7 @@ def _table_html(table: Table) -> Iterator[str]:
         return
     yield '<div class="wide"><table>' if table.head else '<div class="wide"><table class="facts">'
     if table.head:
-        yield f"<tr>{''.join(f'<th>{escaped_html(name)}</th>' for name in table.head)}</tr>"
+        yield f"<tr>{''.join(f'<th>{escape_html(name)}</th>' for name in table.head)}</tr>"
     for row in table.rows:
         yield f"<tr>{''.join(f'<td>{_cell_html(cell)}</td>' for cell in row)}</tr>"
     yield "</table></div>"
@@ -121,16 +121,16 @@ def _table_html(table: Table) -> Iterator[str]:
 def _cell_html(cell: Cell) -> str:
     match cell:
         case Link(text=text, address=address):
-            return f'<a href="{escaped_html(address)}" target="_blank" rel="noopener">{escaped_html(text)}</a>'
+            return f'<a href="{escape_html(address)}" target="_blank" rel="noopener">{escape_html(text)}</a>'
         case Verbatim(text=text):
-            return f"<code>{escaped_html(text)}</code>"
+            return f"<code>{escape_html(text)}</code>"
         case str():
-            return escaped_html(cell)
+            return escape_html(cell)
 
 
-def escaped_html(text: str) -> str:
+def escape_html(text: str) -> str:
     """Return the markup that displays `text`."""
-    return escape(visible(text))
+    return escape(make_visible(text))
 
 
 def data_uri(svg: str) -> str:
@@ -160,7 +160,7 @@ monospace;font-size:12px;background:none;color:inherit;padding:0;border:none}
 """
 
 
-def cell_html(*blocks: Block) -> str:
+def render_notebook_cell(*blocks: Block) -> str:
     """Return the output of a notebook cell."""
-    elements = "".join(element for block in blocks for element in elements_of(block))
+    elements = "".join(element for block in blocks for element in render_block(block))
     return f'<div class="prefect-tune"><style>{_STYLE}</style>{elements}</div>'

@@ -13,58 +13,58 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar
 
+from prefect_tune.core.display_text import first_line, shorten
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import Losses, best_saved, losses_in
-from prefect_tune.core.experiment.trial_transitions import ENDED, Trial, newest_checkpoint
+from prefect_tune.core.experiment.summary import Losses, compute_losses, rank_checkpoints
+from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    CheckpointQuarantined,
     Event,
-    Finished,
-    GaveUp,
-    Paused,
-    Quarantined,
-    StopAsked,
+    StopRequested,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
 )
-from prefect_tune.core.reasons import code_of
+from prefect_tune.core.reasons import get_reason_code
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import first_line, shorten
-from prefect_tune.core.usage_records import GroupUse
-from prefect_tune.core.values import Json, Metrics, Value, metric_in
+from prefect_tune.core.usage_records import GroupUsage
+from prefect_tune.core.values import Json, Metrics, Value, get_metric
 
 
-class BestSoFar:
+class BestModelTracker:
     """Tracks the best model: compares each commit, and the last step of each ended trial, with the best one before.
 
     Metrics are compared in order, like a tuple. Without an objective no result is better than another.
     """
 
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
-        """Args: experiment: its state before the first call of `committed` or `ended`; it sets the best so far."""
+        """Args: experiment: its state before the first call of `on_commit` or `ended`; it sets the best so far."""
         self._objective = objective
         self._experiment = experiment.key
         self._losses: Losses | None = None
         self.trial: str | None = None
         """The trial of the best model; None if no trial can be compared."""
         for trial in experiment.trials.values():
-            ended = [trial.metrics] if trial.phase in ENDED else []
+            ended = [trial.metrics] if trial.phase in ENDED_PHASES else []
             for metrics in [*(checkpoint.metrics for checkpoint in trial.checkpoints), *ended]:
                 self._record_if_best(trial.trial, metrics)
 
-    def committed(self, trial: Trial) -> BestImproved | None:
+    def on_commit(self, trial: Trial) -> BestImproved | None:
         """Return the event if the trial's newest checkpoint is better than all earlier models; otherwise None."""
         if (newest := newest_checkpoint(trial)) is None or not self._record_if_best(trial.trial, newest.metrics):
             return None
         key = self._experiment.trial_key(trial.trial).checkpoint_key(newest)
         return self._make_improvement(trial.trial, newest.step, newest.metrics, key.manifest_path)
 
-    def ended(self, trial: Trial) -> BestImproved | None:
+    def on_trial_ended(self, trial: Trial) -> BestImproved | None:
         """Return the event if the trial's last step, saved or not, is better than all earlier ones; otherwise None."""
         is_best = self._record_if_best(trial.trial, trial.metrics)
         return self._make_improvement(trial.trial, trial.step, trial.metrics, None) if is_best else None
 
     def _record_if_best(self, trial: str, metrics: Metrics) -> bool:
         """Return whether a result is better than all earlier ones, and record it if so."""
-        losses = None if self._objective is None else losses_in(metrics, self._objective)
+        losses = None if self._objective is None else compute_losses(metrics, self._objective)
         if losses is None or (self._losses is not None and losses >= self._losses):
             return False
         self._losses, self.trial = losses, trial
@@ -72,24 +72,24 @@ class BestSoFar:
 
     def _make_improvement(self, trial: str, step: int, metrics: Metrics, manifest: str | None) -> BestImproved:
         compared = () if self._objective is None else self._objective.metrics
-        first = {name: metric_in(metrics, name) for name in compared}
+        first = {name: get_metric(metrics, name) for name in compared}
         return BestImproved(trial=trial, step=step, metrics={**first, **metrics}, manifest=manifest)
 
 
-def best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:
+def find_best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:
     """Return the best checkpoint's sequence by its trial; if several are equally good, each trial's first one.
 
-    Includes the model that `BestSoFar` reported last, if it is saved. Empty without an objective.
+    Includes the model that `BestModelTracker` reported last, if it is saved. Empty without an objective.
     """
     if objective is None:
         return {}
-    by_trial = {t.trial: best_saved(t.checkpoints, objective)[:1] for t in experiment.trials.values()}
-    best = [(trial, ref, losses_in(ref.metrics, objective)) for trial, refs in by_trial.items() for ref in refs]
+    by_trial = {t.trial: rank_checkpoints(t.checkpoints, objective)[:1] for t in experiment.trials.values()}
+    best = [(trial, ref, compute_losses(ref.metrics, objective)) for trial, refs in by_trial.items() for ref in refs]
     best_losses = min((losses for _, _, losses in best if losses is not None), default=None)
     return {trial: ref.sequence for trial, ref, losses in best if losses == best_losses}
 
 
-VERSION = 2
+PAYLOAD_VERSION = 2
 """The version of the payloads: increased when a field is renamed or changes its meaning, but not for a new field."""
 NOT_EMITTED = frozenset(
     (
@@ -99,7 +99,7 @@ NOT_EMITTED = frozenset(
     )
 )
 """Types of journal events that are not emitted: they are too frequent, or only the journal needs them."""
-LABELS = ("trial", "status", "cause", "reason_code", "kind", "kills", "end")
+LABEL_FIELDS = ("trial", "status", "cause", "reason_code", "kind", "kills", "end")
 """Fields of a payload that are also labels of the event's resource: automations can match labels, but not payloads."""
 _MAX_TEXT_LENGTH = 500
 _MAX_ITEM_COUNT = 20
@@ -157,13 +157,13 @@ class ExperimentEnded(ExperimentEvent):
 def event_name(event: Event) -> str:
     """Return the name of the Prefect event of a journal event: its type, except for reinstatements."""
     match event:
-        case Quarantined(quarantined=False):
+        case CheckpointQuarantined(quarantined=False):
             return "prefect-tune.reinstated"
         case _:
             return f"prefect-tune.{event.type}"
 
 
-def payload_of(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
+def event_payload(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
     """Return an event's payload as JSON with the version; at the end of an attempt also its trial's state `after` it.
 
     A reason is its sentence, for display, and `reason_code`, for conditions; the code of a user's text is None.
@@ -171,52 +171,52 @@ def payload_of(event: Event | ExperimentEvent, after: Trial | None = None) -> di
     """
     fields = event.model_dump(mode="json", exclude={"type"})
     if (reason := getattr(event, "reason", None)) is not None:
-        fields |= {"reason": str(reason), "reason_code": code_of(reason)}
-    if isinstance(use := getattr(event, "use", None), GroupUse):
+        fields |= {"reason": str(reason), "reason_code": get_reason_code(reason)}
+    if isinstance(use := getattr(event, "use", None), GroupUsage):
         fields["use"] |= {"ends": [{**end.model_dump(), "how": str(end.how)} for end in use.ends]}
-    if isinstance(event, StopAsked) and event.refused is not None:
+    if isinstance(event, StopRequested) and event.refused is not None:
         fields["refused"] = str(event.refused)
-    if after is not None and isinstance(event, AttemptEnded | GaveUp | Finished | Paused):
+    if after is not None and isinstance(event, AttemptEnded | TrialErrored | TrialFinished | TrialPaused):
         outcome = {"attempt", "step", "metrics", "wasted_steps", "wasted_at_least"}
         fields |= {"status": after.status.value, **after.model_dump(mode="json", include=outcome)}
-    return {"version": VERSION, **{name: abbreviated(value) for name, value in fields.items()}}
+    return {"version": PAYLOAD_VERSION, **{name: abbreviate(value) for name, value in fields.items()}}
 
 
-def labels_of(payload: Mapping[str, object]) -> dict[str, str]:
+def event_labels(payload: Mapping[str, object]) -> dict[str, str]:
     """Return the labels of an event's resource for its payload; bools become `true` and `false`."""
-    labels = {name: payload[name] for name in LABELS if payload.get(name) is not None}
+    labels = {name: payload[name] for name in LABEL_FIELDS if payload.get(name) is not None}
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in labels.items()}
     return {f"prefect-tune.{name}": word for name, word in texts.items()}
 
 
-def abbreviated(value: Json) -> Json:
+def abbreviate(value: Json) -> Json:
     """Truncate a JSON value: each text to 500 characters of its first line, each list and dict to 20 items."""
     match value:
         case str():
             return shorten(first_line(value), _MAX_TEXT_LENGTH)
         case dict():
-            return {name: abbreviated(item) for name, item in islice(value.items(), _MAX_ITEM_COUNT)}
+            return {name: abbreviate(item) for name, item in islice(value.items(), _MAX_ITEM_COUNT)}
         case list():
-            return [abbreviated(item) for item in value[:_MAX_ITEM_COUNT]]
+            return [abbreviate(item) for item in value[:_MAX_ITEM_COUNT]]
         case _:
             return value
 
 
 @dataclass
-class Allowance:
-    """A token bucket for events: bursts of at most `most`, on average `per_second`."""
+class TokenBucket:
+    """A token bucket for events: bursts of at most `capacity`, on average `per_second`."""
 
-    most: float
+    capacity: float
     per_second: float
     _tokens: float = field(init=False)
     _updated_at: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self._tokens = self.most
+        self._tokens = self.capacity
 
-    def take(self, count: int, now: float) -> bool:
+    def try_take(self, count: int, now: float) -> bool:
         """Take `count` tokens if they are available; return whether they were."""
-        self._tokens = min(self.most, self._tokens + max(0.0, now - self._updated_at) * self.per_second)
+        self._tokens = min(self.capacity, self._tokens + max(0.0, now - self._updated_at) * self.per_second)
         self._updated_at = max(self._updated_at, now)
         if self._tokens < count:
             return False

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from prefect_tune.core.shown_text import first_line, format_span, plural, readable, shown_size
+from prefect_tune.core.display_text import first_line, format_size, format_span, make_readable, pluralize
 from prefect_tune.core.values import Message, Value
 
 
@@ -25,7 +25,7 @@ class Cause(StrEnum):
     """The machine, the worker or the target failed, not the trial."""
     PREEMPTED = "preempted"
     """The attempt was asked to stop, and stopped gracefully: not a failure."""
-    USER = "user"
+    TRAINABLE = "user"
     """The user's code raised."""
     IMPORT = "import"
     """The trainable could not be loaded: a retry does not help."""
@@ -137,7 +137,7 @@ def _to_json(argument: object) -> object:
         case Reason():
             return {"code": argument.code, "arguments": argument.arguments}
         case str():
-            return readable(argument)
+            return make_readable(argument)
         case list() | tuple():
             return [_to_json(part) for part in argument]
         case float() if not math.isfinite(argument):
@@ -146,7 +146,7 @@ def _to_json(argument: object) -> object:
             return argument
 
 
-def code_of(reason: AnyReason) -> str | None:
+def get_reason_code(reason: AnyReason) -> str | None:
     """Return the code of a reason; None for a text."""
     return reason.code if isinstance(reason, Reason) else None
 
@@ -157,7 +157,7 @@ _CODES_WITH_ERROR = frozenset(
 """The codes whose argument `error` is the error of the attempt."""
 
 
-def error_of(reason: AnyReason) -> AnyReason:
+def root_error(reason: AnyReason) -> AnyReason:
     """Return the error that ended an attempt, without the outer reason about retries."""
     while isinstance(reason, Reason) and "error" in reason.arguments and reason.code in _CODES_WITH_ERROR:
         reason = _parse_reason(reason.arguments["error"])
@@ -169,7 +169,7 @@ def summarize_error(reason: AnyReason) -> AnyReason:
 
     The results of equal errors are equal, whatever the traceback, the rank and the retries.
     """
-    error = error_of(reason)
+    error = root_error(reason)
     if not isinstance(error, Reason):
         return first_line(error)
     context = ("traceback", "rank", "location", "output")
@@ -181,7 +181,7 @@ def format_error(reason: AnyReason) -> str:
 
     If the traceback has only library code, this is its last line outside this package.
     """
-    error = error_of(reason)
+    error = root_error(reason)
     location = error.arguments.get("location") if isinstance(error, Reason) else None
     return first_line(f"{first_line(error)} ({location})" if location else error)
 
@@ -215,7 +215,7 @@ def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
     return f"{re.split(_SEPARATORS, path)[-1]}:{line}"
 
 
-def without_result(reason: AnyReason, step: int) -> AnyReason:
+def strip_result(reason: AnyReason, step: int) -> AnyReason:
     """Return a scheduler's reason without the result of `step` at its beginning, for a text that already has it."""
     if (
         not isinstance(reason, Reason)
@@ -240,18 +240,18 @@ class _Formatter(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         forms = format_spec.split("|")
         if len(forms) > 1:
-            return plural(value, *forms) if len(forms) == 2 else forms[min(value, 2)].replace("#", str(value))
+            return pluralize(value, *forms) if len(forms) == 2 else forms[min(value, 2)].replace("#", str(value))
         own_format = _FORMATS.get(format_spec)
         return str(super().format_field(value, format_spec) if own_format is None else own_format(value))
 
 
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "span": format_span,
-    "size": shown_size,
+    "size": format_size,
     "count": lambda count: f"{count:.0f}" if float(count).is_integer() else f"{count:g}",
     "ranks": lambda ranks: f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}",
     "reason": lambda reason: str(_parse_reason(reason)),
-    "line": lambda reason: first_line(error_of(_parse_reason(reason))),
+    "line": lambda reason: first_line(root_error(_parse_reason(reason))),
 }
 _formatter = _Formatter()
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from prefect_tune.core.display_text import did_you_mean
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import is_number, plain_scalar, shown
-from prefect_tune.core.shown_text import did_you_mean
+from prefect_tune.core.metrics import is_number, short_repr, to_plain_scalar
 
 Processes: TypeAlias = int | tuple[int, int]
 """The number of processes of a trial; or a minimum and a maximum: then each attempt has one for each device."""
 
-MOST_PROCESSES = 1024
+MAX_PROCESSES = 1024
 """The maximum number of ranks of a trial on one machine."""
 _RESOURCE_NAMES = ("cpu", "gpu")
 
@@ -34,7 +34,7 @@ class Machine:
     gpus: tuple[str, ...] = ()
 
 
-def resources_of(requested: Mapping[str, object], where: str) -> Resources:
+def parse_resources(requested: Mapping[str, object], where: str) -> Resources:
     """Return the resources of a mapping such as `{"cpu": 2, "gpu": 0.5}`; `cpu` is 1 by default, `gpu` 0.
 
     Raises:
@@ -45,36 +45,36 @@ def resources_of(requested: Mapping[str, object], where: str) -> Resources:
         if name not in _RESOURCE_NAMES:
             hint = did_you_mean(name, _RESOURCE_NAMES)
             raise InvalidInput(f"{where}: expected {' or '.join(map(repr, _RESOURCE_NAMES))}, found {name!r}{hint}")
-        amount = plain_scalar(value)
+        amount = to_plain_scalar(value)
         if not is_number(amount) or amount < 0:
-            raise InvalidInput(f"{where}: {name}: expected a number of at least 0, found {shown(amount)}")
+            raise InvalidInput(f"{where}: {name}: expected a number of at least 0, found {short_repr(amount)}")
         if amount > 1 and amount != int(amount):
             raise InvalidInput(f"{where}: {name}: expected a whole number, or a fraction below 1, found {amount!r}")
         amounts[name] = amount
     return Resources(**amounts)
 
 
-def valid_processes(value: object, where: str = "processes_per_trial", example: str = "(1, 8)") -> Processes:
+def parse_processes(value: object, where: str = "processes_per_trial", example: str = "(1, 8)") -> Processes:
     """Return a number of processes, or their minimum and maximum; a text such as `1-8` is a range.
 
     Raises:
         InvalidInput: `value` is neither.
     """
-    value = plain_scalar(value)
+    value = to_plain_scalar(value)
     parts: Sequence[object] = value.split("-") if isinstance(value, str) else [value]
     if isinstance(value, list | tuple):
-        parts = [*map(plain_scalar, value)]
+        parts = [*map(to_plain_scalar, value)]
     numbers = [int(text) for part in parts if (text := str(part)).isascii() and text.isdecimal()]
     is_valid = all(isinstance(part, int | str) for part in parts) and len(numbers) == len(parts) in (1, 2)
-    if not is_valid or not 1 <= numbers[0] <= numbers[-1] <= MOST_PROCESSES:
+    if not is_valid or not 1 <= numbers[0] <= numbers[-1] <= MAX_PROCESSES:
         raise InvalidInput(
-            f"{where}: expected a number from 1 to {MOST_PROCESSES}, or a minimum and a maximum such as {example}, "
-            f"found {shown(value)}"
+            f"{where}: expected a number from 1 to {MAX_PROCESSES}, or a minimum and a maximum such as {example}, "
+            f"found {short_repr(value)}"
         )
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
-def processes_on(wanted: Processes, devices: int) -> int:
+def process_count_on(wanted: Processes, devices: int) -> int:
     """Return the number of processes of a trial that has `devices` GPUs, or CPUs if it has no GPU."""
     if isinstance(wanted, int):
         return wanted
@@ -82,7 +82,7 @@ def processes_on(wanted: Processes, devices: int) -> int:
     return min(maximum, max(minimum, devices))
 
 
-def slots_on(machine: Machine, needed: Resources, at_most: int | None) -> Sequence[tuple[str, ...]]:
+def divide_into_slots(machine: Machine, needed: Resources, max_slots: int | None) -> Sequence[tuple[str, ...]]:
     """Return a slot, given by its GPUs, for each trial that the machine can train in parallel.
 
     A whole GPU belongs to one slot. Fractions are assigned so that each GPU has one slot before any has two.
@@ -107,7 +107,7 @@ def slots_on(machine: Machine, needed: Resources, at_most: int | None) -> Sequen
             f"{_format_counts(machine.cpu_count, len(machine.gpus))}; if that is wrong, set "
             "resources_total={'cpu': ..., 'gpu': ...}"
         )
-    count = min([*counts, *([] if at_most is None else [at_most])], default=machine.cpu_count)
+    count = min([*counts, *([] if max_slots is None else [max_slots])], default=machine.cpu_count)
     return gpus[:count] if gpus is not None else [()] * count
 
 

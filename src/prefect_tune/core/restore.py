@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from prefect_tune.core.checkpoints.manifest import Manifest, NoSink, Sink, fetch, reads
+from prefect_tune.core.checkpoints.manifest import FileSink, Manifest, NullSink, fetch_chunks, plan_reads
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -23,17 +23,25 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import (
     Status,
     Trial,
-    is_acceptable,
-    is_collectable,
-    is_held,
-    is_live,
+    can_commit_save,
+    is_cloned_checkpoint,
+    is_deletable_checkpoint,
+    is_live_checkpoint,
 )
-from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events import Adopted, AttemptEnded, Cause, CheckpointRef, Event, Quarantined, Reported
-from prefect_tune.core.messages.target_messages import NOTHING_KNOWN, LastKnown
+from prefect_tune.core.journal.journal import load_experiment
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointQuarantined,
+    CheckpointRef,
+    CheckpointsAdopted,
+    Event,
+    StepReported,
+)
+from prefect_tune.core.messages.target_messages import NO_LAST_REPORTS, LastKnownReports
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.documents import read_sealed
-from prefect_tune.core.storage.generations import is_deleted
+from prefect_tune.core.storage.generations import is_generation_deleted
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 
@@ -46,20 +54,22 @@ class OutdatedStateError(TuneError):
         self.current = current
 
 
-def current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
+def load_current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
     """Read the experiment's journal, and return the trial's present state.
 
     Raises:
         Superseded: the experiment is being deleted, or was deleted.
-        JournalCorrupt, UnknownVersion: see `load`.
+        JournalCorrupt, UnknownVersion: see `load_experiment`.
     """
-    state = load(store, trial.of_experiment)
+    state = load_experiment(store, trial.journal_key)
     if state.is_removed or trial.trial not in state.trials:
         raise Superseded(f"{trial.folder}: its experiment is being deleted, or was deleted. Stop here")
     return state.trial(trial.trial)
 
 
-def require_still_needed(store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt]) -> None:
+def raise_damage_or_outdated(
+    store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt]
+) -> None:
     """Raise the damage of the first one of the `bad` manifests that the trial still needs according to the journal.
 
     Raises:
@@ -67,20 +77,20 @@ def require_still_needed(store: ObjectStore, trial: TrialKey, bad: Mapping[Check
         OutdatedStateError: none of the manifests is needed any more.
         Superseded: the experiment is being deleted, or was deleted.
     """
-    current = current_trial(store, trial)
+    current = load_current_trial(store, trial)
     for key, damage in bad.items():
-        if is_live(current, key) or is_held(current, key):
+        if is_live_checkpoint(current, key) or is_cloned_checkpoint(current, key):
             raise damage
     raise OutdatedStateError(current)
 
 
-def is_live_now(store: ObjectStore, key: CheckpointKey) -> bool:
-    """Read the journal, and return whether `key` is live in a trial. Raises `JournalCorrupt` like `load`."""
+def is_checkpoint_live(store: ObjectStore, key: CheckpointKey) -> bool:
+    """Read the journal, and return whether `key` is live in a trial. Raises `JournalCorrupt` like `load_experiment`."""
     try:
-        state = load(store, key.trial.of_experiment)
+        state = load_experiment(store, key.trial.journal_key)
     except Superseded:
         return False
-    return not state.is_removed and any(is_live(trial, key) for trial in state.trials.values())
+    return not state.is_removed and any(is_live_checkpoint(trial, key) for trial in state.trials.values())
 
 
 @contextmanager
@@ -107,13 +117,13 @@ def _checking_retirement(store: ObjectStore, key: CheckpointKey) -> Iterator[Non
 
 def _is_checkpoint_retired(store: ObjectStore, key: CheckpointKey) -> bool:
     try:
-        state = load(store, key.trial.of_experiment)
+        state = load_experiment(store, key.trial.journal_key)
     except Superseded:  # its experiment was deleted
         return True
     if not state.number:  # a copy without a journal, or a deleted experiment
-        return store.size(key.manifest_path) is None or is_deleted(store, key.trial.of_experiment)
+        return store.size(key.manifest_path) is None or is_generation_deleted(store, key.trial.journal_key)
     trial = state.trials.get(key.trial.trial)
-    return state.is_removed or (trial is not None and is_collectable(trial, key))
+    return state.is_removed or (trial is not None and is_deletable_checkpoint(trial, key))
 
 
 # Read a checkpoint back, and verify every byte on the way; unverified bytes are never returned.
@@ -133,7 +143,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
     return manifest
 
 
-def manifest_if_readable(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
+def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
     """Return the manifest of `key`; None for no key, or if it is damaged, so that no save may reuse its bytes."""
     try:
         return read_manifest(store, key) if key else None
@@ -141,7 +151,7 @@ def manifest_if_readable(store: ObjectStore, key: CheckpointKey | None) -> Manif
         return None
 
 
-def checkpoints_with(
+def find_checkpoints_using(
     store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str]
 ) -> Mapping[CheckpointKey, str]:
     """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with this damage.
@@ -159,7 +169,7 @@ def checkpoints_with(
     return {key: damage for key, damage in store.map(find_damage, keys) if damage is not None}
 
 
-def restore(store: ObjectStore, manifest: Manifest, sink: Sink) -> None:
+def restore_files(store: ObjectStore, manifest: Manifest, sink: FileSink) -> None:
     """Write every byte of `manifest` to `sink`; each chunk is verified before it is written.
 
     Raises:
@@ -167,16 +177,16 @@ def restore(store: ObjectStore, manifest: Manifest, sink: Sink) -> None:
         CheckpointNotFound: during the read, the checkpoint was retired and some of its bytes were deleted.
     """
     with _checking_retirement(store, manifest.key):
-        for _ in store.map(lambda read: fetch(store, manifest, read, sink), reads(manifest)):
+        for _ in store.map(lambda read: fetch_chunks(store, manifest, read, sink), plan_reads(manifest)):
             pass
 
 
-def verify(store: ObjectStore, manifest: Manifest) -> None:
-    """Read and verify every byte of `manifest`, without storing it. Raises like `restore`."""
-    restore(store, manifest, NoSink())
+def verify_files(store: ObjectStore, manifest: Manifest) -> None:
+    """Read and verify every byte of `manifest`, without storing it. Raises like `restore_files`."""
+    restore_files(store, manifest, NullSink())
 
 
-def ref_of(manifest: Manifest) -> CheckpointRef:
+def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
     """Return the journal's reference to the checkpoint of `manifest`."""
     about = manifest.about
     return CheckpointRef(
@@ -200,12 +210,12 @@ def ref_of(manifest: Manifest) -> CheckpointRef:
 # open outbox posts its saves itself.
 
 
-def adopt(
+def make_adoption_events(
     store: ObjectStore,
     experiment: Experiment,
     *,
     trials: Collection[str] | None = None,
-    last: LastKnown = NOTHING_KNOWN,
+    last: LastKnownReports = NO_LAST_REPORTS,
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
@@ -217,30 +227,33 @@ def adopt(
     """
     considered = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
     running = [trial for trial in considered if trial.status is Status.RUNNING and trial.outbox is None]
-    saves = list(store.map(lambda trial: _find_save(store, experiment, trial), running))
+    saves = list(store.map(lambda trial: _find_unjournaled_save(store, experiment, trial), running))
     adopted: dict[str, tuple[CheckpointRef, ...]] = {}
     events: list[Event] = []
     for trial, (manifest, damaged) in zip(running, saves, strict=True):
         events += damaged
         if manifest is not None:
-            adopted[trial.trial] = (ref_of(manifest),)
+            adopted[trial.trial] = (make_checkpoint_ref(manifest),)
             reports = (report for report in manifest.about.reports if report.step > trial.step)
-            events += [Reported(trial=trial.trial, report=report) for report in reports]
+            events += [StepReported(trial=trial.trial, report=report) for report in reports]
         events.append(AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
     last_steps = {trial.trial: 0 for trial in running}
     last_steps |= {name: max(report.step, last_steps.get(name, 0)) for name, report in last.reports.items()}
     trained_seconds = {name: report.trained_seconds for name, report in last.reports.items()}
-    return [Adopted(checkpoints=adopted, reached=last_steps, trained_seconds=trained_seconds, seen_at=last.at), *events]
+    return [
+        CheckpointsAdopted(checkpoints=adopted, reached=last_steps, trained_seconds=trained_seconds, seen_at=last.at),
+        *events,
+    ]
 
 
-def _find_save(
+def _find_unjournaled_save(
     store: ObjectStore, experiment: Experiment, trial: Trial
-) -> tuple[Manifest | None, Sequence[Quarantined]]:
+) -> tuple[Manifest | None, Sequence[CheckpointQuarantined]]:
     """Return the newest unjournaled save of a trial's last attempt, and the newer, damaged saves."""
-    damaged: list[Quarantined] = []
+    damaged: list[CheckpointQuarantined] = []
     folder = experiment.trial_key(trial.trial)
-    keys = (CheckpointKey.from_manifest_path(folder, listed.path) for listed in store.list(folder.checkpoints))
-    candidates = [key for key in keys if key and is_acceptable(trial, key.sequence)]
+    keys = (CheckpointKey.from_manifest_path(folder, listed.path) for listed in store.list(folder.checkpoints_folder))
+    candidates = [key for key in keys if key and can_commit_save(trial, key.sequence)]
     for key in sorted(candidates, key=lambda key: (key.sequence, key.step), reverse=True):
         if damaged and damaged[-1].sequence == key.sequence:
             continue  # the journal names checkpoints by sequence, and this one is already quarantined
@@ -251,7 +264,7 @@ def _find_save(
         except CheckpointCorrupt as corrupt:
             if key.sequence > trial.next_sequence + 1:
                 continue  # of no attempt; quarantining it would reject all saves with a lower sequence
-            damaged.append(Quarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
+            damaged.append(CheckpointQuarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
             continue
         if manifest.about.attempt == trial.attempt:  # the owner has abandoned the saves of earlier attempts
             return manifest, damaged

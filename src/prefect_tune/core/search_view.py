@@ -15,28 +15,28 @@ from itertools import islice
 from typing import NamedTuple
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import Losses, losses_in, objective_in
+from prefect_tune.core.experiment.summary import Losses, compute_losses, objective_from_settings
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
-    Cloned,
-    Committed,
-    Configured,
+    CheckpointCloned,
+    CheckpointCommitted,
     Entry,
     Event,
-    Finished,
-    GaveUp,
-    Opened,
+    ExperimentConfigured,
     Owner,
-    Paused,
-    Reported,
-    Started,
+    OwnerChanged,
+    StepReported,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
 )
 from prefect_tune.core.metrics import is_number
-from prefect_tune.core.usage_records import GroupUse, RankEnd
-from prefect_tune.core.values import StepReport, leaves, parse_time
+from prefect_tune.core.usage_records import GroupUsage, RankEnd
+from prefect_tune.core.values import StepReport, iter_leaves, parse_time
 
 _OBJECTIVE_COUNT = 4
 """Without an objective, this many first numbers of a report get the large panels."""
@@ -48,19 +48,19 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class Series:
-    """Numbers by step: always the first and the last; with more than `most`, only every second, fourth, ... number."""
+    """Numbers by step: always the first and the last; with more than `max_points`, only every second, fourth, … one."""
 
     __slots__ = ("_max_points", "_points_since_kept", "_steps", "_stride", "_values")
 
-    def __init__(self, *, most: int = 96) -> None:
-        self._max_points = most
+    def __init__(self, *, max_points: int = 96) -> None:
+        self._max_points = max_points
         self._steps = array("d")
         self._values = array("d")
         self._stride = 1
         self._points_since_kept = 1
 
-    def add(self, step: float, value: float) -> None:
-        """Add the next number; ignore a step that is not after the last one. `cut` first to replace steps."""
+    def add_point(self, step: float, value: float) -> None:
+        """Add the next number; ignore a step that is not later. To replace steps, `truncate_after` first."""
         if self._steps and step <= self._steps[-1]:
             return
         if self._points_since_kept < self._stride and len(self._steps) > 1:
@@ -75,7 +75,7 @@ class Series:
             self._stride *= 2
             self._points_since_kept = self._stride
 
-    def cut(self, step: float) -> None:
+    def truncate_after(self, step: float) -> None:
         """Remove the points after `step`."""
         kept = bisect_right(self._steps, step)
         if kept < len(self._steps):
@@ -87,10 +87,12 @@ class Series:
         return list(zip(self._steps, self._values, strict=True))
 
 
-def numbers_in(metrics: Mapping[str, object]) -> Mapping[str, float]:
+def numeric_metrics(metrics: Mapping[str, object]) -> Mapping[str, float]:
     """Return the numeric metrics, which can be drawn."""
     return {
-        name: float(value) for name, value in leaves(metrics) if isinstance(value, int | float) and is_number(value)
+        name: float(value)
+        for name, value in iter_leaves(metrics)
+        if isinstance(value, int | float) and is_number(value)
     }
 
 
@@ -109,12 +111,12 @@ class OwnershipPeriod:
 
     term: int
     owner: Owner
-    began: datetime
-    last: datetime
+    began_at: datetime
+    last_entry_at: datetime
     """The time of its last journal entry."""
-    trials: int = 0
+    trial_count: int = 0
     """The number of trials that it added."""
-    samples: int = 0
+    sample_count: int = 0
     """The number of samples that it was asked to add to the samples of earlier runs."""
 
 
@@ -124,12 +126,12 @@ class AttemptPeriod:
 
     trial: str
     attempt: int
-    began: datetime
+    began_at: datetime
     from_step: int
     step: int
     """The last step that it reported, in the order of the steps."""
     owner: Owner | None
-    last: datetime
+    last_event_at: datetime
     """The time of its last event."""
     is_earlier: bool = False
     """Whether an earlier run started it."""
@@ -140,9 +142,9 @@ class AttemptPeriod:
     reported_at: datetime | None = None
     longest_gap_seconds: float | None = None
     """The longest time between two reports, or before the first one."""
-    ended: datetime | None = None
+    ended_at: datetime | None = None
     status: Status = Status.RUNNING
-    """The status that is drawn: `COMPLETED` for each `Finished`, `ERRORED` for each failure not of the machine."""
+    """The status that is drawn: `COMPLETED` for each `TrialFinished`, `ERRORED` for each failure not of the machine."""
     is_lost: bool = False
     """Whether it ended because its machine, its target or its run failed."""
     rank_ends: Sequence[RankEnd] = ()
@@ -151,14 +153,14 @@ class AttemptPeriod:
     @property
     def is_running(self) -> bool:
         """Whether it is training, as far as is known."""
-        return self.ended is None and not self.is_abandoned
+        return self.ended_at is None and not self.is_abandoned
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Committed and uploaded bytes. The uploaded bytes of adopted commits are unknown."""
 
-    commits: int = 0
+    commit_count: int = 0
     committed_bytes: int = 0
     measured_bytes: int = 0
     """The part of `committed_bytes` for which the next two fields are known."""
@@ -179,7 +181,7 @@ class SearchSnapshot:
     """The counts of this run."""
     metrics: tuple[str, ...] = ()
     """The metrics of the objective; without one, the first four reported numbers."""
-    others: tuple[str, ...] = ()
+    other_metrics: tuple[str, ...] = ()
     """The first twelve other reported numbers."""
     metric_count: int = 0
     """The number of reported metrics, including metrics without curves."""
@@ -188,17 +190,17 @@ class SearchSnapshot:
     attempts: Sequence[AttemptPeriod] = ()
     ownerships: Sequence[OwnershipPeriod] = ()
     costs: Costs = Costs()
-    is_whole: bool = True
+    is_complete: bool = True
     """Whether it covers the journal from its first entry."""
 
-    def newest(self, trial: str) -> StepReport | None:
+    def newest_report(self, trial: str) -> StepReport | None:
         """Return the newest report of a running attempt; None if there is none."""
         return self.running[trial].report if trial in self.running else None
 
 
 _STATUS_AFTER: Mapping[type[Event] | Cause, Status] = {
-    Finished: Status.COMPLETED,
-    Paused: Status.PAUSED,
+    TrialFinished: Status.COMPLETED,
+    TrialPaused: Status.PAUSED,
     Cause.PREEMPTED: Status.INTERRUPTED,
     Cause.MACHINE: Status.INTERRUPTED,
 }
@@ -214,7 +216,7 @@ class SearchView:
     def __init__(self, experiment: Experiment) -> None:
         """Begin without events; `begin_run` adds the attempts that already run."""
         self._experiment = experiment
-        self._objective = objective_in(experiment.settings)
+        self._objective = objective_from_settings(experiment.settings)
         self._metrics = self._objective.metrics if self._objective else ()
         self._other_metrics: dict[str, None] = {}  # the other metrics
         self._curves: dict[str, dict[str, Series]] = {}
@@ -250,22 +252,23 @@ class SearchView:
     def apply_entry(self, entry: Entry) -> None:
         """Apply the next entry of the journal."""
         for event in entry.events:
-            self.apply(event, parse_time(entry.at) or _EPOCH)
+            self.apply_event(event, parse_time(entry.at) or _EPOCH)
 
-    def apply(self, event: Event, at: datetime, experiment: Experiment | None = None) -> None:
+    def apply_event(self, event: Event, at: datetime, experiment: Experiment | None = None) -> None:
         """Apply the next event, which is or will be journaled at `at`, and the state after it."""
         self._experiment, counts = experiment or self._experiment, self._counts
         self._dispatch_event(event, at)
         if experiment is not None and isinstance(
-            event, TrialAdded | Started | Cloned | AttemptEnded | Finished | Paused | GaveUp
+            event,
+            TrialAdded | AttemptStarted | CheckpointCloned | AttemptEnded | TrialFinished | TrialPaused | TrialErrored,
         ):
             self._compare_trial(event.trial)
         if at < self._run_began:
             self._counts = counts
         for index in range(len(self._ownerships) - 1, -1, -1):
             ownership = self._ownerships[index]
-            if at >= ownership.began:  # the run that owned the experiment at that time, which may be an earlier one
-                self._ownerships[index] = replace(ownership, last=max(ownership.last, at))
+            if at >= ownership.began_at:  # the run that owned the experiment at that time, which may be an earlier one
+                self._ownerships[index] = replace(ownership, last_entry_at=max(ownership.last_entry_at, at))
                 break
 
     def apply_report(self, trial: str, report: StepReport, at: datetime) -> None:
@@ -276,11 +279,11 @@ class SearchView:
         # Steps that an attempt of an earlier run trained before its first report here do not count.
         step_count = 0 if attempt.is_earlier and attempt.report is None else report.step - attempt.step
         self._counts = self._counts._replace(reports=self._counts.reports + 1, steps=self._counts.steps + step_count)
-        gap = (at - (attempt.reported_at or attempt.began)).total_seconds()
+        gap = (at - (attempt.reported_at or attempt.began_at)).total_seconds()
         longest = max(attempt.longest_gap_seconds or 0.0, gap)
         self._update_attempt(trial, step=report.step, report=report, reported_at=at, longest_gap_seconds=longest)
         if self._objective is not None:
-            self._set_losses(trial, losses_in(report.metrics, self._objective), inherits=False)
+            self._set_losses(trial, compute_losses(report.metrics, self._objective), inherits=False)
 
     def set_experiment(self, experiment: Experiment) -> None:
         """Set the state after a write: it may include entries of non-owners."""
@@ -300,14 +303,14 @@ class SearchView:
         """The running attempts, by trial."""
         return {trial: self._attempts[self._newest[trial]] for trial in self._running_trials}
 
-    def read(self, drawn: Collection[str] = ()) -> SearchSnapshot:
+    def take_snapshot(self, drawn: Collection[str] = ()) -> SearchSnapshot:
         """Return the present state, with the curves of the trials in `drawn`."""
         return SearchSnapshot(
             experiment=self._experiment,
             running=self.running,
             counts=self._counts,
             metrics=self._metrics,
-            others=tuple(self._other_metrics)[:_OTHER_METRIC_COUNT],
+            other_metrics=tuple(self._other_metrics)[:_OTHER_METRIC_COUNT],
             metric_count=len(self._metrics) + len(self._other_metrics),
             curves={
                 trial: {name: series.points() for name, series in self._curves[trial].items()}
@@ -317,38 +320,40 @@ class SearchView:
             attempts=tuple(self._attempts),
             ownerships=tuple(self._ownerships),
             costs=self._costs,
-            is_whole=self._is_whole,
+            is_complete=self._is_whole,
         )
 
     def _dispatch_event(self, event: Event, at: datetime) -> None:
         match event:
-            case Opened():
+            case OwnerChanged():
                 self._ownerships.append(OwnershipPeriod(event.term, event.owner, at, at))
                 for trial in self._newest.keys() - self._supervisors.keys():
                     self._abandon_attempt(trial)
-            case Started():
+            case AttemptStarted():
                 self._start_attempt(event, at)
-            case Reported():
+            case StepReported():
                 self.apply_report(event.trial, event.report, at)
-                self._update_attempt(event.trial, last=at)
-            case Committed():
-                self._update_attempt(event.trial, last=at)
+                self._update_attempt(event.trial, last_event_at=at)
+            case CheckpointCommitted():
+                self._update_attempt(event.trial, last_event_at=at)
                 self._add_commit(event)
-            case Cloned():
+            case CheckpointCloned():
                 copy = event.checkpoint
                 self._costs = replace(self._costs, cloned_bytes=self._costs.cloned_bytes + copy.size_bytes)
                 self._curves.pop(event.trial, None)
                 self._add_points(event.trial, copy.step, copy.metrics)
-            case AttemptEnded() | Finished() | Paused() | GaveUp():
-                if isinstance(use := getattr(event, "use", None), GroupUse):
+            case AttemptEnded() | TrialFinished() | TrialPaused() | TrialErrored():
+                if isinstance(use := getattr(event, "use", None), GroupUsage):
                     self._update_attempt(event.trial, rank_ends=use.ends)
                 end = event.cause if isinstance(event, AttemptEnded) else type(event)
                 self._end_attempt(event.trial, end, at)
-            case TrialAdded() | Configured() if self._ownerships:
+            case TrialAdded() | ExperimentConfigured() if self._ownerships:
                 period = self._ownerships[-1]
-                trials = period.trials + isinstance(event, TrialAdded)
-                samples = period.samples + (sum(event.extensions.values()) if isinstance(event, Configured) else 0)
-                self._ownerships[-1] = replace(period, trials=trials, samples=samples)
+                trials = period.trial_count + isinstance(event, TrialAdded)
+                samples = period.sample_count + (
+                    sum(event.extensions.values()) if isinstance(event, ExperimentConfigured) else 0
+                )
+                self._ownerships[-1] = replace(period, trial_count=trials, sample_count=samples)
             case _:
                 pass
 
@@ -361,7 +366,7 @@ class SearchView:
     def _update_attempt(self, trial: str, **changes: object) -> None:
         """Change the newest attempt of a trial unless it has ended."""
         index = self._newest.get(trial)
-        if index is not None and self._attempts[index].ended is None:
+        if index is not None and self._attempts[index].ended_at is None:
             self._attempts[index] = replace(self._attempts[index], **changes)  # type: ignore[arg-type]  # its fields
 
     def _add_attempt(self, attempt: AttemptPeriod) -> None:
@@ -369,12 +374,12 @@ class SearchView:
         self._running_trials[attempt.trial] = None
         self._attempts.append(attempt)
 
-    def _start_attempt(self, event: Started, at: datetime) -> None:
+    def _start_attempt(self, event: AttemptStarted, at: datetime) -> None:
         """Begin an attempt, not before the end of the trial's previous attempt: their clocks may differ."""
         trial, free_at = event.trial, _EPOCH
         self._end_attempt(trial, Cause.MACHINE, at)
         if (index := self._newest.get(trial)) is not None:
-            free_at = self._attempts[index].ended or free_at
+            free_at = self._attempts[index].ended_at or free_at
         began = max(parse_time(event.at or "") or at, free_at)
         if event.supervisor is None:
             self._supervisors.pop(trial, None)
@@ -385,7 +390,7 @@ class SearchView:
             owner = self._ownerships[-1].owner.model_copy(update={"task_run": event.task_run})
         self._add_attempt(AttemptPeriod(trial, event.attempt, began, event.from_step, event.from_step, owner, at))
         for series in self._curves.get(trial, {}).values():
-            series.cut(event.from_step)
+            series.truncate_after(event.from_step)
 
     def _abandon_attempt(self, trial: str) -> None:
         if self._find_running_attempt(trial) is not None:
@@ -396,18 +401,18 @@ class SearchView:
     def _end_attempt(self, trial: str, end: type[Event] | Cause, at: datetime) -> None:
         """End an attempt; an abandoned one ends with its last event, not when its loss was detected."""
         index = self._newest.get(trial)
-        if index is None or (attempt := self._attempts[index]).ended is not None:
+        if index is None or (attempt := self._attempts[index]).ended_at is not None:
             return
-        ended = max(attempt.began, attempt.last if attempt.is_abandoned else at)
+        ended = max(attempt.began_at, attempt.last_event_at if attempt.is_abandoned else at)
         self._abandon_attempt(trial)
         status = _STATUS_AFTER.get(end, Status.ERRORED)
-        self._update_attempt(trial, ended=ended, status=status, is_lost=end is Cause.MACHINE)
+        self._update_attempt(trial, ended_at=ended, status=status, is_lost=end is Cause.MACHINE)
 
     # -------------------------------------------------------------------------------------- curves, costs, the best
 
     def _add_points(self, trial: str, step: int, metrics: Mapping[str, object]) -> None:
         """Add a step's numbers to the curves of the trial."""
-        numbers = numbers_in(metrics)
+        numbers = numeric_metrics(metrics)
         self._metrics = self._metrics or tuple(numbers)[:_OBJECTIVE_COUNT]
         curves = self._curves.setdefault(trial, {})
         for name in numbers:
@@ -416,12 +421,12 @@ class SearchView:
         for name in (*self._metrics, *islice(self._other_metrics, _OTHER_METRIC_COUNT)):
             if name in numbers:
                 if name not in curves:
-                    curves[name] = Series() if name in self._metrics else Series(most=_OTHER_POINT_COUNT)
-                curves[name].add(step, numbers[name])
+                    curves[name] = Series() if name in self._metrics else Series(max_points=_OTHER_POINT_COUNT)
+                curves[name].add_point(step, numbers[name])
 
-    def _add_commit(self, event: Committed) -> None:
+    def _add_commit(self, event: CheckpointCommitted) -> None:
         costs, size_bytes = self._costs, event.checkpoint.size_bytes
-        costs = replace(costs, commits=costs.commits + 1, committed_bytes=costs.committed_bytes + size_bytes)
+        costs = replace(costs, commit_count=costs.commit_count + 1, committed_bytes=costs.committed_bytes + size_bytes)
         if event.sent_bytes is not None:
             costs = replace(
                 costs,
@@ -434,7 +439,7 @@ class SearchView:
     def _compare_trial(self, trial: str) -> None:
         """Compare a trial by the last report in its state."""
         if self._objective is not None and (state := self._experiment.trials.get(trial)) is not None:
-            self._set_losses(trial, losses_in(state.metrics, self._objective), inherits=state.inherits)
+            self._set_losses(trial, compute_losses(state.metrics, self._objective), inherits=state.has_inherited_report)
 
     def _set_losses(self, trial: str, losses: Losses | None, *, inherits: bool) -> None:
         if self._best is not None and (trial == self._best[0] or (losses is not None and losses <= self._best[1])):

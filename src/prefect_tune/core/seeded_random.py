@@ -15,7 +15,7 @@ _MANTISSA_BITS = 53  # the precision of a float
 _STANDARD_NORMAL = NormalDist()
 
 
-def seed_named(name: str) -> int:
+def seed_from_name(name: str) -> int:
     """Return the seed for `name`, used if the user passes no seed."""
     return int(digest_of(name.encode())[:8], 16)
 

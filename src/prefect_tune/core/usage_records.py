@@ -39,7 +39,7 @@ class PhaseSeconds(Value):
         """The sum of all phases."""
         return self.start + self.restoring + self.training + self.saving + self.waiting + self.ending
 
-    def plus(self, phase: str, seconds: float) -> Self:
+    def add_seconds(self, phase: str, seconds: float) -> Self:
         """Return a copy with `seconds` more in `phase`, within valid limits: a trial may report any number."""
         return self.model_copy(update={phase: min(_MAX_SECONDS, max(0.0, getattr(self, phase) + seconds))})
 
@@ -53,7 +53,7 @@ class RankEnd(Value):
     """Whether this is the reason for the attempt's failure."""
 
 
-class AttemptUse(Value):
+class AttemptUsage(Value):
     """The resource usage of an attempt, measured by its supervisor; None if not measured."""
 
     seconds: PhaseSeconds
@@ -70,13 +70,13 @@ class AttemptUse(Value):
     """The last lines that its processes printed."""
 
 
-class GroupUse(AttemptUse):
+class GroupUsage(AttemptUsage):
     """The resource usage of an attempt, some of whose ranks ended differently from the others."""
 
     ends: tuple[RankEnd, ...]
 
 
-Use: TypeAlias = GroupUse | AttemptUse
+AnyUsage: TypeAlias = GroupUsage | AttemptUsage
 
 
 class AttemptRecord(Value):
@@ -97,13 +97,13 @@ class AttemptRecord(Value):
     """The seconds at its end or, if its end has none, at its last known step."""
     saved_seconds: Seconds = 0.0
     """The training time of this attempt up to its last commit."""
-    use: Use | None = None
+    use: AnyUsage | None = None
     """The usage at its end; None for an attempt that runs, or was lost."""
     is_over: bool = False
     is_lost: bool = False
     """Whether its training after the last commit is lost: the same steps are trained again."""
 
-    def saved(self, seconds: PhaseSeconds | None, trained_seconds: float) -> AttemptRecord:
+    def with_commit(self, seconds: PhaseSeconds | None, trained_seconds: float) -> AttemptRecord:
         """Return the record after a commit.
 
         Args:
@@ -111,12 +111,12 @@ class AttemptRecord(Value):
             trained_seconds: the trial's training time since its last commit.
         """
         if seconds is None:
-            seconds = self.seconds.plus("training", trained_seconds)
+            seconds = self.seconds.add_seconds("training", trained_seconds)
         return self.model_copy(update={"seconds": seconds, "saved_seconds": seconds.training})
 
-    def ended(self, use: AttemptUse | None, trained_seconds: float, *, is_lost: bool) -> AttemptRecord:
+    def with_end(self, use: AttemptUsage | None, trained_seconds: float, *, is_lost: bool) -> AttemptRecord:
         """Return the record after the attempt's end; `trained_seconds` is the training time since the last commit."""
-        seconds = use.seconds if use else self.seconds.plus("training", trained_seconds)
+        seconds = use.seconds if use else self.seconds.add_seconds("training", trained_seconds)
         use = use.model_copy(update={"output": ""}) if use and use.output else use  # only the event has the output
         return self.model_copy(update={"use": use, "seconds": seconds, "is_over": True, "is_lost": is_lost})
 
@@ -132,7 +132,7 @@ class RunRecord(Value):
     """The number of trials that it trained in parallel; None if unlimited."""
 
 
-def slot_freed(
+def record_slot_freed(
     records: tuple[AttemptRecord, ...], attempt: int, slot_at: str, seconds: float
 ) -> tuple[AttemptRecord, ...]:
     """Return the records of a trial after the slot of an attempt was freed; the attempt may have no record yet."""
@@ -142,13 +142,13 @@ def slot_freed(
     return (*records, AttemptRecord(attempt=attempt, **slot))
 
 
-def ended_after(runs: tuple[RunRecord, ...], since: str, seconds: float) -> tuple[RunRecord, ...]:
+def extend_last_run(runs: tuple[RunRecord, ...], since: str, seconds: float) -> tuple[RunRecord, ...]:
     """Return the records after the last run freed a slot that had been held for `seconds` since the time `since`."""
     begin = parse_time(since)
     return (*runs[:-1], *(_extend_run(run, begin, seconds) for run in runs[-1:]))
 
 
-def seen(runs: tuple[RunRecord, ...], at: str | None) -> tuple[RunRecord, ...]:
+def extend_previous_run(runs: tuple[RunRecord, ...], at: str | None) -> tuple[RunRecord, ...]:
     """Return the records after a change of owner: the run before the last one still ran at `at`."""
     if at is None or len(runs) < 2:
         return runs

@@ -22,9 +22,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError, SchemaSerializer, core_schema, from_json
 
+from prefect_tune.core.display_text import make_readable
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.core.metrics import plain_scalar
-from prefect_tune.core.shown_text import readable
+from prefect_tune.core.metrics import to_plain_scalar
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Metrics: TypeAlias = Mapping[str, object]
@@ -71,25 +71,25 @@ def _field_names(value: type[Value]) -> set[str]:
 
 
 def _to_number(value: object) -> object:
-    plain = plain_scalar(value)
+    plain = to_plain_scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float | str):
         raise PydanticKnownError("float_type")
     return plain
 
 
 def _to_integer(value: object) -> object:
-    plain = plain_scalar(value)
+    plain = to_plain_scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | str):
         raise PydanticKnownError("int_type")
     return plain
 
 
-AS_NUMBER = BeforeValidator(_to_number)
-AS_WHOLE = BeforeValidator(_to_integer)
-"""For types with bounds: `Annotated[int, Field(ge=1), AS_WHOLE]`. Forms ignore bounds that come after it."""
-Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), AS_NUMBER]
+NUMBER_VALIDATOR = BeforeValidator(_to_number)
+INTEGER_VALIDATOR = BeforeValidator(_to_integer)
+"""For types with bounds: `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`. Forms ignore bounds that come after it."""
+Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), NUMBER_VALIDATOR]
 """The type of a parameter that is a finite number, also of NumPy, or in a text from JSON or YAML; not a bool."""
-Whole: TypeAlias = Annotated[int, AS_WHOLE]
+WholeNumber: TypeAlias = Annotated[int, INTEGER_VALIDATOR]
 """The type of a parameter that is an integer, of the same kinds; neither a bool nor 3.0."""
 
 
@@ -102,7 +102,7 @@ class HasJsonForm:
 
     __slots__ = ()
 
-    def json_form(self) -> object:
+    def to_json_form(self) -> object:
         """Return the JSON from which `pt.tune` makes an equal object.
 
         Raises:
@@ -115,12 +115,12 @@ class HasJsonForm:
 
     __pydantic_serializer__ = SchemaSerializer(
         core_schema.any_schema(
-            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value.json_form())
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value.to_json_form())
         )
     )
 
 
-class Stamp(Value):
+class WriteStamp(Value):
     """The id and the time of one write. The caller makes it: the core uses neither randomness nor a clock."""
 
     write_id: str
@@ -135,7 +135,7 @@ class StepReport(Value):
     trained_seconds: float = 0.0
 
 
-def valid_name(name: str) -> str:
+def validate_name(name: str) -> str:
     """Return `name` if it can be the name of a folder on every target.
 
     Raises:
@@ -150,8 +150,8 @@ def valid_name(name: str) -> str:
     )
 
 
-ExperimentName: TypeAlias = Annotated[str, AfterValidator(valid_name)]
-TrialId: TypeAlias = Annotated[str, AfterValidator(valid_name)]
+ExperimentName: TypeAlias = Annotated[str, AfterValidator(validate_name)]
+TrialId: TypeAlias = Annotated[str, AfterValidator(validate_name)]
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> Digest:
@@ -159,23 +159,24 @@ def digest_of(data: bytes | bytearray | memoryview) -> Digest:
     return Digest(blake3(data).hexdigest())
 
 
-def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Flatten nested `values` to one level with names like `model/depth`; a list becomes its JSON."""
     return {
-        name: json.dumps(value) if isinstance(value, list | tuple) else value for name, value in leaves(values, prefix)
+        name: json.dumps(value) if isinstance(value, list | tuple) else value
+        for name, value in iter_leaves(values, prefix)
     }
 
 
-def leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def iter_leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the innermost values of `values`, with names like `model/depth`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{name}/")
+            yield from iter_leaves(value, f"{prefix}{name}/")
         else:
             yield f"{prefix}{name}", value
 
 
-def metric_in(metrics: Metrics, name: str) -> object:
+def get_metric(metrics: Metrics, name: str) -> object:
     """Return the metric `name`, such as `eval/loss` for a nested one; None if it was not reported."""
     if name in metrics:
         return metrics[name]
@@ -199,7 +200,7 @@ def canonical_json(value: object) -> bytes:
     return text.encode()
 
 
-def parse(model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str) -> _Model:
+def parse_json(model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str) -> _Model:
     """Decode `data` as `model`; raise `error` with `where`, the field and the problem if it is invalid."""
     try:
         return model.model_validate_json(bytes(data))
@@ -236,11 +237,11 @@ def parse_time(at: str) -> datetime | None:
 
 
 def _make_readable(value: object) -> object:
-    return readable(value) if isinstance(value, str) else value
+    return make_readable(value) if isinstance(value, str) else value
 
 
 Message: TypeAlias = Annotated[str, BeforeValidator(_make_readable)]
-"""A text for display, possibly from the user's code, with any content and length: it is made `readable`."""
+"""A text for display, possibly from the user's code, with any content and length: it is made `make_readable`."""
 
 
 def _decode_path(value: object, info: ValidationInfo) -> object:

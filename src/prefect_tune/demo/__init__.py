@@ -10,7 +10,7 @@ from prefect_tune.drills.plan import DrillPlan
 _NETWORK_WIDTH = 120_000  # the checkpoint must be large enough for a kill in the middle of its upload
 
 
-def demo_plan(steps: int) -> DrillPlan:
+def make_demo_plan(steps: int) -> DrillPlan:
     """Return the plan of the demo.
 
     Raises:

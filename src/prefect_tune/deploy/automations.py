@@ -71,7 +71,7 @@ class AutomationSpec:
     trigger: EventTrigger
     action: ActionTypes | None = None
     """None for an alert: its actions are chosen at installation; an alert without an action is switched off."""
-    says: str = ""
+    message: str = ""
     """The message of an alert, as a Prefect template."""
 
     @property
@@ -79,7 +79,7 @@ class AutomationSpec:
         return self.action is None
 
 
-def shipped(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]:
+def all_automations(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]:
     """Return all automations by their names.
 
     Args:
@@ -142,7 +142,7 @@ def _make_silence_trigger(
 def _make_alert(name: str, description: str, message: str, events: set[str], **match: Any) -> AutomationSpec:
     trigger = EventTrigger(posture=Posture.Reactive, expect=events, threshold=1, within=timedelta(0), **match)
     return AutomationSpec(
-        f"{_PREFIX}{name}", f"{description} An alert without an action is switched off.", trigger, says=message
+        f"{_PREFIX}{name}", f"{description} An alert without an action is switched off.", trigger, message=message
     )
 
 
@@ -188,13 +188,13 @@ _ALERTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledAutomation:
     """An automation on the server."""
 
     name: str
     is_alert: bool
     enabled: bool
-    acts: bool
+    has_action: bool
     """Whether the automation has an action; an alert may have none."""
 
 
@@ -205,7 +205,7 @@ _FIELDS = {"name", "description", "tags", "trigger", "enabled", "actions"}
 
 def automation_names() -> Sequence[str]:
     """Return the names of all automations that this package can install."""
-    return list(shipped(_make_heartbeat_window(None)))
+    return list(all_automations(_make_heartbeat_window(None)))
 
 
 def install_automations(
@@ -250,7 +250,7 @@ def apply_automations(
     run: str | None = None,
     parameters: Mapping[str, Any] | None = None,
     without_action: Literal["switch off", "leave out"] = "switch off",
-) -> Sequence[Installed]:
+) -> Sequence[InstalledAutomation]:
     """Install these automations, or all; return the installed automations.
 
     Args:
@@ -296,7 +296,7 @@ def _delete_automation(client: SyncPrefectClient, automation: Automation) -> Non
             raise
 
 
-def require_block(slug: str) -> None:
+def require_notification_block(slug: str) -> None:
     """Require that the notification block `slug` is saved on the server.
 
     Raises:
@@ -316,7 +316,7 @@ def _make_heartbeat_window(seconds: float | None) -> timedelta:
 
 
 def _select_specs(names: Collection[str] | None, window: timedelta) -> Sequence[AutomationSpec]:
-    specs = shipped(window)
+    specs = all_automations(window)
     if isinstance(names, str):
         names = [names]
     if unknown := set(names or ()) - set(specs):
@@ -360,7 +360,9 @@ def _find_installed(client: SyncPrefectClient, spec: AutomationSpec) -> Sequence
     return sorted(client.read_automations_by_name(spec.name), key=lambda installed: not _has_action(installed.actions))
 
 
-def _install_one(client: SyncPrefectClient, spec: AutomationSpec, actions: Sequence[ActionTypes]) -> Installed:
+def _install_one(
+    client: SyncPrefectClient, spec: AutomationSpec, actions: Sequence[ActionTypes]
+) -> InstalledAutomation:
     is_active = bool(spec.action or actions)
     if installed := _find_installed(client, spec):
         first, *duplicates = installed
@@ -374,7 +376,7 @@ def _install_one(client: SyncPrefectClient, spec: AutomationSpec, actions: Seque
     else:
         automation = _make_automation(spec, actions or [DoNothing()], enabled=is_active)
         client.create_automation(automation)
-    return Installed(automation.name, spec.is_alert, automation.enabled, _has_action(automation.actions))
+    return InstalledAutomation(automation.name, spec.is_alert, automation.enabled, _has_action(automation.actions))
 
 
 def _has_action(actions: Sequence[object]) -> bool:
@@ -391,7 +393,7 @@ def _make_automation(spec: AutomationSpec, actions: Sequence[Any], *, enabled: b
         enabled=enabled,
         trigger=spec.trigger,
         actions=[
-            action.model_copy(update={"body": spec.says})
+            action.model_copy(update={"body": spec.message})
             if isinstance(action, SendNotification) and not action.body  # else keep the user's text
             else action
             for action in actions

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
+from prefect_tune.core.display_text import did_you_mean
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.shown_text import did_you_mean
-from prefect_tune.core.values import valid_name
+from prefect_tune.core.values import validate_name
 
 TAG = "prefect-tune"
 """The tag of every deployment and of its runs: automations match runs by this tag."""
-Collision: TypeAlias = Literal["cancel-new", "enqueue"]
+CollisionStrategy: TypeAlias = Literal["cancel-new", "enqueue"]
 _TRIAL_DEPLOYMENT_PARAMETER = "trial_deployment"
 
 
@@ -26,7 +26,7 @@ class DeployableFlow:
     entrypoint: str
     """A dotted path: a file path would load a second copy of the module, with other classes."""
     description: str
-    at_once: int | None = None
+    concurrency_limit: int | None = None
     """The concurrency limit of its runs; None: no limit."""
     has_experiment: bool = True
     """Whether each run has one experiment, which its parameter `experiment` names."""
@@ -36,7 +36,7 @@ class DeployableFlow:
         return self.entrypoint.rpartition(".")[0]
 
 
-OFFERS: Sequence[DeployableFlow] = (
+DEPLOYABLE_FLOWS: Sequence[DeployableFlow] = (
     DeployableFlow(
         "durable-trainable",
         "prefect_tune.flows.deployed.durable_trainable",
@@ -79,7 +79,7 @@ OFFERS: Sequence[DeployableFlow] = (
         "maintain",
         "prefect_tune.flows.maintain.maintain",
         "Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage.",
-        at_once=1,
+        concurrency_limit=1,
         has_experiment=False,
     ),
     DeployableFlow(
@@ -111,27 +111,27 @@ class DeploymentSchedule:
 class DeploymentSpec:
     """The specification of a deployment."""
 
-    offer: DeployableFlow
+    flow: DeployableFlow
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     schedules: Sequence[DeploymentSchedule] | None = None
     """None: keep existing schedules."""
-    at_once: int | None = None
-    collision: Collision = "cancel-new"
+    concurrency_limit: int | None = None
+    collision: CollisionStrategy = "cancel-new"
     """Whether Prefect cancels or queues a run above the concurrency limit."""
 
     @property
     def full_name(self) -> str:
-        return f"{self.offer.name}/{self.name}"
+        return f"{self.flow.name}/{self.name}"
 
 
-def named(names: Sequence[str]) -> Sequence[DeployableFlow]:
+def find_deployable_flows(names: Sequence[str]) -> Sequence[DeployableFlow]:
     """Return the deployable flows of these names; all flows if `names` is empty.
 
     Raises:
         InvalidInput: no flow has one of the names.
     """
-    flows = {offer.name: offer for offer in OFFERS}
+    flows = {offer.name: offer for offer in DEPLOYABLE_FLOWS}
     for name in names:
         if name not in flows:
             hint = did_you_mean(name, flows)
@@ -139,14 +139,14 @@ def named(names: Sequence[str]) -> Sequence[DeployableFlow]:
     return [flows[name] for name in dict.fromkeys(names or flows)]
 
 
-def wanted(offers: Sequence[DeployableFlow], prefix: str = "") -> Sequence[DeploymentSpec]:
+def make_general_specs(offers: Sequence[DeployableFlow], prefix: str = "") -> Sequence[DeploymentSpec]:
     """Return the specifications of general deployments; `prefix` begins each of their names."""
     return [
         DeploymentSpec(
-            offer=offer,
-            name=valid_name(f"{prefix}{offer.name}"),
+            flow=offer,
+            name=validate_name(f"{prefix}{offer.name}"),
             parameters=_trial_parameters(offer, prefix),
-            at_once=offer.at_once,
+            concurrency_limit=offer.concurrency_limit,
         )
         for offer in offers
     ]
@@ -157,12 +157,12 @@ def _trial_parameters(offer: DeployableFlow, prefix: str) -> Mapping[str, Any]:
     return {_TRIAL_DEPLOYMENT_PARAMETER: f"train-trial/{prefix}train-trial"} if prefix and offer.name == "tune" else {}
 
 
-def of_one_experiment(
+def make_experiment_spec(
     offer: DeployableFlow,
     name: str,
     parameters: Mapping[str, Any],
     schedules: Sequence[DeploymentSchedule] | None,
-    collision: Collision = "cancel-new",
+    collision: CollisionStrategy = "cancel-new",
     prefix: str = "",
 ) -> DeploymentSpec:
     """Return the specification of a deployment for one experiment: `name`, unless `parameters` name another one.
@@ -172,10 +172,10 @@ def of_one_experiment(
     name = f"{prefix}{name}"
     experiment = {"experiment": name} if offer.has_experiment else {}
     return DeploymentSpec(
-        offer=offer,
-        name=valid_name(name),
+        flow=offer,
+        name=validate_name(name),
         parameters={**_trial_parameters(offer, prefix), **experiment, **parameters},
         schedules=schedules,
-        at_once=1,
+        concurrency_limit=1,
         collision=collision,
     )

@@ -26,19 +26,19 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, target_reference
 from prefect_tune.blocks.resolve_target import require_absolute, validate_target
+from prefect_tune.core.display_text import did_you_mean_or_list, format_duration
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.search.space_json import space_from_json
-from prefect_tune.core.shown_text import did_you_mean_or_has, format_duration
 from prefect_tune.core.values import ExperimentName
 from prefect_tune.deploy.deployment_specs import TAG, DeploymentSchedule, DeploymentSpec, Interval
-from prefect_tune.parameters.argument_checks import import_string, stopper_for, with_samples
-from prefect_tune.parameters.forms import GroupedFlow, flattened, form_of
+from prefect_tune.parameters.argument_checks import make_stopper, split_import_path, with_samples
+from prefect_tune.parameters.forms import GroupedFlow, flatten_parameters, make_form_schema
 from prefect_tune.parameters.search_plan import OPTIONS, SearchOptions, SearchPlan
 from prefect_tune.prefect_api.api_client import prefect_server
 from prefect_tune.stores.open_location import BLOCK_SLUG
-from prefect_tune.trust import trusted_here
-from prefect_tune.tuner.run_search import begun, source_names
+from prefect_tune.trust import resolve_trusted_packages
+from prefect_tune.tuner.run_search import begin_schedule, parse_warm_start
 
 _TEMPLATE = re.compile(r"\{\{\s*prefect\.blocks\.([a-z0-9-]+)\.([^.\s}]+)\s*\}\}")
 
@@ -60,7 +60,7 @@ def look_up_slug(client: SyncPrefectClient, block: str) -> str | None:
     return f"{document.block_type.slug}/{document.name}" if document.block_type else None
 
 
-def checked(
+def validate_parameters(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], find_slug: SlugLookup, *, complete: bool
 ) -> dict[str, Any]:
     """Return the parameters that the deployment stores: blocks by their names, never by their fields.
@@ -72,7 +72,7 @@ def checked(
     """
     for name in parameters:
         if name not in schema["properties"]:
-            hint = did_you_mean_or_has(name, schema["properties"])
+            hint = did_you_mean_or_list(name, schema["properties"])
             raise InvalidInput(f"parameters: unknown parameter {name!r}: {hint}")
     validated = dict(parameters)
     if "target" in validated:
@@ -82,7 +82,7 @@ def checked(
     passed = {name: value for name, value in validated.items() if value is not None}
     is_resume = "fork" in schema["properties"]  # the journal has the other settings
     if "trusted_packages" in passed:
-        trusted_here(passed["trusted_packages"])
+        resolve_trusted_packages(passed["trusted_packages"])
     plan_type = _DeploymentOptions if is_resume else _DeploymentPlan
     plan = plan_type(**{name: value for name, value in passed.items() if name in OPTIONS})
     try:
@@ -94,7 +94,7 @@ def checked(
             search = with_samples(plan.search, plan.num_samples or plan.samples_per_run)
             search.begin(plan.space or {}, plan.objective, seed=0)
         if plan.scheduler is not None:
-            begun(plan.scheduler, plan.objective, seed=0)
+            begin_schedule(plan.scheduler, plan.objective, seed=0)
     return validated
 
 
@@ -142,21 +142,21 @@ def _require_saved_block(reference: object, field: str, find_slug: SlugLookup) -
 
 
 def _require_absolute_sources(warm_start: list[object]) -> Sequence[str]:
-    sources = source_names(warm_start)
+    sources = parse_warm_start(warm_start)
     for source in sources:
         require_absolute(source.rpartition("/")[0] or "/", "warm_start")
     return sources
 
 
 def _import_string_validator(parameter: str) -> AfterValidator:
-    return AfterValidator(lambda name: ":".join(import_string(name, parameter)))
+    return AfterValidator(lambda name: ":".join(split_import_path(name, parameter)))
 
 
 class _DeploymentOptions(SearchOptions):
     """Options of a deployment's runs. Their code is installed where they run: check only the syntax of its name."""
 
     trainable: Annotated[str, _import_string_validator("trainable")] = "later:Later"
-    target: Any = None  # like `sync`, checked in `checked`
+    target: Any = None  # like `sync`, checked in `validate_parameters`
     space: (
         Annotated[
             Mapping[str, Any],
@@ -172,8 +172,8 @@ class _DeploymentOptions(SearchOptions):
     @property
     def stopper(self) -> Stopper:
         if isinstance(self.stop, str) and ":" in self.stop:
-            import_string(self.stop, "stop")
-            return stopper_for(None)  # the run imports it
+            split_import_path(self.stop, "stop")
+            return make_stopper(None)  # the run imports it
         return super().stopper
 
 
@@ -196,7 +196,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
+class DeploymentResult:
     """The result of creating or updating one deployment."""
 
     name: str
@@ -216,7 +216,7 @@ class _ValidatedDeployment:
     schedules: Sequence[_PrefectSchedule] | None
 
 
-def deploy(specs: Sequence[DeploymentSpec], pool: Pool) -> Sequence[Deployed]:
+def deploy(specs: Sequence[DeploymentSpec], pool: Pool) -> Sequence[DeploymentResult]:
     """Create or update these deployments; validate all of them before writing any.
 
     Runs use the package that is installed where they run: Prefect pulls no code. Schedules that equal the existing
@@ -245,31 +245,34 @@ def _require_pool(client: SyncPrefectClient, pool: Pool) -> None:
     variables = existing.base_job_template.get("variables", {}).get("properties", {})
     for name in pool.job_variables if variables else ():
         if name not in variables:
-            hint = did_you_mean_or_has(name, sorted(variables))
+            hint = did_you_mean_or_list(name, sorted(variables))
             raise InvalidInput(f"work pool {pool.name!r} ({existing.type!r}) has no job variable {name!r}: {hint}")
 
 
 def _validate_deployment(client: SyncPrefectClient, spec: DeploymentSpec, pool: Pool) -> _ValidatedDeployment:
-    module, _, name = spec.offer.entrypoint.rpartition(".")
+    module, _, name = spec.flow.entrypoint.rpartition(".")
     flow: Flow[Any, Any] = getattr(import_module(module), name)
     schedules = None if spec.schedules is None else [_make_schedule(schedule) for schedule in spec.schedules]
-    flat = flow.flat if isinstance(flow, GroupedFlow) else flow
-    parameters = checked(
-        flattened(spec.parameters), form_of(flat), partial(look_up_slug, client), complete=bool(schedules)
+    flat = flow.flat_flow if isinstance(flow, GroupedFlow) else flow
+    parameters = validate_parameters(
+        flatten_parameters(spec.parameters),
+        make_form_schema(flat),
+        partial(look_up_slug, client),
+        complete=bool(schedules),
     )
     strategy = ConcurrencyOptions(collision_strategy=_COLLISION_STRATEGIES[spec.collision])
     fields = {
-        "description": spec.offer.description,
-        "entrypoint": spec.offer.entrypoint,
-        "parameters": flow.grouped(parameters) if isinstance(flow, GroupedFlow) else parameters,
-        "parameter_openapi_schema": form_of(flow),
+        "description": spec.flow.description,
+        "entrypoint": spec.flow.entrypoint,
+        "parameters": flow.group_parameters(parameters) if isinstance(flow, GroupedFlow) else parameters,
+        "parameter_openapi_schema": make_form_schema(flow),
         "enforce_parameter_schema": True,
         "tags": [TAG],
         "work_pool_name": pool.name,
         "work_queue_name": pool.queue,
         "job_variables": dict(pool.job_variables),
-        "concurrency_limit": spec.at_once,
-        "concurrency_options": strategy if spec.at_once else None,
+        "concurrency_limit": spec.concurrency_limit,
+        "concurrency_options": strategy if spec.concurrency_limit else None,
         "pull_steps": [],
     }
     return _ValidatedDeployment(spec, flow, fields, schedules)
@@ -285,7 +288,7 @@ def _make_schedule(schedule: DeploymentSchedule) -> _PrefectSchedule:
         raise InvalidInput(f"schedule {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}") from error
 
 
-def _create_or_update(client: SyncPrefectClient, deployment: _ValidatedDeployment) -> Deployed:
+def _create_or_update(client: SyncPrefectClient, deployment: _ValidatedDeployment) -> DeploymentResult:
     """Create a deployment, or update the existing one: if it was created again, Prefect would delete its schedules."""
     fields, new_schedules = dict(deployment.fields), deployment.schedules
     try:
@@ -304,7 +307,7 @@ def _create_or_update(client: SyncPrefectClient, deployment: _ValidatedDeploymen
         client.update_deployment(existing.id, DeploymentUpdate(**fields))
         deployment_id, outcome = existing.id, "updated"
     schedules_now = client.read_deployment(deployment_id).schedules
-    return Deployed(
+    return DeploymentResult(
         name=deployment.spec.full_name,
         outcome=outcome,
         link=url_for("deployment", obj_id=deployment_id),

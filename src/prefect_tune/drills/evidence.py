@@ -16,15 +16,22 @@ from typing import Any, TypeAlias
 from uuid import UUID
 
 from prefect_tune.core.checkpoints.manifest import Manifest
-from prefect_tune.core.journal.journal import history
-from prefect_tune.core.journal_events import Committed, Reported
+from prefect_tune.core.journal.journal import read_entries
+from prefect_tune.core.journal_events import CheckpointCommitted, StepReported
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.drills.file_contents import compare_files
 from prefect_tune.drills.probe import RunPlan, Victim
-from prefect_tune.drills.values import MISSING, UNEXPECTED, FileDifference, compare_values, is_in_list, scalars_in
-from prefect_tune.stores.local.staging import fetch_committed
+from prefect_tune.drills.values import (
+    MISSING,
+    UNEXPECTED,
+    FileDifference,
+    compare_values,
+    is_list_element,
+    iter_scalars,
+)
+from prefect_tune.stores.local.staging import fetch_checkpoint
 
 METRICS = ""
 """The `file` of a difference in the metrics."""
@@ -32,12 +39,12 @@ CHECKPOINTS = "."
 """The `file` of a difference in the steps that have a checkpoint."""
 GENERATORS = ".."
 """The `file` of a difference in the state of a random generator."""
-Place: TypeAlias = tuple[str, str]
+ValueLocation: TypeAlias = tuple[str, str]
 """A file, and the key of a value in the file."""
 _TIME_UNITS = (1.0, 1e3, 1e6, 1e9)
 """The units of a time of day: seconds, ms, µs, ns."""
 _CLOCK_MARGIN_SECONDS, _TIMER_MARGIN_SECONDS = 60.0, 1e-3
-History = Mapping[int, object]
+ValueHistory = Mapping[int, object]
 """The values at one place, by step."""
 
 
@@ -88,7 +95,7 @@ class Kill:
     """Bytes of a killed upload that had arrived and were not sent again."""
 
     @property
-    def steps_again(self) -> int:
+    def repeated_steps(self) -> int:
         """Steps that were trained again."""
         return max(0, self.step - self.resumed_from)
 
@@ -106,7 +113,7 @@ class DrillRun:
     kills: Sequence[Kill]
 
     @property
-    def restarts(self) -> Sequence[Record]:
+    def restart_records(self) -> Sequence[Record]:
         """The first record of each attempt after the first attempt."""
         attempts = [1, *(record.attempt for record in self.records)]
         return [record for record, before in zip(self.records, attempts, strict=False) if record.attempt != before]
@@ -114,7 +121,7 @@ class DrillRun:
     @property
     def undisturbed_steps(self) -> int:
         """How many steps of the first attempt no later attempt trained again."""
-        return min((record.resumed_from for record in self.restarts), default=max(self.metrics, default=0))
+        return min((record.resumed_from for record in self.restart_records), default=max(self.metrics, default=0))
 
 
 def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
@@ -123,12 +130,12 @@ def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
     Raises:
         StoreUnavailable, StoreRefused: the target failed.
     """
-    events = [event for entry in history(store, trial.of_experiment) for event in entry.events]
-    commits = [event for event in events if isinstance(event, Committed)]
+    events = [event for entry in read_entries(store, trial.journal_key) for event in entry.events]
+    commits = [event for event in events if isinstance(event, CheckpointCommitted)]
     keys = {event.checkpoint.step: trial.checkpoint_key(event.checkpoint) for event in commits}
-    records = list(read_records(plan.records))
+    records = list(read_records(plan.records_path))
     return DrillRun(
-        {event.report.step: event.report.metrics for event in events if isinstance(event, Reported)},
+        {event.report.step: event.report.metrics for event in events if isinstance(event, StepReported)},
         {step: read_manifest(store, key) for step, key in keys.items()},
         [
             MeasuredSave(
@@ -137,7 +144,7 @@ def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
             for event in commits
         ],
         records,
-        list(kills_in(plan, records)),
+        list(find_kills(plan, records)),
     )
 
 
@@ -156,10 +163,10 @@ def read_records(path: Path) -> Iterator[Record]:
         yield Record(**fields)
 
 
-def kills_in(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
+def find_kills(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
     """Yield the kills of a run, and how it resumed after each."""
     trained = [record for record in records if not record.is_restored]
-    for victim, killed_at in plan.kills_made():
+    for victim, killed_at in plan.read_kills():
         attempt = next((record.attempt for record in reversed(trained) if record.at <= killed_at), 1)
         # After a kill of another rank, rank 0 may continue training until it is ended.
         index = next((i for i, later in enumerate(trained) if later.at > killed_at and later.attempt > attempt), None)
@@ -179,14 +186,14 @@ class Difference:
     what: FileDifference
 
     @property
-    def place(self) -> Place:
+    def location(self) -> ValueLocation:
         """The file and the key, which identify the value at every step."""
         return self.what.file, self.what.path or self.what.key
 
     @property
-    def is_absence(self) -> bool:
+    def is_missing_in_one_run(self) -> bool:
         """Whether one of the runs lacks the report, the checkpoint or the file."""
-        return self.place in {(METRICS, ""), (CHECKPOINTS, "")} or self.what.what in {MISSING, UNEXPECTED}
+        return self.location in {(METRICS, ""), (CHECKPOINTS, "")} or self.what.what in {MISSING, UNEXPECTED}
 
     def __str__(self) -> str:
         """Format the step, the place and the difference."""
@@ -198,7 +205,7 @@ class Difference:
         return f"step {self.step}: {texts.get(self.what.file, self.what)}"
 
 
-def compare(store: ObjectStore, expected: DrillRun, actual: DrillRun) -> Sequence[Difference]:
+def compare_runs(store: ObjectStore, expected: DrillRun, actual: DrillRun) -> Sequence[Difference]:
     """Return the first difference of each metric, file, tensor or key between two runs, by step."""
     differences: list[Difference] = []
     for step in expected.metrics.keys() | actual.metrics.keys():
@@ -218,27 +225,27 @@ def compare(store: ObjectStore, expected: DrillRun, actual: DrillRun) -> Sequenc
         else:
             details = list(_compare_manifests(store, expected.manifests[step], actual.manifests[step]))
             differences += [Difference(step, detail) for detail in details]
-    return first_of_places(differences)
+    return first_difference_by_location(differences)
 
 
-def first_of_places(differences: Sequence[Difference]) -> Sequence[Difference]:
+def first_difference_by_location(differences: Sequence[Difference]) -> Sequence[Difference]:
     """Return the first difference at each place, by step."""
     first: dict[tuple[str, str], Difference] = {}
     for difference in sorted(differences, key=lambda difference: (difference.step, difference.what.file != METRICS)):
-        first.setdefault(difference.place, difference)
+        first.setdefault(difference.location, difference)
     return list(first.values())
 
 
-def changes_of(store: ObjectStore, run: DrillRun) -> Mapping[Place, Mapping[int, object]]:
+def find_changes(store: ObjectStore, run: DrillRun) -> Mapping[ValueLocation, Mapping[int, object]]:
     """Return the places that change from one checkpoint of a run to the next, with their scalars by step.
 
     A value that only one of two checkpoints has, such as the last entry of a log, does not count as changed.
     """
-    changes: dict[Place, dict[int, object]] = {}
+    changes: dict[ValueLocation, dict[int, object]] = {}
     for before, after in pairwise(sorted(run.manifests)):
         for detail in _compare_manifests(store, run.manifests[before], run.manifests[after]):
             if detail.what not in {MISSING, UNEXPECTED}:
-                history = changes.setdefault(Difference(after, detail).place, {})
+                history = changes.setdefault(Difference(after, detail).location, {})
                 history[before], history[after] = detail.scalars
     return changes
 
@@ -254,7 +261,7 @@ def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest)
     with tempfile.TemporaryDirectory(prefix="prefect-tune-drill-") as folder:
         folders = Path(folder, "expected"), Path(folder, "found")
         for manifest, folder_path in zip((expected, actual), folders, strict=True):
-            fetch_committed(store, manifest, folder_path)
+            fetch_checkpoint(store, manifest, folder_path)
         for file in sorted(file_names):
             exists = [(folder_path / file).is_file() for folder_path in folders]
             if all(exists):
@@ -271,12 +278,12 @@ def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest)
 # it is a time of day, or if no metric can depend on it: all metrics that differ are measured times.
 
 
-def result_places(
-    changes: Mapping[Place, History],
+def find_result_locations(
+    changes: Mapping[ValueLocation, ValueHistory],
     unstable: Sequence[Difference],
     undisturbed: DrillRun,
     generators: Collection[object],
-) -> Collection[Place]:
+) -> Collection[ValueLocation]:
     """Return the places of results in checkpoints: training changes them, and they do not follow from the step.
 
     Args:
@@ -285,12 +292,12 @@ def result_places(
         undisturbed: the undisturbed run.
         generators: the generators without a seed from which the run draws.
     """
-    in_files = {diff.place: diff for diff in unstable if diff.what.file != METRICS}
+    in_files = {diff.location: diff for diff in unstable if diff.what.file != METRICS}
     candidates = changes.keys() if len(undisturbed.manifests) > 1 else in_files.keys()
     metrics_are_the_same = (
         not generators
-        and bool(result_metrics(undisturbed, unstable))
-        and not unexplained_metrics(undisturbed, unstable)
+        and bool(find_result_metrics(undisturbed, unstable))
+        and not find_unexplained_metrics(undisturbed, unstable)
     )
     return {
         location
@@ -298,7 +305,7 @@ def result_places(
         if not (
             _can_be_ignored(in_files[location], undisturbed, metrics_are_the_same=metrics_are_the_same)
             if location in in_files
-            else follows_from_step(changes[location])
+            else is_derived_from_step(changes[location])
         )
     }
 
@@ -311,7 +318,7 @@ def _can_be_ignored(difference: Difference, run: DrillRun, *, metrics_are_the_sa
         return True
     if all(_is_time_of_day(value, run) for value in scalars):
         return True
-    return metrics_are_the_same and not is_in_list(difference.what.path)
+    return metrics_are_the_same and not is_list_element(difference.what.path)
 
 
 def _is_time_of_day(value: object, run: DrillRun) -> bool:
@@ -322,7 +329,7 @@ def _is_time_of_day(value: object, run: DrillRun) -> bool:
     return any(begin <= value / unit <= end for unit in _TIME_UNITS)
 
 
-def follows_from_step(values: History) -> bool:
+def is_derived_from_step(values: ValueHistory) -> bool:
     """Whether the values are growing whole numbers, or numbers that grow by a constant amount or factor per step.
 
     Counts of steps and most rates of a schedule are such values.
@@ -342,40 +349,40 @@ def _is_linear(numbers: Mapping[int, float]) -> bool:
     return len(rates) > 1 and all(isclose(rate, rates[0], rel_tol=1e-6) for rate in rates)
 
 
-def metric_histories(run: DrillRun) -> Mapping[Place, History]:
+def metric_histories(run: DrillRun) -> Mapping[ValueLocation, ValueHistory]:
     """Return the values of each metric by step."""
-    histories: dict[Place, dict[int, object]] = {}
+    histories: dict[ValueLocation, dict[int, object]] = {}
     for step, metrics in run.metrics.items():
-        for path, value in scalars_in(metrics):
+        for path, value in iter_scalars(metrics):
             histories.setdefault((METRICS, path), {})[step] = value
     return histories
 
 
-def result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collection[Place]:
+def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collection[ValueLocation]:
     """Return the metrics that training changes, that do not follow from the step or differ without a kill."""
-    differing = {difference.place for difference in unstable}
+    differing = {difference.location for difference in unstable}
     return {
         location
         for location, history in metric_histories(run).items()
-        if location not in differing and _has_changes(history) and not follows_from_step(history)
+        if location not in differing and _has_changes(history) and not is_derived_from_step(history)
     }
 
 
-def unexplained_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
+def find_unexplained_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
     """Return the metrics that differ without a kill and that training changes, except measured times."""
     histories = metric_histories(run)
     return [
         difference
         for difference in unstable
-        if _has_changes(history := histories.get(difference.place, {})) and not _is_measured_time(history, run)
+        if _has_changes(history := histories.get(difference.location, {})) and not _is_measured_time(history, run)
     ]
 
 
-def _has_changes(history: History) -> bool:
+def _has_changes(history: ValueHistory) -> bool:
     return len({repr(value) for value in history.values()}) > 1
 
 
-def _is_measured_time(history: History, run: DrillRun) -> bool:
+def _is_measured_time(history: ValueHistory, run: DrillRun) -> bool:
     """Whether the values match the drill's measurements: times of day, durations of steps, or elapsed times."""
     records = {record.step: record for record in reversed(run.records) if not record.is_restored}
     pairs = [(value, records[step]) for step, value in sorted(history.items()) if step in records]
@@ -390,7 +397,7 @@ def _is_measured_time(history: History, run: DrillRun) -> bool:
     return len(growths) > 1 and all(0.5 * elapsed <= growth <= 1.5 * elapsed for growth, elapsed in growths)
 
 
-def unseeded_generators(run: DrillRun, others: Sequence[DrillRun | None]) -> Sequence[Difference]:
+def find_unseeded_generators(run: DrillRun, others: Sequence[DrillRun | None]) -> Sequence[Difference]:
     """Return the generators from which the run draws, whose states differ in another run before its first kill."""
     states = {record.step: record.states for record in reversed(run.records) if record.attempt == 1}
     names = {name for at_step in states.values() for name in at_step if name.startswith(("global ", "rng "))}

@@ -35,16 +35,16 @@ from typing import Any, Self
 
 from prefect_tune.drills.values import (
     Array,
-    Described,
     FileDifference,
     Line,
     Node,
+    NodeConvertible,
     Pairs,
-    by_token,
     compare_values,
-    node_of,
-    rows_of,
-    token_of,
+    index_by_token,
+    key_token,
+    to_byte_rows,
+    to_node,
 )
 
 _NON_SPACE = re.compile(r"[^ \t\n\r]")
@@ -196,11 +196,11 @@ def _read_safetensors(file: _Content) -> Node:
         position, shape, dtype = end, tuple(tensor["shape"]), tensor["dtype"]
         raw = numpy.frombuffer(data[start:end], numpy.uint8) if end > start else numpy.zeros(0, numpy.uint8)
         if dtype in _DTYPES:
-            parts[token_of(name)] = raw.view(_DTYPES[dtype]).reshape(shape)
+            parts[key_token(name)] = raw.view(_DTYPES[dtype]).reshape(shape)
         else:  # a type that NumPy lacks; bfloat16 is the first half of a float32
             numbers = (raw.view("u2").astype("u4") << 16).view("f4") if dtype == "BF16" else None
             width = len(raw) // count if (count := math.prod(shape)) and len(raw) % count == 0 else 1
-            parts[token_of(name)] = Array(f"{dtype} {shape}", f"{len(raw):,} bytes", rows_of(raw, width), numbers)
+            parts[key_token(name)] = Array(f"{dtype} {shape}", f"{len(raw):,} bytes", to_byte_rows(raw, width), numbers)
     if position != len(data):
         raise ValueError("bytes outside of tensors")
     return Node("safetensors", parts)
@@ -220,7 +220,7 @@ def _read_parquet(file: _Content) -> Node:
     for name, column in zip(table.column_names, table.columns, strict=True):
         is_numeric = not column.null_count and column.to_numpy().dtype.kind in "biuf"
         parts.append((name, column.to_numpy() if is_numeric else column.to_pylist()))
-    return Node("table", by_token(parts) | {"[schema]": table.schema.to_string(truncate_metadata=False)})
+    return Node("table", index_by_token(parts) | {"[schema]": table.schema.to_string(truncate_metadata=False)})
 
 
 def _read_torch(file: _Content) -> object:
@@ -266,12 +266,12 @@ def _read_zip(file: _Content) -> Any:
         for name, data in members
         if name not in used
     ]
-    others = by_token(values) | ({"[comments]": comments} if any(comments) else {})
+    others = index_by_token(values) | ({"[comments]": comments} if any(comments) else {})
     if content is None:
         return Node("archive", others, is_ordered=True)
     if not others:
         return content
-    node = node_of(content) or Node("value", {"[value]": content})
+    node = to_node(content) or Node("value", {"[value]": content})
     return Node(node.kind, {**node.parts, "[archive]": Node("archive", others, is_ordered=True)}, node.is_ordered)
 
 
@@ -337,7 +337,7 @@ _READERS: Mapping[bytes, Callable[[_Content], Any]] = {
 # --------------------------------------------------------------------------------------------------------- pickles
 
 
-class _StandIn(Described):
+class _StandIn(NodeConvertible):
     """Replaces a class or function that a pickle names: it runs no code, and stores the arguments and state."""
 
     path: str
@@ -372,7 +372,7 @@ class _StandIn(Described):
         self.pairs.append((key, value))
 
     def as_node(self) -> Node:
-        attributes = by_token(self.attributes.items())
+        attributes = index_by_token(self.attributes.items())
         positional = {f"#{index}": part for index, part in enumerate(self.arguments)}
         contained = {name: part for name, part in (("[items]", self.items), ("[keys]", self.pairs)) if part}
         return Node(self.path, attributes | positional | contained)

@@ -10,20 +10,20 @@ from math import sqrt
 from statistics import median
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from prefect_tune.core.display_text import format_size, pluralize
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.shown_text import plural, shown_size
 from prefect_tune.drills.evidence import (
     CHECKPOINTS,
     Difference,
     DrillRun,
     Kill,
     Record,
+    find_result_metrics,
+    find_unexplained_metrics,
     metric_histories,
-    result_metrics,
-    unexplained_metrics,
 )
 from prefect_tune.drills.plan import DrillPlan
-from prefect_tune.drills.values import MISSING, UNEXPECTED, scalars_in
+from prefect_tune.drills.values import MISSING, UNEXPECTED, iter_scalars
 
 _KIND_NOUNS = {
     "global": "a global random generator",
@@ -57,7 +57,7 @@ _LASTING_KINDS = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
+class UnrestoredState:
     """A state that was not restored."""
 
     kind: str
@@ -89,13 +89,13 @@ def _is_digest(text: str) -> bool:
     return len(text.strip("'")) == 16 and set(text) <= set("'0123456789abcdef")  # a generator's digest is in quotes
 
 
-def forgotten_in(
+def find_unrestored_states(
     undisturbed: DrillRun,
     killed: DrillRun,
     again: DrillRun | None = None,
     saved: Collection[str] = (),
     differs_at: int | None = None,
-) -> Sequence[Forgotten]:
+) -> Sequence[UnrestoredState]:
     """Return the states that were not restored at the first resume that shows any, the likeliest first.
 
     Compare the states after the load of the checkpoint (for a function, after the next step) with the states of the
@@ -110,7 +110,7 @@ def forgotten_in(
     values = Counter(name for name, _ in pairs)
     changing = {name for name, count in values.items() if count > 1}
     without_kills = [*(record for record in killed.records if record.attempt == 1), *(again.records if again else ())]
-    for record in killed.restarts:
+    for record in killed.restart_records:
         reference = references.get(record.step)
         if reference is None or (differs_at is not None and record.resumed_from >= differs_at):
             continue
@@ -129,9 +129,11 @@ def forgotten_in(
     return []
 
 
-def _select_causes(states: list[Forgotten], metrics: Mapping[str, object], saved: Collection[str]) -> list[Forgotten]:
+def _select_causes(
+    states: list[UnrestoredState], metrics: Mapping[str, object], saved: Collection[str]
+) -> list[UnrestoredState]:
     """Return the states that may cause all differences one step after a resume."""
-    results = {repr(value) for _, value in scalars_in(metrics) if isinstance(value, float)}
+    results = {repr(value) for _, value in iter_scalars(metrics) if isinstance(value, float)}
     unsaved = [state for state in states if state.name.partition(".")[0] not in saved]
     plain = [state for state in unsaved if state.found not in results]
     metrics_held = [replace(state, kind="metric") for state in unsaved if state.kind in {"value", "state"}]
@@ -139,12 +141,12 @@ def _select_causes(states: list[Forgotten], metrics: Mapping[str, object], saved
     return causes or plain or metrics_held or unsaved or states
 
 
-def _is_cause(state: Forgotten) -> bool:
+def _is_cause(state: UnrestoredState) -> bool:
     """Whether the state is no result of other differences: one step later sums are, generators and counts are not."""
     return state.kind in {"global", "rng"} or not (_is_digest(state.found) or state.kind == "value")
 
 
-def _iter_differing_states(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[Forgotten]:
+def _iter_differing_states(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[UnrestoredState]:
     owners = {_owner_of(name) for name in record.states}
     for name, expected in reference.states.items():
         kind, _, path = name.partition(" ")
@@ -154,7 +156,7 @@ def _iter_differing_states(record: Record, reference: Record, evidence: Collecti
         if actual in {None, expected} or name not in evidence:
             continue
         if "<" not in {actual[:1], expected[:1]}:
-            yield Forgotten(kind, path, record.resumed_from, actual, expected, is_local=not record.is_restored)
+            yield UnrestoredState(kind, path, record.resumed_from, actual, expected, is_local=not record.is_restored)
 
 
 def _owner_of(name: str) -> str:
@@ -162,12 +164,12 @@ def _owner_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _select_one_per_object(states: Sequence[Forgotten], *, has_one_optimizer: bool) -> Sequence[Forgotten]:
+def _select_one_per_object(states: Sequence[UnrestoredState], *, has_one_optimizer: bool) -> Sequence[UnrestoredState]:
     """Return one state of each object, preferably a counter, which is the most readable one.
 
     Omit the learning rate of a single optimizer with a schedule: the schedule determines it.
     """
-    first: dict[tuple[str, str], Forgotten] = {}
+    first: dict[tuple[str, str], UnrestoredState] = {}
     if has_one_optimizer and any(state.kind == "schedule" for state in states):
         states = [state for state in states if not (state.kind == "optimizer" and state.name.endswith(".lr"))]
     for state in sorted(states, key=lambda state: _is_digest(state.found)):
@@ -188,18 +190,18 @@ _VICTIMS = {
 }
 
 
-class Runs(NamedTuple):
+class RunComparison(NamedTuple):
     """The runs of a drill, and their differences."""
 
     undisturbed: DrillRun
     killed: DrillRun
-    again: DrillRun | None
+    second_undisturbed: DrillRun | None
     """The second undisturbed run; None if it was not needed."""
     differences: Sequence[Difference]
     """The differences between the first two runs."""
     unstable: Sequence[Difference]
     """Differences without a kill: between the undisturbed runs, and before the first kill."""
-    changing: Collection[tuple[str, str]]
+    result_locations: Collection[tuple[str, str]]
     """The places in checkpoints with results of training: no counts of steps, and no values that can be ignored."""
     generators: Sequence[Difference] = ()
     """The generators without a seed from which the training draws."""
@@ -257,7 +259,7 @@ class DrillReport:
     """The differences that occur without a kill too: values that training changes first."""
     shows_nothing: bool
     """Whether the equal values would be equal in any training, such as counts of steps."""
-    forgotten: Sequence[Forgotten]
+    forgotten: Sequence[UnrestoredState]
     """The states that were probably not restored."""
     save: SaveCosts | None
     """None if nothing was saved."""
@@ -306,7 +308,7 @@ class DrillReport:
             yield self._format_hint()
 
     def _format_hint(self) -> str:
-        if all(diff.place == (CHECKPOINTS, "") for diff in self.differences):
+        if all(diff.location == (CHECKPOINTS, "") for diff in self.differences):
             return "  everything in both runs is equal: save a checkpoint at the same steps after a resume, too"
         if all(diff.what.is_of_bytes for diff in self.differences):
             return (
@@ -320,7 +322,7 @@ class DrillReport:
 
     def _format_headline(self) -> str:
         if self.verdict == "exact":
-            times = plural(len(self.kills), "time", "times")
+            times = pluralize(len(self.kills), "time", "times")
             return f"exact: the run that was killed {times} is the same; {self._format_compared()}"
         if self.verdict == "not deterministic":
             first = self.unstable[0]
@@ -333,32 +335,32 @@ class DrillReport:
         return f"not exact: first difference at {_summarize(self.differences)[0]}"
 
     def _format_compared(self) -> str:
-        metrics = plural(self.compared_metrics, "metric value", "metric values")
-        files = plural(self.compared_files, "checkpoint file", "checkpoint files")
+        metrics = pluralize(self.compared_metrics, "metric value", "metric values")
+        files = pluralize(self.compared_files, "checkpoint file", "checkpoint files")
         return f"{metrics} and {files} of {self.steps} steps compared"
 
     def _format_costs(self) -> Iterator[str]:
         for kill in self.kills:
-            repeated = f"trained {plural(kill.steps_again, 'step', 'steps')} again"
-            kept_text = f", {shown_size(kill.kept_bytes)} of the upload kept" if kill.victim == "upload" else ""
+            repeated = f"trained {pluralize(kill.repeated_steps, 'step', 'steps')} again"
+            kept_text = f", {format_size(kill.kept_bytes)} of the upload kept" if kill.victim == "upload" else ""
             yield (
                 f"  kill of {_VICTIMS[kill.victim]} after step {kill.step}: resumed from step {kill.resumed_from}, "
                 f"{repeated}, next step done after {kill.seconds:.1f} s{kept_text}"
             )
         if self.missed_kills:
-            missed_text = plural(self.missed_kills, "kill was", "kills were")
+            missed_text = pluralize(self.missed_kills, "kill was", "kills were")
             yield f"  {missed_text} not made: no step or upload began after their step"
         if self.save is not None:
             save = self.save
             yield (
-                f"  a save: {shown_size(save.size_bytes)}, {shown_size(save.sent_bytes)} of it sent, in "
+                f"  a save: {format_size(save.size_bytes)}, {format_size(save.sent_bytes)} of it sent, in "
                 f"{save.seconds:.2f} s; training waits {save.blocked_seconds:.2f} s"
             )
         if self.advice is not None:
             advice = self.advice
             yield (
                 f"  with a failure every {advice.hours_between_failures:g} h: save every {advice.seconds:.0f} s "
-                f"({plural(advice.steps, 'step', 'steps')}), which loses the least time, {advice.lost_share:.1%}"
+                f"({pluralize(advice.steps, 'step', 'steps')}), which loses the least time, {advice.lost_share:.1%}"
             )
 
 
@@ -380,23 +382,23 @@ def _summarize(differences: Sequence[Difference]) -> Sequence[str]:
     ]
 
 
-def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
+def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillReport:
     """Return the report of the runs of a drill.
 
     Raises:
         TuneError: everything comparable after the first resume differs without a kill.
     """
     undisturbed, killed, again, differences, unstable, changing, _ = runs
-    ignored = {diff.place for diff in unstable}
+    ignored = {diff.location for diff in unstable}
     resumed_at = killed.undisturbed_steps
     if max(undisturbed.manifests, default=0) > resumed_at >= max(killed.manifests, default=0):
         ignored -= {(CHECKPOINTS, "")}  # none was saved after a resume
-    remaining = [diff for diff in differences if diff.place not in ignored]
+    remaining = [diff for diff in differences if diff.location not in ignored]
     saved = {part for diff in differences for part in re.split(r"[./]", f"{diff.what.file}.{diff.what.key}")}
     differs_at = remaining[0].step if remaining else None
-    forgotten = forgotten_in(undisturbed, killed, again, saved, differs_at)
+    forgotten = find_unrestored_states(undisturbed, killed, again, saved, differs_at)
     # Differences between two undisturbed runs matter if they are in a checkpoint and training changes the values.
-    results = [diff.step for diff in unstable if diff.place in changing]
+    results = [diff.step for diff in unstable if diff.location in changing]
     verdict: Verdict = "not exact" if remaining else "exact"
     if results and (not remaining or min(results) <= remaining[0].step):
         verdict = "not deterministic"
@@ -407,7 +409,7 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
             "nothing to compare after the resume: all metrics differ without a kill, and no checkpoint follows it; "
             "train more --steps, or save more often (--save-every)"
         )
-    unstable = sorted(unstable, key=lambda diff: (diff.place not in changing, diff.step))
+    unstable = sorted(unstable, key=lambda diff: (diff.location not in changing, diff.step))
     doubts = _find_doubts(runs) if verdict == "exact" else ()
     if doubts:
         verdict, unstable = "not deterministic", doubts
@@ -435,7 +437,7 @@ def report_of(plan: DrillPlan, name: str, runs: Runs) -> DrillReport:
     )
 
 
-def _find_doubts(runs: Runs) -> Sequence[Difference]:
+def _find_doubts(runs: RunComparison) -> Sequence[Difference]:
     """Return the differences without a kill, the best evidence first, if the equal values would be equal anyway.
 
     A count of steps, or a rate that follows from it, is the same in any run, so it proves nothing if metrics differ.
@@ -446,9 +448,9 @@ def _find_doubts(runs: Runs) -> Sequence[Difference]:
         TuneError: nothing differs, and nothing changes either.
     """
     undisturbed, killed, _, _, unstable, changing, generators = runs
-    metrics, unexplained = result_metrics(undisturbed, unstable), unexplained_metrics(undisturbed, unstable)
+    metrics, unexplained = find_result_metrics(undisturbed, unstable), find_unexplained_metrics(undisturbed, unstable)
     both = sorted(undisturbed.manifests.keys() & killed.manifests.keys())
-    files = set(changing) - {diff.place for diff in unstable} if both[-1:] > [killed.undisturbed_steps] else set()
+    files = set(changing) - {diff.location for diff in unstable} if both[-1:] > [killed.undisturbed_steps] else set()
     if generators and (unexplained or not (metrics or files)):
         return [*generators, *unstable]
     if unexplained and not files:
@@ -485,7 +487,7 @@ def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save:
     if save is None or not steps:
         return None
     mean, cost, step_seconds = plan.hours_between_failures * 3600, max(save.blocked_seconds, 1e-3), median(steps)
-    seconds = best_interval(cost, mean)
+    seconds = optimal_save_interval(cost, mean)
     restart = median(kill.seconds for kill in killed.kills) if killed.kills else 0.0
     share = compute_lost_share(seconds, cost, restart, mean)
     return SaveAdvice(plan.hours_between_failures, seconds, max(1, round(seconds / step_seconds)), share)
@@ -494,7 +496,7 @@ def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save:
 # How often to save: the interval that minimizes the time lost to failures and saves.
 
 
-def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
+def optimal_save_interval(save_seconds: float, seconds_between_failures: float) -> float:
     """Return the seconds of training between two saves that minimize the time lost to saves and failures.
 
     The first-order optimum is `sqrt(2 C M)`, for the cost `C` of a save and the mean time `M` between failures

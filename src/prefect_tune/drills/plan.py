@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.resources import MOST_PROCESSES
+from prefect_tune.core.resources import MAX_PROCESSES
 from prefect_tune.drills.probe import Victim
-from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.parameters.argument_checks import config_to_json
 
 _VICTIMS: tuple[Victim, ...] = ("upload", "trial", "search")
 _VICTIMS_WITH_RANKS: tuple[Victim, ...] = ("rank", *_VICTIMS)
@@ -32,7 +32,7 @@ class DrillPlan:
     """How many processes train the trial together."""
 
 
-def kills_of(
+def plan_kills(
     steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
     """Return the steps after which a drill kills, and the victims: at steps `at`, or at `count` steps drawn by `seed`.
@@ -85,8 +85,8 @@ def drill_plan(
         raise InvalidInput(
             f"hours_between_failures: expected a positive number of hours, found {hours_between_failures}"
         )
-    if not 1 <= processes <= MOST_PROCESSES:
-        raise InvalidInput(f"processes_per_trial: expected a number from 1 to {MOST_PROCESSES}, found {processes}")
+    if not 1 <= processes <= MAX_PROCESSES:
+        raise InvalidInput(f"processes_per_trial: expected a number from 1 to {MAX_PROCESSES}, found {processes}")
     interval = save_every or max(1, steps // 4)
-    schedule = kills_of(steps, kills, at, seed, processes, first_save=interval)
-    return DrillPlan(trainable, storable_config(config), steps, interval, schedule, hours_between_failures, processes)
+    schedule = plan_kills(steps, kills, at, seed, processes, first_save=interval)
+    return DrillPlan(trainable, config_to_json(config), steps, interval, schedule, hours_between_failures, processes)

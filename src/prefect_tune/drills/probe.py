@@ -28,9 +28,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, cast
 
-from prefect_tune.runtime.group_session import ON_JOIN
+from prefect_tune.runtime.group_session import ON_JOIN_ENV
 from prefect_tune.runtime.load_named import load_trainable
-from prefect_tune.runtime.session import FollowingSession, TrialSession
+from prefect_tune.runtime.session import TrialSession, WorkerRankSession
 from prefect_tune.runtime.trainable import Trainable, get_trial
 
 Victim: TypeAlias = Literal["trial", "rank", "search", "upload"]
@@ -60,32 +60,32 @@ class RunPlan:
     """The folder of the run on this machine, for its records and kills."""
     kills: tuple[tuple[int, Victim], ...] = ()
     """The step after which to kill, and the victim; in order."""
-    search: int = 0
+    search_pid: int = 0
     """The process id of the search; 0 if the plan is not in use yet."""
 
-    def in_environment(self) -> dict[str, str]:
+    def to_environment(self) -> dict[str, str]:
         """Return the environment variable that contains the plan."""
-        return {_PLAN_VARIABLE: json.dumps([self.trainable, self.folder, self.kills, self.search])}
+        return {_PLAN_VARIABLE: json.dumps([self.trainable, self.folder, self.kills, self.search_pid])}
 
     @classmethod
-    def of_environment(cls) -> RunPlan:
+    def from_environment(cls) -> RunPlan:
         """Return the plan in the environment of this process."""
         trainable, folder, kills, search = json.loads(os.environ[_PLAN_VARIABLE])
         return cls(trainable, folder, tuple((step, victim) for step, victim in kills), search)
 
     @property
-    def records(self) -> Path:
+    def records_path(self) -> Path:
         """The file of the records, one JSON document per line."""
         return Path(self.folder, "records.jsonl")
 
-    def is_due(self, step: int, *victims: Victim) -> int | None:
+    def next_due_kill(self, step: int, *victims: Victim) -> int | None:
         """Return the number of the next kill, if it is due after `step` and of one of these victims; else None."""
         for number, (at, victim) in enumerate(self.kills):
             if not Path(self.folder, f"kill-{number}").exists():  # the first kill that was not made
                 return number if step >= at and victim in victims else None
         return None
 
-    def kills_made(self) -> Iterator[tuple[Victim, float]]:
+    def read_kills(self) -> Iterator[tuple[Victim, float]]:
         """Yield the kills that were made: the victim, and the time of day in seconds."""
         for number, (_, victim) in enumerate(self.kills):
             with suppress(FileNotFoundError, ValueError):
@@ -101,7 +101,7 @@ def __getattr__(name: str) -> object:
     """Return the trainable in the plan of this process, wrapped with a probe; each call returns the same object."""
     if name != "Probed":
         raise AttributeError(name)
-    plan = RunPlan.of_environment()
+    plan = RunPlan.from_environment()
     loaded = load_trainable(plan.trainable)
     train = cast(Callable[..., object], loaded)
     wrapped = _wrap_class(loaded, plan) if isinstance(loaded, type) else _wrap_function(train, plan)
@@ -143,7 +143,7 @@ def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[...,
     @functools.wraps(train)
     def train_with_probe(config: dict[str, Any]) -> object:
         enter_copied_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
-        os.environ[ON_JOIN] = f"{__name__}:{probe_rank.__name__}"
+        os.environ[ON_JOIN_ENV] = f"{__name__}:{probe_rank.__name__}"
         _probe_reports(plan, lambda frame: frame.f_code is code)
         return train(config)
 
@@ -153,7 +153,7 @@ def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[...,
 def probe_rank() -> None:
     """Probe the reports of this process, like `_wrap_function`: it is a rank that a launcher in the trial started."""
     # The frame of the program, which reports directly or through a framework.
-    _probe_reports(RunPlan.of_environment(), lambda frame: frame.f_globals.get("__name__") == "__main__")
+    _probe_reports(RunPlan.from_environment(), lambda frame: frame.f_globals.get("__name__") == "__main__")
 
 
 def _probe_reports(plan: RunPlan, is_probed_frame: Callable[[FrameType], bool]) -> None:
@@ -178,7 +178,7 @@ def _probe_reports(plan: RunPlan, is_probed_frame: Callable[[FrameType], bool]) 
 
         return report_and_record
 
-    for kind in (TrialSession, FollowingSession):
+    for kind in (TrialSession, WorkerRankSession):
         for name in ("report", "report_step"):
             if not hasattr(method := vars(kind)[name], "__wrapped__"):
                 setattr(kind, name, wrap_report(method))
@@ -200,11 +200,11 @@ class _Probe:
         self._waited, self._began = now - self._ended, now
         trial = get_trial()
         victims: tuple[Victim, ...] = ("rank",) if trial.rank else ("trial", "search")
-        number = self._plan.is_due(self._step, *victims)
+        number = self._plan.next_due_kill(self._step, *victims)
         if number is None or (trial.rank and trial.rank != 1 + number % (trial.world_size - 1)):
             return
         is_search = self._plan.kills[number][1] == "search"
-        self._plan.kill(number, self._plan.search if is_search else os.getpid())
+        self._plan.kill(number, self._plan.search_pid if is_search else os.getpid())
         if is_search:
             time.sleep(600)  # this process ends when the search does
 
@@ -224,9 +224,9 @@ class _Probe:
             "at": self._ended,
             "seconds": self._ended - self._began,
             "waited": self._waited,
-            "states": dict(states(objects)),
+            "states": dict(collect_states(objects)),
         }
-        with self._plan.records.open("a", encoding="utf-8") as file:
+        with self._plan.records_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self._ended = time.time()  # exclude the time of the record from the training's
 
@@ -234,7 +234,7 @@ class _Probe:
 # ------------------------------------------------------------------------------------------------- digests of states
 
 
-def states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def collect_states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the states of this process's generators and of `objects`: `kind name`, and a value or a digest."""
     yield "global random", _compute_digest(random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None:

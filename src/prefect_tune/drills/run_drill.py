@@ -30,24 +30,24 @@ from rich.text import Text
 
 from prefect_tune.attempt.processes.process_channel import interpreter_flags
 from prefect_tune.blocks import StorageTarget, resolve_target, target_reference
+from prefect_tune.core.display_text import make_visible_line
 from prefect_tune.core.errors import StoreRefused, TuneError
-from prefect_tune.core.shown_text import visible_line
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.drills.evidence import (
     Difference,
     DrillRun,
-    Place,
-    changes_of,
-    compare,
-    first_of_places,
-    kills_in,
+    ValueLocation,
+    compare_runs,
+    find_changes,
+    find_kills,
+    find_result_locations,
+    find_unseeded_generators,
+    first_difference_by_location,
     read_records,
     read_run,
-    result_places,
-    unseeded_generators,
 )
-from prefect_tune.drills.findings import DrillReport, Runs, report_of
+from prefect_tune.drills.findings import DrillReport, RunComparison, make_drill_report
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.probe import RunPlan, Victim
 from prefect_tune.prefect_api.local_server import start_prefect_server
@@ -81,7 +81,7 @@ _COLOR_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass(frozen=True)
-class Track:
+class RunProgress:
     """The progress of one run, for display."""
 
     name: str
@@ -101,7 +101,7 @@ def run_drill(
     environment: Mapping[str, str],
     *,
     keep: bool = False,
-    tracks: list[Callable[[], Track]] | None = None,
+    progress_readers: list[Callable[[], RunProgress]] | None = None,
     on_activity: Callable[[str], object] = lambda _: None,
 ) -> DrillReport:
     """Train undisturbed, then again with kills, and compare; if needed, train undisturbed a second time.
@@ -123,15 +123,17 @@ def run_drill(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(temporary_folder()))
         store = stack.enter_context(target.open(timeout=timedelta(days=1)))
-        drill = Drill(plan, target, store, folder, environment, [] if tracks is None else tracks, on_activity)
+        drill = Drill(
+            plan, target, store, folder, environment, [] if progress_readers is None else progress_readers, on_activity
+        )
         if not keep:
             stack.callback(drill.delete_experiments)
-        undisturbed, killed = drill.train("undisturbed"), drill.train("killed", plan.kills)
-        require_resumed(undisturbed, killed)
-        return report_of(plan, drill.name, drill.compared(undisturbed, killed))
+        undisturbed, killed = drill.train_run("undisturbed"), drill.train_run("killed", plan.kills)
+        require_resume_from_checkpoint(undisturbed, killed)
+        return make_drill_report(plan, drill.name, drill.compare(undisturbed, killed))
 
 
-def require_resumed(undisturbed: DrillRun, killed: DrillRun) -> None:
+def require_resume_from_checkpoint(undisturbed: DrillRun, killed: DrillRun) -> None:
     """Raise `TuneError` if the killed run never resumed from a checkpoint: then the drill would prove nothing."""
     if not undisturbed.manifests:
         raise TuneError(
@@ -155,20 +157,20 @@ class Drill:
     store: ObjectStore
     folder: Path
     environment: Mapping[str, str]
-    tracks: list[Callable[[], Track]] = field(default_factory=list)
+    progress_readers: list[Callable[[], RunProgress]] = field(default_factory=list)
     on_activity: Callable[[str], object] = lambda _: None
     """Called with a line when an activity begins."""
     first_run_seconds: float | None = None
     """The duration of the first, undisturbed run; None before its end."""
-    most_seconds: float | None = None
+    run_timeout_seconds: float | None = None
     """The time limit of a run; None before the end of the first run."""
 
     def __post_init__(self) -> None:
         self.name = f"drill-{uuid4().hex[:6]}"
         self._trials: list[TrialKey] = []
-        self._changes: Mapping[Place, Mapping[int, object]] | None = None
+        self._changes: Mapping[ValueLocation, Mapping[int, object]] | None = None
 
-    def train(self, run: str, kills: tuple[tuple[int, Victim], ...] = ()) -> DrillRun:
+    def train_run(self, run: str, kills: tuple[tuple[int, Victim], ...] = ()) -> DrillRun:
         """Train in separate processes until the last step, like a script that is started again after each kill."""
         slug = run.replace(" ", "-")
         trial = TrialKey(experiment=f"{self.name}-{slug}", generation=1, trial="trial")
@@ -177,19 +179,21 @@ class Drill:
         self._trials.append(trial)
         self.on_activity(f"run {len(self._trials)}, {run}: {self.describe_run(kills)}")
         began, code = time.monotonic(), 0
-        self.tracks.append(lambda: self._read_progress(run, trial, plan, time.monotonic() - began))
+        self.progress_readers.append(lambda: self._read_progress(run, trial, plan, time.monotonic() - began))
         try:
             for _ in range(1 + len(kills)):
                 if (code := self._run_process(plan, trial, run_folder / "output.log")) != -signal.SIGKILL:
                     break
         finally:
-            final_progress = self.tracks[-1]()
-            self.tracks[-1] = lambda: final_progress
+            final_progress = self.progress_readers[-1]()
+            self.progress_readers[-1] = lambda: final_progress
         if code:
-            output = last_output(run_folder / "output.log")
+            output = read_last_output(run_folder / "output.log")
             raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{output}")
         self.first_run_seconds = self.first_run_seconds or time.monotonic() - began
-        self.most_seconds = self.most_seconds or max(_MIN_LIMIT_SECONDS, _LIMIT_FACTOR * self.first_run_seconds)
+        self.run_timeout_seconds = self.run_timeout_seconds or max(
+            _MIN_LIMIT_SECONDS, _LIMIT_FACTOR * self.first_run_seconds
+        )
         return read_run(self.store, trial, plan)
 
     def describe_run(self, kills: Sequence[tuple[int, Victim]]) -> str:
@@ -202,24 +206,24 @@ class Drill:
         steps = ", ".join(str(step) for step, _ in kills)
         return f"{summary}; a kill after step {steps} usually adds {_KILL_TIME} each"
 
-    def compared(self, undisturbed: DrillRun, killed: DrillRun) -> Runs:
+    def compare(self, undisturbed: DrillRun, killed: DrillRun) -> RunComparison:
         """Return the differences between the runs, and the differences without a kill.
 
         Before its first kill, the second run is undisturbed, too. Only if this part does not explain the differences,
         train a third run.
         """
         self.on_activity("comparing both runs: all metrics, and all checkpoints, which are read from the target")
-        differences = compare(self.store, undisturbed, killed)
+        differences = compare_runs(self.store, undisturbed, killed)
         undisturbed_steps = killed.undisturbed_steps
         # An absent value may have existed before the kill.
         unstable: Sequence[Difference] = [
-            diff for diff in differences if diff.step <= undisturbed_steps and not diff.is_absence
+            diff for diff in differences if diff.step <= undisturbed_steps and not diff.is_missing_in_one_run
         ]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)
-        if len(unstable) == len(differences) or any(diff.place in runs.changing for diff in unstable):
+        if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):
             return runs
-        again = self.train("undisturbed again")
-        unstable = first_of_places([*compare(self.store, undisturbed, again), *unstable])
+        again = self.train_run("undisturbed again")
+        unstable = first_difference_by_location([*compare_runs(self.store, undisturbed, again), *unstable])
         return self._make_comparison(undisturbed, killed, again, differences, unstable)
 
     def _make_comparison(
@@ -229,14 +233,14 @@ class Drill:
         again: DrillRun | None,
         differences: Sequence[Difference],
         unstable: Sequence[Difference],
-    ) -> Runs:
-        generators = unseeded_generators(undisturbed, (killed, again))
-        changing: Collection[Place] = ()
+    ) -> RunComparison:
+        generators = find_unseeded_generators(undisturbed, (killed, again))
+        changing: Collection[ValueLocation] = ()
         if unstable or generators:
             if self._changes is None:  # only once: it reads every checkpoint
-                self._changes = changes_of(self.store, undisturbed)
-            changing = result_places(self._changes, unstable, undisturbed, generators)
-        return Runs(undisturbed, killed, again, differences, unstable, changing, generators)
+                self._changes = find_changes(self.store, undisturbed)
+            changing = find_result_locations(self._changes, unstable, undisturbed, generators)
+        return RunComparison(undisturbed, killed, again, differences, unstable, changing, generators)
 
     def _run_process(self, plan: RunPlan, trial: TrialKey, log: Path) -> int:
         options = {
@@ -254,28 +258,28 @@ class Drill:
                 stdin=subprocess.PIPE,  # EOF when this process ends
                 stdout=output,
                 stderr=output,
-                env={**self.environment, **_ONE_THREAD, **plan.in_environment()},
+                env={**self.environment, **_ONE_THREAD, **plan.to_environment()},
                 start_new_session=True,
             ) as process,
         ):
             try:
-                return process.wait(self.most_seconds)
+                return process.wait(self.run_timeout_seconds)
             except subprocess.TimeoutExpired:
                 raise TuneError(
-                    f"{trial.experiment} did not end within {self.most_seconds:.0f} s, {_LIMIT_FACTOR} times as long "
-                    f"as the undisturbed run; its last output:\n{last_output(log)}"
+                    f"{trial.experiment} did not end within {self.run_timeout_seconds:.0f} s, {_LIMIT_FACTOR} times as "
+                    f"long as the undisturbed run; its last output:\n{read_last_output(log)}"
                 ) from None
             finally:
                 process.kill()
 
-    def _read_progress(self, run: str, trial: TrialKey, plan: RunPlan, seconds: float) -> Track:
+    def _read_progress(self, run: str, trial: TrialKey, plan: RunPlan, seconds: float) -> RunProgress:
         """Return the progress of a run."""
-        records = list(read_records(plan.records))
-        kills, committed = list(kills_in(plan, records)), set[int]()
+        records = list(read_records(plan.records_path))
+        kills, committed = list(find_kills(plan, records)), set[int]()
         with suppress(TuneError):
             keys = (CheckpointKey.from_manifest_path(trial, file.path) for file in self.store.list(trial.folder))
             committed = {key.step for key in keys if key}
-        return Track(
+        return RunProgress(
             run,
             self.plan.steps,
             step=max((record.step for record in records), default=0),
@@ -294,7 +298,7 @@ class Drill:
                 _log.warning("experiment %s of the drill is still on the target: %s", trial.experiment, error)
 
 
-def last_output(log: Path) -> str:
+def read_last_output(log: Path) -> str:
     """Return the end of the output without color codes; if it is long, only from the first error in the end on."""
     output = _COLOR_CODES.sub("", log.read_text(errors="replace")).rstrip()
     if len(output) <= _MAX_OUTPUT_CHARACTERS:
@@ -335,7 +339,7 @@ def require_importable(trainable: str) -> None:
         if error_file.exists():
             raise TuneError(error_file.read_text())
         problem = f"did not end within {_IMPORT_SECONDS:.0f} s" if code is None else f"ended its process with {code}"
-        raise TuneError(f"trainable {trainable!r}: its import {problem}; its last output:\n{last_output(log)}")
+        raise TuneError(f"trainable {trainable!r}: its import {problem}; its last output:\n{read_last_output(log)}")
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
@@ -343,7 +347,7 @@ def temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="prefect-tune-drill-", ignore_cleanup_errors=True)
 
 
-def environment_with_api() -> dict[str, str]:
+def make_run_environment() -> dict[str, str]:
     """Return the environment for a drill's runs within a flow run, with the address of the flow run's API."""
     url = get_current_settings().api.url
     return {**os.environ, **({"PREFECT_API_URL": url} if url else {})}
@@ -357,7 +361,7 @@ def prefect_api_environment(on_activity: Callable[[str], object] = lambda _: Non
         TuneError: the server did not start.
     """
     if get_current_settings().api.url:
-        yield environment_with_api()
+        yield make_run_environment()
         return
     no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -368,11 +372,11 @@ def prefect_api_environment(on_activity: Callable[[str], object] = lambda _: Non
         with log.open("wb") as output:
             server = start_prefect_server(environment, output, "few")
         try:
-            if not server.answers():
-                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{last_output(log)}")
+            if not server.wait_until_healthy():
+                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{read_last_output(log)}")
             yield {**environment, "PREFECT_API_URL": server.url}
         finally:
-            server.end()
+            server.terminate()
 
 
 # A drill in a terminal.
@@ -385,7 +389,7 @@ _LEGEND = {
 }
 
 
-def drill_in_terminal(plan: DrillPlan, location: str | None, console: Console, *, keep: bool) -> DrillReport:
+def run_drill_in_terminal(plan: DrillPlan, location: str | None, console: Console, *, keep: bool) -> DrillReport:
     """Run a drill, show the progress of its runs, and print the report.
 
     Args:
@@ -396,14 +400,14 @@ def drill_in_terminal(plan: DrillPlan, location: str | None, console: Console, *
 
     Raises like `run_drill`.
     """
-    title = f" of {visible_line(plan.trainable)}, {plan.steps} steps\n"
+    title = f" of {make_visible_line(plan.trainable)}, {plan.steps} steps\n"
     console.print(Text.assemble("\n  ", ("prefect-tune drill", "bold"), title), soft_wrap=True)
     progress = DrillProgress(console)
     with ExitStack() as stack:
         try:
             with Live(get_renderable=progress.render, console=console):
                 show = progress.show_activity
-                show(f"importing {visible_line(plan.trainable)}: usually {_IMPORT_TIME}")
+                show(f"importing {make_visible_line(plan.trainable)}: usually {_IMPORT_TIME}")
                 require_importable(plan.trainable)
                 if location is None and keep:
                     location = tempfile.mkdtemp(prefix="prefect-tune-drill-")
@@ -411,7 +415,7 @@ def drill_in_terminal(plan: DrillPlan, location: str | None, console: Console, *
                     location = stack.enter_context(temporary_folder())
                 environment = stack.enter_context(prefect_api_environment(show))
                 target, tracks = resolve_target(location), progress.tracks
-                report = run_drill(plan, target, environment, keep=keep, tracks=tracks, on_activity=show)
+                report = run_drill(plan, target, environment, keep=keep, progress_readers=tracks, on_activity=show)
                 progress.clear_activity()
         finally:
             console.print("" if console.is_terminal else "\n")
@@ -427,7 +431,7 @@ class DrillProgress:
     """Shows the activity of a drill: in a terminal as the last line of the display, elsewhere as a printed line."""
 
     def __init__(self, console: Console) -> None:
-        self.tracks: list[Callable[[], Track]] = []
+        self.tracks: list[Callable[[], RunProgress]] = []
         self._console = console
         self._activity, self._since = "", time.monotonic()
 
@@ -454,26 +458,26 @@ class DrillProgress:
 def print_report(report: DrillReport, console: Console) -> None:
     """Print the lines of the report."""
     mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
-    for number, line in enumerate(map(visible_line, report.lines())):
+    for number, line in enumerate(map(make_visible_line, report.lines())):
         console.print(Text(f"    {line.strip()}") if number else mark + Text(line), soft_wrap=True)
 
 
-def render_runs(tracks: Sequence[Track]) -> Table:
+def render_runs(tracks: Sequence[RunProgress]) -> Table:
     """Return a table with the progress of each run in a row."""
     table = Table.grid(padding=(0, 2))
     for number, track in enumerate(tracks, 1):
         step, seconds = f"step {track.step}" if track.step else "", f"{track.seconds:.1f} s"
-        table.add_row(f"  {number} {track.name}", cells_of(track, _CELL_COUNT), step, seconds)
+        table.add_row(f"  {number} {track.name}", render_cells(track, _CELL_COUNT), step, seconds)
     return table
 
 
-def format_legend(tracks: Sequence[Track]) -> str:
+def format_legend(tracks: Sequence[RunProgress]) -> str:
     """Return the meaning of the marks that occur in these runs."""
-    drawn = "".join(cells_of(track, _CELL_COUNT).plain for track in tracks)
+    drawn = "".join(render_cells(track, _CELL_COUNT).plain for track in tracks)
     return "   ".join(meaning for mark, meaning in _LEGEND.items() if mark in drawn)
 
 
-def cells_of(track: Track, width: int) -> Text:
+def render_cells(track: RunProgress, width: int) -> Text:
     """Return a bar of `width` cells: trained steps, committed checkpoints, kills, resumes."""
     last = [max(0, -(-step * width // track.steps) - 1) for step in range(track.steps + 1)]
     marks = [("━", "cyan") if track.step and cell <= last[track.step] else ("·", "dim") for cell in range(width)]

@@ -40,9 +40,9 @@ class _KillingStore:
     def _kill_if_due(self, path: str) -> None:
         if "/blobs/" not in path:
             return
-        with self._plan.records.open(encoding="utf-8") as records:
+        with self._plan.records_path.open(encoding="utf-8") as records:
             last = deque(records, maxlen=1)[0]  # a save comes after the record of its step
-        if (number := self._plan.is_due(json.loads(last)["step"], "upload")) is not None:
+        if (number := self._plan.next_due_kill(json.loads(last)["step"], "upload")) is not None:
             self._plan.kill(number, os.getpid())
 
 
@@ -72,8 +72,8 @@ def main() -> None:
 
     threading.Thread(target=_exit_with_drill, daemon=True).start()
     options: dict[str, Any] = json.loads(sys.argv[1])
-    plan = replace(RunPlan.of_environment(), search=os.getpid())
-    os.environ |= plan.in_environment()
+    plan = replace(RunPlan.from_environment(), search=os.getpid())
+    os.environ |= plan.to_environment()
     target = resolve_target(options["target"])
     try:
         with _killing_during_upload(type(target), plan):

@@ -73,7 +73,7 @@ class _Comparison:
         pair = id(expected), id(actual)
         if pair in self.compared:
             return
-        left, right = node_of(expected), node_of(actual)
+        left, right = to_node(expected), to_node(actual)
         if left is None or right is None:
             one, other = left or _to_leaf(expected), right or _to_leaf(actual)
             if difference := _describe_leaf_difference(one, other):
@@ -111,11 +111,11 @@ def _describe_order_difference(expected: Node, actual: Node) -> str:
     return "keys in another order: number {} is `{}`, expected `{}`".format(position + 1, *keys)
 
 
-def scalars_in(value: object) -> Iterator[tuple[str, Scalar | None]]:
+def iter_scalars(value: object) -> Iterator[tuple[str, Scalar | None]]:
     """Yield the leaves with their paths (see `FileDifference.path`); None for a leaf that is no scalar."""
 
     def walk(value: object, path: ValuePath) -> Iterator[tuple[str, Scalar | None]]:
-        if (node := node_of(value)) is None:
+        if (node := to_node(value)) is None:
             yield ".".join(path), _to_scalar(_to_leaf(value))
             return
         for token, part in node.parts.items():
@@ -127,12 +127,12 @@ def scalars_in(value: object) -> Iterator[tuple[str, Scalar | None]]:
 # ----------------------------------------------------------------------------------------------------------- paths
 
 
-def is_in_list(canonical: str) -> bool:
+def is_list_element(canonical: str) -> bool:
     """Whether a value is an element of a list, such as one of many weights."""
     return re.search(r"(^|\.)#\d+$", canonical) is not None
 
 
-def token_of(key: object) -> str:
+def key_token(key: object) -> str:
     """Return the unique token of a key."""
     if type(key) is str:
         return key if _PLAIN_KEY.fullmatch(key) and not _INTEGER.fullmatch(key) else repr(key)
@@ -165,7 +165,7 @@ class Node:
     """Whether the order of the parts counts."""
 
 
-class Described:
+class NodeConvertible:
     """The base class of objects that convert to a `Node`."""
 
     def as_node(self) -> Node:
@@ -195,20 +195,20 @@ class Line(str):
     __slots__ = ()
 
 
-def node_of(value: Any) -> Node | None:
+def to_node(value: Any) -> Node | None:
     """Return the node of a container; None for all other values."""
     match value:
         case type():
             return None
         case Node():
             return value
-        case Described():
+        case NodeConvertible():
             return value.as_node()
         case Pairs():
-            return Node("dict", by_token(value), is_ordered=True)
+            return Node("dict", index_by_token(value), is_ordered=True)
         case Mapping():
             attributes = vars(value) if hasattr(value, "__dict__") else {}  # such as the metadata of a model's state
-            parts = by_token(value.items()) | ({"[attributes]": attributes} if attributes else {})
+            parts = index_by_token(value.items()) | ({"[attributes]": attributes} if attributes else {})
             return Node(_class_name(value), parts, is_ordered=True)
         case list() | tuple():
             return Node(_class_name(value), {f"#{index}": part for index, part in enumerate(value)})
@@ -223,12 +223,12 @@ def node_of(value: Any) -> Node | None:
             return None
 
 
-def by_token(pairs: Iterable[tuple[object, object]]) -> dict[str, object]:
+def index_by_token(pairs: Iterable[tuple[object, object]]) -> dict[str, object]:
     """Return the values by the tokens of their keys; a repeated key gets another token."""
     parts: dict[str, object] = {}
     counts: dict[str, int] = {}
     for key, value in pairs:
-        token = token_of(key)
+        token = key_token(key)
         counts[token] = counts.get(token, 0) + 1
         parts[token if counts[token] == 1 else f"{token}[{counts[token]}]"] = value
     return parts
@@ -281,7 +281,7 @@ def _to_leaf(value: Any) -> object:
         return Array(
             f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}",
             f"{_tensor_details(value)}{_format_axis_order(tuple(tensor.shape), tensor.stride())}",
-            rows_of(plain.view(torch.uint8).numpy(), tensor.element_size()),
+            to_byte_rows(plain.view(torch.uint8).numpy(), tensor.element_size()),
             plain,
             tensor.item() if tensor.dim() == 0 else None,
         )
@@ -294,13 +294,13 @@ def _to_leaf(value: Any) -> object:
     return Array(
         f"{array.dtype} {array.shape}",
         f"{type(value).__name__}{_format_axis_order(array.shape, array.strides)}",
-        rows_of(flat, array.dtype.itemsize),
+        to_byte_rows(flat, array.dtype.itemsize),
         flat if is_number else None,
         flat[0].item() if array.shape == () and is_number else None,
     )
 
 
-def rows_of(flat: Any, width: int) -> Any:
+def to_byte_rows(flat: Any, width: int) -> Any:
     """Return the bytes of an array, with a row for each number of this width."""
     numpy = import_module("numpy")
     if not (width and flat.size):

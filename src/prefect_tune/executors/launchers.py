@@ -26,14 +26,14 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Crashed
 
-from prefect_tune.attempt.attempt import FIRST_NODE_SILENT
+from prefect_tune.attempt.attempt import NODE_0_SILENT
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
 from prefect_tune.core.values import digest_of
-from prefect_tune.executors.remote_executor import StoreLink, request_as_parameters, spec_as_parameters
-from prefect_tune.executors.trial_executor import AttemptCancelledError, attempt_task, error_in, node_task
-from prefect_tune.prefect_api.api_client import is_temporary
+from prefect_tune.executors.remote_executor import RemoteSearchChannel, request_to_parameters, spec_to_parameters
+from prefect_tune.executors.trial_executor import AttemptCancelledError, make_attempt_task, make_node_task, task_error
+from prefect_tune.prefect_api.api_client import is_temporary_error
 from prefect_tune.storage_retries import with_retries
 
 _Response = TypeVar("_Response")
@@ -41,7 +41,7 @@ _POLL_INTERVAL_SECONDS = 2.0
 _NODES_END_TIMEOUT_SECONDS = 60.0
 _LAST_NODE_TIMEOUT_SECONDS = 30.0  # how long node 0 may run after the other nodes have ended
 _MIN_CPU = 0.01
-_WAIT_REASON_INTERVAL_SECONDS, _NO_SLOT_SECONDS = 10.0, 10.0
+_WAIT_REASON_INTERVAL_SECONDS, _SLOT_RETRY_SECONDS = 10.0, 10.0
 _RUNS_PER_REQUEST = 200  # Prefect's maximum
 _START_TIMEOUT_SECONDS = 300.0  # for retries while the Prefect API is unavailable, for example during an upgrade
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
@@ -66,14 +66,16 @@ class TaskRunnerLauncher:
     free: an attempt that lacks a node for 10 minutes fails, and releases its workers.
     """
 
-    survives_search = False
+    is_detached = False
 
     def __init__(self, runner: object, resources: Resources | None) -> None:
         """Raises InvalidInput: the task runner cannot reserve `resources`."""
         self._make_resource_context = _make_resource_context(runner, resources)
         self._is_ray, self._resources = type(runner).__name__ == "RayTaskRunner", resources or Resources()
 
-    def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(
+        self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
+    ) -> Callable[[], object]:
         del attempt
         several = spec.nodes_per_trial > 1
         placement_group = _PlacementGroup(spec.nodes_per_trial, self._resources) if several and self._is_ray else None
@@ -82,14 +84,14 @@ class TaskRunnerLauncher:
         for node in range(spec.nodes_per_trial):
             with self._make_resource_context() if placement_group is None else placement_group.submitting_to(node):
                 if node:
-                    futures.append(node_task().submit(spec, request, node, link))
+                    futures.append(make_node_task().submit(spec, request, node, channel))
                 else:
-                    futures.append(attempt_task(spec.tags).submit(spec, request, link))
+                    futures.append(make_attempt_task(spec.tags).submit(spec, request, channel))
 
         def wait_for_tasks() -> None:
             try:
                 futures[0].wait()
-                if (error := error_in(futures[0].state)) is not None:
+                if (error := task_error(futures[0].state)) is not None:
                     raise error
             finally:
                 if placement_group is not None:
@@ -99,7 +101,7 @@ class TaskRunnerLauncher:
 
         return wait_for_tasks
 
-    def withdraw(self) -> None:
+    def cancel_unstarted(self) -> None:
         """Do nothing: a task that waits for a worker starts later, reads the stop request, and ends."""
 
 
@@ -147,7 +149,7 @@ def _make_resource_context(runner: object, resources: Resources | None) -> Calla
 class DeploymentLauncher:
     """Starts each attempt as a run of a deployment of `train_trial`, and finds the run by its idempotency key."""
 
-    survives_search = True
+    is_detached = True
 
     def __init__(self, deployment: str, job_variables: Mapping[str, Any] | None = None) -> None:
         self._deployment = deployment
@@ -165,13 +167,13 @@ class DeploymentLauncher:
         self._wait_reason: str | None = None
         self._alone_since: dict[UUID, float] = {}
 
-    def require(self, spec: TrialSpec) -> None:
+    def check_deployment(self, spec: TrialSpec) -> None:
         """Check the deployment and the specification. Call this before anything is written.
 
         Raises:
             InvalidInput: the deployment is missing or of another version, or the specification has no JSON form.
         """
-        parameters = spec_as_parameters(spec)
+        parameters = spec_to_parameters(spec)
         try:
             with get_client(sync_client=True) as client:
                 deployment = client.read_deployment_by_name(self._deployment)
@@ -187,18 +189,20 @@ class DeploymentLauncher:
                 f"parameters {', '.join(unknown)}; deploy it again: {_DEPLOY_COMMAND}"
             )
 
-    def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(
+        self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
+    ) -> Callable[[], object]:
         """Return a function that starts the attempt and waits for its end. Both may take minutes."""
-        del link  # the deployment run creates its own from the parameters
+        del channel  # the deployment run creates its own from the parameters
         return lambda: self._run_attempt(spec, request, attempt)
 
     def _run_attempt(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> None:
         """Start the attempt and wait for its end; retry if the deployment's concurrency limit had no free slot."""
-        self.wait_for(first := self.start(spec, request, attempt))
-        while self._ended[first] is _Canceller.CONCURRENCY_LIMIT and not self._withdrawn.wait(_NO_SLOT_SECONDS):
-            self.wait_for(first := self.start(spec, request, attempt))
+        self.wait_for_run(first := self.start_attempt(spec, request, attempt))
+        while self._ended[first] is _Canceller.CONCURRENCY_LIMIT and not self._withdrawn.wait(_SLOT_RETRY_SECONDS):
+            self.wait_for_run(first := self.start_attempt(spec, request, attempt))
 
-    def start(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> UUID:
+    def start_attempt(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> UUID:
         """Start the attempt on all its nodes, or find it if it is already started; return the flow run of node 0.
 
         Raises PrefectException, httpx.HTTPError, OSError: the API rejects it, or is unavailable for 5 minutes.
@@ -206,8 +210,8 @@ class DeploymentLauncher:
         if spec.nodes_per_trial > 1:
             request = replace(request, secret=secrets.token_hex(16))
         parameters: dict[str, object] = {
-            "parameters": spec_as_parameters(spec),
-            "orders": request_as_parameters(request),
+            "parameters": spec_to_parameters(spec),
+            "orders": request_to_parameters(request),
             "attempt": attempt,
         }
         # The key is unique among targets, and among later experiments of the same name.
@@ -223,19 +227,19 @@ class DeploymentLauncher:
         if others:
             with self._poll_lock:
                 self._others[first.id] = {run.id for run in others}
-                self._awaited |= self._others[first.id]  # so that `withdraw` can cancel them
+                self._awaited |= self._others[first.id]  # so that `cancel_unstarted` can cancel them
         names = ", ".join(run.name for run in (first, *others))
         get_run_logger().info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, names)
         return first.id
 
-    def withdraw(self) -> None:
+    def cancel_unstarted(self) -> None:
         self._withdrawn.set()
 
     def _find_or_create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Return the newest run of this attempt; create it if needed.
 
-        If the run has ended, an earlier owner may have created later runs: find these by their keys. If `withdraw` of
-        an earlier owner cancelled a run before it began, create a new one.
+        If the run has ended, an earlier owner may have created later runs: find these by their keys. If
+        `cancel_unstarted` of an earlier owner cancelled a run before it began, create a new one.
         """
         run = self._create_run(spec, parameters, self._take_next_key(key))
         while run.state is not None and run.state.is_final():
@@ -265,7 +269,7 @@ class DeploymentLauncher:
         deadline = time.monotonic() + _START_TIMEOUT_SECONDS
 
         def should_retry(error: Exception) -> bool:
-            is_final = isinstance(error, httpx.HTTPStatusError | ObjectNotFound) and not is_temporary(error)
+            is_final = isinstance(error, httpx.HTTPStatusError | ObjectNotFound) and not is_temporary_error(error)
             is_late = time.monotonic() >= deadline or self._withdrawn.is_set()
             return isinstance(error, _API_ERRORS) and not (is_final or is_late)
 
@@ -293,7 +297,7 @@ class DeploymentLauncher:
             raise TypeError("run_deployment returned a coroutine: it was called in an async context")
         return run
 
-    def wait_for(self, flow_run: UUID) -> None:
+    def wait_for_run(self, flow_run: UUID) -> None:
         """Wait until the run has ended. One request every 2 s polls all runs, even while the API is unavailable.
 
         Raises:
@@ -301,13 +305,13 @@ class DeploymentLauncher:
         """
         with self._poll_lock:
             self._awaited.add(flow_run)
-        while not self._has_ended(flow_run):
+        while not self._poll_ended(flow_run):
             time.sleep(_POLL_INTERVAL_SECONDS)
         for run in (flow_run, *self._others.get(flow_run, ())):
             if self._ended.get(run) is _Canceller.USER:
                 raise AttemptCancelledError(f"its flow run {run} was cancelled")
 
-    def _has_ended(self, flow_run: UUID) -> bool:
+    def _poll_ended(self, flow_run: UUID) -> bool:
         with self._poll_lock:
             if time.monotonic() - self._polled_at >= _POLL_INTERVAL_SECONDS:
                 with suppress(*_API_ERRORS), get_client(sync_client=True) as client:
@@ -341,7 +345,7 @@ class DeploymentLauncher:
                 continue
             self._alone_since[first] = time.monotonic()
             runs = client.read_flow_runs(flow_run_filter=_filter_by_id(others), limit=_RUNS_PER_REQUEST)
-            states = [run.state for run in runs if run.state is not None and run.state.name == FIRST_NODE_SILENT]
+            states = [run.state for run in runs if run.state is not None and run.state.name == NODE_0_SILENT]
             if states:
                 client.set_flow_run_state(first, Crashed(message=states[0].message))
 

@@ -26,8 +26,8 @@ from pydantic import TypeAdapter
 
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
-from prefect_tune.attempt.search_link import Answer, AnswerAwaited, Outbox, SearchLink, TrialJournal
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool, shared_pool
+from prefect_tune.attempt.search_channel import Answer, DecisionAwaited, Outbox, SearchChannel, TrialJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, target_reference
 from prefect_tune.core.errors import (
@@ -40,25 +40,25 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase
-from prefect_tune.core.journal.outbox import POSTS_AT_ONCE, Post, read_posts
-from prefect_tune.core.journal_events import Owner, Reported, Started
-from prefect_tune.core.messages.process_messages import Leave, Proceed, Start, StopAndSave
-from prefect_tune.core.messages.target_messages import UNASKED, answer, read_answer, take_back
+from prefect_tune.core.journal.outbox import MAX_POSTS_PER_READ, Post, read_posts
+from prefect_tune.core.journal_events import AttemptStarted, Owner, StepReported
+from prefect_tune.core.messages.process_messages import CheckpointAndStop, ContinueTraining, Start, StopTrial
+from prefect_tune.core.messages.target_messages import UNSOLICITED_STEP, delete_stale_answer, read_answer, send_answer
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
-from prefect_tune.executors.trial_executor import AttemptExited, Message, PostReceived, RemoteAttemptStarted
+from prefect_tune.executors.trial_executor import AttemptExited, Message, PostArrived, RemoteAttemptStarted
 from prefect_tune.journal_access import current_owner, experiment_id
 from prefect_tune.runtime.trainable import Reuse
-from prefect_tune.storage_retries import on_target
+from prefect_tune.storage_retries import with_store
 
 _SEARCH_TIMEOUT = timedelta(seconds=60)
 _ATTEMPT_TIMEOUT = timedelta(seconds=30)
-_UNREAD = timedelta(minutes=10)
+_MAX_READ_OUTAGE = timedelta(minutes=10)
 """How long reads of the target may fail before the search ends with their error."""
 _FIRST_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 1.0
-_UNASKED_SECONDS = 2.0
+_UNSOLICITED_POLL_SECONDS = 2.0
 
 # The parameters of the flow `train_trial`: a trial's specification and the request for one attempt, as JSON.
 
@@ -67,7 +67,7 @@ _requests: TypeAdapter[AttemptRequest] = TypeAdapter(AttemptRequest)
 _JSON_KEY = "json"
 
 
-def spec_as_parameters(spec: TrialSpec) -> dict[str, Any]:
+def spec_to_parameters(spec: TrialSpec) -> dict[str, Any]:
     """Convert `spec` to a parameter of `train_trial`: without secrets, and valid in any process.
 
     Raises:
@@ -83,7 +83,7 @@ def spec_as_parameters(spec: TrialSpec) -> dict[str, Any]:
     return {**plain, "target": target_reference(spec.target), "sync": spec.sync.parameters()}
 
 
-def request_as_parameters(request: AttemptRequest) -> dict[str, Any]:
+def request_to_parameters(request: AttemptRequest) -> dict[str, Any]:
     """Convert `request` to a parameter: one JSON text, which Prefect does not interpret.
 
     It contains untrusted values from a target. In an object, Prefect would load the blocks that they refer to (`$ref`),
@@ -92,13 +92,13 @@ def request_as_parameters(request: AttemptRequest) -> dict[str, Any]:
     return {_JSON_KEY: _requests.dump_json(request).decode()}
 
 
-def request_from(parameter: Mapping[str, Any]) -> AttemptRequest:
-    """Return the request that `request_as_parameters` converted."""
+def parse_request(parameter: Mapping[str, Any]) -> AttemptRequest:
+    """Return the request that `request_to_parameters` converted."""
     return _requests.validate_json(parameter[_JSON_KEY])
 
 
-class StoreLink(SearchLink):
-    """Connects an attempt to its search through the target. It can be pickled until `connect` is called.
+class RemoteSearchChannel(SearchChannel):
+    """Connects an attempt to its search through the target. It can be pickled until `subscribe` is called.
 
     Args:
         search_term: the term of the search that starts the attempt. Attempts of one term share a pool in each process.
@@ -106,7 +106,7 @@ class StoreLink(SearchLink):
         pool: a pool to use instead of the shared one; it is not pickled.
     """
 
-    asks_by_report = True
+    requests_decisions_by_report = True
 
     def __init__(
         self,
@@ -125,40 +125,40 @@ class StoreLink(SearchLink):
         self._decision_step: int | None = None
         self._decision_requested = threading.Event()
         self._closed = threading.Event()
-        self._closed.set()  # until `watch`
+        self._closed.set()  # until `start_polling`
         self._has_unsolicited_answer = False
         self._logged_error: type[TuneError] | None = None
 
-    def __reduce__(self) -> tuple[type[StoreLink], tuple[object, ...]]:
-        return StoreLink, (self._target, self._trial, self._attempt, self._search_term, self._reuse)
+    def __reduce__(self) -> tuple[type[RemoteSearchChannel], tuple[object, ...]]:
+        return RemoteSearchChannel, (self._target, self._trial, self._attempt, self._search_term, self._reuse)
 
-    def stopped_by(self, stop: threading.Event) -> StoreLink:
+    def use_stop_event(self, stop: threading.Event) -> RemoteSearchChannel:
         """Use this event of the local process as `stop`; return self."""
         self.stop = stop
         return self
 
     @contextmanager
-    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
-        search = self._target.uri, self._trial.of_experiment, self._search_term
-        context = nullcontext(self._pool) if self._pool is not None else worker_pool(search, self._reuse)
-        with context as pool, pool.process(start, log, environment, self.stop) as channel:
+    def open_process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
+        search = self._target.uri, self._trial.journal_key, self._search_term
+        context = nullcontext(self._pool) if self._pool is not None else shared_pool(search, self._reuse)
+        with context as pool, pool.open_process(start, log, environment, self.stop) as channel:
             yield channel
 
-    def connect(self, on_answer: Callable[[Answer], None]) -> None:
-        super().connect(on_answer)
-        self.watch()
+    def subscribe(self, on_answer: Callable[[Answer], None]) -> None:
+        super().subscribe(on_answer)
+        self.start_polling()
 
     @property
     def supervisor(self) -> Owner:
         return current_owner()
 
-    def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
+    def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
         """Return the outbox of the attempt. First check that the experiment that requested the attempt still exists.
 
         Raises:
             Superseded: that experiment does not exist any more.
         """
-        if request.experiment_id and experiment_id(self._target, spec.trial.of_experiment) != request.experiment_id:
+        if request.experiment_id and experiment_id(self._target, spec.trial.journal_key) != request.experiment_id:
             raise Superseded(
                 f"experiment {spec.trial.experiment!r} at {self._target.uri} was deleted after it requested attempt "
                 f"{self._attempt} of trial {spec.trial.trial!r}. Nothing was trained or written"
@@ -166,7 +166,7 @@ class StoreLink(SearchLink):
         self._outbox = Outbox(self._target, spec.trial, request.trial)
         return self._outbox
 
-    def ask(self, report: StepReport) -> None:
+    def request_decision(self, report: StepReport) -> None:
         self._decision_step = report.step
         self._decision_requested.set()
 
@@ -176,7 +176,7 @@ class StoreLink(SearchLink):
         self._decision_step = None
         self._decision_requested.set()
 
-    def watch(self) -> None:
+    def start_polling(self) -> None:
         """Start the thread that polls the target for decisions, unless it runs; also after `close`, for a retry."""
         if self._closed.is_set():
             self._closed = threading.Event()
@@ -188,7 +188,7 @@ class StoreLink(SearchLink):
     def _poll_answers(self, closed: threading.Event) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not closed.is_set():
-            self._decision_requested.wait(_UNASKED_SECONDS)
+            self._decision_requested.wait(_UNSOLICITED_POLL_SECONDS)
             if self._deliver_answer(is_late=pause_seconds == _MAX_PAUSE_SECONDS):
                 pause_seconds = _FIRST_PAUSE_SECONDS
             elif self._decision_step is not None:
@@ -206,10 +206,10 @@ class StoreLink(SearchLink):
         try:
             with self._target.open(timeout=_ATTEMPT_TIMEOUT) as store:
                 if not self.stop.is_set() and not self._has_unsolicited_answer:
-                    unsolicited = read_answer(store, self._trial, self._attempt, UNASKED)
+                    unsolicited = read_answer(store, self._trial, self._attempt, UNSOLICITED_STEP)
                 decision = read_answer(store, self._trial, self._attempt, step) if step is not None else None
                 if decision is None and is_late and self._outbox is not None:
-                    is_over = self._outbox.is_closed(store)
+                    is_over = self._outbox.check_closed(store)
         except (StoreUnavailable, OSError):  # OSError: a local error, such as too many open files
             return False
         except TuneError as error:  # such as expired credentials, which may be replaced while the trial runs
@@ -220,16 +220,16 @@ class StoreLink(SearchLink):
             if isinstance(error, JournalCorrupt | UnknownVersion):
                 self.stop.set()
             return False
-        if isinstance(unsolicited, StopAndSave) or is_over:
+        if isinstance(unsolicited, CheckpointAndStop) or is_over:
             self.stop.set()
         elif unsolicited is not None:
             self._has_unsolicited_answer = True
-            self.answer(unsolicited)
-        if decision is None or isinstance(decision, StopAndSave):
+            self.send_decision(unsolicited)
+        if decision is None or isinstance(decision, CheckpointAndStop):
             return False
         self._decision_step = None
         self._decision_requested.clear()
-        self.answer(decision)
+        self.send_decision(decision)
         return True
 
 
@@ -237,20 +237,22 @@ class AttemptLauncher(Protocol):
     """Launches attempts on other machines; a second launch for the same outbox finds the first attempt."""
 
     @property
-    def survives_search(self) -> bool:
+    def is_detached(self) -> bool:
         """Whether an attempt continues after the search that started it has ended."""
         ...
 
-    def __call__(self, spec: TrialSpec, request: AttemptRequest, link: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(
+        self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
+    ) -> Callable[[], object]:
         """Launch an attempt; return a function that waits for its end, and raises its error if known."""
         ...
 
-    def withdraw(self) -> None:
+    def cancel_unstarted(self) -> None:
         """Cancel the attempts that have not begun, if the launcher can; do not wait."""
         ...
 
 
-_Reply: TypeAlias = tuple[TrialKey, int, int, Proceed | Leave | StopAndSave]
+_Reply: TypeAlias = tuple[TrialKey, int, int, ContinueTraining | StopTrial | CheckpointAndStop]
 """Trial, attempt number, step, and the message to it."""
 
 
@@ -271,9 +273,9 @@ class _RemoteAttempt:
 
     def may_have_unread_posts(self, now: float) -> bool:
         """Return whether its outbox may have unread posts; False after 10 minutes of errors."""
-        return self.unread_since is not None and now - self.unread_since <= _UNREAD.total_seconds()
+        return self.unread_since is not None and now - self.unread_since <= _MAX_READ_OUTAGE.total_seconds()
 
-    def make_reply(self, step: int, message: Proceed | Leave | StopAndSave) -> _Reply:
+    def make_reply(self, step: int, message: ContinueTraining | StopTrial | CheckpointAndStop) -> _Reply:
         """Return the reply to this attempt at `step`."""
         return self.spec.trial, self.number, step, message
 
@@ -298,8 +300,8 @@ class RemoteExecutor:
         self._queued_replies: list[_Reply] = []
 
     @property
-    def survives_search(self) -> bool:
-        return self._launch.survives_search
+    def is_detached(self) -> bool:
+        return self._launch.is_detached
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -307,15 +309,15 @@ class RemoteExecutor:
     def __contains__(self, trial: str) -> bool:
         return trial in self._attempts
 
-    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+    def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial = request.trial
         number = trial.attempt + (trial.phase is not Phase.RUNNING)
         if trial.outbox is None:
             raise ValueError(f"trial {trial.trial!r} has no outbox")
-        on_target(self._target, lambda store: take_back(store, spec.trial, number), _SEARCH_TIMEOUT)
+        with_store(self._target, lambda store: delete_stale_answer(store, spec.trial, number), _SEARCH_TIMEOUT)
         if self._experiment_id is None:  # tells a late attempt that its experiment was deleted
-            self._experiment_id = experiment_id(self._target, spec.trial.of_experiment)
-        link = StoreLink(self._target, spec.trial, number, request.search_term, spec.reuse)
+            self._experiment_id = experiment_id(self._target, spec.trial.journal_key)
+        link = RemoteSearchChannel(self._target, spec.trial, number, request.search_term, spec.reuse)
         wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), link, number)
         attempt = _RemoteAttempt(spec, number, request.milestone, trial.outbox, trial.post)
         self._attempts[trial.trial] = attempt
@@ -330,24 +332,26 @@ class RemoteExecutor:
 
         threading.Thread(target=copy_context().run, args=(wait_for_end,), daemon=True).start()
 
-    def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
+    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
         """Write a decision for the trial to the target with the next `poll`; do nothing if its attempt has ended."""
         attempt = self._attempts.get(trial)
         if attempt is None:
             return
-        if isinstance(said, Proceed):
-            attempt.milestone = said.milestone
-        self._queued_replies.append(attempt.make_reply(UNASKED if step is None else step, said))
+        if isinstance(decision, ContinueTraining):
+            attempt.milestone = decision.milestone
+        self._queued_replies.append(attempt.make_reply(UNSOLICITED_STEP if step is None else step, decision))
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
         """Request every trial to save and end. After an error of the target, call it again."""
         if not self._stopped:
-            self._launch.withdraw()
+            self._launch.cancel_unstarted()
             self._write_queued_replies()
-            self._write_replies([attempt.make_reply(UNASKED, StopAndSave()) for attempt in self._attempts.values()])
+            self._write_replies(
+                [attempt.make_reply(UNSOLICITED_STEP, CheckpointAndStop()) for attempt in self._attempts.values()]
+            )
             self._stopped = True
 
-    def poll(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, patience: timedelta) -> list[Message]:
         """Write the decisions; return the new messages, and wait up to `patience` for the first one.
 
         The end of an attempt is returned after all its posts. If its outbox cannot be read, the end waits for this,
@@ -367,11 +371,11 @@ class RemoteExecutor:
             if messages or ready or time.monotonic() >= end:
                 return [*messages, *ready]
 
-    def forget(self, trial: str) -> None:
+    def remove_attempt(self, trial: str) -> None:
         """Remove an attempt that has ended."""
         del self._attempts[trial]
 
-    def refuse(self) -> None:
+    def reject_events(self) -> None:
         """Do nothing: remote attempts submit no events."""
 
     def _record_exit(self, attempt: _RemoteAttempt, exited: AttemptExited) -> None:
@@ -402,7 +406,7 @@ class RemoteExecutor:
             if self._unread_since is None:
                 logging.getLogger("prefect_tune").warning("cannot read outboxes of trials; retrying: %s", errors[0])
                 self._unread_since = time.monotonic()
-            if time.monotonic() - self._unread_since > _UNREAD.total_seconds():
+            if time.monotonic() - self._unread_since > _MAX_READ_OUTAGE.total_seconds():
                 raise errors[0]
         return [
             message
@@ -413,15 +417,17 @@ class RemoteExecutor:
 
     def _make_messages(self, number: int, post: Post, attempt: _RemoteAttempt) -> list[Message]:
         trial = attempt.spec.trial.trial
-        messages: list[Message] = [PostReceived(trial, number, post.events)]
+        messages: list[Message] = [PostArrived(trial, number, post.events)]
         for event in post.events:
             match event:
-                case Started(from_step=step) if attempt.needs_decision_at(step):  # it may wait at its milestone
+                case AttemptStarted(from_step=step) if attempt.needs_decision_at(step):  # it may wait at its milestone
                     messages.append(RemoteAttemptStarted(trial))
-                case Reported(report=report, asks=True) if attempt.needs_decision_at(report.step):
-                    messages.append(AnswerAwaited(trial, report))
-                case Reported(report=report, asks=True):  # its request is older than the latest decision
-                    self._queued_replies.append(attempt.make_reply(report.step, Proceed(milestone=attempt.milestone)))
+                case StepReported(report=report, asks=True) if attempt.needs_decision_at(report.step):
+                    messages.append(DecisionAwaited(trial, report))
+                case StepReported(report=report, asks=True):  # its request is older than the latest decision
+                    self._queued_replies.append(
+                        attempt.make_reply(report.step, ContinueTraining(milestone=attempt.milestone))
+                    )
                 case _:
                     pass
         return messages
@@ -435,11 +441,11 @@ class RemoteExecutor:
         first = {reply[:3]: reply for reply in reversed(replies)}
 
         def write_all(store: ObjectStore) -> None:
-            for _ in store.map(lambda reply: answer(store, *reply), first.values()):
+            for _ in store.map(lambda reply: send_answer(store, *reply), first.values()):
                 pass
 
         if replies:
-            on_target(self._target, write_all, _SEARCH_TIMEOUT)
+            with_store(self._target, write_all, _SEARCH_TIMEOUT)
 
 
 @contextmanager
@@ -463,5 +469,5 @@ def _read_new_posts(
         except (JournalCorrupt, UnknownVersion) as error:
             attempt.damage = error
         attempt.last_post += len(posts)
-        attempt.unread_since = time.monotonic() if len(posts) == POSTS_AT_ONCE else None  # there may be more posts
+        attempt.unread_since = time.monotonic() if len(posts) == MAX_POSTS_PER_READ else None  # there may be more posts
     return posts

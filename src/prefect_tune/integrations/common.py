@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.runtime.ranks import START_RANKS
-from prefect_tune.runtime.trainable import TrialOver, get_checkpoint, get_trial, report_step, session_of_process
+from prefect_tune.runtime.ranks import RANKS_ADVICE
+from prefect_tune.runtime.trainable import StopTraining, get_checkpoint, get_process_session, get_trial, report_step
 
 _log = logging.getLogger("prefect_tune")
 
@@ -21,8 +21,10 @@ MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
 """One metric, several metrics, `{reported name: framework's name}`, or None for all."""
 
 
-def chosen(metrics: Mapping[str, object], wanted: MetricNames, *, may_lack: bool = False) -> Mapping[str, object]:
-    """Return the wanted metrics of a framework's metrics; with `may_lack`, missing ones are left out.
+def select_metrics(
+    metrics: Mapping[str, object], wanted: MetricNames, *, allow_missing: bool = False
+) -> Mapping[str, object]:
+    """Return the wanted metrics of a framework's metrics; with `allow_missing`, missing ones are left out.
 
     Raises:
         BadMetric: a wanted metric is missing.
@@ -32,25 +34,25 @@ def chosen(metrics: Mapping[str, object], wanted: MetricNames, *, may_lack: bool
     names = [wanted] if isinstance(wanted, str) else wanted
     sources = names if isinstance(names, Mapping) else {name: name for name in names}
     absent = [source for source in sources.values() if source not in metrics]
-    if absent and not may_lack:
+    if absent and not allow_missing:
         raise BadMetric(f"expected metrics {absent}, found only {sorted(metrics)}")
     return {name: metrics[source] for name, source in sources.items() if source in metrics}
 
 
-def goes_on_after(metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False) -> bool:
+def try_report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> bool:
     """Report a step, with a checkpoint if one is due; return False if the trial has ended and the loop must end.
 
-    Code after the loop runs like after early stopping; its reports are ignored. With `may_lack` the report may lack the
-    metric of the search: the first validation, which measures it, has not finished yet.
+    Code after the loop runs like after early stopping; its reports are ignored. With `allow_missing` the report may
+    lack the metric of the search: the first validation, which measures it, has not finished yet.
     """
     try:
-        report_step(metrics, save, may_lack=may_lack)
-    except TrialOver:
+        report_step(metrics, save, allow_missing=allow_missing)
+    except StopTraining:
         return False
     return True
 
 
-def require_ranks(framework: str, world_size: int) -> int:
+def require_world_size(framework: str, world_size: int) -> int:
     """Return the rank of this process.
 
     Raises:
@@ -60,18 +62,18 @@ def require_ranks(framework: str, world_size: int) -> int:
     if trial.world_size != world_size:
         raise InvalidInput(
             f"{framework}: expected {trial.world_size} process{'' if trial.world_size == 1 else 'es'}, like the trial, "
-            f"found {world_size}. {START_RANKS}"
+            f"found {world_size}. {RANKS_ADVICE}"
         )
     return trial.rank
 
 
-def restored_directory() -> Path | None:
+def get_checkpoint_directory() -> Path | None:
     """Return the local directory of the checkpoint to resume from; None on a fresh start."""
     checkpoint = get_checkpoint()
     return Path(checkpoint.path) if checkpoint is not None else None
 
 
-def path_of_trial(path: str, option: str | None = None) -> str:
+def make_trial_path(path: str, option: str | None = None) -> str:
     """Return a path of this trial only, for files that its framework would write to `path`, like in other trials.
 
     The path is below the trial's directory. `path` is unchanged if it contains the trial's ID, or is in the trial's
@@ -83,7 +85,7 @@ def path_of_trial(path: str, option: str | None = None) -> str:
     """
     trial, absolute = get_trial(), Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links need not be followed
     # With isolation="thread", all trials share the folder for temporary files.
-    own_folders = [trial.directory, *([Path(tempfile.gettempdir())] if session_of_process() is not None else ())]
+    own_folders = [trial.directory, *([Path(tempfile.gettempdir())] if get_process_session() is not None else ())]
     part = r"\d" if trial.id.isdigit() else r"[^\W_]"  # 00001 is not in run-100001
     has_id = re.search(f"(?<!{part}){re.escape(trial.id)}(?!{part})", path)
     if has_id or any(absolute.is_relative_to(folder) for folder in own_folders):
@@ -103,7 +105,7 @@ def path_of_trial(path: str, option: str | None = None) -> str:
     return moved
 
 
-def callbacks_beside(callback: object) -> Sequence[object]:
+def find_sibling_callbacks(callback: object) -> Sequence[object]:
     """Return the list of callbacks that contains `callback`: Keras and XGBoost do not pass it to their callbacks."""
     frame = sys._getframe(1).f_back  # noqa: SLF001 - the frames lead to the calling object
     while frame is not None:
@@ -114,7 +116,7 @@ def callbacks_beside(callback: object) -> Sequence[object]:
     return ()
 
 
-def missing(error: ModuleNotFoundError, extra: str, *modules: str) -> ImportError:
+def missing_extra_error(error: ModuleNotFoundError, extra: str, *modules: str) -> ImportError:
     """Return an error with the install command of the extra, or `error` if another module is missing."""
     if (error.name or "").partition(".")[0] not in (modules or (extra,)):
         return error

@@ -14,12 +14,12 @@ from typing import Any
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.integrations.common import (
     MetricNames,
-    callbacks_beside,
-    chosen,
-    goes_on_after,
-    missing,
-    path_of_trial,
-    restored_directory,
+    find_sibling_callbacks,
+    get_checkpoint_directory,
+    make_trial_path,
+    missing_extra_error,
+    select_metrics,
+    try_report_step,
 )
 from prefect_tune.runtime.trainable import save_last_step
 
@@ -27,9 +27,9 @@ try:
     import keras
     import numpy as np
 except ModuleNotFoundError as error:
-    raise missing(error, "keras", "keras", "numpy") from error
+    raise missing_extra_error(error, "keras", "keras", "numpy") from error
 
-__all__ = ["TuneReportCheckpointCallback", "load_variables", "restored_epoch"]
+__all__ = ["TuneReportCheckpointCallback", "get_initial_epoch", "load_variables"]
 
 _VARIABLES_FILE, _POSITION_FILE = "variables.npz", "place.json"
 _PATH_ATTRIBUTES = {
@@ -41,9 +41,9 @@ _PATH_ATTRIBUTES = {
 """The attribute with the path to which a callback writes; other attributes may contain paths below it."""
 
 
-def restored_epoch() -> int:
+def get_initial_epoch() -> int:
     """Return the `initial_epoch` of a resumed trial: the number of epochs trained; 0 on a fresh start."""
-    directory = restored_directory()
+    directory = get_checkpoint_directory()
     return int(json.loads((directory / _POSITION_FILE).read_text())["epochs"]) if directory else 0
 
 
@@ -90,13 +90,13 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        for callback in callbacks_beside(self):
+        for callback in find_sibling_callbacks(self):
             _move_paths(callback)
 
     def on_train_begin(self, logs: Any = None) -> None:
         del logs
-        self._epochs = restored_epoch()
-        directory = restored_directory()
+        self._epochs = get_initial_epoch()
+        directory = get_checkpoint_directory()
         if directory is not None:
             load_variables(directory, self.model)
             self._restored_random_state = json.loads((directory / _POSITION_FILE).read_text())["random"]
@@ -111,7 +111,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
         self._epochs = epoch + 1
-        if not goes_on_after(chosen(logs or {}, self._metrics), self._save_state):
+        if not try_report_step(select_metrics(logs or {}, self._metrics), self._save_state):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -129,7 +129,7 @@ def _move_paths(callback: object) -> None:
     for kind, attribute in _PATH_ATTRIBUTES.items():
         if isinstance(callback, kind):
             original = os.fspath(getattr(callback, attribute))
-            path = path_of_trial(original, f"{kind.__name__}({attribute})")
+            path = make_trial_path(original, f"{kind.__name__}({attribute})")
             if path == original:
                 continue
             if kind is keras.callbacks.BackupAndRestore:

@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import MetricNames, chosen, goes_on_after, missing, restored_directory
+from prefect_tune.integrations.common import (
+    MetricNames,
+    get_checkpoint_directory,
+    missing_extra_error,
+    select_metrics,
+    try_report_step,
+)
 from prefect_tune.runtime.trainable import save_last_step
 
 try:
     import lightgbm as lgb
 except ModuleNotFoundError as error:
-    raise missing(error, "lightgbm") from error
+    raise missing_extra_error(error, "lightgbm") from error
 
-__all__ = ["TuneReportCheckpointCallback", "continuing", "load_booster", "train"]
+__all__ = ["TuneReportCheckpointCallback", "load_booster", "remaining_rounds", "train"]
 
 _MODEL_FILE = "model.txt"
 
@@ -26,9 +32,9 @@ def load_booster(directory: str | Path) -> lgb.Booster:
     return lgb.Booster(model_file=Path(directory, _MODEL_FILE))
 
 
-def continuing(num_boost_round: int) -> dict[str, Any]:
+def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
     """Return `num_boost_round` and `init_model` for `lgb.train`: all rounds, or the remaining rounds after a resume."""
-    directory = restored_directory()
+    directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.current_iteration() if booster else 0
     return {"num_boost_round": num_boost_round - done, "init_model": booster}
@@ -62,7 +68,7 @@ class TuneReportCheckpointCallback:
     def _report_round(self, env: lgb.callback.CallbackEnv) -> None:
         evaluated = env.evaluation_result_list or []
         last = {f"{data}-{name}": value for data, name, value, *_ in evaluated}
-        if not goes_on_after(chosen(last, self._metrics), partial(_save_booster, env.model)):
+        if not try_report_step(select_metrics(last, self._metrics), partial(_save_booster, env.model)):
             raise lgb.callback.EarlyStopException(env.iteration, evaluated)
 
 
@@ -100,7 +106,7 @@ def train(
         metrics: see `TuneReportCheckpointCallback`.
         options: options of `lgb.train`; `callbacks` restart in each segment.
     """
-    directory = restored_directory()
+    directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     reported_rounds = booster.current_iteration() if booster else 0
     callbacks = [*options.pop("callbacks", ()), _ReplayCallback(metrics, reported_rounds)]

@@ -14,12 +14,12 @@ from typing import Any
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.integrations.common import (
     MetricNames,
-    chosen,
-    goes_on_after,
-    missing,
-    path_of_trial,
-    require_ranks,
-    restored_directory,
+    get_checkpoint_directory,
+    make_trial_path,
+    missing_extra_error,
+    require_world_size,
+    select_metrics,
+    try_report_step,
 )
 from prefect_tune.runtime.trainable import save_last_step
 
@@ -29,11 +29,11 @@ try:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 except ModuleNotFoundError as error:
-    raise missing(error, "lightning", "lightning", "torch") from error
+    raise missing_extra_error(error, "lightning", "lightning", "torch") from error
 
 from prefect_tune.integrations.torch import ResumableLoader, random_state, set_random_state
 
-__all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
+__all__ = ["TuneReportCheckpointCallback", "get_checkpoint_path"]
 
 _CHECKPOINT_FILE = "checkpoint.ckpt"
 _RANK_FILE = "random-{}.pt"
@@ -52,9 +52,9 @@ _USED_INTERNALS = (
 """Used internals of Lightning's training loop: no public API saves between two batches or epochs."""
 
 
-def restored_checkpoint() -> str | None:
+def get_checkpoint_path() -> str | None:
     """Return the `ckpt_path` of a resumed trial; None on a fresh start."""
-    directory = restored_directory()
+    directory = get_checkpoint_directory()
     return str(directory / _CHECKPOINT_FILE) if directory else None
 
 
@@ -113,16 +113,16 @@ class TuneReportCheckpointCallback(Callback):
         Lightning sets up a `ModelCheckpoint` after all other callbacks.
         """
         del pl_module
-        self._rank = require_ranks("Trainer", trainer.world_size)
+        self._rank = require_world_size("Trainer", trainer.world_size)
         root = trainer.default_root_dir
         option = None if root == os.getcwd() else "Trainer(default_root_dir)"  # noqa: PTH109 - Lightning's default
-        trainer._default_root_dir = path_of_trial(root, option)  # there is no public name
+        trainer._default_root_dir = make_trial_path(root, option)  # there is no public name
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger | TensorBoardLogger):
                 _move_logger(logger, None if logger.save_dir == root else f"{type(logger).__name__}(save_dir)")
         for checkpoint in trainer.checkpoint_callbacks:
             if getattr(checkpoint, "dirpath", None):
-                checkpoint.dirpath = path_of_trial(checkpoint.dirpath, "ModelCheckpoint(dirpath)")
+                checkpoint.dirpath = make_trial_path(checkpoint.dirpath, "ModelCheckpoint(dirpath)")
         self._trainer = trainer
         if stage == "fit":
             self._patch_loops(trainer.fit_loop)
@@ -166,7 +166,7 @@ class TuneReportCheckpointCallback(Callback):
         # Lightning's own SIGTERM handler would end the training at the next batch, before its report and save.
         signals = self._trainer._signal_connector
         signals._register_signal(signal.SIGTERM, signals._original_handlers[signal.SIGTERM])
-        if restored_checkpoint() is not None and self._restored_state is None:
+        if get_checkpoint_path() is not None and self._restored_state is None:
             raise InvalidInput("trainer.fit: the trial resumes from a checkpoint: pass ckpt_path=restored_checkpoint()")
         on_run_start()
         if self._restored_state is None:
@@ -190,7 +190,7 @@ class TuneReportCheckpointCallback(Callback):
             _end_epochs(validation._combined_loader)
         self._trainer.callback_metrics.update(state["metrics"])
         self._trainer.should_stop |= state["should_stop"]
-        rank_file = Path(restored_directory() or "", _RANK_FILE.format(self._rank))
+        rank_file = Path(get_checkpoint_directory() or "", _RANK_FILE.format(self._rank))
         # A rank that is not in the checkpoint uses the random state of rank 0.
         has_state = self._rank > 0 and rank_file.exists()
         set_random_state(torch.load(rank_file, weights_only=True) if has_state else state["random"])
@@ -224,8 +224,10 @@ class TuneReportCheckpointCallback(Callback):
     def _report_metrics(self, metrics: Mapping[str, object]) -> None:
         self._due_metrics = None
         may_lack = self._trainer.enable_validation and not self._has_validated
-        reported = {} if self._rank else chosen(metrics, self._metrics, may_lack=may_lack)  # only rank 0's count
-        if not goes_on_after(reported, self._save_trainer, may_lack=may_lack):
+        reported = (
+            {} if self._rank else select_metrics(metrics, self._metrics, allow_missing=may_lack)
+        )  # only rank 0's count
+        if not try_report_step(reported, self._save_trainer, allow_missing=may_lack):
             self._trainer.should_stop = True
 
     def _save_trainer(self, directory: str) -> None:
@@ -238,9 +240,9 @@ class TuneReportCheckpointCallback(Callback):
 def _move_logger(logger: Any, option: str | None) -> None:
     """Restart a logger, which Lightning has already opened, below the trial's directory."""
     original = logger.log_dir
-    if path_of_trial(original) == original:
+    if make_trial_path(original) == original:
         return
-    directory = path_of_trial(logger.save_dir, option)
+    directory = make_trial_path(logger.save_dir, option)
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.close()
     with suppress(OSError):  # another trial may use the folder too

@@ -35,33 +35,40 @@ from optuna.pruners import (
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
+from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.metrics import convert_fields
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Continue, Decision, Schedule, Scheduler, Stop, TrialReport
-from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.search.base import Exhausted, Proposed, Search, SearchState, Space, Suggestion
 from prefect_tune.core.search.domains import Domain, as_dicts, has_grid
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import ENDLESS, require_samples
-from prefect_tune.core.search.space import fixed_by, holds, is_same, resolve, valid_points, valid_space
-from prefect_tune.core.shown_text import plural
+from prefect_tune.core.search.random_search import UNLIMITED, require_num_samples
+from prefect_tune.core.search.space import (
+    are_json_equal,
+    contains_part,
+    fixed_parameters,
+    resolve_space,
+    validate_points,
+    validate_space,
+)
 from prefect_tune.core.values import StepReport, TrialId
 from prefect_tune.integrations.optuna_study import (
-    Parameters,
     SeededSampler,
     Study,
+    TrialParameters,
     check_sampler,
     distribution_of,
-    drawn_from,
-    ends_by_itself,
-    named_domains,
-    parameters_in,
-    quiet,
-    sampler_from,
-    stored_as,
-    values_of,
-    without_functions,
-    without_the_undrawn,
+    drop_functions,
+    from_optuna_value,
+    is_exhaustive,
+    iter_domains,
+    make_sampler,
+    mask_undrawable_options,
+    objective_values,
+    read_parameters,
+    silencing_optuna,
+    to_optuna_value,
 )
 
 __all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]
@@ -100,19 +107,19 @@ class _OptunaSchedule(Schedule):
         # Hyperband chooses a trial's bracket by the study's name and the trial's number.
         self._study = Study(f"prefect-tune-{seed}", self._objective.modes)
         self._study.pruner = pruner
-        self._trials = self._study.trials_stored
+        self._trials = self._study.trial_storage
         self._ids: dict[TrialId, int] = {}
         self._stops: dict[TrialId, Stop] = {}
 
-    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+    def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
         if trial in self._ids:
-            self._trials.reopen(self._ids[trial])
+            self._trials.reopen_trial(self._ids[trial])
             self._stops.pop(trial, None)
         else:
-            self._ids[trial] = self._trials.begin()._trial_id  # noqa: SLF001 - there is no public name
+            self._ids[trial] = self._trials.add_running_trial()._trial_id  # noqa: SLF001 - there is no public name
 
-    def milestone(self, trial: TrialId, step: int) -> int | None:
+    def next_milestone(self, trial: TrialId, step: int) -> int | None:
         del trial
         match self._pruner:
             case NopPruner():
@@ -132,9 +139,9 @@ class _OptunaSchedule(Schedule):
         trial_id, step = self._ids[report.trial], report.report.step
         last_step = self._trials.get_trial(trial_id).last_step
         if last_step is None or step > last_step:
-            (value,) = values_of(self._objective, report.report.metrics, f"trial {report.trial!r}, step {step}")
+            (value,) = objective_values(self._objective, report.report.metrics, f"trial {report.trial!r}, step {step}")
             self._trials.set_trial_intermediate_value(trial_id, step, value)
-            with quiet():
+            with silencing_optuna():
                 is_pruned = self._pruner.prune(self._study, self._trials.get_trial(trial_id))
             if is_pruned:
                 result = {"metric": self._objective.metrics[0], "value": float(value)}
@@ -142,7 +149,7 @@ class _OptunaSchedule(Schedule):
                 self._stops[report.trial] = Stop(reason=reason)
         return self._stops.get(report.trial) or Continue()
 
-    def ended(self, trial: TrialId) -> None:
+    def on_trial_ended(self, trial: TrialId) -> None:
         stored = self._trials.get_trial(self._ids[trial])
         if stored.last_step is None:
             self._trials.set_trial_state_values(self._ids[trial], TrialState.FAIL)
@@ -188,33 +195,33 @@ class OptunaSearch(Search):
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        require_samples(self.num_samples)
+        require_num_samples(self.num_samples)
         object.__setattr__(self, "sampler", as_dicts(self.sampler))
         object.__setattr__(self, "constraints", as_dicts(self.constraints))
-        object.__setattr__(self, "points_to_evaluate", valid_points(self.points_to_evaluate))
-        sampler_from(self.sampler)
+        object.__setattr__(self, "points_to_evaluate", validate_points(self.points_to_evaluate))
+        make_sampler(self.sampler)
 
-    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         if objective is None:
             raise InvalidInput("OptunaSearch: expected a metric, found none: set metric and mode")
-        sampler = sampler_from(self.sampler)
-        if self.num_samples is None and not ends_by_itself(sampler):
+        sampler = make_sampler(self.sampler)
+        if self.num_samples is None and not is_exhaustive(sampler):
             raise InvalidInput(f"OptunaSearch: expected num_samples, since {type(sampler).__name__} never ends")
-        copied = valid_space(space)
+        copied = validate_space(space)
         if has_grid(copied):
             raise InvalidInput(
                 "OptunaSearch: expected a space without grid_search, which a sampler cannot try completely: use choice "
                 "or RandomSearch"
             )
-        check_sampler(sampler, dict(named_domains(copied)), len(objective.metrics))
+        check_sampler(sampler, dict(iter_domains(copied)), len(objective.metrics))
         return _OptunaSearchState(self, copied, objective, SeededSampler(sampler, seed))
 
     def trial_count(self, space: Space) -> int | None:
         del space
-        return None if self.num_samples == ENDLESS else self.num_samples
+        return None if self.num_samples == UNLIMITED else self.num_samples
 
 
-class _OptunaSearchState(Proposals):
+class _OptunaSearchState(SearchState):
     """An Optuna study with the trials of the journal and the sampler's notes on them."""
 
     def __init__(
@@ -222,18 +229,18 @@ class _OptunaSearchState(Proposals):
     ) -> None:
         self._search = search
         self._space = space
-        self._readable_space = without_the_undrawn(space)
-        self._drawn_space = without_functions(space)
-        self._domains = dict(named_domains(self._drawn_space))
-        self._queued_points = [(point, fixed_by(point, space)) for point in search.points_to_evaluate]
+        self._readable_space = mask_undrawable_options(space)
+        self._drawn_space = drop_functions(space)
+        self._domains = dict(iter_domains(self._drawn_space))
+        self._queued_points = [(point, fixed_parameters(point, space)) for point in search.points_to_evaluate]
         self._objective = objective
         self._sampler = sampler
         self._has_one_metric = len(objective.metrics) == 1
         for point, fixed in self._queued_points:  # Optuna's grid sampler cannot draw missing values of a point
-            if sampler.draws_nothing and self._domains.keys() - fixed.keys():
+            if sampler.is_grid and self._domains.keys() - fixed.keys():
                 raise InvalidInput(f"points_to_evaluate: expected values for all parameters of a grid, found {point!r}")
         self._study = Study(_STUDY_NAME, objective.modes)
-        self._trials = self._study.trials_stored
+        self._trials = self._study.trial_storage
         self._trials_by_number: dict[int, tuple[int, Mapping[str, object]]] = {}  # Optuna's id and the configuration
         self._tried_keys: set[object] = set()
         self._stopped_numbers: set[int] = set()
@@ -241,87 +248,87 @@ class _OptunaSearchState(Proposals):
 
     def suggest(self, number: int) -> Suggestion:
         count = self._search.num_samples
-        if count is not None and number >= count != ENDLESS:
-            return Exhausted(plural(count, "sample", "samples"))
+        if count is not None and number >= count != UNLIMITED:
+            return Exhausted(pluralize(count, "sample", "samples"))
         if self._is_exhausted:
             return _EXHAUSTED
         fixed = self._queued_points[0][1] if self._queued_points else _NO_VALUES
         trial, config = self._propose(number, fixed)
-        if not fixed and self._sampler.ends_by_itself and _proposal_key(trial) in self._tried_keys:
+        if not fixed and self._sampler.is_exhaustive and _proposal_key(trial) in self._tried_keys:
             self._is_exhausted = True  # Optuna keeps the unused trial; there are no further proposals
             return _EXHAUSTED
         self._pop_point(config)
-        parameters = parameters_in(self._readable_space, self._domains, config)
+        parameters = read_parameters(self._readable_space, self._domains, config)
         assert parameters is not None, config  # noqa: S101 - drawn from the same space
         self._store(number, config, trial, parameters)
         return Proposed(config)
 
-    def recall(self, number: int, config: Mapping[str, object]) -> None:
+    def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         fixed = self._pop_point(config)
-        parameters = parameters_in(self._readable_space, self._domains, config)
-        if parameters is None or not (parameters.is_whole or self._sampler.sees_parts):
+        parameters = read_parameters(self._readable_space, self._domains, config)
+        if parameters is None or not (parameters.is_complete or self._sampler.accepts_partial_trials):
             return
-        if not self._sampler.is_replayed_by_asking:
-            self._store(number, config, self._trials.begin(), parameters)
+        if not self._sampler.needs_replay:
+            self._store(number, config, self._trials.add_running_trial(), parameters)
             return
         trial, proposed = self._propose(number, fixed)
-        if self._sampler.ends_by_itself and not is_same(proposed, config):
+        if self._sampler.is_exhaustive and not are_json_equal(proposed, config):
             trial.system_attrs = {}  # another search proposed it: the queued point is still untried
         self._store(number, config, trial, parameters)
 
-    def reported(self, number: int, report: StepReport) -> None:
+    def on_report(self, number: int, report: StepReport) -> None:
         if number in self._trials_by_number and self._has_one_metric:  # else Optuna has no intermediate values
             trial_id, _ = self._trials_by_number[number]
-            (value,) = values_of(self._objective, report.metrics, f"trial {number}, step {report.step}")
+            (value,) = objective_values(self._objective, report.metrics, f"trial {number}, step {report.step}")
             self._reopen_trial(number)
             self._trials.set_trial_intermediate_value(trial_id, report.step, value)
 
-    def stopped(self, number: int) -> None:
+    def on_trial_stopped(self, number: int) -> None:
         self._stopped_numbers.add(number)
 
-    def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
+    def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
         was_stopped = number in self._stopped_numbers
         self._stopped_numbers.discard(number)
         if number not in self._trials_by_number:
             return
         self._reopen_trial(number)
-        if failed or last is None:
+        if failed or report is None:
             self._tell_sampler(number, TrialState.FAIL, None)
             return
         state, values = TrialState.PRUNED, None
         try:
-            self.reported(number, last)
-            self._store_metrics(*self._trials_by_number[number], last, f"trial {number}")
+            self.on_report(number, report)
+            self._store_metrics(*self._trials_by_number[number], report, f"trial {number}")
             if not (was_stopped and self._has_one_metric):
-                values = values_of(self._objective, last.metrics, f"trial {number}, step {last.step}")
+                values = objective_values(self._objective, report.metrics, f"trial {number}, step {report.step}")
                 state = TrialState.COMPLETE
         except BadMetric as error:
             _log.warning("the search counts this trial as failed: %s", error)
             state, values = TrialState.FAIL, None
         self._tell_sampler(number, state, values)
 
-    def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
+    def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
         """Add a trial of another experiment; the sampler did not propose it and has no notes on it."""
-        parameters = parameters_in(self._readable_space, self._domains, config)
-        if parameters is None or not (parameters.is_whole or self._sampler.sees_parts):
+        parameters = read_parameters(self._readable_space, self._domains, config)
+        if parameters is None or not (parameters.is_complete or self._sampler.accepts_partial_trials):
             return False
         try:
-            values = values_of(self._objective, last.metrics, _FOREIGN_TRIAL)
+            values = objective_values(self._objective, report.metrics, _FOREIGN_TRIAL)
         except BadMetric:
             return False
-        trial_id = self._trials.correct(self._trials.begin(), parameters, {})._trial_id  # noqa: SLF001 - no public name
+        trial_id = self._trials.replace_parameters(self._trials.add_running_trial(), parameters, {})._trial_id  # noqa: SLF001 - no public name
         is_pruned = stopped and self._has_one_metric
         if self._has_one_metric:
-            self._trials.set_trial_intermediate_value(trial_id, last.step, values[0])
+            self._trials.set_trial_intermediate_value(trial_id, report.step, values[0])
         with suppress(BadMetric):  # the other experiment may lack the metrics of these constraints
-            self._store_metrics(trial_id, config, last, _FOREIGN_TRIAL)
+            self._store_metrics(trial_id, config, report, _FOREIGN_TRIAL)
         state = TrialState.PRUNED if is_pruned else TrialState.COMPLETE
         self._trials.set_trial_state_values(trial_id, state, None if is_pruned else values)
         return True
 
     def _pop_point(self, config: Mapping[str, object]) -> Mapping[str, object]:
         """Remove the queued point that `config` contains, and return the values that the point fixes."""
-        matches = (index for index, (point, _) in enumerate(self._queued_points) if holds(config, point))
+        matches = (index for index, (point, _) in enumerate(self._queued_points) if contains_part(config, point))
         index = next(matches, None)
         return _NO_VALUES if index is None else self._queued_points.pop(index)[1]
 
@@ -332,31 +339,35 @@ class _OptunaSearchState(Proposals):
         def draw(name: str, domain: Domain) -> float:
             # Also suggest fixed values: Optuna needs them before it draws parameters that depend on them.
             stored = trial._suggest(name, distribution_of(domain))  # noqa: SLF001 - like suggest_float and others
-            value = drawn.setdefault(name, drawn_from(domain, stored))
+            value = drawn.setdefault(name, from_optuna_value(domain, stored))
             assert isinstance(value, int | float), name  # noqa: S101 - fixed values come from the same space
             return value
 
-        self._study.sampler = self._sampler.proposing(number)
-        with quiet():
+        self._study.sampler = self._sampler.sampler_for_proposal(number)
+        with silencing_optuna():
             if fixed:
                 domains = self._domains
-                stored = {name: stored_as(domains[name], value) for name, value in fixed.items() if name in domains}
+                stored = {
+                    name: to_optuna_value(domains[name], value) for name, value in fixed.items() if name in domains
+                }
                 self._study.enqueue_trial(stored)
             trial = self._study.ask()
-            resolve(self._drawn_space, draw)
-        return self._trials.get_trial(trial._trial_id), resolve(self._space, draw, drawn)  # noqa: SLF001 - Optuna's id
+            resolve_space(self._drawn_space, draw)
+        return self._trials.get_trial(trial._trial_id), resolve_space(self._space, draw, drawn)  # noqa: SLF001 - Optuna's id
 
-    def _store(self, number: int, config: Mapping[str, object], trial: FrozenTrial, parameters: Parameters) -> None:
+    def _store(
+        self, number: int, config: Mapping[str, object], trial: FrozenTrial, parameters: TrialParameters
+    ) -> None:
         """Store the trial in the study; the result is the same for a new proposal and a trial of the journal."""
-        notes = trial.system_attrs if self._sampler.is_replayed_by_asking else {}
-        stored = self._trials.correct(trial, parameters, notes)
+        notes = trial.system_attrs if self._sampler.needs_replay else {}
+        stored = self._trials.replace_parameters(trial, parameters, notes)
         self._trials_by_number[number] = (stored._trial_id, config)  # noqa: SLF001 - there is no public name
         self._tried_keys.add(_proposal_key(stored))
 
     def _reopen_trial(self, number: int) -> None:
         """Set an ended trial to running, since it was resumed."""
-        if self._trials.reopen(self._trials_by_number[number][0]):
-            self._sampler.forget()
+        if self._trials.reopen_trial(self._trials_by_number[number][0]):
+            self._sampler.reset_search_space_cache()
 
     def _store_metrics(self, trial_id: int, config: Mapping[str, object], last: StepReport, trial_name: str) -> None:
         """Store the trial's metrics, which the sampler's own functions read, and its constraint violations."""
@@ -378,14 +389,14 @@ class _OptunaSearchState(Proposals):
         violations = Objective(metrics=tuple(names), modes=("min",) * len(names)).losses(
             values, f"{trial_name}, step {last.step}: constraints"
         )
-        self._trials.constrain(trial_id, dict(zip(names, violations, strict=True)))
+        self._trials.set_constraint_violations(trial_id, dict(zip(names, violations, strict=True)))
 
     def _tell_sampler(self, number: int, state: TrialState, values: Sequence[float] | None) -> None:
         trial = self._trials.get_trial(self._trials_by_number[number][0])
-        if self._sampler.ends_by_itself:  # its `after_trial` would only search the grid again
+        if self._sampler.is_exhaustive:  # its `after_trial` would only search the grid again
             self._trials.set_trial_state_values(trial._trial_id, state, values)  # noqa: SLF001 - no public name
             return
-        self._study.sampler = self._sampler.hearing(number)
+        self._study.sampler = self._sampler.sampler_for_result(number)
         self._study.tell(trial.number, values, state)
         self._is_exhausted = self._study.is_stopped
 

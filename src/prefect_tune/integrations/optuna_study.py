@@ -26,12 +26,12 @@ from optuna.storages import InMemoryStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from prefect_tune.core.display_text import did_you_mean
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import Choice, Domain, Float, Grid, Integer, Normal, SampleFrom
 from prefect_tune.core.search.objective import Mode, Objective
-from prefect_tune.core.search.space import Found, Misfit, below, option, read
+from prefect_tune.core.search.space import ParameterFound, ParameterMismatch, child_path, option_path, read_config
 from prefect_tune.core.seeded_random import integer
-from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.values import Metrics
 
 # Convert domains to Optuna's distributions, and values between the two.
@@ -43,18 +43,18 @@ _UNMATCHABLE = "\0"  # no configuration contains it
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class TrialParameters:
     """The parameters of a configuration in Optuna, in the order in which they are suggested."""
 
     values: Mapping[str, Scalar]
     distributions: Mapping[str, BaseDistribution]
-    is_whole: bool
+    is_complete: bool
     """Whether the space has no further parameters."""
 
 
-def parameters_in(
+def read_parameters(
     space: Mapping[str, object], domains: Mapping[str, Domain], config: Mapping[str, object]
-) -> Parameters | None:
+) -> TrialParameters | None:
     """Return the parameters of `config`, which may be from another space; None if one of them is outside of this space.
 
     `domains` are the domains of the space, in the order in which they are suggested. Parameters that only the space or
@@ -62,46 +62,46 @@ def parameters_in(
     """
     drawn: dict[str, object] = {}
     is_whole = True
-    for reading in read(space, config):
+    for reading in read_config(space, config):
         match reading:
-            case Found(name, _, value) if name in domains:
+            case ParameterFound(name, _, value) if name in domains:
                 drawn[name] = value
-            case Found():
+            case ParameterFound():
                 pass  # a function computes it from the others
-            case Misfit(name) if name in domains:
+            case ParameterMismatch(name) if name in domains:
                 return None
             case _:
                 is_whole = False
     present = {name: domain for name, domain in domains.items() if name in drawn}
-    values = {name: stored_as(domain, drawn[name]) for name, domain in present.items()}
-    return Parameters(values, {name: distribution_of(domain) for name, domain in present.items()}, is_whole)
+    values = {name: to_optuna_value(domain, drawn[name]) for name, domain in present.items()}
+    return TrialParameters(values, {name: distribution_of(domain) for name, domain in present.items()}, is_whole)
 
 
-def named_domains(node: object, name: str = "") -> Iterator[tuple[str, Domain]]:
+def iter_domains(node: object, name: str = "") -> Iterator[tuple[str, Domain]]:
     """Yield each domain of a space that can be drawn, including those in options, with its parameter's name."""
     match node:
         case dict():
             for key, child in node.items():
-                yield from named_domains(child, below(name, key))
+                yield from iter_domains(child, child_path(name, key))
         case list():
             for index, child in enumerate(node):
-                yield from named_domains(child, below(name, index))
+                yield from iter_domains(child, child_path(name, index))
         case Choice() | Grid():
             yield name, node
             for index, child in enumerate(node.options):
-                yield from named_domains(child, option(name, index))
+                yield from iter_domains(child, option_path(name, index))
         case Float() | Integer() | Normal():
             yield name, node
         case _:
             return
 
 
-def without_functions(space: Mapping[str, object]) -> dict[str, object]:
+def drop_functions(space: Mapping[str, object]) -> dict[str, object]:
     """Return a space without its functions, in alphabetical order, the only order that a journal keeps."""
     return {key: _map_nodes(space[key], lambda it: None if isinstance(it, SampleFrom) else it) for key in sorted(space)}
 
 
-def without_the_undrawn(space: Mapping[str, object]) -> dict[str, object]:
+def mask_undrawable_options(space: Mapping[str, object]) -> dict[str, object]:
     """Return a space in which no configuration matches an option of weight 0."""
 
     def mask_options(node: object) -> object:
@@ -129,7 +129,7 @@ def _map_nodes(node: object, change: Callable[[object], object]) -> object:
 def distribution_of(domain: Domain) -> BaseDistribution:
     """Return Optuna's distribution for a domain: a normal number is drawn by its quantile, a choice by its options.
 
-    Optuna has no steps on a logarithmic scale: it draws without steps, and `drawn_from` rounds.
+    Optuna has no steps on a logarithmic scale: it draws without steps, and `from_optuna_value` rounds.
     """
     match domain:
         case Float(low, high, "linear", q) if q is not None:
@@ -137,9 +137,9 @@ def distribution_of(domain: Domain) -> BaseDistribution:
         case Float(low, high, scale):
             return FloatDistribution(low, high, log=scale == "log")
         case Integer(low, _, "log"):
-            return IntDistribution(low, domain.last, log=True)
+            return IntDistribution(low, domain.max_value, log=True)
         case Integer(low):
-            return IntDistribution(low, low + (domain.last - low) // domain.step * domain.step, step=domain.step)
+            return IntDistribution(low, low + (domain.max_value - low) // domain.step * domain.step, step=domain.step)
         case Normal():
             return FloatDistribution(0.0, 1.0)
         case Choice() | Grid():
@@ -149,22 +149,22 @@ def distribution_of(domain: Domain) -> BaseDistribution:
             assert_never(domain)
 
 
-def drawn_from(domain: Domain, stored: Scalar) -> float:
+def from_optuna_value(domain: Domain, stored: Scalar) -> float:
     """Return the value, or the index of the option, that a value of Optuna represents."""
     match domain:
         case Float(_, high, _, None):
             return min(_require_number(stored), math.nextafter(high, -math.inf))
         case Float() | Integer():
-            return domain.nearest(_require_number(stored))
+            return domain.nearest_value(_require_number(stored))
         case Normal():
-            return domain.at(_require_number(stored))
+            return domain.draw_at(_require_number(stored))
         case Choice() | Grid():
             return _choice_labels(domain).index(stored)
         case _:
             assert_never(domain)
 
 
-def stored_as(domain: Domain, drawn: object) -> Scalar:
+def to_optuna_value(domain: Domain, drawn: object) -> Scalar:
     """Return Optuna's value for a value of a configuration, or for the index of an option."""
     match domain:
         case Float(_, _, "linear", q) if q is not None:
@@ -202,7 +202,7 @@ def _round_to_multiple(value: float, q: float) -> float:
 
 
 def _require_number(value: object) -> float:
-    assert isinstance(value, int | float), value  # noqa: S101 - `read` and Optuna's distributions ensure it
+    assert isinstance(value, int | float), value  # noqa: S101 - `read_config` and Optuna's distributions ensure it
     return value
 
 
@@ -212,14 +212,16 @@ class StudyStorage(InMemoryStorage):
     def create_only_study(self, name: str, modes: Sequence[Mode]) -> None:
         """Create the only study of this storage."""
         directions = [StudyDirection.MINIMIZE if mode == "min" else StudyDirection.MAXIMIZE for mode in modes]
-        with quiet():
+        with silencing_optuna():
             self._only_study = self.create_new_study(directions, name)
 
-    def begin(self) -> FrozenTrial:
+    def add_running_trial(self) -> FrozenTrial:
         """Add a running trial without parameters."""
         return self.get_trial(self.create_new_trial(self._only_study))
 
-    def correct(self, trial: FrozenTrial, parameters: Parameters, notes: Mapping[str, Any]) -> FrozenTrial:
+    def replace_parameters(
+        self, trial: FrozenTrial, parameters: TrialParameters, notes: Mapping[str, Any]
+    ) -> FrozenTrial:
         """Replace the parameters of a trial and the sampler's notes on it; return the new trial."""
         new_trial = copy.copy(trial)
         new_trial.params = dict(parameters.values)
@@ -228,13 +230,13 @@ class StudyStorage(InMemoryStorage):
         self._set_trial(trial._trial_id, new_trial)  # noqa: SLF001 - there is no public name
         return new_trial
 
-    def constrain(self, trial_id: int, values: Mapping[str, float]) -> None:
+    def set_constraint_violations(self, trial_id: int, values: Mapping[str, float]) -> None:
         """Store the trial's violation of each constraint: 0 or less if the constraint is met."""
         attributes = create_trial(state=TrialState.RUNNING, constraints=dict(values)).system_attrs
         for key, value in attributes.items():
             self.set_trial_system_attr(trial_id, key, value)
 
-    def reopen(self, trial_id: int) -> bool:
+    def reopen_trial(self, trial_id: int) -> bool:
         """Set an ended trial to running; return False if it was running."""
         trial = copy.copy(self.get_trial(trial_id))
         if not trial.state.is_finished():
@@ -248,9 +250,9 @@ class Study(optuna.Study):
     """A study with a `StudyStorage`, driven by ask and tell; its sampler is replaced before each use."""
 
     def __init__(self, name: str, modes: Sequence[Mode]) -> None:
-        self.trials_stored = StudyStorage()
-        self.trials_stored.create_only_study(name, modes)
-        super().__init__(name, self.trials_stored, RandomSampler(seed=0), NopPruner())
+        self.trial_storage = StudyStorage()
+        self.trial_storage.create_only_study(name, modes)
+        super().__init__(name, self.trial_storage, RandomSampler(seed=0), NopPruner())
         self.is_stopped = False
 
     def stop(self) -> None:
@@ -258,7 +260,7 @@ class Study(optuna.Study):
         self.is_stopped = True
 
 
-def values_of(objective: Objective, metrics: Metrics, where: str) -> tuple[float, ...]:
+def objective_values(objective: Objective, metrics: Metrics, where: str) -> tuple[float, ...]:
     """Return the objective's metrics with their reported signs, not as losses: a sampler may expect these signs.
 
     Raises:
@@ -269,7 +271,7 @@ def values_of(objective: Objective, metrics: Metrics, where: str) -> tuple[float
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silencing_optuna() -> Iterator[None]:
     """Let Optuna log only errors during the block; then restore its verbosity."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(max(verbosity, optuna.logging.ERROR))
@@ -326,23 +328,23 @@ class SeededSampler:
         if isinstance(core := unwrap_sampler(self._pristine), samplers.GridSampler):
             self._shared |= {id(part): part for part in (core._all_grids, core._search_space)}  # noqa: SLF001 - constant
         kinds = {type(part) for part in parts if isinstance(part, BaseSampler)} - {samplers.PartialFixedSampler}
-        self.is_replayed_by_asking = not kinds <= {*_STATELESS_SAMPLERS}
-        self.sees_parts = isinstance(unwrap_sampler(sampler), _PARTIAL_TRIAL_SAMPLERS)
-        self.ends_by_itself = ends_by_itself(sampler)
-        self.draws_nothing = isinstance(unwrap_sampler(sampler), samplers.GridSampler)
-        self.forget()  # a sampler may have been used before
+        self.needs_replay = not kinds <= {*_STATELESS_SAMPLERS}
+        self.accepts_partial_trials = isinstance(unwrap_sampler(sampler), _PARTIAL_TRIAL_SAMPLERS)
+        self.is_exhaustive = is_exhaustive(sampler)
+        self.is_grid = isinstance(unwrap_sampler(sampler), samplers.GridSampler)
+        self.reset_search_space_cache()  # a sampler may have been used before
 
-    def proposing(self, number: int) -> BaseSampler:
+    def sampler_for_proposal(self, number: int) -> BaseSampler:
         """Return the sampler for the proposal of trial `number`, which does not depend on earlier calls."""
         self._seed_generators("propose", number)
         return copy.deepcopy(self._pristine, dict(self._shared))
 
-    def hearing(self, number: int) -> BaseSampler:
+    def sampler_for_result(self, number: int) -> BaseSampler:
         """Return the sampler for the end of trial `number`: all later copies have what it stores then."""
         self._seed_generators("ended", number)
         return self._pristine
 
-    def forget(self) -> None:
+    def reset_search_space_cache(self) -> None:
         """Reset the caches that are derived from the trials: an ended trial is running again."""
         for part in self._shared.values():
             if isinstance(part, IntersectionSearchSpace):
@@ -353,7 +355,7 @@ class SeededSampler:
             _seed_generator(generator, integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, index))
 
 
-def sampler_from(value: object) -> BaseSampler:
+def make_sampler(value: object) -> BaseSampler:
     """Return a sampler, also for its name: `"TPESampler"`, `{"TPESampler": {"n_startup_trials": 20}}`; None for TPE.
 
     Raises:
@@ -381,7 +383,7 @@ def unwrap_sampler(sampler: BaseSampler) -> BaseSampler:
     return sampler
 
 
-def ends_by_itself(sampler: BaseSampler) -> bool:
+def is_exhaustive(sampler: BaseSampler) -> bool:
     """Return whether the sampler proposes each configuration once and then ends."""
     return isinstance(unwrap_sampler(sampler), _EXHAUSTIVE_SAMPLERS)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import missing
+from prefect_tune.integrations.common import missing_extra_error
 from prefect_tune.runtime.trainable import Trainable
 
 try:
@@ -16,7 +16,7 @@ try:
     import skops.io
     from sklearn.base import is_classifier
 except ModuleNotFoundError as error:
-    raise missing(error, "sklearn", "numpy", "sklearn", "skops") from error
+    raise missing_extra_error(error, "sklearn", "numpy", "sklearn", "skops") from error
 
 __all__ = ["PartialFitTrainable", "load_estimator"]
 

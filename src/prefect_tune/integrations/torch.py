@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.integrations.common import missing
+from prefect_tune.integrations.common import missing_extra_error
 
 try:
     import numpy as np
     import torch
 except ModuleNotFoundError as error:
-    raise missing(error, "torch", "numpy", "torch") from error
+    raise missing_extra_error(error, "torch", "numpy", "torch") from error
 
 __all__ = ["ResumableLoader", "Stateful", "load_state", "random_state", "save_state", "set_random_state"]
 

@@ -26,7 +26,7 @@ from typing import IO, Annotated, Any, Literal, TypeAlias, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput
-from prefect_tune.integrations.common import missing
+from prefect_tune.integrations.common import missing_extra_error
 from prefect_tune.runtime.checkpoint import Checkpoint
 
 try:
@@ -45,7 +45,7 @@ try:
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 except ModuleNotFoundError as error:
-    raise missing(error, "torch", "torch") from error
+    raise missing_extra_error(error, "torch", "torch") from error
 
 __all__ = ["CheckpointReader", "CheckpointWriter"]
 

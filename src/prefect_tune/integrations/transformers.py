@@ -12,27 +12,27 @@ from typing import Any
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.integrations.common import (
     MetricNames,
-    chosen,
-    goes_on_after,
-    missing,
-    path_of_trial,
-    require_ranks,
-    restored_directory,
+    get_checkpoint_directory,
+    make_trial_path,
+    missing_extra_error,
+    require_world_size,
+    select_metrics,
+    try_report_step,
 )
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
 except ModuleNotFoundError as error:
-    raise missing(error, "transformers") from error
+    raise missing_extra_error(error, "transformers") from error
 
-__all__ = ["TuneReportCheckpointCallback", "restored_checkpoint"]
+__all__ = ["TuneReportCheckpointCallback", "get_checkpoint_path"]
 
 _DEFAULT_OUTPUT_DIRS = ("trainer_output", "tmp_trainer")
 
 
-def restored_checkpoint() -> str | None:
+def get_checkpoint_path() -> str | None:
     """Return the directory for `resume_from_checkpoint`; None on a fresh start."""
-    directory = restored_directory()
+    directory = get_checkpoint_directory()
     return str(directory) if directory else None
 
 
@@ -75,7 +75,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         del control
-        self._rank = require_ranks("Trainer", args.world_size)
+        self._rank = require_world_size("Trainer", args.world_size)
         _move_output_dir(args)  # `add_callback` came after `on_init_end`
         if args.load_best_model_at_end:
             raise InvalidInput(
@@ -102,11 +102,11 @@ class TuneReportCheckpointCallback(TrainerCallback):
                 "Trainer(model): found a model with `model.add_adapter(config)`, whose checkpoints the Trainer cannot "
                 "load; pass `peft.get_peft_model(model, config)`"
             )
-        if restored_checkpoint() is not None and state.global_step == 0:
+        if get_checkpoint_path() is not None and state.global_step == 0:
             raise InvalidInput("trainer.train: the trial resumes: pass resume_from_checkpoint=restored_checkpoint()")
         for logs in state.log_history:  # after a resume, reports also include the metrics of an earlier evaluation
             self._metrics.update({name: value for name, value in logs.items() if name != "step"})
-        if (directory := restored_checkpoint()) is not None and isinstance(model, PreTrainedModel):
+        if (directory := get_checkpoint_path()) is not None and isinstance(model, PreTrainedModel):
             # The Trainer writes weights by their hub names, but loads only those that match the model's own names.
             model.load_state_dict(type(model).from_pretrained(directory).state_dict())
 
@@ -142,8 +142,11 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
         metrics: dict[str, object] = {}
         if not self._rank:  # only rank 0 has the metrics
-            metrics = {**chosen(self._metrics, self._metric_names, may_lack=may_lack), "should_checkpoint": True}
-        self._is_trial_over = not goes_on_after(metrics, move_files, may_lack=may_lack)
+            metrics = {
+                **select_metrics(self._metrics, self._metric_names, allow_missing=may_lack),
+                "should_checkpoint": True,
+            }
+        self._is_trial_over = not try_report_step(metrics, move_files, allow_missing=may_lack)
         shutil.rmtree(folder)
         control.should_training_stop = control.should_training_stop or self._is_trial_over
 
@@ -158,5 +161,5 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
 def _move_output_dir(args: Any) -> None:
     option = None if args.output_dir in _DEFAULT_OUTPUT_DIRS else "TrainingArguments(output_dir)"
-    args.output_dir = path_of_trial(args.output_dir, option)
+    args.output_dir = make_trial_path(args.output_dir, option)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)

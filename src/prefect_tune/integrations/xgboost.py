@@ -11,21 +11,21 @@ from typing import Any
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.integrations.common import (
     MetricNames,
-    callbacks_beside,
-    chosen,
-    goes_on_after,
-    missing,
-    path_of_trial,
-    restored_directory,
+    find_sibling_callbacks,
+    get_checkpoint_directory,
+    make_trial_path,
+    missing_extra_error,
+    select_metrics,
+    try_report_step,
 )
 from prefect_tune.runtime.trainable import save_last_step
 
 try:
     import xgboost as xgb
 except ModuleNotFoundError as error:
-    raise missing(error, "xgboost") from error
+    raise missing_extra_error(error, "xgboost") from error
 
-__all__ = ["TuneReportCheckpointCallback", "continuing", "load_booster", "train"]
+__all__ = ["TuneReportCheckpointCallback", "load_booster", "remaining_rounds", "train"]
 
 _MODEL_FILE = "model.ubj"
 
@@ -35,9 +35,9 @@ def load_booster(directory: str | Path) -> xgb.Booster:
     return xgb.Booster(model_file=str(Path(directory, _MODEL_FILE)))
 
 
-def continuing(num_boost_round: int) -> dict[str, Any]:
+def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
     """Return `num_boost_round` and `xgb_model` for `xgb.train`: all rounds, or the remaining rounds after a resume."""
-    directory = restored_directory()
+    directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.num_boosted_rounds() if booster else 0
     return {"num_boost_round": num_boost_round - done, "xgb_model": booster}
@@ -65,9 +65,9 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
         self._metrics = metrics
 
     def before_training(self, model: Any) -> Any:
-        for callback in callbacks_beside(self):
+        for callback in find_sibling_callbacks(self):
             if isinstance(callback, xgb.callback.TrainingCheckPoint):
-                path = path_of_trial(os.fspath(callback._path), "TrainingCheckPoint(directory)")  # noqa: SLF001 - no public name
+                path = make_trial_path(os.fspath(callback._path), "TrainingCheckPoint(directory)")  # noqa: SLF001 - no public name
                 Path(path).mkdir(parents=True, exist_ok=True)
                 callback._path = path  # noqa: SLF001 - as above
         return model
@@ -77,7 +77,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
         last = {f"{data}-{name}": log[-1] for data, logs in evals_log.items() for name, log in logs.items()}
         # Cross-validation returns the mean and the deviation.
         last = {name: float(score[0] if isinstance(score, tuple) else score) for name, score in last.items()}
-        return not goes_on_after(chosen(last, self._metrics), partial(_save_booster, model))
+        return not try_report_step(select_metrics(last, self._metrics), partial(_save_booster, model))
 
     def after_training(self, model: Any) -> Any:
         save_last_step(partial(_save_booster, model))
@@ -123,7 +123,7 @@ def train(
         metrics: see `TuneReportCheckpointCallback`.
         options: options of `xgb.train`, except `xgb_model`; `callbacks` restart in each segment.
     """
-    directory = restored_directory()
+    directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     callback = _XgboostReplayCallback(metrics, booster.num_boosted_rounds() if booster else 0)
     callbacks = [*options.pop("callbacks", ()), callback]

@@ -16,8 +16,8 @@ from typing import Literal
 from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import Finished, GaveUp, Started
-from prefect_tune.core.values import StepReport, flat
+from prefect_tune.core.journal_events import AttemptStarted, TrialErrored, TrialFinished
+from prefect_tune.core.values import StepReport, flatten
 from prefect_tune.stores.local.staging import replace_file
 
 DEFAULT_DIRECTORY = "~/prefect-tune-results"
@@ -48,7 +48,7 @@ class FolderLogger(Callback):
     def set_state(self, state: Mapping[str, object]) -> bool | None:
         return state.get("files") == self._files_id
 
-    def folder_of(self, trial: str) -> Path:
+    def make_trial_folder(self, trial: str) -> Path:
         """Return the folder of a trial, creating it if it is missing."""
         folder = self._folder / trial
         folder.mkdir(exist_ok=True)
@@ -87,33 +87,33 @@ class StepRows:
         """Open the file, which may already have rows."""
         self._path = path
         self._is_dirty = False
-        self.last = 0
+        self.last_step = 0
         """The last step in the file."""
-        self.keep_up_to(math.inf)
+        self.remove_rows_after(math.inf)
 
-    def add(self, trial: str, report: StepReport) -> str:
+    def write_row(self, trial: str, report: StepReport) -> str:
         """Write and return the row of a step; it replaces the rows of this step and all later steps."""
         row = self._format_row({"trial": trial, "step": report.step, "trained_seconds": report.trained_seconds}, report)
-        if report.step <= self.last:
-            self.keep_up_to(report.step - 1)
+        if report.step <= self.last_step:
+            self.remove_rows_after(report.step - 1)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{row}\n")
-        self.last = report.step
+        self.last_step = report.step
         self._is_dirty = True
         return row
 
-    def lines(self) -> Sequence[str]:
+    def read_lines(self) -> Sequence[str]:
         """Return all complete lines."""
         return self._read_text().split("\n")[:-1]
 
-    def keep_up_to(self, step: float) -> None:
+    def remove_rows_after(self, step: float) -> None:
         """Remove the rows of later steps, and lines that are not rows."""
-        text, lines = self._read_text(), self.lines()
+        text, lines = self._read_text(), self.read_lines()
         header, rows = lines[: self.header_line_count], lines[self.header_line_count :]
         kept = [row for row in rows if 0 < self._step_of(row) <= step]
         if (kept_text := _join_lines([*header, *kept])) != text:
             self._rewrite(kept_text)
-        self.last = self._step_of(kept[-1]) if kept else 0
+        self.last_step = self._step_of(kept[-1]) if kept else 0
 
     def sync(self) -> None:
         """Sync all rows to the disk."""
@@ -147,13 +147,13 @@ class CSVRows(StepRows):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._columns = next(csv.reader(self.lines()[:1]), [])
+        self._columns = next(csv.reader(self.read_lines()[:1]), [])
 
     def _format_row(self, fields: Mapping[str, object], report: StepReport) -> str:
-        values = {**fields, **flat(report.metrics), **fields}
+        values = {**fields, **flatten(report.metrics), **fields}
         if new := [name for name in values if name not in self._columns]:
             self._columns += new
-            rows = [f"{row}{',' * len(new)}" for row in self.lines()[1:]]
+            rows = [f"{row}{',' * len(new)}" for row in self.read_lines()[1:]]
             self._rewrite(_join_lines([_format_line(self._columns), *rows]))
         return _format_line([_escape_lines(values.get(column)) for column in self._columns])
 
@@ -188,14 +188,14 @@ class RowLogger(FolderLogger):
     def rows_of(self, trial: str) -> StepRows:
         """Return the rows of a trial, including those in an existing file."""
         if trial not in self._rows:
-            self._rows[trial] = self._row_type(self.folder_of(trial) / self._file_name)
+            self._rows[trial] = self._row_type(self.make_trial_folder(trial) / self._file_name)
         return self._rows[trial]
 
-    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+    def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
         del finished
         self.close_rows(trial)
 
-    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+    def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
         del gave_up
         self.close_rows(trial)
 
@@ -242,10 +242,10 @@ class FileLogger(RowLogger):
     def name(self) -> str:
         return f"{super().name}-{self._format}"
 
-    def on_trial_start(self, trial: Trial, started: Started) -> None:
+    def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         config = json.dumps(dict(trial.config), indent=2)
-        replace_file(self.folder_of(trial.trial) / "params.json", config.encode())
-        self.rows_of(trial.trial).keep_up_to(started.from_step)
+        replace_file(self.make_trial_folder(trial.trial) / "params.json", config.encode())
+        self.rows_of(trial.trial).remove_rows_after(started.from_step)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        self.rows_of(trial.trial).add(trial.trial, report)
+        self.rows_of(trial.trial).write_row(trial.trial, report)

@@ -20,8 +20,8 @@ from prefect_tune.callbacks import Callback, SearchInfo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.experiment import last_report
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import AttemptEnded, Finished, GaveUp, Started
-from prefect_tune.core.values import StepReport, flat
+from prefect_tune.core.journal_events import AttemptEnded, AttemptStarted, TrialErrored, TrialFinished
+from prefect_tune.core.values import StepReport, flatten
 from prefect_tune.loggers.file_logger import DEFAULT_DIRECTORY, FolderLogger, RowLogger, StepRows, require_package
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _select_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
-    return {name: value for name, value in flat(metrics).items() if isinstance(value, int | float)}
+    return {name: value for name, value in flatten(metrics).items() if isinstance(value, int | float)}
 
 
 # MLflow: a run for each trial, on a tracking server or in a database.
@@ -98,7 +98,7 @@ class MLflowLogger(Callback):
     def set_state(self, state: Mapping[str, object]) -> bool | None:
         return state.get("experiment") == self._mlflow_id
 
-    def on_trial_start(self, trial: Trial, started: Started) -> None:
+    def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         del started
         with self._trial_run(trial) as run:
             run.mark_running()
@@ -111,10 +111,10 @@ class MLflowLogger(Callback):
         with self._trial_run(trial) as run:
             run.set_tag("prefect_tune.last_failure", f"{ended.cause}: {ended.reason}")
 
-    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+    def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
         self._end_run(trial, "FINISHED", str(finished.reason))
 
-    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+    def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
         self._end_run(trial, "FAILED", str(gave_up.reason))
 
     def _end_run(self, trial: Trial, status: str, reason: str) -> None:
@@ -147,7 +147,7 @@ class _TrialRun:
         runs: Sequence[Run] = client.search_runs([experiment_id], query, order_by=["attributes.start_time ASC"])
         run = runs[0] if runs else client.create_run(experiment_id, run_name=trial.trial, tags=dict(tags))
         self._id = str(run.info.run_id)
-        if not run.data.params and (config := flat(trial.config)):
+        if not run.data.params and (config := flatten(trial.config)):
             from mlflow.entities import Param
 
             params = [Param(_clean_name(name), str(value)[:_MAX_VALUE_LENGTH]) for name, value in config.items()]
@@ -233,7 +233,7 @@ class TensorBoardLogger(FolderLogger):
         super().__init__(directory)
         self._files: OrderedDict[str, _EventFile] = OrderedDict()  # least recently used first
 
-    def on_trial_start(self, trial: Trial, started: Started) -> None:
+    def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         self._close_event_file(trial.trial)
         self._open_event_file(trial.trial, started.from_step + 1)
 
@@ -242,12 +242,12 @@ class TensorBoardLogger(FolderLogger):
         self._files.move_to_end(trial.trial)
         file.write_scalars(report.step, _select_numbers(report.metrics))
 
-    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+    def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
         del finished
         self._write_hparams(trial)
         self._close_event_file(trial.trial)
 
-    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+    def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
         del gave_up
         self._close_event_file(trial.trial)
 
@@ -265,7 +265,7 @@ class TensorBoardLogger(FolderLogger):
         """Open an event file that replaces earlier files from `step` on."""
         while len(self._files) >= _MAX_EVENT_FILES:
             self._close_event_file(next(iter(self._files)))
-        self._files[trial] = _EventFile(self.folder_of(trial), step)
+        self._files[trial] = _EventFile(self.make_trial_folder(trial), step)
         return self._files[trial]
 
     def _close_event_file(self, trial: str) -> None:
@@ -276,7 +276,7 @@ class TensorBoardLogger(FolderLogger):
         from tensorboardX.summary import hparams
 
         file = self._files.get(trial.trial) or self._open_event_file(trial.trial, trial.step + 1)
-        config = flat(trial.config)
+        config = flatten(trial.config)
         plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in config.items()}
         for summary in hparams(plain, _select_numbers(trial.metrics)):
             file.write(summary=summary)
@@ -342,25 +342,25 @@ class WandbLogger(RowLogger):
         self._project = project
         self._runs: OrderedDict[str, WandbRun] = OrderedDict()  # least recently used first
 
-    def on_trial_start(self, trial: Trial, started: Started) -> None:
-        self.rows_of(trial.trial).keep_up_to(started.from_step)
+    def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
+        self.rows_of(trial.trial).remove_rows_after(started.from_step)
         self._close_run(trial.trial, 0)
         self._open_run(trial)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         rows = self.rows_of(trial.trial)
-        if report.step <= rows.last:
-            rows.keep_up_to(report.step - 1)
+        if report.step <= rows.last_step:
+            rows.remove_rows_after(report.step - 1)
             self._close_run(trial.trial, 0)
         run = self._runs.get(trial.trial) or self._open_run(trial)
         self._runs.move_to_end(trial.trial)
-        _log_row(run, rows.add(trial.trial, report))
+        _log_row(run, rows.write_row(trial.trial, report))
 
-    def on_trial_complete(self, trial: Trial, finished: Finished) -> None:
+    def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
         del finished
         self._end_run(trial, 0)
 
-    def on_trial_error(self, trial: Trial, gave_up: GaveUp) -> None:
+    def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
         del gave_up
         self._end_run(trial, 1)
 
@@ -394,7 +394,7 @@ class WandbLogger(RowLogger):
             settings=wandb.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True),
         )
         self._runs[trial.trial] = run
-        for row in self.rows_of(trial.trial).lines():
+        for row in self.rows_of(trial.trial).read_lines():
             _log_row(run, row)
         for other in (self._folder / "wandb").glob(f"offline-run-*/run-{name}.wandb"):
             if other.parent != Path(run.dir).parent:

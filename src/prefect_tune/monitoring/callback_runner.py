@@ -23,38 +23,40 @@ from prefect.logging import get_logger
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.display_text import did_you_mean_or_list
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import history
+from prefect_tune.core.journal.journal import read_entries
 from prefect_tune.core.journal_events import (
     AttemptEnded,
-    Committed,
+    AttemptStarted,
+    CheckpointCommitted,
     Entry,
     Event,
-    Finished,
-    GaveUp,
-    Reported,
-    Started,
+    StepReported,
+    TrialErrored,
+    TrialFinished,
 )
-from prefect_tune.core.shown_text import did_you_mean_or_has
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.values import valid_name
+from prefect_tune.core.values import validate_name
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.runtime.load_named import load_named
+from prefect_tune.runtime.load_named import load_by_name
 from prefect_tune.storage_retries import with_retries
 
-CallbackEvent: TypeAlias = Started | Reported | Committed | AttemptEnded | Finished | GaveUp
+CallbackEvent: TypeAlias = (
+    AttemptStarted | StepReported | CheckpointCommitted | AttemptEnded | TrialFinished | TrialErrored
+)
 """The events for which callbacks have hooks."""
 _TIMEOUT = timedelta(minutes=5)
 _STORE_INTERVAL = timedelta(seconds=10)
-_MAX_WAITING = 20_000
+_MAX_QUEUED_ITEMS = 20_000
 _MAX_TRACEBACKS = 3
 _LOGGED_ERROR_COUNTS = frozenset(10**exponent for exponent in range(1, 12))
 
 
-def callbacks_for(specs: Sequence[Any] | None) -> Sequence[Callback]:
+def resolve_callbacks(specs: Sequence[Any] | None) -> Sequence[Callback]:
     """Return callback objects from objects, classes, or `"package.module:Name"` of either.
 
     Raises:
@@ -62,18 +64,18 @@ def callbacks_for(specs: Sequence[Any] | None) -> Sequence[Callback]:
     """
     callbacks = []
     for spec in specs or ():
-        loaded = load_named(spec, "callback") if isinstance(spec, str) and ":" in spec else spec
+        loaded = load_by_name(spec, "callback") if isinstance(spec, str) and ":" in spec else spec
         callback = loaded() if callable(loaded) and not isinstance(loaded, Callback) else loaded
         if not isinstance(callback, Callback):
             raise InvalidInput(
                 f"callback {spec!r}: expected a pt.Callback, a class or function that returns one when called without "
                 "arguments, or 'package.module:Name' of one of these"
             )
-        valid_name(callback.name)
+        validate_name(callback.name)
         kind, hooks = type(callback), [name for name in vars(Callback) if name.startswith("on_")]
         for name in dir(kind):  # a misspelt hook is never called
             if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
-                hint = did_you_mean_or_has(name, hooks)
+                hint = did_you_mean_or_list(name, hooks)
                 get_logger("prefect_tune").warning("callback %s: %s is not a hook: %s", kind.__name__, name, hint)
         callbacks.append(callback)
     return callbacks
@@ -115,7 +117,7 @@ class CallbackThread(SearchObserver):
         self._target = target
         self._search = search
         self._log = log
-        self._items: queue.Queue[_QueueItem] = queue.Queue(_MAX_WAITING)
+        self._items: queue.Queue[_QueueItem] = queue.Queue(_MAX_QUEUED_ITEMS)
         self._delivered_entry = 0
         self._is_behind = True  # the events of earlier runs are in the journal
         self._has_unsaved_state = False
@@ -128,10 +130,10 @@ class CallbackThread(SearchObserver):
         self._queue_item(_QueueItem(experiment))
         self._thread.start()
 
-    def applied(self, event: Event, experiment: Experiment) -> None:
+    def on_event(self, event: Event, experiment: Experiment) -> None:
         self._queue_item(_QueueItem(experiment, event))
 
-    def wrote(self, experiment: Experiment) -> None:
+    def on_entry_written(self, experiment: Experiment) -> None:
         self._queue_item(_QueueItem(experiment))
 
     def queue_end(self, experiment: Experiment) -> None:
@@ -185,7 +187,7 @@ class CallbackThread(SearchObserver):
 
     @property
     def _state_path(self) -> str:
-        return f"{self._journal.folder}/callbacks/{valid_name(self._name)}.json"
+        return f"{self._journal.folder}/callbacks/{validate_name(self._name)}.json"
 
     def _read_state(self) -> CallbackState | None:
         with self._target.open(timeout=_TIMEOUT) as store:
@@ -207,7 +209,7 @@ class CallbackThread(SearchObserver):
 
         def read_missed_entries() -> Sequence[Entry]:
             with self._target.open(timeout=_TIMEOUT) as store:
-                return history(store, self._journal, self._delivered_entry)
+                return read_entries(store, self._journal, self._delivered_entry)
 
         try:
             entries = with_retries(read_missed_entries)
@@ -248,24 +250,24 @@ class CallbackThread(SearchObserver):
 def make_hook_calls(callback: Callback, event: CallbackEvent, trial: Trial) -> Iterator[Callable[[], object]]:
     """Yield the hook calls of a trial's event, in order."""
     match event:
-        case Started():
+        case AttemptStarted():
             if event.from_sequence is not None:
                 yield lambda: callback.on_trial_restore(trial, event)
             yield lambda: callback.on_trial_start(trial, event)
-        case Reported(report=report):
+        case StepReported(report=report):
             yield lambda: callback.on_trial_result(trial, report)
-        case Committed(checkpoint=checkpoint):
+        case CheckpointCommitted(checkpoint=checkpoint):
             yield lambda: callback.on_trial_save(trial, checkpoint)
             yield lambda: callback.on_checkpoint(trial, checkpoint)
         case AttemptEnded():
             yield lambda: callback.on_trial_recover(trial, event)
-        case Finished():
+        case TrialFinished():
             yield lambda: callback.on_trial_complete(trial, event)
-        case GaveUp():
+        case TrialErrored():
             yield lambda: callback.on_trial_error(trial, event)
 
 
-class Callbacks:
+class CallbackRunner:
     """The callbacks of a search. Further callbacks of the same name are called `name-2`, `name-3`."""
 
     def __init__(self, callbacks: Sequence[Callback], target: StorageTarget, search: SearchInfo, log: Log) -> None:
@@ -283,7 +285,7 @@ class Callbacks:
         for thread in self.threads:
             thread.start(experiment)
 
-    def end(self, experiment: Experiment, patience: timedelta) -> None:
+    def finish(self, experiment: Experiment, patience: timedelta) -> None:
         """Deliver the remaining events, now all in the journal; wait up to `patience` for all threads together."""
         deadline = time.monotonic() + patience.total_seconds()
         for thread in self.threads:

@@ -22,38 +22,44 @@ from prefect.settings import get_current_settings
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.core.errors import Superseded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import counted
+from prefect_tune.core.experiment.summary import count_by_status
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
-    Cloned,
-    Committed,
+    CheckpointCloned,
+    CheckpointCommitted,
+    CheckpointQuarantined,
     Event,
-    Finished,
-    GaveUp,
-    Quarantined,
+    TrialErrored,
     TrialEvent,
+    TrialFinished,
 )
 from prefect_tune.core.prefect_events import (
     NOT_EMITTED,
-    Allowance,
     BestImproved,
-    BestSoFar,
+    BestModelTracker,
     ExperimentEnded,
     ExperimentEvent,
     ExperimentStarted,
+    TokenBucket,
     TrialStalled,
-    abbreviated,
+    abbreviate,
+    event_labels,
     event_name,
-    labels_of,
-    payload_of,
+    event_payload,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
-from prefect_tune.prefect_api.artifacts_and_assets import PrefectEvent, as_related, asset_of, materialized, referenced
+from prefect_tune.prefect_api.artifacts_and_assets import (
+    PrefectEvent,
+    make_asset,
+    materialization_event,
+    reference_event,
+    to_related_resource,
+)
 
 _MAX_BURST_COUNT, _EVENTS_PER_SECOND = 100, 5
 _BEST_INTERVAL = timedelta(seconds=30)
@@ -62,7 +68,7 @@ _FIRST_REPORT_TIMEOUT = timedelta(minutes=30)
 _MIN_STALL_TIMEOUT = timedelta(minutes=5)
 _STALL_FACTOR = 5
 """An attempt is stalled after this multiple of its longest report interval, but not before `_MIN_STALL_TIMEOUT`."""
-URGENT = AttemptEnded | GaveUp | Quarantined
+NEVER_DROPPED_EVENTS = AttemptEnded | TrialErrored | CheckpointQuarantined
 """Trial events that are emitted even when the rate limit is reached."""
 _MAX_SOURCES = 20
 _CHECKPOINTS_DESCRIPTION = "The checkpoints of one trial; each commit is a materialization."
@@ -91,7 +97,7 @@ class ExperimentAddress:
     experiment: str
 
     @property
-    def target(self) -> str:
+    def redacted_target_uri(self) -> str:
         """The target's URI, without options and password."""
         address = self.target_uri.partition("?")[0].partition("#")[0]
         scheme, separator, rest = address.partition("://")
@@ -101,33 +107,39 @@ class ExperimentAddress:
         return f"{scheme}{separator}{user.partition(':')[0]}{at}{host}{slash}{path}"
 
     @property
-    def uri(self) -> str:
+    def experiment_uri(self) -> str:
         """The experiment's URI: the target's URI, followed by the experiment's name."""
-        return _join_uri(self.target, self.experiment)
+        return _join_uri(self.redacted_target_uri, self.experiment)
 
     @property
     def resource(self) -> Mapping[str, str]:
         """The experiment, as a resource of events."""
-        return {"prefect.resource.id": f"prefect-tune.experiment.{self.uri}", "prefect.resource.name": self.experiment}
+        return {
+            "prefect.resource.id": f"prefect-tune.experiment.{self.experiment_uri}",
+            "prefect.resource.name": self.experiment,
+        }
 
     def trial_resource(self, trial: str) -> Mapping[str, str]:
         """Return a trial of the experiment, as a resource of events."""
         name = f"{self.experiment}/{trial}"
-        return {"prefect.resource.id": f"prefect-tune.trial.{self.uri}/{trial}", "prefect.resource.name": name}
+        return {
+            "prefect.resource.id": f"prefect-tune.trial.{self.experiment_uri}/{trial}",
+            "prefect.resource.name": name,
+        }
 
     @property
-    def related(self) -> Mapping[str, str]:
+    def related_resource(self) -> Mapping[str, str]:
         """The experiment, as a related resource of a trial's events."""
         return {**self.resource, "prefect.resource.role": "experiment"}
 
-    def checkpoints(self, trial: TrialKey) -> str:
+    def checkpoints_uri(self, trial: TrialKey) -> str:
         """Return the URI of a trial's checkpoints; it is also the key of their asset."""
-        return _join_uri(self.target, trial.checkpoints)
+        return _join_uri(self.redacted_target_uri, trial.checkpoints_folder)
 
     @property
-    def best(self) -> str:
+    def best_model_key(self) -> str:
         """The key of the best model's asset; no object is stored under this URI."""
-        return f"{self.uri}/best"
+        return f"{self.experiment_uri}/best"
 
 
 def _join_uri(target: str, experiment: str) -> str:
@@ -148,10 +160,10 @@ class AssetEventBuilder:
         self._referenced_keys: set[str] = set()
 
     def make_checkpoint_events(
-        self, event: Committed | Cloned, before: Trial | None, after: Trial
+        self, event: CheckpointCommitted | CheckpointCloned, before: Trial | None, after: Trial
     ) -> Iterator[PrefectEvent]:
         """Yield the events of a new checkpoint of a trial: a commit, or a clone of another trial's checkpoint."""
-        if isinstance(event, Cloned):
+        if isinstance(event, CheckpointCloned):
             self._clone_sources[event.trial] = event.source
         source, folder = self._clone_sources.get(event.trial), self._journal.trial_key(event.trial)
         checkpoint, parent = event.checkpoint, newest_checkpoint(before) if before else None
@@ -159,19 +171,19 @@ class AssetEventBuilder:
         metadata = {
             "trial": event.trial,
             "attempt": after.attempt,
-            **{name: abbreviated(value) for name, value in fields.items()},
+            **{name: abbreviate(value) for name, value in fields.items()},
             "manifest": folder.checkpoint_key(checkpoint).manifest_path,
             "parent": folder.checkpoint_key(parent).name if parent else None,
             "exploited": source,
         }
         name = f"{self._address.experiment}/{event.trial}: checkpoints"
-        asset = asset_of(self._checkpoints_uri(event.trial), name, _CHECKPOINTS_DESCRIPTION)
+        asset = make_asset(self._checkpoints_uri(event.trial), name, _CHECKPOINTS_DESCRIPTION)
         yield from self._make_materialization_events(asset, [self._checkpoints_uri(source)] if source else [], metadata)
 
     def make_asset_resources(self, trial: str) -> Sequence[Mapping[str, str]]:
         """Return the asset of a trial's checkpoints, as a related resource of a commit."""
-        asset = asset_of(self._checkpoints_uri(trial))
-        return [as_related(asset)] if asset else []
+        asset = make_asset(self._checkpoints_uri(trial))
+        return [to_related_resource(asset)] if asset else []
 
     def make_best_model_events(self, better: BestImproved, experiment: Experiment) -> Iterator[PrefectEvent]:
         """Yield the events of a new best model; none if the model is not saved.
@@ -182,33 +194,36 @@ class AssetEventBuilder:
             return
         warm_starts = list(experiment.warm_start_places[:_MAX_SOURCES])
         origin = experiment.origin.experiment if experiment.origin else None
-        forked = [ExperimentAddress(self._address.target_uri, origin).best] if origin else []
+        forked = [ExperimentAddress(self._address.target_uri, origin).best_model_key] if origin else []
         upstream = [self._checkpoints_uri(better.trial), *forked, *(f"{uri}/best" for uri in warm_starts)]
-        metadata = {**payload_of(better), "warm_start": warm_starts, "forked_from": origin}
-        best = asset_of(self._address.best, f"{self._address.experiment}: best model", _BEST_MODEL_DESCRIPTION)
+        metadata = {**event_payload(better), "warm_start": warm_starts, "forked_from": origin}
+        best = make_asset(
+            self._address.best_model_key, f"{self._address.experiment}: best model", _BEST_MODEL_DESCRIPTION
+        )
         yield from self._make_materialization_events(best, upstream, metadata)
 
     def _checkpoints_uri(self, trial: str) -> str:
-        return self._address.checkpoints(self._journal.trial_key(trial))
+        return self._address.checkpoints_uri(self._journal.trial_key(trial))
 
     def _make_materialization_events(
         self, asset: Asset | None, upstream: Sequence[str], metadata: Mapping[str, object]
     ) -> Iterator[PrefectEvent]:
         if asset is None:
             return
-        sources = [source for key in upstream if (source := asset_of(key)) is not None]
+        sources = [source for key in upstream if (source := make_asset(key)) is not None]
         for source in sources:
             if source.key not in self._referenced_keys:
                 self._referenced_keys.add(source.key)
-                yield referenced(source)
-        yield materialized(asset, sources, metadata)
+                yield reference_event(source)
+        yield materialization_event(asset, sources, metadata)
 
 
 class EventEmitter(SearchObserver):
     """Emits the Prefect events of each change; a thread of Prefect sends them.
 
     Trial events are limited to bursts of 100 and an average of 5 a second, since each costs a millisecond of CPU time;
-    events beyond the limit are counted and dropped. `URGENT` events and events of the experiment are never dropped.
+    events beyond the limit are counted and dropped. `NEVER_DROPPED_EVENTS` events and events of the experiment are
+    never dropped.
     """
 
     def __init__(
@@ -221,7 +236,7 @@ class EventEmitter(SearchObserver):
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """Args: recorder: the recorder of this run, before the run's first entry."""
-        self.experiment = recorder.read().experiment
+        self.experiment = recorder.read_search_snapshot().experiment
         """The last state that this observer has received."""
         self._address = address
         self._recorder = recorder
@@ -229,23 +244,23 @@ class EventEmitter(SearchObserver):
         self._emit = emit
         self._clock = clock
         self._guard = threading.Lock()
-        self._best = BestSoFar(objective, self.experiment)
+        self._best = BestModelTracker(objective, self.experiment)
         self._pending_best: tuple[BestImproved, Experiment] | None = None
         self._began = clock()
         self._best_emitted_at = self._began - _BEST_INTERVAL
         self._asset_events = AssetEventBuilder(address, self.experiment.key)
-        self._allowance = Allowance(_MAX_BURST_COUNT, _EVENTS_PER_SECOND)
+        self._allowance = TokenBucket(_MAX_BURST_COUNT, _EVENTS_PER_SECOND)
         self._dropped_count = 0
         self._stalls: dict[str, tuple[int, StepReport | None]] = {}  # by trial: the attempt and its last report
 
-    def start(self, before: Experiment | None = None) -> None:
+    def emit_start(self, before: Experiment | None = None) -> None:
         """Emit the start of a run, and the ends of attempts that an earlier owner left running.
 
         Args:
             before: the experiment before this run became its owner, if that ended attempts.
         """
         after = self.experiment
-        self._emit_events([self._make_prefect_event(ExperimentStarted(term=after.term, trials=counted(after)))])
+        self._emit_events([self._make_prefect_event(ExperimentStarted(term=after.term, trials=count_by_status(after)))])
         if before is None:
             return
         for earlier in before.trials.values():
@@ -254,15 +269,15 @@ class EventEmitter(SearchObserver):
                 ended = AttemptEnded(trial=earlier.trial, cause=trial.cause or Cause.MACHINE, reason=trial.end_reason)
                 self._emit_events(self._make_events(ended, before, after))
 
-    def applied(self, event: Event, experiment: Experiment) -> None:
+    def on_event(self, event: Event, experiment: Experiment) -> None:
         before, self.experiment = self.experiment, experiment
         self._emit_events(self._make_events(event, before, experiment))
 
-    def emit_due(self) -> None:
+    def emit_due_events(self) -> None:
         """Emit an event for each newly stalled trial, and the new best model when it is due."""
         now = self._clock()
         for trial, attempt in self._recorder.running.items():
-            silence, gap = now - (attempt.reported_at or attempt.began), attempt.longest_gap_seconds
+            silence, gap = now - (attempt.reported_at or attempt.began_at), attempt.longest_gap_seconds
             timeout = max(_MIN_STALL_TIMEOUT, timedelta(seconds=_STALL_FACTOR * gap)) if gap else _FIRST_REPORT_TIMEOUT
             if silence > timeout and self._stalls.get(trial) != (attempt.attempt, attempt.report):
                 self._stalls[trial] = attempt.attempt, attempt.report
@@ -270,10 +285,10 @@ class EventEmitter(SearchObserver):
                 self._emit_events([self._make_prefect_event(stalled)])
         self._emit_events(self._take_best_model_events(now))
 
-    def end(self, end: RunOutcome, message: str = "") -> None:
+    def emit_end(self, end: RunOutcome, message: str = "") -> None:
         """Emit the best model if it is still pending, and the outcome of the run."""
         self._emit_events(self._take_best_model_events(None))
-        trials, best = counted(self.experiment), self._best.trial
+        trials, best = count_by_status(self.experiment), self._best.trial
         ended = ExperimentEnded(end=end, message=message, trials=trials, best=best, dropped=self._dropped_count)
         self._emit_events([self._make_prefect_event(ended)])
 
@@ -289,18 +304,22 @@ class EventEmitter(SearchObserver):
         """Yield the Prefect events of a journal event, given the states before and after it."""
         name, now = getattr(event, "trial", None), self._clock()
         earlier, trial = (None, None) if name is None else (before.trials.get(name), after.trials.get(name))
-        if trial is not None and isinstance(event, Committed | Finished):
-            better = self._best.committed(trial) if isinstance(event, Committed) else self._best.ended(trial)
+        if trial is not None and isinstance(event, CheckpointCommitted | TrialFinished):
+            better = (
+                self._best.on_commit(trial)
+                if isinstance(event, CheckpointCommitted)
+                else self._best.on_trial_ended(trial)
+            )
             self._pending_best = (better, after) if better else self._pending_best
-        is_limited = isinstance(event, TrialEvent) and not isinstance(event, URGENT)
-        has_asset = isinstance(event, Committed | Cloned)  # its materialization is a second event
+        is_limited = isinstance(event, TrialEvent) and not isinstance(event, NEVER_DROPPED_EVENTS)
+        has_asset = isinstance(event, CheckpointCommitted | CheckpointCloned)  # its materialization is a second event
         if event.type in NOT_EMITTED:
             pass
-        elif is_limited and not self._allowance.take(1 + has_asset, (now - self._began).total_seconds()):
+        elif is_limited and not self._allowance.try_take(1 + has_asset, (now - self._began).total_seconds()):
             self._dropped_count += 1
         else:
             yield self._make_prefect_event(event, trial)
-            if trial is not None and isinstance(event, Committed | Cloned):
+            if trial is not None and isinstance(event, CheckpointCommitted | CheckpointCloned):
                 yield from self._asset_events.make_checkpoint_events(event, earlier, trial)
         yield from self._take_best_model_events(now)
 
@@ -316,7 +335,11 @@ class EventEmitter(SearchObserver):
     def _make_prefect_event(self, event: Event | ExperimentEvent, trial: Trial | None = None) -> PrefectEvent:
         """Return the Prefect event of a journal event (`trial` is the state after it) or of an experiment event."""
         address = self._address
-        payload = {"target": address.target, "experiment": address.experiment, **payload_of(event, trial)}
+        payload = {
+            "target": address.redacted_target_uri,
+            "experiment": address.experiment,
+            **event_payload(event, trial),
+        }
         resource: Mapping[str, str] = address.resource
         related: list[Mapping[str, str]] = []
         if isinstance(event, ExperimentEvent):
@@ -326,9 +349,13 @@ class EventEmitter(SearchObserver):
         else:
             name = event_name(event)
             if trial is not None:
-                asset = self._asset_events.make_asset_resources(trial.trial) if isinstance(event, Committed) else []
-                resource, related = address.trial_resource(trial.trial), [address.related, *asset]
-        return PrefectEvent(name, {**resource, **labels_of(payload)}, related, payload)
+                asset = (
+                    self._asset_events.make_asset_resources(trial.trial)
+                    if isinstance(event, CheckpointCommitted)
+                    else []
+                )
+                resource, related = address.trial_resource(trial.trial), [address.related_resource, *asset]
+        return PrefectEvent(name, {**resource, **event_labels(payload)}, related, payload)
 
 
 @contextmanager
@@ -340,20 +367,20 @@ def emitting_events(
 
     def emit_until_end() -> None:
         while not ended.wait(_CHECK_INTERVAL.total_seconds()):
-            emitter.emit_due()
+            emitter.emit_due_events()
 
-    emitter.start(before)
+    emitter.emit_start(before)
     threading.Thread(target=copy_context().run, args=(emit_until_end,), name="event-emitter", daemon=True).start()
     try:
         yield emitter
     except Superseded as error:
-        emitter.end("superseded", str(error))
+        emitter.emit_end("superseded", str(error))
         raise
     except BaseException as error:
-        emitter.end("failed", f"{type(error).__name__}: {error}")
+        emitter.emit_end("failed", f"{type(error).__name__}: {error}")
         raise
     else:
         reason = emitter.experiment.ends or ("asked to stop" if stop.is_set() else "")
-        emitter.end("stopped" if reason else "finished", str(reason))
+        emitter.emit_end("stopped" if reason else "finished", str(reason))
     finally:
         ended.set()

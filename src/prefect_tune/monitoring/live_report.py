@@ -25,26 +25,26 @@ from prefect.utilities.urls import url_for
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
+from prefect_tune.core.display_text import format_duration
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial
-from prefect_tune.core.journal.journal import history
+from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Phase, Trial
+from prefect_tune.core.journal.journal import read_entries
 from prefect_tune.core.journal_events import Entry, Event, Owner
 from prefect_tune.core.search_view import SearchSnapshot
-from prefect_tune.core.shown_text import format_duration
 from prefect_tune.core.values import digest_of
 from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
 from prefect_tune.prefect_api.artifacts_and_assets import update_artifact
-from prefect_tune.reporting.facts import drawn_trials, report_input_of
-from prefect_tune.reporting.page import as_markdown, page_of
+from prefect_tune.reporting.facts import make_report_input, select_curve_trials
+from prefect_tune.reporting.page import make_page, render_markdown
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.terminal.progress_view import SearchEstimate, share_of_search, share_of_trial
 
 # Publish Prefect artifacts from a background thread: create each once, update it in place, delete it at the end.
 
-_FIRST = timedelta(seconds=2)
+_FIRST_DELAY = timedelta(seconds=2)
 _MAX_PAUSE = timedelta(minutes=10)
-_SHARE = 50
+_PAUSE_FACTOR = 50
 """The pause after a round is at least this multiple of its duration: rounds take at most 2 % of the time."""
 _REQUEST_TIMEOUT = timedelta(seconds=30)
 
@@ -70,12 +70,12 @@ class ArtifactContent:
 class EarlierArtifacts:
     """Artifacts of earlier runs, or of a killed process of this run, that may still exist."""
 
-    kept: frozenset[str]
+    keys_to_update: frozenset[str]
     """Keys with one artifact per run: this process updates the artifact of its own run."""
-    deleted: frozenset[str]
+    keys_to_delete: frozenset[str]
     """Keys of artifacts that are deleted when their process ends."""
-    prefix: str
-    """The prefix of the keys in `deleted`; keys of other experiments may share it."""
+    key_prefix: str
+    """The prefix of the keys in `keys_to_delete`; keys of other experiments may share it."""
 
 
 class ArtifactPublisher:
@@ -108,28 +108,28 @@ class ArtifactPublisher:
         )
         self._thread.start()
 
-    def stir(self) -> None:
+    def notify_change(self) -> None:
         """Mark the content as changed: the next round publishes it."""
         if not self._changed.is_set():
             self._changed.set()
 
-    def conclude(self) -> None:
+    def begin_final_round(self) -> None:
         """Start the final round, and return without waiting for it."""
         self._closing.set()
         self._changed.set()
 
     def close(self, patience: timedelta) -> None:
         """Run the final round, and wait up to `patience` for it."""
-        self.conclude()
+        self.begin_final_round()
         self._thread.join(patience.total_seconds())
 
-    def leave(self) -> None:
+    def stop_publishing(self) -> None:
         """Publish nothing more, since another process publishes these artifacts now."""
         self._is_superseded = True
-        self.conclude()
+        self.begin_final_round()
 
     def _run_publisher(self) -> None:
-        pause = _FIRST
+        pause = _FIRST_DELAY
         while not self._closing.wait(pause.total_seconds()):
             self._changed.wait()
             self._changed.clear()
@@ -138,7 +138,7 @@ class ArtifactPublisher:
             began = time.monotonic()
             is_published = self._publish_artifacts()
             duration = timedelta(seconds=time.monotonic() - began) if is_published else timedelta(0)
-            pause = max(self._period, min(_MAX_PAUSE, duration * _SHARE))
+            pause = max(self._period, min(_MAX_PAUSE, duration * _PAUSE_FACTOR))
         if not self._is_superseded:
             self._publish_artifacts()
 
@@ -169,13 +169,13 @@ class ArtifactPublisher:
         """Delete artifacts that earlier processes left, and adopt those of this run; read nothing in a first run."""
         if self._earlier is None:
             return
-        leftovers = ArtifactFilter(key=ArtifactFilterKey(like_=f"{self._earlier.prefix}%"))
+        leftovers = ArtifactFilter(key=ArtifactFilterKey(like_=f"{self._earlier.key_prefix}%"))
         for artifact in client.read_artifacts(artifact_filter=leftovers, sort=ArtifactSort.CREATED_DESC):
-            if artifact.key in self._earlier.deleted:
+            if artifact.key in self._earlier.keys_to_delete:
                 _delete_artifact(client, artifact.id)
         if self._flow_run:
             own = ArtifactFilter(
-                key=ArtifactFilterKey(any_=sorted(self._earlier.kept)),
+                key=ArtifactFilterKey(any_=sorted(self._earlier.keys_to_update)),
                 flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run]),
             )
             artifacts = client.read_artifacts(artifact_filter=own)
@@ -205,7 +205,7 @@ def _delete_artifact(client: SyncPrefectClient, artifact: UUID) -> None:
         client.delete_artifact(artifact)
 
 
-def artifact_key(*names: str) -> str:
+def make_artifact_key(*names: str) -> str:
     """Return a unique artifact key of lower-case letters, digits and dashes; other names get a digest as a suffix."""
     name, slug = "-".join(names), slugify(*names)
     return slug if slug == name else f"{slug}-{digest_of(name.encode())[:6]}"
@@ -218,7 +218,7 @@ def slugify(*names: str) -> str:
 
 # The report and the progress of an experiment, as artifacts.
 
-REFRESH_PERIOD = timedelta(seconds=15)
+MIN_REFRESH_INTERVAL = timedelta(seconds=15)
 """The minimum pause between two updates of the report."""
 _TIMEOUT = timedelta(minutes=5)
 _END_TIMEOUT = timedelta(seconds=10)
@@ -229,67 +229,73 @@ _MAX_TRIAL_ARTIFACTS = 10
 """Each progress artifact of a trial costs the server about 15 ms per update."""
 
 
-class Reporter(SearchObserver):
+class ReportObserver(SearchObserver):
     """Publishes the state of the recorder after each change, in the thread of an `ArtifactPublisher`."""
 
     def __init__(self, target: StorageTarget, recorder: SearchRecorder, outlook: SearchEstimate, log: Log) -> None:
-        snapshot = recorder.read()
+        snapshot = recorder.read_search_snapshot()
         experiment = snapshot.experiment
         self._target = target
         self._recorder = recorder
         self._outlook = outlook
         self._log = log
         self._last_earlier_entry = experiment.number
-        self._lacks_earlier_runs = not snapshot.is_whole
+        self._lacks_earlier_runs = not snapshot.is_complete
         if self._lacks_earlier_runs:
-            recorder.await_earlier_entries()
+            recorder.expect_earlier_entries()
         self._displayed_trials: Sequence[str] = ()
         earlier = None
         if experiment.term > 1:  # else this is the first run
-            kept = frozenset(artifact_key(kind, experiment.name) for kind in ("report", "progress"))
+            kept = frozenset(make_artifact_key(kind, experiment.name) for kind in ("report", "progress"))
             trial_keys = frozenset(_trial_progress_key(experiment, trial, target.uri) for trial in experiment.trials)
             prefix = slugify("progress", experiment.name)
             earlier = EarlierArtifacts(kept, trial_keys - kept, f"{prefix}-")
-        self.publisher = ArtifactPublisher(self._render_artifacts, REFRESH_PERIOD, log, earlier)
+        self.publisher = ArtifactPublisher(self._render_artifacts, MIN_REFRESH_INTERVAL, log, earlier)
 
-    def applied(self, event: Event, experiment: Experiment) -> None:
+    def on_event(self, event: Event, experiment: Experiment) -> None:
         del event, experiment
-        self.publisher.stir()
+        self.publisher.notify_change()
 
-    def wrote(self, experiment: Experiment) -> None:
+    def on_entry_written(self, experiment: Experiment) -> None:
         del experiment
-        self.publisher.stir()
+        self.publisher.notify_change()
 
-    def conclude(self) -> None:
+    def begin_final_report(self) -> None:
         """Start publishing the final report, and return without waiting."""
-        self.publisher.conclude()
+        self.publisher.begin_final_round()
 
     # ----------------------------------------------------------------------------- run in the publisher's thread
 
     def _render_artifacts(self) -> Sequence[ArtifactContent]:
         if self._lacks_earlier_runs:
-            self._recorder.prepend(self._read_earlier_entries())
+            self._recorder.prepend_entries(self._read_earlier_entries())
             self._lacks_earlier_runs = False
-        snapshot = self._recorder.read(drawn_trials(self._recorder.read().experiment))
+        snapshot = self._recorder.read_search_snapshot(
+            select_curve_trials(self._recorder.read_search_snapshot().experiment)
+        )
         experiment, now, age = snapshot.experiment, datetime.now(UTC), ""
         if any(trial.phase is Phase.RUNNING for trial in experiment.trials.values()):
             # With the date: a killed run leaves its last report in place.
-            period = format_duration(REFRESH_PERIOD)
+            period = format_duration(MIN_REFRESH_INTERVAL)
             age = f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {period} until the run ends"
         uri, expected = self._target.uri, self._outlook.trial_count
-        page = page_of(report_input_of(snapshot, uri=uri, now=now, links=link_to, expected=expected, age=age))
+        page = make_page(
+            make_report_input(snapshot, uri=uri, now=now, run_url=run_url, expected_trial_count=expected, age=age)
+        )
         description = f"Experiment {experiment.name} at {uri}"
-        report = ArtifactContent(artifact_key("report", experiment.name), "markdown", as_markdown(page), description)
+        report = ArtifactContent(
+            make_artifact_key("report", experiment.name), "markdown", render_markdown(page), description
+        )
         return [report, *self._render_search_progress(snapshot), *self._render_trial_progress(snapshot)]
 
     def _read_earlier_entries(self) -> Iterable[Entry] | None:
         """Return the entries of earlier runs; None if there are too many, or they cannot be read."""
         if self._last_earlier_entry > _MAX_HISTORY_ENTRIES:
             return None
-        key = self._recorder.read().experiment.key
+        key = self._recorder.read_search_snapshot().experiment.key
         try:
             with self._target.open(timeout=_TIMEOUT) as store:
-                entries = with_retries(lambda: history(store, key))
+                entries = with_retries(lambda: read_entries(store, key))
         except TuneError as error:
             self._log.warning("the report covers only this run, because earlier entries could not be read: %s", error)
             return None
@@ -304,9 +310,9 @@ class Reporter(SearchObserver):
         if expected == 1:
             done = self._describe_progress(trials[0], snapshot)
         else:
-            done = f"{sum(trial.phase in ENDED for trial in trials)} of {expected} trials done"
-        share = share_of_search(trials, snapshot.newest, self._outlook) or 0.0
-        key = artifact_key("progress", experiment.name)
+            done = f"{sum(trial.phase in ENDED_PHASES for trial in trials)} of {expected} trials done"
+        share = share_of_search(trials, snapshot.newest_report, self._outlook) or 0.0
+        key = make_artifact_key("progress", experiment.name)
         yield ArtifactContent(key, "progress", round(100 * share, 1), f"Experiment {experiment.name}: {done}")
 
     def _render_trial_progress(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
@@ -322,24 +328,24 @@ class Reporter(SearchObserver):
             yield ArtifactContent(
                 _trial_progress_key(experiment, name, self._target.uri),
                 "progress",
-                round(100 * share_of_trial(trial, snapshot.newest(name), self._outlook), 1),
+                round(100 * share_of_trial(trial, snapshot.newest_report(name), self._outlook), 1),
                 f"Trial {name} of {experiment.name}: {self._describe_progress(trial, snapshot)}",
                 owner.task_run if owner else None,
             )
 
     def _describe_progress(self, trial: Trial, snapshot: SearchSnapshot) -> str:
-        report, steps = snapshot.newest(trial.trial), self._outlook.step_count
+        report, steps = snapshot.newest_report(trial.trial), self._outlook.step_count
         step = max(trial.step, report.step if report else 0)
         return f"step {step}{f' of {steps}' if steps else ''}, {trial.status}"
 
 
 @contextmanager
-def reported(reporter: Reporter, stop: threading.Event) -> Iterator[Reporter]:
+def publishing_report(reporter: ReportObserver, stop: threading.Event) -> Iterator[ReportObserver]:
     """Yield the reporter; on exit, wait up to 10 s for the final report, or 2 s if `stop` is set."""
     try:
         yield reporter
     except Superseded:
-        reporter.publisher.leave()
+        reporter.publisher.stop_publishing()
         raise
     finally:
         reporter.publisher.close(_END_TIMEOUT_WHEN_STOPPED if stop.is_set() else _END_TIMEOUT)
@@ -351,7 +357,7 @@ def _trial_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
     return f"{slugify('progress', *names)}-{digest_of(json.dumps([uri, *names]).encode())[:6]}"
 
 
-def link_to(owner: Owner) -> str | None:
+def run_url(owner: Owner) -> str | None:
     """Return the URL of the owner's run in the Prefect UI; None if the run or the UI's URL is unknown."""
     if owner.task_run is not None:
         return url_for("task-run", owner.task_run)

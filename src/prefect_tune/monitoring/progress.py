@@ -18,36 +18,42 @@ from datetime import UTC, datetime, timedelta
 from rich.console import RenderableType
 
 from prefect_tune.attempt.processes.process_output import Log
+from prefect_tune.core.display_text import first_line, make_visible
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import Losses, best_label, best_saved, losses_in, wasted_words
-from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_key
+from prefect_tune.core.experiment.summary import (
+    Losses,
+    best_label,
+    compute_losses,
+    format_recomputed_steps,
+    rank_checkpoints,
+)
+from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial, newest_checkpoint_key
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
-    Cloned,
+    CheckpointCloned,
     Event,
-    Finished,
-    GaveUp,
-    Paused,
-    Started,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
 )
-from prefect_tune.core.reasons import AnyReason, Reason, without_result
+from prefect_tune.core.reasons import AnyReason, Reason, strip_result
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import first_line, visible
-from prefect_tune.core.storage.layout import JournalKey, below
-from prefect_tune.core.values import metric_in
-from prefect_tune.monitoring.live_report import link_to
+from prefect_tune.core.storage.layout import JournalKey, join_uri
+from prefect_tune.core.values import get_metric
+from prefect_tune.monitoring.live_report import run_url
 from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
-from prefect_tune.notebook import Ending, live_output, output_here, progress_html
+from prefect_tune.notebook import SearchEnding, current_cell_output, live_output, render_progress_html
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.formatting import format_value
-from prefect_tune.terminal.live_display import NOTICE, can_show, live_display
+from prefect_tune.terminal.live_display import NOTICE, can_show_display, live_display
 from prefect_tune.terminal.progress_view import Note, ProgressReader, SearchEstimate, format_config
 
 _LOG_PERIOD = timedelta(minutes=1)
 
 
-class Progress(SearchObserver):
+class ProgressObserver(SearchObserver):
     """Shows the progress in a live table; without one, logs it at most once a minute."""
 
     def __init__(
@@ -60,7 +66,7 @@ class Progress(SearchObserver):
         self._last_logged_at = time.monotonic()
         self.is_shown = False
 
-    def applied(self, event: Event, experiment: Experiment) -> None:
+    def on_event(self, event: Event, experiment: Experiment) -> None:
         del event, experiment
         if not self.is_shown and time.monotonic() - self._last_logged_at >= self._log_period:
             self.log_progress()
@@ -68,11 +74,11 @@ class Progress(SearchObserver):
     def log_progress(self) -> None:
         """Log the progress."""
         self._last_logged_at = time.monotonic()
-        self._log.info("%s", progress_view.line(self._reader.state(self._last_logged_at)))
+        self._log.info("%s", progress_view.line(self._reader.read_state(self._last_logged_at)))
 
-    def conclude(self) -> None:
+    def log_final_progress(self) -> None:
         """Log the final progress; if trials of a search errored, as a warning that says how to show their errors."""
-        state = self._reader.state(time.monotonic())
+        state = self._reader.read_state(time.monotonic())
         if state.outlook.is_training:
             if self.is_shown:  # else the log already has a line about the end
                 self.log_progress()
@@ -82,23 +88,23 @@ class Progress(SearchObserver):
         else:
             self.log_progress()
 
-    def draw(self, width: int, height: int) -> RenderableType:
+    def render_table(self, width: int, height: int) -> RenderableType:
         """Return the progress as a table."""
-        return progress_view.frame(self._reader.state(time.monotonic()), width, height)
+        return progress_view.frame(self._reader.read_state(time.monotonic()), width, height)
 
-    def render_html(self, ending: Ending, error: str) -> tuple[str, str]:
+    def render_html(self, ending: SearchEnding, error: str) -> tuple[str, str]:
         """Return the progress as HTML for a notebook's cell, and as one line of text."""
-        state = self._reader.state(time.monotonic())
-        return progress_html(state, ending, error, self._link), progress_view.line(state)
+        state = self._reader.read_state(time.monotonic())
+        return render_progress_html(state, ending, error, self._link), progress_view.line(state)
 
-    def fall_back(self, error: Exception) -> None:
+    def on_display_error(self, error: Exception) -> None:
         """Log progress lines from now on, since the table failed with `error`."""
         self.is_shown = False
         self._log.warning("the live table failed; the search continues: %s: %s", type(error).__name__, error)
 
 
 @contextmanager
-def progress(
+def showing_progress(
     recorder: SearchRecorder,
     outlook: SearchEstimate,
     notes: Sequence[Note],
@@ -113,20 +119,20 @@ def progress(
         notes: the last lines of the log.
         in_terminal: whether to show a table if stdout is a terminal.
     """
-    owner = recorder.read().experiment.owner
-    reader = ProgressReader(recorder.read, outlook, notes, time.monotonic())
-    observer = Progress(reader, log, link=link_to(owner) if owner else None)
-    if (output := output_here()) is not None:
+    owner = recorder.read_search_snapshot().experiment.owner
+    reader = ProgressReader(recorder.read_search_snapshot, outlook, notes, time.monotonic())
+    observer = ProgressObserver(reader, log, link=run_url(owner) if owner else None)
+    if (output := current_cell_output()) is not None:
         observer.is_shown = True
-        with live_output(output, observer.render_html, observer.fall_back, stop):
+        with live_output(output, observer.render_html, observer.on_display_error, stop):
             yield observer
-    elif in_terminal and can_show(sys.stdout):
+    elif in_terminal and can_show_display(sys.stdout):
         observer.is_shown = True
-        with live_display(observer.draw, observer.fall_back, sys.stdout):
+        with live_display(observer.render_table, observer.on_display_error, sys.stdout):
             yield observer
     else:
         yield observer
-    observer.conclude()
+    observer.log_final_progress()
 
 
 _MAX_NOTES = 50
@@ -141,7 +147,7 @@ class SearchLog(SearchObserver):
     def __init__(self, recorder: SearchRecorder, objective: Objective | None, uri: str, log: Log) -> None:
         self.notes: deque[Note] = deque(maxlen=_MAX_NOTES)
         """The last lines of the log."""
-        experiment = recorder.read().experiment
+        experiment = recorder.read_search_snapshot().experiment
         self._recorder = recorder
         self._objective = objective
         self._uri = uri
@@ -154,11 +160,13 @@ class SearchLog(SearchObserver):
             if trial.of_search and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
         }
 
-    def applied(self, event: Event, experiment: Experiment) -> None:
-        if isinstance(event, Started | Cloned | AttemptEnded | Finished | Paused | GaveUp):
+    def on_event(self, event: Event, experiment: Experiment) -> None:
+        if isinstance(
+            event, AttemptStarted | CheckpointCloned | AttemptEnded | TrialFinished | TrialPaused | TrialErrored
+        ):
             self._log_event(event, experiment.trial(event.trial), experiment)
 
-    def lost(self, trial: Trial, reason: str) -> None:
+    def on_attempt_lost(self, trial: Trial, reason: str) -> None:
         if trial.phase is Phase.RUNNING:
             self._lost_trials.add(trial.trial)
             text = f"crashed in attempt {trial.attempt}: {first_line(reason)}"
@@ -168,22 +176,22 @@ class SearchLog(SearchObserver):
 
     def _log_event(
         self,
-        event: Started | Cloned | AttemptEnded | Finished | Paused | GaveUp,
+        event: AttemptStarted | CheckpointCloned | AttemptEnded | TrialFinished | TrialPaused | TrialErrored,
         trial: Trial,
         experiment: Experiment,
     ) -> None:
         text, level, is_notice = "", logging.INFO, False
         match event:
-            case Started():
+            case AttemptStarted():
                 is_earlier = trial.outbox is not None and trial.search_term < experiment.term
                 text = self._describe_start(event, trial, is_earlier=is_earlier)
                 is_notice = trial.trial in self._unfinished_trials
                 self._unfinished_trials.discard(trial.trial)
-            case Cloned(source=source):
+            case CheckpointCloned(source=source):
                 text = f"continues from trial {source}, step {trial.step}: {format_config(trial) or _NO_PARAMETERS}"
-            case Finished(reason=reason):
+            case TrialFinished(reason=reason):
                 text = self._describe_end(trial.status, reason, trial, experiment.key)
-            case Paused(reason=reason):
+            case TrialPaused(reason=reason):
                 text = self._describe_end(Status.PAUSED, reason, trial, experiment.key)
             case AttemptEnded(cause=Cause.PREEMPTED, reason=reason):
                 text = self._describe_end(Status.INTERRUPTED, reason, trial, experiment.key)
@@ -191,7 +199,7 @@ class SearchLog(SearchObserver):
                 self._lost_trials.discard(trial.trial)
             case AttemptEnded(reason=Reason(code="owner-vanished")):
                 text, level = f"crashed in attempt {trial.attempt}: the run that trained it was killed", logging.WARNING
-            case GaveUp(reason=reason):
+            case TrialErrored(reason=reason):
                 text, level = self._describe_end(Status.ERRORED, reason, trial, experiment.key), logging.ERROR
             case _:
                 pass  # a retried failure is logged by `FailureHandler`
@@ -199,11 +207,11 @@ class SearchLog(SearchObserver):
             self._log_line(trial, text, level, is_notice=is_notice)
 
     def _log_line(self, trial: Trial, text: str, level: int, *, is_notice: bool = False) -> None:
-        line = visible(f"trial {trial.trial} {text}" if trial.of_search else f"the trial {text}")
-        self.notes.append(Note(datetime.now(UTC).astimezone(), line, is_bad=level >= logging.WARNING))
+        line = make_visible(f"trial {trial.trial} {text}" if trial.of_search else f"the trial {text}")
+        self.notes.append(Note(datetime.now(UTC).astimezone(), line, is_problem=level >= logging.WARNING))
         self._log.log(level, "%s", line, extra=NOTICE if is_notice else None)
 
-    def _describe_start(self, event: Started, trial: Trial, *, is_earlier: bool) -> str:
+    def _describe_start(self, event: AttemptStarted, trial: Trial, *, is_earlier: bool) -> str:
         repeated = trial.wasted_steps - self._recomputed_steps.get(trial.trial, 0)
         self._recomputed_steps[trial.trial] = trial.wasted_steps
         if is_earlier:
@@ -211,7 +219,9 @@ class SearchLog(SearchObserver):
             return f"began attempt {event.attempt} in an earlier run: {config}"
         if event.attempt == 1:
             return f"begins: {format_config(trial) or _NO_PARAMETERS}"
-        lost = f"; {wasted_words(repeated, at_least=trial.wasted_at_least)} trained again" if repeated else ""
+        lost = (
+            f"; {format_recomputed_steps(repeated, at_least=trial.wasted_at_least)} trained again" if repeated else ""
+        )
         again = f"attempt {event.attempt}{lost}"
         if event.from_sequence is None:
             return f"begins again without a checkpoint ({again})"
@@ -224,7 +234,7 @@ class SearchLog(SearchObserver):
             return f"{end} before its first step: {first_line(reason)}{saved}"
         has_losses = self._compute_losses(trial.metrics) is not None
         if has_losses:
-            reason = without_result(reason, trial.step)
+            reason = strip_result(reason, trial.step)
         reason_has_result = (  # such as a limit that was reached
             isinstance(reason, Reason)
             and bool(reason.arguments.keys() & {"value", "best"})
@@ -244,22 +254,22 @@ class SearchLog(SearchObserver):
 
     def _describe_checkpoint(self, end: str, trial: Trial, experiment: JournalKey) -> str:
         """Describe the newest checkpoint; for a paused or pruned trial, only if it differs from the last step."""
-        key = newest_key(experiment.trial_key(trial.trial), trial)
+        key = newest_checkpoint_key(experiment.trial_key(trial.trial), trial)
         if key is None:
             return "; no checkpoint"
         if end in {Status.PAUSED, Status.PRUNED}:
             return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
         better = ""  # names the best checkpoint unless the newest one is as good
-        best = next(iter(best_saved(trial.checkpoints, self._objective)), None) if self._objective else None
+        best = next(iter(rank_checkpoints(trial.checkpoints, self._objective)), None) if self._objective else None
         if best and self._compute_losses(best.metrics) != self._compute_losses(trial.checkpoints[-1].metrics):
             names = self._objective.metrics if self._objective else ()
             better = f" (the best one is of step {best.step}{_format_metrics(best.metrics, names)})"
-        return f"; checkpoint of step {key.step}{better}: {below(self._uri, key.folder)}"
+        return f"; checkpoint of step {key.step}{better}: {join_uri(self._uri, key.folder)}"
 
     def _compute_losses(self, metrics: Mapping[str, object]) -> Losses | None:
-        return losses_in(metrics, self._objective) if self._objective else None
+        return compute_losses(metrics, self._objective) if self._objective else None
 
 
 def _format_metrics(metrics: Mapping[str, object], names: Iterable[str]) -> str:
-    values = {name: metric_in(metrics, name) for name in names}
+    values = {name: get_metric(metrics, name) for name in names}
     return "".join(f", {name} {format_value(value)}" for name, value in values.items() if value is not None)

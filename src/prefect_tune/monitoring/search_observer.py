@@ -13,10 +13,10 @@ from typing import Self
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.clock import run_now, utc_now
+from prefect_tune.clock import run_clock_now, utc_now
 from prefect_tune.core.errors import Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import Curves, Losses
+from prefect_tune.core.experiment.summary import LearningCurves, Losses
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Entry, Event
 from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, delete_live_status, write_live_status
@@ -29,13 +29,13 @@ class SearchObserver:
     The driver calls them in its own thread, in order; each must return at once.
     """
 
-    def applied(self, event: Event, experiment: Experiment) -> None:
+    def on_event(self, event: Event, experiment: Experiment) -> None:
         """Handle an event of the next journal entry; `experiment` is the state after the event."""
 
-    def lost(self, trial: Trial, reason: str) -> None:
+    def on_attempt_lost(self, trial: Trial, reason: str) -> None:
         """Handle an attempt that ended without journaling its end, which is journaled later; the trial is retried."""
 
-    def wrote(self, experiment: Experiment) -> None:
+    def on_entry_written(self, experiment: Experiment) -> None:
         """Handle a written journal entry; `experiment` is the state up to that entry."""
 
 
@@ -49,14 +49,14 @@ class ObserverGroup(SearchObserver):
         self._observers = tuple(observers)
         self._log = log
 
-    def applied(self, event: Event, experiment: Experiment) -> None:
-        self._call_observers(lambda observer: observer.applied(event, experiment))
+    def on_event(self, event: Event, experiment: Experiment) -> None:
+        self._call_observers(lambda observer: observer.on_event(event, experiment))
 
-    def lost(self, trial: Trial, reason: str) -> None:
-        self._call_observers(lambda observer: observer.lost(trial, reason))
+    def on_attempt_lost(self, trial: Trial, reason: str) -> None:
+        self._call_observers(lambda observer: observer.on_attempt_lost(trial, reason))
 
-    def wrote(self, experiment: Experiment) -> None:
-        self._call_observers(lambda observer: observer.wrote(experiment))
+    def on_entry_written(self, experiment: Experiment) -> None:
+        self._call_observers(lambda observer: observer.on_entry_written(experiment))
 
     def _call_observers(self, method: Callable[[SearchObserver], None]) -> None:
         for observer in self._observers:
@@ -82,17 +82,17 @@ class SearchRecorder(SearchObserver):
         self._changes: list[Callable[[SearchView], None]] | None = None
         """The changes of this run, until the earlier entries are prepended; None if they are not needed."""
 
-    def applied(self, event: Event, experiment: Experiment) -> None:
+    def on_event(self, event: Event, experiment: Experiment) -> None:
         at = datetime.now(UTC)
-        self._apply_change(lambda view: view.apply(event, at, experiment))
+        self._apply_change(lambda view: view.apply_event(event, at, experiment))
 
-    def wrote(self, experiment: Experiment) -> None:
+    def on_entry_written(self, experiment: Experiment) -> None:
         self._apply_change(lambda view: view.set_experiment(experiment))
 
-    def read(self, drawn: Collection[str] = ()) -> SearchSnapshot:
+    def read_search_snapshot(self, drawn: Collection[str] = ()) -> SearchSnapshot:
         """Return a snapshot of the view, with the curves of the `drawn` trials."""
         with self._guard:
-            return self._view.read(drawn)
+            return self._view.take_snapshot(drawn)
 
     @property
     def running(self) -> Mapping[str, AttemptPeriod]:
@@ -106,11 +106,11 @@ class SearchRecorder(SearchObserver):
         with self._guard:
             return self._view.best
 
-    def await_earlier_entries(self) -> None:
-        """Keep all changes from now on, until `prepend` receives the entries of earlier runs."""
+    def expect_earlier_entries(self) -> None:
+        """Keep all changes from now on, until `prepend_entries` receives the entries of earlier runs."""
         self._changes = []
 
-    def prepend(self, entries: Iterable[Entry] | None) -> None:
+    def prepend_entries(self, entries: Iterable[Entry] | None) -> None:
         """Apply the entries of earlier runs, then reapply the changes of this run. Pass None if they cannot be read."""
         view = self._view
         if entries is not None:
@@ -133,17 +133,17 @@ class SearchRecorder(SearchObserver):
 _MAX_CURVE_REPORTS = 300_000
 
 
-class CurveKeeper(SearchObserver):
+class CurveCollector(SearchObserver):
     """Collects the learning curves of a new experiment while it runs, to publish them without reading the journal."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self.curves: Curves | None = None if experiment.trials else Curves()
+        self.curves: LearningCurves | None = None if experiment.trials else LearningCurves()
 
-    def applied(self, event: Event, experiment: Experiment) -> None:
+    def on_event(self, event: Event, experiment: Experiment) -> None:
         del experiment
         curves, self.curves = self.curves, None  # if None, they are read from the journal to be published
         if curves is not None:
-            curves.tell_event(event)
+            curves.add_event(event)
             if curves.report_count <= _MAX_CURVE_REPORTS:  # bounds the memory
                 self.curves = curves
 
@@ -220,7 +220,7 @@ class LiveStatusPublisher:
             owner=experiment.owner,
             number=self._written_count + 1,
             at=utc_now(),
-            run_at=run_now(),
+            run_at=run_clock_now(),
             period_seconds=next_pause.total_seconds(),
             trials=running,
         )
@@ -250,7 +250,7 @@ class LiveStatusPublisher:
             RunningTrial(
                 trial=name,
                 attempt=attempt.attempt,
-                began_at=None if attempt.is_earlier else attempt.began.isoformat(timespec="milliseconds"),
+                began_at=None if attempt.is_earlier else attempt.began_at.isoformat(timespec="milliseconds"),
                 host=attempt.owner.host if attempt.owner and not attempt.is_earlier else None,
                 report=attempt.report,
                 reported_at=attempt.reported_at.isoformat(timespec="milliseconds") if attempt.reported_at else None,

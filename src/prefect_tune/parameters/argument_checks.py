@@ -20,64 +20,64 @@ from pathlib import Path
 from typing import Any, cast
 
 import prefect_tune
+from prefect_tune.core.display_text import did_you_mean
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import AnyOf, StopCriteria, Stopper, as_stopper
-from prefect_tune.core.metrics import shown
+from prefect_tune.core.metrics import short_repr
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
-from prefect_tune.core.search.domains import as_dicts, domains_in, frozen
-from prefect_tune.core.search.space_json import class_of_fields, distribution_in, option_name, space_from_json
-from prefect_tune.core.shown_text import did_you_mean
-from prefect_tune.core.values import HasJsonForm, canonical_json, digest_of, valid_name
-from prefect_tune.registry import BUILT_IN
-from prefect_tune.runtime.load_named import import_advice, import_path_of, load_named
+from prefect_tune.core.search.domains import as_dicts, find_domains, freeze
+from prefect_tune.core.search.space_json import find_distribution, match_option_class, option_name, space_from_json
+from prefect_tune.core.values import HasJsonForm, canonical_json, digest_of, validate_name
+from prefect_tune.registry import BUILT_IN_MODULES
+from prefect_tune.runtime.load_named import describe_import_error, importable_name_of, load_by_name
 from prefect_tune.runtime.trainable import require_trainable
 
 
-def experiment_name(name: str | None) -> str:
+def validate_experiment_name(name: str | None) -> str:
     """Return `name`, or the id of the flow run without it; calls by a flow or task get their default elsewhere.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
     """
     if name is not None:
-        return valid_name(name)
+        return validate_name(name)
     from prefect.runtime import flow_run
 
-    return valid_name(str(flow_run.id))
+    return validate_name(str(flow_run.id))
 
 
-def storable_config(config: object) -> dict[str, object]:
+def config_to_json(config: object) -> dict[str, object]:
     """Return the configuration, a mapping, a dataclass or None, as plain JSON.
 
     Raises:
         InvalidInput: the configuration has a value that JSON cannot represent.
     """
-    plain = plain_json({} if config is None else config, "config")
-    if distribution := distribution_in(plain):
+    plain = value_to_json({} if config is None else config, "config")
+    if distribution := find_distribution(plain):
         raise InvalidInput(
-            f"config: expected values, found the distribution {shown(distribution)}: only pt.tune draws from a `space`"
+            f"config: expected values, found distribution {short_repr(distribution)}: only pt.tune draws from `space`"
         )
     if isinstance(plain, dict):
         return plain
-    raise InvalidInput(f"config: expected a dict or a dataclass, found {shown(config)}")
+    raise InvalidInput(f"config: expected a dict or a dataclass, found {short_repr(config)}")
 
 
-def plain_json(value: object, where: str) -> object:
-    """Return a value as plain JSON, see `frozen`.
+def value_to_json(value: object, where: str) -> object:
+    """Return a value as plain JSON, see `freeze`.
 
     Raises:
         InvalidInput: the value contains a distribution, or something that JSON cannot represent.
     """
-    plain = frozen(as_dicts(value), where)
-    if node := next(domains_in(plain), None):
+    plain = freeze(as_dicts(value), where)
+    if node := next(find_domains(plain), None):
         raise InvalidInput(
             f"{where}: expected values, found {node!r}: distributions are allowed only in the `space` of pt.tune"
         )
     return plain
 
 
-def valid_trainable(trainable: object) -> object:
+def validate_trainable(trainable: object) -> object:
     """Return the trainable after all checks that need no import of the user's module.
 
     Raises:
@@ -85,7 +85,7 @@ def valid_trainable(trainable: object) -> object:
     """
     if not isinstance(trainable, str):
         return require_trainable(trainable, trainable)
-    module, _ = import_string(trainable, "trainable")
+    module, _ = split_import_path(trainable, "trainable")
     missing_module: str | None = None
     try:
         if importlib.util.find_spec(module) is None:
@@ -93,15 +93,15 @@ def valid_trainable(trainable: object) -> object:
     except ModuleNotFoundError as error:
         missing_module = error.name
         if not f"{module}.".startswith(f"{missing_module}."):  # the package exists, and imports a missing module
-            raise InvalidInput(f"trainable {trainable!r}: {import_advice(error)}") from error
+            raise InvalidInput(f"trainable {trainable!r}: {describe_import_error(error)}") from error
     except (Exception, SystemExit) as error:  # `find_spec` imports the package, which may raise anything
-        raise InvalidInput(f"trainable {trainable!r}: {import_advice(error)}") from error
+        raise InvalidInput(f"trainable {trainable!r}: {describe_import_error(error)}") from error
     if missing_module is None:
         return trainable
-    from prefect_tune.blocks.resolve_target import is_in_run_of_deployment
+    from prefect_tune.blocks.resolve_target import is_deployment_run
 
     hint = "; is its project installed here, or its folder in PYTHONPATH?"
-    if is_in_run_of_deployment():
+    if is_deployment_run():
         hint = (
             "; install its project where the worker runs, or name its folder there: prefect-tune deploy "
             """--job-variable 'env={"PYTHONPATH": "/home/me/project"}'"""
@@ -109,7 +109,7 @@ def valid_trainable(trainable: object) -> object:
     raise InvalidInput(f"trainable {trainable!r}: there is no module {missing_module!r}{hint}")
 
 
-def import_string(name: str, where: str) -> tuple[str, str]:
+def split_import_path(name: str, where: str) -> tuple[str, str]:
     """Split `package.module:Name` into the module and the name in it; import nothing.
 
     Raises:
@@ -121,13 +121,13 @@ def import_string(name: str, where: str) -> tuple[str, str]:
     return module, attribute
 
 
-def name_of(trainable: object) -> Mapping[str, str]:
+def trainable_fingerprint(trainable: object) -> Mapping[str, str]:
     """Return the identity of a trainable: its name without the module, which depends on how the code is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
     return {"trainable": name.rpartition(".")[2]} if name else {}
 
 
-def code_of(trainable: object) -> str:
+def source_digest(trainable: object) -> str:
     """Return a digest of the source of a class or function, or of `package.module:Name`, without importing its file.
 
     Empty if the source is not available. The digest covers only this definition, not the code that it calls.
@@ -166,7 +166,7 @@ def _find_definition(text: str, name: str) -> str:
     return ""
 
 
-def scheduler_from(scheduler: object) -> Scheduler:
+def parse_scheduler(scheduler: object) -> Scheduler:
     """Return `scheduler`, or the scheduler that its JSON describes.
 
     Raises:
@@ -175,7 +175,7 @@ def scheduler_from(scheduler: object) -> Scheduler:
     return scheduler if isinstance(scheduler, Scheduler) else cast(Scheduler, _build_from_json(scheduler, "scheduler"))
 
 
-def search_from(search: object) -> Search:
+def parse_search(search: object) -> Search:
     """Return `search`, or the search algorithm that its JSON describes.
 
     Raises:
@@ -201,7 +201,7 @@ def with_samples(search: Search, num_samples: int | None) -> Search:
     )
 
 
-def stop_from(stop: object) -> object:
+def parse_stop(stop: object) -> object:
     """Return `stop` with stopper objects in place of their JSON: `{"step": 100, "MaxFailures": {"failures": 3}}`.
 
     A name with a number is a metric: a trial stops when its value reaches the number (`>=`). A name with an object is
@@ -211,55 +211,55 @@ def stop_from(stop: object) -> object:
         InvalidInput: no stopper has this name or these options, or the name cannot be imported.
     """
     if isinstance(stop, str) and ":" in stop:
-        return stop_from(load_named(stop, "stop"))
+        return parse_stop(load_by_name(stop, "stop"))
     if isinstance(stop, Mapping):
-        if (name := class_of_fields(stop)) in BUILT_IN["stop"]:
+        if (name := match_option_class(stop)) in BUILT_IN_MODULES["stop"]:
             raise InvalidInput(
-                f"stop: found the fields of {name} without its class: {shown(dict(stop))}; expected "
+                f"stop: found the fields of {name} without its class: {short_repr(dict(stop))}; expected "
                 f"{_example_json(name)}. To limit a metric with this name, pass a function: 'package.module:name'"
             )
         stopper_arguments = {name: arguments for name, arguments in stop.items() if isinstance(arguments, Mapping)}
         limits = {name: limit for name, limit in stop.items() if name not in stopper_arguments}
-        for name in [item for item in limits if item in BUILT_IN["stop"]]:
+        for name in [item for item in limits if item in BUILT_IN_MODULES["stop"]]:
             raise InvalidInput(f"stop: {name} is a stopper: expected {_example_json(name)}, found {limits[name]!r}")
         stoppers = [_build_from_json({name: arguments}, "stop") for name, arguments in stopper_arguments.items()]
         return [*stoppers, limits] if stoppers and limits else stoppers or limits
-    return [stop_from(item) for item in stop] if isinstance(stop, list | tuple) else stop
+    return [parse_stop(item) for item in stop] if isinstance(stop, list | tuple) else stop
 
 
 def stop_to_json(stop: object) -> Sequence[object] | Mapping[str, object] | str | None:
-    """Return `stop` as JSON for `stop_from`; None if JSON cannot represent it, for example a lambda."""
+    """Return `stop` as JSON for `parse_stop`; None if JSON cannot represent it, for example a lambda."""
     if isinstance(stop, AnyOf | list | tuple):
         parts = [stop_to_json(part) for part in (stop.stoppers if isinstance(stop, AnyOf) else stop)]
         return None if None in parts else [part for part in parts if part is not None]
     if isinstance(stop, Stopper):
-        return to_json(stop)
+        return component_to_json(stop)
     with suppress(TypeError, ValueError):
         if isinstance(stop, Mapping | str) and canonical_json(stop):
             return stop
-    return import_path_of(stop)
+    return importable_name_of(stop)
 
 
-def stopper_for(stop: StopCriteria | str) -> Stopper:
+def make_stopper(stop: StopCriteria | str) -> Stopper:
     """Return the stopper for `stop`: an object, its JSON, or its import path `package.module:name`.
 
     Raises:
         InvalidInput: `stop` is none of these.
     """
-    return as_stopper(cast("StopCriteria", stop_from(stop)))
+    return as_stopper(cast("StopCriteria", parse_stop(stop)))
 
 
-def to_json(component: object) -> dict[str, Any] | None:
+def component_to_json(component: object) -> dict[str, Any] | None:
     """Return a scheduler, search or stopper as JSON; None if JSON cannot represent it, or its class is unknown."""
     try:
-        return cast("dict[str, Any]", component.json_form()) if isinstance(component, HasJsonForm) else None
+        return cast("dict[str, Any]", component.to_json_form()) if isinstance(component, HasJsonForm) else None
     except InvalidInput:
         return None
 
 
 def _build_from_json(value: object, where: str) -> object:
     """Return the object that `{name: options}` or a name alone describes."""
-    built_in, arguments_by_name = BUILT_IN[where], {value: {}} if isinstance(value, str) else value
+    built_in, arguments_by_name = BUILT_IN_MODULES[where], {value: {}} if isinstance(value, str) else value
     if not (isinstance(arguments_by_name, Mapping) and len(arguments_by_name) == 1):
         example = next(iter(built_in))
         raise InvalidInput(

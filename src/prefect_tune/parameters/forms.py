@@ -31,7 +31,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
-from prefect_tune.blocks.resolve_target import ABSOLUTE, block_slug_pattern, validate_target
+from prefect_tune.blocks.resolve_target import ABSOLUTE_PATTERN, block_slug_pattern, validate_target
 from prefect_tune.blocks.storage_target import ObjectTarget, StrictBlock
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.callbacks import Callback
@@ -52,7 +52,7 @@ _Schema: TypeAlias = Mapping[str, Any]
 _NULL: _Schema = {"type": "null"}
 
 
-def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
+def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
     """Return the schema of a flow's parameters, simplified for forms.
 
     An optional parameter is a field that may stay empty, not a choice between a type and None. Descriptions have no
@@ -65,7 +65,7 @@ def form_of(flow: Flow[Any, Any]) -> dict[str, Any]:
     }
     form = {**schema, "properties": _simplify_fields(schema["properties"]), "definitions": definitions}
     if isinstance(flow, GroupedFlow):  # no form shows patterns as fields
-        group = definitions[OPTIONS]["properties"]
+        group = definitions[OPTIONS_DEFINITION]["properties"]
         form["patternProperties"] = {f"^{name}$": {"anyOf": [field, _NULL]} for name, field in group.items()}
     return form
 
@@ -145,7 +145,7 @@ def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
 
 def _target_text_schema() -> _Schema:
     """Return the schema of a target as text: Prefect's API rejects a relative path before a run begins."""
-    return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE}|{block_slug_pattern()}$)"}
+    return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE_PATTERN}|{block_slug_pattern()}$)"}
 
 
 def _target_schema() -> _Schema:
@@ -154,7 +154,7 @@ def _target_schema() -> _Schema:
 
 
 def _warm_start_schema() -> _Schema:
-    pattern = rf"^(?:[^/]+|{ABSOLUTE}.*|{block_slug_pattern()}/[^/]+)$"
+    pattern = rf"^(?:[^/]+|{ABSOLUTE_PATTERN}.*|{block_slug_pattern()}/[^/]+)$"
     source = {**_text_schema("Name, or target/name"), "pattern": pattern}
     return {"anyOf": [_list_schema("Experiments", source), _NULL]}
 
@@ -285,9 +285,9 @@ RerunField: TypeAlias = Annotated[
 
 # Flows for deployments: their forms show the few parameters that everybody needs; the others are in one group.
 
-ADVANCED = "advanced"
+ADVANCED_PARAMETER = "advanced"
 """The parameter that holds the group."""
-OPTIONS = "AdvancedOptions"
+OPTIONS_DEFINITION = "AdvancedOptions"
 """The group's definition in the schema of a form."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -325,43 +325,43 @@ class GroupedFlow(FlowWithServer[_P, _R]):
             for position, parameter in enumerate(others)
         }
         strict = ConfigDict(title="Options", extra="forbid", arbitrary_types_allowed=True)
-        options = create_model(OPTIONS, __config__=strict, **fields)
+        options = create_model(OPTIONS_DEFINITION, __config__=strict, **fields)
         default = Field(default=None, description=f"{len(fields)} more parameters: choose Options.")
-        group = Parameter(ADVANCED, Parameter.KEYWORD_ONLY, default=default, annotation=options | None)
+        group = Parameter(ADVANCED_PARAMETER, Parameter.KEYWORD_ONLY, default=default, annotation=options | None)
         # Before version 3.9, Prefect passes a default that is a `Field` as the argument.
         call_flow = _make_entrypoint(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
         super().__init__(call_flow, name=flow.name, version=flow.version, persist_result=flow.persist_result)
-        self.flat = flow
+        self.flat_flow = flow
         self.__signature__ = Signature([*(by_keyword[name] for name in first), group])
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the flow with flat parameters."""
-        return self.flat(*args, **flattened(options))
+        return self.flat_flow(*args, **flatten_parameters(options))
 
     def with_options(self, **options: Any) -> Self:
         """Return a copy with other options and the same form."""
         other = super().with_options(**options)
-        other.flat = self.flat.with_options(**options)
+        other.flat_flow = self.flat_flow.with_options(**options)
         other.__signature__ = self.__signature__
         return other
 
-    def grouped(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    def group_parameters(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return flat parameters in the form's structure."""
         first_values = {name: value for name, value in parameters.items() if name in self.__signature__.parameters}
         others = {name: value for name, value in parameters.items() if name not in first_values}
-        return {**first_values, ADVANCED: others} if others else first_values
+        return {**first_values, ADVANCED_PARAMETER: others} if others else first_values
 
 
-def flattened(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return a form's parameters without the group; a parameter outside the group replaces the one in it.
 
     Raises:
         InvalidInput: the group is not a mapping.
     """
     flat = dict(parameters)
-    group = flat.pop(ADVANCED, None)
+    group = flat.pop(ADVANCED_PARAMETER, None)
     if not isinstance(group, Mapping | None):
-        raise InvalidInput(f"{ADVANCED}: expected an object with parameters, found a {type(group).__name__}")
+        raise InvalidInput(f"{ADVANCED_PARAMETER}: expected an object with parameters, found a {type(group).__name__}")
     return {**(group or {}), **flat}
 
 
@@ -370,7 +370,7 @@ def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: 
     function: Callable[..., _R] = flow.fn
 
     def call_flow(**parameters: Any) -> _R:
-        group: BaseModel | None = parameters.pop(ADVANCED)
+        group: BaseModel | None = parameters.pop(ADVANCED_PARAMETER)
         if group is not None:
             context = FlowRunContext.get()  # its flow run has the parameters without Prefect's defaults
             passed = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
@@ -379,7 +379,7 @@ def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: 
                     parameters[name] = getattr(group, name)
                 elif parameters[name] != getattr(group, name):
                     warning = "%s: the value outside the group replaces the value in %r"
-                    get_run_logger().warning(warning, name, ADVANCED)
+                    get_run_logger().warning(warning, name, ADVANCED_PARAMETER)
         return function(**parameters)
 
     call_flow.__name__ = call_flow.__qualname__ = function.__name__

@@ -1,7 +1,7 @@
 """Check from the source alone that a name can be imported: nothing is imported before it is trusted.
 
-`why_not_defined` returns why trusted packages do not define a name of a journal. `require_importable` calls it before a
-search, and imports a trainable only if its source is inconclusive, in a process like a trial's.
+`undefined_name_reason` returns why trusted packages do not define a name of a journal. `require_importable` calls it
+before a search, and imports a trainable only if its source is inconclusive, in a process like a trial's.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Literal, TypeAlias
 
 from prefect_tune.attempt.processes.process_output import Log, WaitLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import import_path, pickled_or_path
+from prefect_tune.attempt.trial_spec import absolute_sys_path, serialize_for_trial
+from prefect_tune.core.display_text import first_line
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import Never
 from prefect_tune.core.journal_events import AttemptEnded
 from prefect_tune.core.messages.process_messages import Start, TrialEnded
 from prefect_tune.core.reasons import Reason
-from prefect_tune.core.shown_text import first_line
 from prefect_tune.runtime.load_named import require_loadable
-from prefect_tune.runtime.trainable import CALLED_WITH
+from prefect_tune.runtime.trainable import METHOD_ARGUMENT_COUNTS
 from prefect_tune.stores.local.scratch import ScratchDirectory
 
 _POLL_INTERVAL = timedelta(seconds=0.5)
@@ -53,7 +53,7 @@ def require_importable(
     if not isinstance(trainable, str):
         return
     package = trainable.partition(":")[0].partition(".")[0]
-    if not why_not_defined(trainable, [package], is_accepted=_defines_trainable):
+    if not undefined_name_reason(trainable, [package], is_accepted=_defines_trainable):
         return
     config = {"trainable": trainable, "cadence": None if cadence is None else cadence.model_dump(mode="json")}
     if isolation == "thread":
@@ -66,17 +66,17 @@ def require_importable(
             trial="import",
             attempt=1,
             trainable=f"{require_loadable.__module__}:{require_loadable.__name__}",
-            stopper=pickled_or_path(Never()),
-            import_path=import_path(),
+            stopper=serialize_for_trial(Never()),
+            import_path=absolute_sys_path(),
             config=config,
             directory=directory,
             staging=directory,
             cadence=Cadence(at_end=False),
         )
         wait_log = WaitLog(log, f"importing trainable {trainable!r}")
-        with pool.process(start, log) as channel:
+        with pool.open_process(start, log) as channel:
             while True:
-                wait_log.note()
+                wait_log.log_if_due()
                 try:
                     message = channel.receive(_POLL_INTERVAL)
                 except EOFError:  # the process was killed: the trials find out
@@ -102,7 +102,11 @@ def _defines_trainable(definition: ast.stmt, module: ast.Module) -> bool:
             methods = {statement.name: statement for statement in body if isinstance(statement, ast.FunctionDef)}
             has_async_method = any(isinstance(statement, ast.AsyncFunctionDef) for statement in body)
             has_required_methods = base_names != {"Trainable"} or methods.keys() >= {"step", "save_checkpoint"}
-            calls = [(method, CALLED_WITH[name]) for name, method in methods.items() if name in CALLED_WITH]
+            calls = [
+                (method, METHOD_ARGUMENT_COUNTS[name])
+                for name, method in methods.items()
+                if name in METHOD_ARGUMENT_COUNTS
+            ]
             are_callable = all(not m.decorator_list and _accepts_arguments(m, count) for m, count in calls)
             return bool(base_names) and has_required_methods and are_callable and not has_async_method
         case _:
@@ -149,7 +153,7 @@ def is_module_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(_MODULE, name, re.ASCII) is not None
 
 
-def why_not_defined(name: str, packages: Sequence[str], is_accepted: DefinitionCheck = lambda *_: True) -> str:
+def undefined_name_reason(name: str, packages: Sequence[str], is_accepted: DefinitionCheck = lambda *_: True) -> str:
     """Return why `packages` do not define `package.module:Name` as a class, function or object; empty if they do.
 
     The lookup follows imports through modules of `packages`. To find a module's source, it imports the parent packages,

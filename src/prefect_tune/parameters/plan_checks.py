@@ -20,27 +20,27 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from prefect_tune.attempt.commit_worker import TrialArtifacts
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.trial_spec import TrialSpec, pickled_or_path
+from prefect_tune.attempt.trial_spec import TrialSpec, serialize_for_trial
 from prefect_tune.blocks import LocalTarget, StorageTarget
+from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Cadence
-from prefect_tune.core.experiment.stoppers import RAYS_NAMES, Stopper, limits_in, of_experiment
-from prefect_tune.core.experiment.summary import objective_in
+from prefect_tune.core.experiment.stoppers import RAY_EQUIVALENTS, Stopper, experiment_stoppers, metric_limits
+from prefect_tune.core.experiment.summary import objective_from_settings
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.reasons import AnyReason
-from prefect_tune.core.search.domains import domains_in
+from prefect_tune.core.search.domains import find_domains
 from prefect_tune.core.search.objective import Objective, usual_mode
-from prefect_tune.core.search.random_search import DEFAULT_SAMPLES, ENDLESS, RandomSearch, default_samples
-from prefect_tune.core.search.space import valid_space
-from prefect_tune.core.shown_text import plural
+from prefect_tune.core.search.random_search import DEFAULT_NUM_SAMPLES, UNLIMITED, RandomSearch, default_num_samples
+from prefect_tune.core.search.space import validate_space
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.values import canonical_json, leaves, metric_in
-from prefect_tune.journal_access import no_experiment_at, read_known
-from prefect_tune.parameters.argument_checks import name_of, search_from
-from prefect_tune.parameters.search_plan import OPTIONS, Resuming, SearchPlan, only_in_code
-from prefect_tune.prefect_api.call_paths import callers_tags
-from prefect_tune.registry import BUILT_IN
+from prefect_tune.core.values import canonical_json, get_metric, iter_leaves
+from prefect_tune.journal_access import missing_experiment_message, read_experiment_to_resume
+from prefect_tune.parameters.argument_checks import parse_search, trainable_fingerprint
+from prefect_tune.parameters.search_plan import OPTIONS, ResumeOption, SearchPlan, options_only_in_code
+from prefect_tune.prefect_api.call_paths import get_caller_tags
+from prefect_tune.registry import BUILT_IN_MODULES
 
 if TYPE_CHECKING:
     from prefect.task_runners import TaskRunner
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 # What a resume may not change: checks against the journal.
 
-KEEPS_CONFIGURATIONS = (
+RETRY_KEEPS_CONFIGURATION = (
     "a retried trial keeps its configuration: for configurations from a corrected space raise num_samples, or choose "
     "another experiment name"
 )
 
 
-def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
+def require_same_search(state: Experiment, settings: Mapping[str, object]) -> None:
     """Require that the journal's earlier decisions stay valid with these settings.
 
     Raises:
@@ -62,15 +62,15 @@ def require_same(state: Experiment, settings: Mapping[str, object]) -> None:
             after trials were compared by it.
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
-    require_goes_on(state)
+    require_continuable(state)
     if not all(trial.of_search for trial in state.trials.values()):
         raise InvalidInput(f"experiment {state.name!r} {_resume_advice(state)}; or choose another experiment name")
     for name, option in OPTIONS.items():
         before, now = _effective_setting(name, state.settings), _effective_setting(name, settings)
-        if option.fixed and state.trials and before != now and (name == "seed" or _was_metric_used(state)):
+        if option.fixed_reason and state.trials and before != now and (name == "seed" or _was_metric_used(state)):
             raise InvalidInput(
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
-                f"{option.fixed}. Pass {before!r}, or choose another experiment name"
+                f"{option.fixed_reason}. Pass {before!r}, or choose another experiment name"
             )
 
 
@@ -80,18 +80,18 @@ def _effective_setting(name: str, settings: Mapping[str, object]) -> object:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def with_seed_of(state: Experiment, plan: SearchPlan) -> SearchPlan:
+def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
     """Return the plan, with the seed of the experiment's journal if the plan has none."""
     seed = state.settings.get("seed")
-    return plan.extended(seed=seed) if plan.seed is None and state.trials and seed is not None else plan
+    return plan.with_changes(seed=seed) if plan.seed is None and state.trials and seed is not None else plan
 
 
 def _was_metric_used(state: Experiment) -> bool:
     """Return whether a decision or proposal may have used the metric; False if it is misspelt: no report has it."""
-    objective, trials = objective_in(state.settings), state.trials.values()
+    objective, trials = objective_from_settings(state.settings), state.trials.values()
     if objective is None or any(record.what == "decided" for trial in trials for record in trial.past):
         return True
-    return all(any(metric_in(record.metrics, name) is not None for record in trials) for name in objective.metrics)
+    return all(any(get_metric(record.metrics, name) is not None for record in trials) for name in objective.metrics)
 
 
 def require_search(state: Experiment, uri: str) -> None:
@@ -127,7 +127,7 @@ def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[st
         InvalidInput: the experiment is a search, or trains another trainable or configuration.
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
-    require_goes_on(state)
+    require_continuable(state)
     where = f"experiment {state.name!r} at {spec.target.uri}"
     if state.settings or any(trial.of_search for trial in state.trials.values()):
         raise InvalidInput(f"{where} is a search: resume it with pt.resume(...), or choose another experiment name")
@@ -147,7 +147,7 @@ def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[st
         )
 
 
-def require_goes_on(state: Experiment) -> None:
+def require_continuable(state: Experiment) -> None:
     """Require an experiment that is complete and not being deleted.
 
     Raises:
@@ -165,7 +165,7 @@ def require_goes_on(state: Experiment) -> None:
 
 
 def require_presence(
-    target: StorageTarget, experiment: str, resume: Resuming, state: Experiment | None = None
+    target: StorageTarget, experiment: str, resume: ResumeOption, state: Experiment | None = None
 ) -> Experiment | None:
     """Check, before anything is written, that the experiment exists or does not exist, as `resume` requires.
 
@@ -175,16 +175,16 @@ def require_presence(
         ResumeFailed: the experiment has to exist and does not, or cannot be read. Nothing was started.
         InvalidInput: the experiment must not exist, and does; or `resume` is 'local', and the target no `LocalTarget`.
     """
-    if resume.local and not isinstance(target, LocalTarget):
+    if resume.requires_local_target and not isinstance(target, LocalTarget):
         raise InvalidInput(
             f"resume='local': an experiment is stored only on its target, {target.uri}: this machine has no "
             "copy that could be newer or older. Use 'must', or a target on this machine"
         )
     if resume.presence == "auto":
         return state
-    state = state or read_known(target, experiment)
+    state = state or read_experiment_to_resume(target, experiment)
     if resume.presence == "must" and not state.number:
-        raise ResumeFailed(f"nothing was started: {no_experiment_at(target, experiment)}")
+        raise ResumeFailed(f"nothing was started: {missing_experiment_message(target, experiment)}")
     if resume.presence == "never" and state.number:
         raise InvalidInput(
             f"experiment {experiment!r} at {target.uri} already exists, with {len(state.trials)} trials, but "
@@ -195,14 +195,14 @@ def require_presence(
 
 # Detect whether a trainable's source has changed since its experiment last trained.
 
-CODE_TRAINS = "steps from now on are trained by the new code; earlier reports came from the old code"
-CODE_UNUSED = (
+NEW_CODE_TRAINS = "steps from now on are trained by the new code; earlier reports came from the old code"
+NEW_CODE_UNUSED = (
     "this run trained nothing with the new code; to train with it, raise num_samples, or choose another experiment name"
 )
 """The effect of changed code: when a trial starts, and at the end of a run that started none."""
 
 
-def require_code(state: Experiment, plan: SearchPlan) -> None:
+def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
     """Reject a changed trainable, for `on_code_change="refuse"`; called before an earlier owner is superseded.
 
     Raises:
@@ -221,25 +221,27 @@ def settings_before_training(state: Experiment, settings: Mapping[str, object]) 
     return {**settings, "code": code} if code and state.trials else settings
 
 
-def log_code(state: Experiment, plan: SearchPlan, effect: str, log: Log) -> None:
+def log_code_change(state: Experiment, plan: SearchPlan, effect: str, log: Log) -> None:
     """Log a warning with its `effect` if the trainable has changed since the experiment last trained."""
     if changed := _describe_code_change(state, plan):
         log.warning("%s: %s", changed, effect)
 
 
-def code_note(state: Experiment, plan: SearchPlan) -> str:
+def format_code_note(state: Experiment, plan: SearchPlan) -> str:
     """Return a line for a form: whether the trainable's source has changed since the experiment last trained."""
-    if not (code := plan.code):
+    if not (code := plan.source_digest):
         return "code: source unavailable, unknown whether it changed"
     return f"⚠️ {changed}" if (changed := _describe_code_change(state, plan)) else f"code: unchanged ({code})"
 
 
 def _describe_code_change(state: Experiment, plan: SearchPlan) -> str | None:
-    before, now = state.settings.get("code"), plan.code
+    before, now = state.settings.get("code"), plan.source_digest
     if not (state.trials and before and now and before != now):
         return None
     old_trainable, (*_, last_trial) = state.settings.get("trainable"), state.trials.values()
-    old_name = (name_of(old_trainable) if isinstance(old_trainable, str) else last_trial.fingerprint).get("trainable")
+    old_name = (trainable_fingerprint(old_trainable) if isinstance(old_trainable, str) else last_trial.fingerprint).get(
+        "trainable"
+    )
     name = plan.fingerprint.get("trainable")
     if old_name and name and old_name != name:
         what, before, now = "trainable", f"{old_name} {before}", f"{name} {now}"
@@ -251,17 +253,17 @@ def _describe_code_change(state: Experiment, plan: SearchPlan) -> str | None:
 # `samples_per_run`: each run of a search, such as a scheduled run, adds samples.
 
 
-def require_no_fewer(num_samples: int | None, state: Experiment) -> None:
+def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None:
     """Check that the new total number of samples, for example of a resume form, is not below the experiment's.
 
     Raises:
         InvalidInput: the number is smaller.
     """
     stored_count = state.settings.get("num_samples")
-    if num_samples is None or (stored_count is None and "search" in only_in_code(state.settings)):
+    if num_samples is None or (stored_count is None and "search" in options_only_in_code(state.settings)):
         return
     old_count = _stored_sample_count(stored_count, state.settings.get("search"))
-    if isinstance(old_count, int) and ENDLESS not in (old_count, num_samples) and num_samples < old_count:
+    if isinstance(old_count, int) and UNLIMITED not in (old_count, num_samples) and num_samples < old_count:
         raise InvalidInput(
             f"num_samples: experiment {state.name!r} already has {old_count}, and this run passes {num_samples}, which "
             f"is the new total (with a grid, per grid point). Pass {old_count} or more, or "
@@ -286,8 +288,8 @@ def with_added_samples(
     run_key, count_before = call_path(), _count_earlier_samples(plan, state)
     form_count = plan.num_samples or 0  # in a resume form
     if run_key in state.extensions:
-        return plan.extended(num_samples=max(count_before, form_count)), {}
-    return plan.extended(num_samples=max(count_before + added, form_count)), {run_key: added}
+        return plan.with_changes(num_samples=max(count_before, form_count)), {}
+    return plan.with_changes(num_samples=max(count_before + added, form_count)), {run_key: added}
 
 
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
@@ -297,11 +299,11 @@ def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
     """
     if plan.num_samples is not None or plan.samples_per_run is not None or not _has_no_sample_count(plan.search):
         return plan
-    default, settings = default_samples(plan.space or {}), state.settings
-    if default == DEFAULT_SAMPLES:
+    default, settings = default_num_samples(plan.space or {}), state.settings
+    if default == DEFAULT_NUM_SAMPLES:
         return plan
-    before = settings.get("num_samples", DEFAULT_SAMPLES) if _has_no_sample_count(settings.get("search")) else None
-    return plan.extended(num_samples=DEFAULT_SAMPLES if settings and before == DEFAULT_SAMPLES else default)
+    before = settings.get("num_samples", DEFAULT_NUM_SAMPLES) if _has_no_sample_count(settings.get("search")) else None
+    return plan.with_changes(num_samples=DEFAULT_NUM_SAMPLES if settings and before == DEFAULT_NUM_SAMPLES else default)
 
 
 def _has_no_sample_count(search: object) -> bool:
@@ -320,9 +322,9 @@ def _count_earlier_samples(plan: SearchPlan, state: Experiment) -> int:
     """Return the total number of samples that earlier runs were to propose."""
     if not state.settings:
         return 0
-    search = state.settings.get("search", plan.search if "search" in only_in_code(state.settings) else None)
+    search = state.settings.get("search", plan.search if "search" in options_only_in_code(state.settings) else None)
     count = _stored_sample_count(state.settings.get("num_samples"), search)
-    if not isinstance(count, int) or count == ENDLESS:
+    if not isinstance(count, int) or count == UNLIMITED:
         raise InvalidInput(
             f"samples_per_run: experiment {state.name!r} has no fixed number of samples to add to; "
             "omit samples_per_run, or choose another experiment name"
@@ -334,21 +336,21 @@ def _stored_sample_count(num_samples: Any, search: Any) -> object:
     """Return the total number of samples in an experiment's settings; None if they do not have one."""
     if num_samples is not None:
         return num_samples
-    return DEFAULT_SAMPLES if _has_no_sample_count(search) else getattr(search_from(search), "num_samples", None)
+    return DEFAULT_NUM_SAMPLES if _has_no_sample_count(search) else getattr(parse_search(search), "num_samples", None)
 
 
 # Warnings about parameters that are probably not intended.
 
 
-def log_errored(state: Experiment, plan: SearchPlan, log: Log) -> None:
+def log_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log how many errored trials this run does not retry; without other trials, the search's error says so."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
-    if count and not plan.reruns_errored and (count < len(state.trials) or adds_trials):
+    if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):
         log.warning(
             "%s not retried: to retry with the code as it is now, pass rerun_errored=True (--rerun-errored); %s",
-            plural(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
-            KEEPS_CONFIGURATIONS,
+            pluralize(count, "trial that errored in an earlier run is", "trials that errored in an earlier run are"),
+            RETRY_KEEPS_CONFIGURATION,
         )
 
 
@@ -360,15 +362,15 @@ def log_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
             "num_samples=%d has no effect: it is the total (%s), and the experiment already has %d. To add trials, "
             "raise num_samples, or pass samples_per_run",
             plan.num_samples,
-            plural(requested_count, "trial", "trials"),
+            pluralize(requested_count, "trial", "trials"),
             trial_count,
         )
 
 
-def log_space(state: Experiment, plan: SearchPlan, log: Log) -> None:
+def log_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log a warning if existing trials were drawn from another space, and whether new trials will be drawn."""
     space_before, space_now = (
-        None if "space" in only_in_code(settings) else canonical_json(settings.get("space", {}))
+        None if "space" in options_only_in_code(settings) else canonical_json(settings.get("space", {}))
         for settings in (state.settings, plan.settings)
     )
     if not state.trials or space_before == space_now or space_before is None or space_now is None:
@@ -377,29 +379,29 @@ def log_space(state: Experiment, plan: SearchPlan, log: Log) -> None:
     is_total_reached = total_count is not None and total_count <= trial_count
     log.warning(
         "the search space has changed; %s drawn from the old one%s",
-        plural(trial_count, "earlier trial was", "earlier trials were"),
+        pluralize(trial_count, "earlier trial was", "earlier trials were"),
         f", and the search proposes only {total_count} in total: raise num_samples to draw from the new space"
         if is_total_reached
         else "",
     )
 
 
-def warn_of_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
+def warn_of_stop_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
     """Log a warning for each stop limit that is probably not intended.
 
     A limit of a minimized metric ends most trials at once. A limit of a metric that Ray Tune adds to each report makes
     every trial fail, unless the trainable reports the metric.
     """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
-    for name, limit in limits_in(stopper).items():
-        if name in RAYS_NAMES:
+    for name, limit in metric_limits(stopper).items():
+        if name in RAY_EQUIVALENTS:
             log.warning(
                 "stop={'%s': %g} limits a metric of this name; trials that do not report it fail. Ray Tune's %s "
                 "is %s here",
                 name,
                 limit,
                 name,
-                RAYS_NAMES[name],
+                RAY_EQUIVALENTS[name],
             )
         if modes.get(name) == "min":
             log.warning(
@@ -450,12 +452,12 @@ def warn_of_constants(plan: SearchPlan, log: Log) -> None:
 
     A user's own search, or `Repeated` with its index, may propose values that the space does not have.
     """
-    space = valid_space(plan.space or {})
-    proposes_more = type(plan.proposer).__name__ not in BUILT_IN["search"]
-    if plan.trial_count == 1 or any(domains_in(space)) or proposes_more:
+    space = validate_space(plan.space or {})
+    proposes_more = type(plan.effective_search).__name__ not in BUILT_IN_MODULES["search"]
+    if plan.trial_count == 1 or any(find_domains(space)) or proposes_more:
         return
     count = "" if plan.trial_count is None else f"{plan.trial_count} "
-    lists = [(name, value) for name, value in leaves(space) if isinstance(value, list)]
+    lists = [(name, value) for name, value in iter_leaves(space) if isinstance(value, list)]
     advice = "draw a value, such as pt.uniform(0, 1)"
     if lists:
         name, value = lists[0]
@@ -471,14 +473,14 @@ def warn_of_constants(plan: SearchPlan, log: Log) -> None:
 # Reject searches with several writers of one journal on a target that is safe for one writer only.
 
 
-def runner_elsewhere() -> TaskRunner[Any] | None:
+def external_task_runner() -> TaskRunner[Any] | None:
     """Return the flow's task runner; None if it is a thread pool of this process."""
     context = FlowRunContext.get()
     runner = context.task_runner if context is not None else None
     return None if isinstance(runner, ThreadPoolTaskRunner) else runner
 
 
-def require_one_runner(uri: str, external: str = "") -> None:
+def require_one_process(uri: str, external: str = "") -> None:
     """Reject a flow in which two processes could write one journal at once; called before anything is written.
 
     Args:
@@ -488,7 +490,7 @@ def require_one_runner(uri: str, external: str = "") -> None:
     Raises:
         InvalidInput: `external` is not empty, or the flow's task runner uses other processes.
     """
-    if not external and (runner := runner_elsewhere()) is not None:
+    if not external and (runner := external_task_runner()) is not None:
         external = f"task runner: {type(runner).__name__}"
     if external:
         raise InvalidInput(
@@ -509,14 +511,14 @@ class SearchLimits:
     """The number of slots; `options` has only its upper bound."""
     end_reason: AnyReason | None = None
     """Why the run ends before training; None if it trains."""
-    has_had_enough: Callable[[Trial], bool] = lambda _: True
+    meets_stop_criterion: Callable[[Trial], bool] = lambda _: True
     """Returns whether a finished trial also meets today's stop criterion; otherwise it is requeued."""
 
 
 # The specification of a plan's trials.
 
 
-def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
+def make_trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
     """Return the specification of a search's trials, with a placeholder for the trial.
 
     An option of a trial has the same name in `SearchPlan` and `TrialSpec`.
@@ -529,19 +531,19 @@ def trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
     trial_options: dict[str, Any] = {name: value for name in names if (value := getattr(plan, name)) is not None}
     silence_seconds = plan.silence_timeout_seconds
     computed_options = {
-        "trainable": pickled_or_path(plan.trainable),
+        "trainable": serialize_for_trial(plan.trainable),
         "concurrency_limits": tuple(plan.concurrency_limits or ()),
     }
     return TrialSpec(
         **{**trial_options, **computed_options},
         trial=TrialKey(experiment=plan.experiment, generation=1, trial="any"),
         fingerprint=plan.fingerprint,
-        stopper=pickled_or_path(stopper),
-        needs_curve=stopper.looks_back,
+        stopper=serialize_for_trial(stopper),
+        needs_curve=stopper.needs_history,
         cadence=plan.checkpoint or Cadence(),
         grace=timedelta(seconds=plan.grace_period_seconds),
         silence=None if silence_seconds is None else timedelta(seconds=silence_seconds),
-        tags=tuple(dict.fromkeys([*(plan.trial_tags or ()), *sorted(callers_tags())])),
+        tags=tuple(dict.fromkeys([*(plan.trial_tags or ()), *sorted(get_caller_tags())])),
         required_metrics=plan.objective.metrics if plan.objective and not plan.allow_missing_metric else (),
         of_search=True,
     )
@@ -562,24 +564,24 @@ def _require_concurrency_limits(names: Sequence[str]) -> None:
                 ) from missing
 
 
-def spec_of_one_trial(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Stopper]:
+def make_single_trial_spec(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Stopper]:
     """Return the specification of a trial whose attempts write the experiment's journal, and its stop criterion.
 
     Raises:
-        InvalidInput: the criterion is for a search of many trials; or see `trial_spec` and `require_possible`.
+        InvalidInput: the criterion is for a search of many trials; or see `trial_spec` and `require_valid_sync`.
     """
     stopper = plan.stopper
-    if wrong := of_experiment(stopper):
+    if wrong := experiment_stoppers(stopper):
         raise InvalidInput(
             f"stop: {wrong[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
         )
-    spec = trial_spec(plan, stopper)
-    spec = replace(spec, trial=spec.trial.of_experiment.trial_key(trial), of_search=False)
-    require_possible(spec)
+    spec = make_trial_spec(plan, stopper)
+    spec = replace(spec, trial=spec.trial.journal_key.trial_key(trial), of_search=False)
+    require_valid_sync(spec)
     return spec, stopper
 
 
-def require_possible(spec: TrialSpec) -> None:
+def require_valid_sync(spec: TrialSpec) -> None:
     """Check the sync settings of a specification before anything is written.
 
     Raises:

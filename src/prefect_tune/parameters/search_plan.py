@@ -35,33 +35,33 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.stoppers import Stopper
-from prefect_tune.core.messages.process_messages import MetricsFrom
-from prefect_tune.core.metrics import shown
-from prefect_tune.core.resources import Processes, Resources, resources_of, valid_processes
+from prefect_tune.core.messages.process_messages import MetricsSource
+from prefect_tune.core.metrics import short_repr
+from prefect_tune.core.resources import Processes, Resources, parse_processes, parse_resources
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
-from prefect_tune.core.search.domains import SampleFrom, as_dicts, domains_in
-from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.search.domains import SampleFrom, as_dicts, find_domains
+from prefect_tune.core.search.objective import Mode, Objective, make_objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.search.space import require_drawable
+from prefect_tune.core.search.space import check_sample_functions
 from prefect_tune.core.search.space_json import is_distribution, space_from_json, space_to_json
-from prefect_tune.core.seeded_random import seed_named
-from prefect_tune.core.values import Number, Value, Whole, argument_error, canonical_json
+from prefect_tune.core.seeded_random import seed_from_name
+from prefect_tune.core.values import Number, Value, WholeNumber, argument_error, canonical_json
 from prefect_tune.parameters.argument_checks import (
-    code_of,
-    experiment_name,
-    name_of,
-    plain_json,
-    scheduler_from,
-    search_from,
+    component_to_json,
+    make_stopper,
+    parse_scheduler,
+    parse_search,
+    source_digest,
     stop_to_json,
-    stopper_for,
-    to_json,
-    valid_trainable,
+    trainable_fingerprint,
+    validate_experiment_name,
+    validate_trainable,
+    value_to_json,
     with_samples,
 )
-from prefect_tune.runtime.load_named import import_path_of, load_named
-from prefect_tune.runtime.trainable import Reuse, require_saves
+from prefect_tune.runtime.load_named import importable_name_of, load_by_name
+from prefect_tune.runtime.trainable import Reuse, require_save_checkpoint
 
 if TYPE_CHECKING:
     from prefect_tune.blocks import StorageTarget, SyncConfig
@@ -69,7 +69,7 @@ else:  # the help of the command line reads this plan without importing Prefect
     StorageTarget = SyncConfig = Any
 
 
-class Stored(Enum):
+class StoredKind(Enum):
     """What an option's value in a journal may choose."""
 
     DATA = "data"
@@ -98,11 +98,11 @@ class Flag:
     panel: Panel | None = Panel.SEARCH
     """The flag's panel in the help of `run`; None if `run` does not have it."""
     kind: Any = None
-    """The type of the values; None: an integer with `at_least`, otherwise the option's type, or text."""
-    at_least: int | None = None
+    """The type of the values; None: an integer with `minimum`, otherwise the option's type, or text."""
+    minimum: int | None = None
     flag: str = ""
     """The default is the option's name: `--keep-best` for `keep_best`."""
-    resume_place: int | None = None
+    resume_position: int | None = None
     """The flag's position in the help of `resume`; None if `resume` does not have it."""
 
     @property
@@ -115,15 +115,15 @@ class Flag:
 class Option:
     """The properties of a search's option, except its flags."""
 
-    stored: Stored | None = None
+    stored: StoredKind | None = None
     """What its values in the journal may choose; None if it belongs to one run: the journal does not store it."""
     at_resume: bool = False
     """Whether `pt.resume` accepts it."""
-    fixed: str = ""
+    fixed_reason: str = ""
     """Why a resume may not change it; empty if it may."""
 
 
-def flags_of(plan: type[BaseModel]) -> Mapping[str, Sequence[Flag]]:
+def flags_by_option(plan: type[BaseModel]) -> Mapping[str, Sequence[Flag]]:
     """Return the flags of each option that a class declares, in the order of its fields."""
     return {
         name: [
@@ -170,23 +170,23 @@ _UNSUPPORTED_WORDS["restart_errored_only"] = _UNSUPPORTED_WORDS["restart_errored
 
 
 @dataclass(frozen=True, slots=True)
-class Resuming:
+class ResumeOption:
     """The parsed `resume=` option."""
 
     presence: Presence = "auto"
     rerun_errored: RerunErrored = False
-    local: bool = False
+    requires_local_target: bool = False
     """Whether the target has to be a folder on this machine."""
 
 
-def resuming(resume: object) -> Resuming:
+def parse_resume(resume: object) -> ResumeOption:
     """Parse `resume=`: None, True, False, or Ray's words joined by a plus, in upper or lower case.
 
     Raises:
         InvalidInput: a word is unknown or not supported here, or words contradict each other.
     """
     if resume is None or isinstance(resume, bool):
-        return Resuming("auto" if resume is None else "must" if resume else "never")
+        return ResumeOption("auto" if resume is None else "must" if resume else "never")
     if not isinstance(resume, str):
         raise InvalidInput(f"resume: expected 'auto', 'must' or 'never', found {resume!r}")
     words = [word.strip() for word in resume.lower().split("+")]
@@ -200,10 +200,12 @@ def resuming(resume: object) -> Resuming:
     if len(presence) > 1:
         raise InvalidInput(f"resume={resume!r}: {' and '.join(map(repr, sorted(presence)))} contradict each other")
     rerun_choices = [_RERUNS[word] for word in words if word in _RERUNS]
-    return Resuming(presence.pop(), rerun_choices[0] if rerun_choices else False, local="local" in words)
+    return ResumeOption(
+        presence.pop(), rerun_choices[0] if rerun_choices else False, requires_local_target="local" in words
+    )
 
 
-_DATA, _CHOICE = Stored.DATA, Stored.CHOICE
+_DATA, _CHOICE = StoredKind.DATA, StoredKind.CHOICE
 _FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, Panel.WHERE
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 _MAX_SECONDS = 1e10
@@ -228,17 +230,17 @@ def _parse_sync(sync: object) -> SyncConfig | None:
     raise invalid
 
 
-def space_of(space: object) -> dict[str, object]:
+def parse_space(space: object) -> dict[str, object]:
     """Return a space (a mapping or a dataclass) with domain objects in place of their JSON; existing objects stay.
 
     Raises:
         InvalidInput: the space is invalid, or a function of a `sample_from` cannot be imported.
     """
     plain_space = cast("Mapping[str, Any]", as_dicts(space))
-    domains = space_from_json(plain_space, load=lambda name: cast("_Function", load_named(name, "sample_from")))
-    if not any(domains_in(domains)) and is_distribution(domains):
+    domains = space_from_json(plain_space, load=lambda name: cast("_Function", load_by_name(name, "sample_from")))
+    if not any(find_domains(domains)) and is_distribution(domains):
         raise InvalidInput(
-            f"space: expected parameters by name, found one distribution, {shown(domains)}: give it a name, such as "
+            f"space: expected parameters by name, found one distribution, {short_repr(domains)}: name it, such as "
             '{"lr": {"uniform": [0, 1]}}'
         )
     return domains
@@ -248,7 +250,7 @@ class SearchOptions(ValidatedParameters):
     """The parameters of `prefect_tune.flows.tune.tune`, which documents them, each parsed and validated separately.
 
     The fields have the flow's names and defaults. The journal omits values that equal their default: changing a
-    default changes every search that is resumed. `fixed` and `at_resume` determine what a resume may change;
+    default changes every search that is resumed. `fixed_reason` and `at_resume` determine what a resume may change;
     `plan_checks.py` rejects other changes, and fewer samples.
 
     Raises:
@@ -257,56 +259,58 @@ class SearchOptions(ValidatedParameters):
 
     trainable: Annotated[
         Any,
-        AfterValidator(valid_trainable),
+        AfterValidator(validate_trainable),
         Option(_CHOICE, at_resume=True),
-        Flag("MODULE:NAME", "Replaces the one in the journal; required on a bucket.", None, resume_place=10),
+        Flag("MODULE:NAME", "Replaces the one in the journal; required on a bucket.", None, resume_position=10),
     ]
     target: Annotated[StorageTarget, PlainValidator(_resolve_target), Option()]
     space: Annotated[
-        Annotated[Mapping[str, Any], BeforeValidator(space_of)] | None,
+        Annotated[Mapping[str, Any], BeforeValidator(parse_space)] | None,
         Option(_CHOICE, at_resume=True),
-        Flag("NAME=VALUE", "A parameter: n=choice(1,2).", kind=list[str], resume_place=6, flag="--set"),
-        Flag("FILE", "The space, as JSON or YAML.", kind=Path, resume_place=7),
+        Flag("NAME=VALUE", "A parameter: n=choice(1,2).", kind=list[str], resume_position=6, flag="--set"),
+        Flag("FILE", "The space, as JSON or YAML.", kind=Path, resume_position=7),
     ] = None
-    experiment: Annotated[str, BeforeValidator(experiment_name), Option()] = Field(default=None, validate_default=True)
+    experiment: Annotated[str, BeforeValidator(validate_experiment_name), Option()] = Field(
+        default=None, validate_default=True
+    )
     metric: Annotated[
         str | list[str] | None,
-        Option(_DATA, fixed="earlier decisions compared trials by the first one"),
+        Option(_DATA, fixed_reason="earlier decisions compared trials by the first one"),
         Flag("NAME", "What trials are compared by.", kind=list[str]),
     ] = None
     mode: Annotated[
         Mode | list[Mode] | None,
-        Option(_DATA, fixed="earlier decisions ranked trials in the other direction"),
+        Option(_DATA, fixed_reason="earlier decisions ranked trials in the other direction"),
         Flag("min|max", "Its direction. Default: min.", kind=list[Mode]),
     ] = None
     """As passed; None means `min`."""
     num_samples: Annotated[
-        Whole | None,
+        WholeNumber | None,
         Option(_DATA, at_resume=True),
         Flag("N", "Trials; with a grid, per point. Default: 10; grid alone: 1."),
-        Flag("N", "New --num-samples, not fewer than now: of trials, with a grid per point.", None, resume_place=3),
+        Flag("N", "New --num-samples, not fewer than now: of trials, with a grid per point.", None, resume_position=3),
     ] = None
     scheduler: Annotated[
-        Annotated[InstanceOf[Scheduler], BeforeValidator(scheduler_from)] | None,
+        Annotated[InstanceOf[Scheduler], BeforeValidator(parse_scheduler)] | None,
         Option(_DATA, at_resume=True),
-        Flag("JSON", "Stops poor trials early.", resume_place=11),
+        Flag("JSON", "Stops poor trials early.", resume_position=11),
     ] = None
     search: Annotated[
-        Annotated[InstanceOf[Search], BeforeValidator(search_from)] | None,
+        Annotated[InstanceOf[Search], BeforeValidator(parse_search)] | None,
         Option(_DATA, at_resume=True),
-        Flag("JSON", "Default: random and grid.", resume_place=12),
+        Flag("JSON", "Default: random and grid.", resume_position=12),
     ] = None
     stop: Annotated[
         Any,
         BeforeValidator(as_dicts),
         Option(_CHOICE, at_resume=True),
-        Flag("step=N", "Ends a trial; or MODULE:NAME.", kind=list[str], resume_place=5),
+        Flag("step=N", "Ends a trial; or MODULE:NAME.", kind=list[str], resume_position=5),
     ] = None
     """As passed but with plain scalars, for the journal; `stopper` is the parsed criterion."""
     max_concurrent_trials: Annotated[
-        Annotated[Whole, Field(ge=1)] | None,
+        Annotated[WholeNumber, Field(ge=1)] | None,
         Option(_DATA, at_resume=True),
-        Flag("N", "Default: one per CPU.", resume_place=8),
+        Flag("N", "Default: one per CPU.", resume_position=8),
     ] = None
     resources_per_trial: Annotated[
         Mapping[str, Number] | None,
@@ -321,22 +325,22 @@ class SearchOptions(ValidatedParameters):
             "STEPS",
             "Save every STEPS steps. Default: every 60 s, and at the end.",
             _FAILURES,
-            at_least=1,
+            minimum=1,
             flag="--checkpoint-every",
         ),
     ] = None
     retention: Annotated[
         Retention | None,
         Option(_DATA),
-        Flag("N", "Newest checkpoints to keep per trial. Default: all.", _FAILURES, at_least=1, flag="--keep-last"),
+        Flag("N", "Newest checkpoints to keep per trial. Default: all.", _FAILURES, minimum=1, flag="--keep-last"),
         Flag(
-            "N", "Best checkpoints to keep per trial, by the first --metric.", _FAILURES, at_least=1, flag="--keep-best"
+            "N", "Best checkpoints to keep per trial, by the first --metric.", _FAILURES, minimum=1, flag="--keep-best"
         ),
     ] = None
     failures: Annotated[
         FailurePolicy | None,
         Option(_DATA),
-        Flag("N", "Retries of a trial that raised. Default: 0.", _FAILURES, at_least=0, flag="--max-failures"),
+        Flag("N", "Retries of a trial that raised. Default: 0.", _FAILURES, minimum=0, flag="--max-failures"),
     ] = None
     fail_fast: Annotated[
         bool | None,
@@ -358,14 +362,14 @@ class SearchOptions(ValidatedParameters):
     ] = 25
     sync: Annotated[SyncConfig | None, PlainValidator(_parse_sync), Option(_CHOICE, at_resume=True)] = None
     samples_per_run: Annotated[
-        Annotated[Whole, Field(ge=1)] | None,
+        Annotated[WholeNumber, Field(ge=1)] | None,
         Option(at_resume=True),
-        Flag("N", "N new samples, in place of a total.", _MORE, at_least=1, resume_place=4),
+        Flag("N", "N new samples, in place of a total.", _MORE, minimum=1, resume_position=4),
     ] = None
     seed: Annotated[
-        Whole | None,
-        Option(_DATA, fixed="a search with another seed does not reproduce the earlier proposals"),
-        Flag("N", "Seed of all draws. Default: from EXPERIMENT.", _MORE, at_least=0),
+        WholeNumber | None,
+        Option(_DATA, fixed_reason="a search with another seed does not reproduce the earlier proposals"),
+        Flag("N", "Seed of all draws. Default: from EXPERIMENT.", _MORE, minimum=0),
     ] = None
     warm_start: Annotated[
         list[str] | None,
@@ -375,24 +379,24 @@ class SearchOptions(ValidatedParameters):
     time_budget_seconds: Annotated[
         PositiveSeconds | None,
         Option(at_resume=True),
-        Flag("S", "After S seconds save all trials and end.", _MORE, resume_place=9),
+        Flag("S", "After S seconds save all trials and end.", _MORE, resume_position=9),
     ] = None
     callbacks: Annotated[
         list[Any] | None,
         Option(_CHOICE, at_resume=True),
-        Flag("MODULE:NAME", "A callback for the search.", _MORE, list[str], resume_place=13, flag="--callback"),
+        Flag("MODULE:NAME", "A callback for the search.", _MORE, list[str], resume_position=13, flag="--callback"),
     ] = None
     resume: Annotated[
-        Resuming,
-        BeforeValidator(resuming),
+        ResumeOption,
+        BeforeValidator(parse_resume),
         Option(),
         Flag("HOW", "auto (default); must: EXPERIMENT exists; never: it is new.", _EXISTING, Presence),
     ] = Field(default="auto", validate_default=True)
     rerun_errored: Annotated[
         RerunErrored,
         Option(at_resume=True),
-        Flag(None, "Retry errored trials.", _EXISTING, bool, resume_place=1),
-        Flag(None, "Retry errored trials only.", _EXISTING, bool, resume_place=2, flag="--only-errored"),
+        Flag(None, "Retry errored trials.", _EXISTING, bool, resume_position=1),
+        Flag(None, "Retry errored trials only.", _EXISTING, bool, resume_position=2, flag="--only-errored"),
     ] = False
     on_code_change: Annotated[
         Literal["warn", "refuse"],
@@ -408,7 +412,7 @@ class SearchOptions(ValidatedParameters):
         "train-trial/train-trial"
     )
     trial_job_variables: Annotated[
-        Annotated[Mapping[str, Any], BeforeValidator(partial(plain_json, where="trial_job_variables"))] | None,
+        Annotated[Mapping[str, Any], BeforeValidator(partial(value_to_json, where="trial_job_variables"))] | None,
         Option(_CHOICE, at_resume=True),
         Flag("NAME=VALUE", "Job variable of each run of that deployment.", _WHERE, flag="--job-variable"),
     ] = None
@@ -429,24 +433,24 @@ class SearchOptions(ValidatedParameters):
     ] = "process"
     processes_per_trial: Annotated[
         Processes,
-        BeforeValidator(valid_processes),
+        BeforeValidator(parse_processes),
         Option(_DATA, at_resume=True),
         Flag("N", "Processes: 4, or 1-8. Default: 1.", _WHERE, kind=str),
     ] = 1
     nodes_per_trial: Annotated[
-        Whole,
+        WholeNumber,
         Field(ge=1, le=_MAX_NODES),
         Option(_DATA, at_resume=True),
-        Flag("N", "Nodes of a trial. Default: 1.", _WHERE, at_least=1),
+        Flag("N", "Nodes of a trial. Default: 1.", _WHERE, minimum=1),
     ] = 1
     min_nodes: Annotated[
-        Whole | None,
+        WholeNumber | None,
         Field(ge=1, le=_MAX_NODES),
         Option(_DATA, at_resume=True),
-        Flag("N", "Fewest of them. Default: all.", _WHERE, at_least=1),
+        Flag("N", "Fewest of them. Default: all.", _WHERE, minimum=1),
     ] = None
     metrics_from: Annotated[
-        MetricsFrom,
+        MetricsSource,
         Option(_DATA, at_resume=True),
         Flag("WHAT", "rank 0 (default), or mean of ranks.", _WHERE),
     ] = "rank 0"
@@ -461,14 +465,14 @@ class SearchOptions(ValidatedParameters):
             )
         for name in ("resources_per_trial", "resources_total"):
             if (resources := getattr(self, name)) is not None:
-                resources_of(resources, name)
+                parse_resources(resources, name)
         _ = self.stopper
         return self
 
     @property
     def stopper(self) -> Stopper:
         """The stopper of the trials and of the experiment."""
-        return stopper_for(self.stop)
+        return make_stopper(self.stop)
 
 
 class SearchPlan(SearchOptions):
@@ -510,37 +514,37 @@ class SearchPlan(SearchOptions):
         if (nodes := self.min_nodes) is not None and nodes > self.nodes_per_trial:
             raise InvalidInput(f"min_nodes={nodes}: expected at most nodes_per_trial, which is {self.nodes_per_trial}")
         if isinstance(self.trainable, type):
-            require_saves(self.trainable, self.checkpoint or Cadence())
-        _ = self.objective, self.proposer
+            require_save_checkpoint(self.trainable, self.checkpoint or Cadence())
+        _ = self.objective, self.effective_search
         if self.space is not None:
-            require_drawable(self.space, self.seed_of_draws)
+            check_sample_functions(self.space, self.effective_seed)
         return self
 
     @property
     def objective(self) -> Objective | None:
         """The metrics by which trials are compared; None if there are none."""
-        return objective_of(self.metric, self.mode or "min")
+        return make_objective(self.metric, self.mode or "min")
 
     @property
-    def proposer(self) -> Search:
+    def effective_search(self) -> Search:
         """The search with the number of samples of this plan; `search` has its own."""
         return with_samples(RandomSearch() if self.search is None else self.search, self.num_samples)
 
     @property
     def trial_count(self) -> int | None:
         """The total number of trials that the search proposes; None if not known beforehand."""
-        return self.proposer.trial_count(self.space or {})
+        return self.effective_search.trial_count(self.space or {})
 
     @property
-    def seed_of_draws(self) -> int:
+    def effective_seed(self) -> int:
         """The seed of all draws; derived from the experiment's name by default."""
-        return seed_named(self.experiment) if self.seed is None else self.seed
+        return seed_from_name(self.experiment) if self.seed is None else self.seed
 
     @property
     def resources(self) -> Resources | None:
         """The resources of each trial; None if none were passed."""
         resources = self.resources_per_trial
-        return None if resources is None else resources_of(resources, "resources_per_trial")
+        return None if resources is None else parse_resources(resources, "resources_per_trial")
 
     @property
     def time_budget(self) -> timedelta | None:
@@ -553,25 +557,25 @@ class SearchPlan(SearchOptions):
         return self.failures or FailurePolicy()
 
     @property
-    def reruns_errored(self) -> RerunErrored:
+    def effective_rerun_errored(self) -> RerunErrored:
         """Whether errored trials are retried; `only` if no other trials run."""
         return self.rerun_errored or self.resume.rerun_errored
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """The identity of the trainable, see `name_of`."""
-        return name_of(self.trainable)
+        """The identity of the trainable, see `trainable_fingerprint`."""
+        return trainable_fingerprint(self.trainable)
 
     @property
-    def code(self) -> str:
+    def source_digest(self) -> str:
         """The digest of the trainable's source; empty if the source is not available."""
-        return code_of(self.trainable)
+        return source_digest(self.trainable)
 
     @property
     def settings(self) -> Mapping[str, object]:
         """The settings that the journal stores: all values that have a JSON form and differ from the default.
 
-        `only_in_code` lists options without a JSON form: a resume by experiment name alone cannot restore them.
+        `options_only_in_code` lists options without a JSON form: a resume by experiment name alone cannot restore them.
         """
         fields = type(self).model_fields
         defaults = {name: fields[name].default for name, option in OPTIONS.items() if option.stored}
@@ -581,10 +585,10 @@ class SearchPlan(SearchOptions):
         return {
             **{name: value for name, value in json_values.items() if value is not None},
             **({"only_in_code": in_code} if in_code else {}),
-            **({"code": self.code} if self.code else {}),
+            **({"code": self.source_digest} if self.source_digest else {}),
         }
 
-    def extended(self, **changes: Any) -> Self:
+    def with_changes(self, **changes: Any) -> Self:
         """Return the plan with changed fields, without validating them again."""
         return self.model_copy(update=changes)
 
@@ -605,21 +609,21 @@ def _option_to_json(name: str, value: Any) -> object | None:
             case Value():
                 return value.model_dump(mode="json")
             case Scheduler() | Search():
-                return to_json(value)
+                return component_to_json(value)
             case _ if name == "sync":
                 return cast("object", value.parameters())
             case _ if name == "stop":
                 return stop_to_json(value)
             case _ if name == "space":
                 functions = [
-                    item.function for item in domains_in(value) if isinstance(item, SampleFrom) and item.path is None
+                    item.function for item in find_domains(value) if isinstance(item, SampleFrom) and item.path is None
                 ]
-                are_named = all(import_path_of(item) is not None for item in functions)  # their JSON is this name
+                are_named = all(importable_name_of(item) is not None for item in functions)  # their JSON is this name
                 return space_to_json(value) if are_named else None
             case _ if name == "trainable":
-                return value if isinstance(value, str) else import_path_of(value)
+                return value if isinstance(value, str) else importable_name_of(value)
             case _ if name == "callbacks":
-                import_paths = [item if isinstance(item, str) else import_path_of(item) for item in value]
+                import_paths = [item if isinstance(item, str) else importable_name_of(item) for item in value]
                 return None if None in import_paths else import_paths
             case _:
                 return canonical_json(value) and value
@@ -627,20 +631,22 @@ def _option_to_json(name: str, value: Any) -> object | None:
         return None
 
 
-def only_in_code(settings: Mapping[str, object]) -> list[str]:
+def options_only_in_code(settings: Mapping[str, object]) -> list[str]:
     """Return the names of the passed parameters that the journal could not store."""
     names: Any = settings.get("only_in_code", ())
     return list(names)
 
 
-def from_settings(settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]) -> SearchPlan:
+def plan_from_settings(
+    settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]
+) -> SearchPlan:
     """Return the plan of an experiment from its settings, the parameters of this `run` and the `changed` parameters.
 
     Raises:
         InvalidInput: the journal could not store a parameter, and `changed` does not pass it. Missing callbacks are no
             error: they decide nothing.
     """
-    names = dict.fromkeys([*({"trainable"} - settings.keys()), *only_in_code(settings)])
+    names = dict.fromkeys([*({"trainable"} - settings.keys()), *options_only_in_code(settings)])
     if missing_names := [name for name in names if name not in changed and name != "callbacks"]:
         raise InvalidInput(
             f"the journal of experiment {run['experiment']!r} does not store {', '.join(map(repr, missing_names))}, "

@@ -15,35 +15,35 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
-from prefect_tune.blocks.resolve_target import SET_UP
+from prefect_tune.blocks.resolve_target import SERVER_SETUP_ADVICE
 from prefect_tune.core.errors import InvalidInput, TuneError
 
 _BUSY_STATUSES, _REFUSED_STATUSES = (408, 429), (401, 403)
 
 
-def is_temporary(error: BaseException | None) -> bool:
+def is_temporary_error(error: BaseException | None) -> bool:
     """Return whether the request may succeed later: the API is unreachable, restarting or too busy."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code in _BUSY_STATUSES or error.response.is_server_error
     return isinstance(error, httpx.TransportError)
 
 
-def is_missing_server(error: RuntimeError) -> bool:
+def is_no_server_error(error: RuntimeError) -> bool:
     """Return whether Prefect raised the error because no server answers; Prefect has no class for that."""
     return "API" in str(error)
 
 
 # The error for a Prefect release that lacks an undocumented detail on which this package relies.
 
-OLDEST_TESTED = "3.8.0"
+MIN_TESTED_VERSION = "3.8.0"
 """The oldest release that `make test-prefect` tests: the lower bound in pyproject.toml."""
 
 
-def prefect_changed(change: str) -> TuneError:
+def prefect_changed_error(change: str) -> TuneError:
     """Return the error that Prefect has changed, with the next step."""
     return TuneError(
         f"Prefect {prefect.__version__} has changed: {change}. This release of prefect-tune is tested with Prefect "
-        f"{OLDEST_TESTED} up to the newest 3.x at its release: install one of these, or a newer prefect-tune"
+        f"{MIN_TESTED_VERSION} up to the newest 3.x at its release: install one of these, or a newer prefect-tune"
     )
 
 
@@ -102,7 +102,7 @@ def prefect_server(about: str) -> Iterator[SyncPrefectClient]:
         TuneError: the server does not answer, or rejects a request.
     """
     if not get_current_settings().api.url:
-        raise InvalidInput(f"{about}: no Prefect server is configured to store them: {SET_UP}")
+        raise InvalidInput(f"{about}: no Prefect server is configured to store them: {SERVER_SETUP_ADVICE}")
     require_api()
     with translating_http_errors(about), get_client(sync_client=True) as client:
         yield client

@@ -54,7 +54,7 @@ class PrefectEvent:
     payload: Mapping[str, object] = field(default_factory=dict)
 
 
-def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:
+def make_asset(key: str, name: str = "", description: str = "") -> Asset | None:
     """Return the asset with this key; None if Prefect rejects the key, because of a space in it or its length."""
     properties = AssetProperties(name=name, description=description) if name else None
     try:
@@ -63,18 +63,18 @@ def asset_of(key: str, name: str = "", description: str = "") -> Asset | None:
         return None
 
 
-def materialized(asset: Asset, sources: Iterable[Asset], metadata: Mapping[str, object]) -> PrefectEvent:
+def materialization_event(asset: Asset, sources: Iterable[Asset], metadata: Mapping[str, object]) -> PrefectEvent:
     """Return the event that `asset` has new content, made from `sources`."""
-    related = [*map(as_related, sources), _CREATOR]
+    related = [*map(to_related_resource, sources), _CREATOR]
     return PrefectEvent("prefect.asset.materialization.succeeded", _make_asset_resource(asset), related, metadata)
 
 
-def referenced(asset: Asset) -> PrefectEvent:
+def reference_event(asset: Asset) -> PrefectEvent:
     """Return the event by which Prefect records an asset as a source of others."""
     return PrefectEvent("prefect.asset.referenced", _make_asset_resource(asset))
 
 
-def as_related(asset: Asset) -> Mapping[str, str]:
+def to_related_resource(asset: Asset) -> Mapping[str, str]:
     """Return the asset as a related resource of an event."""
     return {"prefect.resource.id": asset.key, "prefect.resource.role": "asset"}
 

@@ -32,7 +32,7 @@ _caller_tags: ContextVar[frozenset[str]] = ContextVar("prefect_tune_callers_tags
 
 
 @contextmanager
-def own_context() -> Iterator[None]:
+def isolated_run_context() -> Iterator[None]:
     """Run this block without the task that called the flow run, and without the tags of the caller.
 
     In a flow that was called by a task, Prefect logs to the calling task and treats it as the current one. Each task
@@ -53,7 +53,7 @@ def _set_variable(resets: ExitStack, variable: ContextVar[_Value], value: _Value
     resets.callback(variable.reset, variable.set(value))
 
 
-def callers_tags() -> frozenset[str]:
+def get_caller_tags() -> frozenset[str]:
     """Return the tags that a call passes to its trials, without tags whose slots the calling task holds."""
     return _caller_tags.get()
 
@@ -74,13 +74,13 @@ class CallPath(NamedTuple):
 
     key: str
     """Stays the same if this run, or a run that called it, is started again by any means."""
-    place: str
+    prefix: str
     """The prefix of the key: the caller, and what it calls; empty for a run without a caller."""
     caller: tuple[str, UUID | None, int]
     """The execution of the calling flow, the id of the calling task run, and its run count."""
 
 
-def call_path(what: object = "") -> CallPath:
+def current_call_path(what: object = "") -> CallPath:
     """Return the path of this flow run's call: the id of the root run and, for each level, the flow and its call.
 
     A run that is started again keeps its id, but its subflow runs and task runs may be new runs. A run that calls the
@@ -172,7 +172,7 @@ def _number_call(run: UUID, caller: str) -> int:
         return runs.index(run)
 
 
-def require_order(key: str) -> None:
+def claim_call_key(key: str) -> None:
     """Claim this run's key; reject it if only the order distinguishes it from a running call, which a retry may change.
 
     Raises:

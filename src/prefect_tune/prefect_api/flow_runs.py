@@ -29,14 +29,14 @@ from prefect.settings import get_current_settings
 from prefect.states import Failed
 from rich.console import Console
 
-from prefect_tune.prefect_api.api_client import prefect_changed
+from prefect_tune.prefect_api.api_client import prefect_changed_error
 
 # Let a flow run fail with our own error, without a traceback of this package in its log.
 
 _R = TypeVar("_R")
 
 
-def failed_by(error: Exception, returns: type[_R]) -> _R:
+def make_failed_result(error: Exception, returns: type[_R]) -> _R:
     """Return a value that a flow returns instead of one of type `returns`: its run then fails with `error`.
 
     Prefect raises `error` in the caller of the flow, or returns the state if the caller requested it. The state has the
@@ -62,19 +62,19 @@ _RETRY_PREFIX = "Retr"
 _RESUMING = "Resuming"
 
 
-def in_order(states: Sequence[State[Any]]) -> Sequence[State[Any]]:
+def sort_states(states: Sequence[State[Any]]) -> Sequence[State[Any]]:
     """Return the states of a run, oldest first."""
     return sorted(states, key=lambda state: state.timestamp)
 
 
-def is_started_by_hand(states: Sequence[State[Any]]) -> bool:
+def was_started_by_user(states: Sequence[State[Any]]) -> bool:
     """Return whether a user resumed or retried the run at its last start.
 
     A run that has not crashed can only be restarted by a user: automations of this package restart only crashed runs.
     For a crashed run, only the message of the state tells. If Prefect changes that message, a retry of a crashed run
     counts as automatic; the run then ends as Failed with `CrashLoop`, and its retry counts as a user's.
     """
-    starts = [(old, new) for old, new in pairwise((None, *in_order(states))) if new and _is_scheduled_state(new)]
+    starts = [(old, new) for old, new in pairwise((None, *sort_states(states))) if new and _is_scheduled_state(new)]
     if not starts:
         return False
     before, start = starts[-1]
@@ -83,12 +83,12 @@ def is_started_by_hand(states: Sequence[State[Any]]) -> bool:
     return (start.message or "").startswith(_RETRY_PREFIX)
 
 
-def is_resumed(states: Sequence[State[Any]]) -> bool:
+def has_resume_state(states: Sequence[State[Any]]) -> bool:
     """Return whether a run was resumed, given its states since the suspension; a forced retry is no *Resume*."""
     return any(_is_scheduled_state(state) and state.name == _RESUMING for state in states)
 
 
-def is_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
+def check_run_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
     """Return whether the run waits for the user, or sent a heartbeat within three periods if heartbeats are on."""
     if run.state is None or not (run.state.is_running() or run.state.is_paused() or run.state.is_cancelling()):
         return False
@@ -111,20 +111,19 @@ def _is_scheduled_state(state: State[Any]) -> bool:
     return state.type is StateType.SCHEDULED
 
 
-# *Suspend* of a flow run: detect it, prevent it from interrupting tasks, and add an input form.
-#
-# To ask upstream: a public `is_suspended()`; a context in which tasks still run, so that a suspended run can save;
+# *Suspend* of a flow run: detect it, prevent it from interrupting tasks, and add an input form.  To ask upstream: a
+# public `is_flow_run_suspended()`; a context in which tasks still run, so that a suspended run can save;
 # `suspend_flow_run` for a run that is already Suspended; and that form and state are set in one request.
 
 _SUSPENSION_FIELD = "flow_run_suspension_request"
 
 
-def is_suspended() -> bool:
+def is_flow_run_suspended() -> bool:
     """Return whether the flow run of this context was suspended; makes no request, since Prefect observes the state."""
-    return suspended_state() is not None
+    return get_suspension_state() is not None
 
 
-def suspended_state() -> State[Any] | None:
+def get_suspension_state() -> State[Any] | None:
     """Return the state with which the flow run of this context was suspended; None if it was not."""
     context = FlowRunContext.get()
     return _get_suspension_request(context).get_state() if context else None
@@ -150,11 +149,13 @@ def ignoring_suspension() -> Iterator[None]:
 def _get_suspension_request(context: FlowRunContext) -> Any:
     """Return Prefect's suspension request, which its threads share through the context."""
     if _SUSPENSION_FIELD not in FlowRunContext.model_fields:
-        raise prefect_changed(f"FlowRunContext.{_SUSPENSION_FIELD} is missing; without it a suspended run cannot save")
+        raise prefect_changed_error(
+            f"FlowRunContext.{_SUSPENSION_FIELD} is missing; without it a suspended run cannot save"
+        )
     return getattr(context, _SUSPENSION_FIELD)
 
 
-def set_with_form(client: SyncPrefectClient, run_id: UUID, state: State[Any], form: type[RunInput]) -> None:
+def set_state_with_form(client: SyncPrefectClient, run_id: UUID, state: State[Any], form: type[RunInput]) -> None:
     """Set a running or suspended flow run to the Suspended `state`, with the form that *Resume* shows.
 
     `suspend_flow_run` saves the form after the state: if the process ends in between, the UI cannot resume the run. It
@@ -239,7 +240,7 @@ def raise_cancellation() -> NoReturn:
     raise TerminationSignal(signal.SIGTERM)
 
 
-def end_cancellation() -> bool:
+def clear_cancellation() -> bool:
     """Return whether the current `TerminationSignal` is a *Cancel*, and clear it for the rest of the process."""
     is_cancelled = control_listener.get_intent() == "cancel"
     if is_cancelled:
@@ -255,7 +256,7 @@ def end_cancellation() -> bool:
 # To ask upstream: that `PrefectConsoleHandler` treats a broken pipe like any other error of a handler.
 
 
-def outlive_log_reader() -> None:
+def ignore_broken_log_pipe() -> None:
     """From now on, drop console log lines of this process once their reader has exited. May be called at any time."""
     from prefect_tune.terminal.live_display import console_handlers  # the flows import this module
 

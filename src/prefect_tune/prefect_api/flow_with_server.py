@@ -35,10 +35,10 @@ from prefect.states import Cancelled
 
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, TuneError
 from prefect_tune.prefect_api.api_client import require_api
-from prefect_tune.prefect_api.call_paths import own_context
-from prefect_tune.prefect_api.flow_runs import end_cancellation
+from prefect_tune.prefect_api.call_paths import isolated_run_context
+from prefect_tune.prefect_api.flow_runs import clear_cancellation
 from prefect_tune.prefect_api.held_signals import holding_signals, raise_held_signal
-from prefect_tune.prefect_api.local_server import LOOPBACK, find_own_server, start_prefect_server
+from prefect_tune.prefect_api.local_server import LOOPBACK, find_user_server, start_prefect_server
 from prefect_tune.runtime.load_named import require_not_importing
 
 if TYPE_CHECKING:
@@ -54,22 +54,22 @@ from prefect.futures import PrefectFuture
 from prefect.utilities.collections import visit_collection
 from pydantic import TypeAdapter, ValidationError
 
-from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.display_text import did_you_mean_or_list
 from prefect_tune.core.values import argument_error
 
 _log = get_logger("prefect_tune")
-_RESTART_SECONDS = 15.0
+_RESTART_TIMEOUT_SECONDS = 15.0
 _SERVER_MODULE = "prefect.server.api.server"
 _guard = threading.Lock()
 _started_urls: set[str] = set()  # URLs of APIs that this process started
-_found_here: set[str] = set()  # URLs of this user's server
+_user_server_urls: set[str] = set()  # URLs of this user's server
 _flow_names: set[str] = set()  # the names of our flows
 _RUN_BEGAN_ATTRIBUTE = "flow run has begun"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def has_begun(interrupt: KeyboardInterrupt) -> bool:
+def had_run_begun(interrupt: KeyboardInterrupt) -> bool:
     """Return whether the interrupt came after a flow run had begun; False for other interrupts."""
     return _RUN_BEGAN_ATTRIBUTE in vars(interrupt)
 
@@ -93,20 +93,21 @@ class FlowWithServer(Flow[_P, _R]):
             InvalidInput: an argument is wrong, or nothing answers at the configured `PREFECT_API_URL`; no run was
                 started.
             KeyboardInterrupt: Ctrl-C. The message names the next step.
-                `has_begun` tells whether the flow run had begun; the run then ends as *Interrupted*, of type Cancelled.
+                `had_run_begun` tells whether the flow run had begun; the run then ends as *Interrupted*, of type
+                Cancelled.
         """
         marks: dict[str, bool] = {}
         advice = f"{self.name} was interrupted before it began: run it again"
         try:
             require_not_importing(self.name)
             with holding_signals(), ExitStack() as resources:
-                arguments = require_valid(self, args, options)
+                arguments = validate_arguments(self, args, options)
                 import_module("prefect.main")  # sets up logging; too slow to be imported with a flow
                 raise_held_signal()
                 resources.enter_context(self.call_context(self.name))
-                _have_server(resources)
+                _ensure_server(resources)
                 raise_held_signal()
-                require_storable(self, arguments)
+                require_storable_arguments(self, arguments)
                 advice = f"{self.name} was interrupted: run it again to continue"
                 marks[_RUN_BEGAN_ATTRIBUTE] = True
                 with _deferring_interrupts():
@@ -211,14 +212,14 @@ def _wrap_interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def run_flow(*args: _P.args, **options: _P.kwargs) -> _R:
         try:
             record_flow_run()
-            with own_context():
+            with isolated_run_context():
                 return function(*args, **options)
         except KeyboardInterrupt as interrupt:
             if not _try_defer_interrupt(interrupt):
                 raise
             return cast("_R", Cancelled(name="Interrupted", message=str(interrupt)))  # a flow may return its state
         except TerminationSignal:
-            if not _is_top_level_call() or not end_cancellation():
+            if not _is_top_level_call() or not clear_cancellation():
                 raise
             return cast("_R", Cancelled(message="the flow run was cancelled, and can be resumed: run it again"))
 
@@ -243,7 +244,7 @@ def _deleted_run_error(flow: str, error: ObjectNotFound) -> Exception:
     return error
 
 
-def _have_server(resources: ExitStack) -> None:
+def _ensure_server(resources: ExitStack) -> None:
     """Use the configured API or else this user's server, or start a server for this process and its children.
 
     No server is started if ephemeral servers are off, or Prefect has loaded its own server. `resources` stay open for
@@ -255,54 +256,54 @@ def _have_server(resources: ExitStack) -> None:
     with _guard:
         current, is_within_run = get_current_settings(), FlowRunContext.get() is not None
         url = current.api.url
-        if url in _found_here and not is_within_run and find_own_server() != url:
-            _set_up(None)  # the server has exited
+        if url in _user_server_urls and not is_within_run and find_user_server() != url:
+            _set_api_url(None)  # the server has exited
             url = None
         if url is None and not is_within_run and _SERVER_MODULE not in sys.modules:
-            url = find_own_server()
+            url = find_user_server()
             if url is not None:
                 _log.info("Using your Prefect server at %s", url)
-                _set_up(url)
-                _found_here.add(url)
+                _set_api_url(url)
+                _user_server_urls.add(url)
         if url is None and current.server.ephemeral.enabled and _SERVER_MODULE not in sys.modules:
-            _start_server(resources)
+            _start_own_server(resources)
             return
     if url in _started_urls:
         resources.enter_context(_disabling_heartbeats())
     elif url is not None:
-        _leave_heartbeat_threads()
-        if not is_within_run and url not in _found_here:  # a run that has begun survives an outage
-            _require_listening(url)
+        _skip_heartbeat_joins()
+        if not is_within_run and url not in _user_server_urls:  # a run that has begun survives an outage
+            _wait_for_server(url)
             require_api()
 
 
-def _start_server(resources: ExitStack) -> None:
+def _start_own_server(resources: ExitStack) -> None:
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
-    server = start_prefect_server({**LIGHTER_SERVER, **os.environ, **settings}, services="few")
+    server = start_prefect_server({**LIGHT_SERVER_SETTINGS, **os.environ, **settings}, services="few")
     _log.info(
         "Starting a Prefect server for this process at %s: this takes some seconds; the first time on a machine, when "
         "it creates its database, a minute. A permanent server (`prefect server start`) saves this time",
         server.url,
     )
-    atexit.register(server.end)
+    atexit.register(server.terminate)
     is_healthy = False
     try:
-        _set_up(server.url)  # takes about as long as the start of the server; early requests wait
+        _set_api_url(server.url)  # takes about as long as the start of the server; early requests wait
         resources.enter_context(_disabling_heartbeats())
         for name in _MODULES_TO_PRELOAD:
             with suppress(ImportError):  # raised again by the code that needs it
                 import_module(name)
-        is_healthy = server.answers()
+        is_healthy = server.wait_until_healthy()
     finally:
         if not is_healthy:  # Prefect then starts its own server, and reports the error
             resources.close()
-            _set_up(None)
-            server.end()
+            _set_api_url(None)
+            server.terminate()
     if is_healthy:
         _started_urls.add(server.url)
 
 
-def _require_listening(url: str) -> None:
+def _wait_for_server(url: str) -> None:
     """Wait until a server, which may be restarting, accepts connections; return at once if a proxy is used.
 
     Raises:
@@ -317,7 +318,7 @@ def _require_listening(url: str) -> None:
         raise InvalidInput(f"PREFECT_API_URL={url}: expected a URL such as http://127.0.0.1:4200/api")
     if getproxies().keys() & {parts.scheme, "all"} and not proxy_bypass(host):
         return
-    deadline, is_logged = time.monotonic() + _RESTART_SECONDS, False
+    deadline, is_logged = time.monotonic() + _RESTART_TIMEOUT_SECONDS, False
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
@@ -333,12 +334,12 @@ def _require_listening(url: str) -> None:
             )
         if not is_logged:
             message = "No Prefect server answers at %s (%s): waiting up to %.0f s, since it may be restarting"
-            _log.warning(message, url, reason, _RESTART_SECONDS)
+            _log.warning(message, url, reason, _RESTART_TIMEOUT_SECONDS)
             is_logged = True
         time.sleep(0.2)
 
 
-def _set_up(url: str | None) -> None:
+def _set_api_url(url: str | None) -> None:
     """Set the API's URL for this process and its children; None removes it."""
     if url is None:
         os.environ.pop("PREFECT_API_URL", None)
@@ -355,7 +356,7 @@ def _disabling_heartbeats() -> AbstractContextManager[object]:
     return temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
 
 
-def _leave_heartbeat_threads() -> None:
+def _skip_heartbeat_joins() -> None:
     """Let our flow runs end without waiting up to 1 s for Prefect's heartbeat thread, which ends by itself.
 
     To ask upstream: that this thread waits for its stop event, instead of sleeping a second at a time.
@@ -371,7 +372,7 @@ def _leave_heartbeat_threads() -> None:
     vars(flow_engine)["_send_heartbeats"] = send_heartbeats
 
 
-LIGHTER_SERVER: Mapping[str, str] = {
+LIGHT_SERVER_SETTINGS: Mapping[str, str] = {
     # Defaults of the server; the user's settings override them.
     # By default, each of a task run's three states is a transaction; a delay of 1 s is acceptable in the UI.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
@@ -414,7 +415,7 @@ _OTHER_NAMES: Mapping[str, str] = {
 """Parameters of the flows, and their names in Ray Tune and Optuna."""
 
 
-def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Mapping[str, Any]:
+def validate_arguments(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check the arguments of a call like Prefect, except arguments that contain futures or block references.
 
     Returns:
@@ -427,7 +428,7 @@ def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[
     function, parameters = f"pt.{flow.fn.__name__}", signature(flow.fn).parameters
     for name in [keyword for keyword in keywords if keyword not in parameters]:
         ours = [own for own, others in _OTHER_NAMES.items() if name in others.split() and own in parameters]
-        hint = f"did you mean {ours[0]!r}?" if ours else did_you_mean_or_has(name, parameters)
+        hint = f"did you mean {ours[0]!r}?" if ours else did_you_mean_or_list(name, parameters)
         raise InvalidInput(f"{name}: {function} has no such parameter; {hint}")
     try:
         bound = signature(flow.fn).bind(*args, **keywords).arguments
@@ -442,7 +443,7 @@ def require_valid(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[
     return checked
 
 
-def require_storable(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> None:
+def require_storable_arguments(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> None:
     """Check that Prefect's API accepts the arguments; its own error would print all of them.
 
     Raises:

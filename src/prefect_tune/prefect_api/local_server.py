@@ -23,7 +23,7 @@ from typing import IO, Literal, TypeAlias
 import prefect
 from prefect.settings import get_current_settings
 
-from prefect_tune.linux import owners_of_listeners
+from prefect_tune.linux import iter_listener_owners
 
 Services: TypeAlias = Literal["all", "few"]
 
@@ -40,7 +40,7 @@ class PrefectServer:
     """The URL of its API, such as `http://127.0.0.1:41234/api`."""
     process: subprocess.Popen[bytes]
 
-    def answers(self) -> bool:
+    def wait_until_healthy(self) -> bool:
         """Wait until the server is healthy; return False if it exits, or is not healthy within three minutes."""
         deadline = time.monotonic() + _START_TIMEOUT.total_seconds()
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -50,7 +50,7 @@ class PrefectServer:
             time.sleep(0.02)
         return False
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """Terminate the server, which has 5 s to store the received events before it is killed."""
         self.process.terminate()
         try:
@@ -95,11 +95,13 @@ def _run_server(descriptor: int, services: str) -> None:
     gc.enable()
 
     server = uvicorn.Server(uvicorn.Config(create_app(ephemeral=services == "few", final=True), log_level="error"))
-    logging.getLogger(_RECORDER_MODULE).addFilter(lambda record: not (server.should_exit and is_cut_short(record)))
+    logging.getLogger(_RECORDER_MODULE).addFilter(
+        lambda record: not (server.should_exit and is_cancelled_batch(record))
+    )
     server.run(sockets=[socket.socket(fileno=descriptor)])
 
 
-def is_cut_short(record: logging.LogRecord) -> bool:
+def is_cancelled_batch(record: logging.LogRecord) -> bool:
     """Return whether the log record is about a cancelled batch, which at shutdown is written shortly afterwards."""
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
@@ -125,7 +127,7 @@ _TIMEOUT_SECONDS = 3.0
 _MAX_RESPONSE_BYTES = 64 * 1024
 
 
-def find_own_server() -> str | None:
+def find_user_server() -> str | None:
     """Return the API URL of this user's server where `prefect server start` listens; None if there is none.
 
     The port is the setting `PREFECT_SERVER_API_PORT`, 4200 by default. Returns None except on Linux, since other
@@ -136,7 +138,7 @@ def find_own_server() -> str | None:
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     with suppress(OSError):
         if (
-            {*owners_of_listeners(settings.port)} == {os.geteuid()}
+            {*iter_listener_owners(settings.port)} == {os.geteuid()}
             and _fetch_body(settings.port, f"{path}/health", deadline) == b"true"
             and _fetch_body(settings.port, f"{path}/admin/version", deadline) == f'"{prefect.__version__}"'.encode()
         ):

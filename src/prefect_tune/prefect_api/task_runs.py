@@ -37,18 +37,20 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 from prefect.utilities.callables import get_call_parameters
 
-from prefect_tune.prefect_api.api_client import is_temporary
-from prefect_tune.prefect_api.flow_runs import is_alive
+from prefect_tune.prefect_api.api_client import is_temporary_error
+from prefect_tune.prefect_api.flow_runs import check_run_alive
 from prefect_tune.prefect_api.flow_with_server import FlowWithServer
-from prefect_tune.storage_retries import run_log, set_to
+from prefect_tune.storage_retries import run_log, setting_context_variable
 
 _TIMEOUT_SECONDS = 10.0
 _POLL_INTERVAL_SECONDS = 30.0
 _LIVE_STATE_TYPES = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]
 
 
-def set_crashed(owner_run: str, is_dead: Callable[[TaskRun], bool], *, successor: str, has_ended: bool) -> None:
-    """Set the task runs of a flow run that `is_dead`, and their callees, to Crashed, once the flow run has ended.
+def mark_task_runs_crashed(
+    owner_run: str, is_lost: Callable[[TaskRun], bool], *, successor: str, has_owner_exited: bool
+) -> None:
+    """Set the task runs of a flow run that `is_lost`, and their callees, to Crashed, once the flow run has ended.
 
     This function waits while the flow run may be alive, since the server may not know yet that a process was killed.
     Ended task runs are not changed. If the server does not answer or rejects a request, no state is set.
@@ -64,12 +66,12 @@ def set_crashed(owner_run: str, is_dead: Callable[[TaskRun], bool], *, successor
         get_client(sync_client=True, httpx_settings={"timeout": _TIMEOUT_SECONDS}) as client,
     ):
         flow_run = UUID(owner_run)
-        while not has_ended and is_alive(client.read_flow_run(flow_run), client):
-            if not any(map(is_dead, _read_live_task_runs(client, flow_run))):
+        while not has_owner_exited and check_run_alive(client.read_flow_run(flow_run), client):
+            if not any(map(is_lost, _read_live_task_runs(client, flow_run))):
                 return
             time.sleep(_POLL_INTERVAL_SECONDS)
         live = _read_live_task_runs(client, flow_run)
-        pending = deque(run for run in live if is_dead(run))
+        pending = deque(run for run in live if is_lost(run))
         while pending:
             dead = pending.popleft()
             crashed: State[Any] = Crashed(message=f"its process was lost; {successor} took over")
@@ -133,7 +135,7 @@ def public_task(**options: Any) -> Callable[[Callable[_P, _R]], PublicTask[_P, _
 # To ask upstream: a task option that omits the message at its end; that a service which fails to process an item does
 # not log the item's `repr`, which has 14 lines for an event.
 
-RUN_TRIAL = "run-trial"
+TRIAL_TASK_NAME = "run-trial"
 """The name of the task of an attempt, whose end is in the log of its search."""
 _ENGINE_MODULE = "task_engine"
 _END_MESSAGE = "Finished in state"
@@ -153,7 +155,7 @@ def quiet_inner_tasks() -> Iterator[None]:
     """
     logging.getLogger(_SERVICES_LOGGER).addFilter(_shorten_unsent_record)  # adding it again has no effect
     logging.getLogger("prefect.task_runs").addFilter(_keep_task_record)
-    with set_to(_hides_task_ends, True):  # noqa: FBT003 - the value of the variable
+    with setting_context_variable(_hides_task_ends, True):  # noqa: FBT003 - the value of the variable
         yield
 
 
@@ -161,13 +163,13 @@ def _keep_task_record(record: logging.LogRecord) -> bool:
     """Filter out records that only say that a task has ended; keep messages with a different wording."""
     if record.module != _ENGINE_MODULE or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
-    message, is_attempt = str(record.msg), getattr(record, "task_name", "") == RUN_TRIAL
+    message, is_attempt = str(record.msg), getattr(record, "task_name", "") == TRIAL_TASK_NAME
     if message.startswith(_END_MESSAGE):
         return not (is_attempt or (_hides_task_ends.get() and record.levelno <= logging.INFO))
     return not (is_attempt and message.startswith(_FAILED_MESSAGE))
 
 
-_last_logged = {"seconds": -_NOT_SENT_LOG_INTERVAL_SECONDS}
+_last_log_time = {"seconds": -_NOT_SENT_LOG_INTERVAL_SECONDS}
 
 
 def _shorten_unsent_record(record: logging.LogRecord) -> bool:
@@ -175,9 +177,9 @@ def _shorten_unsent_record(record: logging.LogRecord) -> bool:
     if record.msg != _NOT_SENT_MESSAGE or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     service, now = next(iter(record.args)), time.monotonic()
-    if now - _last_logged["seconds"] < _NOT_SENT_LOG_INTERVAL_SECONDS:
+    if now - _last_log_time["seconds"] < _NOT_SENT_LOG_INTERVAL_SECONDS:
         return False
-    _last_logged["seconds"] = now
+    _last_log_time["seconds"] = now
     record.msg = "Prefect's %s could not send an item: its server may be down. Training continues."
     record.args = (service,)
     return True
@@ -192,10 +194,10 @@ def _shorten_unsent_record(record: logging.LogRecord) -> bool:
 # `PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE` allows.
 
 # None in a release of Prefect without it. The public `Task.create_local_run` is asynchronous and opens a client.
-_create = getattr(task_engine, "_create_task_run_locally", None)
+_create_task_run = getattr(task_engine, "_create_task_run_locally", None)
 
 
-def run_here(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+def run_task_inline(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
     """Run a synchronous task in this thread, like `task(...)`; its task run begins with the state Running.
 
     A task with tags begins with Pending, since it may wait for slots of their concurrency limits. Arguments must not
@@ -209,8 +211,8 @@ def skip_prefect_introspection(argument: _R) -> _R:
     return cast("_R", quote(argument))
 
 
-def run_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs) -> State[Any]:
-    """Run a task like `run_here`, and return the final state of its run, which contains an error of the task."""
+def run_task_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs) -> State[Any]:
+    """Run a task like `run_task_inline`, and return the final state of its run, which contains an error of the task."""
     return cast("State[Any]", _run_task(task, "state", args, options))
 
 
@@ -223,7 +225,7 @@ def _run_task(
     args = tuple(map(quote, args))  # so that Prefect does not search them for futures
     options = {name: quote(value) for name, value in options.items()}
     parameters = get_call_parameters(task.fn, args, options)
-    task_run = _create(task, parameters=parameters) if _create else None
+    task_run = _create_task_run(task, parameters=parameters) if _create_task_run else None
     if task_run is None or task_run.tags:
         return task(*args, **options, return_state=return_type == "state")
     return task_engine.run_task(task, task_run=task_run, parameters=parameters, return_type=return_type)
@@ -234,7 +236,7 @@ def _run_task(
 # To ask upstream: a public `max_workers` of `ThreadPoolTaskRunner`.
 
 
-def max_workers_here() -> int | None:
+def current_max_workers() -> int | None:
     """Return `max_workers` of this flow's task runner; None if it is unlimited or no thread pool."""
     runner = context.task_runner if (context := FlowRunContext.get()) is not None else None
     count = getattr(runner, "_max_workers", None) if isinstance(runner, ThreadPoolTaskRunner) else None
@@ -247,7 +249,7 @@ def max_workers_here() -> int | None:
 #
 # To ask upstream: a wait that a caller can end; HTTP 423 for a limit of 0, like for a limit without free slots.
 
-_TRY, _PAUSE = timedelta(seconds=5), timedelta(seconds=2)
+_ACQUIRE_TIMEOUT, _RETRY_INTERVAL = timedelta(seconds=5), timedelta(seconds=2)
 _LEASE_DURATION = timedelta(seconds=60)  # the slot of a killed process becomes free after this time
 _NO_FREE_SLOT_STATUS, _LIMIT_TOO_LOW_STATUS = 423, 422
 _stop_of_waits: ContextVar[threading.Event | None] = ContextVar("prefect_tune_stop_of_waits", default=None)
@@ -261,23 +263,23 @@ def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> 
     """
     lease_seconds = _LEASE_DURATION.total_seconds()
     options: dict[str, Any] = {"lease_duration": lease_seconds, "raise_on_lease_renewal_failure": False}
-    return _holding(list(limits), stop, partial(concurrency, list(limits), **options))
+    return _holding_slots(list(limits), stop, partial(concurrency, list(limits), **options))
 
 
-def ending_waits(stop: threading.Event) -> AbstractContextManager[None]:
+def ending_slot_waits(stop: threading.Event) -> AbstractContextManager[None]:
     """Let `stop` end the waits for slots of tags of the tasks that are called in this block."""
-    return set_to(_stop_of_waits, stop)
+    return setting_context_variable(_stop_of_waits, stop)
 
 
 @contextmanager
-def _holding(
+def _holding_slots(
     names: Sequence[str], stop: threading.Event, slots_of: Callable[..., AbstractContextManager[None]]
 ) -> Iterator[None]:
     is_logged = False
     with ExitStack() as held_slots:
         while names and not stop.is_set():
             # Prefect serializes these requests: each caller makes one, limited in time while the API fails.
-            slots = slots_of(max_retries=0, timeout_seconds=_TRY.total_seconds())
+            slots = slots_of(max_retries=0, timeout_seconds=_ACQUIRE_TIMEOUT.total_seconds())
             try:
                 slots.__enter__()
                 held_slots.callback(_release_slots, slots)
@@ -287,12 +289,12 @@ def _holding(
             except ConcurrencySlotAcquisitionError as error:
                 cause = error.__cause__
                 status = cause.response.status_code if isinstance(cause, httpx.HTTPStatusError) else None
-                if status not in (_NO_FREE_SLOT_STATUS, _LIMIT_TOO_LOW_STATUS) and not is_temporary(cause):
+                if status not in (_NO_FREE_SLOT_STATUS, _LIMIT_TOO_LOW_STATUS) and not is_temporary_error(cause):
                     raise
                 if status == _LIMIT_TOO_LOW_STATUS and not is_logged:
                     run_log().warning("a concurrency limit among %s is 0: the trial waits", ", ".join(names))
                     is_logged = True
-                stop.wait(_PAUSE.total_seconds())
+                stop.wait(_RETRY_INTERVAL.total_seconds())
         yield
 
 
@@ -302,11 +304,11 @@ def _release_slots(slots: AbstractContextManager[None]) -> None:
 
 
 def _acquire_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
-    """Wait for the slots of a task's tags: with `_holding` in our own flows, with Prefect's own wait in others."""
+    """Wait for the slots of a task's tags: with `_holding_slots` in our flows, with Prefect's wait in others."""
     context, stop = FlowRunContext.get(), _stop_of_waits.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
         return concurrency(names, **options)
-    return _holding(names, stop or threading.Event(), partial(concurrency, names, **options))
+    return _holding_slots(names, stop or threading.Event(), partial(concurrency, names, **options))
 
 
 # Prefect's engine calls its wait for the slots of a task's tags by this name; there is no public hook.

@@ -11,29 +11,35 @@ from functools import cached_property
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.cost import Category, ExperimentCost, cost_of, cost_sentence
+from prefect_tune.core.experiment.cost import Category, ExperimentCost, compute_cost, format_cost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Losses,
-    best_first,
-    counted,
-    front,
+    count_by_status,
     is_search,
-    objective_in,
-    ranked,
-    shown_settings,
+    objective_from_settings,
+    pareto_front,
+    rank_trials,
+    settings_for_display,
+    sort_trials,
 )
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, Trial, newest_key, with_report
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED_PHASES,
+    Status,
+    Trial,
+    apply_report,
+    newest_checkpoint_key,
+)
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.reasons import format_error
-from prefect_tune.core.search.domains import Branch, Float, Integer, domains_in
+from prefect_tune.core.search.domains import Branch, Float, Integer, find_domains
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.search_view import OwnershipPeriod, SearchSnapshot
-from prefect_tune.core.values import flat
+from prefect_tune.core.values import flatten
 from prefect_tune.terminal.formatting import cost_fields
 
-DRAWN = 60
+MAX_CURVES = 60
 """The maximum number of learning curves in a chart."""
 MAX_TRIALS = 50
 MAX_ERRORS = 10
@@ -86,17 +92,17 @@ class ReportInput:
     uri: str
     now: datetime
     objective: Objective | None
-    history: SearchSnapshot
+    snapshot: SearchSnapshot
     trials: Sequence[Trial]
     """The trials in the order of their addition, with their newest reports."""
     losses: Mapping[str, Losses]
     """The losses of the trials that can be compared, the best first."""
-    links: RunUrlFunction = lambda _: None
-    expected: int | None = None
+    run_url: RunUrlFunction = lambda _: None
+    expected_trial_count: int | None = None
     """The expected number of trials."""
     age: str = ""
     """The age of the report, in words; empty if no trial is running."""
-    cells: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    differing_parameters: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """The parameters that differ between trials, with a value per trial; None if a trial lacks the parameter."""
     domains: Mapping[str, object] = field(default_factory=dict)
     """The domains of the space, by parameter; options follow their choice. Empty if no space is journaled."""
@@ -108,12 +114,12 @@ class ReportInput:
         return [by_name[name] for name in self.losses]
 
     @cached_property
-    def best(self) -> Sequence[Trial]:
+    def best_trials(self) -> Sequence[Trial]:
         """The best trial, or the Pareto front with several metrics; empty if no trial can be compared."""
         if self.objective is None or len(self.objective.metrics) == 1:
             return self.ranking[:1]
         by_name = {trial.trial: trial for trial in self.trials}
-        return [by_name[name] for name in front(self.losses.items())]
+        return [by_name[name] for name in pareto_front(self.losses.items())]
 
     @cached_property
     def first_trials(self) -> Sequence[Trial]:
@@ -122,7 +128,7 @@ class ReportInput:
         return [*self.ranking, *others][:MAX_TRIALS]
 
     @cached_property
-    def errors(self) -> Sequence[Trial]:
+    def errored_trials(self) -> Sequence[Trial]:
         """The first 10 errored trials."""
         return [trial for trial in self.trials if trial.status is Status.ERRORED][:MAX_ERRORS]
 
@@ -134,12 +140,12 @@ class ReportInput:
     @cached_property
     def owners(self) -> Mapping[str, Owner | None]:
         """The owner that ran the last attempt, by trial."""
-        return {attempt.trial: attempt.owner for attempt in self.history.attempts}
+        return {attempt.trial: attempt.owner for attempt in self.snapshot.attempts}
 
-    def link_of(self, trial: Trial) -> str | None:
+    def run_url_of(self, trial: Trial) -> str | None:
         """Return the URL of the run of a trial's last attempt."""
         owner = self.owners.get(trial.trial)
-        return self.links(owner) if owner else None
+        return self.run_url(owner) if owner else None
 
     def host_of(self, trial: Trial) -> str | None:
         """Return the host that runs a trial; None if the trial is not running."""
@@ -149,11 +155,11 @@ class ReportInput:
     @cached_property
     def runs(self) -> Sequence[tuple[OwnershipPeriod, int]]:
         """The period of each owner and its number of attempts; the last period lasts until now while a trial runs."""
-        periods = list(self.history.ownerships)
-        begins = [period.began for period in periods]
-        counts = Counter(bisect_right(begins, attempt.began) - 1 for attempt in self.history.attempts)
+        periods = list(self.snapshot.ownerships)
+        begins = [period.began_at for period in periods]
+        counts = Counter(bisect_right(begins, attempt.began_at) - 1 for attempt in self.snapshot.attempts)
         if periods and any(trial.status is Status.RUNNING for trial in self.trials):
-            periods[-1] = replace(periods[-1], last=max(periods[-1].last, self.now))
+            periods[-1] = replace(periods[-1], last_entry_at=max(periods[-1].last_entry_at, self.now))
         return [(period, counts[index]) for index, period in enumerate(periods)]
 
     @property
@@ -164,12 +170,12 @@ class ReportInput:
     @cached_property
     def cost(self) -> ExperimentCost:
         """How the time of the slots was spent."""
-        return cost_of(self.experiment, self.now)
+        return compute_cost(self.experiment, self.now)
 
     @cached_property
     def totals(self) -> Totals:
         """What the experiment did and cost."""
-        costs, seconds = self.history.costs, self.cost.seconds
+        costs, seconds = self.snapshot.costs, self.cost.seconds
         measured = [trial.measured_seconds for trial in self.trials]
         trained = None if None in measured else sum(filter(None, measured))
         wasted, steps = sum(trial.wasted_steps for trial in self.trials), sum(trial.step for trial in self.trials)
@@ -178,29 +184,29 @@ class ReportInput:
             useful_seconds=seconds[Category.TRAINING] if trained and self.cost.attempts else trained,
             lost_seconds=seconds[Category.LOST],
             attempts=sum(trial.attempt for trial in self.trials),
-            attempts_lost=sum(attempt.is_lost for attempt in self.history.attempts),
-            attempts_failed=sum(attempt.status is Status.ERRORED for attempt in self.history.attempts),
+            attempts_lost=sum(attempt.is_lost for attempt in self.snapshot.attempts),
+            attempts_failed=sum(attempt.status is Status.ERRORED for attempt in self.snapshot.attempts),
             wasted_steps=wasted,
             wasted_at_least=any(trial.wasted_at_least for trial in self.trials),
             wasted_seconds=None if trained is None else trained / max(1, steps) * wasted,
-            checkpoints_committed=costs.commits,
+            checkpoints_committed=costs.commit_count,
             committed_bytes=costs.committed_bytes,
             measured_bytes=costs.measured_bytes,
             sent_bytes=costs.sent_bytes,
             saved_bytes=costs.measured_bytes - costs.sent_bytes + costs.cloned_bytes,
             upload_seconds=costs.upload_seconds,
             slots=cost_fields(self.cost),
-            sentence=cost_sentence(self.cost),
+            sentence=format_cost(self.cost),
         )
 
-    def compared(self, trial: str) -> Mapping[str, float]:
+    def objective_values(self, trial: str) -> Mapping[str, float]:
         """Return the reported objective values of a trial, bools as numbers; empty if the trial cannot be compared."""
         if self.objective is None or trial not in self.losses:
             return {}
         rows = zip(self.objective.metrics, self.objective.modes, self.losses[trial], strict=True)
         return {name: loss if mode == "min" else -loss for name, mode, loss in rows}
 
-    def is_log(self, parameter: str) -> bool | None:
+    def has_log_scale(self, parameter: str) -> bool | None:
         """Return whether a parameter is sampled on a log scale; None if the space does not say."""
         domain = self.domains.get(parameter)
         return domain.scale == "log" if isinstance(domain, Float | Integer) else None
@@ -210,8 +216,12 @@ class ReportInput:
         """The parameters of a search that have no domain and the same value in every trial."""
         if not self.is_search or (not self.domains and len(self.trials) < 2):
             return {}
-        first = flat(self.trials[0].config) if self.trials else {}
-        return {name: value for name, value in first.items() if name not in self.cells and name not in self.domains}
+        first = flatten(self.trials[0].config) if self.trials else {}
+        return {
+            name: value
+            for name, value in first.items()
+            if name not in self.differing_parameters and name not in self.domains
+        }
 
     @cached_property
     def space(self) -> Mapping[str, str]:
@@ -222,24 +232,24 @@ class ReportInput:
 
 def elapsed_seconds(period: OwnershipPeriod) -> float:
     """Return how long a run owned the experiment."""
-    return (period.last - period.began).total_seconds()
+    return (period.last_entry_at - period.began_at).total_seconds()
 
 
-def report_input_of(
+def make_report_input(
     snapshot: SearchSnapshot,
     *,
     uri: str,
     now: datetime,
-    links: RunUrlFunction = lambda _: None,
+    run_url: RunUrlFunction = lambda _: None,
     objective: Objective | None = None,
-    expected: int | None = None,
+    expected_trial_count: int | None = None,
     age: str = "",
 ) -> ReportInput:
-    """Return a report's data; `snapshot` has the curves of `drawn_trials`; `objective` defaults to the search's."""
+    """Return a report's data; `snapshot` has the curves of `select_curve_trials`; `objective`: default the search's."""
     experiment = snapshot.experiment
-    objective = objective or objective_in(experiment.settings)
-    trials = [with_report(trial, snapshot.newest(trial.trial)) for trial in experiment.trials.values()]
-    configs = [flat(trial.config) for trial in trials]
+    objective = objective or objective_from_settings(experiment.settings)
+    trials = [apply_report(trial, snapshot.newest_report(trial.trial)) for trial in experiment.trials.values()]
+    configs = [flatten(trial.config) for trial in trials]
     names = list(dict.fromkeys(name for config in configs for name in config))[:_MAX_PARAMETERS]
     columns = {name: [config.get(name) for config in configs] for name in names}
     return ReportInput(
@@ -249,16 +259,16 @@ def report_input_of(
         objective,
         snapshot,
         trials,
-        losses={trial.trial: losses for trial, losses in ranked(trials, objective)},
-        links=links,
-        expected=expected,
+        losses={trial.trial: losses for trial, losses in rank_trials(trials, objective)},
+        run_url=run_url,
+        expected_trial_count=expected_trial_count,
         age=age,
-        cells={name: column for name, column in columns.items() if len(set(map(str, column))) > 1},
+        differing_parameters={name: column for name, column in columns.items() if len(set(map(str, column))) > 1},
         domains=_read_domains(experiment.settings.get("space")),
     )
 
 
-def spread(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
+def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
     """Return at most `max_count` trials: half of them the first (best) ones, the others spread over the rest."""
     if len(trials) <= max_count:
         return trials
@@ -267,10 +277,10 @@ def spread(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
     return [*best, *(others[index * len(others) // count] for index in range(count))]
 
 
-def drawn_trials(experiment: Experiment) -> Sequence[str]:
+def select_curve_trials(experiment: Experiment) -> Sequence[str]:
     """Return the trials whose learning curves are drawn: the best and some others."""
-    ordered = best_first(list(experiment.trials.values()), objective_in(experiment.settings))
-    return [trial.trial for trial in spread(ordered, DRAWN)]
+    ordered = sort_trials(list(experiment.trials.values()), objective_from_settings(experiment.settings))
+    return [trial.trial for trial in sample_trials(ordered, MAX_CURVES)]
 
 
 def _read_domains(space: object) -> Mapping[str, object]:
@@ -289,7 +299,7 @@ def _iter_domains(node: object, name: str) -> Iterator[tuple[str, object]]:
     if isinstance(node, dict):
         for key, child in node.items():
             yield from _iter_domains(child, f"{name}/{key}" if name else key)
-    elif any(domains_in(node)):
+    elif any(find_domains(node)):
         yield name, node
         for option in node.options if isinstance(node, Branch) else ():
             if isinstance(option, dict):
@@ -318,9 +328,9 @@ def report_fields(report: ReportInput) -> dict[str, object]:
     def make_trial_rows(trials: Sequence[Trial]) -> Sequence[Mapping[str, object]]:
         rows = []
         for trial in trials:
-            key = newest_key(state.key.trial_key(trial.trial), trial)
+            key = newest_checkpoint_key(state.key.trial_key(trial.trial), trial)
             checkpoint = {"checkpoint": key.folder if key else None, "checkpoint_step": key.step if key else None}
-            run = {"run": report.link_of(trial), "host": report.host_of(trial)}
+            run = {"run": report.run_url_of(trial), "host": report.host_of(trial)}
             rows.append({**trial_fields(trial), "error": format_error(trial.end_reason), **checkpoint, **run})
         return rows
 
@@ -329,13 +339,13 @@ def report_fields(report: ReportInput) -> dict[str, object]:
         {
             "term": period.term,
             "owner": str(period.owner),
-            "began_at": period.began.isoformat(timespec="seconds"),
-            "last_entry_at": period.last.isoformat(timespec="seconds"),
+            "began_at": period.began_at.isoformat(timespec="seconds"),
+            "last_entry_at": period.last_entry_at.isoformat(timespec="seconds"),
             "elapsed_seconds": elapsed_seconds(period),
             "attempts": attempts,
-            "trials_added": period.trials,
-            "samples_asked": period.samples,
-            "link": report.links(period.owner),
+            "trials_added": period.trial_count,
+            "samples_asked": period.sample_count,
+            "link": report.run_url(period.owner),
         }
         for period, attempts in report.runs
     ]
@@ -350,19 +360,19 @@ def report_fields(report: ReportInput) -> dict[str, object]:
         "as_of": report.now.isoformat(timespec="seconds"),
         "elapsed_seconds": report.elapsed_seconds,
         "age": report.age,
-        "trials_by_status": counted(state),
+        "trials_by_status": count_by_status(state),
         "trial_count": len(report.trials),
-        "ended_count": sum(trial.phase in ENDED for trial in report.trials),
-        "expected_trial_count": report.expected,
-        "best": make_trial_rows(report.best[:MAX_TRIALS]),
+        "ended_count": sum(trial.phase in ENDED_PHASES for trial in report.trials),
+        "expected_trial_count": report.expected_trial_count,
+        "best": make_trial_rows(report.best_trials[:MAX_TRIALS]),
         "trials": make_trial_rows(report.first_trials),
-        "errors": make_trial_rows(report.errors),
+        "errors": make_trial_rows(report.errored_trials),
         "constants": report.constants,
         "space": report.space,
         "run_count": len(runs),
         "runs": runs[-MAX_RUNS:],
         "cost": asdict(report.totals),
-        "settings": shown_settings(state.settings),
+        "settings": settings_for_display(state.settings),
         "ended_because": str(state.ends),
-        "is_whole": report.history.is_whole,
+        "is_whole": report.snapshot.is_complete,
     }

@@ -8,8 +8,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from shlex import quote
 from typing import TypeAlias, assert_never
 
-from prefect_tune.core.experiment.summary import counted, named, shown_settings, status_label, wasted_words
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, newest_checkpoint, newest_key
+from prefect_tune.core.display_text import (
+    first_line,
+    format_size,
+    format_span,
+    make_visible,
+    make_visible_line,
+    pluralize,
+    shorten,
+)
+from prefect_tune.core.experiment.summary import (
+    best_trial_name,
+    count_by_status,
+    format_recomputed_steps,
+    format_status,
+    settings_for_display,
+)
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED_PHASES,
+    Status,
+    newest_checkpoint,
+    newest_checkpoint_key,
+)
 from prefect_tune.core.page_elements import (
     Block,
     Cell,
@@ -21,16 +41,20 @@ from prefect_tune.core.page_elements import (
     Text,
     Verbatim,
     data_uri,
-    elements_of,
-    escaped_html,
+    escape_html,
+    render_block,
 )
 from prefect_tune.core.reasons import format_error
-from prefect_tune.core.shown_text import first_line, format_span, plural, shorten, shown_size, visible, visible_line
-from prefect_tune.core.storage.layout import below
-from prefect_tune.core.values import flat, metric_in
+from prefect_tune.core.storage.layout import join_uri
+from prefect_tune.core.values import flatten, get_metric
 from prefect_tune.reporting.facts import MAX_RUNS, MAX_TRIALS, ReportInput, Totals, elapsed_seconds
-from prefect_tune.reporting.svg import SMALL_CURVES, learning_curves, parallel_coordinates, timeline
-from prefect_tune.terminal.formatting import LEAST_SECONDS, format_cell, format_counts, format_metrics
+from prefect_tune.reporting.svg import (
+    MAX_SMALL_PANEL_CURVES,
+    draw_learning_curves,
+    draw_parallel_coordinates,
+    draw_timeline,
+)
+from prefect_tune.terminal.formatting import MIN_SHOWN_SECONDS, format_cell, format_counts, format_metrics
 
 # The page: at most about 300 KB, for any number of trials.
 
@@ -48,11 +72,11 @@ _MAX_PARAMETERS = 40
 _MAX_DOMAIN_CHARACTERS = 200
 _UNSET_VALUES: tuple[object, ...] = (None, "", [], {}, ())
 _FIGURES = (
-    ("Learning curves", learning_curves, "Orange: the best. Blue: the next best, labelled; pale: the others."),
-    ("Parameters", parallel_coordinates, "Each line is a trial. Orange: the best; blue: the best fifth."),
+    ("Learning curves", draw_learning_curves, "Orange: the best. Blue: the next best, labelled; pale: the others."),
+    ("Parameters", draw_parallel_coordinates, "Each line is a trial. Orange: the best; blue: the best fifth."),
     (
         "Timeline",
-        timeline,
+        draw_timeline,
         (
             "Above, in grey: the runs that owned the experiment. Below: all attempts, colored by how they ended. "
             "✕: the attempt was killed, lost or failed."
@@ -60,21 +84,21 @@ _FIGURES = (
     ),
 )
 _PARETO_LEGENDS: Mapping[Callable[[ReportInput], str | None], str] = {
-    learning_curves: "Orange: the Pareto front. Blue: the others.",
-    parallel_coordinates: "Each line is a trial. Orange: the Pareto front.",
+    draw_learning_curves: "Orange: the Pareto front. Blue: the others.",
+    draw_parallel_coordinates: "Each line is a trial. Orange: the Pareto front.",
 }
 Column: TypeAlias = tuple[str, Sequence[Cell]]
 """The name and the cells of a column."""
 
 
-def page_of(report: ReportInput) -> Sequence[Block]:
+def make_page(report: ReportInput) -> Sequence[Block]:
     """Return the blocks of the report page."""
     sections = (
-        headline_and_facts,
-        best_trial,
-        figures,
-        table_of_trials,
-        table_of_errors,
+        headline_section,
+        best_trial_section,
+        figures_section,
+        trials_section,
+        errors_section,
         _cost_section,
         _runs_section,
         _settings_section,
@@ -82,72 +106,76 @@ def page_of(report: ReportInput) -> Sequence[Block]:
     return [block for section in sections for block in section(report)]
 
 
-def headline_and_facts(report: ReportInput) -> Iterator[Block]:
+def headline_section(report: ReportInput) -> Iterator[Block]:
     """Yield the title, a headline, and a table of facts."""
     yield Heading(report.experiment.name, 1)
     yield Text([_format_headline(report)], kind="strong")
     objective, periods = report.objective, [period for period, _ in report.runs]
     objectives = zip(objective.modes, objective.metrics, strict=True) if objective else ()
     rows: list[tuple[str, Cell]] = [
-        ("trials", format_counts(counted(report.experiment))),
+        ("trials", format_counts(count_by_status(report.experiment))),
         ("compared by", ", ".join(map(" ".join, objectives))),
-        ("target", Verbatim(below(report.uri, report.experiment.name))),
+        ("target", Verbatim(join_uri(report.uri, report.experiment.name))),
     ]
     if periods:
         owner = f"{periods[-1].term}: {periods[-1].owner}"
         runs = f" in {len(periods)} runs" if len(periods) > 1 else ""
         rows += [
-            ("owner", _make_link_cell(owner, report.links(periods[-1].owner))),
-            ("time", f"{periods[0].began:%Y-%m-%d %H:%M:%S} to {report.now:%Y-%m-%d %H:%M:%S} UTC"),
+            ("owner", _make_link_cell(owner, report.run_url(periods[-1].owner))),
+            ("time", f"{periods[0].began_at:%Y-%m-%d %H:%M:%S} to {report.now:%Y-%m-%d %H:%M:%S} UTC"),
             ("elapsed", format_span(report.elapsed_seconds) + runs),
         ]
     rows += [("as of", report.age), ("ended early", shorten(first_line(report.experiment.ends), 200))]
     yield Table((), [row for row in rows if row[1]])
-    if not report.history.is_whole:
+    if not report.snapshot.is_complete:
         yield Text(["Curves, times and costs cover only this run; ", Verbatim("prefect-tune report"), " covers all."])
 
 
 def _format_headline(report: ReportInput) -> str:
     """Return one line with the best metric, the progress, and the number of errors."""
     parts = []
-    if len(report.best) == 1 and report.objective is not None:
-        name, best = report.objective.metrics[0], report.best[0]
-        value = format_cell(metric_in(best.metrics, name))
-        parts.append(f"Best {name}: {value} (trial {named(best.trial, best.status)})")
-    elif report.best:
-        parts.append(f"{len(report.best)} trials on the Pareto front")
+    if len(report.best_trials) == 1 and report.objective is not None:
+        name, best = report.objective.metrics[0], report.best_trials[0]
+        value = format_cell(get_metric(best.metrics, name))
+        parts.append(f"Best {name}: {value} (trial {best_trial_name(best.trial, best.status)})")
+    elif report.best_trials:
+        parts.append(f"{len(report.best_trials)} trials on the Pareto front")
     if not report.is_search and report.trials:
         trial = report.trials[0]
         parts.append(f"{trial.status} at step {trial.step:,}")
         if trial.reason:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
-    expected = max(report.expected or 0, len(report.trials))  # an earlier run may have requested more
-    kind = "trials" if report.expected else "proposed trials"  # the journal does not say how many will follow
-    parts.append(f"{sum(trial.phase in ENDED for trial in report.trials):,} of {expected:,} {kind} done")
-    parts += [f"{count:,} {name}" for name, count in counted(report.experiment).items() if name not in _GOOD_STATUSES]
+    expected = max(report.expected_trial_count or 0, len(report.trials))  # an earlier run may have requested more
+    kind = (
+        "trials" if report.expected_trial_count else "proposed trials"
+    )  # the journal does not say how many will follow
+    parts.append(f"{sum(trial.phase in ENDED_PHASES for trial in report.trials):,} of {expected:,} {kind} done")
+    parts += [
+        f"{count:,} {name}" for name, count in count_by_status(report.experiment).items() if name not in _GOOD_STATUSES
+    ]
     return " · ".join(parts)
 
 
-def best_trial(report: ReportInput) -> Iterator[Block]:
+def best_trial_section(report: ReportInput) -> Iterator[Block]:
     """Yield the best or the only trial: its metrics, configuration, and newest checkpoint."""
-    if len(report.best) != 1 and (report.is_search or not report.trials):
+    if len(report.best_trials) != 1 and (report.is_search or not report.trials):
         return
-    best = report.best[0] if len(report.best) == 1 else report.trials[0]
-    yield Heading(f"Best trial: {named(best.trial, best.status)}" if report.best else "The trial")
-    attempts, trained = plural(best.attempt, "attempt", "attempts"), best.measured_seconds
+    best = report.best_trials[0] if len(report.best_trials) == 1 else report.trials[0]
+    yield Heading(f"Best trial: {best_trial_name(best.trial, best.status)}" if report.best_trials else "The trial")
+    attempts, trained = pluralize(best.attempt, "attempt", "attempts"), best.measured_seconds
     effort = f"in {attempts}" if trained is None else f"after {format_span(trained)} of training in {attempts}"
     rows: list[tuple[str, Cell]] = [
-        ("status", status_label(best.status, best.step)),
+        ("status", format_status(best.status, best.step)),
         ("metrics", shorten(format_metrics(best.metrics), 300)),
         ("step", f"{best.step:,}, {effort}"),
     ]
     if host := report.host_of(best):
         rows.append(("host", host))
-    if link := report.link_of(best):
+    if link := report.run_url_of(best):
         rows.append(("run", Link("in the Prefect UI", link)))
     yield Table((), rows)
-    config = [(name, value) for name, value in flat(best.config).items() if name not in report.constants]
+    config = [(name, value) for name, value in flatten(best.config).items() if name not in report.constants]
     if config:
         parameters = [(name, shorten(format_cell(value), 60)) for name, value in config[:_MAX_PARAMETERS]]
         yield Table(("parameter", "value"), parameters)
@@ -155,15 +183,15 @@ def best_trial(report: ReportInput) -> Iterator[Block]:
         constants = [f"{name} {shorten(format_cell(value), 60)}" for name, value in report.constants.items()]
         more = f" and {len(constants) - _MAX_PARAMETERS} more" if len(constants) > _MAX_PARAMETERS else ""
         yield Text([f"The same in every trial: {', '.join(constants[:_MAX_PARAMETERS])}{more}."])
-    key = newest_key(report.experiment.key.trial_key(best.trial), best)
+    key = newest_checkpoint_key(report.experiment.key.trial_key(best.trial), best)
     if key is not None:
         option = f" --trial {best.trial}" if report.is_search else ""
         export = f"prefect-tune export {quote(report.uri)} {report.experiment.name} DIRECTORY{option}"
         yield Text([f"The newest checkpoint, of step {key.step:,}, and the command to download it:"])
-        yield Code(f"{below(report.uri, key.folder)}\n{export}", "text")
+        yield Code(f"{join_uri(report.uri, key.folder)}\n{export}", "text")
 
 
-def figures(report: ReportInput) -> Iterator[Block]:
+def figures_section(report: ReportInput) -> Iterator[Block]:
     """Yield the charts that have data, each with a heading; if drawing one fails, yield the error instead."""
     for title, draw, usual_legend in _FIGURES:
         try:
@@ -173,26 +201,26 @@ def figures(report: ReportInput) -> Iterator[Block]:
             continue
         if svg is None:
             continue
-        legend = _PARETO_LEGENDS.get(draw, usual_legend) if len(report.best) > 1 else usual_legend
-        if draw is learning_curves:
-            history = report.history
+        legend = _PARETO_LEGENDS.get(draw, usual_legend) if len(report.best_trials) > 1 else usual_legend
+        if draw is draw_learning_curves:
+            history = report.snapshot
             parts = [legend] if report.ranking else []
-            if history.others and len(history.curves) > SMALL_CURVES:
-                parts.append(f"Small charts: the other metrics of {SMALL_CURVES} trials.")
-            if more := history.metric_count - len(history.metrics) - len(history.others):
-                parts.append(f"The results have {plural(more, 'more metric', 'more metrics')}.")
+            if history.other_metrics and len(history.curves) > MAX_SMALL_PANEL_CURVES:
+                parts.append(f"Small charts: the other metrics of {MAX_SMALL_PANEL_CURVES} trials.")
+            if more := history.metric_count - len(history.metrics) - len(history.other_metrics):
+                parts.append(f"The results have {pluralize(more, 'more metric', 'more metrics')}.")
             legend = " ".join(parts)
         yield Heading(title)
         yield Figure(svg, f"{title} of {report.experiment.name}", legend)
 
 
-def table_of_trials(report: ReportInput) -> Iterator[Block]:
+def trials_section(report: ReportInput) -> Iterator[Block]:
     """Yield the table of a search's trials, the best first, and the location of their checkpoints."""
     if not report.is_search:
         return
     yield Heading("Trials")
     yield from _make_compact_table(_make_trial_columns(report))
-    folders = below(report.uri, f"{report.experiment.key.folder}/trials/TRIAL/checkpoints")
+    folders = join_uri(report.uri, f"{report.experiment.key.folder}/trials/TRIAL/checkpoints")
     more = len(report.trials) - MAX_TRIALS
     note = f" The best {MAX_TRIALS} are shown; {more} more are in the journal." if more > 0 else ""
     yield Text(["Checkpoints are stored at ", Verbatim(folders), f".{note}"])
@@ -202,19 +230,19 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
     """Return the columns of the table of trials, with as many parameters as fit."""
     trials, metrics = report.first_trials, report.objective.metrics if report.objective else ()
     columns: list[Column] = [
-        ("trial", [_make_link_cell(trial.trial, report.link_of(trial)) for trial in trials]),
-        ("status", [status_label(trial.status, trial.step) for trial in trials]),
+        ("trial", [_make_link_cell(trial.trial, report.run_url_of(trial)) for trial in trials]),
+        ("status", [format_status(trial.status, trial.step) for trial in trials]),
         ("step", [f"{trial.step:,}" for trial in trials]),
     ]
     if len(metrics) > 1:
-        on_front = {trial.trial for trial in report.best}
+        on_front = {trial.trial for trial in report.best_trials}
         columns.append(("Pareto front", ["yes" if trial.trial in on_front else "no" for trial in trials]))
     hosts = [report.host_of(trial) for trial in trials]
     if any(hosts):
         columns.append(("host", [shorten(host or "", _MAX_CELL) for host in hosts]))
     for metric in metrics:
         name = f"metrics/{metric}" if metric in _BUILT_IN_COLUMNS else metric
-        columns.append((name, [shorten(format_cell(metric_in(trial.metrics, metric)), _MAX_CELL) for trial in trials]))
+        columns.append((name, [shorten(format_cell(get_metric(trial.metrics, metric)), _MAX_CELL) for trial in trials]))
     last: list[Column] = []
     if any(trial.attempt > 1 for trial in trials):
         last.append(("attempts", [f"{trial.attempt:,}" for trial in trials]))
@@ -223,7 +251,7 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
     last.append(("checkpoint", [f"step {checkpoint.step:,}" if checkpoint else "" for checkpoint in checkpoints]))
     # At most five of the differing parameters, or of all parameters of a single trial, as far as they fit the width.
     free_width = _MAX_TABLE_WIDTH - sum(map(_column_width, (*columns, *last)))
-    configs = [flat(trial.config) for trial in trials]
+    configs = [flatten(trial.config) for trial in trials]
     names = dict.fromkeys(name for config in configs for name in config if name not in report.constants)
     differing = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
     for parameter in differing[:_MAX_PARAMETER_COLUMNS]:
@@ -256,9 +284,9 @@ def _make_compact_table(columns: Iterable[Column]) -> Iterator[Block]:
     yield Table([name for name, _ in kept], list(zip(*(cells for _, cells in kept), strict=True)))
 
 
-def table_of_errors(report: ReportInput) -> Iterator[Block]:
+def errors_section(report: ReportInput) -> Iterator[Block]:
     """Yield each error in one line; an error that an earlier trial also has is not repeated."""
-    errors = report.errors
+    errors = report.errored_trials
     if not errors:
         return
     count = sum(trial.status is Status.ERRORED for trial in report.trials)
@@ -272,7 +300,7 @@ def table_of_errors(report: ReportInput) -> Iterator[Block]:
     yield Heading(f"Errors ({count})")
     yield from _make_compact_table(
         [
-            ("trial", [_make_link_cell(trial.trial, report.link_of(trial)) for trial in errors]),
+            ("trial", [_make_link_cell(trial.trial, report.run_url_of(trial)) for trial in errors]),
             ("step", [f"{trial.step:,}" for trial in errors]),
             ("reason", [shorten(cause, 200) for cause in causes]),
         ]
@@ -295,9 +323,9 @@ def cost_rows(totals: Totals) -> Mapping[str, str]:
     """Return rows for what was trained, lost, stored and sent."""
     counts = {"killed or lost": totals.attempts_lost, "failed": totals.attempts_failed}
     failures = "".join(f", {count:,} {end}" for end, count in counts.items() if count)
-    attempts, trained = f"{plural(totals.attempts, 'attempt', 'attempts')}{failures}", totals.useful_seconds
-    recomputed = wasted_words(totals.wasted_steps, at_least=totals.wasted_at_least)
-    if not recomputed and totals.lost_seconds < LEAST_SECONDS:
+    attempts, trained = f"{pluralize(totals.attempts, 'attempt', 'attempts')}{failures}", totals.useful_seconds
+    recomputed = format_recomputed_steps(totals.wasted_steps, at_least=totals.wasted_at_least)
+    if not recomputed and totals.lost_seconds < MIN_SHOWN_SECONDS:
         lost = f"no training {'is known to have been' if totals.wasted_at_least else 'was'} lost"
     else:
         seconds = f"{format_span(totals.lost_seconds)} after the last checkpoints; " if totals.lost_seconds else ""
@@ -307,7 +335,7 @@ def cost_rows(totals: Totals) -> Mapping[str, str]:
         "training": f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}",
         "lost": lost,
     }
-    size, sent, saved = map(shown_size, (totals.committed_bytes, totals.sent_bytes, totals.saved_bytes))
+    size, sent, saved = map(format_size, (totals.committed_bytes, totals.sent_bytes, totals.saved_bytes))
     if totals.checkpoints_committed:
         rows["checkpoints"] = f"{totals.checkpoints_committed:,} committed, {size} in all"
     if totals.measured_bytes:
@@ -324,13 +352,13 @@ def _runs_section(report: ReportInput) -> Iterator[Block]:
         return
     periods = [period for period, _ in runs]
     columns: list[Column] = [
-        ("owner", [_make_link_cell(f"{period.term:,}", report.links(period.owner)) for period in periods]),
+        ("owner", [_make_link_cell(f"{period.term:,}", report.run_url(period.owner)) for period in periods]),
         ("run", [str(period.owner) for period in periods]),
-        ("began", [f"{period.began:%Y-%m-%d %H:%M:%S}" for period in periods]),
-        ("last entry", [f"{period.last:%Y-%m-%d %H:%M:%S}" for period in periods]),
+        ("began", [f"{period.began_at:%Y-%m-%d %H:%M:%S}" for period in periods]),
+        ("last entry", [f"{period.last_entry_at:%Y-%m-%d %H:%M:%S}" for period in periods]),
         ("elapsed", [format_span(elapsed_seconds(period)) for period in periods]),
-        ("samples requested", [f"+{period.samples:,}" if period.samples else "" for period in periods]),
-        ("trials added", [f"{period.trials:,}" for period in periods]),
+        ("samples requested", [f"+{period.sample_count:,}" if period.sample_count else "" for period in periods]),
+        ("trials added", [f"{period.trial_count:,}" for period in periods]),
         ("attempts", [f"{attempts:,}" for _, attempts in runs]),
     ]
     yield Heading("Runs")
@@ -345,7 +373,7 @@ def _settings_section(report: ReportInput) -> Iterator[Block]:
         if len(domains) > _MAX_PARAMETERS:
             yield Text([f"And {len(domains) - _MAX_PARAMETERS} more."])
     rows: list[tuple[str, Cell]] = []
-    for name, value in shown_settings(report.experiment.settings).items():
+    for name, value in settings_for_display(report.experiment.settings).items():
         if value in _UNSET_VALUES or (name == "space" and report.space):
             continue
         if isinstance(value, Mapping | list | tuple):
@@ -367,7 +395,7 @@ _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
 _MAX_UNBROKEN_CHARACTERS = 16
 
 
-def as_markdown(blocks: Sequence[Block], *, has_pictures: bool = True) -> str:
+def render_markdown(blocks: Sequence[Block], *, has_pictures: bool = True) -> str:
     """Return the page as Markdown, with its pictures or a description of each. Names chosen by users are escaped."""
     return "\n".join(line for block in blocks for line in _render_block(block, has_pictures=has_pictures)) + "\n"
 
@@ -375,20 +403,20 @@ def as_markdown(blocks: Sequence[Block], *, has_pictures: bool = True) -> str:
 def _render_block(block: Block, *, has_pictures: bool) -> Iterator[str]:
     match block:
         case Heading(text=text, level=level):
-            yield f"{'#' * level} {escaped(text)}"
+            yield f"{'#' * level} {escape_markdown(text)}"
         case Text(parts=parts, kind=kind):
             text = "".join(map(_render_cell, parts))
             yield f"**{text.strip()}**" if kind == "strong" else text
         case Figure():
-            alt_text = escaped(block.shows)
+            alt_text = escape_markdown(block.description)
             yield f"![{alt_text}]({data_uri(block.svg)})" if has_pictures else f"[{alt_text}: a picture, see --output]"
             if block.legend:
-                yield from ("", f"*{escaped(block.legend)}*")
+                yield from ("", f"*{escape_markdown(block.legend)}*")
         case Table():
             yield from _render_table(block)
         case Code(text=text, language=language):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-            yield from (f"{fence}{language}", visible(text), fence)
+            yield from (f"{fence}{language}", make_visible(text), fence)
         case never:
             assert_never(never)
     yield ""
@@ -403,7 +431,7 @@ def _render_table(table: Table) -> Iterator[str]:
         return
     if not table.head:
         rows = [[f"**{row[0]}**", *row[1:]] for row in rows]
-    head, *body = [list(map(escaped, table.head)), *rows] if table.head else rows
+    head, *body = [list(map(escape_markdown, table.head)), *rows] if table.head else rows
     yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
@@ -415,18 +443,18 @@ def _avoid_breaks(cell: str) -> str:
 def _render_cell(cell: Cell) -> str:
     match cell:
         case Link(text=text, address=address):
-            quoted_address = visible_line(address).replace("(", "%28").replace(")", "%29").replace(" ", "%20")
-            return f"[{escaped(text)}]({quoted_address})"
+            quoted_address = make_visible_line(address).replace("(", "%28").replace(")", "%29").replace(" ", "%20")
+            return f"[{escape_markdown(text)}]({quoted_address})"
         case Verbatim(text=text):
-            line = visible_line(text)
-            return escaped(line) if "`" in line or "|" in line else f"`{line}`"
+            line = make_visible_line(text)
+            return escape_markdown(line) if "`" in line or "|" in line else f"`{line}`"
         case str():
-            return escaped(cell)
+            return escape_markdown(cell)
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return `text` on one line, with markup characters escaped by a backslash."""
-    return _MARKUP.sub(r"\\\1", visible_line(text))
+    return _MARKUP.sub(r"\\\1", make_visible_line(text))
 
 
 # Render a page as one self-contained HTML file, light or dark as the browser prefers.
@@ -452,7 +480,7 @@ img{max-width:100%;height:auto;display:block}
 """
 
 
-def as_html(blocks: Sequence[Block]) -> str:
+def render_html(blocks: Sequence[Block]) -> str:
     """Return the page as HTML. Names chosen by users are escaped."""
     title = next((block.text for block in blocks if isinstance(block, Heading)), "")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -460,6 +488,8 @@ def as_html(blocks: Sequence[Block]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<title>{escaped_html(title)}</title><style>{_STYLE}</style></head><body><main>\n"
+        f"<title>{escape_html(title)}</title><style>{_STYLE}</style></head><body><main>\n"
     )
-    return head + "\n".join(element for block in blocks for element in elements_of(block)) + "\n</main></body></html>\n"
+    return (
+        head + "\n".join(element for block in blocks for element in render_block(block)) + "\n</main></body></html>\n"
+    )

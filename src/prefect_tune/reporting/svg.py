@@ -16,11 +16,11 @@ from html import escape
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status
-from prefect_tune.core.search_view import AttemptPeriod, numbers_in
-from prefect_tune.core.shown_text import format_duration, shorten, visible_line
-from prefect_tune.reporting.facts import ReportInput, spread
-from prefect_tune.terminal.formatting import ends_words, format_number
+from prefect_tune.core.display_text import format_duration, make_visible_line, shorten
+from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Status
+from prefect_tune.core.search_view import AttemptPeriod, numeric_metrics
+from prefect_tune.reporting.facts import ReportInput, sample_trials
+from prefect_tune.terminal.formatting import format_number, format_rank_ends
 
 Point = tuple[float, float]
 
@@ -40,17 +40,19 @@ _NO_XML = re.compile("[\ufffe\uffff]")  # control characters that XML forbids ar
 class Pen:
     """The style of a line or a filled area."""
 
-    ink: str = GREY
+    color: str = GREY
     width: float = 1.0
     opacity: float = 1.0
     dash: str = ""
 
-    def stroke(self) -> str:
+    def stroke_attributes(self) -> str:
         dash = f' stroke-dasharray="{self.dash}"' if self.dash else ""
-        return f'fill="none" stroke="{self.ink}" stroke-width="{self.width:g}"{self._opacity_attribute("stroke")}{dash}'
+        return (
+            f'fill="none" stroke="{self.color}" stroke-width="{self.width:g}"{self._opacity_attribute("stroke")}{dash}'
+        )
 
-    def fill(self) -> str:
-        return f'fill="{self.ink}"{self._opacity_attribute("fill")}'
+    def fill_attributes(self) -> str:
+        return f'fill="{self.color}"{self._opacity_attribute("fill")}'
 
     def _opacity_attribute(self, kind: str) -> str:
         return f' {kind}-opacity="{self.opacity:g}"' if self.opacity < 1 else ""
@@ -60,7 +62,7 @@ class Pen:
 class Fill:
     """The fill of a rectangle: solid, diagonal stripes, or a faint fill within an outline."""
 
-    ink: str = GREY
+    color: str = GREY
     style: Literal["solid", "hatch", "outline"] = "solid"
 
 
@@ -75,40 +77,40 @@ class Drawing:
 
     def line(self, points: Iterable[Point], pen: Pen) -> None:
         """Draw a line through the points."""
-        self._shapes.append(f'<path class="line" d="{_format_path(points)}" {pen.stroke()}/>')
+        self._shapes.append(f'<path class="line" d="{_format_path(points)}" {pen.stroke_attributes()}/>')
 
     def lines(self, lines: Iterable[Sequence[Point]], pen: Pen) -> None:
         """Draw several lines with one pen, as separate paths, so that crossings are darker."""
         paths = "".join(f'<path class="line" d="{_format_path(line)}"/>' for line in lines if line)
         if paths:
-            self._shapes.append(f"<g {pen.stroke()}>{paths}</g>")
+            self._shapes.append(f"<g {pen.stroke_attributes()}>{paths}</g>")
 
     def area(self, points: Iterable[Point], pen: Pen) -> None:
         """Fill the area that the points enclose."""
-        self._shapes.append(f'<path d="{_format_path(points)}z" {pen.fill()}/>')
+        self._shapes.append(f'<path d="{_format_path(points)}z" {pen.fill_attributes()}/>')
 
     def dots(self, points: Sequence[Point], pen: Pen) -> None:
         """Draw a dot with the width of the pen at each point."""
         if points:
             path = "".join(f"M{_format_coordinate(x)} {_format_coordinate(y)}h0" for x, y in points)
-            self._shapes.append(f'<path class="dots" d="{path}" stroke-linecap="round" {pen.stroke()}/>')
+            self._shapes.append(f'<path class="dots" d="{path}" stroke-linecap="round" {pen.stroke_attributes()}/>')
 
     def bar(self, corner: Point, size: Point, fill: Fill, *, title: str = "", kind: str = "bar") -> None:
         """Draw a rectangle; `corner` is its upper left corner. Viewers of the SVG show the title as a tooltip."""
         (x, y), (width, height) = corner, size
         match fill.style:
             case "solid":
-                style = Pen(fill.ink).fill()
+                style = Pen(fill.color).fill_attributes()
             case "hatch":
-                name = f"hatch{fill.ink.removeprefix('#')}"
-                style = f'fill="url(#{name})" stroke="{fill.ink}" stroke-width="1"'
-                self._hatches[fill.ink] = (
+                name = f"hatch{fill.color.removeprefix('#')}"
+                style = f'fill="url(#{name})" stroke="{fill.color}" stroke-width="1"'
+                self._hatches[fill.color] = (
                     f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" '
-                    f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{fill.ink}" fill-opacity="0.25"/>'
-                    f'<rect width="3" height="6" fill="{fill.ink}"/></pattern>'
+                    f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{fill.color}" fill-opacity=".25"/>'
+                    f'<rect width="3" height="6" fill="{fill.color}"/></pattern>'
                 )
             case "outline":
-                style = f'fill="{fill.ink}" fill-opacity="0.2" stroke="{fill.ink}" stroke-width="1.2"'
+                style = f'fill="{fill.color}" fill-opacity="0.2" stroke="{fill.color}" stroke-width="1.2"'
         left, top, *lengths = map(_format_coordinate, (x, y, max(0.5, width), height))
         bounds = f'x="{left}" y="{top}" width="{lengths[0]}" height="{lengths[1]}"'
         inner = f"><title>{escape_text(title)}</title></rect>" if title else "/>"
@@ -119,7 +121,7 @@ class Drawing:
         x, y = center
         down, back = f"{2 * reach:g}", f"{-2 * reach:g}"
         ends = f"M{_format_coordinate(x - reach)} {_format_coordinate(y - reach)}l{down} {down}m0 {back}l{back} {down}"
-        self._shapes.append(f'<path class="cross" d="{ends}" {pen.stroke()}/>')
+        self._shapes.append(f'<path class="cross" d="{ends}" {pen.stroke_attributes()}/>')
 
     def text(self, at: Point, text: str, style: str = "", ink: str = GREY) -> None:
         """Draw text; `style` holds SVG attributes such as `text-anchor="end"`."""
@@ -127,7 +129,7 @@ class Drawing:
             point = f'x="{_format_coordinate(at[0])}" y="{_format_coordinate(at[1])}"'
             self._shapes.append(f'<text {point} fill="{ink}"{" " if style else ""}{style}>{escape_text(text)}</text>')
 
-    def svg(self) -> str:
+    def to_svg(self) -> str:
         """Return the drawing as SVG."""
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}" font-size="12">'
@@ -137,7 +139,7 @@ class Drawing:
 
 def escape_text(text: str) -> str:
     """Return untrusted text on one line, shortened to 80 characters and escaped."""
-    line = " ".join(_NO_XML.sub("", visible_line(text)).split())
+    line = " ".join(_NO_XML.sub("", make_visible_line(text)).split())
     return escape(shorten(line, _MAX_CHARACTERS))
 
 
@@ -153,7 +155,7 @@ def _format_coordinate(number: float) -> str:
 
 GRID_PEN = Pen(GREY, 1, FAINT)
 SMALL_TEXT = 'font-size="11"'
-ANCHOR_END, MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
+ANCHOR_END, ANCHOR_MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
 
 _MIN_LOG_RATIO = 50.0
 """A range of positive numbers that spans at least this factor may get a logarithmic scale."""
@@ -174,7 +176,7 @@ class Scale:
     has_integer_ticks: bool = False
     """Whether ticks are only at integers."""
 
-    def at(self, value: float) -> float:
+    def position_of(self, value: float) -> float:
         """Return the position of `value`."""
         low, high = self._to_axis_value(self.low), self._to_axis_value(self.high)
         share = (self._to_axis_value(value) - low) / (high - low)
@@ -183,7 +185,7 @@ class Scale:
     def ticks(self, max_count: int = 6) -> Sequence[tuple[float, str]]:
         """Return at most `max_count` positions with their labels."""
         values = self._make_log_ticks(max_count) if self.is_log else self._make_linear_ticks(max_count)
-        return [(self.at(value), format_number(value)) for value in values]
+        return [(self.position_of(value), format_number(value)) for value in values]
 
     def _to_axis_value(self, value: float) -> float:
         return math.log10(max(value, self.low * 1e-3)) if self.is_log else value
@@ -209,7 +211,7 @@ class Scale:
         return ticks[::stride] if len(ticks) > 1 else self._make_linear_ticks(max_count)
 
 
-def fitted(
+def fit_scale(
     values: Sequence[float], begin: float, end: float, *, is_log: bool | None = None, room: float = 0.0
 ) -> Scale:
     """Return a scale that fits `values`, which may be empty.
@@ -258,7 +260,7 @@ def draw_axes(drawing: Drawing, frame: Frame, x: Scale, y: Scale, names: tuple[s
     draw_y_axis(drawing, frame, y, max(5, int((frame.bottom - frame.top) / 38)))
     for position, label in x.ticks(max(5, int((frame.right - frame.left) / 80))):
         drawing.line([(position, frame.bottom), (position, frame.bottom + 4)], Pen(GREY, 1, 0.8))
-        drawing.text((position, frame.bottom + 17), label, f"{SMALL_TEXT} {MIDDLE}")
+        drawing.text((position, frame.bottom + 17), label, f"{SMALL_TEXT} {ANCHOR_MIDDLE}")
     drawing.line([(frame.left, frame.bottom), (frame.right, frame.bottom)], Pen(GREY, 1, 0.8))
     x_name, y_name = names
     drawing.text((frame.right, frame.bottom + 32), x_name, f"{SMALL_TEXT} {ANCHOR_END}")
@@ -275,7 +277,7 @@ def draw_y_axis(drawing: Drawing, frame: Frame, y: Scale, max_ticks: int) -> Non
 # Learning curves.
 
 WIDTH = 880
-SMALL_CURVES = 12
+MAX_SMALL_PANEL_CURVES = 12
 """The maximum number of curves in a small panel."""
 _MAX_NAMED_CURVES = 4
 _SMALL_COLUMNS = 3
@@ -287,12 +289,12 @@ _OTHER_PEN = Pen(BLUE, 1, PALE)
 _UNRANKED_PEN = Pen(GREY, 1.2, 0.8)
 
 
-def learning_curves(report: ReportInput) -> str | None:
+def draw_learning_curves(report: ReportInput) -> str | None:
     """Draw a panel per objective metric and a small panel per other metric; return None if nothing was reported."""
-    history = report.history
+    history = report.snapshot
     metrics, others = (
         [name for name in names if any(name in curves for curves in history.curves.values())]
-        for names in (history.metrics, history.others)
+        for names in (history.metrics, history.other_metrics)
     )
     columns = 1 if len(metrics) == 1 else 2
     height = 300 if columns == 1 else 230
@@ -307,21 +309,26 @@ def learning_curves(report: ReportInput) -> str | None:
         top = bottom + _SMALL_HEIGHT * (index // _SMALL_COLUMNS)
         frame = Frame(left + 62, top + 26, left + WIDTH / _SMALL_COLUMNS - 12, top + _SMALL_HEIGHT - 36)
         _draw_curves(drawing, frame, report, name, is_small=True)
-    return drawing.svg() if metrics or others else None
+    return drawing.to_svg() if metrics or others else None
 
 
 def _draw_curves(drawing: Drawing, frame: Frame, report: ReportInput, metric: str, *, is_small: bool = False) -> None:
-    curves = {trial: points[metric] for trial, points in report.history.curves.items() if points.get(metric)}
-    if is_small and len(curves) > SMALL_CURVES:
-        first = [trial.trial for trial in spread(report.ranking, SMALL_CURVES) if trial.trial in curves]
-        curves = {trial: curves[trial] for trial in list(dict.fromkeys([*first, *curves]))[:SMALL_CURVES]}
-    x = fitted([step for points in curves.values() for step, _ in points], frame.left, frame.right, is_log=False)
+    curves = {trial: points[metric] for trial, points in report.snapshot.curves.items() if points.get(metric)}
+    if is_small and len(curves) > MAX_SMALL_PANEL_CURVES:
+        first = [
+            trial.trial for trial in sample_trials(report.ranking, MAX_SMALL_PANEL_CURVES) if trial.trial in curves
+        ]
+        curves = {trial: curves[trial] for trial in list(dict.fromkeys([*first, *curves]))[:MAX_SMALL_PANEL_CURVES]}
+    x = fit_scale([step for points in curves.values() for step, _ in points], frame.left, frame.right, is_log=False)
     x = replace(x, has_integer_ticks=True)
-    y = fitted([value for points in curves.values() for _, value in points], frame.bottom, frame.top, room=0.03)
+    y = fit_scale([value for points in curves.values() for _, value in points], frame.bottom, frame.top, room=0.03)
     draw_axes(drawing, frame, x, y, ("step", metric[-_MAX_NAME_CHARACTERS:]))
-    lines = {trial: [(x.at(step), y.at(value)) for step, value in points] for trial, points in curves.items()}
+    lines = {
+        trial: [(x.position_of(step), y.position_of(value)) for step, value in points]
+        for trial, points in curves.items()
+    }
     ranked = [trial.trial for trial in report.ranking if trial.trial in lines]
-    best = [trial.trial for trial in report.best if trial.trial in lines]
+    best = [trial.trial for trial in report.best_trials if trial.trial in lines]
     runners_up = [trial for trial in ranked[:_MAX_NAMED_CURVES] if trial not in best] if len(best) <= 1 else []
     others = [trial for trial in ranked if trial not in best and trial not in runners_up]
     unranked = [trial for trial in lines if trial not in report.losses]
@@ -356,16 +363,16 @@ class Axis:
 
     name: str
     values: Mapping[str, object] = field(repr=False)
-    numbers: Scale | None = None
+    scale: Scale | None = None
     categories: Sequence[str] = ()
 
-    def at(self, trial: str, frame: Frame) -> float:
+    def position_of(self, trial: str, frame: Frame) -> float:
         """Return the position where the trial's line crosses; a missing value is below the axis."""
         value = self.values.get(trial)
         if value is None:
             return frame.bottom + 10
-        if self.numbers is not None:
-            return self.numbers.at(float(str(value)))
+        if self.scale is not None:
+            return self.scale.position_of(float(str(value)))
         return self.category_position(self.categories.index(_format_category(value)), frame)
 
     def category_position(self, index: int, frame: Frame) -> float:
@@ -373,19 +380,21 @@ class Axis:
         return frame.bottom - (index + 0.5) * (frame.bottom - frame.top) / len(self.categories)
 
 
-def parallel_coordinates(report: ReportInput) -> str | None:
+def draw_parallel_coordinates(report: ReportInput) -> str | None:
     """Draw each trial as a line through its parameters and metrics; None for fewer than two trials or no metric."""
     if report.objective is None or len(report.ranking) < 2:
         return None
     frame = Frame(70, 44, WIDTH - 70, 280)
-    axes = axes_of(report, frame)
+    axes = make_axes(report, frame)
     if len(axes) < 2:
         return None
     drawing = Drawing(WIDTH, 300)
     positions = [frame.left + index * (frame.right - frame.left) / (len(axes) - 1) for index in range(len(axes))]
-    trials = spread(report.ranking, _MAX_LINES)
-    lines = [[(x, axis.at(trial.trial, frame)) for axis, x in zip(axes, positions, strict=True)] for trial in trials]
-    best = {trial.trial for trial in report.best}
+    trials = sample_trials(report.ranking, _MAX_LINES)
+    lines = [
+        [(x, axis.position_of(trial.trial, frame)) for axis, x in zip(axes, positions, strict=True)] for trial in trials
+    ]
+    best = {trial.trial for trial in report.best_trials}
     good_count = max(1, len(trials) // 5)
     drawing.lines(reversed(lines[good_count:]), Pen(BLUE, 1, FAINT if len(lines) > 40 else PALE))
     good = [line for line, trial in zip(lines[:good_count], trials, strict=False) if trial.trial not in best]
@@ -393,8 +402,8 @@ def parallel_coordinates(report: ReportInput) -> str | None:
     drawing.lines([line for line, trial in zip(lines, trials, strict=True) if trial.trial in best], _BEST_PEN)
     for axis, x in zip(axes, positions, strict=True):
         drawing.line([(x, frame.top), (x, frame.bottom)], Pen(GREY, 1, 0.8))
-        drawing.text((x, frame.top - 22), axis.name[-22:], f'{SMALL_TEXT} {MIDDLE} font-weight="600"')
-        for y, label in axis.numbers.ticks(4) if axis.numbers else ():
+        drawing.text((x, frame.top - 22), axis.name[-22:], f'{SMALL_TEXT} {ANCHOR_MIDDLE} font-weight="600"')
+        for y, label in axis.scale.ticks(4) if axis.scale else ():
             drawing.line([(x - 3, y), (x + 3, y)], Pen(GREY, 1, 0.8))
             drawing.text((x - 6, y + 4), label, f"{_AXIS_LABEL_TEXT} {ANCHOR_END}")
         for index, category in enumerate(axis.categories):
@@ -402,18 +411,18 @@ def parallel_coordinates(report: ReportInput) -> str | None:
                 label = format_number(float(category))
             except ValueError:
                 label = category[:14]
-            drawing.text((x, axis.category_position(index, frame) - 7), label, f"{_AXIS_LABEL_TEXT} {MIDDLE}")
-    return drawing.svg()
+            drawing.text((x, axis.category_position(index, frame) - 7), label, f"{_AXIS_LABEL_TEXT} {ANCHOR_MIDDLE}")
+    return drawing.to_svg()
 
 
-def axes_of(report: ReportInput, frame: Frame) -> Sequence[Axis]:
+def make_axes(report: ReportInput, frame: Frame) -> Sequence[Axis]:
     """Return the axes of the first differing parameters and of the metrics."""
     names = [trial.trial for trial in report.trials]
-    columns = ((name, dict(zip(names, values, strict=True))) for name, values in report.cells.items())
-    parameters = [_make_axis(name, values, frame, is_log=report.is_log(name)) for name, values in columns]
+    columns = ((name, dict(zip(names, values, strict=True))) for name, values in report.differing_parameters.items())
+    parameters = [_make_axis(name, values, frame, is_log=report.has_log_scale(name)) for name, values in columns]
     axes = [axis for axis in parameters if axis is not None][: _MAX_AXES - 1]
     for metric in report.objective.metrics if report.objective else ():
-        values = {trial.trial: report.compared(trial.trial).get(metric) for trial in report.ranking}
+        values = {trial.trial: report.objective_values(trial.trial).get(metric) for trial in report.ranking}
         if (axis := _make_axis(metric, values, frame)) is not None:
             axes.append(axis)
     return axes
@@ -422,16 +431,16 @@ def axes_of(report: ReportInput, frame: Frame) -> Sequence[Axis]:
 def _make_axis(name: str, values: Mapping[str, object], frame: Frame, *, is_log: bool | None = None) -> Axis | None:
     """Return the axis of a parameter; None if it has too many different texts."""
     present = [value for value in values.values() if value is not None]
-    numbers = numbers_in({str(index): value for index, value in enumerate(present)})
+    numbers = numeric_metrics({str(index): value for index, value in enumerate(present)})
     if present and len(numbers) == len(present) and len(set(present)) > 3:
-        return Axis(name, values, numbers=fitted(list(numbers.values()), frame.bottom, frame.top, is_log=is_log))
+        return Axis(name, values, scale=fit_scale(list(numbers.values()), frame.bottom, frame.top, is_log=is_log))
     categories = sorted(set(map(_format_category, present)), key=float if len(numbers) == len(present) else None)
     return Axis(name, values, categories=categories) if 0 < len(categories) <= _MAX_CATEGORIES else None
 
 
 def _format_category(value: object) -> str:
     """Return a value as a category; numbers like 1 and 1.0 are the same one."""
-    return str(next(iter(numbers_in({"": value}).values()), value))
+    return str(next(iter(numeric_metrics({"": value}).values()), value))
 
 
 # The timeline: the owners of the experiment, and all attempts below them.
@@ -478,25 +487,26 @@ class _TimeAxis:
         return self.knots[-1][1]
 
 
-def timeline(report: ReportInput) -> str | None:
+def draw_timeline(report: ReportInput) -> str | None:
     """Draw the owners of the experiment and all attempts; return None if no owner is known."""
-    ownerships = report.history.ownerships
+    ownerships = report.snapshot.ownerships
     if not ownerships:
         return None
     # An attempt without an end lasts until the last journal entry of its owner.
     attempts = [
-        (attempt, attempt.ended or max(attempt.began, ownerships[-1].last)) for attempt in report.history.attempts
+        (attempt, attempt.ended_at or max(attempt.began_at, ownerships[-1].last_entry_at))
+        for attempt in report.snapshot.attempts
     ]
-    periods = [(ownership.began, ownership.last) for ownership in ownerships]
-    time_axis = _make_time_axis(periods + [(attempt.began, end) for attempt, end in attempts])
-    bars = [(attempt, time_axis.position_of(attempt.began), time_axis.position_of(end)) for attempt, end in attempts]
+    periods = [(ownership.began_at, ownership.last_entry_at) for ownership in ownerships]
+    time_axis = _make_time_axis(periods + [(attempt.began_at, end) for attempt, end in attempts])
+    bars = [(attempt, time_axis.position_of(attempt.began_at), time_axis.position_of(end)) for attempt, end in attempts]
     is_crowded = len(bars) > _MAX_BARS
     lanes = [] if is_crowded else _make_lanes(bars)
     row = min(20.0, max(_MIN_ROW_HEIGHT, 120 / max(1, len(lanes)))) if len(lanes) <= 40 else 520 / len(lanes)
     bottom = _TOP + (120.0 if is_crowded else max(1, len(lanes)) * row)
     drawing = Drawing(WIDTH, bottom + (44 if is_crowded else 66))
     for ownership in ownerships:
-        left, right = time_axis.position_of(ownership.began), time_axis.position_of(ownership.last)
+        left, right = time_axis.position_of(ownership.began_at), time_axis.position_of(ownership.last_entry_at)
         title = f"owner {ownership.term}: {ownership.owner}"
         drawing.bar((left, 14), (max(2.0, right - left - 1), 19), Fill(GREY), title=title)
         name = ownership.owner.name if right - left > 7 * len(ownership.owner.name) + 30 else ""
@@ -514,13 +524,13 @@ def timeline(report: ReportInput) -> str | None:
         for shift in (-3, 3):
             drawing.line([(x + shift - 3, y + 6), (x + shift + 3, y - 6)], Pen(GREY, 1.2))
         if x - last_label_x >= _BREAK_LABEL_WIDTH:
-            drawing.text((x, y + 31), f"{format_duration(duration)} later", f'font-size="10" {MIDDLE}')
+            drawing.text((x, y + 31), f"{format_duration(duration)} later", f'font-size="10" {ANCHOR_MIDDLE}')
             last_label_x = x
     began, ended = time_axis.begin, time_axis.begin + timedelta(seconds=time_axis.knots[-1][0])
     drawing.text((_LEFT, y + 17), f"{began:%Y-%m-%d %H:%M:%S} UTC", SMALL_TEXT)
     pattern = "%H:%M:%S" if ended.date() == began.date() else "%Y-%m-%d %H:%M:%S"
     drawing.text((_RIGHT, y + 17), f"{ended:{pattern}}", f"{SMALL_TEXT} {ANCHOR_END}")
-    return drawing.svg()
+    return drawing.to_svg()
 
 
 def _make_time_axis(periods: Sequence[tuple[datetime, datetime]]) -> _TimeAxis:
@@ -560,7 +570,7 @@ def _make_lanes(bars: Sequence[_AttemptBar]) -> Sequence[tuple[str, Sequence[_At
     if len(bars_by_trial) <= _MAX_TRIAL_ROWS:
         return sorted(bars_by_trial.items())
     slots: list[list[_AttemptBar]] = []
-    for bar in sorted(bars, key=lambda bar: bar[0].began):
+    for bar in sorted(bars, key=lambda bar: bar[0].began_at):
         _, left, _ = bar
         free = next((slot for slot in slots if slot[-1][2] <= left), None)
         if free is None:
@@ -583,13 +593,13 @@ def _draw_attempts(
         for attempt, left, right in bars:
             trial = trials[attempt.trial]
             # The last attempt of an ended trial has the trial's status: a paused one is pruned if it was not promoted.
-            is_last = attempt.attempt == trial.attempt and trial.phase in ENDED
+            is_last = attempt.attempt == trial.attempt and trial.phase in ENDED_PHASES
             has_ended_well = attempt.status in (Status.COMPLETED, Status.PAUSED)
             status = trial.status if is_last and has_ended_well else attempt.status
             drawn_statuses.add(status)
             title = f"{attempt.trial}, attempt {attempt.attempt}, steps {attempt.from_step} to {attempt.step}: {status}"
             if attempt.rank_ends:
-                title = f"{title}; {ends_words(attempt.rank_ends)}"
+                title = f"{title}; {format_rank_ends(attempt.rank_ends)}"
             drawing.bar((left, y), (max(1.5, right - left - 0.8), height), STATUS_FILLS[status], title=title)
             if attempt.is_lost or attempt.status is Status.ERRORED:
                 drawing.cross((right, y + height / 2), Pen(RED, 2), min(3.5, height / 2))
@@ -607,9 +617,9 @@ def _draw_attempt_counts(drawing: Drawing, bars: Sequence[_AttemptBar], bottom: 
     for _, left, right in bars:
         for column in range(int(left - _LEFT), max(int(left - _LEFT) + 1, int(right - _LEFT))):
             columns[min(column, len(columns) - 1)] += 1
-    y = fitted([0, max(columns)], bottom, _TOP + 6, is_log=False)
+    y = fit_scale([0, max(columns)], bottom, _TOP + 6, is_log=False)
     draw_y_axis(drawing, Frame(_LEFT, _TOP, _RIGHT, bottom), y, 4)
-    outline = [(_LEFT + column, y.at(count)) for column, count in enumerate(columns)]
+    outline = [(_LEFT + column, y.position_of(count)) for column, count in enumerate(columns)]
     drawing.area([(_LEFT, bottom), *outline, (_LEFT + len(columns) - 1, bottom)], Pen(BLUE, 1, PALE))
     lost = [(right, bottom - 4) for attempt, _, right in bars if attempt.is_lost]
     drawing.dots(lost[:_MAX_BARS], Pen(RED, 5, 0.8))

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.stores.checkpoint_location import LocalPlace, Opener, TargetPlace, checkpoint_html, place_of
+from prefect_tune.stores.checkpoint_location import (
+    LocalDirectory,
+    StoreOpener,
+    TargetFolder,
+    checkpoint_html,
+    locate_checkpoint,
+)
 from prefect_tune.stores.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -63,7 +69,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
         Raises:
             InvalidInput: `path` is not a valid path or URI.
         """
-        self._place: LocalPlace | TargetPlace = place_of(path, filesystem)
+        self._location: LocalDirectory | TargetFolder = locate_checkpoint(path, filesystem)
         self._token = uuid.uuid4().hex  # names the temporary directories of this object and its pickled copies
 
     @classmethod
@@ -78,20 +84,20 @@ class Checkpoint(metaclass=_AdvisingMeta):
         return cls(path)
 
     @classmethod
-    def _of(cls, opener: Opener, root_uri: str, key: CheckpointKey) -> Checkpoint:
+    def _on_target(cls, opener: StoreOpener, root_uri: str, key: CheckpointKey) -> Checkpoint:
         """Refer to the checkpoint `key` on the target that `opener` opens and whose URI is `root_uri`."""
-        from prefect_tune.core.storage.layout import below
+        from prefect_tune.core.storage.layout import join_uri
 
         checkpoint = cls(key.folder)
         scheme, _, root = root_uri.partition("://")
         path = f"{root.partition('?')[0].rstrip('/')}/{key.folder}"
-        checkpoint._place = TargetPlace(opener, key.folder, below(root_uri, key.folder), path, scheme)
+        checkpoint._location = TargetFolder(opener, key.folder, join_uri(root_uri, key.folder), path, scheme)
         return checkpoint
 
     @property
     def path(self) -> str:
         """The path on `filesystem`, without a scheme; it starts with the bucket."""
-        return self._place.path
+        return self._location.path
 
     @property
     def filesystem(self) -> FileSystem:
@@ -100,7 +106,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
         For a committed checkpoint it is read-only, contains the committed files and `.metadata.json`, and verifies
         every read.
         """
-        return self._place.now().filesystem()
+        return self._location.resolve().filesystem()
 
     # -------------------------------------------------------------------------------------------- the files
 
@@ -126,7 +132,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
         if path is None:
             return self._to_temporary_directory(deadline)
         destination = Path(os.fspath(path)).expanduser().resolve()
-        with self._place.now().open_content(self._token, deadline) as content:
+        with self._location.resolve().open_content(self._token, deadline) as content:
             fill_directory(destination, content, deadline)
         return str(destination)
 
@@ -134,7 +140,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
         from prefect_tune.stores.local.scratch import DestinationInUse, fill_directory, user_folder
 
         base = user_folder().resolve() / f"checkpoint_tmp_{self._token}"
-        with self._place.now().open_content(self._token, deadline) as content:
+        with self._location.resolve().open_content(self._token, deadline) as content:
             for destination in (base if number == 0 else Path(f"{base}-{number}") for number in count()):
                 try:
                     fill_directory(destination, content, deadline)
@@ -156,7 +162,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not downloaded within `timeout`.
         """
-        with self._place.now().local_directory(self._token, Deadline.after(timeout)) as directory:
+        with self._location.resolve().local_directory(self._token, Deadline.after(timeout)) as directory:
             yield directory
 
     # ----------------------------------------------------------------------------------------- the metadata
@@ -168,7 +174,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: the metadata cannot be read.
         """
-        return self._place.now().metadata(Deadline.after(_METADATA_TIMEOUT))
+        return self._location.resolve().metadata(Deadline.after(_METADATA_TIMEOUT))
 
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
         """Replace the checkpoint's metadata.
@@ -181,26 +187,26 @@ class Checkpoint(metaclass=_AdvisingMeta):
             CheckpointNotFound: there is no checkpoint.
             CommitUnknown: the target did not confirm the write; read the metadata back.
         """
-        from prefect_tune.core.checkpoints.manifest import plain_metadata
+        from prefect_tune.core.checkpoints.manifest import normalize_metadata
 
-        new = plain_metadata(metadata)
-        self._place.now().revise_metadata(lambda _: new, Deadline.after(_METADATA_TIMEOUT))
+        new = normalize_metadata(metadata)
+        self._location.resolve().revise_metadata(lambda _: new, Deadline.after(_METADATA_TIMEOUT))
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Add entries to the metadata, written like in `set_metadata`; concurrent updates are not lost."""
-        from prefect_tune.core.checkpoints.manifest import plain_metadata
+        from prefect_tune.core.checkpoints.manifest import normalize_metadata
 
-        new = plain_metadata(metadata)
-        self._place.now().revise_metadata(lambda current: {**current, **new}, Deadline.after(_METADATA_TIMEOUT))
+        new = normalize_metadata(metadata)
+        self._location.resolve().revise_metadata(lambda current: {**current, **new}, Deadline.after(_METADATA_TIMEOUT))
 
     # ---------------------------------------------------------------------------------------------- the rest
 
     def __repr__(self) -> str:
-        return f"Checkpoint(filesystem={self._place.kind}, path={self._place.path})"
+        return f"Checkpoint(filesystem={self._location.kind}, path={self._location.path})"
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: location, step, size, metrics, time, and how to open the checkpoint."""
-        return checkpoint_html(self._place, _DISPLAY_TIMEOUT)
+        return checkpoint_html(self._location, _DISPLAY_TIMEOUT)
 
     def __fspath__(self) -> NoReturn:
         raise TypeError(

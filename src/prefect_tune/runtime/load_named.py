@@ -34,8 +34,8 @@ from pydantic import BaseModel
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.values import digest_of
-from prefect_tune.runtime.ranks import PROGRAM, is_program_of_trials
-from prefect_tune.runtime.trainable import require_saves, require_trainable
+from prefect_tune.runtime.ranks import INITIAL_MAIN_MODULE, is_trial_program
+from prefect_tune.runtime.trainable import require_save_checkpoint, require_trainable
 
 _prepended_path: tuple[str, ...] = ()
 
@@ -48,7 +48,7 @@ def prepend_import_path(import_path: Sequence[str]) -> None:
         sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
 
 
-def load_named(name: str, parameter: str = "trainable") -> object:
+def load_by_name(name: str, parameter: str = "trainable") -> object:
     """Return the object at `package.module:Name`; or, for a text without a colon, unpickle the hexadecimal text.
 
     Args:
@@ -68,7 +68,7 @@ def load_named(name: str, parameter: str = "trainable") -> object:
         if os.getpid() != process:  # a process that the module has forked: let it exit
             raise
         raise InvalidInput(
-            f"{parameter} {name!r}: module {module!r} cannot be imported: {import_advice(error)}"
+            f"{parameter} {name!r}: module {module!r} cannot be imported: {describe_import_error(error)}"
         ) from error
     finally:
         _importing_module.reset(before)
@@ -102,16 +102,16 @@ def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
     try:
         obj, names = cloudpickle.loads(bytes.fromhex(text))
     except (Exception, SystemExit) as error:  # it imports modules, which may raise any exception
-        if os.getpid() != process:  # as in `load_named`
+        if os.getpid() != process:  # as in `load_by_name`
             raise
         is_import_error = isinstance(error, ImportError | AttributeError | SystemExit)
-        reason = import_advice(error) if is_import_error else f"{type(error).__name__}: {error}"
+        reason = describe_import_error(error) if is_import_error else f"{type(error).__name__}: {error}"
         version = ".".join(map(str, sys.version_info[:3]))
         raise InvalidInput(f"{parameter}: its pickle cannot be loaded by Python {version}: {reason}") from error
     return obj, names
 
 
-def import_path_of(obj: object) -> str | None:
+def importable_name_of(obj: object) -> str | None:
     """Return the `package.module:Name` by which a new process imports this class or function; None if it cannot.
 
     A new process cannot import lambdas, definitions in `__main__`, a notebook's cell or the body of a function, objects
@@ -135,7 +135,7 @@ def _is_reimportable(module: str) -> bool:
 
 
 def load_trainable(name: str) -> object:
-    """Load a trainable like `load_named`, and check it.
+    """Load a trainable like `load_by_name`, and check it.
 
     In a trial's process, this puts the definitions of a script or notebook into `__main__`; they can then be pickled.
 
@@ -143,12 +143,14 @@ def load_trainable(name: str) -> object:
         InvalidInput: it cannot be loaded, or is neither a function nor a subclass of `Trainable` with `step`.
     """
     if ":" in name:
-        return require_trainable(load_named(name), name)
+        return require_trainable(load_by_name(name), name)
     trainable, names = _unpickle(name, "trainable")
     require_trainable(trainable, name)
-    if is_program_of_trials() and (defined := _script_globals(trainable) | names):
+    if is_trial_program() and (defined := _script_globals(trainable) | names):
         main = ModuleType("__main__")
-        main.__dict__.update({**defined, "__spec__": PROGRAM.__spec__})  # `multiprocessing` runs it in new processes
+        main.__dict__.update(
+            {**defined, "__spec__": INITIAL_MAIN_MODULE.__spec__}
+        )  # `multiprocessing` runs it in new processes
         sys.modules["__main__"] = main
     return trainable
 
@@ -167,10 +169,10 @@ _TRAINABLE_FILE_ENV = "PREFECT_TUNE_TRAINABLE"
 _MAX_TRAINABLE_CHARACTERS = 64 * 1024 * 1024  # a larger file would cost too much disk for `spawn`
 
 
-def offer_to_spawned(trainable: str) -> None:
-    """Write a pickled trainable to a file, for processes that the trial starts by `spawn`: see `names_for_spawned`."""
+def write_trainable_for_spawn(trainable: str) -> None:
+    """Write a pickled trainable to a file, for processes that the trial spawns: see `load_names_for_spawn`."""
     os.environ.pop(_TRAINABLE_FILE_ENV, None)  # of an outer search
-    if sys.modules["__main__"] is PROGRAM or len(trainable) > _MAX_TRAINABLE_CHARACTERS:
+    if sys.modules["__main__"] is INITIAL_MAIN_MODULE or len(trainable) > _MAX_TRAINABLE_CHARACTERS:
         return
     file = tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False)  # noqa: SIM115  it is used after this call
     try:
@@ -182,7 +184,7 @@ def offer_to_spawned(trainable: str) -> None:
         os.environ[_TRAINABLE_FILE_ENV] = file.name
 
 
-def names_for_spawned() -> dict[str, object]:
+def load_names_for_spawn() -> dict[str, object]:
     """Return the definitions of the trial's script for the `__main__` of this spawned process.
 
     If the file cannot be read, write the reason to stderr and return nothing: the process may not need them.
@@ -201,14 +203,14 @@ def require_loadable(config: Mapping[str, object]) -> None:
     """Load the trainable that `config` names, without training. It is a function trainable, for a trial's process.
 
     Raises:
-        InvalidInput: like `load_trainable`, and like `require_saves` if `config` has a cadence.
+        InvalidInput: like `load_trainable`, and like `require_save_checkpoint` if `config` has a cadence.
     """
     loaded = load_trainable(str(config["trainable"]))
     if isinstance(loaded, type) and config.get("cadence") is not None:
-        require_saves(loaded, Cadence.model_validate(config["cadence"]))
+        require_save_checkpoint(loaded, Cadence.model_validate(config["cadence"]))
 
 
-def import_advice(error: BaseException) -> str:
+def describe_import_error(error: BaseException) -> str:
     """Return the error of an import, the line of module code that raised it, and advice."""
     lines = [line for line in traceback.extract_tb(error.__traceback__) if line.name == "<module>"]
     raised_at = f" (raised in {lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
@@ -228,16 +230,16 @@ def working_directory() -> str:
 
 def _missing_attribute_message(owner: object, name: str) -> str:
     """Return the message that `owner` has no `name`, with near names: own classes and functions before imported."""
-    from prefect_tune.core.shown_text import did_you_mean_or_has, nearest
+    from prefect_tune.core.display_text import did_you_mean_or_list, find_nearest_name
 
     public = [attribute for attribute in dir(owner) if not attribute.startswith("_")]
     values = {key: inspect.getattr_static(owner, key, None) for key in public}  # None: the module makes it on demand
     own_name = getattr(owner, "__name__", None)
     defined = [key for key, it in values.items() if callable(it) and getattr(it, "__module__", None) == own_name]
-    near = nearest(name, defined) or nearest(name, public)
+    near = find_nearest_name(name, defined) or find_nearest_name(name, public)
     what = f"module {own_name!r}" if inspect.ismodule(owner) else repr(owner)
     where = f" ({owner.__file__})" if inspect.ismodule(owner) and getattr(owner, "__file__", None) else ""
-    hint = f"did you mean {near!r}?" if near else did_you_mean_or_has(name, defined)
+    hint = f"did you mean {near!r}?" if near else did_you_mean_or_list(name, defined)
     return f"{what}{where} has no {name!r}; {hint}"
 
 
@@ -251,8 +253,8 @@ _LruCache = functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
 _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
 
 
-def pickled(obj: object) -> str:
-    """Return a pickle of `obj` and of the `__main__` objects that it uses, as text for `load_named`.
+def pickle_to_hex(obj: object) -> str:
+    """Return a pickle of `obj` and of the `__main__` objects that it uses, as text for `load_by_name`.
 
     Raises:
         Exception: any exception, if it cannot be pickled; see `find_unpicklable`.
@@ -371,7 +373,7 @@ def find_unpicklable(obj: object) -> tuple[str, object]:
 
 def _is_picklable(obj: object) -> bool:
     try:
-        pickled(obj)
+        pickle_to_hex(obj)
     except Exception:  # noqa: BLE001 - a user's `__reduce__` may raise anything
         return False
     return True

@@ -18,9 +18,9 @@ from weakref import WeakSet
 from pydantic import TypeAdapter, ValidationError
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.messages.process_messages import FromTrial, StartReceived, ToTrial, to_trial
+from prefect_tune.core.messages.process_messages import FromTrial, StartReceived, ToTrial, to_trial_adapter
 
-FROM_TRIAL_BYTES = 64 * 1024**2
+MAX_TRIAL_MESSAGE_BYTES = 64 * 1024**2
 """The size limit of a trial's message: the metrics of a step, or an error with its traceback."""
 _SHORT_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")
 _CHUNK_BYTES = 1024**2
@@ -109,7 +109,7 @@ class SupervisorConnection:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._reader = MessageReader(connection, to_trial, limit_bytes=_TO_TRIAL_BYTES)
+        self._reader = MessageReader(connection, to_trial_adapter, limit_bytes=_TO_TRIAL_BYTES)
         os.set_inheritable(connection.fileno(), False)  # noqa: FBT003 - takes no keyword arguments
         _open_connections.add(connection)
 
@@ -139,10 +139,10 @@ class SupervisorConnection:
             InvalidInput: it is longer than 64 MiB.
         """
         data = message.model_dump_json().encode()
-        if len(data) > FROM_TRIAL_BYTES:
+        if len(data) > MAX_TRIAL_MESSAGE_BYTES:
             raise InvalidInput(
-                f"a trial's {message.type} message: expected at most {FROM_TRIAL_BYTES} bytes of metrics or text, "
-                f"found {len(data)}; store large values in the checkpoint or in a file in pt.get_trial().directory"
+                f"a trial's {message.type} message: expected at most {MAX_TRIAL_MESSAGE_BYTES} bytes of metrics or "
+                f"text, found {len(data)}; store large values in the checkpoint or a file in pt.get_trial().directory"
             )
         self._connection.send_bytes(data)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 from prefect_tune.core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from prefect_tune.core.messages.process_messages import Rank, Start
+    from prefect_tune.core.messages.process_messages import RankInfo, Start
 
 _TRIAL_PROCESS_ENV: Final = "PREFECT_TUNE_TRIAL_PROCESS"
-RANKS_AT: Final = "PREFECT_TUNE_RANKS_AT"
+RANK_SOCKET_ENV: Final = "PREFECT_TUNE_RANKS_AT"
 """The environment variable with the path of the attempt's socket for ranks; empty if there is none."""
 _LAUNCHERS: Final = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun, accelerate, DeepSpeed; Lightning sets no RANK on one machine
@@ -23,18 +23,18 @@ _LAUNCHERS: Final = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
 )
 """The variables by which a launcher passes a process its rank, the number of ranks, and its rank on this machine."""
-LEADS: Final = "PREFECT_TUNE_LEADS"
+RANK0_ENV: Final = "PREFECT_TUNE_LEADS"
 """The environment variable that the trial's own process sets if it is rank 0: its child processes are not rank 0."""
 # MPI's rank on this machine is kept: a worker that mpirun has started may choose its GPU by it.
-SCRIPT: Final = "PREFECT_TUNE_SCRIPT"
+SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
 """The environment variable with `sys.argv[0]` of the user's script, for copies of a trial's program."""
-_INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), LEADS)
+_INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK0_ENV)
 _TRIAL_PROGRAMS: Final = frozenset(
     {"prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server"}
 )
-PROGRAM: Final = sys.modules["__main__"]
+INITIAL_MAIN_MODULE: Final = sys.modules["__main__"]
 """The main module with which this process was started; in a trial, `__main__` is later replaced by the script's."""
-START_RANKS: Final = (
+RANKS_ADVICE: Final = (
     "To train a trial with N processes, pass processes_per_trial=N to pt.tune or pt.durable_trainable, and N devices "
     "to the framework (Lightning: Trainer(devices=pt.get_trial().world_size)); for one process, devices=1"
 )
@@ -45,13 +45,13 @@ START_RANKS: Final = (
 class TrialProcess:
     """The process that trains a trial."""
 
-    process: int
+    pid: int
     """Its process id."""
     name: str
     """The trial's name."""
 
 
-def is_program_of_trials() -> bool:
+def is_trial_program() -> bool:
     """Return whether this process was started for trials; with `isolation="thread"` it is a script or a notebook."""
     return _main_module_name() in _TRIAL_PROGRAMS
 
@@ -67,21 +67,21 @@ def claim_process(start: Start, become_rank0: Callable[[int], None]) -> None:
     os.environ[_TRIAL_PROCESS_ENV] = f"{os.getpid()} {start.trial}"
     for name in _INHERITED_VARIABLES:
         os.environ.pop(name, None)
-    os.environ |= {**start.rank.variables, RANKS_AT: start.ranks_at, SCRIPT: "".join(sys.argv[:1])}
+    os.environ |= {**start.rank.variables, RANK_SOCKET_ENV: start.ranks_at, SCRIPT_ENV: "".join(sys.argv[:1])}
     if not _has_audit_hook:  # only an audit hook sees all ways of starting a process; it cannot be removed
         _has_audit_hook = True
-        sys.addaudithook(_audit)
+        sys.addaudithook(_on_audit_event)
 
 
-def started_by() -> TrialProcess | None:
+def find_ancestor_trial() -> TrialProcess | None:
     """Return the trial's process that is an ancestor of this process; None if there is none."""
     process, _, name = os.environ.get(_TRIAL_PROCESS_ENV, "").partition(" ")
     return TrialProcess(int(process), name) if process.isdecimal() and int(process) != os.getpid() else None
 
 
-def rank_here() -> Rank:
+def detect_rank() -> RankInfo:
     """Return the rank of this process according to `torch.distributed` or a launcher's variables."""
-    from prefect_tune.core.messages.process_messages import Rank  # flows import this module without messages
+    from prefect_tune.core.messages.process_messages import RankInfo  # flows import this module without messages
 
     present = (variables for variables in _LAUNCHERS if os.environ.keys() >= {*variables[:2]})
     rank_name, size_name, local_name = next(present, _LAUNCHERS[0])
@@ -90,11 +90,11 @@ def rank_here() -> Rank:
         rank, size = distributed.get_rank(), distributed.get_world_size()
     else:
         rank, size = _read_env_number(rank_name) or local_rank, max(1, _read_env_number(size_name))
-    return Rank(rank=rank, world_size=size, local_rank=local_rank)
+    return RankInfo(rank=rank, world_size=size, local_rank=local_rank)
 
 
-def may_be_rank() -> bool:
-    """Return whether this process may have a rank: a fast check before `rank_here` and `is_launched`."""
+def has_rank_info() -> bool:
+    """Return whether this process may have a rank: a fast check before `detect_rank` and `is_launched_rank`."""
     return _get_torch_distributed() is not None or any(size in os.environ for _, size, _ in _LAUNCHERS)
 
 
@@ -104,9 +104,9 @@ def _get_torch_distributed() -> Any:
     return module if module is not None and module.is_available() and module.is_initialized() else None
 
 
-def is_launched() -> bool:
+def is_launched_rank() -> bool:
     """Return whether a launcher in the trial has assigned this process a rank, perhaps the only one."""
-    return started_by() is not None and any(os.environ.keys() >= {rank, size} for rank, size, _ in _LAUNCHERS)
+    return find_ancestor_trial() is not None and any(os.environ.keys() >= {rank, size} for rank, size, _ in _LAUNCHERS)
 
 
 def _read_env_number(variable: str) -> int:
@@ -123,27 +123,27 @@ _become_rank0: Callable[[int], None] | None = None
 _has_audit_hook = False
 
 
-def is_copy_for_rank() -> bool:
+def is_relaunched_as_rank() -> bool:
     """Return whether this process is a copy of a trial's program that a launcher has started as a rank."""
-    return started_by() is not None and _rank_count_in(os.environ) > 1
+    return find_ancestor_trial() is not None and _rank_count_in(os.environ) > 1
 
 
 def _rank_count_in(environment: Mapping[Any, Any]) -> int:
     """Return the number of ranks if `environment` names a rank and the socket of its trial; else 1."""
     variables = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
-    size = variables.get("WORLD_SIZE", "") if "LOCAL_RANK" in variables and variables.get(RANKS_AT) else ""
+    size = variables.get("WORLD_SIZE", "") if "LOCAL_RANK" in variables and variables.get(RANK_SOCKET_ENV) else ""
     return int(size) if size.isdecimal() else 1
 
 
-def _audit(event: str, arguments: tuple[object, ...]) -> None:
+def _on_audit_event(event: str, arguments: tuple[object, ...]) -> None:
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
         command, environment = arguments[1], arguments[-1]  # executable, arguments, ..., environment
-        if not isinstance(command, list | tuple) or not is_program_of_trials():
+        if not isinstance(command, list | tuple) or not is_trial_program():
             return
         words = [os.fsdecode(word) for word in command if isinstance(word, str | bytes | os.PathLike)]
         own_commands = (
             ["-m", _main_module_name(), *sys.argv[1:]],  # a search inside a trial has other arguments
-            [str(getattr(PROGRAM, "__file__", "")), *sys.argv[1:]],
+            [str(getattr(INITIAL_MAIN_MODULE, "__file__", "")), *sys.argv[1:]],
         )
         if words != sys.orig_argv and words[1:] not in own_commands:
             return
@@ -151,10 +151,10 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
         if ranks == 1 or _become_rank0 is None:
             raise InvalidInput(
                 f"expected another program, found a copy of the trial's own program ({' '.join(words)[:200]}), which a "
-                f"launcher of ranks starts. {START_RANKS}"
+                f"launcher of ranks starts. {RANKS_ADVICE}"
             )
         _become_rank0(ranks)
 
 
 def _main_module_name() -> str:
-    return str(getattr(getattr(PROGRAM, "__spec__", None), "name", ""))
+    return str(getattr(getattr(INITIAL_MAIN_MODULE, "__spec__", None), "name", ""))

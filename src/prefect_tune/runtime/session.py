@@ -26,34 +26,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
-from prefect_tune.core.experiment.stoppers import Stopper, why_over
+from prefect_tune.core.experiment.stoppers import Stopper, trial_stop_reason
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
-    Finished,
     FinishKind,
     Outcome,
+    TrialFinished,
 )
 from prefect_tune.core.messages.process_messages import (
+    CheckpointAndStop,
+    CheckpointPart,
     CheckpointSaved,
-    Directive,
+    ContinueTraining,
     FromTrial,
-    Join,
-    Leave,
     MeanMetrics,
     MilestoneReached,
-    Part,
-    Proceed,
-    Rank,
+    RankCommand,
+    RankInfo,
+    RankJoined,
     RankMetrics,
     SaveFailed,
     Start,
     StepDone,
-    StopAndSave,
+    StopTrial,
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.core.metrics import storable
+from prefect_tune.core.metrics import to_plain_metrics
 from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.search.objective import require_metrics
 from prefect_tune.core.usage_records import PhaseSeconds
@@ -61,8 +61,8 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.linux import copy_range
 from prefect_tune.runtime.load_named import working_directory
 from prefect_tune.runtime.message_stream import SupervisorConnection
-from prefect_tune.runtime.ranks import LEADS
-from prefect_tune.runtime.trainable import Trainable, TrialInfo, TrialOver
+from prefect_tune.runtime.ranks import RANK0_ENV
+from prefect_tune.runtime.trainable import StopTraining, Trainable, TrialInfo
 
 if TYPE_CHECKING:
     from prefect_tune.runtime.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ def resolve_local_directory(checkpoint: object) -> Path:
         InvalidInput: it is not a directory on this machine.
     """
     path = getattr(checkpoint, "path", None)  # None if the caller passed a path instead of a checkpoint
-    location = getattr(checkpoint, "_place", None)  # of `pt.Checkpoint`, without importing pyarrow
+    location = getattr(checkpoint, "_location", None)  # of `pt.Checkpoint`, without importing pyarrow
     filesystem = getattr(checkpoint, "filesystem", None) if location is None else None
     kind = getattr(filesystem, "type_name", "local") if location is None else location.kind
     if path is None or kind != "local" or not Path(str(path)).is_dir():
@@ -161,8 +161,8 @@ def _copy_file(source: Path, destination: Path) -> None:
     shutil.copymode(source, destination)
 
 
-_RETURN_WITHIN = timedelta(seconds=20)
-"""Time limit for the trainable to return if only a thread that it started received `TrialOver`."""
+_RETURN_TIMEOUT = timedelta(seconds=20)
+"""Time limit for the trainable to return if only a thread that it started received `StopTraining`."""
 
 
 class TrialSession:
@@ -191,18 +191,18 @@ class TrialSession:
         self._saved_step, self._saved_at = start.from_step, self._resumed_at
         self._uploading_step: int | None = None
         self._wants_save = False
-        self._stop_error: TrialOver | None = None
+        self._stop_error: StopTraining | None = None
         self._stop_reason: AnyReason | None = None
         self._stop_reason_step: int | None = None
         self._milestone = start.milestone
         self._awaits_decision = False
-        self._stop_decision: Leave | None = None
+        self._stop_decision: StopTrial | None = None
         self._mean_metrics: MeanMetrics | None = None
         self._is_stop_sent_to_ranks = False
         self.step = start.from_step
         self.is_stop_requested = False
 
-    def info(self) -> TrialInfo:
+    def trial_info(self) -> TrialInfo:
         start = self.start
         return TrialInfo(
             id=start.trial,
@@ -220,7 +220,7 @@ class TrialSession:
     def _is_group_leader(self) -> bool:
         return self.start.rank.rank == 0 and self.start.rank.world_size > 1
 
-    def lead(self, world_size: int) -> None:
+    def become_rank0(self, world_size: int) -> None:
         """Become rank 0 of `world_size` ranks: a launcher in this process starts the others.
 
         Raises:
@@ -231,19 +231,19 @@ class TrialSession:
                 return
             if self.step != self.start.from_step:
                 raise InvalidInput("expected a launch of the ranks before the first pt.report, found a reported step")
-            rank = Rank(rank=0, world_size=world_size)
-            self._send_message(Join(rank=rank, pid=os.getpid()))
+            rank = RankInfo(rank=0, world_size=world_size)
+            self._send_message(RankJoined(rank=rank, pid=os.getpid()))
             self.start = self.start.model_copy(update={"rank": rank})
-            os.environ[LEADS] = "1"
+            os.environ[RANK0_ENV] = "1"
 
     def _send_command(self, *, saves: bool = False, outcome: Outcome | None = None) -> None:
         """Send the command for this step to the other ranks, if there are any."""
         if self._is_group_leader:
             if not saves:
                 self._is_stop_sent_to_ranks = self.is_stop_requested
-            self._send_message(Directive(step=self.step, saves=saves, stop=self._is_stop_sent_to_ranks, over=outcome))
+            self._send_message(RankCommand(step=self.step, saves=saves, stop=self._is_stop_sent_to_ranks, over=outcome))
 
-    def is_asked_to_stop(self) -> bool:
+    def poll_stop_request(self) -> bool:
         self._require_own_process("pt.get_trial().should_checkpoint")
         if self._is_group_leader:  # return what all ranks received at the last report: they save at the same step
             return self._is_stop_sent_to_ranks
@@ -254,11 +254,11 @@ class TrialSession:
                 self._report_lock.release()
         return self.is_stop_requested
 
-    def restored(self) -> Path | None:
+    def checkpoint_directory(self) -> Path | None:
         return Path(self.start.restored) if self.start.restored else None
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
-        """Report a step of the function API with its checkpoint; raise `TrialOver` if the trial must end."""
+        """Report a step of the function API with its checkpoint; raise `StopTraining` if the trial must end."""
         with self._reporting("pt.report"):
             directory = resolve_local_directory(checkpoint) if checkpoint is not None else None
             report = self.make_report(metrics)
@@ -269,7 +269,7 @@ class TrialSession:
             elif self.start.overlap or self.start.rank.world_size > 1:
                 self._wait_for_upload()
                 with self._timing_save():
-                    copied = copy_directory(directory, self.new_directory())
+                    copied = copy_directory(directory, self.make_checkpoint_directory())
                 self.send_checkpoint(report, copied, moved=True)
             else:
                 self.send_checkpoint(report, directory, moved=False)
@@ -278,15 +278,15 @@ class TrialSession:
             self._end_if_due(saved=directory is not None)
 
     def report_step(
-        self, metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False
+        self, metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False
     ) -> None:
-        """Report a step of the class API, and save the state if a save is due; raise `TrialOver` like `report`."""
+        """Report a step of the class API, and save the state if a save is due; raise `StopTraining` like `report`."""
         with self._reporting("pt.report_step"):
-            report = self.make_report(metrics, may_lack=may_lack)
+            report = self.make_report(metrics, may_lack=allow_missing)
             if saves := self._decide_save():
                 self._saved_step, self._saved_at = self.step, time.monotonic()
                 try:
-                    directory = self._written_by(save)
+                    directory = self._write_checkpoint(save)
                 except BaseException:  # report the step: else the loaded checkpoint would be blamed for the failure
                     self._awaits_decision = False
                     self.send_step(report)
@@ -299,7 +299,7 @@ class TrialSession:
             self.handle_pending_messages()  # a later request to save and end waits for the next step
             must_save = self.is_stop_requested or (self._stop_decision is not None and self._stop_decision.save)
             if must_save and not saves:
-                self.send_late_checkpoint(report, self._written_by(save))
+                self.send_late_checkpoint(report, self._write_checkpoint(save))
             self._end_if_due(saved=saves or must_save)
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
@@ -308,7 +308,7 @@ class TrialSession:
         with self._report_lock:
             if self._stop_error is None and self.step > self._saved_step:
                 self._saved_step, self._saved_at = self.step, time.monotonic()
-                self.send_late_checkpoint(self._reports[-1], self._written_by(save))
+                self.send_late_checkpoint(self._reports[-1], self._write_checkpoint(save))
             if self._stop_error is None:
                 self._send_command()
 
@@ -321,8 +321,10 @@ class TrialSession:
                     self.send_step(self.make_report(returned))
                 self._wait_for_upload()
                 reason = make_reason("returned")
-                self._stop_error = TrialOver(Finished(trial=self.start.trial, reason=reason, kind=FinishKind.RETURNED))
-            # Else `TrialOver` was raised in another thread, or a broad `except` has caught it.
+                self._stop_error = StopTraining(
+                    TrialFinished(trial=self.start.trial, reason=reason, kind=FinishKind.RETURNED)
+                )
+            # Else `StopTraining` was raised in another thread, or a broad `except` has caught it.
             return TrialEnded(outcome=self._stop_error.outcome)
 
     @contextmanager
@@ -340,7 +342,7 @@ class TrialSession:
             yield
 
     @property
-    def trains_here(self) -> bool:
+    def is_own_process(self) -> bool:
         """Whether this is the process of the session, not a forked child of it."""
         return os.getpid() == self._pid
 
@@ -352,15 +354,15 @@ class TrialSession:
                 "(through a queue, a pipe or a pool) and report them there"
             )
 
-    leaves_by: type[TrialOver] = TrialOver
+    stop_exception_type: type[StopTraining] = StopTraining
     """The exception that ends the trainable in this process."""
 
-    def _record_stop(self, stop: TrialOver) -> TrialOver:
+    def _record_stop(self, stop: StopTraining) -> StopTraining:
         """Record the end of the trial; in a thread other than the trainable's, limit the trainable's time to return."""
-        self._stop_error = stop = self.leaves_by(stop.outcome)
+        self._stop_error = stop = self.stop_exception_type(stop.outcome)
         if threading.get_ident() != self._thread_id and self._return_timer is None:
             self._return_timer = threading.Timer(
-                _RETURN_WITHIN.total_seconds(), self.end, [TrialEnded(outcome=stop.outcome)]
+                _RETURN_TIMEOUT.total_seconds(), self.send_end, [TrialEnded(outcome=stop.outcome)]
             )
             self._return_timer.daemon = True
             self._return_timer.start()
@@ -371,12 +373,16 @@ class TrialSession:
         steps, elapsed = self.step - self._saved_step, timedelta(seconds=time.monotonic() - self._saved_at)
         self.handle_pending_messages()
         is_requested = self._wants_save or self.is_stop_requested or (self._awaits_decision and self.start.saves_first)
-        return is_requested or cadence.due(steps, elapsed) or (cadence.at_end and self._finish_reason() is not None)
+        return (
+            is_requested
+            or cadence.is_save_due(steps, elapsed)
+            or (cadence.at_end and self._finish_reason() is not None)
+        )
 
-    def _written_by(self, save: Callable[[str], None]) -> Path:
+    def _write_checkpoint(self, save: Callable[[str], None]) -> Path:
         self._send_command(saves=True)
         with self._timing_save():
-            directory = self.new_directory()
+            directory = self.make_checkpoint_directory()
             returned = cast("Callable[[str], object]", save)(str(directory))  # users return undeclared types
         require_files_written(returned, directory, self.step)
         if isinstance(getattr(save, "__self__", None), Trainable):
@@ -387,38 +393,38 @@ class TrialSession:
         """Make the report of the next step; with `metrics_from="mean"`, of the mean over all ranks."""
         step = self.step + 1
         where = f"metrics of step {step}"
-        stored = storable(metrics, where)
+        stored = to_plain_metrics(metrics, where)
         if self._is_group_leader and self.start.metrics_from == "mean":
             self._send_message(RankMetrics(step=step, metrics=stored))
             while self._mean_metrics is None or self._mean_metrics.step != step:
                 self._handle_next_message()
-            stored = storable(self._mean_metrics.metrics, where)
+            stored = to_plain_metrics(self._mean_metrics.metrics, where)
         if self.start.rank.rank == 0 and not may_lack:
             require_metrics(stored, self.start.required_metrics, where)
         self.step = step
         self._wants_save = stored.pop("should_checkpoint", False) is True
         trained_seconds = self._trained_seconds + time.monotonic() - self._resumed_at
         report = StepReport(step=step, metrics=stored, trained_seconds=trained_seconds)
-        if not self._stopper.looks_back:
+        if not self._stopper.needs_history:
             self._reports.clear()  # else a trial of a million steps keeps 0.5 GB of reports
         self._reports.append(report)
         self._awaits_decision = self._milestone is not None and step >= self._milestone
         return report
 
-    def why_stop(self) -> AnyReason | None:
+    def find_stop_reason(self) -> AnyReason | None:
         """Return why the trial ends after the last step, which may precede a resume; None to continue.
 
         Call the stopper only once per step, since its result may already be in the journal.
         """
         if self._stop_reason_step != self.step:
-            self._stop_reason = (why_over(self._stopper, self._reports) or None) if self._reports else None
+            self._stop_reason = (trial_stop_reason(self._stopper, self._reports) or None) if self._reports else None
             self._stop_reason_step = self.step  # not reached if the stopper raises: the next call then raises again
         return self._stop_reason
 
     def _finish_reason(self) -> AnyReason | None:
         """Return why this step finishes the trial, or None; an error of the stopper is raised only after the report."""
         with suppress(Exception):
-            return self.why_stop()
+            return self.find_stop_reason()
         return None
 
     def send_step(self, report: StepReport) -> None:
@@ -444,10 +450,10 @@ class TrialSession:
         self._uploading_step = report.step
         self._wait_for_upload()
 
-    def ask_first(self) -> None:
+    def wait_for_pending_decision(self) -> None:
         """If the restored checkpoint is at a milestone, wait for the decision before the first step.
 
-        An earlier attempt saved it and crashed before the milestone was journaled. Raises `TrialOver` like `report`.
+        An earlier attempt saved it and crashed before the milestone was journaled. Raises `StopTraining` like `report`.
         """
         if self._reports and self._milestone is not None and self.step >= self._milestone:
             self._awaits_decision = True
@@ -466,7 +472,7 @@ class TrialSession:
         self._waiting_seconds += waited
         self._resumed_at += waited  # exclude the wait from the training time
 
-    def new_directory(self) -> Path:
+    def make_checkpoint_directory(self) -> Path:
         """Make an empty directory for a checkpoint."""
         name = f"{self.step:010d}-{self.start.rank.rank}-{time.monotonic_ns()}"
         directory = Path(self.start.staging) / name
@@ -485,24 +491,24 @@ class TrialSession:
             self._wait_for_upload()
             raise self._record_stop(stop)
 
-    def _make_stop_exception(self, *, saved: bool) -> TrialOver | None:
-        if (reason := self.why_stop()) is not None:
-            return TrialOver(Finished(trial=self.start.trial, reason=reason, kind=FinishKind.CRITERION))
+    def _make_stop_exception(self, *, saved: bool) -> StopTraining | None:
+        if (reason := self.find_stop_reason()) is not None:
+            return StopTraining(TrialFinished(trial=self.start.trial, reason=reason, kind=FinishKind.CRITERION))
         if self._stop_decision is not None:
-            return TrialOver(self._stop_decision.outcome)
+            return StopTraining(self._stop_decision.outcome)
         is_interrupted = saved and self.is_stop_requested
-        return TrialOver(self._make_preemption(make_reason("saved-as-requested"))) if is_interrupted else None
+        return StopTraining(self._make_preemption(make_reason("saved-as-requested"))) if is_interrupted else None
 
     def _make_preemption(self, reason: AnyReason) -> AttemptEnded:
         return AttemptEnded(trial=self.start.trial, cause=Cause.PREEMPTED, reason=reason)
 
-    def loaded(self, code: str) -> None:
+    def send_trainable_loaded(self, code: str) -> None:
         """Send that the trainable is loaded."""
         self._loaded_at = time.monotonic()
         self._waiting_seconds = 0.0  # a wait before this point is part of the startup
         self._send_message(TrainableLoaded(pid=self._pid, code=code))
 
-    def end(self, message: TrialEnded) -> None:
+    def send_end(self, message: TrialEnded) -> None:
         """Send the end of the attempt. Only the first end is sent, and no message after it."""
         with self._send_lock:
             if not self._is_end_sent:
@@ -515,10 +521,10 @@ class TrialSession:
     def _send_message(self, message: FromTrial) -> None:
         with self._send_lock:
             if self._is_end_sent:
-                raise self._stop_error or TrialOver(self._make_preemption(make_reason("attempt-over")))
+                raise self._stop_error or StopTraining(self._make_preemption(make_reason("attempt-over")))
             self.connection.send(message)
 
-    def begin(self) -> None:
+    def start_training_clock(self) -> None:
         """Start the training clock: the trainable is set up and the checkpoint is loaded."""
         self._resumed_at = self._saved_at = self._training_started_at = time.monotonic()
 
@@ -565,11 +571,11 @@ class TrialSession:
             case SaveFailed(step=step):
                 self._uploading_step = None if step == self._uploading_step else self._uploading_step
                 self._saved_step = min(self._saved_step, step - 1)  # save the next step, or the end
-            case StopAndSave():
+            case CheckpointAndStop():
                 self.is_stop_requested = True
-            case Proceed(milestone=milestone):
+            case ContinueTraining(milestone=milestone):
                 self._milestone, self._awaits_decision = milestone, False
-            case Leave() as leave:
+            case StopTrial() as leave:
                 self._stop_decision, self._awaits_decision = leave, False
             case MeanMetrics() as mean:
                 self._mean_metrics = mean
@@ -577,7 +583,7 @@ class TrialSession:
                 pass
 
 
-class FollowingSession(TrialSession):
+class WorkerRankSession(TrialSession):
     """The session of a rank other than 0: it adds its part to checkpoints, and follows the commands of rank 0."""
 
     def make_report(self, metrics: Mapping[str, object], *, may_lack: bool = False) -> StepReport:
@@ -590,12 +596,12 @@ class FollowingSession(TrialSession):
         if self.start.metrics_from == "mean":
             self._send_message(RankMetrics(step=report.step, metrics=report.metrics, returned=returned))
 
-    def lead(self, world_size: int) -> None:
+    def become_rank0(self, world_size: int) -> None:
         """Refuse: this is not rank 0."""
         rank = self.start.rank.rank
         raise InvalidInput(f"expected one process, or rank 0, to start {world_size} ranks, found rank {rank}")
 
-    def is_asked_to_stop(self) -> bool:
+    def poll_stop_request(self) -> bool:
         return self.is_stop_requested
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
@@ -603,16 +609,16 @@ class FollowingSession(TrialSession):
             directory = None if checkpoint is None else resolve_local_directory(checkpoint)
             if directory is not None and directory.parent != Path(os.path.realpath(self.start.staging)):
                 with self._timing_save():
-                    directory = copy_directory(directory, self.new_directory())
+                    directory = copy_directory(directory, self.make_checkpoint_directory())
             self.make_report(metrics)
             self._send_part(directory)
             self._follow_rank0(None)
 
     def report_step(
-        self, metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False
+        self, metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False
     ) -> None:
         with self._reporting("pt.report_step"):
-            self.make_report(metrics, may_lack=may_lack)
+            self.make_report(metrics, may_lack=allow_missing)
             self._follow_rank0(save)
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
@@ -628,18 +634,18 @@ class FollowingSession(TrialSession):
                 self._send_metrics(super().make_report(returned), returned=True)
         return super().finish(None)
 
-    def why_stop(self) -> AnyReason | None:
+    def find_stop_reason(self) -> AnyReason | None:
         """Return None: rank 0 decides."""
         return None
 
-    def ask_first(self) -> None:
+    def wait_for_pending_decision(self) -> None:
         """Wait for the decision on the restored checkpoint's step, if it is a milestone."""
         if self._reports and self._milestone is not None and self.step >= self._milestone:
             self._follow_rank0(None)
 
     def _send_part(self, directory: Path | None) -> None:
         path = None if directory is None else str(directory)
-        self._send_message(Part(step=self.step, directory=path))
+        self._send_message(CheckpointPart(step=self.step, directory=path))
 
     def _follow_rank0(self, save: Callable[[str], None] | None) -> None:
         """Execute rank 0's commands for this step.
@@ -651,7 +657,7 @@ class FollowingSession(TrialSession):
         started_at = time.monotonic()
         while True:
             match self.connection.receive():
-                case Directive() as command:
+                case RankCommand() as command:
                     if command.step != self.step:
                         raise InvalidInput(
                             f"rank {self.start.rank.rank}: expected a report of step {command.step}, like rank 0, "
@@ -659,11 +665,11 @@ class FollowingSession(TrialSession):
                             "with or without a checkpoint"
                         )
                     if command.over is not None:
-                        raise self._record_stop(TrialOver(command.over))
+                        raise self._record_stop(StopTraining(command.over))
                     if not command.saves:
                         break
                     if save is not None:
-                        self._send_part(self._written_by(save))
+                        self._send_part(self._write_checkpoint(save))
                 case _:
                     pass
         self.is_stop_requested = command.stop

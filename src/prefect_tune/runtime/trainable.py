@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
 
+from prefect_tune.core.display_text import signature_if_mismatched
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.shown_text import other_signature
-from prefect_tune.runtime.ranks import started_by
+from prefect_tune.runtime.ranks import find_ancestor_trial
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.retention import Cadence
@@ -99,7 +99,7 @@ def require_no_coroutine(returned: object) -> None:
         raise InvalidInput(f"trainable: expected metrics or None, found a {type(returned).__name__}. {_DEF_ADVICE}")
 
 
-CALLED_WITH = {
+METHOD_ARGUMENT_COUNTS = {
     "__init__": 1,
     "setup": 2,
     "step": 1,
@@ -126,7 +126,7 @@ def require_trainable(trainable: object, original: object) -> object:
         call = inspect.getattr_static(type(called), "__call__", None)
         if kind := _describe_coroutine(called) or _describe_coroutine(call):
             raise InvalidInput(f"trainable: expected a function that trains when called, found {kind}. {_DEF_ADVICE}")
-        if parameters := other_signature(trainable, 1):
+        if parameters := signature_if_mismatched(trainable, 1):
             raise InvalidInput(f"trainable: expected a function of one argument, the configuration, found {parameters}")
         return trainable
     raise InvalidInput(
@@ -151,21 +151,21 @@ def require_trainable_class(kind: type) -> type[Trainable]:
         raise InvalidInput(
             f"trainable {kind.__name__}: it has no `step`; write a method that trains and returns metrics"
         )
-    methods = {name: inspect.getattr_static(kind, name) for name in CALLED_WITH}
+    methods = {name: inspect.getattr_static(kind, name) for name in METHOD_ARGUMENT_COUNTS}
     for name, method in methods.items():
-        count = CALLED_WITH[name]
+        count = METHOD_ARGUMENT_COUNTS[name]
         if kind_of_method := _describe_coroutine(getattr(method, "__func__", method)):
             raise InvalidInput(
                 f"trainable {kind.__name__}: expected a method {name} that returns when it is done, "
                 f"found {kind_of_method}. {_DEF_ADVICE}"
             )
-        if inspect.isfunction(method) and (signature := other_signature(method, count)):
+        if inspect.isfunction(method) and (signature := signature_if_mismatched(method, count)):
             expected = ", ".join(("self", "config" if name in ("setup", "reset_config") else "checkpoint_dir")[:count])
             raise InvalidInput(f"trainable {kind.__name__}: expected {name}({expected}), found {signature}")
     return kind
 
 
-def require_saves(kind: type, cadence: Cadence) -> None:
+def require_save_checkpoint(kind: type, cadence: Cadence) -> None:
     """Require that a trainable class overrides `save_checkpoint`, unless its `cadence` never saves.
 
     Raises:
@@ -209,17 +209,17 @@ class TrialInfo:
     @property
     def should_checkpoint(self) -> bool:
         """Whether a stop was requested: report a checkpoint next, and the run ends without losing work."""
-        return self._session.is_asked_to_stop()
+        return self._session.poll_stop_request()
 
     def new_checkpoint_dir(self) -> Path:
         """Make an empty directory for one checkpoint; after `pt.report` it belongs to prefect-tune.
 
         With `commit="async"`, `pt.report` copies any other directory before it returns, but not this one.
         """
-        return self._session.new_directory()
+        return self._session.make_checkpoint_directory()
 
 
-class TrialOver(BaseException):
+class StopTraining(BaseException):
     """Ends the user's function when the trial must end; a BaseException, which `except Exception` does not catch."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -248,8 +248,8 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
         metrics: finite numbers, text, or JSON made of these.
         checkpoint: a local directory: `pt.Checkpoint.from_directory(path)`.
 
-    Threads of the trainable may report too: each report is one step, one after another. When the trial ends,
-    each thread receives `TrialOver` at its next report; if only such a thread receives it, the trainable has 20 seconds
+    Threads of the trainable may report too: each report is one step, one after another. When the trial ends, each
+    thread receives `StopTraining` at its next report; if only such a thread receives it, the trainable has 20 seconds
     to return. A thread that keeps running cannot report to the next trial of its process. Other processes must return
     their results to the trial's own process, which reports them.
 
@@ -261,18 +261,18 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
     _require_reporting_session("pt.report").report(metrics, checkpoint)
 
 
-def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False) -> None:
+def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> None:
     """Report the metrics of one step, and call `save` to write the state after it if a checkpoint is due.
 
     A checkpoint is due like for a class trainable: by the flow's `Cadence`, at the last step, when a stop is requested,
-    and when a scheduler needs the state. `save` is called with an empty directory, before this returns. With `may_lack`
-    the report may lack the metric of the search.
+    and when a scheduler needs the state. `save` is called with an empty directory, before this returns. With
+    `allow_missing` the report may lack the metric of the search.
 
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
         InvalidInput: no trial runs here.
     """
-    _require_reporting_session("pt.report_step").report_step(metrics, save, may_lack=may_lack)
+    _require_reporting_session("pt.report_step").report_step(metrics, save, allow_missing=allow_missing)
 
 
 def save_last_step(save: Callable[[str], None]) -> None:
@@ -291,7 +291,7 @@ def get_checkpoint() -> Checkpoint | None:
     """
     from prefect_tune.runtime.checkpoint import Checkpoint
 
-    restored = _require_session("pt.get_checkpoint").restored()
+    restored = _require_session("pt.get_checkpoint").checkpoint_directory()
     return Checkpoint.from_directory(restored) if restored else None
 
 
@@ -301,10 +301,10 @@ def get_trial() -> TrialInfo:
     Raises:
         InvalidInput: no trial runs here.
     """
-    return _require_session("pt.get_trial").info()
+    return _require_session("pt.get_trial").trial_info()
 
 
-def enter(session: TrialSession, *, whole_process: bool) -> None:
+def activate_session(session: TrialSession, *, whole_process: bool) -> None:
     """Make `session` the trial of this context; with `whole_process`, of all threads of this process."""
     _context_session.set(session)
     if whole_process:
@@ -316,9 +316,9 @@ def enter(session: TrialSession, *, whole_process: bool) -> None:
         _process_sessions[:] = [session]
 
 
-def session_of_process() -> TrialSession | None:
+def get_process_session() -> TrialSession | None:
     """Return the session of the trial that this process trains; None in its child processes."""
-    return next((session for session in _process_sessions if session.trains_here), None)
+    return next((session for session in _process_sessions if session.is_own_process), None)
 
 
 def _require_reporting_session(caller: str) -> TrialSession:
@@ -337,16 +337,16 @@ def _require_reporting_session(caller: str) -> TrialSession:
 
 
 def _require_session(caller: str) -> TrialSession:
-    from prefect_tune.runtime.group_session import joined_session
+    from prefect_tune.runtime.group_session import join_as_rank
 
-    if (joined := joined_session(caller)) is not None:
+    if (joined := join_as_rank(caller)) is not None:
         return joined
     session = _context_session.get(None) or next(iter(_process_sessions), None)
     if session is not None:
         return session
-    if (trial := started_by()) is not None:
+    if (trial := find_ancestor_trial()) is not None:
         raise InvalidInput(
-            f"{caller}(): expected process {trial.process}, which trains trial {trial.name!r}, found process "
+            f"{caller}(): expected process {trial.pid}, which trains trial {trial.name!r}, found process "
             f"{os.getpid()}, which that process or its launcher started. One process trains a trial: "
             "return results to that process (through a queue, a pipe or a pool) and report them there"
         )

@@ -20,7 +20,7 @@ _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHU
 _INTERNAL_MODULES = ("prefect_tune.runtime.", "importlib")
 
 
-class NotLoaded(Exception):
+class TrainableLoadError(Exception):
     """The trainable cannot be imported; another attempt would fail too."""
 
 
@@ -33,7 +33,7 @@ def failure_message(error: BaseException, trial: str) -> TrialEnded:
         while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_INTERNAL_MODULES):
             first = first.tb_next
         shown = "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
-        text, name = text_of(error), None if isinstance(error, NotLoaded) else type(error).__name__
+        text, name = text_of(error), None if isinstance(error, TrainableLoadError) else type(error).__name__
         reason = make_reason(
             "raised",
             type=name if text else None,
@@ -79,7 +79,7 @@ def was_raised_by_signal_handler(error: BaseException) -> bool:
 
 def _cause_of(error: BaseException) -> Cause:
     match error:
-        case NotLoaded() | ImportError():
+        case TrainableLoadError() | ImportError():
             return Cause.IMPORT
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO) | MalformedMessage():
             return Cause.MACHINE
@@ -94,4 +94,4 @@ def _cause_of(error: BaseException) -> Cause:
         case BadStop():
             return Cause.BAD_STOP
         case _:
-            return Cause.USER
+            return Cause.TRAINABLE

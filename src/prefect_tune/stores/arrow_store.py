@@ -21,24 +21,30 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     TuneError,
 )
-from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
-from prefect_tune.stores.deadline import Deadline, one_at_a_time
+from prefect_tune.core.storage.object_store import (
+    TEMPORARY_FOLDER,
+    Buffer,
+    ListedObject,
+    validate_folder,
+    validate_path,
+)
+from prefect_tune.stores.deadline import Deadline, named_lock
 from prefect_tune.stores.parallel_map import ParallelStore
-from prefect_tune.stores.posix_store import as_store_error
+from prefect_tune.stores.posix_store import posix_store_error
 
 # Map the exceptions of pyarrow's and fsspec's clients to store errors.
 
 _PERMANENT_ERRORS = (PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
 
 
-def as_arrow_error(error: Exception, operation: str) -> StoreRefused | StoreUnavailable:
+def arrow_store_error(error: Exception, operation: str) -> StoreRefused | StoreUnavailable:
     """Return the store error for `error`, which a file system's client raised during `operation`.
 
     An unknown error counts as transient: retries are bounded, but a transient error taken for a permanent one would
     end the work.
     """
     if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:  # EINVAL: s3fs, for a truncated body
-        return as_store_error(error, operation)
+        return posix_store_error(error, operation)
     message = str(error).partition("\n")[0] or type(error).__name__
     return (StoreRefused if isinstance(error, _PERMANENT_ERRORS) else StoreUnavailable)(f"{operation}: {message}")
 
@@ -60,7 +66,7 @@ class ArrowStore(ParallelStore):
 
     A missing root is an error. With `create_root` it counts as empty, and the first write creates it (never a bucket).
 
-    The deadline is checked between calls. A call that hangs can only be ended by `IsolatedStore`, from outside.
+    The deadline is checked between calls. A call that hangs can only be ended by `SubprocessStore`, from outside.
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class ArrowStore(ParallelStore):
         """Atomic only while no other process writes."""
         lock_name = f"{self._filesystem.type_name} {self._full_path(path)}"
         operation = f"create of {path!r}"
-        with one_at_a_time(lock_name, operation, self._deadline):
+        with named_lock(lock_name, operation, self._deadline):
             if self.size(path) is not None:
                 raise AlreadyExists(f"{path}: an object with this name exists already")
             staged = self._stage_object((data,), operation)
@@ -162,8 +168,8 @@ class ArrowStore(ParallelStore):
             self._check_root(f"size of {path!r}")
         return size_bytes
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        folder = checked_folder(prefix)
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
+        folder = validate_folder(prefix)
         base = self._full_path(folder) if folder else self._root
         with self._converting_errors(f"list of {prefix!r}"):
             self._invalidate_listings()
@@ -174,8 +180,8 @@ class ArrowStore(ParallelStore):
             self._check_root(f"list of {prefix!r}")
         root_prefix = f"{self._root.lstrip('/')}/" if self._root else ""
         infos = [info for info in infos if info.is_file]
-        files = (Listed(info.path.lstrip("/").removeprefix(root_prefix), info.size or 0) for info in infos)
-        objects = (file for file in files if file.path > after and not file.path.startswith(f"{TEMPORARY}/"))
+        files = (ListedObject(info.path.lstrip("/").removeprefix(root_prefix), info.size or 0) for info in infos)
+        objects = (file for file in files if file.path > after and not file.path.startswith(f"{TEMPORARY_FOLDER}/"))
         return sorted(objects, key=lambda listed: listed.path)
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -189,11 +195,11 @@ class ArrowStore(ParallelStore):
                 self._check_root(f"delete of {full_path!r}")
 
     def _full_path(self, path: str) -> str:
-        relative = checked_path(path)
+        relative = validate_path(path)
         return f"{self._root}/{relative}" if self._root else relative
 
     def _make_hidden_path(self) -> str:
-        hidden = f"{TEMPORARY}/{uuid.uuid4().hex}"
+        hidden = f"{TEMPORARY_FOLDER}/{uuid.uuid4().hex}"
         return f"{self._root}/{hidden}" if self._root else hidden
 
     @contextmanager
@@ -206,7 +212,7 @@ class ArrowStore(ParallelStore):
         except TuneError:
             raise
         except Exception as error:  # fsspec's clients share no error class
-            raise as_arrow_error(error, description) from error
+            raise arrow_store_error(error, description) from error
 
     def _invalidate_listings(self) -> None:
         if self._fsspec is not None:
@@ -318,7 +324,7 @@ def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None
     try:
         filesystem = fsspec.filesystem(scheme, **(options or {}))
     except Exception as error:  # fsspec's clients share no error class
-        raise as_arrow_error(error, f"opening {scheme}://") from error
+        raise arrow_store_error(error, f"opening {scheme}://") from error
     handler = _MemoryHandler(filesystem) if scheme == "memory" else arrow.FSSpecHandler(filesystem)
     return ArrowStore(arrow.PyFileSystem(handler), root, create_root=True)
 

@@ -14,16 +14,16 @@ import pyarrow.fs as arrow
 
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import CheckpointNotFound
-from prefect_tune.stores.local.staging import METADATA_FILE, manifest_of_copy, metadata_of_copy, read_committed
+from prefect_tune.stores.local.staging import METADATA_FILE, manifest_of_copy, metadata_of_copy, read_committed_file
 
 if TYPE_CHECKING:
-    from prefect_tune.stores.checkpoint_location import TargetPlace
+    from prefect_tune.stores.checkpoint_location import TargetFolder
 
 _TIMEOUT = timedelta(minutes=5)
 _BUFFER_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 25
 
 
-def committed_view(folder: TargetPlace) -> arrow.FileSystem:
+def make_checkpoint_filesystem(folder: TargetFolder) -> arrow.FileSystem:
     """Return a read-only file system that shows the files of the checkpoint at `folder` below `folder.path`.
 
     Bytes are read and verified on demand. The file system can be pickled.
@@ -32,7 +32,7 @@ def committed_view(folder: TargetPlace) -> arrow.FileSystem:
 
 
 class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no types
-    def __init__(self, folder: TargetPlace) -> None:
+    def __init__(self, folder: TargetFolder) -> None:
         self._target_folder = folder
 
     def __eq__(self, other: object) -> bool:
@@ -41,7 +41,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
     def __hash__(self) -> int:
         return hash(self._target_folder.path)
 
-    def __reduce__(self) -> tuple[type[_CheckpointHandler], tuple[TargetPlace]]:
+    def __reduce__(self) -> tuple[type[_CheckpointHandler], tuple[TargetFolder]]:
         return _CheckpointHandler, (self._target_folder,)  # unpickling does not read the manifest; the first use does
 
     def get_type_name(self) -> str:
@@ -114,7 +114,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
 class _VerifiedFile(io.RawIOBase):
     """One file of a checkpoint. Each call reads whole chunks in parallel; the last chunk stays in memory."""
 
-    def __init__(self, folder: TargetPlace, manifest: Manifest, file: FileRef) -> None:
+    def __init__(self, folder: TargetFolder, manifest: Manifest, file: FileRef) -> None:
         self._target_folder = folder
         self._manifest = manifest
         self._file = file
@@ -151,12 +151,12 @@ class _VerifiedFile(io.RawIOBase):
     def _read_chunks(self, length: int) -> tuple[int, bytearray]:
         """Read the chunks with the next `length` bytes; return the offset of the first chunk, and their bytes."""
         first, end = self._position, self._position + length
-        offsets = self._file.placed_chunks()
+        offsets = self._file.chunks_with_offset()
         wanted = [(start, chunk) for start, chunk in offsets if start < end and first < start + chunk.length]
         chunks = tuple(chunk for _, chunk in wanted)
         part = FileRef(path=self._file.path, size_bytes=sum(chunk.length for chunk in chunks), chunks=chunks)
         with self._target_folder.open(timeout=_TIMEOUT) as store:
-            data = read_committed(store, self._manifest, part)
+            data = read_committed_file(store, self._manifest, part)
         last_start, last = wanted[-1]
         cached = data[-last.length :]
         self._cache_start, self._cache = last_start, cached

@@ -22,7 +22,7 @@ from prefect_tune.stores.open_location import (
     arrow_filesystem,
     open_arrow,
     open_location,
-    read_uri,
+    parse_uri,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.storage.object_store import ObjectStore
     from prefect_tune.stores.local.scratch import DirectoryContent
 
-Change: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
+MetadataChange: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
 
 _CHECKPOINT_PATH = re.compile(
     r"(?:(?P<root>.*)/)?(?P<folder>(?P<experiment>[^/]+)/(?P<generation>[1-9]\d*)/trials/(?P<trial>[^/]+)"
@@ -41,13 +41,15 @@ _CHECKPOINT_PATH = re.compile(
 )
 
 
-class Opener(Protocol):
+class StoreOpener(Protocol):
     """Opens a target's root, like `StorageTarget.open`. Must be picklable."""
 
     def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]: ...
 
 
-def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> LocalPlace | TargetPlace:
+def locate_checkpoint(
+    path: str | os.PathLike[str], filesystem: FileSystem | None = None
+) -> LocalDirectory | TargetFolder:
     """Return the location of `path`, on `filesystem` if one is given. Opens and requests nothing.
 
     Raises:
@@ -55,8 +57,8 @@ def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None)
     """
     text = os.fspath(path)
     if filesystem is None:
-        location = read_uri(text)
-        return LocalPlace(location.path) if location.client is Client.FILES else _locate_on_target(location)
+        location = parse_uri(text)
+        return LocalDirectory(location.path) if location.client is Client.FILES else _locate_on_target(location)
     if "://" in text:
         raise InvalidInput(f"{text!r}: with a filesystem, expected a path on it, without a scheme")
     if not hasattr(filesystem, "type_name"):
@@ -64,11 +66,11 @@ def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None)
 
         filesystem = arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
     if filesystem.type_name == "local":
-        return LocalPlace(os.path.abspath(text))  # noqa: PTH100  keep links as written
+        return LocalDirectory(os.path.abspath(text))  # noqa: PTH100  keep links as written
     normalized = text.rstrip("/")
     root, folder = _split_root(normalized)
     factory = partial(_identity, filesystem)
-    return TargetPlace(
+    return TargetFolder(
         open=partial(open_arrow, factory, root, filesystem.type_name),
         folder=folder,
         name=f"{filesystem.type_name}:{normalized}",
@@ -78,10 +80,10 @@ def place_of(path: str | os.PathLike[str], filesystem: FileSystem | None = None)
     )
 
 
-def _locate_on_target(location: Location) -> TargetPlace:
+def _locate_on_target(location: Location) -> TargetFolder:
     root, folder = _split_root(location.path)
-    return TargetPlace(
-        open=partial(open_location, location.at(root)),
+    return TargetFolder(
+        open=partial(open_location, location.with_path(root)),
         folder=folder,
         name=location.uri,
         path=location.arrow_path,
@@ -106,7 +108,7 @@ def _identity(filesystem: FileSystem) -> FileSystem:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPlace:
+class LocalDirectory:
     """A directory of this machine."""
 
     path: str
@@ -117,8 +119,8 @@ class LocalPlace:
         """The path."""
         return self.path
 
-    def now(self) -> LocalPlace | TargetPlace:
-        """Return a `TargetPlace` if this is the folder of a committed checkpoint on a local target, else itself."""
+    def resolve(self) -> LocalDirectory | TargetFolder:
+        """Return a `TargetFolder` if this is the folder of a committed checkpoint on a local target, else itself."""
         match = _CHECKPOINT_PATH.fullmatch(self.path)
         if not match or not Path(self.path, "manifest.json").is_file():
             return self
@@ -137,10 +139,10 @@ class LocalPlace:
     @contextmanager
     def open_content(self, token: str, deadline: Deadline) -> Iterator[DirectoryContent]:  # noqa: ARG002  as above
         from prefect_tune.stores.local.scratch import DirectoryContent
-        from prefect_tune.stores.local.staging import copy_directory, seal_of
+        from prefect_tune.stores.local.staging import copy_directory, directory_seal
 
         self.require_directory()
-        content_id = f"{self.path} as {seal_of(Path(self.path))}"
+        content_id = f"{self.path} as {directory_seal(Path(self.path))}"
         yield DirectoryContent(
             content_id, content_id, lambda destination, _: copy_directory(Path(self.path), destination), lambda _: False
         )
@@ -152,16 +154,16 @@ class LocalPlace:
         file = Path(self.path, METADATA_FILE)
         return read_metadata(file.read_bytes(), str(file)) if file.exists() else {}
 
-    def revise_metadata(self, change: Change, deadline: Deadline) -> None:
+    def revise_metadata(self, change: MetadataChange, deadline: Deadline) -> None:
         import json
 
-        from prefect_tune.core.checkpoints.manifest import plain_metadata
+        from prefect_tune.core.checkpoints.manifest import normalize_metadata
         from prefect_tune.stores.local.scratch import locked_folder
         from prefect_tune.stores.local.staging import METADATA_FILE, replace_file
 
         self.require_directory()
         with locked_folder(f"the metadata of {os.path.realpath(self.path)}", deadline):
-            metadata = plain_metadata(change(self.metadata(deadline)))
+            metadata = normalize_metadata(change(self.metadata(deadline)))
             replace_file(Path(self.path, METADATA_FILE), json.dumps(metadata).encode())
 
     def require_directory(self) -> None:
@@ -171,25 +173,25 @@ class LocalPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetPlace:
+class TargetFolder:
     """A folder of a store: how to open the store, the folder's path below the store's root, and names for messages."""
 
-    open: Opener
+    open: StoreOpener
     folder: str
     name: str
     path: str
     kind: str
     plain_filesystem: Callable[[], FileSystem] | None = None
 
-    def now(self) -> TargetPlace:
+    def resolve(self) -> TargetFolder:
         """Return itself."""
         return self
 
     def filesystem(self) -> FileSystem:
         if self.plain_filesystem is None or self._checkpoint_key() is not None:
-            from prefect_tune.stores.checkpoint_filesystem import committed_view
+            from prefect_tune.stores.checkpoint_filesystem import make_checkpoint_filesystem
 
-            return committed_view(self)
+            return make_checkpoint_filesystem(self)
         return self.plain_filesystem()
 
     @contextmanager
@@ -206,10 +208,10 @@ class TargetPlace:
         from prefect_tune.core.storage.documents import seal
         from prefect_tune.stores.local.scratch import DirectoryContent
         from prefect_tune.stores.local.staging import (
-            fetch_committed,
-            fetch_plain,
-            holds_exactly,
+            fetch_checkpoint,
+            fetch_plain_directory,
             manifest_of_copy,
+            matches_manifest,
             metadata_of_copy,
         )
 
@@ -219,9 +221,9 @@ class TargetPlace:
 
             def fetch(destination: Path, metadata: bytes | None) -> None:
                 if manifest:
-                    fetch_committed(store, manifest, destination, metadata=metadata)
+                    fetch_checkpoint(store, manifest, destination, metadata=metadata)
                 else:
-                    fetch_plain(store, self.folder, destination, without=versions, metadata=metadata)
+                    fetch_plain_directory(store, self.folder, destination, excluded_folder=versions, metadata=metadata)
 
             yield DirectoryContent(
                 # A plain directory may change: only this object's own fetch has the same bytes.
@@ -229,19 +231,19 @@ class TargetPlace:
                 self.name,
                 fetch,
                 lambda directory: (
-                    manifest is not None and holds_exactly(manifest_of_copy(manifest, metadata), directory)
+                    manifest is not None and matches_manifest(manifest_of_copy(manifest, metadata), directory)
                 ),
                 metadata,
             )
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:
-        from prefect_tune.core.checkpoints.manifest import newest_metadata
+        from prefect_tune.core.checkpoints.manifest import read_newest_metadata
 
         with self._open_store(deadline) as (store, manifest):
-            newest = newest_metadata(store, self._metadata_folder(manifest))
+            newest = read_newest_metadata(store, self._metadata_folder(manifest))
             return self._initial_metadata(store, manifest) if newest is None else newest
 
-    def revise_metadata(self, change: Change, deadline: Deadline) -> None:
+    def revise_metadata(self, change: MetadataChange, deadline: Deadline) -> None:
         from prefect_tune.core.checkpoints.manifest import revise_metadata
 
         with self._open_store(deadline) as (store, manifest):
@@ -249,7 +251,7 @@ class TargetPlace:
                 store,
                 self._metadata_folder(manifest),
                 change,
-                before=self._initial_metadata(store, manifest),
+                initial=self._initial_metadata(store, manifest),
                 write_id=uuid.uuid4().hex,
             )
 
@@ -294,10 +296,10 @@ class TargetPlace:
 
     def _initial_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
         from prefect_tune.core.storage.documents import read_document
-        from prefect_tune.stores.local.staging import METADATA_FILE, read_metadata, written_metadata
+        from prefect_tune.stores.local.staging import METADATA_FILE, read_committed_metadata, read_metadata
 
         if manifest:
-            return written_metadata(store, manifest)
+            return read_committed_metadata(store, manifest)
         path = f"{self.folder}/{METADATA_FILE}" if self.folder else METADATA_FILE
         try:
             return read_metadata(bytes(read_document(store, path, CheckpointCorrupt)), path)
@@ -310,31 +312,39 @@ class TargetPlace:
 _OPEN_EXAMPLE = "with checkpoint.as_directory() as directory: ..."
 
 
-def checkpoint_html(location: LocalPlace | TargetPlace, timeout: timedelta) -> str:
+def checkpoint_html(location: LocalDirectory | TargetFolder, timeout: timedelta) -> str:
     """Return HTML for the checkpoint at `location`; read its manifest. An error of the target is shown, not raised."""
-    from prefect_tune.core.page_elements import Block, Cell, Table, Text, Verbatim, cell_html, values_table
-    from prefect_tune.core.shown_text import plural, shorten, shown_size
-    from prefect_tune.core.values import flat
+    from prefect_tune.core.display_text import format_size, pluralize, shorten
+    from prefect_tune.core.page_elements import (
+        Block,
+        Cell,
+        Table,
+        Text,
+        Verbatim,
+        make_values_table,
+        render_notebook_cell,
+    )
+    from prefect_tune.core.values import flatten
 
     title, metrics, problem = "Checkpoint", list[Block](), list[Block]()
     rows: list[tuple[str, Cell]] = [("location", Verbatim(shorten(location.name, 1000)))]
     try:
-        resolved = location.now()
-        if isinstance(resolved, LocalPlace):
+        resolved = location.resolve()
+        if isinstance(resolved, LocalDirectory):
             resolved.require_directory()
         else:
             with resolved.open(timeout=timeout) as store:
                 manifest = resolved.manifest(store)
             if manifest:
                 title = f"Checkpoint of step {manifest.step}, trial {manifest.trial} of {manifest.experiment}"
-                about, size = manifest.about, shown_size(sum(file.size_bytes for file in manifest.files))
+                about, size = manifest.about, format_size(sum(file.size_bytes for file in manifest.files))
                 rows += [
                     ("step", f"{manifest.step:,}"),
-                    ("size", f"{size} in {plural(len(manifest.files), 'file', 'files')}"),
+                    ("size", f"{size} in {pluralize(len(manifest.files), 'file', 'files')}"),
                     ("saved", f"{about.created_at.replace('T', ' ')[:19]} UTC, attempt {about.attempt}"),
                 ]
-                metrics = [values_table("metric", flat(about.metrics))]
+                metrics = [make_values_table("metric", flatten(about.metrics))]
     except TuneError as error:
         problem = [Text([shorten(f"{type(error).__name__}: {error}", 300)], kind="bad")]
     rows.append(("open", Verbatim(_OPEN_EXAMPLE)))
-    return cell_html(Text([title], kind="strong"), *metrics, Table((), rows), *problem)
+    return render_notebook_cell(Text([title], kind="strong"), *metrics, Table((), rows), *problem)

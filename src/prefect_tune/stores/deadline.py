@@ -43,9 +43,9 @@ class Deadline:
             DeadlineExceeded: the deadline has passed. The message names `operation` and the timeout.
         """
         if time.monotonic() >= self.at_seconds:
-            raise self.exceeded(operation)
+            raise self.exceeded_error(operation)
 
-    def exceeded(self, operation: str) -> DeadlineExceeded:
+    def exceeded_error(self, operation: str) -> DeadlineExceeded:
         """Return the error to raise if `operation` did not end in time."""
         return DeadlineExceeded(f"{operation}: not done within {self.timeout.total_seconds():g} s; the work was ended")
 
@@ -59,7 +59,7 @@ _locks_guard = threading.Lock()
 
 
 @contextmanager
-def one_at_a_time(name: str, operation: str, deadline: Deadline) -> Iterator[None]:
+def named_lock(name: str, operation: str, deadline: Deadline) -> Iterator[None]:
     """Hold the lock `name`. Only one thread of this process can hold it at a time.
 
     Raises:
@@ -68,7 +68,7 @@ def one_at_a_time(name: str, operation: str, deadline: Deadline) -> Iterator[Non
     with _locks_guard:
         lock = _locks.setdefault(name, threading.Lock())
     if not lock.acquire(timeout=min(deadline.remaining_seconds, threading.TIMEOUT_MAX)):
-        raise deadline.exceeded(operation)
+        raise deadline.exceeded_error(operation)
     try:
         yield
     finally:

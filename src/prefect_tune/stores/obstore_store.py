@@ -41,7 +41,7 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     TuneError,
 )
-from prefect_tune.core.storage.object_store import Buffer, Listed, checked_folder, checked_path
+from prefect_tune.core.storage.object_store import Buffer, ListedObject, validate_folder, validate_path
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.parallel_map import ParallelStore
 
@@ -62,12 +62,12 @@ if TYPE_CHECKING:
 class Meaning(Enum):
     """What an error code says about the request."""
 
-    PASSING = "not done; a retry may succeed"
+    TRANSIENT = "not done; a retry may succeed"
     UNKNOWN = "perhaps done; a retry may succeed"
     REFUSED = "not done; a retry fails too until the user changes something"
     NO_BUCKET = "refused: there is no such bucket or container"
-    ABSENT = "the object does not exist"
-    PRESENT = "the object exists already"
+    NOT_FOUND = "the object does not exist"
+    EXISTS = "the object exists already"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,17 @@ class ErrorCode:
 
 
 _ERROR_CODE_TEXT: Final = """
-passing: the network between here and the server cuts or alters requests: look at proxies and firewalls
+transient: the network between here and the server cuts or alters requests: look at proxies and firewalls
     RequestTimeout RequestTimeoutException IncompleteBody BadDigest CrcMismatch Md5Mismatch Crc64Mismatch
     XAmzContentSHA256Mismatch XAmzContentChecksumMismatch ConnectionClosedByRequester ResponseInterrupted
-passing: the server asks for fewer requests: use fewer trials at once, or more prefixes
+transient: the server asks for fewer requests: use fewer trials at once, or more prefixes
     SlowDown SlowDownRead SlowDownWrite TooManyRequests TooManyRequestsException Throttling ThrottlingException
     ThrottledException RequestThrottled RequestThrottledException RequestLimitExceeded BandwidthLimitExceeded
     KMS.ThrottlingException rateLimitExceeded userRateLimitExceeded
-passing:
+transient:
     ConditionalRequestConflict OperationAborted conflict ContainerBeingDeleted AccountBeingCreated
     PendingCopyOperation SystemInUse IDPCommunicationError temporarily_unavailable
-passing: the server's disk or quota is full: make room there
+transient: the server's disk or quota is full: make room there
     XMinioAdminBucketQuotaExceeded
 unknown:
     InternalError ServiceUnavailable XMinioBackendDown
@@ -133,9 +133,9 @@ refused: the object ends before this range: it was replaced or cut, restore it o
     InvalidRange
 no_bucket: there is no such bucket or container: correct its name or the endpoint, or create it
     NoSuchBucket ContainerNotFound
-absent:
+not_found:
     NoSuchKey
-present:
+exists:
     PreconditionFailed ConditionNotMet BlobAlreadyExists
 refused: the server's certificate is not trusted: trust its authority, or correct the endpoint
     InvalidCertificate
@@ -187,7 +187,7 @@ _ADVICE_BY_STATUS: Mapping[int, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RequestError:
     """One failed request: the server's status and code, or how the connection failed."""
 
     status: int | None
@@ -196,7 +196,7 @@ class Fault:
     message: str
 
     @classmethod
-    def from_exception(cls, error: Exception) -> Fault:
+    def from_exception(cls, error: Exception) -> RequestError:
         """Parse the client's error."""
         text = str(error)
         status, kind = _first_group(_STATUS, text), _first_group(_KIND, text)
@@ -213,12 +213,12 @@ class Fault:
         if self.status is None and self.kind is None:
             return Meaning.REFUSED
         if self.status is None:  # the connection failed
-            return Meaning.PASSING if self.kind == "Connect" else Meaning.UNKNOWN
+            return Meaning.TRANSIENT if self.kind == "Connect" else Meaning.UNKNOWN
         if self.status in _UNKNOWN_STATUSES or (self.status >= 500 and self.status not in _PERMANENT_STATUSES):
             return Meaning.UNKNOWN
         if self.status == 412:
-            return Meaning.PRESENT
-        return Meaning.PASSING if self.status in _TRANSIENT_STATUSES else Meaning.REFUSED
+            return Meaning.EXISTS
+        return Meaning.TRANSIENT if self.status in _TRANSIENT_STATUSES else Meaning.REFUSED
 
     @property
     def _error_code(self) -> ErrorCode | None:
@@ -227,7 +227,7 @@ class Fault:
     @property
     def is_transient(self) -> bool:
         """Whether to retry: the same request may succeed soon."""
-        return self.meaning in (Meaning.PASSING, Meaning.UNKNOWN)
+        return self.meaning in (Meaning.TRANSIENT, Meaning.UNKNOWN)
 
     @property
     def may_have_succeeded(self) -> bool:
@@ -237,12 +237,12 @@ class Fault:
     @property
     def reports_existing_object(self) -> bool:
         """Whether a create failed because the object exists. A 409 without a documented code counts too."""
-        return self.meaning is Meaning.PRESENT or (self.status == 409 and self._error_code is None)
+        return self.meaning is Meaning.EXISTS or (self.status == 409 and self._error_code is None)
 
     @property
     def reports_missing_object(self) -> bool:
         """Whether the answer to a batch request says that one of its objects does not exist."""
-        return self.meaning is Meaning.ABSENT and self.status in (None, 200)
+        return self.meaning is Meaning.NOT_FOUND and self.status in (None, 200)
 
     def store_error(self, operation: str) -> TuneError:
         """Return the error to raise if `operation` is not retried."""
@@ -267,7 +267,7 @@ def _first_group(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 _T = TypeVar("_T")
-_Failures: TypeAlias = list[Fault]
+_Failures: TypeAlias = list[RequestError]
 _REQUEST_PAUSES_SECONDS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _SMALL_BYTES: Final = 1 << 20
 _PAGE_COUNT: Final = 1000  # S3's limit for one list or delete request
@@ -320,13 +320,13 @@ class ObstoreStore(ParallelStore):
     def create(self, path: str, data: Buffer) -> None:
         def put_object(client: Client) -> None:
             try:
-                obstore.put(client, checked_path(path), data, mode="create", use_multipart=False)
+                obstore.put(client, validate_path(path), data, mode="create", use_multipart=False)
             except AlreadyExistsError as error:
-                if not Fault.from_exception(error).reports_existing_object:
+                if not RequestError.from_exception(error).reports_existing_object:
                     raise
                 raise AlreadyExists(f"{path}: an object with this name exists already") from error
 
-        failures: list[Fault] = []
+        failures: list[RequestError] = []
         try:
             self._ask(f"create {path}", put_object, transfer_bytes=len(data), failures=failures)
         except AlreadyExists:
@@ -337,7 +337,7 @@ class ObstoreStore(ParallelStore):
             raise
 
     def put(self, path: str, data: Buffer) -> None:
-        checked = checked_path(path)
+        checked = validate_path(path)
         self._ask(
             f"write {path}",
             lambda client: obstore.put(client, checked, data, use_multipart=False),
@@ -345,7 +345,7 @@ class ObstoreStore(ParallelStore):
         )
 
     def copy(self, source: str, path: str) -> None:
-        source_path, destination = checked_path(source), checked_path(path)
+        source_path, destination = validate_path(source), validate_path(path)
         self._ask(f"copy {source}", lambda client: obstore.copy(client, source_path, destination), transfer_bytes=None)
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
@@ -356,12 +356,12 @@ class ObstoreStore(ParallelStore):
         if len(list(islice(pieces, 2))) < 2:
             self.put(path, b"".join(pieces))
             return
-        checked = checked_path(path)
+        checked = validate_path(path)
         limit_seconds = min(self._request_limit_seconds, self._deadline.remaining_seconds / 8)
 
         def check_remaining_time() -> None:  # for three requests: send a part, join the parts, remove the parts
             if self._deadline.remaining_seconds < 3 * limit_seconds:
-                raise self._deadline.exceeded(f"write {path}")
+                raise self._deadline.exceeded_error(f"write {path}")
 
         def iter_parts() -> Iterator[Buffer]:
             for piece in pieces:
@@ -375,7 +375,7 @@ class ObstoreStore(ParallelStore):
         self._ask(f"write {path}", put_parts, limit_seconds=limit_seconds)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        checked = checked_path(path)
+        checked = validate_path(path)
         if length == 0:
             if self.size(path) is None:
                 raise ObjectNotFound(f"{path}: no such object")
@@ -388,20 +388,20 @@ class ObstoreStore(ParallelStore):
                 options: GetOptions = {"range": {"offset": offset}} if offset else {}
                 return memoryview(obstore.get(client, checked, options=options).bytes())
             except BaseError as error:
-                if Fault.from_exception(error).status == 416:  # the range begins at or after the object's end
+                if RequestError.from_exception(error).status == 416:  # the range begins at or after the object's end
                     return b""
                 raise
 
         return self._ask(f"read {path}", get_bytes, transfer_bytes=length)
 
     def size(self, path: str) -> int | None:
-        checked = checked_path(path)
+        checked = validate_path(path)
 
         def get_size(client: Client) -> int:
             try:
                 return obstore.head(client, checked)["size"]
             except BaseError as error:
-                failure = Fault.from_exception(error)
+                failure = RequestError.from_exception(error)
                 if failure.status is not None and failure.code is None and not failure.is_transient:
                     _list_page(client, count=1)  # the answer to a HEAD has no error code, a listing's has one
                 raise
@@ -411,18 +411,18 @@ class ObstoreStore(ParallelStore):
         except ObjectNotFound:
             return None
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        folder = checked_folder(prefix)
-        objects: list[Listed] = []
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
+        folder = validate_folder(prefix)
+        objects: list[ListedObject] = []
         while True:  # each page is one request with its own retries
             page = self._ask(f"list {folder or '/'}", partial(_list_page, folder=folder, after=after))
-            objects += (Listed(entry["path"], entry["size"]) for entry in page)
+            objects += (ListedObject(entry["path"], entry["size"]) for entry in page)
             if len(page) < _PAGE_COUNT:
                 return sorted(objects, key=attrgetter("path"))
             after = page[-1]["path"]
 
     def delete(self, paths: Sequence[str]) -> None:
-        checked = [checked_path(path) for path in paths]
+        checked = [validate_path(path) for path in paths]
         for start in range(0, len(checked), _PAGE_COUNT):
             batch = checked[start : start + _PAGE_COUNT]
             try:
@@ -456,14 +456,14 @@ class ObstoreStore(ParallelStore):
                 time.sleep(min(pause_seconds * jitter, self._deadline.remaining_seconds))
             timeout_seconds = min(limit_seconds, self._deadline.remaining_seconds)
             if timeout_seconds < _MIN_REQUEST_SECONDS:
-                raise self._deadline.exceeded(str(failures[-1].store_error(operation)) if failures else operation)
+                raise self._deadline.exceeded_error(str(failures[-1].store_error(operation)) if failures else operation)
             client = self._clients.client_for(timeout_seconds)
             try:
                 result = request(client)
             except FileNotFoundError as missing:
-                raise self._not_found_error(operation, Fault.from_exception(missing)) from missing
+                raise self._not_found_error(operation, RequestError.from_exception(missing)) from missing
             except BaseError as error:
-                failures.append(Fault.from_exception(error))
+                failures.append(RequestError.from_exception(error))
                 if failures[-1].reports_missing_object:
                     raise self._not_found_error(operation, failures[-1]) from error
                 if not failures[-1].is_transient:
@@ -473,7 +473,7 @@ class ObstoreStore(ParallelStore):
                 return result
         raise failures[-1].store_error(f"{operation}, {len(failures)} times")
 
-    def _not_found_error(self, operation: str, failure: Fault) -> TuneError:
+    def _not_found_error(self, operation: str, failure: RequestError) -> TuneError:
         """Return the error for a 404. The object is missing only if the bucket exists, so check the bucket once."""
         if failure.meaning is Meaning.NO_BUCKET:
             return failure.store_error(operation)

@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urls
 from prefect_tune.core.errors import InvalidInput, StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.posix_store import open_folder
+from prefect_tune.stores.posix_store import open_posix_store
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -45,10 +45,10 @@ class LocalFolder:
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
-        yield open_folder(self.path, must_exist=True, deadline=Deadline.after(timeout))
+        yield open_posix_store(self.path, must_exist=True, deadline=Deadline.after(timeout))
 
 
-def local_folder(target: str) -> LocalFolder | None:
+def find_local_folder(target: str) -> LocalFolder | None:
     """Return the folder with the path `target`; None for a URI, a saved block or a missing folder."""
     if "://" in target or BLOCK_SLUG.fullmatch(target) or not target.strip():
         return None
@@ -139,12 +139,12 @@ class Location:
         """Whether requests are unsigned."""
         return _parse_flag(self.options.get("anonymous", ""))
 
-    def at(self, path: str) -> Location:
+    def with_path(self, path: str) -> Location:
         """Return the location of `path` on the same target."""
         return replace(self, path=path)
 
 
-def read_uri(uri: str | os.PathLike[str]) -> Location:
+def parse_uri(uri: str | os.PathLike[str]) -> Location:
     """Parse a URI or a local path. Opens and requests nothing.
 
     Raises:
@@ -246,9 +246,9 @@ def open_arrow(
     if kind.removeprefix("py::fsspec+") in _IN_PROCESS_KINDS:
         yield _make_arrow_store(filesystem, root, deadline)
         return
-    from prefect_tune.stores.subprocess_store import IsolatedStore
+    from prefect_tune.stores.subprocess_store import SubprocessStore
 
-    with IsolatedStore(partial(_make_arrow_store, filesystem, root), deadline=deadline) as store:
+    with SubprocessStore(partial(_make_arrow_store, filesystem, root), deadline=deadline) as store:
         yield store
 
 
@@ -258,7 +258,7 @@ def _make_arrow_store(filesystem: Callable[[], FileSystem], root: str, deadline:
     return ArrowStore(filesystem(), root, deadline=deadline)
 
 
-def fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectStore:
+def open_fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectStore:
     """Call `open_fsspec`. The fsspec client is imported only during this call, in a child process."""
     from prefect_tune.stores.arrow_store import open_fsspec
 
@@ -290,7 +290,7 @@ def _make_connector(location: Location) -> Callable[[timedelta], Any]:
     settings |= {"skip_signature": True} if location.is_anonymous else {}
     constructor = partial(store_class, location.container, prefix=location.path or None, config=settings)
     allow_http = location.options.get("allow_http")
-    may_use_http = ambient_http(os.environ) if allow_http is None else _parse_flag(allow_http)
+    may_use_http = environment_allows_http(os.environ) if allow_http is None else _parse_flag(allow_http)
     options = {"allow_http": may_use_http or (endpoint or "").startswith("http://")}
 
     def connect(timeout: timedelta) -> Any:
@@ -369,7 +369,7 @@ def ambient_endpoint(environment: Mapping[str, str]) -> str | None:
     return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
 
 
-def ambient_http(environment: Mapping[str, str]) -> bool:
+def environment_allows_http(environment: Mapping[str, str]) -> bool:
     """Return whether the environment allows a server without TLS."""
     return _parse_flag(environment.get("AWS_ALLOW_HTTP", ""))
 
@@ -398,13 +398,13 @@ def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -
 
     try:
         session = boto3.Session()
-        keys = session_keys(session) if session.get_credentials() else None  # a profile may set only a region
+        keys = session_key_provider(session) if session.get_credentials() else None  # a profile may set only a region
         return S3Access(keys, region or session.region_name)
     except BotoCoreError as error:
         raise StoreRefused(f"the AWS profile of this machine cannot be used: {error}") from error
 
 
-def session_keys(session: Any) -> Callable[[], S3Keys]:
+def session_key_provider(session: Any) -> Callable[[], S3Keys]:
     """Return a provider of a boto3 session's credentials, which boto3 renews (profiles, SSO, roles)."""
     from obstore.auth.boto3 import Boto3CredentialProvider
 

@@ -27,7 +27,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreRefused, StoreUnavailable
-from prefect_tune.core.storage.object_store import TEMPORARY, Buffer, Listed, checked_folder, checked_path
+from prefect_tune.core.storage.object_store import (
+    TEMPORARY_FOLDER,
+    Buffer,
+    ListedObject,
+    validate_folder,
+    validate_path,
+)
 from prefect_tune.linux import copy_range
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.parallel_map import ParallelStore
@@ -71,7 +77,7 @@ _LINK_NOT_MADE = (_DISK_FULL | UNSUPPORTED | _REFUSAL_REASONS.keys() | {errno.EN
 """Error numbers that prove that a link was not made."""
 
 
-def as_store_error(error: OSError, operation: str) -> StoreRefused | StoreUnavailable:
+def posix_store_error(error: OSError, operation: str) -> StoreRefused | StoreUnavailable:
     """Return the store error for `error`, with advice; `operation` names the operation and its path."""
     code = error.errno or 0
     if code in _DISK_FULL:
@@ -217,7 +223,7 @@ class PosixStore(ParallelStore):
     """Objects as files below `root`, which must exist (`make_root`).
 
     A later writer removes the hidden files of killed writers after a day. The deadline is checked between system
-    calls. Only `IsolatedStore` can end a call that hangs (a dead NFS server), from outside.
+    calls. Only `SubprocessStore` can end a call that hangs (a dead NFS server), from outside.
     """
 
     def __init__(self, root: Path, *, deadline: Deadline | None = None, calls: FileSystemCalls | None = None) -> None:
@@ -232,13 +238,13 @@ class PosixStore(ParallelStore):
         return True
 
     def create(self, path: str, data: Buffer) -> None:
-        folder, _, name = checked_path(path).rpartition("/")
+        folder, _, name = validate_path(path).rpartition("/")
         with self._open_root("create", path) as root, self._temp_file(root, partial(self._write_all, (data,))) as temp:
             self._publish_file(root, folder, temp, lambda target: self._create_link(temp, target, name, path))
 
     def put(self, path: str, data: Buffer) -> None:
         """An existing object of the same size is not written again."""
-        folder, _, name = checked_path(path).rpartition("/")
+        folder, _, name = validate_path(path).rpartition("/")
         with self._open_root("put", path) as root:
             if self._object_size(root, path) == memoryview(data).nbytes:
                 return
@@ -247,7 +253,7 @@ class PosixStore(ParallelStore):
 
     def copy(self, source: str, path: str) -> None:
         """An existing object of the same size is not written again."""
-        folder, _, name = checked_path(path).rpartition("/")
+        folder, _, name = validate_path(path).rpartition("/")
         with self._open_root("copy", path) as root, self._open_object(root, source) as (file, size_bytes):
             if self._object_size(root, path) == size_bytes:
                 return
@@ -255,7 +261,7 @@ class PosixStore(ParallelStore):
                 self._publish_file(root, folder, temp, lambda target: self._link_or_replace(temp, target, name))
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        folder, _, name = checked_path(path).rpartition("/")
+        folder, _, name = validate_path(path).rpartition("/")
         with self._open_root("replace", path) as root, self._temp_file(root, partial(self._write_all, pieces)) as temp:
             self._publish_file(root, folder, temp, lambda target: self._replace_object(temp, target, name))
 
@@ -276,8 +282,8 @@ class PosixStore(ParallelStore):
         with self._open_root("size", path) as root:
             return self._object_size(root, path)
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        folder = checked_folder(prefix)
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
+        folder = validate_folder(prefix)
         with self._open_root("list", prefix) as root, ExitStack() as stack:
             start = self._open_folder(stack, root, folder)
             objects = [] if start is None else list(self._iter_objects(start, f"{folder}/" if folder else "", after))
@@ -285,7 +291,7 @@ class PosixStore(ParallelStore):
 
     def delete(self, paths: Sequence[str]) -> None:
         """Folders that become empty are removed too."""
-        folders_and_names = sorted(checked_path(path).rpartition("/")[::2] for path in paths)
+        folders_and_names = sorted(validate_path(path).rpartition("/")[::2] for path in paths)
         with self._open_root("delete", ", ".join(paths[:3])) as root:
             for folder, names in groupby(folders_and_names, key=lambda pair: pair[0]):
                 with ExitStack() as stack:
@@ -322,7 +328,7 @@ class PosixStore(ParallelStore):
                 self._root_identity = identity
                 yield root
         except OSError as error:
-            raise as_store_error(error, description) from error
+            raise posix_store_error(error, description) from error
 
     def _close_on_exit(self, stack: ExitStack, file: int) -> int:
         stack.callback(self._calls.close, file)
@@ -382,7 +388,7 @@ class PosixStore(ParallelStore):
             self._calls.fsync_folder(folder)
 
     def _object_size(self, root: int, path: str) -> int | None:
-        folder, _, name = checked_path(path).rpartition("/")
+        folder, _, name = validate_path(path).rpartition("/")
         with ExitStack() as stack:
             fd = self._open_folder(stack, root, folder)
             status = None if fd is None else self._stat_or_none(fd, name)
@@ -393,7 +399,7 @@ class PosixStore(ParallelStore):
 
     @contextmanager
     def _open_object(self, root: int, path: str) -> Iterator[tuple[int, int]]:
-        folder, _, name = checked_path(path).rpartition("/")
+        folder, _, name = validate_path(path).rpartition("/")
         with ExitStack() as stack:
             fd = self._open_folder(stack, root, folder)
             try:
@@ -408,15 +414,15 @@ class PosixStore(ParallelStore):
             self._sync_second_link(fd, status)
             yield file, status.size_bytes
 
-    def _iter_objects(self, folder: int, prefix: str, after: str) -> Iterator[Listed]:
+    def _iter_objects(self, folder: int, prefix: str, after: str) -> Iterator[ListedObject]:
         """Yield the objects below an open folder, unordered, without entries that are deleted meanwhile."""
         for name in self._calls.listdir(folder):
             path = prefix + name
-            status = None if path == TEMPORARY else self._stat_or_none(folder, name)
+            status = None if path == TEMPORARY_FOLDER else self._stat_or_none(folder, name)
             if status is None:
                 continue
             if status.is_file and path > after:
-                yield Listed(path, status.size_bytes)
+                yield ListedObject(path, status.size_bytes)
             elif status.is_folder and (f"{path}/" > after or after.startswith(f"{path}/")):
                 with ExitStack() as stack, suppress(FileNotFoundError):
                     self._deadline.check(f"list of {path}")
@@ -430,11 +436,11 @@ class PosixStore(ParallelStore):
         """Let `fill` write a hidden file, and sync it. The hidden name is removed at the end, also after an error."""
         with ExitStack() as stack:
             try:
-                folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY, root))
+                folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY_FOLDER, root))
             except FileNotFoundError:
                 with suppress(FileExistsError):
-                    self._calls.mkdir(TEMPORARY, root)
-                folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY, root))
+                    self._calls.mkdir(TEMPORARY_FOLDER, root)
+                folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY_FOLDER, root))
             name = uuid.uuid4().hex
             file = self._close_on_exit(stack, self._calls.create_file(name, folder))
             try:
@@ -482,7 +488,7 @@ class PosixStore(ParallelStore):
                 return
             except FileNotFoundError as error:
                 if self._stat_or_none(temp.folder, temp.name) is None:
-                    message = f"{temp.name}: removed from {TEMPORARY!r} before it was published; try again"
+                    message = f"{temp.name}: removed from {TEMPORARY_FOLDER!r} before it was published; try again"
                     raise StoreUnavailable(message) from error
         raise StoreUnavailable(f"{folder!r} in {self.root}: deleted {_MAX_PUBLISHES} times during one write; try again")
 
@@ -622,10 +628,10 @@ def make_root(root: Path) -> None:
         if not root.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(root))
     except OSError as error:
-        raise as_store_error(error, f"making {root}") from error
+        raise posix_store_error(error, f"making {root}") from error
 
 
-def open_folder(root: Path, *, must_exist: bool, deadline: Deadline | None = None) -> PosixStore:
+def open_posix_store(root: Path, *, must_exist: bool, deadline: Deadline | None = None) -> PosixStore:
     """Open the folder `root`; create it first unless it `must_exist`. Raises the errors of `make_root`."""
     if not must_exist:
         make_root(root)

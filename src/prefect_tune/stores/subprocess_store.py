@@ -24,8 +24,8 @@ from typing import Any, Self, cast
 import cloudpickle
 
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable, TuneError
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, checked_folder, checked_path
-from prefect_tune.stores.deadline import Deadline, one_at_a_time
+from prefect_tune.core.storage.object_store import Buffer, ListedObject, ObjectStore, validate_folder, validate_path
+from prefect_tune.stores.deadline import Deadline, named_lock
 from prefect_tune.stores.parallel_map import ParallelStore
 
 _CHILD_MODULE = "prefect_tune.stores.subprocess_store"
@@ -33,7 +33,7 @@ _REAP_TIMEOUT_SECONDS = 2.0
 _ORPHAN_EXIT_CODE = 75
 
 
-class IsolatedStore(ParallelStore):
+class SubprocessStore(ParallelStore):
     """Passes every operation to a store in a child process, which is killed when the deadline passes.
 
     `factory` makes the store; it is pickled and called in the child. Children start on demand, at most `max_children`,
@@ -76,10 +76,10 @@ class IsolatedStore(ParallelStore):
 
     def create(self, path: str, data: Buffer) -> None:
         """Raise `CommitUnknown` if the child dies or does not answer in time."""
-        operation = f"create of {checked_path(path)!r}"
+        operation = f"create of {validate_path(path)!r}"
         with self._lease_child(operation) as child:
             # A lock in a child would not lock out the other children.
-            lock = one_at_a_time(f"{self._factory} {path}", operation, self._deadline)
+            lock = named_lock(f"{self._factory} {path}", operation, self._deadline)
             with nullcontext() if child.conditional_create else lock:
                 try:
                     child.call(operation, "create", path, body=data)
@@ -89,25 +89,25 @@ class IsolatedStore(ParallelStore):
                     raise CommitUnknown(f"{error}; the object may have been written: read it back") from error
 
     def put(self, path: str, data: Buffer) -> None:
-        self._call_child("put", checked_path(path), body=data)
+        self._call_child("put", validate_path(path), body=data)
 
     def copy(self, source: str, path: str) -> None:
-        self._call_child("copy", checked_path(source), path=checked_path(path))
+        self._call_child("copy", validate_path(source), path=validate_path(path))
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        self._call_child("replace", checked_path(path), pieces=pieces)
+        self._call_child("replace", validate_path(path), pieces=pieces)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        return cast("bytes", self._call_child("read", checked_path(path), offset=offset, length=length))
+        return cast("bytes", self._call_child("read", validate_path(path), offset=offset, length=length))
 
     def size(self, path: str) -> int | None:
-        return cast("int | None", self._call_child("size", checked_path(path)))
+        return cast("int | None", self._call_child("size", validate_path(path)))
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        return cast("Sequence[Listed]", self._call_child("list", checked_folder(prefix), after=after))
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
+        return cast("Sequence[ListedObject]", self._call_child("list", validate_folder(prefix), after=after))
 
     def delete(self, paths: Sequence[str]) -> None:
-        self._call_child("delete", [checked_path(path) for path in paths])
+        self._call_child("delete", [validate_path(path) for path in paths])
 
     def _call_child(
         self,
@@ -126,7 +126,7 @@ class IsolatedStore(ParallelStore):
     def _lease_child(self, operation: str) -> Iterator[_ChildProcess]:
         """Yield a child for one operation; afterwards it is idle again, unless it died."""
         if not self._free_children.acquire(timeout=min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX)):
-            raise self._deadline.exceeded(operation)
+            raise self._deadline.exceeded_error(operation)
         try:
             self._deadline.check(operation)
             with self._guard:

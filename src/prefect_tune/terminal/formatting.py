@@ -15,15 +15,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prefect_tune.core.experiment.cost import LOSSES_NAMED, AttemptCost, Category, ExperimentCost, format_share
-from prefect_tune.core.experiment.summary import named
+from prefect_tune.core.display_text import format_amount, format_duration, format_size, format_span, make_visible
+from prefect_tune.core.experiment.cost import MAX_LISTED_LOSSES, AttemptCost, Category, ExperimentCost, format_share
+from prefect_tune.core.experiment.summary import best_trial_name
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.messages.target_messages import ExperimentView
-from prefect_tune.core.metrics import shown
+from prefect_tune.core.metrics import short_repr
 from prefect_tune.core.reasons import format_error
-from prefect_tune.core.shown_text import format_duration, format_span, shown_amount, shown_size, visible
 from prefect_tune.core.usage_records import RankEnd
-from prefect_tune.core.values import flat, metric_in, parse_time
+from prefect_tune.core.values import flatten, get_metric, parse_time
 
 # Tables, and output to stdout.
 
@@ -42,13 +42,13 @@ def print_parts(*parts: Table | str) -> None:
     console = Console(highlight=False, width=output_width())
     with console.capture() as output:
         for part in parts:
-            content = visible(part) if isinstance(part, str) else part
+            content = make_visible(part) if isinstance(part, str) else part
             console.print(content, markup=False, soft_wrap=isinstance(part, str))
     lines = (line.rstrip(" ") for line in output.get().split("\n"))  # tables pad their rows with spaces
     console.file.write("\n".join(lines))
 
 
-def text_of(*parts: RenderableType, width: int) -> str:
+def render_text(*parts: RenderableType, width: int) -> str:
     """Render parts as plain text, as a terminal of this width would show them."""
     console = Console(color_system=None, force_jupyter=False, width=width, file=io.StringIO())
     with console.capture() as output:
@@ -64,14 +64,14 @@ def borderless_table(*names: str) -> Table:
 
 def plain_cells(cells: Iterable[str]) -> Iterator[Text]:
     """Return cells as plain text, so that names chosen by users are not parsed as markup."""
-    return (Text(visible(cell)) for cell in cells)
+    return (Text(make_visible(cell)) for cell in cells)
 
 
 def facts_table(facts: Mapping[str, object]) -> Table:
     """Return a table with one row per name and value."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
-        table.add_row(Text(visible(name), style="dim"), Text(visible(format_value(value))))
+        table.add_row(Text(make_visible(name), style="dim"), Text(make_visible(format_value(value))))
     return table
 
 
@@ -99,8 +99,8 @@ def format_value(value: object) -> str:
 
 def format_trial(trial: Trial, metrics: Iterable[str]) -> str:
     """Return the name of a trial and these metrics: `trial 00003, errored, loss 0.25`."""
-    values = ", ".join(f"{name} {format_value(metric_in(trial.metrics, name))}" for name in metrics)
-    return f"trial {named(trial.trial, trial.status)}, {values}"
+    values = ", ".join(f"{name} {format_value(get_metric(trial.metrics, name))}" for name in metrics)
+    return f"trial {best_trial_name(trial.trial, trial.status)}, {values}"
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
@@ -131,13 +131,13 @@ def format_steps(steps: Sequence[int]) -> str:
     return ", ".join(parts) + (f" ({len(steps):,})" if len(parts) < len(steps) else "")
 
 
-def with_last_output(reason: object, output: str) -> str:
+def append_last_output(reason: object, output: str) -> str:
     """Return the visible reason why a process ended, followed by its last output unless the reason ends with it."""
-    text, last_output = visible(reason).strip(), visible(output.rstrip())
+    text, last_output = make_visible(reason).strip(), make_visible(output.rstrip())
     return text if text.endswith(last_output) else f"{text}\nlast output:\n{last_output}"
 
 
-def errors_by_cause(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Trial]]]:
+def group_trials_by_error(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Trial]]]:
     """Return each distinct error of these errored trials with its trials, the most frequent error first."""
     trials_by_error: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
@@ -145,7 +145,7 @@ def errors_by_cause(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Tri
     return sorted(trials_by_error.items(), key=lambda item: -len(item[1]))
 
 
-def names_of(trials: Sequence[Trial]) -> str:
+def format_trial_names(trials: Sequence[Trial]) -> str:
     """Return the names of the first trials and the number of others: `00000, 00001, 00002 and 5 more`."""
     more = len(trials) - _MAX_NAMED_TRIALS
     names = ", ".join(trial.trial for trial in trials[:_MAX_NAMED_TRIALS])
@@ -178,7 +178,7 @@ def format_cell(value: object) -> str:
     """Format a parameter or a metric for a table cell."""
     match value:
         case int() if not isinstance(value, bool):
-            return f"{value:,}" if abs(value) < _MAX_PLAIN_INT else shown(value)
+            return f"{value:,}" if abs(value) < _MAX_PLAIN_INT else short_repr(value)
         case float():
             return format_number(value)
         case None:
@@ -193,7 +193,7 @@ def format_cell(value: object) -> str:
 
 def format_metrics(metrics: Mapping[str, object]) -> str:
     """Return metrics on one line, like `loss 0.02041, accuracy 0.9931`."""
-    return ", ".join(f"{name} {format_cell(value)}" for name, value in flat(metrics).items())
+    return ", ".join(f"{name} {format_cell(value)}" for name, value in flatten(metrics).items())
 
 
 # The age of the state of an experiment that a command shows, as JSON fields and in words.
@@ -221,7 +221,7 @@ class Freshness:
         """Whether the last two expected updates of a running experiment are missing: its process has probably ended."""
         return self.is_running and self.period is not None and self.age > self.period * _MAX_MISSED + _STALE_MARGIN
 
-    def fields(self) -> Mapping[str, object]:
+    def json_fields(self) -> Mapping[str, object]:
         """Return the fields for JSON outputs."""
         return {
             "as_of": self.as_of.isoformat(timespec="seconds") if self.as_of else None,
@@ -229,7 +229,7 @@ class Freshness:
             "is_stale": self.is_stale,
         }
 
-    def short(self) -> str:
+    def format_short(self) -> str:
         """Return the time and a rough age, like `01:32:20, 9 min ago`; with the date if older than half a day."""
         if self.as_of is None:
             return ""
@@ -250,7 +250,7 @@ class Freshness:
         return text
 
 
-UNKNOWN = Freshness(None, timedelta(0), is_running=False)
+UNKNOWN_FRESHNESS = Freshness(None, timedelta(0), is_running=False)
 
 
 def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
@@ -261,7 +261,7 @@ def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
     return Freshness(as_of, max(timedelta(0), now - (as_of or now)), is_running, period)
 
 
-def format_moment(at: str | None, now: datetime) -> str:
+def format_age(at: str | None, now: datetime) -> str:
     """Return the age of a time that the target recorded, like `12 s ago`; empty for None."""
     time = parse_time(at) if at else None
     return "" if time is None else f"{format_duration(max(timedelta(0), now - time))} ago"
@@ -270,7 +270,7 @@ def format_moment(at: str | None, now: datetime) -> str:
 # The cost of an experiment, as tables and as JSON.
 
 _MAX_NAMED_RANKS = 8
-LEAST_SECONDS = 0.005
+MIN_SHOWN_SECONDS = 0.005
 """Shorter times are left out of tables."""
 
 
@@ -278,7 +278,7 @@ def cost_table(cost: ExperimentCost) -> Table:
     """Return a table of the categories that took time, with their times and shares."""
     table = borderless_table("slots", "time", "share")
     for category, seconds in cost.seconds.items():
-        if seconds >= LEAST_SECONDS:
+        if seconds >= MIN_SHOWN_SECONDS:
             share = format_share(seconds / (cost.slot_seconds or 1.0))
             table.add_row(*plain_cells((str(category), format_span(seconds), share)))
     return table
@@ -296,7 +296,9 @@ def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
             key=lambda loss: -loss[0],
         )
         largest = [
-            f"{name} {format_span(seconds)}" for seconds, name in losses[:LOSSES_NAMED] if seconds >= LEAST_SECONDS
+            f"{name} {format_span(seconds)}"
+            for seconds, name in losses[:MAX_LISTED_LOSSES]
+            if seconds >= MIN_SHOWN_SECONDS
         ]
         times = format_span(attempt.total_seconds), format_span(training)
         cells = (str(attempt.attempt), *times, ", ".join(largest), *(resources.get(name, "") for name in names))
@@ -309,24 +311,24 @@ _RESOURCES = ("processors", "peak memory", "GPU", "ranks that ended otherwise")
 
 def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
     """Return the resources that an attempt used; a single sample does not say how many processors were busy."""
-    use, resources = attempt.use, dict[str, str]()
+    use, resources = attempt.usage, dict[str, str]()
     if use is not None and use.peak_memory_bytes is not None:
         busy_count = None
         if use.cpu_seconds is not None:
             busy_count = use.cpu_seconds / max(0.01, use.seconds.total - use.seconds.start)
-        resources["processors"] = "-" if busy_count is None else shown_amount(busy_count, digits=2)
+        resources["processors"] = "-" if busy_count is None else format_amount(busy_count, digits=2)
         if use.mean_memory_bytes is not None:
-            mean = shown_size(use.mean_memory_bytes)
-            resources["peak memory"] = f"{shown_size(use.peak_memory_bytes)} (mean {mean})"
+            mean = format_size(use.mean_memory_bytes)
+            resources["peak memory"] = f"{format_size(use.peak_memory_bytes)} (mean {mean})"
     if use is not None and use.peak_gpu_memory_bytes is not None:
         share = format_share(use.mean_gpu_utilization or 0.0)
-        resources["GPU"] = f"{shown_size(use.peak_gpu_memory_bytes)}, {share} busy"
+        resources["GPU"] = f"{format_size(use.peak_gpu_memory_bytes)}, {share} busy"
     if attempt.rank_ends:
-        resources["ranks that ended otherwise"] = ends_words(attempt.rank_ends)
+        resources["ranks that ended otherwise"] = format_rank_ends(attempt.rank_ends)
     return resources
 
 
-def ends_words(ends: Sequence[RankEnd]) -> str:
+def format_rank_ends(ends: Sequence[RankEnd]) -> str:
     """Describe the exits of ranks that ended unlike the others: `rank 1: ended by SIGKILL, the cause`."""
     parts = []
     for end in ends:
@@ -352,7 +354,7 @@ def cost_fields(cost: ExperimentCost) -> Mapping[str, object]:
 
 def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
     """Return the cost of an attempt as JSON; null for what was not measured."""
-    use = cost.use.model_dump(mode="json", exclude={"seconds", "output"}) if cost.use else {}
+    use = cost.usage.model_dump(mode="json", exclude={"seconds", "output"}) if cost.usage else {}
     if cost.rank_ends:
         use["ends"] = [{**end.model_dump(mode="json"), "how": str(end.how)} for end in cost.rank_ends]
     identity = {"attempt": cost.attempt, "began_at": cost.began_at.isoformat(), "is_bounded": cost.is_bounded}

@@ -145,7 +145,7 @@ _display_lock = threading.Lock()
 _displays: list[LiveDisplay] = []
 
 
-def can_show(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> bool:
+def can_show_display(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether `stream` can show a live table: a UTF-8 terminal with cursor control, and tables are enabled."""
     if environment.get("PREFECT_TUNE_PROGRESS") == "off" or environment.get("TERM") == "dumb":
         return False
@@ -177,7 +177,7 @@ def live_display(
                 yield
             finally:
                 _displays.remove(screen)
-                screen.end()
+                screen.stop()
     finally:
         _display_lock.release()
 
@@ -185,7 +185,7 @@ def live_display(
 def end_display() -> None:
     """Remove the live table of this process, if any, before its `with` block ends; may be called from any thread."""
     for screen in tuple(_displays):
-        screen.end()
+        screen.stop()
 
 
 class _Console(Console):
@@ -195,7 +195,7 @@ class _Console(Console):
 
 
 class LiveDisplay(threading.Thread):
-    """Draws until `end` is called or the terminal fails. Drawing takes at most 5 % of the time."""
+    """Draws until `stop` is called or the terminal fails. Drawing takes at most 5 % of the time."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class LiveDisplay(threading.Thread):
         self.console = _Console(file=terminal, highlight=False, markup=False)
         self._stop_requested = threading.Event()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Remove the table and end the thread; do not wait for a terminal that does not respond."""
         self._stop_requested.set()
         self.join(_END_TIMEOUT.total_seconds())

@@ -14,16 +14,23 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prefect_tune.core.experiment.summary import best_label, ranked, status_label
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Status, Trial, newest_checkpoint, with_report
+from prefect_tune.core.display_text import first_line, format_amount, format_duration, make_visible, shorten
+from prefect_tune.core.experiment.summary import best_label, format_status, rank_trials
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED_PHASES,
+    Phase,
+    Status,
+    Trial,
+    apply_report,
+    newest_checkpoint,
+)
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search_view import SearchSnapshot
-from prefect_tune.core.shown_text import first_line, format_duration, shorten, shown_amount, visible
-from prefect_tune.core.values import StepReport, flat, metric_in
+from prefect_tune.core.values import StepReport, flatten, get_metric
 from prefect_tune.terminal.formatting import (
     UNLIMITED_WIDTH,
     borderless_table,
@@ -48,15 +55,15 @@ class SearchEstimate:
     """The total number of trials, including trials of earlier runs."""
     step_count: int | None = None
     """The maximum number of steps of a trial."""
-    time: timedelta | None = None
+    time_budget: timedelta | None = None
     """The time budget of this run."""
     is_training: bool = False
     """Whether this is a single training, not a search."""
-    resumes_paused: bool = True
+    resumes_all_paused: bool = True
     """Whether the scheduler resumes every trial that it pauses."""
 
 
-def resumes_paused(scheduler: Scheduler | None) -> bool:
+def resumes_all_paused_trials(scheduler: Scheduler | None) -> bool:
     """Return whether the scheduler is known to resume every trial that it pauses, even if only to end it."""
     if isinstance(scheduler, ASHA):
         return scheduler.variant == "stopping"
@@ -66,9 +73,9 @@ def resumes_paused(scheduler: Scheduler | None) -> bool:
 class Note(NamedTuple):
     """A log line about a trial."""
 
-    at: datetime
+    logged_at: datetime
     text: str
-    is_bad: bool = False
+    is_problem: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,11 +97,11 @@ class ProgressState:
     best: Trial | None = None
     notes: Sequence[Note] = ()
     """The last events, oldest first."""
-    ended_because: str = ""
+    stop_reason: str = ""
     """Why the search ends early; empty if it does not."""
     incomparable_count: int = 0
     """The number of completed trials that cannot be compared, since their last report lacks a metric of the search."""
-    has_trained: bool = True
+    has_started_attempt: bool = True
     """Whether this run has started an attempt; if not, all trials ended in earlier runs."""
 
 
@@ -114,7 +121,7 @@ class ProgressReader:
         self._began = now
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
 
-    def state(self, now: float) -> ProgressState:
+    def read_state(self, now: float) -> ProgressState:
         """Return the current progress; this takes a few microseconds per trial."""
         snapshot = self._read()
         experiment = snapshot.experiment
@@ -122,13 +129,13 @@ class ProgressReader:
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
         newest = [
-            with_report(trial, snapshot.newest(trial.trial)) if trial.phase is Phase.RUNNING else trial
+            apply_report(trial, snapshot.newest_report(trial.trial)) if trial.phase is Phase.RUNNING else trial
             for trial in trials
         ]
         if objective is None:  # the trials that ended last
-            best_first = [trial for trial in reversed(newest) if trial.phase in ENDED]
+            best_first = [trial for trial in reversed(newest) if trial.phase in ENDED_PHASES]
         else:
-            best_first = [trial for trial, _ in ranked(newest, objective)]
+            best_first = [trial for trial, _ in rank_trials(newest, objective)]
         others = [trial for trial in best_first if trial.phase is not Phase.RUNNING]
         steps = (past.report.step for trial in trials for past in trial.past if past.report and past.what == "decided")
         counts = Counter(trial.status for trial in trials)
@@ -144,9 +151,9 @@ class ProgressReader:
             others=others,
             best=next(iter(best_first), None),
             notes=tuple(self._notes),
-            ended_because=str(experiment.ends),
+            stop_reason=str(experiment.ends),
             incomparable_count=counts[Status.COMPLETED] - comparable_count if objective else 0,
-            has_trained=bool(snapshot.running or snapshot.counts.ended_attempts),
+            has_started_attempt=bool(snapshot.running or snapshot.counts.ended_attempts),
         )
 
     def _update_rate(self, now: float, reports: int) -> float:
@@ -158,7 +165,7 @@ class ProgressReader:
 
     def _estimate_time_left(self, elapsed: timedelta, trials: Sequence[Trial], trained_steps: int) -> timedelta | None:
         """Return the time of the remaining steps at the rate of this run, or the rest of the time budget if shorter."""
-        time = self._outlook.time
+        time = self._outlook.time_budget
         budget = None if time is None else max(timedelta(0), time - elapsed)
         if elapsed < _MIN_ELAPSED or not trained_steps:
             return budget
@@ -180,11 +187,11 @@ def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float 
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
     new_trial_steps = fmean(last_steps) if last_steps else estimate.step_count
     step_count = estimate.step_count or new_trial_steps
-    if estimate.trial_count is None or not (step_count and new_trial_steps) or not estimate.resumes_paused:
+    if estimate.trial_count is None or not (step_count and new_trial_steps) or not estimate.resumes_all_paused:
         return None
     steps = max(0, estimate.trial_count - len(trials)) * new_trial_steps
     for trial in trials:
-        if trial.phase not in ENDED:
+        if trial.phase not in ENDED_PHASES:
             checkpoint = newest_checkpoint(trial)
             step = trial.step if trial.phase is Phase.RUNNING else checkpoint.step if checkpoint else 0
             steps += max(0, step_count - step)
@@ -203,7 +210,7 @@ def share_of_search(
 
 def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> float:
     """Return the completed share of the trial's training; a paused trial counts as done unless all are resumed."""
-    if trial.phase in ENDED or (trial.phase is Phase.PAUSED and not outlook.resumes_paused):
+    if trial.phase in ENDED_PHASES or (trial.phase is Phase.PAUSED and not outlook.resumes_all_paused):
         return 1.0
     step, steps = max(trial.step, report.step if report else 0), outlook.step_count
     return min(1.0, step / steps) if steps else 0.0
@@ -228,17 +235,17 @@ def trials_table(
     The second value is a line that names the parameters that do not fit; it is empty if all fit. The default of
     `width` is the width of stdout; `styles` are Rich styles of rows.
     """
-    names, rows, hidden = cells_of(trials, metrics, width or output_width(), more)
+    names, rows, hidden = fit_columns(trials, metrics, width or output_width(), more)
     table = borderless_table()
     for name in names:
-        table.add_column(Text(visible(name)), no_wrap=True)
+        table.add_column(Text(make_visible(name)), no_wrap=True)
     for trial, row in zip(trials, rows, strict=True):
         table.add_row(*plain_cells(row), style=styles.get(trial.status, ""))
     note = f"hidden, for lack of room: {', '.join(hidden)}; a wider terminal or a pipe has all columns"
-    return table, visible(note) if hidden else ""
+    return table, make_visible(note) if hidden else ""
 
 
-def cells_of(
+def fit_columns(
     trials: Sequence[Trial], metrics: Sequence[str], width: int, more: Mapping[str, list[str]] = MappingProxyType({})
 ) -> tuple[list[str], list[list[str]], list[str]]:
     """Return column names and rows that fit `width` if possible, and the names of the hidden parameters.
@@ -247,11 +254,11 @@ def cells_of(
     """
     columns: dict[str, list[str]] = {
         "trial": [trial.trial for trial in trials],
-        "status": [status_label(trial.status, trial.step) for trial in trials],
+        "status": [format_status(trial.status, trial.step) for trial in trials],
         "step": [str(trial.step) for trial in trials],
     }
     for name in metrics:
-        cells = [_format_on_one_line(metric_in(trial.metrics, name)) for trial in trials]
+        cells = [_format_on_one_line(get_metric(trial.metrics, name)) for trial in trials]
         columns[f"metrics/{name}" if name in columns else name] = cells
     for name, cells in more.items():
         columns[f"trial's {name}" if name in columns else name] = cells
@@ -278,7 +285,7 @@ def _column_width(name: str, cells: Sequence[str]) -> int:
 
 def _differing_parameters(trials: Sequence[Trial], max_width: int) -> Mapping[str, list[str]]:
     """Return the parameters that differ between the trials; all parameters for a single trial."""
-    configs = [flat(trial.config) for trial in trials]
+    configs = [flatten(trial.config) for trial in trials]
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for config in configs for name in config):
         cells = [shorten(_format_on_one_line(config.get(name)), max_width) for config in configs]
@@ -291,7 +298,7 @@ def _format_on_one_line(value: object) -> str:
     return " ".join(format_value(value).split())
 
 
-def common_metrics(trials: Sequence[Trial]) -> Sequence[str]:
+def first_reported_metrics(trials: Sequence[Trial]) -> Sequence[str]:
     """Return the metrics of the first trial that has reported any."""
     return next((tuple(trial.metrics) for trial in trials if trial.metrics), ())
 
@@ -325,14 +332,14 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     rows = [*state.running[: row_count - other_count], *state.others[:other_count]] if row_count > 0 else []
     title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
     if left := _format_time_left(state):
-        title.append(visible(f", {left}"))
+        title.append(make_visible(f", {left}"))
     if rate := _format_rate(state):
         title.append(f"  {rate}", "dim")
-    facts = (Text.assemble((f"{name:<8}", "dim"), visible(text)) for name, text in head_facts(state).items())
+    facts = (Text.assemble((f"{name:<8}", "dim"), make_visible(text)) for name, text in progress_facts(state).items())
     parts: list[RenderableType] = [title, *facts]
     if rows:
         objective = state.outlook.objective
-        metrics = objective.metrics if objective else common_metrics(rows)
+        metrics = objective.metrics if objective else first_reported_metrics(rows)
         table, hidden = trials_table(rows, metrics, width=width, styles=_STATUS_STYLES)
         parts += [Text(), table]
         if hidden and len(rows) + len(notes) < room:
@@ -340,8 +347,8 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     if notes:
         parts.append(Text())
     for note in notes:
-        text = (visible(note.text), "red" if note.is_bad else "")
-        parts.append(Text.assemble((note.at.strftime("%H:%M:%S"), "dim"), "  ", text))
+        text = (make_visible(note.text), "red" if note.is_problem else "")
+        parts.append(Text.assemble((note.logged_at.strftime("%H:%M:%S"), "dim"), "  ", text))
     for part in parts:
         if isinstance(part, Text):  # truncate instead of wrapping
             part.no_wrap, part.overflow = True, "ellipsis"
@@ -350,7 +357,7 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
 
 def line(state: ProgressState) -> str:
     """Return the progress as one line for the log."""
-    facts, elapsed = head_facts(state), format_duration(state.elapsed)
+    facts, elapsed = progress_facts(state), format_duration(state.elapsed)
     objective = state.outlook.objective
     if state.outlook.is_training:
         metrics = f", {facts['metrics']}" if "metrics" in facts else ""
@@ -370,7 +377,7 @@ def line(state: ProgressState) -> str:
     return f"{state.outlook.experiment}: {'; '.join(filter(None, parts))}"
 
 
-def head_facts(state: ProgressState) -> Mapping[str, str]:
+def progress_facts(state: ProgressState) -> Mapping[str, str]:
     """Return the facts above the table of trials: counts, rungs, and the best trial with its configuration.
 
     For a single training, return its step, metrics, newest checkpoint and configuration.
@@ -389,7 +396,7 @@ def head_facts(state: ProgressState) -> Mapping[str, str]:
         facts["rungs"] = ", ".join(rungs)
     best, objective = state.best, state.outlook.objective
     if best is not None and objective is not None:
-        inherited = ", of the checkpoint that it continues from" if best.inherits else ""
+        inherited = ", of the checkpoint that it continues from" if best.has_inherited_report else ""
         facts[best_label(objective)] = f"{format_trial(best, objective.metrics)} at step {best.step}{inherited}"
         facts[""] = format_config(best)
     return facts
@@ -405,7 +412,7 @@ def _training_facts(state: ProgressState) -> Mapping[str, str]:
     newest = newest_checkpoint(trial)
     facts = {
         "step": f"{trial.step}{total}{attempt}{status}",
-        "metrics": format_value(flat(trial.metrics)),
+        "metrics": format_value(flatten(trial.metrics)),
         "saved": f"step {newest.step}" if newest else "",
         "config": format_config(trial),
     }
@@ -415,11 +422,11 @@ def _training_facts(state: ProgressState) -> Mapping[str, str]:
 def _format_rate(state: ProgressState) -> str:
     """Return the rate of steps, or of the reports of all trials; empty before the first report."""
     unit = "steps/s" if state.outlook.is_training else "reports/s"
-    return f"{shown_amount(state.reports_per_second)} {unit}" if state.reports_per_second else ""
+    return f"{format_amount(state.reports_per_second)} {unit}" if state.reports_per_second else ""
 
 
 def _format_time_left(state: ProgressState) -> str:
     """Describe the estimated time left, or why the search ends early; empty if neither is known."""
-    if state.ended_because:
-        return f"ending: {first_line(state.ended_because)}"
+    if state.stop_reason:
+        return f"ending: {first_line(state.stop_reason)}"
     return "" if state.time_left is None else f"about {format_duration(state.time_left)} left"

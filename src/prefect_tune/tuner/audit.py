@@ -19,50 +19,50 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 
 from prefect_tune.blocks import StorageTarget, resolve_existing
+from prefect_tune.core.display_text import shorten
 from prefect_tune.core.errors import BadMetric, InvalidInput, UnsafePayload
-from prefect_tune.core.experiment.experiment import Experiment, after_event, apply, nothing_yet
-from prefect_tune.core.experiment.failure_policy import errors_end_reason
+from prefect_tune.core.experiment.experiment import Experiment, apply_entry, apply_event, empty_experiment
+from prefect_tune.core.experiment.failure_policy import end_reason_after_error
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
-from prefect_tune.core.journal.journal import each_entry
+from prefect_tune.core.journal.journal import iter_entries
 from prefect_tune.core.journal_events import (
-    Adopted,
-    Answered,
     AttemptEnded,
-    Cloned,
-    Configured,
-    Decided,
-    Deletion,
+    AttemptStarted,
+    CheckpointCloned,
+    CheckpointsAdopted,
+    DecisionMade,
+    DeletionStarted,
     Entry,
     Event,
-    Finished,
+    ExperimentConfigured,
+    ExperimentForked,
     FinishKind,
-    Forked,
-    GaveUp,
-    Opened,
-    Paused,
-    Reported,
-    Requeued,
-    Resumed,
-    Started,
-    StopAsked,
+    FormAnswered,
+    OwnerChanged,
+    StepReported,
+    StopRequested,
     TrialAdded,
+    TrialErrored,
     TrialEvent,
+    TrialFinished,
+    TrialPaused,
+    TrialRequeued,
+    TrialResumed,
     WarmStart,
     Writer,
 )
-from prefect_tune.core.reasons import AnyReason, code_of
+from prefect_tune.core.reasons import AnyReason, get_reason_code
 from prefect_tune.core.schedulers.base import Stop
-from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
+from prefect_tune.core.search.base import Exhausted, Proposed, Search, SearchState, Space, Suggestion
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.shown_text import shorten
-from prefect_tune.core.storage.generations import current_journal, no_experiment
+from prefect_tune.core.storage.generations import find_current_journal, no_experiment_message
 from prefect_tune.core.values import StepReport, canonical_json
-from prefect_tune.parameters.argument_checks import scheduler_from
+from prefect_tune.parameters.argument_checks import parse_scheduler
 from prefect_tune.parameters.plan_checks import with_default_samples
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, Stored, only_in_code
-from prefect_tune.trust import code_choices
-from prefect_tune.tuner.run_search import policy_of, prior_trials_of
-from prefect_tune.tuner.search_policy import SearchPolicy, finish_of, open_decision, trial_id
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredKind, options_only_in_code
+from prefect_tune.trust import find_code_choices
+from prefect_tune.tuner.run_search import make_policy, unique_prior_trials
+from prefect_tune.tuner.search_policy import SearchPolicy, finish_event, pending_decision, trial_id
 
 _TIMEOUT = timedelta(minutes=30)
 _MAX_EVENT_LENGTH = 400
@@ -157,22 +157,22 @@ def audit(
                 expected = " or ".join(_format_event(candidate, event) for candidate in events) or instead
                 trial, journaled = getattr(event, "trial", None), _format_event(event, *events[:1])
                 raise _DifferenceFoundError(AuditDifference(number, trial, expected, journaled))
-        after = after_event(before, event, number, writer)
+        after = apply_event(before, event, number, writer)
         derivation.record(before, event, after)
         return after
 
     difference, number = None, 0
     with storage.open(timeout=_TIMEOUT) as store:
-        state = nothing_yet(current_journal(store, experiment))
+        state = empty_experiment(find_current_journal(store, experiment))
         try:
-            for entry, digest in each_entry(store, state.key):
+            for entry, digest in iter_entries(store, state.key):
                 number = entry.number
                 derivation.begin_entry(entry)
-                state = apply(state, entry, digest, compare_and_apply)
+                state = apply_entry(state, entry, digest, compare_and_apply)
         except _DifferenceFoundError as error:
             difference = error.difference
         if not number:
-            raise InvalidInput(no_experiment(store, experiment, storage.uri))
+            raise InvalidInput(no_experiment_message(store, experiment, storage.uri))
     return AuditReport(state.name, number, dict(derived), dict(not_derived), dict(observed), difference)
 
 
@@ -213,17 +213,17 @@ _Finding: TypeAlias = _Expectation | _Underivable | None
 class _UnknownSearch(Search):
     """Replaces an unknown search: it proposes nothing."""
 
-    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         del space, objective, seed
-        return _UnknownProposals()
+        return _UnknownSearchState()
 
 
-class _UnknownProposals(Proposals):
+class _UnknownSearchState(SearchState):
     def suggest(self, number: int) -> Suggestion:
         del number
         return Exhausted(reason="unknown")
 
-    def recall(self, number: int, config: Mapping[str, object]) -> None:
+    def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         del number, config
 
 
@@ -257,7 +257,7 @@ def _make_audit_plan(target: StorageTarget, state: Experiment, passed: Mapping[s
     """
     settings = state.settings
     values = {
-        name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored is Stored.DATA
+        name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored is StoredKind.DATA
     }
     unknown: dict[str, str] = {}
     for name in PASSABLE_PARAMETERS:
@@ -286,7 +286,7 @@ def _raise_on_training(config: Mapping[str, object]) -> None:
 
 def _unknown_parameter_reason(name: str, settings: Mapping[str, Any]) -> str:
     """Return why a parameter cannot be restored from the settings alone; empty if it can."""
-    if name in only_in_code(settings):
+    if name in options_only_in_code(settings):
         return "it was passed as an object, which the journal does not hold"
     stored = settings.get(name)
     if stored is None:
@@ -296,16 +296,18 @@ def _unknown_parameter_reason(name: str, settings: Mapping[str, Any]) -> str:
         return "Optuna's proposals depend on its version" * is_optuna
     if name == "scheduler":
         try:
-            scheduler_from(stored)
+            parse_scheduler(stored)
         except UnsafePayload:
             return "the journal names code in it"
         return ""
-    return "the journal names code in it" * bool(code_choices({name: stored}))
+    return "the journal names code in it" * bool(find_code_choices({name: stored}))
 
 
 # The events.
 
-_OPENING_EVENTS = Opened | Adopted | Configured | Answered | Forked | Deletion
+_OPENING_EVENTS = (
+    OwnerChanged | CheckpointsAdopted | ExperimentConfigured | FormAnswered | ExperimentForked | DeletionStarted
+)
 
 
 class _Derivation:
@@ -320,69 +322,71 @@ class _Derivation:
         self._reports: dict[str, StepReport] = {}  # by trial: the last journaled report of its present attempt
         self._decisions: dict[str, tuple[int, StepReport]] = {}  # by trial: the last milestone, and its report
         self._is_fork_entry = False
-        self._last_gave_up: GaveUp | None = None  # the last event, if it is a `GaveUp`
+        self._last_gave_up: TrialErrored | None = None  # the last event, if it is a `TrialErrored`
         self._search_end_reason: AnyReason | None = None  # why the stoppers end the search, after the last entry
 
     def begin_entry(self, entry: Entry) -> None:
         """Begin the next entry. The entry that completes a fork copies the decisions of its origin."""
-        self._is_fork_entry = any(isinstance(event, Forked) and event.trials is not None for event in entry.events)
-        self._search_end_reason = self._policy.why_end() if self._policy else None
+        self._is_fork_entry = any(
+            isinstance(event, ExperimentForked) and event.trials is not None for event in entry.events
+        )
+        self._search_end_reason = self._policy.end_reason() if self._policy else None
 
     def derive_finding(self, before: Experiment, event: Event) -> _Finding:
         """Return what `event` had to be in the state `before`."""
         if self._is_fork_entry or isinstance(event, _OPENING_EVENTS):
             return None
         if self._policy is None and before.term in self._plans:  # a new owner
-            self._policy = policy_of(self._plans[before.term].plan)
-            self._policy.warm_start(prior_trials_of(self._warm_starts))
+            self._policy = make_policy(self._plans[before.term].plan)
+            self._policy.add_prior_trials(unique_prior_trials(self._warm_starts))
             self._policy.replay(before)
-            self._search_end_reason = self._policy.why_end()
+            self._search_end_reason = self._policy.end_reason()
         return self._derive_by_event_type(before, event)
 
     def record(self, before: Experiment, event: Event, after: Experiment) -> None:
         """Record an applied event, like a running search records what it writes."""
-        self._last_gave_up = event if isinstance(event, GaveUp) else None
-        if isinstance(event, Opened | Configured) and after.settings:
+        self._last_gave_up = event if isinstance(event, TrialErrored) else None
+        if isinstance(event, OwnerChanged | ExperimentConfigured) and after.settings:
             plan, old_plan = _make_audit_plan(self._target, after, self._passed), self._plans.get(after.term)
             if old_plan is None or plan.policy_settings != old_plan.policy_settings:
                 self._policy = None
             self._plans[after.term] = plan
-        if isinstance(event, Opened) or self._is_fork_entry:
+        if isinstance(event, OwnerChanged) or self._is_fork_entry:
             self._policy = None
-        if isinstance(event, Configured):
+        if isinstance(event, ExperimentConfigured):
             self._warm_starts += event.warm_starts
         if self._policy is None:
             return
-        if after.past_count > before.past_count and not isinstance(event, Configured):
+        if after.past_count > before.past_count and not isinstance(event, ExperimentConfigured):
             trial = after.trial(str(getattr(event, "trial", "")))
             for past_event in trial.past[before.past_count - after.past_count :]:
                 self._policy.record(trial, past_event)
-        if isinstance(event, Requeued):
-            self._search_end_reason = self._policy.why_end()  # the error of a requeued trial no longer counts
+        if isinstance(event, TrialRequeued):
+            self._search_end_reason = self._policy.end_reason()  # the error of a requeued trial no longer counts
         if isinstance(event, TrialEvent):
-            self._policy.note_training(event.trial, after.trial(event.trial).trained_seconds)
+            self._policy.record_training_time(event.trial, after.trial(event.trial).trained_seconds)
 
     def _derive_by_event_type(self, before: Experiment, event: Event) -> _Finding:
         if (policy := self._policy) is None:
             return None  # a single training decides nothing
         if isinstance(event, TrialAdded):
             return self._expect_added_trial(before, policy, event)
-        if isinstance(event, StopAsked):
+        if isinstance(event, StopRequested):
             return self._expect_search_stop(before, policy, event)
-        trial = before.trials.get(str(getattr(event, "trial", "")))  # None: `after_event` reports a damaged journal
+        trial = before.trials.get(str(getattr(event, "trial", "")))  # None: `apply_event` reports a damaged journal
         plan = self._plans[before.term]
         match event:
-            case Decided() if trial is not None:
+            case DecisionMade() if trial is not None:
                 return self._expect_decision(policy, trial, event, plan)
-            case Reported() if trial is not None:
+            case StepReported() if trial is not None:
                 return self._check_missed_decision(policy, trial, event, plan)
-            case Resumed() if trial is not None:
+            case TrialResumed() if trial is not None:
                 return self._expect_resume(policy, trial, event, plan)
-            case Cloned() if trial is not None:
+            case CheckpointCloned() if trial is not None:
                 return _expect_clone(trial, event)
-            case Finished() if trial is not None and trial.phase is not Phase.RUNNING:
+            case TrialFinished() if trial is not None and trial.phase is not Phase.RUNNING:
                 return self._expect_finish(before, policy, trial, plan)
-            case Started() | AttemptEnded() | Paused() | Finished() | GaveUp():
+            case AttemptStarted() | AttemptEnded() | TrialPaused() | TrialFinished() | TrialErrored():
                 self._reports.pop(event.trial, None)
                 self._decisions.pop(event.trial, None)
             case _:
@@ -392,11 +396,11 @@ class _Derivation:
     def _expect_added_trial(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> _Finding:
         if reason := before.ends or self._search_end_reason:
             return _Expectation((), f"no new trial: the search ends: {reason}")
-        if (paused := policy.schedule.resume_next()) is not None:
-            return _Expectation([Resumed(trial=paused)])
+        if (paused := policy.schedule.next_trial_to_resume()) is not None:
+            return _Expectation([TrialResumed(trial=paused)])
         if policy.schedule.is_waiting():
             return _Expectation((), "no new trial yet: the scheduler waits for others")
-        name = trial_id(policy.proposed)
+        name = trial_id(policy.proposed_count)
         if unknown := self._plans[before.term].unknown.get("search"):
             renamed = event.model_copy(update={"trial": name})
             return _Underivable(unknown) if event.trial == name else _Expectation([renamed])
@@ -408,12 +412,12 @@ class _Derivation:
             case _:
                 return _Expectation((), "no new trial yet: the search waits for other trials to end")
 
-    def _expect_decision(self, policy: SearchPolicy, trial: Trial, event: Decided, plan: _AuditPlan) -> _Finding:
+    def _expect_decision(self, policy: SearchPolicy, trial: Trial, event: DecisionMade, plan: _AuditPlan) -> _Finding:
         milestone = step = event.report.step
         last = self._reports.get(trial.trial)
         if self._are_milestones_known(trial, plan):
-            due_step = policy.milestone(trial)
-            if open_decision(trial) is not None or due_step is None or step < due_step:
+            due_step = policy.next_milestone(trial)
+            if pending_decision(trial) is not None or due_step is None or step < due_step:
                 return _Expectation((), f"no decision at step {step}: {_describe_next_decision(trial, due_step)}")
             if last is not None and due_step <= last.step < step:
                 return _Expectation((), f"a decision at step {last.step}")
@@ -435,7 +439,9 @@ class _Derivation:
         is_ours = trial.outbox is None or self._plans.get(trial.search_term) is plan
         return is_ours and "scheduler" not in plan.unknown
 
-    def _check_missed_decision(self, policy: SearchPolicy, trial: Trial, event: Reported, plan: _AuditPlan) -> _Finding:
+    def _check_missed_decision(
+        self, policy: SearchPolicy, trial: Trial, event: StepReported, plan: _AuditPlan
+    ) -> _Finding:
         """Return the missing decision if the attempt has passed a milestone without a decision."""
         step = event.report.step
         last, self._reports[trial.trial] = self._reports.get(trial.trial), event.report
@@ -447,19 +453,19 @@ class _Derivation:
             return None
         if decided_report is not None and milestone <= step < decided_report.step:
             return _Expectation((), f"a decision at step {step}")
-        due_step = policy.milestone(trial)
+        due_step = policy.next_milestone(trial)
         if due_step is None or last is None or last.step < due_step:
             return None
         return _Expectation((), f"no further step: {_describe_next_decision(trial, due_step)}")
 
-    def _expect_resume(self, policy: SearchPolicy, trial: Trial, event: Resumed, plan: _AuditPlan) -> _Finding:
+    def _expect_resume(self, policy: SearchPolicy, trial: Trial, event: TrialResumed, plan: _AuditPlan) -> _Finding:
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
-        if policy.is_to_resume(trial) or policy.schedule.resume_next() == trial.trial:
+        if policy.should_resume(trial) or policy.schedule.next_trial_to_resume() == trial.trial:
             return _Expectation([event])
         _signal_search_exhausted(policy, plan)
-        paused_trial = policy.schedule.resume_next()
-        return _Expectation([Resumed(trial=paused_trial)] if paused_trial else (), "no trial to resume")
+        paused_trial = policy.schedule.next_trial_to_resume()
+        return _Expectation([TrialResumed(trial=paused_trial)] if paused_trial else (), "no trial to resume")
 
     def _expect_finish(self, before: Experiment, policy: SearchPolicy, trial: Trial, plan: _AuditPlan) -> _Finding:
         """Return the end of a trial that has no attempt: by a decision, a request, or a pause that nothing ends."""
@@ -467,22 +473,22 @@ class _Derivation:
             return _Expectation(finishes)
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
-        if policy.schedule.stop_next() is None:
+        if policy.schedule.next_trial_to_stop() is None:
             _signal_search_exhausted(policy, plan)
-        if (stopped := policy.schedule.stop_next()) is None:
+        if (stopped := policy.schedule.next_trial_to_stop()) is None:
             return _Expectation((), "this trial does not end here")
-        return _Expectation([finish_of(*stopped)])
+        return _Expectation([finish_event(*stopped)])
 
-    def _expect_search_stop(self, before: Experiment, policy: SearchPolicy, event: StopAsked) -> _Finding:
+    def _expect_search_stop(self, before: Experiment, policy: SearchPolicy, event: StopRequested) -> _Finding:
         if event.request is not None or event.trial is not None:
             return None
         plan = self._plans[before.term]
         reason: AnyReason | None = None
         if self._last_gave_up is not None:
             errored_trial, trials = before.trial(self._last_gave_up.trial), before.trials.values()
-            reason = errors_end_reason(errored_trial, trials, fail_fast=plan.plan.fail_fast)
-        reason = reason or policy.why_end()
-        if reason is None or code_of(event.reason) in ("stopped-on-resume", "time-budget"):
+            reason = end_reason_after_error(errored_trial, trials, fail_fast=plan.plan.fail_fast)
+        reason = reason or policy.end_reason()
+        if reason is None or get_reason_code(event.reason) in ("stopped-on-resume", "time-budget"):
             return _Underivable(plan.unknown.get("stop", _NOT_RECORDED))
         return _Expectation([event.model_copy(update={"reason": reason})])
 
@@ -503,7 +509,7 @@ def _comparable_fields(event: Event) -> Mapping[str, object]:
     return fields
 
 
-def _expect_clone(trial: Trial, event: Cloned) -> _Finding:
+def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Finding:
     """Return the clone for a trial's exploit: of the decided source, or of the trial if the source has no checkpoint.
 
     A user may also restart a trial from one of its own checkpoints, with its own configuration.
@@ -520,22 +526,22 @@ def _expect_clone(trial: Trial, event: Cloned) -> _Finding:
 def _signal_search_exhausted(policy: SearchPolicy, plan: _AuditPlan) -> None:
     """Signal to the scheduler that the search proposes no more trials, if it does not; an unknown search may not."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
-        policy.schedule.exhausted()
+        policy.schedule.on_search_exhausted()
 
 
-def _early_finishes(before: Experiment, trial: Trial) -> Sequence[Finished]:
+def _early_finishes(before: Experiment, trial: Trial) -> Sequence[TrialFinished]:
     """Return the ends of a trial that its scheduler has decided and the user has requested."""
-    decision, stop_reason = open_decision(trial), before.stops.get(trial.trial)
+    decision, stop_reason = pending_decision(trial), before.stops.get(trial.trial)
     stop = decision.decision if decision is not None else None
-    finishes = [finish_of(trial.trial, stop)] if isinstance(stop, Stop) else []
+    finishes = [finish_event(trial.trial, stop)] if isinstance(stop, Stop) else []
     if stop_reason is not None:
-        finishes.append(Finished(trial=trial.trial, reason=stop_reason, kind=FinishKind.STOPPED))
+        finishes.append(TrialFinished(trial=trial.trial, reason=stop_reason, kind=FinishKind.STOPPED))
     return finishes
 
 
 def _describe_next_decision(trial: Trial, milestone: int | None) -> str:
     """Return when the scheduler decides next, for messages."""
-    if open_decision(trial) is not None:
+    if pending_decision(trial) is not None:
         return f"the decision at step {milestone} has no effect yet"
     return "the scheduler makes no further decision" if milestone is None else f"a decision is due at step {milestone}"
 

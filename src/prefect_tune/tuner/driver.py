@@ -13,11 +13,11 @@ from datetime import timedelta
 from functools import partial
 from typing import assert_never
 
-from prefect_tune.attempt.attempt import CurveReader, next_start
+from prefect_tune.attempt.attempt import ReportReader, make_attempt_started
 from prefect_tune.attempt.processes.process_output import Log
-from prefect_tune.attempt.search_link import AnswerAwaited, EventsSubmitted
+from prefect_tune.attempt.search_channel import DecisionAwaited, EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.clock import begin_run_clock, new_write_id, run_now
+from prefect_tune.clock import begin_run_clock, new_write_stamp, run_clock_now
 from prefect_tune.core.errors import (
     IllegalTransition,
     InvalidInput,
@@ -27,48 +27,62 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.experiment import Experiment, last_report
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase, Trial, clonable_checkpoint, clone_for, is_live
-from prefect_tune.core.journal.journal import lacks_snapshot
-from prefect_tune.core.journal.outbox import POSTS_AT_ONCE, ClosedOutbox, Post, close_outbox, read_posts
+from prefect_tune.core.experiment.trial_transitions import (
+    ENDED_PHASES,
+    Phase,
+    Trial,
+    clonable_checkpoint,
+    is_live_checkpoint,
+    make_clone_ref,
+)
+from prefect_tune.core.journal.journal import is_final_snapshot_due
+from prefect_tune.core.journal.outbox import MAX_POSTS_PER_READ, ClosedOutbox, Post, close_outbox, read_posts
 from prefect_tune.core.journal_events import (
     AttemptEvent,
+    AttemptLaunched,
     Cause,
-    Cloned,
-    Committed,
+    CheckpointCloned,
+    CheckpointCommitted,
     Event,
-    Launched,
     OutboxClosed,
-    Received,
-    Reported,
-    Resumed,
+    PostReceived,
     SlotFreed,
-    StopAsked,
+    StepReported,
+    StopRequested,
     TrialAdded,
+    TrialResumed,
 )
-from prefect_tune.core.operations.trial_gc import collectable_origins
+from prefect_tune.core.operations.trial_gc import find_collectable_origins
 from prefect_tune.core.reasons import make_reason
-from prefect_tune.core.restore import adopt
+from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.search.base import Exhausted, Proposed, Wait
 from prefect_tune.executors.trial_executor import (
     AttemptCancelledError,
     AttemptExited,
     Message,
-    PostReceived,
+    PostArrived,
     RemoteAttemptStarted,
     TrialExecutor,
-    have_ended,
+    stop_and_wait,
 )
 from prefect_tune.journal_access import JournalWriter, set_attempt_crashed
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
-from prefect_tune.storage_retries import on_target
+from prefect_tune.storage_retries import with_store
 from prefect_tune.stores.parallel_map import parallel_map
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.tuner.decisions import Decisions, FailureHandler
-from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
-from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy, extension_of, finish_of, retry_of, trial_id
-from prefect_tune.tuner.stop_requests import Stopping, StopSource
+from prefect_tune.tuner.decisions import DecisionHandler, FailureHandler
+from prefect_tune.tuner.pending_entry import BackgroundWorker, PendingEntry
+from prefect_tune.tuner.search_policy import (
+    ONLY_TRIAL,
+    SearchPolicy,
+    extension_event,
+    finish_event,
+    retry_event,
+    trial_id,
+)
+from prefect_tune.tuner.stop_requests import StopHandler, StopSource
 
 _POLL_TIMEOUT = timedelta(seconds=0.5)
 _IO_TIMEOUT = timedelta(minutes=5)
@@ -91,24 +105,28 @@ class Driver:
         journal_writer: JournalWriter,
         *,
         log: Log,
-        listener: SearchObserver,
-        before_training: Callable[[], Sequence[Event]] = tuple,  # called once; returns events before the first attempt
+        observer: SearchObserver,
+        make_first_events: Callable[
+            [], Sequence[Event]
+        ] = tuple,  # called once; returns events before the first attempt
     ) -> None:
         self._spec = spec
-        self._observer = listener
-        self._before_training = before_training
+        self._observer = observer
+        self._make_first_events = make_first_events
         self._limits = limits
         self._policy = policy
         self._executor = executor
         self._log = log
         self._target = journal_writer.target
-        self._janitor = Janitor(journal_writer.target)
-        self._pending_entry = PendingEntry(journal_writer, policy, listener, spec.sync.sync_period, self._janitor)
-        self._curves = CurveReader(journal_writer.target, journal_writer.experiment.key) if spec.needs_curve else None
-        self._stopping = Stopping(limits, policy, executor, self._pending_entry, self._close_outbox, log)
-        self._startable: deque[str] = deque()
-        self._failure_handler = FailureHandler(limits, self._pending_entry, self._stopping, self._startable, log)
-        self._decisions = Decisions(
+        self._background_worker = BackgroundWorker(journal_writer.target)
+        self._pending_entry = PendingEntry(
+            journal_writer, policy, observer, spec.sync.sync_period, self._background_worker
+        )
+        self._curves = ReportReader(journal_writer.target, journal_writer.experiment.key) if spec.needs_curve else None
+        self._stop_handler = StopHandler(limits, policy, executor, self._pending_entry, self._close_outbox, log)
+        self._ready_queue: deque[str] = deque()
+        self._failure_handler = FailureHandler(limits, self._pending_entry, self._stop_handler, self._ready_queue, log)
+        self._decision_handler = DecisionHandler(
             policy, executor, self._pending_entry, self._failure_handler, saves_at_end=spec.cadence.at_end
         )
         self._previous_attempts: dict[str, int] = {}  # by trial: the number of the attempt before the present one
@@ -131,35 +149,35 @@ class Driver:
         except BaseException:
             self._pending_entry.drop_actions()
             with suppress(TuneError):  # raise the error that ended the search instead
-                have_ended(self._executor, self._spec.grace, self._journal_submitted_events)
+                stop_and_wait(self._executor, self._spec.grace, self._journal_submitted_events)
             raise
         finally:
-            self._janitor.close()
+            self._background_worker.close()
 
     def _journal_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
         """Journal the events that attempts submitted before the loop failed; if the write fails, they get its error."""
         unhandled = [message for message in self._messages if isinstance(message, EventsSubmitted)]
         self._messages.clear()
         for events in (*unhandled, *submitted):
-            self._pending_entry.submit(events)
+            self._pending_entry.add_submitted(events)
         with suppress(TuneError):
-            if self._pending_entry.is_awaited:
+            if self._pending_entry.has_waiters:
                 self._pending_entry.write(may_wait=False)
 
     def _run_loop(self, stop_source: StopSource) -> Experiment:
         self._policy.replay(self._state)
         self._recover_trials()
         while True:
-            self._stopping.heed(stop_source)
-            has_free_slots = not self._stopping.ends and self._fill_slots()
+            self._stop_handler.check_stop_causes(stop_source)
+            has_free_slots = not self._stop_handler.is_stopping and self._fill_slots()
             written = self._pending_entry.write(may_wait=len(self._executor) > 0)
-            stop_source.journaled(len(written.stop_requests))
+            stop_source.on_requests_journaled(len(written.stop_requests))
             if not len(self._executor):
-                if lacks_snapshot(written):
-                    self._janitor.write_snapshot(written)
-                return self._failure_handler.require_imported(written)
+                if is_final_snapshot_due(written):
+                    self._background_worker.write_snapshot(written)
+                return self._failure_handler.require_loaded_trainable(written)
             poll_timeout = timedelta(0) if has_free_slots else _POLL_TIMEOUT
-            self._handle_messages(self._executor.poll(poll_timeout))
+            self._handle_messages(self._executor.poll_messages(poll_timeout))
 
     @property
     def _state(self) -> Experiment:
@@ -167,7 +185,7 @@ class Driver:
         return self._pending_entry.state
 
     def _put_event(self, event: Event) -> None:
-        self._pending_entry.put(event)
+        self._pending_entry.add_event(event)
 
     # ----------------------------------------------------------------------------------------------- the slots
 
@@ -181,33 +199,35 @@ class Driver:
         return free > _MAX_STARTS
 
     def _take_next_trial(self) -> str | None:
-        while self._startable:
-            trial = self._startable.popleft()
+        while self._ready_queue:
+            trial = self._ready_queue.popleft()
             self._end_vanished_attempt(trial)
             if not self._has_queued_attempt(trial):
-                self._decisions.decide_what_is_open(trial)
+                self._decision_handler.decide_missed_milestone(trial)
             state = self._state.trial(trial)
-            if self._stopping.ends:
+            if self._stop_handler.is_stopping:
                 return None
             if state.phase is Phase.PENDING:
                 return trial
             self._resume_if_due(state)
-        if self._limits.options.reruns_errored == "only":
+        if self._limits.options.effective_rerun_errored == "only":
             return None
         self._stop_unneeded_trials()
-        if (paused_trial := self._policy.schedule.resume_next()) is None:
+        if (paused_trial := self._policy.schedule.next_trial_to_resume()) is None:
             return None if self._policy.schedule.is_waiting() else self._propose_trial()
         return self._resume_trial(paused_trial)
 
     def _stop_unneeded_trials(self) -> None:
-        while (next_stop := self._policy.schedule.stop_next()) is not None and next_stop[0] not in self._slot_starts:
-            self._put_event(finish_of(*next_stop))
+        while (next_stop := self._policy.schedule.next_trial_to_stop()) is not None and next_stop[
+            0
+        ] not in self._slot_starts:
+            self._put_event(finish_event(*next_stop))
 
     def _resume_trial(self, trial: str) -> str | None:
         """Resume a paused trial; return None while its attempt still saves the checkpoint of the pause."""
         if trial in self._slot_starts:  # `_executor` has the trial only after its start is journaled
             return None
-        self._put_event(Resumed(trial=trial))
+        self._put_event(TrialResumed(trial=trial))
         return trial
 
     def _propose_trial(self) -> str | None:
@@ -215,13 +235,13 @@ class Driver:
             return self._resume_without_new_trials()
         match self._policy.suggest():
             case Proposed(config=config):
-                spec, trial = self._spec, trial_id(self._policy.proposed) if self._spec.of_search else ONLY_TRIAL
+                spec, trial = self._spec, trial_id(self._policy.proposed_count) if self._spec.of_search else ONLY_TRIAL
                 self._put_event(
                     TrialAdded(trial=trial, config=config, fingerprint=spec.fingerprint, of_search=spec.of_search)
                 )
                 return trial
             case Wait():
-                is_busy = len(self._executor) or self._pending_entry.is_awaited
+                is_busy = len(self._executor) or self._pending_entry.has_waiters
                 return None if is_busy else self._resume_without_new_trials()
             case Exhausted(reason=reason):
                 if self._spec.of_search:
@@ -233,24 +253,24 @@ class Driver:
                 assert_never(never)
 
     def _resume_without_new_trials(self) -> str | None:
-        self._policy.schedule.exhausted()
+        self._policy.schedule.on_search_exhausted()
         self._stop_unneeded_trials()
-        paused_trial = self._policy.schedule.resume_next()
+        paused_trial = self._policy.schedule.next_trial_to_resume()
         return self._resume_trial(paused_trial) if paused_trial is not None else None
 
     def _start_attempt(self, trial: str, *, reattaches: bool = False) -> None:
         if not reattaches:
-            for event in self._before_training():
+            for event in self._make_first_events():
                 self._put_event(event)
-            self._before_training = tuple
+            self._make_first_events = tuple
             self._clone_for_exploit(self._state.trial(trial))
             if self._executor.is_remote and self._state.trial(trial).outbox is None:
-                self._put_event(Launched(trial=trial, outbox=self._state.trial(trial).outbox_count + 1))
+                self._put_event(AttemptLaunched(trial=trial, outbox=self._state.trial(trial).outbox_count + 1))
         state = self._state.trial(trial)
-        milestone = self._policy.milestone(state)
+        milestone = self._policy.next_milestone(state)
         self._previous_attempts[trial] = state.attempt - reattaches
-        self._slot_starts[trial] = run_now(), time.monotonic()
-        self._pending_entry.then(lambda: self._send_attempt_request(trial, milestone))
+        self._slot_starts[trial] = run_clock_now(), time.monotonic()
+        self._pending_entry.after_write(lambda: self._send_attempt_request(trial, milestone))
         if reattaches:
             self._resend_answers(trial)
 
@@ -260,11 +280,11 @@ class Driver:
         request = AttemptRequest(
             search_term=self._state.term,
             trial=trial.model_copy(update={"past": (), "records": ()}),
-            curve=tuple(self._curves.of(trial)) if self._curves is not None and trial.checkpoints else (),
+            curve=tuple(self._curves.read_reports(trial)) if self._curves is not None and trial.checkpoints else (),
             milestone=milestone,
             saves_first=self._policy.schedule.saves_first,
         )
-        self._executor.start(replace(self._spec, trial=self._state.trial_key(name)), request)
+        self._executor.start_attempt(replace(self._spec, trial=self._state.trial_key(name)), request)
 
     def _clone_for_exploit(self, trial: Trial) -> None:
         """Clone the exploited trial's newest checkpoint if another step follows it; else the trial's own newest one.
@@ -276,9 +296,11 @@ class Driver:
         for source in (exploit.source, trial.trial):
             ref = clonable_checkpoint(self._state.trial(source), self._limits.options.stopper.step_count)
             if ref is not None:
-                copy = clone_for(trial, ref, source)
+                copy = make_clone_ref(trial, ref, source)
                 config, reason = exploit.config, exploit.reason
-                self._put_event(Cloned(trial=trial.trial, checkpoint=copy, source=source, config=config, reason=reason))
+                self._put_event(
+                    CheckpointCloned(trial=trial.trial, checkpoint=copy, source=source, config=config, reason=reason)
+                )
                 return
             self._log.warning("trial %s has no checkpoint from which another step can be trained", source)
 
@@ -286,14 +308,14 @@ class Driver:
         """Resend what an attempt may have missed: a request to stop, and the answer for its present step."""
         trial = self._state.trial(name)
         if name in self._state.stops:
-            self._stopping.tell(name)
+            self._stop_handler.send_stop(name)
         if not trial.step:
             return  # the trial has not reported yet; step 0 is the key of answers that no trial waits for
-        milestone = self._policy.milestone(trial)
+        milestone = self._policy.next_milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.exploits is None:
-            self._decisions.answer(name, last_report(trial))
+            self._decision_handler.answer_report(name, last_report(trial))
         else:
-            self._decisions.carry_out(name, trial.exploits or Continue(), trial.step)
+            self._decision_handler.send_decision(name, trial.exploits or Continue(), trial.step)
 
     # --------------------------------------------------------------------------------------------- the trials
 
@@ -305,14 +327,14 @@ class Driver:
                 case EventsSubmitted():
                     self._note_trained_steps(message.events)
                     before = self._state.trial(message.trial)
-                    self._pending_entry.submit(message)
+                    self._pending_entry.add_submitted(message)
                     self._delete_clone_origins(before)
-                case PostReceived():
+                case PostArrived():
                     self._note_trained_steps(message.events)
                     self._journal_post(message.trial, message.number, message.events)
-                case AnswerAwaited():
+                case DecisionAwaited():
                     self._failure_handler.has_trained = True
-                    self._decisions.answer(message.trial, message.report)
+                    self._decision_handler.answer_report(message.trial, message.report)
                 case RemoteAttemptStarted():
                     self._resend_answers(message.trial)
                 case AttemptExited():
@@ -321,19 +343,23 @@ class Driver:
                     assert_never(never)
         for attempt_exit in exits:
             name = attempt_exit.trial
-            self._executor.forget(name)
+            self._executor.remove_attempt(name)
             (since, began), trial = self._slot_starts.pop(name), self._state.trial(name)
             if trial.of_search:  # a single training has no slots
                 number, held_seconds = max(trial.attempt, self._previous_attempts[name] + 1), time.monotonic() - began
                 self._put_event(SlotFreed(trial=name, attempt=number, since=since, seconds=round(held_seconds, 3)))
             self._handle_attempt_exit(attempt_exit)
             trial = self._state.trial(name)
-            if name in self._reattached and trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
-                self._put_event(extension_of(trial))  # it met only an earlier owner's criterion
-                self._startable.append(name)
+            if (
+                name in self._reattached
+                and trial.phase is Phase.FINISHED
+                and not self._limits.meets_stop_criterion(trial)
+            ):
+                self._put_event(extension_event(trial))  # it met only an earlier owner's criterion
+                self._ready_queue.append(name)
 
     def _note_trained_steps(self, events: Sequence[AttemptEvent]) -> None:
-        if any(isinstance(event, Reported | Committed) for event in events):
+        if any(isinstance(event, StepReported | CheckpointCommitted) for event in events):
             self._failure_handler.has_trained = True
 
     def _journal_post(self, name: str, number: int, events: Sequence[AttemptEvent]) -> None:
@@ -342,7 +368,7 @@ class Driver:
         if before.outbox is None or number != before.post + 1:
             return  # the post was received when the outbox was closed
         try:
-            self._pending_entry.put_all([Received(trial=name, post=number), *events])
+            self._pending_entry.add_events([PostReceived(trial=name, post=number), *events])
         except IllegalTransition as impossible:
             self._log.error(
                 "trial %s: attempt ended: its post %d cannot follow the journal: %s", name, number, impossible
@@ -351,16 +377,16 @@ class Driver:
             self._put_event(OutboxClosed(trial=name))
             return
         folder, outbox = self._state.trial_key(name), before.outbox
-        self._pending_entry.after_entry(lambda: self._janitor.delete_post(folder, outbox, number))
+        self._pending_entry.after_next_write(lambda: self._background_worker.delete_post(folder, outbox, number))
 
         def delete_retired() -> None:
             """Delete the trial's earlier checkpoints that the written journal has retired."""
             trial = self._state.trial(name)
             keys = (folder.checkpoint_key(ref) for ref in before.checkpoints if ref.origin is None)
-            if retired := [key for key in keys if not is_live(trial, key)]:
-                self._janitor.delete_checkpoints(folder, trial, retired)
+            if retired := [key for key in keys if not is_live_checkpoint(trial, key)]:
+                self._background_worker.delete_checkpoints(folder, trial, retired)
 
-        self._pending_entry.after_entry(delete_retired)
+        self._pending_entry.after_next_write(delete_retired)
         self._delete_clone_origins(before)
 
     def _delete_clone_origins(self, before: Trial) -> None:
@@ -373,15 +399,15 @@ class Driver:
             return
 
         def delete_collectable_origins() -> None:
-            for key in collectable_origins(self._state, clones):
-                self._janitor.delete_checkpoints(key.trial, self._state.trial(key.trial.trial), [key])
+            for key in find_collectable_origins(self._state, clones):
+                self._background_worker.delete_checkpoints(key.trial, self._state.trial(key.trial.trial), [key])
 
-        self._pending_entry.after_entry(delete_collectable_origins)
+        self._pending_entry.after_next_write(delete_collectable_origins)
 
     def _fence_attempt(self, name: str, outbox: int) -> ClosedOutbox:
         """Close the trial's outbox on the target, so that its attempt can post nothing more; return its posts."""
-        trial, write_stamp, owner = self._state.trial(name), new_write_id(), str(self._state.owner)
-        return on_target(
+        trial, write_stamp, owner = self._state.trial(name), new_write_stamp(), str(self._state.owner)
+        return with_store(
             self._target,
             lambda store: close_outbox(store, self._state.trial_key(name), outbox, trial.post, owner, write_stamp),
             _IO_TIMEOUT,
@@ -400,13 +426,13 @@ class Driver:
         if self._state.trial(name).outbox is not None:  # the attempt has not posted its end
             self._put_event(OutboxClosed(trial=name))
         if closed.damage and self._state.trial(name).phase is Phase.PENDING:  # start damaged: `_end_vanished_attempt`
-            self._put_event(next_start(self._state.trial(name)))
+            self._put_event(make_attempt_started(self._state.trial(name)))
 
     def _has_queued_attempt(self, name: str) -> bool:
         """Return whether an earlier run has launched an attempt that has not begun, and that this run reattaches to."""
         trial = self._state.trial(name)
         is_open = trial.outbox is not None and trial.post == 0
-        return self._executor.survives_search and is_open and trial.phase is Phase.PENDING
+        return self._executor.is_detached and is_open and trial.phase is Phase.PENDING
 
     def _end_vanished_attempt(self, name: str) -> None:
         """End an attempt that died without journaling its end, and adopt its checkpoints.
@@ -419,7 +445,9 @@ class Driver:
         if trial.phase is Phase.RUNNING:
             if trial.supervisor is not None and self._state.owner is not None:
                 set_attempt_crashed(trial.supervisor, self._state.owner)
-            for event in on_target(self._target, lambda store: adopt(store, self._state, trials=[name]), _IO_TIMEOUT):
+            for event in with_store(
+                self._target, lambda store: make_adoption_events(store, self._state, trials=[name]), _IO_TIMEOUT
+            ):
                 self._put_event(event)
 
     def _handle_attempt_exit(self, attempt_exit: AttemptExited) -> None:
@@ -427,31 +455,31 @@ class Driver:
         self._close_outbox(attempt_exit.trial)
         trial = self._state.trial(attempt_exit.trial)
         has_begun = trial.attempt > self._previous_attempts.pop(attempt_exit.trial)
-        if self._failure_handler.conclude_undecided(trial.trial):
+        if self._failure_handler.give_up_if_undecidable(trial.trial):
             pass
         elif attempt_exit.error is not None and not (trial.of_search and isinstance(attempt_exit.error, Exception)):
             raise attempt_exit.error  # such as KeyboardInterrupt; any error ends a single training
-        elif isinstance(attempt_exit.error, AttemptCancelledError) and trial.phase not in ENDED:
-            self._stopping.stop_trial(trial.trial, StopAsked(trial=trial.trial, reason=str(attempt_exit.error)))
+        elif isinstance(attempt_exit.error, AttemptCancelledError) and trial.phase not in ENDED_PHASES:
+            self._stop_handler.stop_trial(trial.trial, StopRequested(trial=trial.trial, reason=str(attempt_exit.error)))
         elif isinstance(attempt_exit.error, ResumeFailed | InvalidInput):
             reason = make_reason("raised", text=str(attempt_exit.error))
-            self._failure_handler.give_up(trial.trial, Cause.USER, reason)
+            self._failure_handler.give_up(trial.trial, Cause.TRAINABLE, reason)
         elif trial.trial in self._state.stops:
-            self._stopping.finish(trial.trial)
+            self._stop_handler.finish_trial(trial.trial)
         elif trial.phase is Phase.PENDING and trial.cause is not None and has_begun:
-            self._failure_handler.failed(trial, trial.cause, attempt_exit.error)
-        elif trial.phase is Phase.PENDING and self._stopping.ends:
-            self._startable.append(trial.trial)  # the attempt was stopped before it began
+            self._failure_handler.on_attempt_failed(trial, trial.cause, attempt_exit.error)
+        elif trial.phase is Phase.PENDING and self._stop_handler.is_stopping:
+            self._ready_queue.append(trial.trial)  # the attempt was stopped before it began
         elif trial.phase in (Phase.PENDING, Phase.RUNNING):
-            self._failure_handler.lost(trial.trial, attempt_exit.error)
+            self._failure_handler.on_attempt_lost(trial.trial, attempt_exit.error)
         else:
             self._resume_if_due(trial)
 
     def _resume_if_due(self, trial: Trial) -> None:
         """Resume a paused trial that exploits another one, or whose pause the scheduler does not know."""
-        if self._policy.is_to_resume(trial):
-            self._put_event(Resumed(trial=trial.trial))
-            self._startable.append(trial.trial)
+        if self._policy.should_resume(trial):
+            self._put_event(TrialResumed(trial=trial.trial))
+            self._ready_queue.append(trial.trial)
 
     # ------------------------------------------------------------------------------------------------ a resume
 
@@ -462,7 +490,7 @@ class Driver:
         self._journal_unread_posts(list(self._unfinished_trials().values()))
         self._requeue_ended_trials()
         for name in self._unfinished_trials():
-            if self._limits.options.reruns_errored == "only" and name not in errored:
+            if self._limits.options.effective_rerun_errored == "only" and name not in errored:
                 continue
             self._recover_trial(name)
         # Write now, so that a reattached attempt gets a stop as an answer, and its trial is not finished.
@@ -476,7 +504,7 @@ class Driver:
             folder, outbox = self._state.trial_key(trial.trial), trial.outbox_count
             read_trial_posts = partial(read_posts, trial=folder, outbox=outbox, after=trial.post)
             try:
-                return context.run(on_target, self._target, read_trial_posts, _IO_TIMEOUT)
+                return context.run(with_store, self._target, read_trial_posts, _IO_TIMEOUT)
             except (JournalCorrupt, UnknownVersion):
                 return None
 
@@ -490,7 +518,7 @@ class Driver:
                     continue
                 for number, post in enumerate(posts, trial.post + 1):
                     self._journal_post(trial.trial, number, post.events)
-                if len(posts) == POSTS_AT_ONCE:
+                if len(posts) == MAX_POSTS_PER_READ:
                     unread_trials.append(trial.trial)
             if unread_trials:
                 self._pending_entry.write(may_wait=False)
@@ -500,36 +528,36 @@ class Driver:
         """Return the trials that continue, without the trials that the scheduler has paused."""
         phases = (Phase.PENDING, Phase.RUNNING)
         trials = self._state.trials.values()
-        return {trial.trial: trial for trial in trials if trial.phase in phases or self._policy.is_to_resume(trial)}
+        return {trial.trial: trial for trial in trials if trial.phase in phases or self._policy.should_resume(trial)}
 
     def _recover_trial(self, name: str) -> None:
         trial = self._state.trial(name)
-        if self._executor.survives_search and trial.phase is Phase.RUNNING and trial.outbox is not None:
+        if self._executor.is_detached and trial.phase is Phase.RUNNING and trial.outbox is not None:
             self._reattached.add(name)
             self._start_attempt(name, reattaches=True)  # the attempt outlived its search, and needs no free slot
             return
         self._end_vanished_attempt(name)
         if name in self._state.stops:
             self._close_outbox(name)
-            self._stopping.finish(name)
+            self._stop_handler.finish_trial(name)
             return
         if self._has_queued_attempt(name):
-            self._startable.append(name)
+            self._ready_queue.append(name)
             return
-        self._decisions.decide_what_is_open(name)
+        self._decision_handler.decide_missed_milestone(name)
         trial = self._state.trial(name)
         self._resume_if_due(trial)
         if trial.phase is Phase.PENDING and trial.cause is not None and trial.attempt:
-            self._failure_handler.resumed(trial, trial.cause)
+            self._failure_handler.recover_failed_trial(trial, trial.cause)
         elif trial.phase is Phase.PENDING:
-            self._startable.append(name)
+            self._ready_queue.append(name)
 
     def _requeue_ended_trials(self) -> None:
         """Requeue errored trials that this run retries, and finished trials that today's criterion extends."""
         for trial in list(self._state.trials.values()):
-            if trial.phase is Phase.ERRORED and self._limits.options.reruns_errored:
-                self._put_event(retry_of(trial))
-            elif self._limits.options.reruns_errored == "only":
+            if trial.phase is Phase.ERRORED and self._limits.options.effective_rerun_errored:
+                self._put_event(retry_event(trial))
+            elif self._limits.options.effective_rerun_errored == "only":
                 continue
-            elif trial.phase is Phase.FINISHED and not self._limits.has_had_enough(trial):
-                self._put_event(extension_of(trial))
+            elif trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
+                self._put_event(extension_event(trial))

@@ -14,20 +14,20 @@ from contextlib import suppress
 from contextvars import copy_context
 from datetime import timedelta
 
-from prefect_tune.attempt.search_link import EventsSubmitted
+from prefect_tune.attempt.search_channel import EventsSubmitted
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, TuneError
-from prefect_tune.core.experiment.experiment import Experiment, after_event
+from prefect_tune.core.experiment.experiment import Experiment, apply_event
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import snapshot_is_due, write_snapshot
+from prefect_tune.core.journal.journal import is_snapshot_due, write_snapshot
 from prefect_tune.core.journal.outbox import delete_posts
 from prefect_tune.core.journal_events import Event, TrialEvent
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.storage_retries import READ_TIMEOUT, on_target
+from prefect_tune.storage_retries import READ_TIMEOUT, with_store
 from prefect_tune.tasks.checkpoints import delete_retired_checkpoints
 from prefect_tune.tuner.search_policy import SearchPolicy
 
@@ -35,7 +35,7 @@ _STATUS_DELAY = timedelta(seconds=2)
 """How long a trial's changed status may stay unwritten: long enough for the starts of all slots to share an entry."""
 
 
-class Janitor:
+class BackgroundWorker:
     """Writes snapshots, and deletes objects that the journal has superseded, in a thread that ends after `close`.
 
     Maintenance deletes what this thread fails to delete.
@@ -49,7 +49,7 @@ class Janitor:
 
     def write_snapshot(self, experiment: Experiment) -> None:
         """Write the snapshot of an experiment."""
-        self._enqueue_action(lambda: on_target(self._target, lambda store: write_snapshot(store, experiment)))
+        self._enqueue_action(lambda: with_store(self._target, lambda store: write_snapshot(store, experiment)))
 
     def delete_post(self, key: TrialKey, outbox: int, number: int) -> None:
         """Delete a post whose events the journal holds, together with all other posts that wait for deletion."""
@@ -93,18 +93,20 @@ class PendingEntry:
         self,
         journal_writer: JournalWriter,
         policy: SearchPolicy,
-        listener: SearchObserver,
+        observer: SearchObserver,
         sync_period: timedelta,
-        janitor: Janitor,
+        background_worker: BackgroundWorker,
     ) -> None:
         self._journal_writer = journal_writer
         self._policy = policy
-        self.listener = listener
+        self.observer = observer
         self._sync_period = sync_period
-        self._janitor = janitor
+        self._background_worker = background_worker
         self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
-        self._retried_write: tuple[int, Stamp] | None = None  # a failed write may have arrived: repeat it unchanged
+        self._retried_write: tuple[int, WriteStamp] | None = (
+            None  # a failed write may have arrived: repeat it unchanged
+        )
         self._write_actions: list[Callable[[], None]] = []
         self._next_write_actions: list[Callable[[], None]] = []
         self._submitted: list[EventsSubmitted] = []
@@ -113,15 +115,15 @@ class PendingEntry:
         self._status_changed_at: float | None = None  # time of the first unwritten change
 
     @property
-    def is_awaited(self) -> bool:
+    def has_waiters(self) -> bool:
         """Whether an action or an attempt waits for the next write."""
         return bool(self._write_actions) or bool(self._submitted)
 
-    def put(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Add `event` to the next entry; pass it to the observer, the search and the scheduler now."""
-        self.put_all([event])
+        self.add_events([event])
 
-    def put_all(self, events: Sequence[Event]) -> None:
+    def add_events(self, events: Sequence[Event]) -> None:
         """Add all `events` to the next entry, or none.
 
         Raises:
@@ -129,26 +131,26 @@ class PendingEntry:
         """
         states = [self.state]
         for event in events:
-            states.append(after_event(states[-1], event, self._journal_writer.experiment.number + 1))
+            states.append(apply_event(states[-1], event, self._journal_writer.experiment.number + 1))
         for event, state in zip(events, states[1:], strict=True):
             self._apply_event(event, state)
 
-    def submit(self, submitted: EventsSubmitted) -> None:
-        """Add all events of an attempt to the next entry, or none; `submitted.written` gets the written state."""
+    def add_submitted(self, submitted: EventsSubmitted) -> None:
+        """Add all events of an attempt to the next entry, or none; `submitted.entry_written` gets the written state."""
         try:
-            self.put_all(submitted.events)
+            self.add_events(submitted.events)
         except IllegalTransition as impossible:
-            submitted.written.set_exception(impossible)
+            submitted.entry_written.set_exception(impossible)
             return
         except BaseException as error:  # such as an error of a scheduler
-            submitted.written.set_exception(_write_error_for_attempt(error))
+            submitted.entry_written.set_exception(_write_error_for_attempt(error))
             raise
         self._submitted.append(submitted)
 
-    def refuse(self, error: BaseException) -> None:
+    def fail_submitted(self, error: BaseException) -> None:
         """Raise `error` in the attempts whose events are not written yet."""
         for submitted in self._submitted:
-            submitted.written.set_exception(_write_error_for_attempt(error))
+            submitted.entry_written.set_exception(_write_error_for_attempt(error))
         self._submitted = []
 
     def _apply_event(self, event: Event, state: Experiment) -> None:
@@ -160,18 +162,18 @@ class PendingEntry:
         if trial is not None and (trial_before is None or trial_before.status is not trial.status):
             self._status_changed_at = self._status_changed_at or time.monotonic()
         self._unwritten.append(event)
-        self.listener.applied(event, state)
+        self.observer.on_event(event, state)
         if state.past_count > state_before.past_count:
             for past_event in state.trial(name).past[state_before.past_count - state.past_count :]:
                 self._policy.record(state.trial(name), past_event)
         if trial is not None and isinstance(event, TrialEvent):
-            self._policy.note_training(name, trial.trained_seconds)
+            self._policy.record_training_time(name, trial.trained_seconds)
 
-    def then(self, action: Callable[[], None]) -> None:
+    def after_write(self, action: Callable[[], None]) -> None:
         """Call `action` once all present events are written; `write` does not delay them."""
         self._write_actions.append(action)
 
-    def after_entry(self, action: Callable[[], None]) -> None:
+    def after_next_write(self, action: Callable[[], None]) -> None:
         """Call `action` once all present events are written; `write` may delay them."""
         self._next_write_actions.append(action)
 
@@ -196,23 +198,23 @@ class PendingEntry:
             number_before = self._journal_writer.experiment.number
             try:
                 while self._unwritten:
-                    self._retried_write = self._retried_write or (len(self._unwritten), new_write_id())
+                    self._retried_write = self._retried_write or (len(self._unwritten), new_write_stamp())
                     count, write_stamp = self._retried_write
                     self._journal_writer.write(self._unwritten[:count], write_stamp)
                     self._unwritten, self._retried_write = self._unwritten[count:], None
             except BaseException as error:
-                self.refuse(error)
+                self.fail_submitted(error)
                 raise
             self.state = self._journal_writer.experiment
-            if snapshot_is_due(self.state, number_before):
-                self._janitor.write_snapshot(self.state)
+            if is_snapshot_due(self.state, number_before):
+                self._background_worker.write_snapshot(self.state)
             for submitted in self._submitted:
-                submitted.written.set_result(self.state)
+                submitted.entry_written.set_result(self.state)
             self._submitted = []
             self._write_actions, self._next_write_actions = [*self._next_write_actions, *self._write_actions], []
             self._has_stop_change = False
             self._status_changed_at = None
-            self.listener.wrote(self.state)
+            self.observer.on_entry_written(self.state)
             self._synced_at = time.monotonic()
         actions, self._write_actions = self._write_actions, []
         for action in actions:

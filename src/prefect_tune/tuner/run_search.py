@@ -11,90 +11,95 @@ from datetime import timedelta
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.attempt.attempt import CurveReader, has_had_enough
-from prefect_tune.attempt.graceful_stop import interruptible
+from prefect_tune.attempt.attempt import ReportReader, meets_stop_criterion
+from prefect_tune.attempt.graceful_stop import run_interruptible
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget, resolve_target
 from prefect_tune.blocks.resolve_target import validate_target
 from prefect_tune.callbacks import Callback, SearchInfo
+from prefect_tune.core.display_text import make_visible, pluralize, shorten
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, SearchFailed, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, last_report
-from prefect_tune.core.experiment.failure_policy import same_errors_reason
-from prefect_tune.core.experiment.stoppers import of_experiment, of_trials
-from prefect_tune.core.experiment.summary import best_label, best_of, counted
+from prefect_tune.core.experiment.failure_policy import repeated_error_reason
+from prefect_tune.core.experiment.stoppers import experiment_stoppers, trial_stopper
+from prefect_tune.core.experiment.summary import best_label, count_by_status, find_best_trial
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
-from prefect_tune.core.journal.journal import next_entry
-from prefect_tune.core.journal_events import Configured, Event, PriorTrial, WarmStart
-from prefect_tune.core.reasons import Reason, error_of
+from prefect_tune.core.journal.journal import read_next_entry
+from prefect_tune.core.journal_events import Event, ExperimentConfigured, PriorTrial, WarmStart
+from prefect_tune.core.reasons import Reason, root_error
 from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
-from prefect_tune.core.search.objective import UNNAMED, Objective
-from prefect_tune.core.shown_text import plural, shorten, visible
+from prefect_tune.core.search.objective import PLACEHOLDER_OBJECTIVE, Objective
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import canonical_json, leaves, valid_name
+from prefect_tune.core.values import canonical_json, iter_leaves, validate_name
 from prefect_tune.executors.launchers import DeploymentLauncher, TaskRunnerLauncher
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import (
     LocalExecutor,
     Slots,
     TrialExecutor,
-    attempts_on,
-    slots_elsewhere,
-    slots_here,
+    launch_in_executor,
+    make_local_slots,
+    make_remote_slots,
 )
-from prefect_tune.journal_access import JournalWriter, no_experiment_at, read_known, write_directly
-from prefect_tune.monitoring.callback_runner import Callbacks, callbacks_for
+from prefect_tune.journal_access import (
+    JournalWriter,
+    missing_experiment_message,
+    read_experiment_to_resume,
+    write_entry_directly,
+)
+from prefect_tune.monitoring.callback_runner import CallbackRunner, resolve_callbacks
 from prefect_tune.monitoring.event_emitter import ExperimentAddress
-from prefect_tune.monitoring.search_observer import CurveKeeper, ObserverGroup, SearchObserver
+from prefect_tune.monitoring.search_observer import CurveCollector, ObserverGroup, SearchObserver
 from prefect_tune.parameters import plan_checks
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.plan_checks import (
-    CODE_TRAINS,
-    CODE_UNUSED,
-    KEEPS_CONFIGURATIONS,
+    NEW_CODE_TRAINS,
+    NEW_CODE_UNUSED,
+    RETRY_KEEPS_CONFIGURATION,
     SearchLimits,
-    log_code,
-    log_errored,
+    external_task_runner,
+    log_code_change,
+    log_errored_trials,
     log_fewer_samples,
-    log_space,
-    require_code,
-    require_one_runner,
-    require_possible,
+    log_space_change,
+    make_trial_spec,
+    require_one_process,
     require_presence,
-    require_same,
-    runner_elsewhere,
+    require_same_search,
+    require_unchanged_code,
+    require_valid_sync,
     settings_before_training,
-    trial_spec,
     warn_of_constants,
-    warn_of_limits,
     warn_of_mode,
     warn_of_no_metric,
-    with_seed_of,
+    warn_of_stop_limits,
+    with_journal_seed,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.call_paths import call_path
-from prefect_tune.prefect_api.flow_runs import failed_by
-from prefect_tune.prefect_api.task_runs import max_workers_here, quiet_inner_tasks, skip_prefect_introspection
+from prefect_tune.prefect_api.call_paths import current_call_path
+from prefect_tune.prefect_api.flow_runs import make_failed_result
+from prefect_tune.prefect_api.task_runs import current_max_workers, quiet_inner_tasks, skip_prefect_introspection
 from prefect_tune.results import Results
-from prefect_tune.storage_retries import on_target, retrying_refusals
+from prefect_tune.storage_retries import retrying_refusals, with_store
 from prefect_tune.suspension import (
     SEARCH_QUESTION,
-    STOPPED_HERE,
-    Turn,
-    as_one_owner,
-    ask_if_suspended,
-    first_search_turn,
-    is_answered,
-    take_over,
+    STOPPED_ON_RESUME,
+    RunIteration,
+    acquire_run_ownership,
+    first_search_iteration,
+    guarding_ownership,
+    is_form_answered,
+    raise_pause_if_suspended,
 )
 from prefect_tune.tasks.experiments import check_target, publish_results
-from prefect_tune.terminal.formatting import errors_by_cause, format_counts, format_trial, format_value
+from prefect_tune.terminal.formatting import format_counts, format_trial, format_value, group_trials_by_error
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.terminal.progress_view import SearchEstimate, resumes_paused
-from prefect_tune.trust import signed_settings
+from prefect_tune.terminal.progress_view import SearchEstimate, resumes_all_paused_trials
+from prefect_tune.trust import sign_settings
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.run_training import showing
+from prefect_tune.tuner.run_training import observing_run
 from prefect_tune.tuner.search_policy import SearchPolicy
 from prefect_tune.tuner.stop_requests import StopRequestPoller
 
@@ -103,7 +108,7 @@ from prefect_tune.tuner.stop_requests import StopRequestPoller
 _MAX_LINE_LENGTH = 400
 
 
-def log_opening(plan: SearchPlan, state: Experiment, slots: Slots, where: str, log: Log) -> None:
+def log_search_start(plan: SearchPlan, state: Experiment, slots: Slots, where: str, log: Log) -> None:
     """Log the experiment's trials and target, the space, the scheduler and the slots: one line each.
 
     Args:
@@ -111,8 +116,8 @@ def log_opening(plan: SearchPlan, state: Experiment, slots: Slots, where: str, l
         where: where the trials run, such as `on this machine`.
     """
     count, objective, resources = plan.trial_count, plan.objective, plan.resources_per_trial
-    space = ", ".join(f"{name} {value!r}" for name, value in leaves(plan.space or {})) or "empty"
-    trials = "trials" if count is None else plural(count, "trial", "trials")
+    space = ", ".join(f"{name} {value!r}" for name, value in iter_leaves(plan.space or {})) or "empty"
+    trials = "trials" if count is None else pluralize(count, "trial", "trials")
     scheduler = "none, every trial trains to its end" if plan.scheduler is None else repr(plan.scheduler)
     metrics = "no metric"
     if objective is not None:
@@ -120,11 +125,11 @@ def log_opening(plan: SearchPlan, state: Experiment, slots: Slots, where: str, l
     trial_size = (f", each with {format_value(resources)}" if resources else "") + _describe_processes(plan, slots)
     for line in (
         f"experiment {plan.experiment!r} at {plan.target.uri}: {_describe_trials(state, objective)}",
-        f"space: {space}; {trials} by {type(plan.proposer).__name__}, seed {plan.seed_of_draws}",
+        f"space: {space}; {trials} by {type(plan.effective_search).__name__}, seed {plan.effective_seed}",
         f"scheduler: {scheduler}; {metrics}",
-        f"slots: {plural(slots.count, 'trial', 'trials')} at once {where}{trial_size}",
+        f"slots: {pluralize(slots.count, 'trial', 'trials')} at once {where}{trial_size}",
     ):
-        log.info("%s", visible(shorten(line, _MAX_LINE_LENGTH)))
+        log.info("%s", make_visible(shorten(line, _MAX_LINE_LENGTH)))
 
 
 def warn_of_takeover(state_before: Experiment, log: Log) -> None:
@@ -141,16 +146,16 @@ def warn_of_takeover(state_before: Experiment, log: Log) -> None:
         log.warning(
             "%s left %s running, and this %s takes over: if the other is still alive, its next write fails with "
             "Superseded, and it ends",
-            visible(other_owner),
-            plural(running, "trial", "trials"),
+            make_visible(other_owner),
+            pluralize(running, "trial", "trials"),
             "process" if is_same_run else "run",
         )
 
 
-def log_finished(plan: SearchPlan, state_before: Experiment, state_after: Experiment, log: Log) -> None:
+def log_already_finished(plan: SearchPlan, state_before: Experiment, state_after: Experiment, log: Log) -> None:
     """Log how to train more if the experiment was finished before this run, and this run trained nothing.
 
-    For errored trials, `log_errored` or the search's error says what to do.
+    For errored trials, `log_errored_trials` or the search's error says what to do.
     """
     if (
         state_before.trials
@@ -158,7 +163,7 @@ def log_finished(plan: SearchPlan, state_before: Experiment, state_after: Experi
         and all(state_after.trials[name].attempt == trial.attempt for name, trial in state_before.trials.items())
         and len(state_after.trials) == len(state_before.trials)
         and not state_after.ends
-        and plan.reruns_errored != "only"
+        and plan.effective_rerun_errored != "only"
     ):
         log.info(
             "experiment %r was already finished, and this run trained nothing: to train more, raise num_samples or "
@@ -176,16 +181,19 @@ def _describe_processes(plan: SearchPlan, slots: Slots) -> str:
         return f", each of {process_count[0]} to {process_count[1]} processes"
     total, share = slots.count * process_count, ""
     if slots.cpu_count is not None and total > slots.cpu_count:
-        share = f"; {total} processes share {plural(slots.cpu_count, 'processor', 'processors')}"
+        share = f"; {total} processes share {pluralize(slots.cpu_count, 'processor', 'processors')}"
     return f", each of {process_count} processes{share}"
 
 
 def _describe_trials(state: Experiment, objective: Objective | None) -> str:
     if not state.trials:
         return "new"
-    counts = {"left running" if status == Status.RUNNING else status: count for status, count in counted(state).items()}
-    description = f"{plural(len(state.trials), 'trial', 'trials')} found: {format_counts(counts)}"
-    best = best_of(state)
+    counts = {
+        "left running" if status == Status.RUNNING else status: count
+        for status, count in count_by_status(state).items()
+    }
+    description = f"{pluralize(len(state.trials), 'trial', 'trials')} found: {format_counts(counts)}"
+    best = find_best_trial(state)
     if best is None or objective is None:
         return description
     return f"{description}; {best_label(objective)}: {format_trial(best, objective.metrics)}"
@@ -194,7 +202,7 @@ def _describe_trials(state: Experiment, objective: Objective | None) -> str:
 _POLL_INTERVAL = timedelta(seconds=0.5)
 
 
-def searched(plan: SearchPlan, experiment: Experiment | None = None) -> Results:
+def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Results:
     """Run a search within a flow run. If `experiment` is passed, its journal is not read again. Raises like `tune`.
 
     The flow has to return this value: if every trial errored, it is a Failed state with `SearchFailed`.
@@ -203,49 +211,51 @@ def searched(plan: SearchPlan, experiment: Experiment | None = None) -> Results:
         warn_of_mode(plan, get_run_logger())
         warn_of_no_metric(plan, get_run_logger())
     with quiet_inner_tasks():
-        turn = first_search_turn(plan, experiment)
-        results = _searched(turn)
-        ask_if_suspended(turn.plan, SEARCH_QUESTION, results.experiment)
-    error = failure_of(results, turn.found)
-    return results if error is None else failed_by(error, Results)
+        turn = first_search_iteration(plan, experiment)
+        results = _run_search_iteration(turn)
+        raise_pause_if_suspended(turn.plan, SEARCH_QUESTION, results.experiment)
+    error = search_failed_error(results, turn.initial_experiment)
+    return results if error is None else make_failed_result(error, Results)
 
 
-def _searched(turn: Turn) -> Results:
+def _run_search_iteration(turn: RunIteration) -> Results:
     plan, objective, log = turn.plan, turn.plan.objective, get_run_logger()
-    stopper = of_trials(plan.stopper)
-    require_possible(spec := trial_spec(plan, stopper))
-    warn_of_limits(stopper, objective, log)
+    stopper = trial_stopper(plan.stopper)
+    require_valid_sync(spec := make_trial_spec(plan, stopper))
+    warn_of_stop_limits(stopper, objective, log)
     warn_of_constants(plan, log)
-    policy = policy_of(plan)
+    policy = make_policy(plan)
     opening_executor, slots, location = _make_executor(plan, spec)
-    callbacks = callbacks_for(plan.callbacks)
-    known_state = require_presence(plan.target, plan.experiment, plan.resume, turn.known)
-    warm_starts = new_warm_starts(source_names(plan.warm_start or ()), plan.target, plan.experiment, turn.known)
+    callbacks = resolve_callbacks(plan.callbacks)
+    known_state = require_presence(plan.target, plan.experiment, plan.resume, turn.loaded_experiment)
+    warm_starts = read_warm_starts(
+        parse_warm_start(plan.warm_start or ()), plan.target, plan.experiment, turn.loaded_experiment
+    )
 
     def search(stop: threading.Event) -> Experiment:
         with opening_executor as executor, retrying_refusals():  # first, since its fork server needs time to start
             if not check_target(plan.target).conditional_create:
-                require_one_runner(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
-            state_before = known_state or read_known(plan.target, plan.experiment)
+                require_one_process(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
+            state_before = known_state or read_experiment_to_resume(plan.target, plan.experiment)
             state, now, changes = _take_over_search(turn, state_before, warm_starts, slots)
-            journal_writer = turn.begin_writing(JournalWriter(plan.target, state, write_directly))
-            if turn.answer is not None and not is_answered(state, turn.answer.event.key):
+            journal_writer = turn.set_journal_writer(JournalWriter(plan.target, state, write_entry_directly))
+            if turn.answer is not None and not is_form_answered(state, turn.answer.event.key):
                 changes = [turn.answer.event, *changes]
             if changes:
                 journal_writer.write(changes)
             # Another run may have added samples since the journal was read; the journal has the seed.
-            search_policy = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else policy_of(now)
+            search_policy = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else make_policy(now)
             if sources := journal_writer.experiment.warm_starts:
                 prior = read_prior_trials(journal_writer)
                 message = "warm start: %d finished trials of %s; the search uses %d of them"
-                log.info(message, len(prior), ", ".join(sources), search_policy.warm_start(prior), extra=NOTICE)
-            log_opening(now, state, slots, location, log)
-            curves = CurveReader(plan.target, state.key)
+                log.info(message, len(prior), ", ".join(sources), search_policy.add_prior_trials(prior), extra=NOTICE)
+            log_search_start(now, state, slots, location, log)
+            curves = ReportReader(plan.target, state.key)
             limits = SearchLimits(
                 options=plan,
                 max_concurrent_trials=slots.count,
-                end_reason=STOPPED_HERE if turn.stops else None,
-                has_had_enough=lambda trial: has_had_enough(trial, stopper, curves),
+                end_reason=STOPPED_ON_RESUME if turn.is_stopping else None,
+                meets_stop_criterion=lambda trial: meets_stop_criterion(trial, stopper, curves),
             )
             period, request_count = spec.sync.request_period, len(state.stop_requests)
             with (
@@ -259,22 +269,22 @@ def _searched(turn: Turn) -> Results:
                     executor,
                     journal_writer,
                     log=log,
-                    listener=listener,
-                    before_training=lambda: _make_code_change_events(now, state, log),
+                    observer=listener,
+                    make_first_events=lambda: _make_code_change_events(now, state, log),
                 )
                 final_state = driver.run(stop_requests)
-                log_code(final_state, now, CODE_UNUSED, log)
+                log_code_change(final_state, now, NEW_CODE_UNUSED, log)
             if not stop.is_set():
-                log_finished(now, state, final_state, log)
+                log_already_finished(now, state, final_state, log)
             return final_state
 
-    with as_one_owner(turn):
-        final_state = interruptible(search, grace=spec.grace, request_period=spec.sync.request_period)
+    with guarding_ownership(turn):
+        final_state = run_interruptible(search, grace=spec.grace, poll_interval=spec.sync.request_period)
         return Results(final_state, plan.target, objective)
 
 
 def _take_over_search(
-    turn: Turn, state_before: Experiment, warm_starts: Sequence[WarmStart], slots: Slots
+    turn: RunIteration, state_before: Experiment, warm_starts: Sequence[WarmStart], slots: Slots
 ) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
@@ -283,63 +293,63 @@ def _take_over_search(
     """
     plan, log = turn.plan, get_run_logger()
     # Check before the takeover: a rejected run must not disturb the present owner.
-    require_same(state_before, with_seed_of(state_before, plan).settings)
+    require_same_search(state_before, with_journal_seed(state_before, plan).settings)
     if plan.on_code_change == "refuse":
-        require_code(state_before, plan)
-    state = take_over(turn, state_before, slots.count)
+        require_unchanged_code(state_before, plan)
+    state = acquire_run_ownership(turn, state_before, slots.count)
     warn_of_takeover(state_before, log)
     current_plan, added_samples = plan_checks.with_added_samples(
-        with_seed_of(state, plan), state, lambda: call_path(plan.experiment).key
+        with_journal_seed(state, plan), state, lambda: current_call_path(plan.experiment).key
     )
-    require_same(state, settings_now := current_plan.settings)
-    settings = signed_settings(plan.target, state, settings_before_training(state, settings_now))
-    log_space(state, current_plan, log)
+    require_same_search(state, settings_now := current_plan.settings)
+    settings = sign_settings(plan.target, state, settings_before_training(state, settings_now))
+    log_space_change(state, current_plan, log)
     log_fewer_samples(state, current_plan, log)
-    log_errored(state, current_plan, log)
+    log_errored_trials(state, current_plan, log)
     new_warm_starts = tuple(warm_start for warm_start in warm_starts if warm_start.source not in state.warm_starts)
-    configured = Configured(settings=settings, extensions=added_samples, warm_starts=new_warm_starts)
+    configured = ExperimentConfigured(settings=settings, extensions=added_samples, warm_starts=new_warm_starts)
     return state, current_plan, [configured] if settings != state.settings or added_samples or new_warm_starts else []
 
 
 def _make_code_change_events(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
     """If the trainable has changed, log it, and return the event that journals its code."""
-    log_code(state, plan, CODE_TRAINS, log)
-    if not plan.code or settings_before_training(state, plan.settings) == plan.settings:
+    log_code_change(state, plan, NEW_CODE_TRAINS, log)
+    if not plan.source_digest or settings_before_training(state, plan.settings) == plan.settings:
         return ()  # source unavailable: a later run compares with the code that trained last
-    return [Configured(settings=signed_settings(plan.target, state, plan.settings))]
+    return [ExperimentConfigured(settings=sign_settings(plan.target, state, plan.settings))]
 
 
-def policy_of(plan: SearchPlan) -> SearchPolicy:
+def make_policy(plan: SearchPlan) -> SearchPolicy:
     """Return the policy of a search that has no trial yet.
 
     Raises:
         InvalidInput: its parts do not fit together, or the scheduler needs a metric and has none.
     """
-    objective, seed, scheduler = plan.objective, plan.seed_of_draws, plan.scheduler or FIFO()
-    stopper_states = [stopper.begin(objective) for stopper in of_experiment(plan.stopper)]
-    proposals = plan.proposer.begin(space := plan.space or {}, objective, seed)
-    scheduler.require_serves(space)
-    return SearchPolicy(proposals, begun(scheduler, objective, seed), stopper_states)
+    objective, seed, scheduler = plan.objective, plan.effective_seed, plan.scheduler or FIFO()
+    stopper_states = [stopper.begin(objective) for stopper in experiment_stoppers(plan.stopper)]
+    proposals = plan.effective_search.begin(space := plan.space or {}, objective, seed)
+    scheduler.require_supported_space(space)
+    return SearchPolicy(proposals, begin_schedule(scheduler, objective, seed), stopper_states)
 
 
-def begun(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
+def begin_schedule(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
     """Return the schedule of a new experiment. Raise `InvalidInput` if the scheduler needs a metric and has none."""
     if objective is None and not isinstance(scheduler, FIFO):
         raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; pass one: metric='loss'")
-    return scheduler.begin(objective or UNNAMED, seed)
+    return scheduler.begin(objective or PLACEHOLDER_OBJECTIVE, seed)
 
 
 def _make_executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextManager[TrialExecutor], Slots, str]:
     """Return the executor of trials (local, task runner or deployment), its slots, and where the trials run."""
     if plan.trials == "deployment":
         launcher = DeploymentLauncher(plan.trial_deployment, plan.trial_job_variables)
-        launcher.require(spec)
+        launcher.check_deployment(spec)
         location = f"as runs of the deployment {plan.trial_deployment!r}"
-        return nullcontext(RemoteExecutor(plan.target, launcher, _POLL_INTERVAL)), slots_elsewhere(plan), location
-    if (runner := runner_elsewhere()) is not None:
+        return nullcontext(RemoteExecutor(plan.target, launcher, _POLL_INTERVAL)), make_remote_slots(plan), location
+    if (runner := external_task_runner()) is not None:
         tasks = TaskRunnerLauncher(runner, plan.resources)
         location = f"by the {type(runner).__name__}"
-        return nullcontext(RemoteExecutor(plan.target, tasks, _POLL_INTERVAL)), slots_elsewhere(plan), location
+        return nullcontext(RemoteExecutor(plan.target, tasks, _POLL_INTERVAL)), make_remote_slots(plan), location
     if plan.nodes_per_trial > 1:
         raise InvalidInput(
             f"nodes_per_trial={plan.nodes_per_trial}: expected trials='deployment' (a flow run per node), or "
@@ -348,10 +358,10 @@ def _make_executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextMa
         )
     # On other machines, the first attempts find out.
     require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
-    max_workers, location = max_workers_here(), "on this machine"
+    max_workers, location = current_max_workers(), "on this machine"
     if max_workers is not None:
         location = f"{location} (its task runner has max_workers={max_workers})"
-    return _running_local_executor(spec, slots := slots_here(plan, max_workers)), slots, location
+    return _running_local_executor(spec, slots := make_local_slots(plan, max_workers)), slots, location
 
 
 @contextmanager
@@ -361,8 +371,8 @@ def _running_local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExec
         TrialProcessPool(slots=slots.count, reuse=spec.reuse) as pool,
     ):
         if spec.isolation == "process":
-            pool.prepare(spec.trainable, get_run_logger(), next(iter(slots.environments), {}))
-        yield LocalExecutor(pool, slots.environments, launch=attempts_on(threads))
+            pool.start_import(spec.trainable, get_run_logger(), next(iter(slots.environments), {}))
+        yield LocalExecutor(pool, slots.environments, launch=launch_in_executor(threads))
 
 
 # The observers of a running search: callbacks, progress, events, report and learning curves.
@@ -391,16 +401,16 @@ def _observing_search(
         plan.experiment,
         objective,
         trial_count=plan.trial_count,
-        step_count=of_trials(plan.stopper).step_count,
-        time=plan.time_budget,
-        resumes_paused=resumes_paused(plan.scheduler),
+        step_count=trial_stopper(plan.stopper).step_count,
+        time_budget=plan.time_budget,
+        resumes_all_paused=resumes_all_paused_trials(plan.scheduler),
     )
-    runner, curve_keeper = Callbacks(callbacks, target, search, log), CurveKeeper(state)
+    runner, curve_keeper = CallbackRunner(callbacks, target, search, log), CurveCollector(state)
     runner.start(state)
     try:
-        with showing(state, spec, estimate, stop, runs=runs) as (observers, reporter):
+        with observing_run(state, spec, estimate, stop, is_running=runs) as (observers, reporter):
             yield ObserverGroup([curve_keeper, *runner.threads, *observers], log)
-            reporter.conclude()  # draws the last page while the other observers end
+            reporter.begin_final_report()  # draws the last page while the other observers end
             if not stop.is_set():
                 final_state, curves = journal_writer.experiment, skip_prefect_introspection(curve_keeper.curves)
                 try:
@@ -408,7 +418,7 @@ def _observing_search(
                 except TuneError as error:  # the journal has the same results
                     log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
     finally:
-        runner.end(journal_writer.experiment, _OBSERVER_TIMEOUT_WHEN_STOPPED if stop.is_set() else _OBSERVER_TIMEOUT)
+        runner.finish(journal_writer.experiment, _OBSERVER_TIMEOUT_WHEN_STOPPED if stop.is_set() else _OBSERVER_TIMEOUT)
 
 
 # Warm start: results of earlier experiments, read once and stored in the new experiment's journal.
@@ -416,7 +426,7 @@ def _observing_search(
 _WARM_START_TIMEOUT = timedelta(minutes=5)
 
 
-def source_names(warm_start: Sequence[object]) -> Sequence[str]:
+def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
     """Return the experiments to warm-start from, without duplicates: a name on the same target, or `target/name`.
 
     Raises:
@@ -429,44 +439,43 @@ def source_names(warm_start: Sequence[object]) -> Sequence[str]:
         if "://" in source:
             validate_target(source)  # the whole text: an error about the name must not quote a password in it
         location, _, name = source.rpartition("/")
-        valid_name(name)
+        validate_name(name)
         if location:
             validate_target(location)
     return list(dict.fromkeys(str(source) for source in warm_start))
 
 
-def new_warm_starts(
-    names: Sequence[str], target: StorageTarget, own: str, known_state: Experiment | None = None
+def read_warm_starts(
+    names: Sequence[str], target: StorageTarget, experiment: str, loaded: Experiment | None = None
 ) -> Sequence[WarmStart]:
-    """Read the finished trials of the source experiments that are new to `own`; the sources may still be running.
+    """Read the finished trials of the source experiments that are new to `experiment`; they may still run.
 
     Args:
-        names: the sources, from `source_names`.
-        target: the target of `own`.
-        own: the experiment that warm-starts.
-        known_state: the state of `own` when its journal was checked; None to read it here. Sources that this state
+        names: the sources, from `parse_warm_start`. target: the target of `experiment`. own: the experiment that
+        warm-starts. known_state: the state of `experiment` when its journal was checked; None to read it here. Sources
+        that this state
             names are not read, even if the journal has changed since.
 
     Raises:
-        InvalidInput: a source does not exist, or is `own` itself.
+        InvalidInput: a source does not exist, or is `experiment` itself.
         ResumeFailed: a source cannot be read.
     """
     warm_starts: list[WarmStart] = []
     if not names:
         return warm_starts
-    earlier_sources = (known_state or read_known(target, own)).warm_starts
+    earlier_sources = (loaded or read_experiment_to_resume(target, experiment)).warm_starts
     for name in names:
         if name not in earlier_sources:
             location, _, experiment = name.rpartition("/")
             source_target = resolve_target(location) if location else target
-            source_uri = ExperimentAddress(source_target.uri, experiment).uri
-            if source_uri == ExperimentAddress(target.uri, own).uri:
+            source_uri = ExperimentAddress(source_target.uri, experiment).experiment_uri
+            if source_uri == ExperimentAddress(target.uri, experiment).experiment_uri:
                 raise InvalidInput(
-                    f"warm_start: {own!r} is the search itself, which has its own trials: pass other experiments"
+                    f"warm_start: {experiment!r} is the search itself, which has its own trials: pass other experiments"
                 )
-            state = read_known(source_target, experiment)
+            state = read_experiment_to_resume(source_target, experiment)
             if not state.number:
-                raise InvalidInput(f"warm_start: {no_experiment_at(source_target, experiment)}")
+                raise InvalidInput(f"warm_start: {missing_experiment_message(source_target, experiment)}")
             trials = (
                 PriorTrial(
                     trial=trial.trial, config=trial.config, report=last_report(trial), stopped=trial.past[-1].stopped
@@ -485,16 +494,16 @@ def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
     def read_entries(store: ObjectStore) -> Sequence[WarmStart]:
         warm_starts: list[WarmStart] = []
         for number in sorted(set(state.warm_starts.values())):
-            if (entry := next_entry(store, state.key, number - 1)) is None:
+            if (entry := read_next_entry(store, state.key, number - 1)) is None:
                 raise JournalCorrupt(f"{state.key}: entry {number} is missing")
-            configured = (event for event in entry.events if isinstance(event, Configured))
+            configured = (event for event in entry.events if isinstance(event, ExperimentConfigured))
             warm_starts.extend(warm_start for event in configured for warm_start in event.warm_starts)
         return warm_starts
 
-    return prior_trials_of(on_target(journal_writer.target, read_entries, _WARM_START_TIMEOUT))
+    return unique_prior_trials(with_store(journal_writer.target, read_entries, _WARM_START_TIMEOUT))
 
 
-def prior_trials_of(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:
+def unique_prior_trials(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:
     """Return the unique trials of `warm_starts`, in their order.
 
     Forks share trials: two trials are the same if their configurations and last reports are equal.
@@ -513,23 +522,23 @@ _MAX_CAUSES = 3
 """How many different errors the message names."""
 
 
-def failure_of(results: Results, state_before: Experiment | None) -> SearchFailed | None:
+def search_failed_error(results: Results, state_before: Experiment | None) -> SearchFailed | None:
     """Return the error of a search whose trials all errored; None if any trial did not.
 
     Args:
         state_before: the experiment before this run; None if the run has not read it.
     """
     trials = results.trials
-    if not trials or (len(results.errors) < len(trials) and not same_errors_reason(trials.values())):
+    if not trials or (len(results.errors) < len(trials) and not repeated_error_reason(trials.values())):
         return None
     old = {} if state_before is None else state_before.trials
     skipped = sum(trial.attempt == old[name].attempt for name, trial in trials.items() if name in old)
-    return SearchFailed(_all_errored(results, skipped), results)
+    return SearchFailed(_all_errored_message(results, skipped), results)
 
 
-def _all_errored(results: Results, skipped: int) -> str:
+def _all_errored_message(results: Results, skipped: int) -> str:
     name, count = results.experiment.name, len(results.trials)
-    causes = errors_by_cause([trial for trial in results.trials.values() if trial.trial in results.errors])
+    causes = group_trials_by_error([trial for trial in results.trials.values() if trial.trial in results.errors])
     (cause, (first, *_)), *others = causes
     if count == 1:
         summary = f"its only trial errored: {cause}"
@@ -538,21 +547,23 @@ def _all_errored(results: Results, skipped: int) -> str:
     else:
         parts = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_MAX_CAUSES]]
         if (more := len(causes) - _MAX_CAUSES) > 0:
-            parts.append(plural(more, "other error", "other errors"))
+            parts.append(pluralize(more, "other error", "other errors"))
         summary = f"{count} of {count} trials errored: {'; '.join(parts)}"
     if isinstance(results.experiment.settings.get("trainable"), str):
-        how_to_rerun = f"pass rerun_errored=True (prefect-tune resume {results.target.argument} {name} --rerun-errored)"
+        how_to_rerun = (
+            f"pass rerun_errored=True (prefect-tune resume {results.target.cli_argument} {name} --rerun-errored)"
+        )
     else:  # a script's function, which no other program can import
         how_to_rerun = f"pass experiment={name!r} and rerun_errored=True"
-    rerun = f"{how_to_rerun}; {KEEPS_CONFIGURATIONS}"
+    rerun = f"{how_to_rerun}; {RETRY_KEEPS_CONFIGURATION}"
     if not skipped:
         message = f"{summary}. Remove the cause, then run the search again: {rerun}"
     else:
-        not_retried = f"{plural(skipped, 'errored trial was', 'errored trials were')} not retried"
+        not_retried = f"{pluralize(skipped, 'errored trial was', 'errored trials were')} not retried"
         note = f"{not_retried}: to retry with the code as it is now, {rerun}"
         message = f"{note}. In the earlier run {summary}" if skipped == count else f"{summary}. {note}"
     message = f"experiment {name!r}: {message}"
-    error = error_of(first.end_reason)
+    error = root_error(first.end_reason)
     if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process died
         return message
-    return f"{message}. Traceback: prefect-tune show {results.target.argument} {name} --trial {first.trial}"
+    return f"{message}. Traceback: prefect-tune show {results.target.cli_argument} {name} --trial {first.trial}"

@@ -10,45 +10,45 @@ from dataclasses import replace
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.attempt.attempt import CurveReader, has_had_enough
-from prefect_tune.attempt.graceful_stop import interruptible
+from prefect_tune.attempt.attempt import ReportReader, meets_stop_criterion
+from prefect_tune.attempt.graceful_stop import run_interruptible
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
+from prefect_tune.core.display_text import first_line, make_visible, pluralize
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, newest_checkpoint
 from prefect_tune.core.schedulers.base import FIFO
-from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Suggestion
-from prefect_tune.core.search.objective import UNNAMED
-from prefect_tune.core.shown_text import first_line, plural, visible
-from prefect_tune.executors.trial_executor import LocalExecutor, call_attempt
-from prefect_tune.journal_access import JournalWriter, read_known
+from prefect_tune.core.search.base import Exhausted, Proposed, SearchState, Suggestion
+from prefect_tune.core.search.objective import PLACEHOLDER_OBJECTIVE
+from prefect_tune.executors.trial_executor import LocalExecutor, launch_in_thread
+from prefect_tune.journal_access import JournalWriter, read_experiment_to_resume
 from prefect_tune.monitoring.event_emitter import EventEmitter, ExperimentAddress, emitting_events
-from prefect_tune.monitoring.live_report import Reporter, reported
-from prefect_tune.monitoring.progress import SearchLog, progress
+from prefect_tune.monitoring.live_report import ReportObserver, publishing_report
+from prefect_tune.monitoring.progress import SearchLog, showing_progress
 from prefect_tune.monitoring.search_observer import (
     LiveStatusPublisher,
     ObserverGroup,
     SearchObserver,
     SearchRecorder,
 )
-from prefect_tune.parameters.argument_checks import storable_config
+from prefect_tune.parameters.argument_checks import config_to_json
 from prefect_tune.parameters.import_check import require_importable
-from prefect_tune.parameters.plan_checks import SearchLimits, require_same_training, spec_of_one_trial
+from prefect_tune.parameters.plan_checks import SearchLimits, make_single_trial_spec, require_same_training
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import quiet_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.suspension import (
     TRAINING_QUESTION,
-    Turn,
-    as_one_owner,
-    ask_if_suspended,
-    code_changed,
-    first_turn,
-    follow_up,
-    last_form,
-    take_over,
+    RunIteration,
+    acquire_run_ownership,
+    answer_events,
+    code_change_warning,
+    first_iteration,
+    guarding_ownership,
+    raise_pause_if_suspended,
+    read_last_form,
 )
 from prefect_tune.tasks.experiments import check_target, write_entry
 from prefect_tune.terminal.live_display import NOTICE
@@ -58,7 +58,7 @@ from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy
 from prefect_tune.tuner.stop_requests import StopSource
 
 
-def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
+def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
     """Train the one trial of `plan` within a flow run, until it is finished or a retry budget is spent.
 
     Returns:
@@ -66,11 +66,11 @@ def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | Trial
         `durable_trainable`.
     """
     with quiet_inner_tasks():
-        turn = first_turn(Turn(plan), TRAINING_QUESTION, last_form())
-        spec, stopper = spec_of_one_trial(turn.plan, ONLY_TRIAL)
+        turn = first_iteration(RunIteration(plan), TRAINING_QUESTION, read_last_form())
+        spec, stopper = make_single_trial_spec(turn.plan, ONLY_TRIAL)
         require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
-        state = _run_training_iteration(spec, storable_config(config), stopper, turn)
-        ask_if_suspended(turn.plan, TRAINING_QUESTION, state)
+        state = _run_training_iteration(spec, config_to_json(config), stopper, turn)
+        raise_pause_if_suspended(turn.plan, TRAINING_QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
         return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
@@ -82,22 +82,24 @@ def trained(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | Trial
     return replace(spec, trial=state.trial_key(ONLY_TRIAL)), trial
 
 
-def _run_training_iteration(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, turn: Turn) -> Experiment:
+def _run_training_iteration(
+    spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, turn: RunIteration
+) -> Experiment:
     target, plan = spec.target, turn.plan
 
     def train(stop: threading.Event) -> Experiment:
         check_target(target)
-        state_before = turn.known or read_known(target, plan.experiment)
+        state_before = turn.loaded_experiment or read_experiment_to_resume(target, plan.experiment)
         trial_spec = replace(spec, trial=state_before.trial_key(ONLY_TRIAL))
         require_same_training(state_before, trial_spec, config)  # before an earlier owner is superseded
         was_finished = ONLY_TRIAL in state_before.trials and state_before.trial(ONLY_TRIAL).phase is Phase.FINISHED
         if spec.isolation == "process" and not was_finished:
-            pool.prepare(spec.trainable, get_run_logger())  # its fork server starts during the takeover
-        state = take_over(turn, state_before, slots=1)
+            pool.start_import(spec.trainable, get_run_logger())  # its fork server starts during the takeover
+        state = acquire_run_ownership(turn, state_before, slots=1)
         require_same_training(state, trial_spec, config)  # another run may have begun it in the meantime
-        journal_writer = turn.begin_writing(JournalWriter(target, state, write_entry))
+        journal_writer = turn.set_journal_writer(JournalWriter(target, state, write_entry))
         with retrying_refusals():
-            if follow_up_events := follow_up(trial_spec, state, turn):
+            if follow_up_events := answer_events(trial_spec, state, turn):
                 journal_writer.write(follow_up_events)
             return drive(trial_spec, journal_writer, state_before, stop)
 
@@ -106,39 +108,42 @@ def _run_training_iteration(spec: TrialSpec, config: Mapping[str, object], stopp
         is_finished = (
             trial is not None
             and trial.phase is Phase.FINISHED
-            and has_had_enough(trial, stopper, CurveReader(target, state.key))  # by today's stop criterion too
+            and meets_stop_criterion(trial, stopper, ReportReader(target, state.key))  # by today's stop criterion too
         )
         _log_resume_point(spec, plan, state, is_finished=is_finished)
         limits = SearchLimits(
-            options=plan.extended(rerun_errored=True),
+            options=plan.with_changes(rerun_errored=True),
             max_concurrent_trials=1,
-            has_had_enough=lambda _: is_finished,
+            meets_stop_criterion=lambda _: is_finished,
         )
-        policy = SearchPolicy(_SingleConfigProposals(config), FIFO().begin(UNNAMED, 0))
+        policy = SearchPolicy(_SingleConfigSearchState(config), FIFO().begin(PLACEHOLDER_OBJECTIVE, 0))
         estimate = SearchEstimate(state.name, None, 1, stopper.step_count, is_training=True)
-        executor, log = LocalExecutor(pool, launch=call_attempt), get_run_logger()
-        with showing(state, spec, estimate, stop, before=before, emits=not is_finished) as (observers, reporter):
+        executor, log = LocalExecutor(pool, launch=launch_in_thread), get_run_logger()
+        with observing_run(state, spec, estimate, stop, state_before=before, emits_events=not is_finished) as (
+            observers,
+            reporter,
+        ):
             observer = ObserverGroup(observers, log)
-            driver = Driver(spec, limits, policy, executor, journal_writer, log=log, listener=observer)
+            driver = Driver(spec, limits, policy, executor, journal_writer, log=log, observer=observer)
             state = driver.run(StopSource(stop))
-            reporter.conclude()  # draws the last page while the event emitter ends
+            reporter.begin_final_report()  # draws the last page while the event emitter ends
         return state
 
-    with TrialProcessPool(slots=0) as pool, as_one_owner(turn):
-        return interruptible(train, grace=spec.grace, request_period=spec.sync.request_period)
+    with TrialProcessPool(slots=0) as pool, guarding_ownership(turn):
+        return run_interruptible(train, grace=spec.grace, poll_interval=spec.sync.request_period)
 
 
 @contextmanager
-def showing(
+def observing_run(
     state: Experiment,
     spec: TrialSpec,
     estimate: SearchEstimate,
     stop: threading.Event,
     *,
-    runs: Callable[[str], bool] = lambda _: True,
-    before: Experiment | None = None,
-    emits: bool = True,
-) -> Iterator[tuple[Sequence[SearchObserver], Reporter]]:
+    is_running: Callable[[str], bool] = lambda _: True,
+    state_before: Experiment | None = None,
+    emits_events: bool = True,
+) -> Iterator[tuple[Sequence[SearchObserver], ReportObserver]]:
     """Yield the observers that show a run in the log, the terminal, Prefect's UI and events, and the live status.
 
     Args:
@@ -156,15 +161,15 @@ def showing(
     emitter = EventEmitter(address, estimate.objective, recorder, log)
     in_terminal = spec.isolation == "process"  # with threads, a debugger may use the terminal
     with (
-        reported(Reporter(target, recorder, estimate, log), stop) as reporter,
-        emitting_events(emitter, stop, before) if emits else nullcontext(),
-        progress(recorder, estimate, search_log.notes, log, stop, in_terminal=in_terminal) as progress_view,
-        LiveStatusPublisher(target, recorder.read, spec.sync.live_period, runs),
+        publishing_report(ReportObserver(target, recorder, estimate, log), stop) as reporter,
+        emitting_events(emitter, stop, state_before) if emits_events else nullcontext(),
+        showing_progress(recorder, estimate, search_log.notes, log, stop, in_terminal=in_terminal) as progress_view,
+        LiveStatusPublisher(target, recorder.read_search_snapshot, spec.sync.live_period, is_running),
     ):
         yield [recorder, search_log, emitter, progress_view, reporter], reporter
 
 
-class _SingleConfigProposals(Proposals):
+class _SingleConfigSearchState(SearchState):
     """Proposes the one configuration that was passed."""
 
     def __init__(self, config: Mapping[str, object]) -> None:
@@ -173,7 +178,7 @@ class _SingleConfigProposals(Proposals):
     def suggest(self, number: int) -> Suggestion:
         return Exhausted(reason="its one trial was added") if number else Proposed(config=self._config)
 
-    def recall(self, number: int, config: Mapping[str, object]) -> None:
+    def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         del number, config
 
 
@@ -182,11 +187,11 @@ def _log_resume_point(spec: TrialSpec, plan: SearchPlan, state: Experiment, *, i
     location = f"experiment {state.name!r} at {spec.target.uri}"
     newest = newest_checkpoint(trial) if trial else None
     if trial is not None and is_finished:
-        log.info("%s: already finished, at step %d: %s", location, trial.step, visible(trial.reason), extra=NOTICE)
+        log.info("%s: already finished, at step %d: %s", location, trial.step, make_visible(trial.reason), extra=NOTICE)
     elif trial is not None and newest is not None:
-        attempts = plural(trial.attempt, "attempt", "attempts")
+        attempts = pluralize(trial.attempt, "attempt", "attempts")
         log.info("%s: resumes from step %d after %s", location, newest.step, attempts, extra=NOTICE)
-        if code_change := code_changed(spec.target, spec.trial, trial, plan.trainable):
+        if code_change := code_change_warning(spec.target, spec.trial, trial, plan.trainable):
             log.warning("%s: training continues with the new code", code_change)
     elif (trial and trial.attempt) or (flow_run.run_count or 1) > 1:
         log.warning("%s: no checkpoint was committed, so training restarts from step 0", location)

@@ -22,32 +22,32 @@ from typing import Literal, Self
 
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget, resolve_existing
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
+from prefect_tune.core.display_text import make_visible
 from prefect_tune.core.errors import InvalidInput, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import trial_named
-from prefect_tune.core.experiment.trial_transitions import ENDED, Phase
-from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events import Finished, FinishKind, StopAsked
-from prefect_tune.core.messages.process_messages import Leave, StopAndSave
+from prefect_tune.core.experiment.summary import require_trial
+from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Phase
+from prefect_tune.core.journal.journal import load_experiment
+from prefect_tune.core.journal_events import FinishKind, StopRequested, TrialFinished
+from prefect_tune.core.messages.process_messages import CheckpointAndStop, StopTrial
 from prefect_tune.core.messages.target_messages import (
-    UNASKED,
+    UNSOLICITED_STEP,
     StopRequest,
-    answer,
-    ask,
-    is_journaled,
-    is_lost,
-    read_request,
-    stop_event,
+    is_request_journaled,
+    is_request_lost,
+    make_stop_event,
+    read_stop_request,
+    send_answer,
+    write_stop_request,
 )
 from prefect_tune.core.reasons import AnyReason, Reason, make_reason
-from prefect_tune.core.shown_text import visible
-from prefect_tune.core.storage.generations import current_journal, no_experiment
-from prefect_tune.core.storage.layout import JournalKey, delete_numbered, results_path
+from prefect_tune.core.storage.generations import find_current_journal, no_experiment_message
+from prefect_tune.core.storage.layout import JournalKey, delete_older_documents, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.parameters.plan_checks import SearchLimits
-from prefect_tune.storage_retries import on_target
+from prefect_tune.storage_retries import with_store
 from prefect_tune.tuner.pending_entry import PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy
 
@@ -59,15 +59,15 @@ class StopSource:
         self.is_interrupted = interrupted.is_set
         """Returns whether the process has to end."""
 
-    def take(self) -> Sequence[StopRequest]:
+    def take_requests(self) -> Sequence[StopRequest]:
         """Return the requests that were read since the last call."""
         return ()
 
-    def journaled(self, count: int) -> None:
+    def on_requests_journaled(self, count: int) -> None:
         """Called when the journal has the first `count` requests."""
 
 
-class Stopping:
+class StopHandler:
     """Decides whether a run of an experiment ends, and stops its trials."""
 
     def __init__(
@@ -86,65 +86,67 @@ class Stopping:
         self._close_outbox = close_outbox
         self._log = log
         self._started_at = time.monotonic()
-        self.ends = False
+        self.is_stopping = False
         """Whether the run is ending: no trial starts any more, and all trials save and end."""
 
-    def heed(self, stop_source: StopSource) -> None:
+    def check_stop_causes(self, stop_source: StopSource) -> None:
         """Check interruptions, requests, time budget and stoppers; stop the experiment or a trial if needed."""
         if stop_source.is_interrupted():
-            self.ends = True
-            self._executor.stop()  # without waiting for the journal: the process ends soon
-        for request in stop_source.take():
-            event = stop_event(self._pending_entry.state, request)
+            self.is_stopping = True
+            self._executor.stop_all()  # without waiting for the journal: the process ends soon
+        for request in stop_source.take_requests():
+            event = make_stop_event(self._pending_entry.state, request)
             if event.refused is not None:
-                self._log.warning("stop request ignored: %s (%s)", visible(event.refused), visible(event.reason))
-                self._pending_entry.put(event)
+                self._log.warning(
+                    "stop request ignored: %s (%s)", make_visible(event.refused), make_visible(event.reason)
+                )
+                self._pending_entry.add_event(event)
             elif event.trial is None:
                 self._journal_experiment_stop(event)
             else:
                 self.stop_trial(event.trial, event)
         if self._limits.end_reason is not None:
-            self.end(self._limits.end_reason)
+            self.stop_experiment(self._limits.end_reason)
         budget = self._limits.options.time_budget
         elapsed = timedelta(seconds=time.monotonic() - self._started_at)
         if budget is not None and elapsed >= budget:
-            self.end(make_reason("time-budget", seconds=budget.total_seconds()))
-        elif (reason := self._policy.why_end()) is not None:
-            self.end(reason)
-        if self.ends:
-            self._pending_entry.then(self._executor.stop)
+            self.stop_experiment(make_reason("time-budget", seconds=budget.total_seconds()))
+        elif (reason := self._policy.end_reason()) is not None:
+            self.stop_experiment(reason)
+        if self.is_stopping:
+            self._pending_entry.after_write(self._executor.stop_all)
 
-    def end(self, reason: AnyReason) -> None:
+    def stop_experiment(self, reason: AnyReason) -> None:
         """Journal the end of the experiment and its reason; stop every trial after a save."""
-        if not self.ends:
-            self._journal_experiment_stop(StopAsked(reason=reason))
+        if not self.is_stopping:
+            self._journal_experiment_stop(StopRequested(reason=reason))
 
-    def finish(self, trial: str) -> None:
+    def finish_trial(self, trial: str) -> None:
         """Finish a trial that was requested to stop and has no running attempt."""
-        self._pending_entry.put(self._make_stop_finish(trial))
+        self._pending_entry.add_event(self._make_stop_finish(trial))
 
-    def tell(self, trial: str) -> None:
+    def send_stop(self, trial: str) -> None:
         """After the next write, send a running trial the command to save and end, with its journal entry."""
-        leave = Leave(outcome=self._make_stop_finish(trial), save=True)
-        self._pending_entry.then(lambda: self._executor.answer(trial, leave))
+        leave = StopTrial(outcome=self._make_stop_finish(trial), save=True)
+        self._pending_entry.after_write(lambda: self._executor.send_decision(trial, leave))
 
-    def _make_stop_finish(self, trial: str) -> Finished:
-        return Finished(trial=trial, reason=self._pending_entry.state.stops[trial], kind=FinishKind.STOPPED)
+    def _make_stop_finish(self, trial: str) -> TrialFinished:
+        return TrialFinished(trial=trial, reason=self._pending_entry.state.stops[trial], kind=FinishKind.STOPPED)
 
-    def _journal_experiment_stop(self, event: StopAsked) -> None:
-        self._log.warning("%s: every trial saves and ends, and can be resumed", visible(event.reason))
-        self._pending_entry.put(event)
-        self.ends = True
+    def _journal_experiment_stop(self, event: StopRequested) -> None:
+        self._log.warning("%s: every trial saves and ends, and can be resumed", make_visible(event.reason))
+        self._pending_entry.add_event(event)
+        self.is_stopping = True
 
-    def stop_trial(self, trial: str, event: StopAsked) -> None:
+    def stop_trial(self, trial: str, event: StopRequested) -> None:
         """Journal the stop of one trial, then stop it."""
-        self._log.warning("trial %s saves and ends: %s", trial, visible(event.reason))
-        self._pending_entry.put(event)
+        self._log.warning("trial %s saves and ends: %s", trial, make_visible(event.reason))
+        self._pending_entry.add_event(event)
         if trial in self._executor:
-            self.tell(trial)
+            self.send_stop(trial)
         else:
             self._close_outbox(trial)  # an earlier run may have launched an attempt that has not begun
-            self.finish(trial)
+            self.finish_trial(trial)
 
 
 # Poll the target for requests to stop the experiment, in a thread of its own.
@@ -190,7 +192,7 @@ class StopRequestPoller(StopSource):
         self._closed.set()
         self._thread.join(_JOIN_TIMEOUT.total_seconds())
 
-    def take(self) -> Sequence[StopRequest]:
+    def take_requests(self) -> Sequence[StopRequest]:
         """Return the requests that were read since the last call."""
         requests: list[StopRequest] = []
         with suppress(queue.Empty):
@@ -198,7 +200,7 @@ class StopRequestPoller(StopSource):
                 requests.append(self._unhandled_requests.get_nowait())
         return requests
 
-    def journaled(self, count: int) -> None:
+    def on_requests_journaled(self, count: int) -> None:
         """Let the thread delete the first `count` requests, which the journal has."""
         self._journaled_count = count
 
@@ -212,13 +214,13 @@ class StopRequestPoller(StopSource):
             if (count := self._journaled_count) != deleted_count:
                 # After an error, a later iteration deletes them.
                 with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST_TIMEOUT) as store:
-                    delete_numbered(store, before=self._experiment.request_path(count + 1))
+                    delete_older_documents(store, before=self._experiment.request_path(count + 1))
                     deleted_count = count
 
     def _read_new_requests(self) -> None:
         try:
             with self._target.open(timeout=_REQUEST_TIMEOUT) as store:
-                while (request := read_request(store, self._experiment, self._read_count + 1)) is not None:
+                while (request := read_stop_request(store, self._experiment, self._read_count + 1)) is not None:
                     self._read_count += 1
                     self._unhandled_requests.put(request)
         except (StoreUnavailable, StoreRefused) as error:
@@ -278,7 +280,7 @@ def stop(
     with suppress(OSError, KeyError):  # a container's user may have no name
         sender = f"{getpass.getuser()}@{sender}"
     storage = resolve_existing(target)
-    journal = on_target(storage, lambda store: current_journal(store, experiment))
+    journal = with_store(storage, lambda store: find_current_journal(store, experiment))
     return _StopRequestSender(
         storage, journal, trial, make_reason("stop-request", by=sender, text=reason or None)
     ).send_and_wait(wait_seconds)
@@ -298,19 +300,19 @@ class _StopRequestSender:
         state = self._load_search()
         if (end_message := self._end_message(state)) is not None:
             return StopOutcome("had-ended", end_message, state)
-        write_stamp = new_write_id()
+        write_stamp = new_write_stamp()
         request = StopRequest(
             write_id=write_stamp.write_id, at=write_stamp.at, reason=self._reason, term=state.term, trial=self._trial
         )
-        number = on_target(self._target, partial(ask, experiment=state, request=request))
+        number = with_store(self._target, partial(write_stop_request, experiment=state, request=request))
         pause_seconds = _FIRST_PAUSE_SECONDS
         started_at, deadline = time.monotonic(), time.monotonic() + wait_seconds
         while True:
             state = self._load_search()
-            if not is_journaled(state, request) and time.monotonic() - started_at > wait_seconds / 4 > 0:
+            if not is_request_journaled(state, request) and time.monotonic() - started_at > wait_seconds / 4 > 0:
                 self._send_to_attempts(state)
-            if is_lost(state, request, number):
-                number = on_target(self._target, partial(ask, experiment=state, request=request))
+            if is_request_lost(state, request, number):
+                number = with_store(self._target, partial(write_stop_request, experiment=state, request=request))
             outcome = self._make_outcome(state, request)
             may_wait = time.monotonic() + pause_seconds <= deadline  # False if `wait_seconds` is NaN
             if outcome.status not in ("stopping", "unanswered") or not may_wait:
@@ -322,19 +324,19 @@ class _StopRequestSender:
         """Return the state of the experiment; raise `InvalidInput` unless it is a search that has the trial."""
 
         def load_state(store: ObjectStore) -> Experiment:
-            state = load(store, self._journal)
+            state = load_experiment(store, self._journal)
             if not state.number:
-                raise InvalidInput(no_experiment(store, state.name, self._target.uri))
+                raise InvalidInput(no_experiment_message(store, state.name, self._target.uri))
             return state
 
-        state = on_target(self._target, load_state)
+        state = with_store(self._target, load_state)
         if not state.settings:
             raise InvalidInput(
                 f"experiment {state.name!r} at {self._target.uri} is not a search: cancel its flow run, or send it "
                 "SIGTERM; it saves, and can be resumed"
             )
         if self._trial is not None:
-            self._trial = trial_named(state, self._trial).trial
+            self._trial = require_trial(state, self._trial).trial
         return state
 
     def _send_to_attempts(self, state: Experiment) -> None:
@@ -342,12 +344,14 @@ class _StopRequestSender:
         if state.settings.get("trials") != "deployment":
             return
         for trial in [state.trial(self._trial)] if self._trial else state.trials.values():
-            if trial.trial in self._sent_to or trial.phase in ENDED or trial.outbox is None:
+            if trial.trial in self._sent_to or trial.phase in ENDED_PHASES or trial.outbox is None:
                 continue
-            finish = Finished(trial=trial.trial, reason=self._reason, kind=FinishKind.STOPPED)
-            command = Leave(outcome=finish, save=True) if self._trial else StopAndSave()
+            finish = TrialFinished(trial=trial.trial, reason=self._reason, kind=FinishKind.STOPPED)
+            command = StopTrial(outcome=finish, save=True) if self._trial else CheckpointAndStop()
             key, attempt = state.trial_key(trial.trial), trial.attempt + (trial.phase is not Phase.RUNNING)
-            on_target(self._target, partial(answer, trial=key, attempt=attempt, step=UNASKED, reply=command))
+            with_store(
+                self._target, partial(send_answer, trial=key, attempt=attempt, step=UNSOLICITED_STEP, reply=command)
+            )
             self._sent_to.add(trial.trial)
 
     def _end_message(self, state: Experiment) -> str | None:
@@ -359,16 +363,18 @@ class _StopRequestSender:
         if self._trial is not None:
             trial = state.trial(self._trial)
             end = f"trial {trial.trial} is {trial.status} at step {trial.step}: {trial.reason}"
-            return end if trial.phase in ENDED else None
-        if any(trial.phase not in ENDED for trial in state.trials.values()):
+            return end if trial.phase in ENDED_PHASES else None
+        if any(trial.phase not in ENDED_PHASES for trial in state.trials.values()):
             return None
         path = results_path(state.key, "trials", state.number)
-        published = on_target(self._target, lambda store: [trial.path for trial in store.list(path.rpartition("/")[0])])
+        published = with_store(
+            self._target, lambda store: [trial.path for trial in store.list(path.rpartition("/")[0])]
+        )
         end = f"experiment {state.name!r} has ended, with all of its {len(state.trials)} trials"
         return end if path in published else None
 
     def _make_outcome(self, state: Experiment, request: StopRequest) -> StopOutcome:
-        if not is_journaled(state, request):
+        if not is_request_journaled(state, request):
             return self._make_unanswered_outcome(state, request)
         if self._trial is not None:
             end_message = self._end_message(state)
@@ -380,7 +386,7 @@ class _StopRequestSender:
         if running_count:
             message = f"the stopped run has ended; another one has started, by {state.owner}"
             return StopOutcome("stopped", message, state)
-        resumable_count = sum(trial.phase not in ENDED for trial in state.trials.values())
+        resumable_count = sum(trial.phase not in ENDED_PHASES for trial in state.trials.values())
         resumable = f"{resumable_count} of its {len(state.trials)} trials can be resumed"
         return StopOutcome("stopped", f"experiment {state.name!r} has ended; {resumable}", state)
 

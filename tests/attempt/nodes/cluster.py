@@ -19,19 +19,24 @@ from prefect_tune.attempt import nodes
 from prefect_tune.attempt.attempt import Attempt
 from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, pickled_or_path
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, serialize_for_trial
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.outbox import close_outbox, read_posts
-from prefect_tune.core.journal_events import Event, Launched, OutboxClosed, Received, TrialAdded
+from prefect_tune.core.journal_events import AttemptLaunched, Event, OutboxClosed, PostReceived, TrialAdded
 from prefect_tune.core.reasons import AnyReason, Reason, make_reason
-from prefect_tune.core.restore import adopt
+from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.executors.remote_executor import StoreLink
-from prefect_tune.journal_access import Opening, current_owner, open_journal, write_directly
+from prefect_tune.executors.remote_executor import RemoteSearchChannel
+from prefect_tune.journal_access import (
+    OwnershipRequest,
+    acquire_and_adopt_with_retries,
+    current_owner,
+    write_entry_directly,
+)
 from prefect_tune.tasks.checkpoints import download_checkpoint
 from prefect_tune.testing import without_server
 from tests.attempt.direct_tasks import DirectTasks
@@ -60,7 +65,9 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.target = LocalTarget(path=str(folder / "target"))
-        self.search = open_journal(self.target, JOURNAL, Opening(current_owner(), new_write_id()))
+        self.search = acquire_and_adopt_with_retries(
+            self.target, JOURNAL, OwnershipRequest(current_owner(), new_write_stamp())
+        )
         self.launched: dict[int, Trial] = {}
         """By attempt, the trial as its request has it."""
         self.nodes: list[BaseProcess] = []
@@ -102,7 +109,9 @@ class Cluster:
             return
         events: list[Event] = [] if self.search.trials else [TrialAdded(trial="00000", config=config)]
         count = self.trial().outbox_count if self.search.trials else 0
-        self.search = write_directly(self.target, self.search, [*events, Launched(trial="00000", outbox=count + 1)])
+        self.search = write_entry_directly(
+            self.target, self.search, [*events, AttemptLaunched(trial="00000", outbox=count + 1)]
+        )
         self.launched[attempt] = self.search.trial("00000")
 
     def end_attempt(self) -> None:
@@ -110,9 +119,9 @@ class Cluster:
         with self.target.open(timeout=_MINUTE) as store:
             trial = self.trial()
             assert trial.outbox is not None
-            assert not close_outbox(store, TRIAL, trial.outbox, trial.post, "the test", new_write_id()).posts
-            self.search = write_directly(self.target, self.search, [OutboxClosed(trial="00000")])
-            self.search = write_directly(self.target, self.search, adopt(store, self.search))
+            assert not close_outbox(store, TRIAL, trial.outbox, trial.post, "the test", new_write_stamp()).posts
+            self.search = write_entry_directly(self.target, self.search, [OutboxClosed(trial="00000")])
+            self.search = write_entry_directly(self.target, self.search, make_adoption_events(store, self.search))
 
     def trial(self) -> Trial:
         """Return the trial after all that its attempts have posted."""
@@ -121,8 +130,8 @@ class Cluster:
             with self.target.open(timeout=_MINUTE) as store:
                 posts = read_posts(store, TRIAL, trial.outbox, trial.post)
             for number, post in enumerate(posts, trial.post + 1):
-                events = [Received(trial="00000", post=number), *post.events]
-                self.search = write_directly(self.target, self.search, events)
+                events = [PostReceived(trial="00000", post=number), *post.events]
+                self.search = write_entry_directly(self.target, self.search, events)
         return self.search.trial("00000")
 
     def checkpoints(self) -> list[Path]:
@@ -156,7 +165,7 @@ def spec_of(folder: Path, **options: Any) -> TrialSpec:
             "target": LocalTarget(path=str(folder / "target")),
             "trial": TrialKey(experiment="e", generation=1, trial="00000"),
             "trainable": "tests.trainables.grouped:Sharded",
-            "stopper": pickled_or_path(as_stopper({"step": STEPS})),
+            "stopper": serialize_for_trial(as_stopper({"step": STEPS})),
             "needs_curve": False,
             "cadence": pt.Cadence(every_steps=2),
             "of_search": True,
@@ -173,11 +182,11 @@ def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> 
     request = AttemptRequest(search_term=1, trial=trial, secret=secret)
     attempt = request.attempt
     with without_server(), TrialProcessPool(slots=0) as pool:
-        link = StoreLink(spec.target, spec.trial, attempt, pool=pool).stopped_by(threading.Event())
+        link = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool).use_stop_event(threading.Event())
         try:
             if node:
                 return train_node(spec, request, node, link, DirectTasks(spec), log)
-            link.watch()
+            link.start_polling()
             return Attempt(spec, request, link, DirectTasks(spec), log).run().outcome.reason
         finally:
             link.close()
@@ -185,7 +194,7 @@ def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> 
 
 def _fail_once(fault: str) -> None:
     """Let the first part of this node meet a target that hangs, refuses it, or loses the reply to its last request."""
-    send, faults = nodes._send, [fault]
+    send, faults = nodes._upload_part, [fault]
 
     def failing(*arguments: Any) -> None:
         match faults.pop() if faults else "none":
@@ -199,7 +208,7 @@ def _fail_once(fault: str) -> None:
                 raise StoreUnavailable("the connection was reset")
         send(*arguments)
 
-    vars(nodes)["_send"] = failing
+    vars(nodes)["_upload_part"] = failing
 
 
 def run_process(log: Path, folder: Path, node: int, trial: Trial, options: Any) -> None:
@@ -210,11 +219,11 @@ def run_process(log: Path, folder: Path, node: int, trial: Trial, options: Any) 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     silence = timedelta(seconds=options.pop("silence", 60))
-    nodes.SILENCE_TIMEOUT = silence
-    nodes.ALIVE_INTERVAL = timedelta(seconds=1)
-    nodes._FEWER_AFTER = timedelta(seconds=2)
+    nodes.NODE_TIMEOUT = silence
+    nodes.HEARTBEAT_INTERVAL = timedelta(seconds=1)
+    nodes._MIN_NODES_DELAY = timedelta(seconds=2)
     if fault := options.pop("fault", None):
-        vars(nodes)["PARTS_WITHIN"] = timedelta(seconds=6)
+        vars(nodes)["PARTS_TIMEOUT"] = timedelta(seconds=6)
         if node == options["nodes_per_trial"] - 1:
             _fail_once(fault)
     reason = run_node(folder, node, trial, options)

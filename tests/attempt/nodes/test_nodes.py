@@ -22,18 +22,18 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.attempt import nodes
 from prefect_tune.attempt.nodes import OtherNodes
-from prefect_tune.attempt.trial_spec import AttemptRequest, pickled_or_path
+from prefect_tune.attempt.trial_spec import AttemptRequest, serialize_for_trial
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.messages.process_messages import TrainableLoaded
 from prefect_tune.core.messages.target_messages import (
-    Arrived,
-    Begin,
+    BeginAttempt,
     FromRank,
     NodeAddress,
+    NodeArrived,
     NodeMessage,
-    newest_address,
+    find_newest_address,
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.documents import seal
@@ -180,7 +180,7 @@ def test_a_target_that_fails_a_node_fails_that_save_alone_while_all_train_on(
 ) -> None:
     first, *_ = cluster.train(
         trainable="tests.trainables.grouped:Paced",
-        stopper=pickled_or_path(as_stopper({"step": 60})),
+        stopper=serialize_for_trial(as_stopper({"step": 60})),
         cadence=pt.Cadence(every_steps=20),
         sync=pt.SyncConfig(commit="async"),
         nodes_per_trial=nodes,
@@ -216,8 +216,8 @@ def test_a_stranger_and_a_pickle_are_refused_and_the_nodes_train(
     logs = [cluster.start(0)]
     with cluster.target.open(timeout=timedelta(minutes=1)) as store:
         trial = TRIAL
-        wait_until(lambda: newest_address(store, trial, 1) is not None, logs)
-        found = newest_address(store, trial, 1)
+        wait_until(lambda: find_newest_address(store, trial, 1) is not None, logs)
+        found = find_newest_address(store, trial, 1)
     assert found is not None
     key, address = found
     assert address.host == "127.0.0.1"
@@ -247,7 +247,7 @@ def test_a_node_waits_for_no_answer_of_a_node_0_that_is_stopped(
 ) -> None:
     """The kernel of its machine accepts the connection; or another program has the port by now."""
     monkeypatch.setattr(nodes, "_JOIN_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(nodes, "SILENCE_TIMEOUT", timedelta(seconds=3))
+    monkeypatch.setattr(nodes, "NODE_TIMEOUT", timedelta(seconds=3))
     spec, key = spec_of(tmp_path), NodesKey(trial=TRIAL, attempt=1)
     request = AttemptRequest(search_term=1, trial=Trial(trial="00000", config={}), secret="of attempt 1")
     ended: Future[object] = Future()
@@ -256,7 +256,7 @@ def test_a_node_waits_for_no_answer_of_a_node_0_that_is_stopped(
         with spec.target.open(timeout=timedelta(minutes=1)) as store:
             store.create(key.address_path, seal(address))
         connect = threading.Thread(
-            target=lambda: ended.set_result(nodes._connect(spec, request, threading.Event())), daemon=True
+            target=lambda: ended.set_result(nodes._connect_to_node_0(spec, request, threading.Event())), daemon=True
         )
         connect.start()
         assert ended.result(30) == make_reason("node-silent", node=0, seconds=3.0)
@@ -273,8 +273,8 @@ def _join(node_0: OtherNodes) -> Connection:
     """Join as node 1."""
     address = node_0._address
     key = address.connection_key(node_0._key, "of attempt 1")
-    connection = nodes._connect_to(address, key)
-    connection.send_bytes(Arrived(node=1, host="here").model_dump_json().encode())
+    connection = nodes._open_connection(address, key)
+    connection.send_bytes(NodeArrived(node=1, host="here").model_dump_json().encode())
     return connection
 
 
@@ -283,7 +283,7 @@ def test_the_end_of_a_second_process_of_a_node_is_not_that_of_the_node(
 ) -> None:
     monkeypatch.setattr(nodes, "_CLOSE_TIMEOUT", timedelta(0))
     with node_0, _join(node_0):
-        until(lambda: node_0._arrived, what=lambda: "node 1")
+        until(lambda: node_0._hosts, what=lambda: "node 1")
         refused: list[NodeMessage] = []
 
         def send_late(_: nodes.NodeConnection, message: NodeMessage) -> None:
@@ -295,26 +295,26 @@ def test_the_end_of_a_second_process_of_a_node_is_not_that_of_the_node(
             _join(node_0).close()
             until(lambda: refused, what=lambda: "a refusal")
             time.sleep(0.5)
-        assert node_0._lost == {}
+        assert node_0._lost_reasons == {}
 
 
 def test_what_a_node_sends_as_soon_as_it_begins_is_received(
     node_0: OtherNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = TrainableLoaded(pid=1, code="")
-    send = node_0._send
+    send = node_0._broadcast
 
     def send_and_wait(message: NodeMessage) -> None:
         send(message)
-        if isinstance(message, Begin):
+        if isinstance(message, BeginAttempt):
             connection.recv_bytes()
             connection.send_bytes(FromRank(rank=1, message=loaded).model_dump_json().encode())
             time.sleep(0.5)
 
     monkeypatch.setattr(nodes, "_CLOSE_TIMEOUT", timedelta(0))
-    monkeypatch.setattr(node_0, "_send", send_and_wait)
+    monkeypatch.setattr(node_0, "_broadcast", send_and_wait)
     with node_0, _join(node_0) as connection:
-        [channel] = node_0.begin(threading.Event())
+        [channel] = node_0.gather_nodes(threading.Event())
         assert channel.receive(timedelta(seconds=9)) == loaded
 
 
@@ -332,7 +332,7 @@ def test_a_node_joins_though_node_0_has_no_free_descriptor_at_first(
 
     monkeypatch.setattr(socket.socket, "accept", fail_once)
     with node_0, _join(node_0):
-        until(lambda: node_0._arrived, what=lambda: "node 1")
+        until(lambda: node_0._hosts, what=lambda: "node 1")
 
 
 def test_an_address_that_cannot_be_written_leaves_no_socket_open(
@@ -342,7 +342,7 @@ def test_an_address_that_cannot_be_written_leaves_no_socket_open(
         if hasattr(node_0, "_address"):
             raise StoreUnavailable("503")
 
-    monkeypatch.setattr(nodes, "on_target", away)
+    monkeypatch.setattr(nodes, "with_store", away)
     with pytest.raises(StoreUnavailable), node_0:
         pass
     assert node_0._listener.fileno() == -1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import import_path
+from prefect_tune.attempt.trial_spec import absolute_sys_path
 from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.runtime.trainable import Reuse
 from tests.fakes.trial_processes import (
@@ -55,7 +55,7 @@ class Module:
     def start(self, x: int = 0) -> Start:
         """Return the start of a trial of one step."""
         start = start_of(os.getcwd, self._folder, {"x": x}, steps=1)  # replaced by the name in the next line
-        return start.model_copy(update={"trainable": f"{self.name}:train", "import_path": import_path()})
+        return start.model_copy(update={"trainable": f"{self.name}:train", "import_path": absolute_sys_path()})
 
     @property
     def imports(self) -> list[int]:
@@ -94,7 +94,7 @@ def trains(module: Module, ours: Family, recorder: LogRecorder) -> Trains:
         found = []
         with TrialProcessPool(slots=2, reuse=reuse) as pool:
             for number in range(count):
-                with pool.process(module.start(number), log_to(recorder)) as channel:
+                with pool.open_process(module.start(number), log_to(recorder)) as channel:
                     found.append(dict(metrics_of(channel)))
         return found
 
@@ -127,5 +127,5 @@ def one_pool(whole_family: Family, request: pytest.FixtureRequest) -> Iterator[T
 def pool(one_pool: TrialProcessPool, whole_family: Family) -> Iterator[TrialProcessPool]:
     """The module's pool; no test leaves a trial in it."""
     yield one_pool
-    one_pool.dismiss()
+    one_pool.end_idle_processes()
     until(lambda: whole_family.names() <= {"tune-forkserver"}, what=lambda: f"the end of {whole_family.names()}")

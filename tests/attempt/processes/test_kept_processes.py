@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import READ_ONCE, trial_in_place
+from prefect_tune.attempt.processes.process_channel import READ_ONCE_VARIABLES, trial_in_thread
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.experiment.retention import Cadence
-from prefect_tune.core.journal_events import Paused
+from prefect_tune.core.journal_events import TrialPaused
 from prefect_tune.core.messages.process_messages import (
+    CheckpointAndStop,
     CheckpointSaved,
-    Leave,
     StepDone,
-    StopAndSave,
+    StopTrial,
     TrainableLoaded,
     TrialEnded,
 )
-from prefect_tune.core.reasons import code_of
+from prefect_tune.core.reasons import get_reason_code
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module
 from tests.fakes.trial_processes import (
@@ -72,7 +72,7 @@ def trained(pool: TrialProcessPool, tmp_path: Path, witness: Path) -> Trained:
         x: int = 0, kind: type = Resettable, environment: Mapping[str, str] = NOTHING, **config: object
     ) -> Mapping[str, Any]:
         start = start_of(kind, tmp_path, {"x": x, "witness": str(witness), **config}, steps=1)
-        with pool.process(start, LOG, environment) as channel:
+        with pool.open_process(start, LOG, environment) as channel:
             metrics = metrics_of(channel)
             channel.end()
         return metrics
@@ -104,7 +104,7 @@ def test_what_waits_goes_on_from_a_checkpoint_where_there_is_one(
     start = start_of(
         Resettable, tmp_path, {"x": 2, "witness": str(witness)}, steps=8, restored=str(tmp_path), from_step=7
     )
-    with pool.process(start, LOG) as channel:
+    with pool.open_process(start, LOG) as channel:
         found = metrics_of(channel)
     assert (found["pid"], found["count"]) == (first["pid"], 8)
     assert acts(witness) == ["setup 1", "reset 2", "loaded 7"]
@@ -115,9 +115,9 @@ def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
 ) -> None:
     first = trained(1)
     last = {"step": 1, "metrics": {"done": True}}
-    with pool.process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
+    with pool.open_process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
         (ended,) = messages_of(channel)
-    assert code_of(ended.outcome.reason) == "done-reported"
+    assert get_reason_code(ended.outcome.reason) == "done-reported"
     assert trained(2)["object"] == first["object"]
     assert acts(witness) == ["setup 1", "reset 2"]
 
@@ -127,12 +127,12 @@ def test_a_trial_that_is_asked_to_stop_while_a_process_declines_stops_in_the_new
 ) -> None:
     trained(1)
     config = {"x": 2, "witness": str(witness), "declines": True}
-    with pool.process(start_of(Resettable, tmp_path, config, cadence=Cadence(every_steps=1)), LOG) as channel:
-        channel.tell(StopAndSave())
+    with pool.open_process(start_of(Resettable, tmp_path, config, cadence=Cadence(every_steps=1)), LOG) as channel:
+        channel.send(CheckpointAndStop())
         until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
-        channel.tell(CheckpointSaved(step=1))
+        channel.send(CheckpointSaved(step=1))
         last = messages_of(channel)[-1]
-    assert code_of(last.outcome.reason) == "saved-as-requested"
+    assert get_reason_code(last.outcome.reason) == "saved-as-requested"
     assert acts(witness)[:3] == ["setup 1", "cleanup 1", "setup 2"]
 
 
@@ -157,11 +157,11 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
         "is given up": {"gate": "/none"},
     }[how]
     start = start_of(Resettable, tmp_path, {"x": 2, "witness": str(witness), **config}, cadence=Cadence(every_steps=1))
-    with pool.process(start, LOG) as channel:
+    with pool.open_process(start, LOG) as channel:
         if how == "is interrupted":
-            channel.tell(StopAndSave())
+            channel.send(CheckpointAndStop())
             until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
-            channel.tell(CheckpointSaved(step=1))
+            channel.send(CheckpointSaved(step=1))
         if how == "is given up":
             until(lambda: isinstance(channel.receive(timedelta(0)), TrainableLoaded), what=lambda: "the trial")
         else:
@@ -184,10 +184,10 @@ def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
     pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
 ) -> None:
     start = start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, milestone=1)
-    paused = Paused(trial="t", reason="paused")
-    with pool.process(start, LOG) as channel:
+    paused = TrialPaused(trial="t", reason="paused")
+    with pool.open_process(start, LOG) as channel:
         until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
-        channel.tell(Leave(outcome=paused, save=False))
+        channel.send(StopTrial(outcome=paused, save=False))
         (ended,) = messages_of(channel)
     assert (ended.outcome, ended.waits) == (paused, True)
     trained(2)
@@ -210,20 +210,20 @@ def test_a_started_process_is_kept_as_a_forked_one_is(
     with family(), nothing_left(), TrialProcessPool(slots=1) as pool:
         for x in (1, 2):
             start = start_of(Resettable, tmp_path, {"x": x, "witness": str(witness)}, steps=1)
-            with pool.process(start, LOG) as channel:
+            with pool.open_process(start, LOG) as channel:
                 metrics_of(channel)
     assert acts(witness) == ["setup 1", "reset 2", "cleanup 2"]
 
 
 def test_in_a_thread_of_the_flow_none_is_kept(tmp_path: Path, witness: Path) -> None:
-    with trial_in_place(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
+    with trial_in_thread(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
         ended = messages_of(channel)[-1]
         channel.end()
     assert not ended.waits
     assert acts(witness) == ["setup 1", "cleanup 1"]
 
 
-@pytest.mark.parametrize("name", long_after(2, READ_ONCE))
+@pytest.mark.parametrize("name", long_after(2, READ_ONCE_VARIABLES))
 def test_a_worker_whose_devices_change_trains_in_another_process(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -256,7 +256,7 @@ def test_what_the_import_has_set_is_set_for_each_trial_of_a_kept_process(module:
     found = []
     with TrialProcessPool(slots=1, reuse=reuse) as pool:
         for _ in range(3):
-            with pool.process(start, LOG) as channel:
+            with pool.open_process(start, LOG) as channel:
                 found.append(dict(metrics_of(channel)))
     assert found[0] == found[1] == found[2]
     assert (found[0]["set"], found[0]["drawn"]) == ("yes", random.Random(7).random())
@@ -287,17 +287,17 @@ def test_temporary_files_live_as_long_as_their_process_which_may_use_them_yet(
 def test_what_each_trial_prints_is_logged_as_its_own(pool: TrialProcessPool, tmp_path: Path) -> None:
     for x, act in ((1, "setup"), (2, "reset"), (3, "reset")):
         recorder = LogRecorder()
-        with pool.process(start_of(Resettable, tmp_path, {"x": x}, steps=1), log_to(recorder)) as channel:
+        with pool.open_process(start_of(Resettable, tmp_path, {"x": x}, steps=1), log_to(recorder)) as channel:
             metrics_of(channel)
         assert recorder.reasons == [f"{act} {x}"]
 
 
 def test_a_message_to_a_trial_after_its_end_does_not_reach_the_next_one(pool: TrialProcessPool, tmp_path: Path) -> None:
-    with pool.process(start_of(Resettable, tmp_path, {"x": 1}, steps=1), LOG) as first:
+    with pool.open_process(start_of(Resettable, tmp_path, {"x": 1}, steps=1), LOG) as first:
         pid = metrics_of(first)["pid"]
-        first.tell(StopAndSave())
-    with pool.process(start_of(Resettable, tmp_path, {"x": 2}, steps=3), LOG) as second:
-        first.tell(StopAndSave())
+        first.send(CheckpointAndStop())
+    with pool.open_process(start_of(Resettable, tmp_path, {"x": 2}, steps=3), LOG) as second:
+        first.send(CheckpointAndStop())
         found = metrics_of(second)
     assert (found["pid"], found["count"]) == (pid, 3)
 
@@ -329,7 +329,7 @@ def test_a_trial_that_fails_in_a_kept_process_begins_again_in_a_new_one(
     with TrialProcessPool(slots=1) as pool:
         for x in (1, 2):
             start = module.start(x).model_copy(update={"trainable": f"{module.name}:Trains"})
-            with pool.process(start, log_to(recorder)) as channel:
+            with pool.open_process(start, log_to(recorder)) as channel:
                 said = messages_of(channel)
                 pids.append([each.report.metrics["pid"] for each in said if isinstance(each, StepDone)])
     assert isinstance(said[-1], TrialEnded)
@@ -348,7 +348,7 @@ def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_atte
         os.kill(first, signal.SIGKILL)
         until(lambda: not ours.pids("tune-subreaper"), what=lambda: f"the end of {first}")
     config = {"x": 2, "witness": str(witness)} | ({"in_reset": signal.SIGKILL} if when == "as it is reset" else {})
-    with pool.process(start_of(Resettable, tmp_path, config, steps=1), log_to(recorder)) as channel:
+    with pool.open_process(start_of(Resettable, tmp_path, config, steps=1), log_to(recorder)) as channel:
         found = metrics_of(channel)
     assert (found["x"], found["pid"] != first) == (2, True)
     said = [line for line in recorder.reasons if "reused from an earlier trial ended by SIGKILL" in line]
@@ -363,7 +363,7 @@ def test_no_more_wait_than_there_are_slots(pool: TrialProcessPool, ours: Family,
 
     def train(x: int) -> None:
         config = {"x": x, "gate": str(gate), "witness": str(witness)}
-        with pool.process(start_of(Resettable, tmp_path, config, steps=1), LOG) as channel:
+        with pool.open_process(start_of(Resettable, tmp_path, config, steps=1), LOG) as channel:
             metrics_of(channel)
 
     with ThreadPoolExecutor(4) as threads:
@@ -384,7 +384,9 @@ def test_waiting_processes_make_room_for_trials_of_another_kind(trained: Trained
 
 def test_at_the_end_waiting_processes_clean_up_and_end(tmp_path: Path, witness: Path) -> None:
     with family() as ours, TrialProcessPool(slots=2) as pool:
-        with pool.process(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
+        with pool.open_process(
+            start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG
+        ) as channel:
             temporary = metrics_of(channel)["temporary"]
         assert len(ours.pids("trial")) == 1
         descriptors = open_descriptors()

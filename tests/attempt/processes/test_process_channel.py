@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_place
+from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_thread
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.journal_events import Cause, Finished, Outcome
-from prefect_tune.core.messages.process_messages import Proceed, TrialEnded
+from prefect_tune.core.journal_events import Cause, Outcome, TrialFinished
+from prefect_tune.core.messages.process_messages import ContinueTraining, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.core.storage.layout import TrialKey
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
@@ -57,7 +57,7 @@ def test_the_death_of_a_trial_is_noticed_although_its_child_holds_the_channel_op
     body = Body()
     channel = TrialChannel(near, body)
     assert channel.receive(SOON) is None
-    last = TrialEnded(outcome=Finished(trial="t", reason="done"))
+    last = TrialEnded(outcome=TrialFinished(trial="t", reason="done"))
     far.send_bytes(last.model_dump_json().encode())
     body.alive = False
     assert channel.receive(SOON) == last
@@ -68,7 +68,7 @@ def test_the_death_of_a_trial_is_noticed_although_its_child_holds_the_channel_op
 def test_a_message_sent_in_the_moment_of_a_trials_death_is_received_first(wire: tuple[Connection, Connection]) -> None:
     """The message arrives after the channel was empty, and before the trial is found dead."""
     near, far = wire
-    last = TrialEnded(outcome=Finished(trial="t", reason="done"))
+    last = TrialEnded(outcome=TrialFinished(trial="t", reason="done"))
 
     class DiesTalking(Body):
         def is_alive(self) -> bool:
@@ -97,10 +97,10 @@ def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Con
     near, _ = wire
     channel = TrialChannel(near, Body())
     near.close()  # as another thread does that ends the trial's process
-    channel.tell(Proceed(milestone=None))
+    channel.send(ContinueTraining(milestone=None))
 
 
-@pytest.mark.parametrize("opened", [started_process, trial_in_place])
+@pytest.mark.parametrize("opened", [started_process, trial_in_thread])
 @pytest.mark.timeout(60)
 def test_a_trainable_that_refers_to_much_data_is_sent_to_its_trial(opened: Callable[..., Any], tmp_path: Path) -> None:
     weights = bytes(3_000_000)
@@ -133,7 +133,7 @@ def outcome_of(pool: TrialProcessPool, folder: Path, trainable: object, **config
         silence=timedelta(minutes=10),
     )
     commit_worker: Any = FakeCommitWorker()
-    with pool.process(start_of(trainable, folder, config), LOG) as channel:
+    with pool.open_process(start_of(trainable, folder, config), LOG) as channel:
         return supervise(channel, commit_worker, plan, line())
 
 
@@ -149,7 +149,7 @@ def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable
     pool: TrialProcessPool, tmp_path: Path, stray: bytes, said: str
 ) -> None:
     outcome = outcome_of(pool, tmp_path, reporters.talks_out_of_turn, bytes=stray.hex())
-    assert outcome.cause is Cause.USER
+    assert outcome.cause is Cause.TRAINABLE
     message = str(outcome.reason)
     assert message.startswith("the channel of the trial's process: ")
     assert said in message

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import pytest
 
 from prefect_tune.attempt.processes import process_output
-from prefect_tune.attempt.processes.process_output import OutputLines, TrialOutput
+from prefect_tune.attempt.processes.process_output import OutputLineSplitter, TrialOutput
 from tests.fakes.trial_processes import LogRecorder, log_to, nothing_left, until
 
 
@@ -96,7 +96,7 @@ def bar(name: str, below: int, percent: int) -> str:
 @pytest.mark.parametrize("is_in_pieces", [False, True], ids=["whole", "in pieces"])
 def test_of_a_progress_bar_the_last_state_is_logged(printed: str, lines: list[str], is_in_pieces: bool) -> None:
     emitted: list[str] = []
-    output = OutputLines(emitted.append)
+    output = OutputLineSplitter(emitted.append)
     for piece in printed if is_in_pieces else [printed]:
         output.feed(piece)
     output.close()
@@ -207,7 +207,7 @@ def test_lines_are_logged_in_the_context_of_the_start_and_nothing_is_left(pipe: 
 def test_of_a_flood_the_log_gets_the_beginning_and_the_number_of_the_dropped_lines(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
+    monkeypatch.setattr(process_output, "_MAX_LINES_PER_SECOND", 0)
     recorder, output = logged(pipe)
     lines = [f"line {number}" for number in range(20_000)]
     for line in lines:
@@ -221,12 +221,12 @@ def test_of_a_flood_the_log_gets_the_beginning_and_the_number_of_the_dropped_lin
 
 
 def test_after_a_flood_lines_are_logged_again(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 0)
+    monkeypatch.setattr(process_output, "_MAX_LINES_PER_SECOND", 0)
     recorder, output = logged(pipe)
     os.write(pipe[1], b"x" * 10 + b"\n" + b"y\n" * 2000)
     until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
     until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
-    monkeypatch.setattr(process_output, "_LINES_PER_SECOND", 1e9)
+    monkeypatch.setattr(process_output, "_MAX_LINES_PER_SECOND", 1e9)
     os.write(pipe[1], b"a step\n")
     output.stop()
     assert recorder.lines[-1] == "a step"

@@ -24,7 +24,7 @@ from prefect_tune.attempt.processes import fork_servers
 from prefect_tune.attempt.processes.fork_servers import ForkedProcess, ForkServer
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import Cause
-from prefect_tune.core.messages.process_messages import StepDone, StopAndSave, TrialEnded
+from prefect_tune.core.messages.process_messages import CheckpointAndStop, StepDone, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd
 from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import (
@@ -58,7 +58,7 @@ def ours(whole_family: Family) -> Family:
 def found_in(
     pool: TrialProcessPool, folder: Path, environment: dict[str, str] | None = None, **config: object
 ) -> dict[str, Any]:
-    with pool.process(start_of(looks_around, folder, config), LOG, environment or {}) as channel:
+    with pool.open_process(start_of(looks_around, folder, config), LOG, environment or {}) as channel:
         return dict(metrics_of(channel))
 
 
@@ -104,7 +104,7 @@ def test_a_trial_is_where_its_supervisor_is_and_has_a_temporary_directory_of_its
 def test_the_temporary_files_of_a_killed_process_stay_until_its_save_is_over_and_its_channel_closes(
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
-    with pool.process(start_of(looks_around, tmp_path, {}), LOG) as channel:
+    with pool.open_process(start_of(looks_around, tmp_path, {}), LOG) as channel:
         lent = Path(metrics_of(channel)["temporary"])
         channel.end()
         assert lent.is_dir()
@@ -118,7 +118,7 @@ def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pool.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
+    with pool.open_process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
         assert isinstance(messages_of(channel)[-1], TrialEnded)
 
 
@@ -161,7 +161,7 @@ def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
 def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         assert not ours.pids()
-        pool.prepare("tests.trainables.processes.forked:looks_around", LOG)
+        pool.start_import("tests.trainables.processes.forked:looks_around", LOG)
         until(lambda: len(ours.pids()) == 1, what=lambda: f"one process, found {ours.names()}")  # /proc lags behind
         found_in(pool, tmp_path)
 
@@ -170,7 +170,7 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
     pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.open_process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         for pid in ours.pids():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -186,7 +186,7 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
     pool: TrialProcessPool, tmp_path: Path, forks: bool, as_method: bool, code: int | None
 ) -> None:
     config = {"code": code, "as_method": as_method}
-    process = pool.process if forks else started_process
+    process = pool.open_process if forks else started_process
     with process(start_of(exits_at_sigterm, tmp_path, config), LOG) as channel:
         failure = require_failure(messages_of(channel)[-1])
     assert failure.cause is Cause.MACHINE
@@ -211,7 +211,7 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
 def test_the_exit_code_or_signal_of_a_process_is_reported_with_its_last_output(
     pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, said: str
 ) -> None:
-    process = pool.process if forks else started_process
+    process = pool.open_process if forks else started_process
     with process(start_of(dies, tmp_path, {"how": how}), LOG) as channel:
         messages_of(channel)
         end = channel.end()
@@ -230,7 +230,7 @@ def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(
     def train(name: str) -> LogRecorder:
         CALLER.set(name)
         recorder = LogRecorder(CALLER.get)
-        with pool.process(start_of(prints, tmp_path, {"lines": 200}), log_to(recorder)) as channel:
+        with pool.open_process(start_of(prints, tmp_path, {"lines": 200}), log_to(recorder)) as channel:
             messages_of(channel)
         return recorder
 
@@ -245,8 +245,8 @@ def test_a_trial_that_is_asked_to_stop_and_raises_reports_the_error(pool: TrialP
     def fails(_config: object) -> None:
         raise ValueError("shapes differ")
 
-    with pool.process(start_of(fails, tmp_path), LOG) as channel:
-        channel.tell(StopAndSave())
+    with pool.open_process(start_of(fails, tmp_path), LOG) as channel:
+        channel.send(CheckpointAndStop())
         failure = require_failure(messages_of(channel)[-1])
     assert require_reason(failure).arguments["text"] == "shapes differ"
 
@@ -256,7 +256,7 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     def train(number: int) -> int:
-        with room.process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
+        with room.open_process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
             assert isinstance(messages_of(channel)[-1], TrialEnded)
         return number
 
@@ -264,7 +264,7 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
         train(0)
         with nothing_left(), ThreadPoolExecutor(16) as threads:
             assert list(threads.map(train, range(200))) == list(range(200))
-            room.dismiss()
+            room.end_idle_processes()
         alone = [ours.one("tune-forkserver")]
         until(lambda: ours.pids() == alone, what=lambda: f"the end of all of {ours.pids()} but {alone}")
         until(lambda: not children_of(*alone), what=lambda: f"the end of {children_of(*alone)}: no zombies either")
@@ -275,7 +275,7 @@ def test_64_trials_run_at_once(pool: TrialProcessPool, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
 
     def train(_number: int) -> int:
-        with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+        with pool.open_process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
             return int(metrics_of(channel)["pid"])
 
     with ThreadPoolExecutor(64) as threads:
@@ -289,7 +289,9 @@ def test_whatever_a_trial_has_started_ends_with_it_when_it_is_given_up(
     pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.process(start_of(daemonizes, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.open_process(
+        start_of(daemonizes, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
+    ) as channel:
         until(began(witness), what=lambda: "the trial")
         started = {each.step for each in acts_of(witness) if each.act in ("child", "orphan")}
         assert len(started & set(ours.pids())) == 3
@@ -300,7 +302,7 @@ def test_whatever_a_trial_has_started_ends_with_it_when_it_is_given_up(
 def test_orphans_that_end_before_their_trial_are_reaped(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     config = {"witness": str(witness), "gate": str(gate)}
-    with pool.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
+    with pool.open_process(start_of(daemonizes, tmp_path, config), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         children = partial(children_of, ours.one("tune-subreaper"))
         until(lambda: len(children()) == 2, what=lambda: f"the trial and an orphan, not {children()}")
@@ -310,7 +312,7 @@ def test_orphans_that_end_before_their_trial_are_reaped(pool: TrialProcessPool, 
 
 def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.open_process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         killed = ours.one("tune-forkserver")
         os.kill(killed, signal.SIGKILL)
@@ -339,11 +341,11 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
 ) -> None:
     monkeypatch.setattr(fork_servers, "_EXIT_TIMEOUT", timedelta(seconds=0.5))
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.open_process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         until(began(witness), what=lambda: "the trial")
         os.kill(ours.one(stopped), signal.SIGSTOP)
         assert channel.end() == ProcessEnd(signal="SIGKILL")
-    pool.dismiss()
+    pool.end_idle_processes()
     until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
 
 
@@ -351,8 +353,8 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
 def test_a_machine_without_room_for_another_process_is_named_in_the_error(
     pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_servers, "read_message", lambda *_: "failed 11")
-    with pytest.raises(BlockingIOError, match="cannot be forked"), pool.process(start_of(prints, tmp_path), LOG):
+    monkeypatch.setattr(fork_servers, "read_fork_message", lambda *_: "failed 11")
+    with pytest.raises(BlockingIOError, match="cannot be forked"), pool.open_process(start_of(prints, tmp_path), LOG):
         pass
 
 
@@ -360,7 +362,7 @@ def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Pa
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with TrialProcessPool(slots=1) as pool:
         start = start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)})
-        attempt = pool.process(start, LOG)
+        attempt = pool.open_process(start, LOG)
         channel = attempt.__enter__()
         until(began(witness), what=lambda: "the trial")
     gate.touch()
@@ -397,7 +399,7 @@ def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text
     witness = tmp_path / "witness"
     with family() as ours, a_process_whose_name_is_no_text(), TrialProcessPool(slots=1) as made:
         config = {"witness": str(witness), "gate": ""}
-        with made.process(start_of(daemonizes, tmp_path, config), LOG) as channel:
+        with made.open_process(start_of(daemonizes, tmp_path, config), LOG) as channel:
             assert isinstance(messages_of(channel)[-1], TrialEnded)
             assert channel.end() == ProcessEnd(exit_code=0)
         left = [each.step for each in acts_of(witness) if each.act in ("child", "orphan")]
@@ -409,7 +411,7 @@ def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses
     witness = tmp_path / "witness"
     with family(), TrialProcessPool(slots=1) as made:
         start = start_of(ForksInAStep, tmp_path, {"witness": str(witness)}, steps=3)
-        with made.process(start, LOG) as channel:
+        with made.open_process(start, LOG) as channel:
             found = metrics_of(channel)
             channel.end()
     assert found["code"] == 7
@@ -419,7 +421,7 @@ def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses
 def test_a_thread_of_an_earlier_trial_cannot_report_to_the_next_one(tmp_path: Path) -> None:
     with family(), TrialProcessPool(slots=1) as made:
         for _ in range(2):
-            with made.process(start_of(LateThread, tmp_path, steps=2), LOG) as channel:
+            with made.open_process(start_of(LateThread, tmp_path, steps=2), LOG) as channel:
                 *said, ended = messages_of(channel)
                 assert isinstance(ended, TrialEnded), ended
                 channel.end()
@@ -433,7 +435,7 @@ def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path
         made = pool.enter_context(TrialProcessPool(slots=4))
         with ExitStack() as trials:
             start = start_of(NeverCleansUp, tmp_path, {"gate": str(tmp_path / "never")}, steps=1)
-            for channel in [trials.enter_context(made.process(start, LOG)) for _ in range(4)]:
+            for channel in [trials.enter_context(made.open_process(start, LOG)) for _ in range(4)]:
                 assert isinstance(messages_of(channel)[-1], TrialEnded)
         began = time.monotonic()
         pool.close()

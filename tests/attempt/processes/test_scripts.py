@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.runtime.load_named import pickled
+from prefect_tune.runtime.load_named import pickle_to_hex
 from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of, supervised_process
 
@@ -110,9 +110,12 @@ class _FromElsewhere:
     [
         (None, "No such file"),
         ("no pickle", "its pickle cannot be loaded by Python 3.*ValueError: non-hexadecimal"),
-        (pickled(_spawns)[:100], "its pickle cannot be loaded by Python 3.*UnpicklingError: pickle data was truncated"),
-        (pickled(_FromElsewhere()), "ModuleNotFoundError: No module named 'not_installed_here'. Make the module"),
-        (pickled("a text"), "expected a function of the configuration, .* found str"),
+        (
+            pickle_to_hex(_spawns)[:100],
+            "its pickle cannot be loaded by Python 3.*UnpicklingError: pickle data was truncated",
+        ),
+        (pickle_to_hex(_FromElsewhere()), "ModuleNotFoundError: No module named 'not_installed_here'. Make the module"),
+        (pickle_to_hex("a text"), "expected a function of the configuration, .* found str"),
         ("é", "'ascii' codec can't decode"),
     ],
     ids=["gone", "a text", "cut", "of a module that is not here", "of something else", "not even ASCII"],
@@ -209,8 +212,8 @@ def test_the_arguments_of_a_program_that_is_not_the_users_are_not_for_its_trials
 ) -> None:
     from types import SimpleNamespace
 
-    from prefect_tune.attempt.processes.process_channel import command_of_trials
+    from prefect_tune.attempt.processes.process_channel import trial_program_command
 
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=program))
     monkeypatch.setattr(sys, "argv", ["/site/program.py", "not", "for trials"])
-    assert command_of_trials("a.module", 5)[-5:] == ["-m", "a.module", "5", str(os.getpid()), "/site/program.py"]
+    assert trial_program_command("a.module", 5)[-5:] == ["-m", "a.module", "5", str(os.getpid()), "/site/program.py"]

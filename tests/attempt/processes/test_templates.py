@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.attempt.processes import fork_servers, process_pool
-from prefect_tune.attempt.processes.process_pool import TrialProcessPool, worker_pool
+from prefect_tune.attempt.processes.process_pool import TrialProcessPool, shared_pool
 from prefect_tune.core.messages.process_messages import TrainableLoaded
 from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.runtime.trainable import Reuse
@@ -68,15 +68,15 @@ def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
         def measured(config): return {{"x": config["x"]}}
     """)
     with nothing_left(), TrialProcessPool(slots=2, reuse="auto") as pool:
-        pool.prepare(f"{module.name}:train", log_to(recorder))
+        pool.start_import(f"{module.name}:train", log_to(recorder))
         until(flag.exists, what=lambda: "an import")
-        (template,) = pool.servers._templates.values()
+        (template,) = pool.fork_servers._templates.values()
         until(
             lambda: template.process is not None, what=lambda: "the answer of the fork server"
         )  # else it is replaced unsaid
         kill(ours, whom)
         until(lambda: not ours.pids("sleep"), what=lambda: f"the end of what it started, not {ours.names()}")
-        with pool.process(module.start(1), log_to(recorder)) as channel:
+        with pool.open_process(module.start(1), log_to(recorder)) as channel:
             assert metrics_of(channel)["x"] == 1
     assert "its import ended the process" in recorder.reasons[0]
 
@@ -88,10 +88,10 @@ def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forke
     module.write(WAITS_FOR)
 
     def two_attempts(pool: TrialProcessPool) -> dict[str, Any]:
-        with pool.process(module.start(0), log_to(recorder)) as channel:
+        with pool.open_process(module.start(0), log_to(recorder)) as channel:
             messages_of(channel)
             assert channel.end() == ProcessEnd(signal="SIGKILL")
-        with pool.process(module.start(1), log_to(recorder)) as channel:
+        with pool.open_process(module.start(1), log_to(recorder)) as channel:
             return dict(metrics_of(channel))
 
     with nothing_left(), TrialProcessPool(slots=3, reuse="auto") as pool, ThreadPoolExecutor(3) as threads:
@@ -106,7 +106,7 @@ def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forke
 
 def forked_again(module: Module, pool: TrialProcessPool, recorder: LogRecorder) -> int:
     """Train once more; return the process, which imports nothing."""
-    with pool.process(module.start(1), log_to(recorder)) as channel:
+    with pool.open_process(module.start(1), log_to(recorder)) as channel:
         pid = int(metrics_of(channel)["pid"])
     assert pid not in module.imports
     return pid
@@ -116,7 +116,10 @@ def test_a_killed_fork_server_leaves_the_template_and_its_trials(
     module: Module, ours: Family, recorder: LogRecorder
 ) -> None:
     module.write(WAITS_FOR)
-    with TrialProcessPool(slots=2, reuse="auto") as pool, pool.process(module.start(0), log_to(recorder)) as channel:
+    with (
+        TrialProcessPool(slots=2, reuse="auto") as pool,
+        pool.open_process(module.start(0), log_to(recorder)) as channel,
+    ):
         until(lambda: ours.pids("sleep"), what=lambda: "a trial")
         kill(ours, "the fork server")
         forked_again(module, pool, recorder)
@@ -132,7 +135,7 @@ def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
 
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
         monkeypatch.setattr("tempfile.TemporaryFile", full)
-        with pool.process(module.start(7), log_to(recorder)) as channel:
+        with pool.open_process(module.start(7), log_to(recorder)) as channel:
             assert metrics_of(channel)["x"] == 7
         until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")
     assert "No space left on device" in recorder.reasons[0]
@@ -167,13 +170,13 @@ def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_i
         for x in range(3):
             # Its start does not fit into the buffer of the pipe.
             start = module.start(x).model_copy(update={"config": {"x": x, "of": "a megabyte" * 100_000}})
-            with pool.process(start, log_to(recorder)) as channel:
+            with pool.open_process(start, log_to(recorder)) as channel:
                 pids.append(metrics_of(channel)["pid"])
-            pool.dismiss()
+            pool.end_idle_processes()
             until(lambda: len(ours.pids("tune-subreaper")) <= 1, what=lambda: f"the template's, not {ours.names()}")
             monkeypatch.setattr(fork_servers, "_FORK_TIMEOUT", timedelta(seconds=3))
             monkeypatch.setattr(fork_servers, "_SEND_TIMEOUT", timedelta(seconds=3))
-            monkeypatch.setattr(process_pool, "_BEGIN_TIMEOUT", timedelta(seconds=3))
+            monkeypatch.setattr(process_pool, "_START_TIMEOUT", timedelta(seconds=3))
     assert pids[0] not in module.imports
     assert pids[1:] == module.imports[1:]
     assert [said in each for each in recorder.lines if "cannot be forked after its import" in each] == [True]
@@ -186,7 +189,7 @@ def test_attempts_of_a_search_in_one_worker_share_an_import(
     module: Module, ours: Family, recorder: LogRecorder
 ) -> None:
     def train(search: str) -> int:
-        with worker_pool(search, "auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+        with shared_pool(search, "auto") as pool, pool.open_process(module.start(), log_to(recorder)) as channel:
             return int(metrics_of(channel)["pid"])
 
     with ThreadPoolExecutor(3) as threads:
@@ -195,7 +198,7 @@ def test_attempts_of_a_search_in_one_worker_share_an_import(
     train("second")
     assert len(module.imports) == 2
     until(lambda: len(ours.pids("tune-forkserver")) == 1, what=lambda: "the end of the first search's pool")
-    with worker_pool("another", "never"):
+    with shared_pool("another", "never"):
         until(lambda: not ours.pids(), what=lambda: "the end of the second search's")
 
 
@@ -203,7 +206,7 @@ def test_the_pool_of_a_search_that_sends_no_more_attempts_is_closed(
     module: Module, ours: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_pool, "_IDLE_TIMEOUT", timedelta(0))
-    with worker_pool("search", "auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+    with shared_pool("search", "auto") as pool, pool.open_process(module.start(), log_to(recorder)) as channel:
         metrics_of(channel)
     ours.require_none()
 
@@ -280,9 +283,9 @@ MADE_BY_IMPORT = {
         "it trains",
     ),
     "variables that are set before what reads them is imported": (
-        "os.environ['READ_ONCE'] = '1'\nimport numpy\ndef measured(config): return {'found': numpy.found}",
+        "os.environ['READ_ONCE_VARIABLES'] = '1'\nimport numpy\ndef measured(config): return {'found': numpy.found}",
         {
-            "numpy/__init__.py": "import os\nfound = os.environ.get('READ_ONCE')",
+            "numpy/__init__.py": "import os\nfound = os.environ.get('READ_ONCE_VARIABLES')",
             "numpy/random.py": "def seed(number=None): pass\nraise ImportError('wrong ABI')",
         },
         "1",
@@ -344,7 +347,7 @@ def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_s
     with TrialProcessPool(slots=1, reuse="auto") as pool:
         for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
             module.write(body)
-            with pool.process(module.start(), log_to(recorder)) as channel:
+            with pool.open_process(module.start(), log_to(recorder)) as channel:
                 codes += [each.code for each in messages_of(channel) if isinstance(each, TrainableLoaded)]
     assert codes[0]
     assert codes == codes[:1] * 2
@@ -423,7 +426,10 @@ def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_for
     module: Module, recorder: LogRecorder
 ) -> None:
     module.write(f"raise ValueError({'あ' * 900!r})")  # longer than the message to the supervisor
-    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+    with (
+        TrialProcessPool(slots=1, reuse="auto") as pool,
+        pool.open_process(module.start(), log_to(recorder)) as channel,
+    ):
         (end,) = messages_of(channel)
     assert "cannot be imported: ValueError: ああ" in str(require_failure(end).reason)
     assert "cannot be imported: ValueError: ああ" in recorder.reasons[0]
@@ -432,13 +438,16 @@ def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_for
 def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recorder: LogRecorder) -> None:
     module.write("import time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\ntime.sleep(600)")
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
-        pool.prepare(f"{module.name}:train", log_to(recorder))
+        pool.start_import(f"{module.name}:train", log_to(recorder))
         until(lambda: module.imports, what=lambda: "an import")
 
 
 def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, recorder: LogRecorder) -> None:
     module.write("os._exit(3)")
-    with TrialProcessPool(slots=1, reuse="auto") as pool, pool.process(module.start(), log_to(recorder)) as channel:
+    with (
+        TrialProcessPool(slots=1, reuse="auto") as pool,
+        pool.open_process(module.start(), log_to(recorder)) as channel,
+    ):
         assert messages_of(channel) == []
         assert channel.end() == ProcessEnd(exit_code=3)
     assert "its import ended the process" in recorder.reasons[0]
@@ -448,10 +457,10 @@ def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(module: 
     module.write("import time; time.sleep(600)")
     stop = threading.Event()
     with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
-        pool.prepare(f"{module.name}:train", log_to(recorder))
+        pool.start_import(f"{module.name}:train", log_to(recorder))
         until(lambda: module.imports, what=lambda: "an import")
         stop.set()
-        with pool.process(module.start(), log_to(recorder), stop=stop) as channel:
+        with pool.open_process(module.start(), log_to(recorder), stop=stop) as channel:
             until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
             assert channel.receive(timedelta(seconds=0.1)) is None
 

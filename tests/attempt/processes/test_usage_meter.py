@@ -20,13 +20,13 @@ import pytest
 
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.attempt.usage_meter import UsageMeter, gpus_in, processes_here
+from prefect_tune.attempt.usage_meter import UsageMeter, count_processes, list_gpus
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Outcome
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
-from prefect_tune.executors.trial_executor import machine_here
-from prefect_tune.linux import MemoryLimit, cpu_count_here
+from prefect_tune.executors.trial_executor import get_local_machine
+from prefect_tune.linux import MemoryLimit, available_cpu_count
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
 from tests.fakes.trial_processes import start_of, supervised_process
 from tests.flows.forked_programs import preloaded
@@ -44,16 +44,16 @@ def busy(code: str) -> subprocess.Popen[bytes]:
 
 def test_the_phases_of_an_attempt_are_its_time() -> None:
     meter = UsageMeter()
-    with meter.restoring():
+    with meter.measuring_restore():
         time.sleep(0.02)
-    meter.loaded(os.getpid())
-    meter.note_seconds(PhaseSeconds(training=0.03, saving=0.01), is_last_step=False)
+    meter.on_loaded(os.getpid())
+    meter.record_seconds(PhaseSeconds(training=0.03, saving=0.01), is_last_step=False)
     time.sleep(0.06)
-    meter.look("waiting")
-    meter.ended()
+    meter.sample_if_due("waiting")
+    meter.on_trial_end()
     time.sleep(0.02)
 
-    use = meter.use()
+    use = meter.get_usage()
     assert use.seconds.restoring >= 0.02
     assert (use.seconds.training, use.seconds.saving) == (0.03, 0.01)
     assert use.seconds.waiting >= 0.01  # what its last message does not cover
@@ -64,8 +64,8 @@ def test_the_phases_of_an_attempt_are_its_time() -> None:
 def test_an_attempt_that_never_loads_its_trainable_only_starts() -> None:
     meter = UsageMeter()
     time.sleep(0.02)
-    meter.ended()
-    assert meter.use().seconds.start >= 0.02
+    meter.on_trial_end()
+    assert meter.get_usage().seconds.start >= 0.02
 
 
 def test_the_memory_and_the_processor_time_are_those_of_the_process_and_its_children() -> None:
@@ -74,11 +74,11 @@ def test_the_memory_and_the_processor_time_are_those_of_the_process_and_its_chil
     child = busy(f"import subprocess, sys; held = b'x' * (80 << 20); {starts}; print(flush=True)\nwhile True: pass")
     try:
         meter = UsageMeter()
-        meter.loaded(child.pid)
-        assert meter.use().cpu_seconds is None, "one sample is no time"
+        meter.on_loaded(child.pid)
+        assert meter.get_usage().cpu_seconds is None, "one sample is no time"
         time.sleep(1.0)
-        meter.ended()
-        use = meter.use()
+        meter.on_trial_end()
+        use = meter.get_usage()
     finally:
         child.kill()  # the other one reads the end of its input
         child.wait()
@@ -97,15 +97,15 @@ def test_samples_take_less_than_a_thousandth_of_a_processor(monkeypatch: pytest.
         spent[0] += 0.05
         yield pid
 
-    monkeypatch.setattr(usage_meter, "process_tree", costly)
+    monkeypatch.setattr(usage_meter, "iter_process_tree", costly)
     child = busy("print(flush=True); input()")
     try:
         meter = UsageMeter()
-        meter.loaded(child.pid)
-        meter.look("training")
+        meter.on_loaded(child.pid)
+        meter.sample_if_due("training")
         began = spent[0]
         for _ in range(10):
-            meter.look("training")
+            meter.sample_if_due("training")
     finally:
         child.kill()
         child.wait()
@@ -127,17 +127,17 @@ def test_gpus_are_those_that_the_trial_sees(monkeypatch: pytest.MonkeyPatch) -> 
         nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=1000),
         nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=50),
     )
-    monkeypatch.setattr(usage_meter, "_nvml", lambda: [library])
+    monkeypatch.setattr(usage_meter, "_load_nvml", lambda: [library])
     meter = UsageMeter()
     meter.environment = {"CUDA_VISIBLE_DEVICES": "1, GPU-4af"}
     with_child = busy("print(flush=True); input()")
     try:
-        meter.loaded(with_child.pid)
+        meter.on_loaded(with_child.pid)
     finally:
         with_child.kill()
         with_child.wait()
     assert asked == [1, "GPU-4af"]
-    assert (meter.use().peak_gpu_memory_bytes, meter.use().mean_gpu_utilization) == (2000, 0.5)
+    assert (meter.get_usage().peak_gpu_memory_bytes, meter.get_usage().mean_gpu_utilization) == (2000, 0.5)
 
 
 @pytest.mark.parametrize("names", ["memory", ""], ids=["version 1", "version 2"])
@@ -152,7 +152,7 @@ def test_the_limit_is_the_lowest_of_the_control_groups(tmp_path: Path, names: st
     (folder / count).write_text("oom_kill_disable 0\noom_kill 3\n")
 
     found = MemoryLimit(tmp_path, own)
-    assert (found.limit_bytes(), found.kills()) == (4096, 3)
+    assert (found.limit_bytes(), found.oom_kill_count()) == (4096, 3)
     assert MemoryLimit(tmp_path, tmp_path / "none").limit_bytes() > 4096
 
 
@@ -237,13 +237,13 @@ def test_a_memory_error_says_the_limit_of_the_address_space(tmp_path: Path) -> N
 )
 def test_what_this_process_may_see_is_all_there_is(visible: str, gpus: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "0000:01:00.0").mkdir()
-    assert gpus_in({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == gpus
+    assert list_gpus({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == gpus
 
 
 def test_the_driver_has_a_folder_for_each(tmp_path: Path) -> None:
     for address in ("0000:01:00.0", "0000:41:00.0"):
         (tmp_path / address).mkdir()
-    assert gpus_in({}, tmp_path) == ("0", "1")
+    assert list_gpus({}, tmp_path) == ("0", "1")
 
 
 def test_where_its_folder_is_missing_the_drivers_program_is_asked(
@@ -255,7 +255,7 @@ def test_where_its_folder_is_missing_the_drivers_program_is_asked(
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert gpus_in({}, tmp_path / "nothing") == ("0", "1")
+    assert list_gpus({}, tmp_path / "nothing") == ("0", "1")
 
 
 def test_a_program_that_fails_has_found_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,14 +263,14 @@ def test_a_program_that_fails_has_found_none(tmp_path: Path, monkeypatch: pytest
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert gpus_in({}, tmp_path / "nothing") == ()
+    assert list_gpus({}, tmp_path / "nothing") == ()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert gpus_in({}, tmp_path / "nothing") == ()
+    assert list_gpus({}, tmp_path / "nothing") == ()
 
 
 def test_a_machine_has_the_processors_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    found = machine_here()
+    found = get_local_machine()
     assert found.cpu_count >= 1
     assert found.gpus == ("2",)
 
@@ -302,7 +302,7 @@ def test_a_container_has_the_processors_of_its_quota(
     for name, text in quotas.items():
         (groups / name).parent.mkdir(parents=True, exist_ok=True)
         (groups / name).write_text(f"{text}\n")
-    assert cpu_count_here(groups, own) == expected
+    assert available_cpu_count(groups, own) == expected
 
 
 @pytest.mark.parametrize(
@@ -319,5 +319,5 @@ def test_a_container_has_the_processors_of_its_quota(
 def test_of_a_range_an_attempt_takes_as_many_processes_as_there_are_devices(
     wanted: Any, environment: Mapping[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_meter, "cpu_count_here", lambda: 5)
-    assert processes_here(wanted, environment) == expected
+    monkeypatch.setattr(usage_meter, "available_cpu_count", lambda: 5)
+    assert count_processes(wanted, environment) == expected

@@ -104,8 +104,8 @@ def test_each_attempt_has_as_many_ranks_as_there_are_devices(
     before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices = iter([before, after])
-    monkeypatch.setattr(usage_meter, "cpu_count_here", lambda: next(devices))
-    monkeypatch.setattr(usage_meter, "gpus_in", lambda _: ())
+    monkeypatch.setattr(usage_meter, "available_cpu_count", lambda: next(devices))
+    monkeypatch.setattr(usage_meter, "list_gpus", lambda _: ())
     with caplog.at_level(logging.INFO):
         result = trained(tmp_path, elastic, {"dies_at": 5}, processes_per_trial=(1, 3))
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
@@ -320,7 +320,7 @@ def test_after_the_death_of_a_launched_rank_all_continue_from_the_last_commit(ra
 def test_the_end_of_a_launcher_completes_no_trial_whose_rank_0_has_not_ended(
     launcher: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_OTHERS_END_WITHIN", timedelta(seconds=1))
+    monkeypatch.setattr(supervisor, "_RANK_EXIT_TIMEOUT", timedelta(seconds=1))
     result = launched(tmp_path, loses_its_launcher, launcher)
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
     assert states(result) == undisturbed()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.stores.subprocess_store import IsolatedStore
+from prefect_tune.stores.subprocess_store import SubprocessStore
 
 SHORT = timedelta(seconds=10)
 
@@ -31,7 +31,7 @@ def test_a_check_leaves_nothing_that_is_listed_behind(tmp_path: Path) -> None:
 def test_a_mount_that_may_hang_is_worked_on_in_a_process_that_can_be_killed(tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path / "mount"), may_hang=True)
     with target.open(timeout=SHORT * 6) as store:
-        assert isinstance(store, IsolatedStore)
+        assert isinstance(store, SubprocessStore)
         assert store.conditional_create
         store.create("a/b", b"bytes")
     assert (tmp_path / "mount" / "a" / "b").read_bytes() == b"bytes"

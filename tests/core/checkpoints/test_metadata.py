@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from prefect_tune.core.checkpoints import manifest
-from prefect_tune.core.checkpoints.manifest import newest_metadata, plain_metadata, revise_metadata
+from prefect_tune.core.checkpoints.manifest import normalize_metadata, read_newest_metadata, revise_metadata
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreUnavailable
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.operations.trial_gc import collect
+from prefect_tune.core.operations.trial_gc import delete_retired_objects
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore
+from prefect_tune.core.storage.object_store import Buffer, ListedObject, ObjectStore
 from tests.core.driver import KEY, Session, Witness
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
@@ -22,7 +22,7 @@ FOLDER = "e/1/trials/t/checkpoints/1-1/metadata"
 
 
 def add(store: ObjectStore, name: str, before: Mapping[str, object] = {}) -> dict[str, object]:
-    return revise_metadata(store, FOLDER, lambda said: {**said, name: 1}, before=before, write_id=name)
+    return revise_metadata(store, FOLDER, lambda said: {**said, name: 1}, initial=before, write_id=name)
 
 
 @pytest.mark.parametrize("way", Way)
@@ -36,9 +36,9 @@ def test_an_update_that_dies_at_any_operation_is_there_or_not_and_the_next_one_l
     try:
         acknowledged = add(DyingStore(store, nth, way), "second")
     except (Crash, CommitUnknown, StoreUnavailable):
-        assert newest_metadata(store, FOLDER) in (acknowledged, {**acknowledged, "second": 1})
+        assert read_newest_metadata(store, FOLDER) in (acknowledged, {**acknowledged, "second": 1})
     else:
-        assert newest_metadata(store, FOLDER) == acknowledged == {"zeroth": 1, "first": 1, "second": 1}
+        assert read_newest_metadata(store, FOLDER) == acknowledged == {"zeroth": 1, "first": 1, "second": 1}
     assert add(store, "third").items() >= {**acknowledged, "third": 1}.items()
 
 
@@ -51,8 +51,8 @@ def test_who_comes_second_changes_what_the_first_one_wrote() -> None:
             add(store, faster.pop())
         return {**said, "mine": 1}
 
-    revise_metadata(store, FOLDER, change, before={}, write_id="mine")
-    assert newest_metadata(store, FOLDER) == {"first": 1, "second": 1, "mine": 1}
+    revise_metadata(store, FOLDER, change, initial={}, write_id="mine")
+    assert read_newest_metadata(store, FOLDER) == {"first": 1, "second": 1, "mine": 1}
 
 
 class _Mute(MemoryStore):
@@ -69,7 +69,7 @@ class _Mute(MemoryStore):
             raise CommitUnknown(path)
         super().create(path, data)
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
         if self.arrives and self.pending:
             self.objects |= self.pending
         return super().list(prefix, after=after)
@@ -79,14 +79,14 @@ class _Mute(MemoryStore):
 def test_a_write_whose_outcome_was_unknown_is_made_once_whether_it_arrives_or_not(arrives: bool) -> None:
     store = _Mute(arrives=arrives)
     assert add(store, "a") == {"a": 1}
-    assert newest_metadata(store, FOLDER) == {"a": 1}
+    assert read_newest_metadata(store, FOLDER) == {"a": 1}
     assert len(store.objects) == 1
 
 
 class _LaggingList(MemoryStore):
     """A store whose listing omits the newest object."""
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
         return super().list(prefix, after=after)[:-1]
 
 
@@ -94,20 +94,20 @@ def test_a_listing_that_lags_hides_no_version() -> None:
     store = _LaggingList()
     for name in ("a", "b", "c"):
         add(store, name)
-    assert newest_metadata(store, FOLDER) == {"a": 1, "b": 1, "c": 1}
+    assert read_newest_metadata(store, FOLDER) == {"a": 1, "b": 1, "c": 1}
 
 
 def test_nothing_said_is_none_and_not_an_empty_dict() -> None:
-    assert newest_metadata(MemoryStore(), FOLDER) is None
+    assert read_newest_metadata(MemoryStore(), FOLDER) is None
 
 
 def test_metadata_are_what_json_gives_back() -> None:
-    assert plain_metadata({"a": (1, 2), "b": {3: None}}) == {"a": [1, 2], "b": {"3": None}}
+    assert normalize_metadata({"a": (1, 2), "b": {3: None}}) == {"a": [1, 2], "b": {"3": None}}
     loop: dict[str, object] = {}
     loop["loop"] = loop
     for unsaid in ({"a": float("inf")}, {"a": {1}}, loop, [("a", 1)]):
         with pytest.raises(InvalidInput, match="metadata"):
-            plain_metadata(unsaid)  # type: ignore[arg-type]  # invalid on purpose
+            normalize_metadata(unsaid)  # type: ignore[arg-type]  # invalid on purpose
 
 
 @pytest.mark.usefixtures("tiny_blobs")
@@ -123,11 +123,11 @@ def test_what_was_said_of_a_retired_checkpoint_goes_with_it_and_of_a_live_one_st
     for key in (doomed, *live):
         for name in ("a", "b"):
             revise_metadata(
-                session.store, key.metadata_folder, lambda said, name=name: {**said, name: 1}, before={}, write_id=name
+                session.store, key.metadata_folder, lambda said, name=name: {**said, name: 1}, initial={}, write_id=name
             )
-    collect(session.store, KEY, session.trial, session.doomed)
+    delete_retired_objects(session.store, KEY, session.trial, session.doomed)
     assert session.store.list(doomed.folder) == []
-    assert all(newest_metadata(session.store, key.metadata_folder) == {"a": 1, "b": 1} for key in live)
+    assert all(read_newest_metadata(session.store, key.metadata_folder) == {"a": 1, "b": 1} for key in live)
 
 
 class Silent(MemoryStore):
@@ -140,7 +140,7 @@ class Silent(MemoryStore):
 
 def test_a_target_that_never_answers_is_said_not_to() -> None:
     with pytest.raises(CommitUnknown):
-        revise_metadata(Silent(), FOLDER, dict, before={}, write_id="w")
+        revise_metadata(Silent(), FOLDER, dict, initial={}, write_id="w")
 
 
 class Crowded(MemoryStore):
@@ -148,11 +148,11 @@ class Crowded(MemoryStore):
 
     def create(self, path: str, data: Buffer) -> None:
         if path not in self.objects:
-            super().create(path, seal(manifest._Revision(write_id=f"theirs {path}", metadata={})))
+            super().create(path, seal(manifest._MetadataVersion(write_id=f"theirs {path}", metadata={})))
         super().create(path, data)
 
 
 def test_a_change_that_always_comes_second_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_MAX_TRIES", 5)
     with pytest.raises(StoreUnavailable, match="5 other writers were faster"):
-        revise_metadata(Crowded(), FOLDER, dict, before={}, write_id="w")
+        revise_metadata(Crowded(), FOLDER, dict, initial={}, write_id="w")

@@ -12,9 +12,9 @@ from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, DeadlineExceeded, StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import newest_key
-from prefect_tune.core.journal.journal import history
-from prefect_tune.core.journal_events import Quarantined
+from prefect_tune.core.experiment.trial_transitions import newest_checkpoint_key
+from prefect_tune.core.journal.journal import read_entries
+from prefect_tune.core.journal_events import CheckpointQuarantined
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -62,7 +62,7 @@ def saves(session: Session, times: int = 1) -> None:
 
 
 def newest(session: Session) -> Manifest:
-    key = newest_key(KEY, session.trial)
+    key = newest_checkpoint_key(KEY, session.trial)
     assert key
     return read_manifest(session.store, key)
 
@@ -96,16 +96,16 @@ def rot(store: ObjectStore, path: str) -> None:
 
 
 def put_aside(session: Session) -> list[int]:
-    entries = history(session.store, first_generation(NAME))
-    return [event.sequence for entry in entries for event in entry.events if isinstance(event, Quarantined)]
+    entries = read_entries(session.store, first_generation(NAME))
+    return [event.sequence for entry in entries for event in entry.events if isinstance(event, CheckpointQuarantined)]
 
 
 def test_each_blob_has_one_turn_in_so_many_and_each_turn_its_share() -> None:
     paths = [KEY.blob_path(f"{number:064x}", 7) for number in range(1600)]
-    due = [[path for path in paths if Reverification(turn, 16).is_due(path)] for turn in range(5, 21)]
+    due = [[path for path in paths if Reverification(turn, 16).is_blob_due(path)] for turn in range(5, 21)]
     assert sorted(path for turn in due for path in turn) == sorted(paths)
     assert all(60 < len(turn) < 150 for turn in due)
-    assert all(Reverification(turn, 1).is_due(path) for path in paths[:9] for turn in range(3))
+    assert all(Reverification(turn, 1).is_blob_due(path) for path in paths[:9] for turn in range(3))
 
 
 def test_a_reused_blob_that_rots_spoils_no_more_checkpoints_than_the_bound(store: ObjectStore) -> None:
@@ -129,7 +129,7 @@ def test_a_reused_blob_that_rots_spoils_no_more_checkpoints_than_the_bound(store
 def test_a_reused_blob_that_rots_spoils_every_later_checkpoint_where_none_is_read_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    break_lines(monkeypatch, Reverification.is_due, {"return hashed": "return False and hashed"})
+    break_lines(monkeypatch, Reverification.is_blob_due, {"return hashed": "return False and hashed"})
     session = training(MemoryStore())
     rot(session.store, shared_blobs(newest(session))[0])
     for _ in range(3 * EVERY):
@@ -212,16 +212,16 @@ def test_a_blob_of_an_earlier_try_of_the_same_save_is_reused_without_being_read(
     store = Unreadable()
     session = training(store, every=1)
     session.train()
-    blobs = {each.path for each in store.list(KEY.blobs)}
+    blobs = {each.path for each in store.list(KEY.blobs_folder)}
     with suppress(Crash):
         session.store = DyingStore(store, 1, Way.CRASH_BEFORE, only=frozenset({"create"}))
         session.publish()
-    left = {each.path for each in store.list(KEY.blobs)} - blobs
+    left = {each.path for each in store.list(KEY.blobs_folder)} - blobs
     assert left
     session.store, store.bytes_in = store, 0
     session.save()
     assert left <= newest(session).blob_paths()
-    assert {each.path for each in store.list(KEY.blobs)} == blobs | left
+    assert {each.path for each in store.list(KEY.blobs_folder)} == blobs | left
 
 
 def test_the_bytes_of_a_damaged_blob_are_not_taken_from_another_blob_that_was_not_read_back() -> None:
@@ -271,7 +271,7 @@ def test_a_save_that_finds_damage_may_fail_at_any_operation_in_any_way(
         after = Session(session.store, session.witness, owner="next", retention=Retention(last=2), reverify_every=1)
         after.open()
         after.start()
-        found = newest_key(KEY, after.trial)
+        found = newest_checkpoint_key(KEY, after.trial)
         assert found is None or is_whole(after), (nth, way)
         if acknowledged[0] == 4:  # the new checkpoint, which is undamaged
             assert found

@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.checkpoints import manifest
-from prefect_tune.core.checkpoints.commit import Save, commit, reusable
-from prefect_tune.core.checkpoints.manifest import BLOB_BYTES, CHUNK_BYTES, About, FileStat, Manifest, groups, pieces
+from prefect_tune.core.checkpoints.commit import SaveResult, commit_checkpoint, find_reusable_bytes
+from prefect_tune.core.checkpoints.manifest import (
+    BLOB_BYTES,
+    CHUNK_BYTES,
+    CheckpointMetadata,
+    FileStat,
+    Manifest,
+    pack_ranges,
+    split_files,
+)
 from prefect_tune.core.errors import (
     AlreadyCommitted,
     CheckpointCorrupt,
@@ -20,7 +28,7 @@ from prefect_tune.core.errors import (
     StagedFilesChanged,
     StoreUnavailable,
 )
-from prefect_tune.core.restore import read_manifest, verify
+from prefect_tune.core.restore import read_manifest, verify_files
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import digest_of
 from tests.core.driver import KEY
@@ -28,7 +36,7 @@ from tests.core.histories import cut_small
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 from tests.fakes.stores.memory_store import MemoryStore
 
-ABOUT = About(attempt=1, term=1, write_id="w1", created_at="now")
+ABOUT = CheckpointMetadata(attempt=1, term=1, write_id="w1", created_at="now")
 CHUNK = 8  # of `tiny_blobs`
 BLOB = 24
 
@@ -48,11 +56,11 @@ def save(
     collected_up_to: int = 0,
     write_id: str = "w1",
     empty: tuple[str, ...] = (),
-) -> Save:
-    reuse = reusable(store, KEY, parent, collected_up_to)
+) -> SaveResult:
+    reuse = find_reusable_bytes(store, KEY, parent, collected_up_to)
     about = ABOUT.model_copy(update={"write_id": write_id})
     source = MemoryFiles(files, empty)
-    return commit(store, at or key(), source, about, reuse=reuse)
+    return commit_checkpoint(store, at or key(), source, about, reuse=reuse)
 
 
 # ---------------------------------------------------------------------------------------------- chunks and blobs
@@ -60,7 +68,7 @@ def save(
 
 def test_large_files_are_split_and_small_ones_packed() -> None:
     files = [FileStat("big", 10), FileStat("empty", 0), FileStat("one", 1), FileStat("two", 2)]
-    cut = list(pieces(files, 4))
+    cut = list(split_files(files, 4))
 
     assert [(piece.file, piece.offset, piece.length) for piece in cut] == [
         (0, 0, 4),
@@ -69,17 +77,17 @@ def test_large_files_are_split_and_small_ones_packed() -> None:
         (2, 0, 1),
         (3, 0, 2),
     ]
-    assert [sum(piece.length for piece in group) for group in groups(cut, 8)] == [8, 5]
-    assert list(groups([], 8)) == []
+    assert [sum(piece.length for piece in group) for group in pack_ranges(cut, 8)] == [8, 5]
+    assert list(pack_ranges([], 8)) == []
 
 
 def test_a_chunk_larger_than_a_blob_is_a_blob() -> None:
-    assert [len(group) for group in groups(pieces([FileStat("a", 10)], 5), 3)] == [1, 1]
+    assert [len(group) for group in pack_ranges(split_files([FileStat("a", 10)], 5), 3)] == [1, 1]
 
 
 def test_two_thousand_small_files_are_sixteen_blobs() -> None:
     files = [FileStat(f"{n:04}", 128 * 1024) for n in range(2000)]
-    assert len(list(groups(pieces(files)))) == 16
+    assert len(list(pack_ranges(split_files(files)))) == 16
     assert (CHUNK_BYTES, BLOB_BYTES) == (4 << 20, 16 << 20)
 
 
@@ -241,7 +249,7 @@ def test_what_cannot_be_stored_is_refused_before_a_byte_is_sent(metadata: dict[s
     store = MemoryStore()
     about = ABOUT.model_copy(update={"metadata": metadata})
     with pytest.raises(InvalidInput):
-        commit(store, key(), MemoryFiles({"a": b"x"}), about, reuse=reusable(store, KEY, None, 0))
+        commit_checkpoint(store, key(), MemoryFiles({"a": b"x"}), about, reuse=find_reusable_bytes(store, KEY, None, 0))
     assert store.objects == {}
 
 
@@ -278,7 +286,7 @@ def test_files_that_shrink_meanwhile_are_not_committed() -> None:
 
     store = MemoryStore()
     with pytest.raises(StagedFilesChanged):
-        commit(store, key(), Shrinking({"a": b"x"}), ABOUT, reuse=reusable(store, KEY, None, 0))
+        commit_checkpoint(store, key(), Shrinking({"a": b"x"}), ABOUT, reuse=find_reusable_bytes(store, KEY, None, 0))
     assert store.objects == {}
 
 
@@ -295,9 +303,9 @@ def test_every_flipped_bit_of_every_blob_is_found() -> None:
             for bit in range(8):
                 store.objects[path] = whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
                 with pytest.raises(CheckpointCorrupt, match="expected blake3"):
-                    verify(store, manifest)
+                    verify_files(store, manifest)
         store.objects[path] = whole
-    verify(store, manifest)
+    verify_files(store, manifest)
 
 
 @tiny
@@ -311,7 +319,7 @@ def test_a_blob_that_was_cut_or_is_missing_is_named(left: int | None) -> None:
         store.objects[path] = whole[:left]
     said = "24 bytes at 0 are missing: no such blob" if left is None else f"expected 24 bytes at 0, found {left}"
     with pytest.raises(CheckpointCorrupt, match=f"{path}: {said}"):
-        verify(store, manifest)
+        verify_files(store, manifest)
 
 
 def test_a_flaw_of_the_wire_is_not_taken_for_one_of_the_store() -> None:
@@ -387,8 +395,8 @@ def test_a_save_after_a_clone_refers_to_no_bytes_of_the_other_trial() -> None:
     other = TrialKey(experiment=origin.experiment, generation=1, trial="other")
     new = CheckpointKey(trial=other, step=1, sequence=1)
 
-    reuse = reusable(store, other, origin, 0)
-    saved = commit(store, new, MemoryFiles({**files, "c": b"new"}), ABOUT, reuse=reuse)
+    reuse = find_reusable_bytes(store, other, origin, 0)
+    saved = commit_checkpoint(store, new, MemoryFiles({**files, "c": b"new"}), ABOUT, reuse=reuse)
     assert saved.sent_bytes == sum(map(len, files.values())) + 3
     store.delete(sorted(origin.blob_paths()))
     assert restored(store, read_manifest(store, new)) == {**files, "c": b"new"}

@@ -14,10 +14,10 @@ from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES, BlobRef, Manifes
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.restore import read_manifest, restore
+from prefect_tune.core.restore import read_manifest, restore_files
 from prefect_tune.core.storage.documents import seal, unseal
 from prefect_tune.core.values import canonical_json, digest_of
-from prefect_tune.stores.local.staging import restored_directory
+from prefect_tune.stores.local.staging import restoring_directory
 from tests.core.checkpoints.test_save_and_restore import key, save
 from tests.core.driver import JOURNAL, NAME, Session, Witness
 from tests.fakes.checkpoints import first_generation
@@ -73,7 +73,7 @@ def manifest_of(data: bytes) -> Manifest:
 
 
 def load(store: MemoryStore) -> Experiment:
-    return journal.load(store, first_generation(NAME))
+    return journal.load_experiment(store, first_generation(NAME))
 
 
 # --------------------------------------------------------------------------------- flips and truncation
@@ -259,7 +259,7 @@ def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) 
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "restored").symlink_to(outside)
-    with pytest.raises(OSError, match="restored"), restored_directory(saved, tmp_path / "restored") as sink:
+    with pytest.raises(OSError, match="restored"), restoring_directory(saved, tmp_path / "restored") as sink:
         sink.write(0, 0, memoryview(b"new"))
     assert list(outside.iterdir()) == []
 
@@ -274,7 +274,7 @@ def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> No
         saved.files[0].model_copy(update={"path": f"{n}", "size_bytes": CHUNK_BYTES, "chunks": (chunk,)})
         for n in range(1000)
     )
-    blob = BlobRef(path=path.removeprefix(f"{saved.key.trial.of_experiment.folder}/"), size_bytes=CHUNK_BYTES)
+    blob = BlobRef(path=path.removeprefix(f"{saved.key.trial.journal_key.folder}/"), size_bytes=CHUNK_BYTES)
     absurd = Manifest.model_validate(saved.model_copy(update={"files": files, "blobs": (blob,)}).model_dump())
 
     class Nowhere:
@@ -282,7 +282,7 @@ def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> No
             raise AssertionError(f"{len(data)} bytes at {offset} of file {file}")
 
     with pytest.raises(CheckpointCorrupt):
-        restore(store, absurd, Nowhere())
+        restore_files(store, absurd, Nowhere())
 
 
 # ------------------------------------------------------------------------------- a modified bucket
@@ -325,5 +325,5 @@ def test_an_experiment_with_a_name_that_leads_out_is_never_looked_for() -> None:
     store = MemoryStore()
     for name in ("../e", "/e", "", "e/../f"):
         with pytest.raises(InvalidInput):
-            journal.load(store, first_generation(name))
+            journal.load_experiment(store, first_generation(name))
     assert store.operations.total() == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.core.errors import UnknownVersion
-from prefect_tune.core.experiment.summary import Curves
+from prefect_tune.core.experiment.summary import LearningCurves
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal import journal
 from prefect_tune.core.restore import read_manifest
@@ -36,7 +36,7 @@ def state(version: Path) -> MemoryStore:
 @pytest.mark.parametrize("version", REJECTED, ids=lambda path: path.name)
 def test_what_an_unreleased_version_wrote_is_rejected_with_one_sentence(version: Path) -> None:
     with pytest.raises(UnknownVersion) as rejected:
-        journal.load(state(version), JOURNAL)
+        journal.load_experiment(state(version), JOURNAL)
     number = version.name.removeprefix("version-")
     unread = (
         f"of version {number}; this prefect-tune reads version 4 only. "
@@ -47,7 +47,7 @@ def test_what_an_unreleased_version_wrote_is_rejected_with_one_sentence(version:
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_todays_code_reads_what_was_written_then(version: Path) -> None:
-    experiment = journal.load(state(version), JOURNAL)
+    experiment = journal.load_experiment(state(version), JOURNAL)
     trial = experiment.trial("t")
 
     assert (experiment.number, experiment.term, str(experiment.owner)) == (19, 2, "second (pid 1 on here)")
@@ -61,7 +61,7 @@ def test_todays_code_reads_what_was_written_then(version: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_what_was_saved_then_is_restored_today(version: Path) -> None:
     store = state(version)
-    for each in journal.load(store, JOURNAL).trial("t").checkpoints:
+    for each in journal.load_experiment(store, JOURNAL).trial("t").checkpoints:
         manifest = read_manifest(store, CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence))
         assert restored(store, manifest) == {
             "backbone": BACKBONE,
@@ -77,11 +77,11 @@ def test_what_was_saved_then_is_restored_today(version: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_the_history_of_then_is_whole(version: Path) -> None:
     store = state(version)
-    entries = journal.history(store, JOURNAL)
+    entries = journal.read_entries(store, JOURNAL)
     assert [entry.number for entry in entries] == list(range(1, 20))
-    assert [report.step for report in Curves(entries).of("t")] == [1, 2, 3, 4, 5]
+    assert [report.step for report in LearningCurves(entries).curve_of("t")] == [1, 2, 3, 4, 5]
     store.delete([path for path in store.objects if "/snapshots/" in path])
-    assert journal.load(store, JOURNAL) == journal.load(state(version), JOURNAL)
+    assert journal.load_experiment(store, JOURNAL) == journal.load_experiment(state(version), JOURNAL)
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)

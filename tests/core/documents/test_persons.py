@@ -7,24 +7,24 @@ from collections.abc import Sequence
 import pytest
 
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.journal.journal import acquire_ownership, append_events, load_experiment
 from prefect_tune.core.journal_events import (
+    AttemptStarted,
+    CheckpointCommitted,
     CheckpointRef,
-    Committed,
-    Decided,
+    DecisionMade,
     Event,
-    Finished,
     Owner,
-    Started,
     TrialAdded,
+    TrialFinished,
 )
 from prefect_tune.core.schedulers.base import Continue
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
-COMMITTED = Committed(trial="t", checkpoint=CheckpointRef(step=1, sequence=9))
-DECIDED = Decided(trial="t", report=StepReport(step=1, metrics={}, trained_seconds=1), decision=Continue())
+COMMITTED = CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=1, sequence=9))
+DECIDED = DecisionMade(trial="t", report=StepReport(step=1, metrics={}, trained_seconds=1), decision=Continue())
 
 
 class _Experiment:
@@ -34,16 +34,16 @@ class _Experiment:
         self.store = MemoryStore()
         self.stamps = 0
 
-    def stamp(self) -> Stamp:
+    def stamp(self) -> WriteStamp:
         self.stamps += 1
-        return Stamp(write_id=f"w{self.stamps}", at="now")
+        return WriteStamp(write_id=f"w{self.stamps}", at="now")
 
     def open(self, flow_run: str | None, *, by_hand: bool = False) -> Experiment:
         owner = Owner(name="a run", host="here", pid=1, flow_run=flow_run, by_hand=by_hand)
-        return take_over(self.store, first_generation("e"), owner, self.stamp())
+        return acquire_ownership(self.store, first_generation("e"), owner, self.stamp())
 
     def write(self, *events: Event) -> Experiment:
-        return append(self.store, load(self.store, first_generation("e")), events, self.stamp())
+        return append_events(self.store, load_experiment(self.store, first_generation("e")), events, self.stamp())
 
 
 def begun() -> _Experiment:
@@ -63,12 +63,12 @@ def test_starts_of_one_run_are_counted_until_it_is_another_or_a_persons() -> Non
     assert restarts(experiment, "run", "run") == [0, 1]
     assert experiment.open("run", by_hand=True).restarts == 0
     assert restarts(experiment, "run") == [1]
-    assert load(experiment.store, first_generation("e")).restarts == 1
+    assert load_experiment(experiment.store, first_generation("e")).restarts == 1
 
 
-@pytest.mark.parametrize("progress", [[COMMITTED], [DECIDED], [Finished(trial="t", reason="done")]])
+@pytest.mark.parametrize("progress", [[COMMITTED], [DECIDED], [TrialFinished(trial="t", reason="done")]])
 def test_what_comes_of_a_start_ends_the_count(progress: Sequence[Event]) -> None:
     experiment = begun()
     assert restarts(experiment, "run", "run") == [1, 2]
-    assert experiment.write(Started(trial="t", attempt=1, from_step=0)).restarts == 2
+    assert experiment.write(AttemptStarted(trial="t", attempt=1, from_step=0)).restarts == 2
     assert experiment.write(*progress).restarts == 0

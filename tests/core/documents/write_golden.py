@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Pinned, Quarantined, Requeued
+from prefect_tune.core.journal_events import AttemptEnded, Cause, CheckpointQuarantined, Pinned, TrialRequeued
 from prefect_tune.core.reasons import make_reason
 from tests.core.driver import KEY, Session, Witness
 from tests.core.histories import snapshots_every
@@ -34,11 +34,13 @@ def golden_run() -> MemoryStore:
     second.start()
     second.train()
     second.save()
-    second.append([Quarantined(trial=KEY.trial, sequence=second.trial.checkpoints[-1].sequence, reason="poison")])
-    second.append([AttemptEnded(trial=KEY.trial, cause=Cause.USER, reason="ValueError: x", at_start=True)])
+    second.append(
+        [CheckpointQuarantined(trial=KEY.trial, sequence=second.trial.checkpoints[-1].sequence, reason="poison")]
+    )
+    second.append([AttemptEnded(trial=KEY.trial, cause=Cause.TRAINABLE, reason="ValueError: x", at_start=True)])
     second.start()
     second.finish()
-    second.append([Requeued(trial=KEY.trial, reason=make_reason("extended", step=second.trial.step))])
+    second.append([TrialRequeued(trial=KEY.trial, reason=make_reason("extended", step=second.trial.step))])
     second.start()
     second.train()
     second.save()

@@ -7,36 +7,36 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from prefect_tune.core.experiment.cost import Category, ExperimentCost, cost_of
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.cost import Category, ExperimentCost, compute_cost
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
 from prefect_tune.core.journal_events import (
-    Adopted,
     AttemptEnded,
+    AttemptStarted,
     Cause,
+    CheckpointCommitted,
     CheckpointRef,
-    Committed,
+    CheckpointsAdopted,
     Event,
-    Finished,
-    GaveUp,
-    Opened,
     Owner,
-    Paused,
-    Reported,
-    Requeued,
-    Resumed,
+    OwnerChanged,
     SlotFreed,
-    Started,
+    StepReported,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
+    TrialRequeued,
+    TrialResumed,
 )
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.usage_records import (
-    AttemptUse,
-    GroupUse,
+    AttemptUsage,
+    GroupUsage,
     PhaseSeconds,
     RankEnd,
     RunRecord,
-    ended_after,
-    seen,
+    extend_last_run,
+    extend_previous_run,
 )
 from prefect_tune.core.values import StepReport
 
@@ -48,35 +48,35 @@ def at(seconds: float) -> str:
     return (BEGIN + timedelta(seconds=seconds)).isoformat()
 
 
-def opened(term: int, seconds: float, slots: int | None = 2) -> Opened:
+def opened(term: int, seconds: float, slots: int | None = 2) -> OwnerChanged:
     owner = Owner(name="run", host="here", pid=1, slots=slots)
-    return Opened(experiment="e", generation=1, term=term, owner=owner, at=at(seconds))
+    return OwnerChanged(experiment="e", generation=1, term=term, owner=owner, at=at(seconds))
 
 
 def added(trial: str = "t") -> TrialAdded:
     return TrialAdded(trial=trial, config={}, of_search=False)
 
 
-def started(attempt: int, seconds: float | None, step: int = 0, sequence: int | None = None) -> Started:
+def started(attempt: int, seconds: float | None, step: int = 0, sequence: int | None = None) -> AttemptStarted:
     begins = None if seconds is None else at(seconds)
-    return Started(trial="t", attempt=attempt, from_step=step, from_sequence=sequence, at=begins)
+    return AttemptStarted(trial="t", attempt=attempt, from_step=step, from_sequence=sequence, at=begins)
 
 
-def reported(step: int, trained: float) -> Reported:
-    return Reported(trial="t", report=StepReport(step=step, metrics={}, trained_seconds=trained))
+def reported(step: int, trained: float) -> StepReported:
+    return StepReported(trial="t", report=StepReport(step=step, metrics={}, trained_seconds=trained))
 
 
-def committed(step: int, sequence: int, trained: float, seconds: PhaseSeconds | None = None) -> Committed:
+def committed(step: int, sequence: int, trained: float, seconds: PhaseSeconds | None = None) -> CheckpointCommitted:
     saved = CheckpointRef(step=step, sequence=sequence, trained_seconds=trained)
-    return Committed(trial="t", checkpoint=saved, seconds=seconds)
+    return CheckpointCommitted(trial="t", checkpoint=saved, seconds=seconds)
 
 
 def freed(attempt: int, since: float, seconds: float) -> SlotFreed:
     return SlotFreed(trial="t", attempt=attempt, since=at(since), seconds=seconds)
 
 
-def used(**seconds: float) -> AttemptUse:
-    return AttemptUse(seconds=PhaseSeconds(**seconds), cpu_seconds=3.0, peak_memory_bytes=100, mean_memory_bytes=50)
+def used(**seconds: float) -> AttemptUsage:
+    return AttemptUsage(seconds=PhaseSeconds(**seconds), cpu_seconds=3.0, peak_memory_bytes=100, mean_memory_bytes=50)
 
 
 def lost(message: str = "") -> AttemptEnded:
@@ -84,14 +84,14 @@ def lost(message: str = "") -> AttemptEnded:
 
 
 def folded(events: Sequence[Event]) -> Experiment:
-    experiment = nothing_yet(KEY)
+    experiment = empty_experiment(KEY)
     for number, event in enumerate(events, 1):
-        experiment = after_event(experiment, event, number)
+        experiment = apply_event(experiment, event, number)
     return experiment
 
 
 def cost(*events: Event, until: float = 0.0) -> ExperimentCost:
-    return cost_of(folded(events), BEGIN + timedelta(seconds=until))
+    return compute_cost(folded(events), BEGIN + timedelta(seconds=until))
 
 
 def seconds(found: ExperimentCost) -> Mapping[str, float]:
@@ -104,23 +104,23 @@ ALL = {"start": 2.0, "restoring": 1.0, "training": 10.0, "saving": 3.0, "waiting
 def test_an_attempt_that_ends_in_order_has_each_second_where_it_was_measured_and_the_rest_is_idle() -> None:
     found = cost(
         *(opened(1, 0), added(), started(1, 1), reported(4, 10)),
-        *(Finished(trial="t", reason="enough", use=used(**ALL)), freed(1, 0.5, 20)),
+        *(TrialFinished(trial="t", reason="enough", use=used(**ALL)), freed(1, 0.5, 20)),
     )
 
     assert seconds(found) == {**ALL, "start": 2.5, "ending": 0.5 + 1.5, "idle": 21.0}
     assert (found.slot_seconds, found.run_seconds) == (41.0, 20.5)
     (attempt,) = found.attempts
     assert (attempt.trial, attempt.attempt, attempt.total_seconds) == ("t", 1, 20.0)
-    assert attempt.use == used(**ALL)
-    assert list(found.by_trial()) == ["t"]
+    assert attempt.usage == used(**ALL)
+    assert list(found.attempts_by_trial()) == ["t"]
 
 
 def test_what_a_lost_attempt_did_after_its_last_commit_is_trained_again_until_the_runs_last_sign_of_life() -> None:
     at_commit = PhaseSeconds(start=2, training=4)
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 1), reported(4, 4), committed(4, 4, 4.0, at_commit)),
-        *(reported(6, 6), opened(2, 100, slots=1), Adopted(reached={"t": 7}, seen_at=at(12)), lost()),
-        *(started(2, 101, 4, 4), Finished(trial="t", reason="", use=used(training=2)), freed(2, 101, 2)),
+        *(reported(6, 6), opened(2, 100, slots=1), CheckpointsAdopted(reached={"t": 7}, seen_at=at(12)), lost()),
+        *(started(2, 101, 4, 4), TrialFinished(trial="t", reason="", use=used(training=2)), freed(2, 101, 2)),
     )
 
     # 12 s of the first run, of which 1 s precedes the attempt; 3 s of the second one.
@@ -131,10 +131,10 @@ def test_what_a_lost_attempt_did_after_its_last_commit_is_trained_again_until_th
 def test_a_killed_attempt_without_a_commit_trains_its_reported_time_again_and_the_rest_is_its_start() -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 0), reported(2, 5)),
-        *(opened(2, 100, slots=1), Adopted(reached={"t": 2}, seen_at=at(8)), lost()),
+        *(opened(2, 100, slots=1), CheckpointsAdopted(reached={"t": 2}, seen_at=at(8)), lost()),
     )
     assert seconds(found) == {"start": 3, "lost": 5}
-    published = Adopted(reached={"t": 3}, trained_seconds={"t": 6.0}, seen_at=at(8))
+    published = CheckpointsAdopted(reached={"t": 3}, trained_seconds={"t": 6.0}, seen_at=at(8))
     known = cost(*(opened(1, 0, slots=1), added(), started(1, 0), opened(2, 100, slots=1), published, lost()))
     assert seconds(known) == {"start": 2, "lost": 6}
 
@@ -143,7 +143,7 @@ def test_a_commit_that_is_adopted_counts_what_was_trained_for_it() -> None:
     adopted = CheckpointRef(step=4, sequence=5, trained_seconds=7.0)
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 0), committed(2, 4, 3.0, PhaseSeconds(start=1, training=3))),
-        *(opened(2, 100, slots=1), Adopted(checkpoints={"t": (adopted,)}, seen_at=at(9)), lost()),
+        *(opened(2, 100, slots=1), CheckpointsAdopted(checkpoints={"t": (adopted,)}, seen_at=at(9)), lost()),
     )
     assert seconds(found) == {"start": 1, "training": 7, "lost": 1}
 
@@ -151,21 +151,21 @@ def test_a_commit_that_is_adopted_counts_what_was_trained_for_it() -> None:
 def test_an_attempt_that_fails_loses_what_follows_its_last_commit_and_one_that_saved_in_order_loses_nothing() -> None:
     begun = (opened(1, 0, slots=1), added(), started(1, 0), reported(2, 4))
     saved = committed(2, 4, 4.0, PhaseSeconds(training=4))
-    failed = AttemptEnded(trial="t", cause=Cause.USER, reason="", use=used(training=6))
+    failed = AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason="", use=used(training=6))
     stopped = failed.model_copy(update={"cause": Cause.PREEMPTED})
 
     assert seconds(cost(*begun, saved, failed, freed(1, 0, 6))) == {"training": 4, "lost": 2}
     assert seconds(cost(*begun, saved, stopped, freed(1, 0, 6))) == {"training": 6}
     assert seconds(cost(*begun, stopped, freed(1, 0, 6))) == {"lost": 6}
-    assert seconds(cost(*begun, saved, GaveUp(trial="t", cause=Cause.USER, reason=""))) == {"training": 4}
+    assert seconds(cost(*begun, saved, TrialErrored(trial="t", cause=Cause.TRAINABLE, reason=""))) == {"training": 4}
 
 
 def test_a_pause_without_a_checkpoint_is_lost_once_the_trial_starts_again_from_nothing() -> None:
     paused = (
         *(opened(1, 0, slots=1), added(), started(1, 0), reported(2, 4)),
-        *(Paused(trial="t", reason="", use=used(training=4)), freed(1, 0, 4)),
+        *(TrialPaused(trial="t", reason="", use=used(training=4)), freed(1, 0, 4)),
     )
-    again = (Resumed(trial="t"), started(2, 5), freed(2, 5, 1))
+    again = (TrialResumed(trial="t"), started(2, 5), freed(2, 5, 1))
 
     assert seconds(cost(*paused)) == {"training": 4}
     assert seconds(cost(*paused, *again, until=6.0)) == {"lost": 4, "start": 1, "idle": 1}
@@ -184,7 +184,7 @@ def test_attempts_of_one_slot_follow_one_another() -> None:
     """A task that Prefect retries trains two attempts in the slot of one request."""
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 1), reported(1, 1), lost()),
-        *(started(2, 4), Finished(trial="t", reason="", use=used(training=3)), freed(2, 0, 8)),
+        *(started(2, 4), TrialFinished(trial="t", reason="", use=used(training=3)), freed(2, 0, 8)),
     )
     assert [each.total_seconds for each in found.attempts] == [3, 4]
     assert seconds(found) == {"start": 2, "lost": 1, "training": 3, "ending": 1, "idle": 1}
@@ -192,8 +192,8 @@ def test_attempts_of_one_slot_follow_one_another() -> None:
 
 def test_an_attempt_that_outlives_its_search_adds_the_time_between_the_runs() -> None:
     found = cost(
-        *(opened(1, 0, slots=1), added(), started(1, 0), opened(2, 10, slots=1), Adopted(seen_at=at(4))),
-        *(Finished(trial="t", reason="", use=used(start=1, training=13)), freed(1, 10, 5)),
+        *(opened(1, 0, slots=1), added(), started(1, 0), opened(2, 10, slots=1), CheckpointsAdopted(seen_at=at(4))),
+        *(TrialFinished(trial="t", reason="", use=used(start=1, training=13)), freed(1, 10, 5)),
     )
     assert seconds(found) == {"start": 1, "training": 13, "idle": 1}
     assert (found.slot_seconds, sum(each.seconds for each in found.runs)) == (15, 4 + 5)
@@ -202,8 +202,8 @@ def test_an_attempt_that_outlives_its_search_adds_the_time_between_the_runs() ->
 def test_a_clock_that_jumps_between_two_runs_adds_nothing_to_an_attempt_that_outlives_its_search() -> None:
     hours = 8 * 3600
     found = cost(
-        *(opened(1, 0, slots=1), added(), started(1, 0), opened(2, hours, slots=1), Adopted(seen_at=at(4))),
-        *(Finished(trial="t", reason="", use=used(start=1, training=13)), freed(1, hours, 5)),
+        *(opened(1, 0, slots=1), added(), started(1, 0), opened(2, hours, slots=1), CheckpointsAdopted(seen_at=at(4))),
+        *(TrialFinished(trial="t", reason="", use=used(start=1, training=13)), freed(1, hours, 5)),
     )
     assert [each.total_seconds for each in found.attempts] == [14]
 
@@ -212,12 +212,12 @@ def test_a_clock_that_jumps_between_two_runs_adds_nothing_to_an_attempt_that_out
 def test_the_begin_of_an_attempt_by_another_machines_clock_is_kept_within_its_slot(offset: float) -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, offset + 1)),
-        *(Finished(trial="t", reason="", use=used(training=4)), freed(1, 0, 6)),
+        *(TrialFinished(trial="t", reason="", use=used(training=4)), freed(1, 0, 6)),
     )
     assert sum(seconds(found).values()) == 6
     assert [each.is_bounded for each in found.attempts] == [True]
     same = cost(
-        opened(1, 0, slots=1), added(), started(1, 1), Finished(trial="t", reason="", use=used()), freed(1, 0, 6)
+        opened(1, 0, slots=1), added(), started(1, 1), TrialFinished(trial="t", reason="", use=used()), freed(1, 0, 6)
     )
     assert [each.is_bounded for each in same.attempts] == [False]
 
@@ -226,7 +226,7 @@ def test_the_begin_of_an_attempt_by_another_machines_clock_is_kept_within_its_sl
 def test_a_lost_attempt_whose_machine_has_another_clock_is_kept_within_its_run(offset: float) -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, offset + 1), reported(2, 4)),
-        *(opened(2, 100, slots=1), Adopted(reached={"t": 2}, seen_at=at(8)), lost()),
+        *(opened(2, 100, slots=1), CheckpointsAdopted(reached={"t": 2}, seen_at=at(8)), lost()),
     )
     assert found.slot_seconds <= 110
     assert [each.is_bounded for each in found.attempts] == [True]
@@ -235,8 +235,8 @@ def test_a_lost_attempt_whose_machine_has_another_clock_is_kept_within_its_run(o
 def test_a_run_that_begins_before_the_last_one_by_the_clock_has_its_own_attempts() -> None:
     found = cost(
         *(opened(1, 3600, slots=1), added(), started(1, 3601), reported(2, 4)),
-        *(opened(2, 100, slots=1), Adopted(reached={"t": 2}, seen_at=at(3608)), lost()),
-        *(started(2, 101), Finished(trial="t", reason="", use=used(training=2)), freed(2, 101, 2)),
+        *(opened(2, 100, slots=1), CheckpointsAdopted(reached={"t": 2}, seen_at=at(3608)), lost()),
+        *(started(2, 101), TrialFinished(trial="t", reason="", use=used(training=2)), freed(2, 101, 2)),
     )
     assert [each.seconds for each in found.runs] == [8, 3]
     assert found.slot_seconds == 11
@@ -245,7 +245,7 @@ def test_a_run_that_begins_before_the_last_one_by_the_clock_has_its_own_attempts
 def test_a_slot_that_is_freed_before_its_attempt_is_known_belongs_to_that_attempt() -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), freed(1, 0, 6), started(1, 2)),
-        Finished(trial="t", reason="", use=used(training=4)),
+        TrialFinished(trial="t", reason="", use=used(training=4)),
     )
     assert seconds(found) == {"start": 2, "training": 4}
     assert seconds(cost(opened(1, 0, slots=1), added(), freed(1, 0, 6))) == {"start": 6}
@@ -254,16 +254,20 @@ def test_a_slot_that_is_freed_before_its_attempt_is_known_belongs_to_that_attemp
 def test_a_clock_that_differs_changes_no_sum() -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 0)),
-        *(Finished(trial="t", reason="", use=used(start=2, training=10)), freed(1, 0, 6)),
+        *(TrialFinished(trial="t", reason="", use=used(start=2, training=10)), freed(1, 0, 6)),
     )
     assert seconds(found) == {"start": 1, "training": 5}
 
 
 def test_steps_of_a_finished_trial_that_are_trained_again_are_lost_and_an_end_is_booked_once() -> None:
-    finished = Finished(trial="t", reason="", use=used(training=4))
+    finished = TrialFinished(trial="t", reason="", use=used(training=4))
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 0), reported(2, 4), finished, freed(1, 0, 4)),
-        *(Requeued(trial="t", reason=""), started(2, 4), AttemptEnded(trial="t", cause=Cause.USER, reason="")),
+        *(
+            TrialRequeued(trial="t", reason=""),
+            started(2, 4),
+            AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason=""),
+        ),
         *(freed(2, 4, 1), finished),
     )
     assert seconds(found) == {"lost": 4, "start": 1}
@@ -272,7 +276,7 @@ def test_steps_of_a_finished_trial_that_are_trained_again_are_lost_and_an_end_is
 def test_a_flow_of_ones_own_has_no_slots_and_counts_what_its_saves_say() -> None:
     found = cost(
         *(opened(1, 0, slots=None), added(), started(1, 0), reported(2, 4), committed(2, 4, 4.0)),
-        *(reported(3, 6), Finished(trial="t", reason=""), opened(2, 90, slots=None)),
+        *(reported(3, 6), TrialFinished(trial="t", reason=""), opened(2, 90, slots=None)),
     )
     assert seconds(found) == {"training": 6}
     assert [each.slots for each in found.runs] == [None, None]
@@ -286,7 +290,7 @@ def test_an_attempt_whose_times_are_not_known_is_left_out(time: str | None) -> N
 
 def test_a_journal_without_times_has_attempts_of_what_they_measured_and_no_idle_slots() -> None:
     untimed = opened(1, 0).model_copy(update={"at": None})
-    found = cost(untimed, added(), started(1, 0), Finished(trial="t", reason="", use=used(training=3)))
+    found = cost(untimed, added(), started(1, 0), TrialFinished(trial="t", reason="", use=used(training=3)))
     assert seconds(found) == {"training": 3}
     assert found.runs == []
     assert seconds(cost(untimed, added(), started(1, 0), lost())) == {}
@@ -295,15 +299,15 @@ def test_a_journal_without_times_has_attempts_of_what_they_measured_and_no_idle_
 def test_the_end_of_a_run_is_its_last_sign_of_life() -> None:
     first, second = RunRecord(term=1, began_at=at(0)), RunRecord(term=2, began_at=at(50))
 
-    assert ended_after((), at(0), 1.0) == ()
-    assert seen((first,), at(5)) == (first,)
-    assert seen((first, second), None) == (first, second)
-    assert seen((first, second), "yesterday") == (first, second)
-    assert seen((first, second), at(-5)) == (first, second)
-    (ended, same) = seen((first, second), at(5))
+    assert extend_last_run((), at(0), 1.0) == ()
+    assert extend_previous_run((first,), at(5)) == (first,)
+    assert extend_previous_run((first, second), None) == (first, second)
+    assert extend_previous_run((first, second), "yesterday") == (first, second)
+    assert extend_previous_run((first, second), at(-5)) == (first, second)
+    (ended, same) = extend_previous_run((first, second), at(5))
     assert (ended.ended_at, same) == ("2026-11-26T03:00:05.000+00:00", second)
-    assert ended_after((ended,), at(1), 3.0) == (ended,)
-    assert ended_after((first,), "9999-12-31T00:00:00+00:00", 1e9) == (first,)
+    assert extend_last_run((ended,), at(1), 3.0) == (ended,)
+    assert extend_last_run((first,), "9999-12-31T00:00:00+00:00", 1e9) == (first,)
 
 
 def test_each_category_has_a_key_and_says_what_it_means() -> None:
@@ -314,7 +318,9 @@ def test_each_category_has_a_key_and_says_what_it_means() -> None:
 
 def test_the_ends_of_ranks_are_journaled_with_the_end_of_an_attempt() -> None:
     ends = (RankEnd(ranks=(1,), how="exited with code 3", is_cause=True),)
-    event = AttemptEnded(trial="t", cause=Cause.USER, reason="x", use=GroupUse(seconds=PhaseSeconds(), ends=ends))
+    event = AttemptEnded(
+        trial="t", cause=Cause.TRAINABLE, reason="x", use=GroupUsage(seconds=PhaseSeconds(), ends=ends)
+    )
     read = AttemptEnded.model_validate_json(event.model_dump_json())
     assert read == event
     [attempt] = cost(opened(1, 0), added(), started(1, 10), read, freed(1, 5, 100), until=200).attempts
@@ -322,11 +328,11 @@ def test_the_ends_of_ranks_are_journaled_with_the_end_of_an_attempt() -> None:
 
 
 def test_the_measures_of_a_single_process_have_no_field_of_ranks() -> None:
-    alone = Finished(trial="t", reason="", use=used(training=1))
+    alone = TrialFinished(trial="t", reason="", use=used(training=1))
     assert alone.use is not None
-    assert alone.use.model_dump().keys() == AttemptUse.model_fields.keys()
+    assert alone.use.model_dump().keys() == AttemptUsage.model_fields.keys()
     assert alone.use.model_dump()["seconds"].keys() == PhaseSeconds.model_fields.keys()
-    assert Finished.model_validate_json(alone.model_dump_json()) == alone
+    assert TrialFinished.model_validate_json(alone.model_dump_json()) == alone
 
 
 def test_the_cost_is_printed_in_a_sentence_and_shown_in_a_notebook_as_a_table() -> None:
@@ -337,7 +343,7 @@ def test_the_cost_is_printed_in_a_sentence_and_shown_in_a_notebook_as_a_table() 
         started(1, 0),
         reported(4, 8.0),
         committed(1, 1, 8.0),
-        Finished(trial="t", reason="done", use=trained),
+        TrialFinished(trial="t", reason="done", use=trained),
         freed(1, 0, 10),
         until=10,
     )

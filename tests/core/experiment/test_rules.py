@@ -11,46 +11,46 @@ from pydantic import ValidationError
 
 from prefect_tune.core.errors import BadStop, InvalidInput
 from prefect_tune.core.experiment.failure_policy import (
+    EndRun,
+    FailTrial,
+    FailureDecision,
     FailurePolicy,
-    GiveUp,
-    Quarantine,
-    Resumable,
-    TryAgain,
-    Verdict,
-    errors_end_reason,
-    verdict,
+    QuarantineCheckpoint,
+    RetryTrial,
+    decide_after_failure,
+    end_reason_after_error,
 )
-from prefect_tune.core.experiment.retention import Cadence, Retention, retired, retired_quarantined
+from prefect_tune.core.experiment.retention import Cadence, Retention, quarantined_to_retire, sequences_to_retire
 from prefect_tune.core.experiment.stoppers import (
     AnyOf,
-    End,
+    CompositeState,
     ExperimentPlateau,
     MaxFailures,
     MaxSteps,
     MaxTime,
     Never,
-    NoMore,
     Plateau,
+    StopExperiment,
     Stopper,
-    Tallies,
-    Tally,
+    StopperState,
+    StopProposing,
     TimeBudget,
     TrialBudget,
     as_stopper,
-    of_experiment,
-    of_trials,
+    experiment_stoppers,
+    trial_stopper,
 )
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, after, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, apply_trial_event, newest_checkpoint
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
+    CheckpointCommitted,
+    CheckpointQuarantined,
     CheckpointRef,
-    Committed,
-    Quarantined,
     QuarantinedCheckpoint,
-    Started,
 )
-from prefect_tune.core.reasons import AnyReason, Reason, code_of, error_of, make_reason
+from prefect_tune.core.reasons import AnyReason, Reason, get_reason_code, make_reason, root_error
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds
 from prefect_tune.core.values import StepReport
@@ -78,12 +78,12 @@ SAVES = [CheckpointRef(step=10 * n, sequence=n, metrics={"loss": loss}) for n, l
     ],
 )
 def test_a_checkpoint_stays_when_one_rule_keeps_it(policy: Retention, stay: list[int]) -> None:
-    assert [each.sequence for each in SAVES if each.sequence not in retired(SAVES, policy)] == stay
+    assert [each.sequence for each in SAVES if each.sequence not in sequences_to_retire(SAVES, policy)] == stay
 
 
 def test_a_pinned_checkpoint_stays() -> None:
     saves = [SAVES[0].model_copy(update={"pinned": True}), *SAVES[1:]]
-    assert retired(saves, Retention(last=1)) == (2, 3, 4, 5)
+    assert sequences_to_retire(saves, Retention(last=1)) == (2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_what_was_put_aside_is_retired_when_it_would_be_as_a_live_one(
     live = [each for each in SAVES if each.sequence not in sequences]
     known = [each for each in SAVES if each.sequence in sequences]
     quarantined = [QuarantinedCheckpoint(checkpoint=each, since=9, reason="misread") for each in known]
-    assert [each.sequence for each in retired_quarantined(quarantined, live, policy)] == going
+    assert [each.sequence for each in quarantined_to_retire(quarantined, live, policy)] == going
 
 
 def test_a_score_that_is_no_number_is_never_among_the_best() -> None:
     saves = [CheckpointRef(step=1, sequence=0, metrics={"loss": "low"}), *SAVES[:2]]
-    assert 0 in retired(saves, Retention(best=5, metric="loss"))
+    assert 0 in sequences_to_retire(saves, Retention(best=5, metric="loss"))
 
 
 @pytest.mark.parametrize("fields", [{"best": 3}, {"metric": "loss"}])
@@ -135,7 +135,7 @@ def test_the_best_are_best_by_something(fields: dict[str, object]) -> None:
 def test_it_is_time_to_save_at_whichever_comes_first(
     cadence: Cadence, steps: int, seconds: float, *, due: bool
 ) -> None:
-    assert cadence.due(steps, timedelta(seconds=seconds)) is due
+    assert cadence.is_save_due(steps, timedelta(seconds=seconds)) is due
 
 
 # -------------------------------------------------------------------------------------------- failures
@@ -143,20 +143,20 @@ def test_it_is_time_to_save_at_whichever_comes_first(
 BOOM = make_reason("raised", text="boom")
 
 
-def gives_up(code: str, **arguments: object) -> GiveUp:
-    return GiveUp(make_reason(code, **arguments, error=BOOM))
+def gives_up(code: str, **arguments: object) -> FailTrial:
+    return FailTrial(make_reason(code, **arguments, error=BOOM))
 
 
 @pytest.mark.parametrize(
     ("cause", "counts", "policy", "expected"),
     [
-        (Cause.PREEMPTED, {"machine_failures": 99}, FailurePolicy(), Resumable()),
-        (Cause.MACHINE, {"machine_failures": 10}, FailurePolicy(), TryAgain()),
+        (Cause.PREEMPTED, {"machine_failures": 99}, FailurePolicy(), EndRun()),
+        (Cause.MACHINE, {"machine_failures": 10}, FailurePolicy(), RetryTrial()),
         (Cause.MACHINE, {"machine_failures": 11}, FailurePolicy(), gives_up("max-machine-failures", failures=11)),
-        (Cause.USER, {"user_failures": 1}, FailurePolicy(), gives_up("max-failures", failures=1, limit=0)),
-        (Cause.USER, {"user_failures": 2}, FailurePolicy(max_failures=2), TryAgain()),
+        (Cause.TRAINABLE, {"user_failures": 1}, FailurePolicy(), gives_up("max-failures", failures=1, limit=0)),
+        (Cause.TRAINABLE, {"user_failures": 2}, FailurePolicy(max_failures=2), RetryTrial()),
         (
-            Cause.USER,
+            Cause.TRAINABLE,
             {"user_failures": 3},
             FailurePolicy(max_failures=2),
             gives_up("max-failures", failures=3, limit=2),
@@ -165,22 +165,22 @@ def gives_up(code: str, **arguments: object) -> GiveUp:
         (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="out-of-memory")),
         (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="bad-metric")),
         (Cause.BAD_STOP, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="bad-stop")),
-        (Cause.MACHINE, {"started_from": 7, "same_start": 2}, FailurePolicy(), TryAgain()),
+        (Cause.MACHINE, {"started_from": 7, "same_start": 2}, FailurePolicy(), RetryTrial()),
         (
             Cause.MACHINE,
             {"started_from": 7, "same_start": 3},
             FailurePolicy(),
-            Quarantine(7, make_reason("died-at-start", attempts=3, error=BOOM)),
+            QuarantineCheckpoint(7, make_reason("died-at-start", attempts=3, error=BOOM)),
         ),
-        (Cause.MACHINE, {"started_from": None, "same_start": 3}, FailurePolicy(), TryAgain()),
+        (Cause.MACHINE, {"started_from": None, "same_start": 3}, FailurePolicy(), RetryTrial()),
     ],
 )
 def test_a_failure_is_tried_again_while_its_budget_lasts(
-    cause: Cause, counts: dict[str, object], policy: FailurePolicy, expected: Verdict
+    cause: Cause, counts: dict[str, object], policy: FailurePolicy, expected: FailureDecision
 ) -> None:
-    found = verdict(Trial(trial="t", config={}, end_reason=BOOM).model_copy(update=counts), cause, policy)
+    found = decide_after_failure(Trial(trial="t", config={}, end_reason=BOOM).model_copy(update=counts), cause, policy)
     assert found == expected
-    assert not isinstance(found, GiveUp) or error_of(found.reason) == BOOM
+    assert not isinstance(found, FailTrial) or root_error(found.reason) == BOOM
 
 
 def errored(name: str, error: AnyReason, step: int = 0, **fields: object) -> Trial:
@@ -224,9 +224,9 @@ def test_a_search_ends_when_three_trials_erred_alike_and_none_has_trained_a_seco
 ) -> None:
     error = make_reason("raised", type="KeyError", text="'x'")
     reason = make_reason("same-errors", count=3, error=error) if is_over else None
-    assert errors_end_reason(trials[0], trials, fail_fast=None) == reason
-    assert errors_end_reason(trials[0], trials, fail_fast=False) is None
-    assert errors_end_reason(trials[0], trials, fail_fast=True) == make_reason("fail-fast", trial="0", error=error)
+    assert end_reason_after_error(trials[0], trials, fail_fast=None) == reason
+    assert end_reason_after_error(trials[0], trials, fail_fast=False) is None
+    assert end_reason_after_error(trials[0], trials, fail_fast=True) == make_reason("fail-fast", trial="0", error=error)
 
 
 # The checkpoints that an attempt's end may quarantine.
@@ -239,61 +239,61 @@ def saved(*steps: int) -> Trial:
     return Trial(trial="t", config={}, attempt=1, step=steps[-1], checkpoints=checkpoints)
 
 
-def died(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, Verdict]:
+def died(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, FailureDecision]:
     """Restore the newest checkpoint, end the attempt with `cause`, and apply the verdict."""
     newest = newest_checkpoint(trial)
     assert newest is not None
-    begun = Started(trial="t", attempt=trial.attempt + 1, from_step=newest.step, from_sequence=newest.sequence)
-    trial = after(trial, begun)
-    trial = after(trial, AttemptEnded(trial="t", cause=cause, reason="boom", at_start=at_start))
-    found = verdict(trial, cause, POLICY)
-    if isinstance(found, Quarantine):
-        aside = Quarantined(trial="t", sequence=found.sequence, reason=found.reason, kills=True)
-        trial = after(trial, aside)
+    begun = AttemptStarted(trial="t", attempt=trial.attempt + 1, from_step=newest.step, from_sequence=newest.sequence)
+    trial = apply_trial_event(trial, begun)
+    trial = apply_trial_event(trial, AttemptEnded(trial="t", cause=cause, reason="boom", at_start=at_start))
+    found = decide_after_failure(trial, cause, POLICY)
+    if isinstance(found, QuarantineCheckpoint):
+        aside = CheckpointQuarantined(trial="t", sequence=found.sequence, reason=found.reason, kills=True)
+        trial = apply_trial_event(trial, aside)
     return trial, found
 
 
-def until_given_up(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, GiveUp]:
+def until_given_up(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, FailTrial]:
     for _ in range(99):
         trial, found = died(trial, cause=cause, at_start=at_start)
-        if isinstance(found, GiveUp):
+        if isinstance(found, FailTrial):
             return trial, found
     raise AssertionError("the policy never gave up")
 
 
 def test_deaths_of_machines_spend_their_budget_and_put_no_checkpoint_aside() -> None:
     trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.MACHINE, at_start=False)
-    assert code_of(found.reason) == "max-machine-failures"
+    assert get_reason_code(found.reason) == "max-machine-failures"
     assert [each.step for each in trial.checkpoints] == [10, 20, 30, 40]
     assert trial.quarantined == ()
 
 
 def test_one_checkpoint_at_most_is_put_aside_for_killing_the_trainable() -> None:
-    trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.USER, at_start=True)
-    assert code_of(found.reason) == "died-at-each-start"
+    trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.TRAINABLE, at_start=True)
+    assert get_reason_code(found.reason) == "died-at-each-start"
     assert [each.step for each in trial.checkpoints] == [10, 20, 30]
 
 
 def test_a_commit_clears_the_checkpoint_that_was_put_aside_before_it() -> None:
     trial = saved(10, 20).model_copy(update={"blamed_checkpoints": 1, "phase": Phase.RUNNING})
-    trial = after(trial, Committed(trial="t", checkpoint=CheckpointRef(step=30, sequence=30)))
+    trial = apply_trial_event(trial, CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=30, sequence=30)))
     trial = trial.model_copy(update={"phase": Phase.PENDING})
     verdicts = []
     for _ in range(POLICY.quarantine_after):
-        trial, found = died(trial, cause=Cause.USER, at_start=True)
+        trial, found = died(trial, cause=Cause.TRAINABLE, at_start=True)
         verdicts.append(type(found))
-    assert verdicts == [TryAgain, TryAgain, Quarantine]
+    assert verdicts == [RetryTrial, RetryTrial, QuarantineCheckpoint]
 
 
 def test_a_damaged_checkpoint_is_blamed_for_no_death() -> None:
     """The damage was found before the checkpoint was loaded."""
-    trial = after(saved(10, 20), Quarantined(trial="t", sequence=20, reason="damaged"))
+    trial = apply_trial_event(saved(10, 20), CheckpointQuarantined(trial="t", sequence=20, reason="damaged"))
     assert (trial.blamed_checkpoints, trial.lost_checkpoints) == (0, 1)
 
 
 def test_a_damaged_manifest_that_was_never_a_commit_is_no_lost_checkpoint() -> None:
     trial = Trial(trial="t", config={}, attempt=1, step=3, phase=Phase.RUNNING)
-    trial = after(trial, Quarantined(trial="t", sequence=7, reason="torn manifest"))
+    trial = apply_trial_event(trial, CheckpointQuarantined(trial="t", sequence=7, reason="torn manifest"))
     assert (trial.quarantined, trial.lost_checkpoints) == ((7,), 0)
 
 
@@ -357,12 +357,12 @@ def loss_limit(loss: float) -> Reason:
 def test_a_trial_stops_when_it_has_had_enough(
     stopper: Stopper, reported: list[StepReport], reason: Reason | None
 ) -> None:
-    assert stopper.why_stop(reported) == reason
+    assert stopper.stop_reason(reported) == reason
 
 
 def test_only_who_needs_the_past_looks_back() -> None:
-    assert not AnyOf((MaxSteps(1), MaxTime(timedelta(1)), Never(), as_stopper({"step": 1}))).looks_back
-    assert (MaxSteps(1) | Plateau("loss")).looks_back
+    assert not AnyOf((MaxSteps(1), MaxTime(timedelta(1)), Never(), as_stopper({"step": 1}))).needs_history
+    assert (MaxSteps(1) | Plateau("loss")).needs_history
 
 
 @pytest.mark.parametrize(
@@ -388,8 +388,8 @@ def test_only_who_needs_the_past_looks_back() -> None:
         lambda: as_stopper({"loss": "low"}),
         lambda: as_stopper("step 5"),
         lambda: as_stopper(5),
-        lambda: as_stopper({"accuracy": 0.9}).why_stop(reports(1)),
-        lambda: Plateau("accuracy").why_stop(reports(1)),
+        lambda: as_stopper({"accuracy": 0.9}).stop_reason(reports(1)),
+        lambda: Plateau("accuracy").stop_reason(reports(1)),
     ],
 )
 def test_a_stopper_that_could_never_be_right_is_refused(stop: object) -> None:
@@ -421,12 +421,12 @@ def test_a_stop_criterion_whose_metric_is_not_reported_names_the_one_that_was_me
     stopper: Stopper, message: str
 ) -> None:
     with pytest.raises(BadStop, match=message):
-        stopper.why_stop(reports(1, 1, 1, 1))
+        stopper.stop_reason(reports(1, 1, 1, 1))
 
 
 def test_a_limit_by_the_name_that_ray_gives_a_step_says_what_it_is_called_here() -> None:
     with pytest.raises(InvalidInput, match="Ray Tune's training_iteration is 'step' here"):
-        as_stopper({"training_iteration": 3}).why_stop(reports(1))
+        as_stopper({"training_iteration": 3}).stop_reason(reports(1))
 
 
 # ------------------------------------------------------------------------------------------- stoppers of an experiment
@@ -438,44 +438,44 @@ def report(loss: float) -> StepReport:
     return StepReport(step=1, metrics={"loss": loss, "score": -loss})
 
 
-def finish(tally: Tally, *losses: float, start: int = 0) -> None:
+def finish(tally: StopperState, *losses: float, start: int = 0) -> None:
     for number, loss in enumerate(losses, start=start):
-        tally.added(str(number))
-        tally.ended(str(number), report(loss), failed=False)
+        tally.on_trial_added(str(number))
+        tally.on_trial_ended(str(number), report(loss), failed=False)
 
 
 def test_max_failures_counts_trials_that_are_errored_now() -> None:
     tally = MaxFailures(2).begin(None)
     for trial, failed in (("a", True), ("b", False), ("a", True)):
-        tally.ended(trial, None, failed=failed)
+        tally.on_trial_ended(trial, None, failed=failed)
     assert tally.verdict() is None
-    tally.ended("c", None, failed=True)
+    tally.on_trial_ended("c", None, failed=True)
     ended = tally.verdict()
-    assert ended == End(make_reason("failed-trials", count=2, limit=2))
+    assert ended == StopExperiment(make_reason("failed-trials", count=2, limit=2))
     assert str(ended.reason) == "2 trials have errored; the limit is MaxFailures(2)"
-    tally.added("a")  # the trial is retried
+    tally.on_trial_added("a")  # the trial is retried
     assert tally.verdict() is None
 
 
 def test_a_trial_budget_ends_no_trial_that_has_begun() -> None:
     tally = TrialBudget(2).begin(None)
     for trial in ("a", "a"):
-        tally.added(trial)
+        tally.on_trial_added(trial)
     assert tally.verdict() is None
-    tally.added("b")
+    tally.on_trial_added("b")
     spent = tally.verdict()
-    assert spent == NoMore(make_reason("trial-budget", limit=2))
+    assert spent == StopProposing(make_reason("trial-budget", limit=2))
     assert str(spent.reason) == "the trial budget of 2 is spent"
 
 
 def test_a_time_budget_counts_what_counts_once() -> None:
     tally = TimeBudget(timedelta(seconds=10)).begin(None)
     for trial, seconds in (("a", 4.0), ("a", 5.0), ("b", 4.9), ("a", 3.0), ("a", 5.0)):
-        tally.trained(trial, seconds)
+        tally.on_training_time(trial, seconds)
     assert tally.verdict() is None
-    tally.trained("b", 5.0)
+    tally.on_training_time("b", 5.0)
     ended = tally.verdict()
-    assert ended == End(make_reason("search-time-limit", seconds=10.0, limit=10.0))
+    assert ended == StopExperiment(make_reason("search-time-limit", seconds=10.0, limit=10.0))
     assert str(ended.reason) == "its trials have trained for 10 s, the limit is 10 s"
 
 
@@ -487,8 +487,8 @@ def test_a_plateau_is_when_the_best_trials_are_all_as_good_as_each_other() -> No
     assert tally.verdict() is None
     finish(tally, 0.202, start=5)
     ended = tally.verdict()
-    assert isinstance(ended, End)
-    assert code_of(ended.reason) == "search-plateau"
+    assert isinstance(ended, StopExperiment)
+    assert get_reason_code(ended.reason) == "search-plateau"
     assert str(ended.reason) == "loss of the best 3 trials has settled: ± 0.000816497"
 
 
@@ -500,25 +500,25 @@ def test_a_plateau_with_patience_waits_for_more_trials_that_do_not_change_it() -
     finish(tally, 0.1, 0.7, start=4)
     assert tally.verdict() is None
     finish(tally, 0.8, start=6)
-    assert isinstance(tally.verdict(), End)
+    assert isinstance(tally.verdict(), StopExperiment)
 
 
 def test_a_plateau_passes_over_what_failed_or_reported_something_else_and_what_goes_on() -> None:
     tally = ExperimentPlateau(top=2, std=0.01).begin(LOSS)
     finish(tally, 0.2)
-    tally.ended("failed", report(0.2), failed=True)
-    tally.ended("silent", StepReport(step=1, metrics={"other": 1.0}), failed=False)
-    tally.ended("nothing", None, failed=False)
+    tally.on_trial_ended("failed", report(0.2), failed=True)
+    tally.on_trial_ended("silent", StepReport(step=1, metrics={"other": 1.0}), failed=False)
+    tally.on_trial_ended("nothing", None, failed=False)
     assert tally.verdict() is None
-    tally.added("0")  # trial 0 was extended
-    tally.ended("0", report(0.2), failed=False)
+    tally.on_trial_added("0")  # trial 0 was extended
+    tally.on_trial_ended("0", report(0.2), failed=False)
     assert tally.verdict() is None
 
 
 def test_a_plateau_has_a_metric_of_its_own_or_that_of_the_search() -> None:
     own = ExperimentPlateau(metric="score", mode="max", top=2, std=0.01).begin(None)
     finish(own, 0.2, 5.0, 0.2)
-    assert isinstance(own.verdict(), End)
+    assert isinstance(own.verdict(), StopExperiment)
     with pytest.raises(InvalidInput, match="expected a metric"):
         ExperimentPlateau().begin(None)
 
@@ -526,19 +526,21 @@ def test_a_plateau_has_a_metric_of_its_own_or_that_of_the_search() -> None:
 def test_stoppers_of_trials_and_of_the_experiment_are_combined_and_taken_apart() -> None:
     steps, time = MaxSteps(3), MaxTime(timedelta(seconds=1))
     whole = steps | MaxFailures(1) | time | TrialBudget(9)
-    assert of_trials(whole) == AnyOf((steps, time))
-    assert list(of_experiment(whole)) == [MaxFailures(1), TrialBudget(9)]
-    assert (of_trials(TrialBudget(9) | steps), of_trials(TrialBudget(9))) == (steps, Never())
-    assert (whole.why_stop([report(1)]), MaxFailures(1).why_stop([report(1)])) == (None, None)
-    assert not MaxFailures(1).looks_back
+    assert trial_stopper(whole) == AnyOf((steps, time))
+    assert list(experiment_stoppers(whole)) == [MaxFailures(1), TrialBudget(9)]
+    assert (trial_stopper(TrialBudget(9) | steps), trial_stopper(TrialBudget(9))) == (steps, Never())
+    assert (whole.stop_reason([report(1)]), MaxFailures(1).stop_reason([report(1)])) == (None, None)
+    assert not MaxFailures(1).needs_history
 
 
 def test_of_several_an_end_comes_before_the_end_of_new_trials() -> None:
-    tally = Tallies([each.begin(None) for each in (TrialBudget(1), MaxFailures(1), TimeBudget(timedelta(days=1)))])
+    tally = CompositeState(
+        [each.begin(None) for each in (TrialBudget(1), MaxFailures(1), TimeBudget(timedelta(days=1)))]
+    )
     assert tally.verdict() is None
-    tally.added("a")
-    assert isinstance(tally.verdict(), NoMore)
-    tally.trained("a", 1.0)
-    tally.ended("a", None, failed=True)
-    assert tally.verdict() == End(make_reason("failed-trials", count=1, limit=1))
-    assert Tallies([]).verdict() is None
+    tally.on_trial_added("a")
+    assert isinstance(tally.verdict(), StopProposing)
+    tally.on_training_time("a", 1.0)
+    tally.on_trial_ended("a", None, failed=True)
+    assert tally.verdict() == StopExperiment(make_reason("failed-trials", count=1, limit=1))
+    assert CompositeState([]).verdict() is None

@@ -8,19 +8,19 @@ import pytest
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import (
-    Curves,
+    LearningCurves,
     Scope,
-    best_first,
     best_label,
-    front,
-    losses_in,
-    ranked,
-    scored,
-    valid_scope,
+    compute_losses,
+    pareto_front,
+    rank_trials,
+    score_reports,
+    sort_trials,
+    validate_scope,
 )
-from prefect_tune.core.experiment.trial_transitions import Trial, after, with_report
-from prefect_tune.core.journal_events import CheckpointRef, Cloned, Entry, Event, Reported, Started
-from prefect_tune.core.search.objective import Objective, objective_of, usual_mode
+from prefect_tune.core.experiment.trial_transitions import Trial, apply_report, apply_trial_event
+from prefect_tune.core.journal_events import AttemptStarted, CheckpointCloned, CheckpointRef, Entry, Event, StepReported
+from prefect_tune.core.search.objective import Objective, make_objective, usual_mode
 from prefect_tune.core.values import StepReport
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -32,13 +32,13 @@ CURVE = [{"loss": 4.0}, {"loss": 1.0}, {"loss": 3.0}, {"loss": 2.0}]
     [("last", 2.0), ("all", 1.0), ("avg", 4.0), ("last-5-avg", 3.0), ("last-10-avg", 4.0)],
 )
 def test_a_scope_says_by_which_reports_a_trial_is_compared(scope: Scope, loss: float) -> None:
-    assert scored([{"loss": 9.0}, {"loss": 5.0}, *CURVE], LOSS, scope) == (loss,)
+    assert score_reports([{"loss": 9.0}, {"loss": 5.0}, *CURVE], LOSS, scope) == (loss,)
 
 
 @pytest.mark.parametrize("scope", ["first", "best", "last-2-avg", "avg-5", "", "LAST"])
 def test_a_scope_that_is_none_is_refused(scope: Scope) -> None:
     with pytest.raises(InvalidInput, match=r"scope .*: expected one of 'last', 'all', 'avg', 'last-5-avg'"):
-        valid_scope(scope)
+        validate_scope(scope)
 
 
 def test_the_best_of_several_metrics_is_named_by_the_one_that_decides() -> None:
@@ -48,59 +48,63 @@ def test_the_best_of_several_metrics_is_named_by_the_one_that_decides() -> None:
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), "low", None])
 def test_what_no_float_can_hold_is_nothing_to_compare(value: object) -> None:
-    assert losses_in({"loss": value}, LOSS) is None
+    assert compute_losses({"loss": value}, LOSS) is None
 
 
 def test_large_is_good_where_the_mode_says_so() -> None:
     accuracy = Objective(metrics=("accuracy",), modes=("max",))
-    assert scored([{"accuracy": 0.9}, {"accuracy": 0.7}], accuracy, "all") == (-0.9,)
+    assert score_reports([{"accuracy": 0.9}, {"accuracy": 0.7}], accuracy, "all") == (-0.9,)
 
 
 @pytest.mark.parametrize("missing", [{}, {"loss": "text"}, {"loss": None}, {"loss": float("nan")}])
 def test_a_report_without_the_metric_is_passed_over(missing: dict[str, object]) -> None:
-    assert losses_in(missing, LOSS) is None
-    assert scored([missing, {"loss": 2.0}, missing], LOSS, "avg") == (2.0,)
-    assert scored([{"loss": 2.0}, missing], LOSS, "last") is None
-    assert scored([missing], LOSS, "all") is None
+    assert compute_losses(missing, LOSS) is None
+    assert score_reports([missing, {"loss": 2.0}, missing], LOSS, "avg") == (2.0,)
+    assert score_reports([{"loss": 2.0}, missing], LOSS, "last") is None
+    assert score_reports([missing], LOSS, "all") is None
 
 
 def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed_is_the_better() -> None:
     metrics_by_trial = {"a": {"loss": 2.0}, "b": {}, "c": {"loss": 1.0}, "d": {"loss": "text"}, "e": {"loss": 1.0}}
     trials = [Trial(trial=name, config={}, metrics=metrics) for name, metrics in metrics_by_trial.items()]
-    assert [(each.trial, losses) for each, losses in ranked(trials, LOSS)] == [("c", (1,)), ("e", (1,)), ("a", (2,))]
-    assert [each.trial for each in best_first(trials, LOSS)] == ["c", "e", "a", "b", "d"]
-    assert ranked(trials, None) == []
-    assert best_first(trials, None) == trials
+    assert [(each.trial, losses) for each, losses in rank_trials(trials, LOSS)] == [
+        ("c", (1,)),
+        ("e", (1,)),
+        ("a", (2,)),
+    ]
+    assert [each.trial for each in sort_trials(trials, LOSS)] == ["c", "e", "a", "b", "d"]
+    assert rank_trials(trials, None) == []
+    assert sort_trials(trials, None) == trials
 
 
 def test_of_equals_a_clone_comes_after_the_trial_that_made_the_report_until_it_has_made_one_itself() -> None:
     saved, copy = (CheckpointRef(step=4, sequence=number, metrics={"loss": 1.0}) for number in (7, 9))
     source = Trial(trial="b", config={}, metrics=saved.metrics, step=4, checkpoints=(saved,))
-    clone = after(
+    clone = apply_trial_event(
         Trial(trial="a", config={"lr": 1}),
-        Cloned(trial="a", checkpoint=copy, source="b", config={"lr": 2}, reason="behind"),
+        CheckpointCloned(trial="a", checkpoint=copy, source="b", config={"lr": 2}, reason="behind"),
     )
-    started = after(clone, Started(trial="a", attempt=1, from_step=4, from_sequence=9))
+    started = apply_trial_event(clone, AttemptStarted(trial="a", attempt=1, from_step=4, from_sequence=9))
     for each in (clone, started):
-        assert [found.trial for found, _ in ranked([each, source], LOSS)] == ["b", "a"]
-    own = with_report(started, StepReport(step=5, metrics={"loss": 1.0}))
-    assert [found.trial for found, _ in ranked([own, source], LOSS)] == ["a", "b"]
+        assert [found.trial for found, _ in rank_trials([each, source], LOSS)] == ["b", "a"]
+    own = apply_report(started, StepReport(step=5, metrics={"loss": 1.0}))
+    assert [found.trial for found, _ in rank_trials([own, source], LOSS)] == ["a", "b"]
     worse = source.model_copy(update={"metrics": {"loss": 2.0}, "step": 5})
-    assert [found.trial for found, _ in ranked([clone, worse], LOSS)] == ["a", "b"]
+    assert [found.trial for found, _ in rank_trials([clone, worse], LOSS)] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("step", "loss"), [(1, 2.0), (2, 2.0), (3, 0.5)])
 def test_a_trial_is_shown_with_a_report_only_if_that_is_newer(step: int, loss: float) -> None:
     trial = Trial(trial="t", config={}, step=2, metrics={"loss": 2.0}, trained_seconds=20.0)
     report = StepReport(step=step, metrics={"loss": 0.5}, trained_seconds=10.0 * step)
-    seen = with_report(trial, report)
+    seen = apply_report(trial, report)
     assert (seen.step, seen.metrics, seen.trained_seconds) == (max(2, step), {"loss": loss}, 10.0 * max(2, step))
-    assert with_report(trial, None) is trial
+    assert apply_report(trial, None) is trial
 
 
 def test_the_front_holds_who_is_beaten_by_nobody_in_everything() -> None:
     scores = {"a": (1.0, 9.0), "b": (2.0, 2.0), "c": (2.0, 3.0), "d": (9.0, 1.0), "same as b": (2.0, 2.0)}
-    assert front(scores.items()) == ["a", "b", "same as b", "d"]
+    assert pareto_front(scores.items()) == ["a", "b", "same as b", "d"]
 
 
 @pytest.mark.parametrize(
@@ -108,20 +112,20 @@ def test_the_front_holds_who_is_beaten_by_nobody_in_everything() -> None:
 )
 def test_modes_that_do_not_fit_the_metrics_are_refused(metric: list[str] | str, mode: list[str] | str) -> None:
     with pytest.raises(InvalidInput, match="mode: expected 'min' or 'max'"):
-        objective_of(metric, mode)  # type: ignore[arg-type]  # invalid on purpose
+        make_objective(metric, mode)  # type: ignore[arg-type]  # invalid on purpose
 
 
 def test_one_mode_serves_all_metrics() -> None:
-    both = objective_of(["loss", "size"], "max")
+    both = make_objective(["loss", "size"], "max")
     assert both == Objective(metrics=("loss", "size"), modes=("max", "max"))
-    assert objective_of(None, "min") is None
+    assert make_objective(None, "min") is None
 
 
 # Learning curves.
 
 
-def report(step: int, loss: float, trial: str = "t") -> Reported:
-    return Reported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}, trained_seconds=float(step)))
+def report(step: int, loss: float, trial: str = "t") -> StepReported:
+    return StepReported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}, trained_seconds=float(step)))
 
 
 def entry(*events: Event) -> Entry:
@@ -135,19 +139,19 @@ def losses(reports: Sequence[StepReport]) -> list[tuple[int, object]]:
 AGAIN = (
     *[report(step, 1.0) for step in (1, 2, 3)],
     report(1, 7.0, "other"),
-    Started(trial="other", attempt=1, from_step=0),
-    Started(trial="t", attempt=2, from_step=1, from_sequence=4),
+    AttemptStarted(trial="other", attempt=1, from_step=0),
+    AttemptStarted(trial="t", attempt=2, from_step=1, from_sequence=4),
     report(2, 2.0),
 )
 CLONED = (
     *[report(step, 1.0) for step in (1, 2, 3)],
-    Cloned(
+    CheckpointCloned(
         trial="t",
         checkpoint=CheckpointRef(step=8, sequence=9, metrics={"loss": 0.1}, trained_seconds=8.0),
         source="other",
         reason="it is better",
     ),
-    Started(trial="t", attempt=2, from_step=8, from_sequence=9),
+    AttemptStarted(trial="t", attempt=2, from_step=8, from_sequence=9),
     report(9, 0.05),
 )
 
@@ -156,15 +160,15 @@ CLONED = (
 def test_a_curve_forgets_what_was_done_again_and_what_came_before_a_clone(
     events: tuple[Event, ...], counted: list[tuple[int, object]]
 ) -> None:
-    assert losses(Curves([entry(*events)]).of("t")) == counted
+    assert losses(LearningCurves([entry(*events)]).curve_of("t")) == counted
 
 
 def test_the_curves_of_all_trials_are_in_the_entries_of_the_experiment() -> None:
-    curves = Curves()
-    curves.tell(entry(report(1, 1.0), report(2, 2.0)))
-    curves.tell_event(report(1, 7.0, "other"))
-    assert (losses(curves.of("t")), losses(curves.of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
-    assert curves.of("silent") == []
+    curves = LearningCurves()
+    curves.add_entry(entry(report(1, 1.0), report(2, 2.0)))
+    curves.add_event(report(1, 7.0, "other"))
+    assert (losses(curves.curve_of("t")), losses(curves.curve_of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
+    assert curves.curve_of("silent") == []
     assert curves.report_count == 3
 
 

@@ -9,48 +9,48 @@ from typing import get_args
 import pytest
 
 from prefect_tune.core.errors import IllegalTransition
-from prefect_tune.core.experiment.summary import status_label, wasted_words
+from prefect_tune.core.experiment.summary import format_recomputed_steps, format_status
 from prefect_tune.core.experiment.trial_transitions import (
     Clone,
     Phase,
     Status,
     Trial,
-    after,
-    is_collectable,
-    is_held,
-    is_live,
+    apply_adoption,
+    apply_fork,
+    apply_trial_event,
+    is_cloned_checkpoint,
+    is_deletable_checkpoint,
+    is_live_checkpoint,
     newest_checkpoint,
-    newest_key,
-    with_adopted,
-    with_fork,
+    newest_checkpoint_key,
 )
 from prefect_tune.core.journal_events import (
-    Adopted,
+    AnyTrialEvent,
     AttemptEnded,
+    AttemptLaunched,
+    AttemptStarted,
     Cause,
+    CheckpointCloned,
+    CheckpointCommitted,
     CheckpointOrigin,
+    CheckpointQuarantined,
     CheckpointRef,
-    Cloned,
-    Committed,
-    Decided,
-    Finished,
+    CheckpointsAdopted,
+    CheckpointsRetired,
+    DecisionMade,
     FinishKind,
     ForkedTrial,
-    GaveUp,
-    Launched,
-    OneTrialsEvent,
     OutboxClosed,
-    Paused,
     Pinned,
-    Quarantined,
-    Received,
-    Reported,
-    Requeued,
-    Resumed,
-    Retired,
+    PostReceived,
     SlotFreed,
-    Started,
-    StopAsked,
+    StepReported,
+    StopRequested,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
+    TrialRequeued,
+    TrialResumed,
 )
 from prefect_tune.core.schedulers.base import Continue, Decision, Pause, Stop
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -64,23 +64,23 @@ BASE = Trial(trial="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), next
 ORIGIN = CheckpointOrigin(trial="u", step=2, sequence=4)
 COPY = CheckpointRef(step=2, sequence=8, metrics={"loss": 0.3}, trained_seconds=20.0, origin=ORIGIN)
 
-EVENTS: Mapping[str, OneTrialsEvent] = {
-    "started": Started(trial="t", attempt=2, from_step=3, from_sequence=7),
-    "reported": Reported(trial="t", report=StepReport(step=6, metrics={"loss": 0.1})),
-    "committed": Committed(trial="t", checkpoint=CheckpointRef(step=5, sequence=8)),
-    "retired": Retired(trial="t", retires=()),
-    "quarantined": Quarantined(trial="t", sequence=7, reason="damaged"),
+EVENTS: Mapping[str, AnyTrialEvent] = {
+    "started": AttemptStarted(trial="t", attempt=2, from_step=3, from_sequence=7),
+    "reported": StepReported(trial="t", report=StepReport(step=6, metrics={"loss": 0.1})),
+    "committed": CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=5, sequence=8)),
+    "retired": CheckpointsRetired(trial="t", retires=()),
+    "quarantined": CheckpointQuarantined(trial="t", sequence=7, reason="damaged"),
     "pinned": Pinned(trial="t", sequence=7),
-    "cloned": Cloned(trial="t", checkpoint=COPY, source="u", config={"rate": 2}, reason="behind"),
-    "attempt-ended": AttemptEnded(trial="t", cause=Cause.USER, reason="ValueError"),
-    "gave-up": GaveUp(trial="t", cause=Cause.USER, reason="spent"),
-    "finished": Finished(trial="t", reason="enough", kind=FinishKind.RETURNED),
-    "requeued": Requeued(trial="t", reason="more"),
-    "paused": Paused(trial="t", reason="rung 3"),
-    "resumed": Resumed(trial="t"),
-    "decided": Decided(trial="t", report=StepReport(step=3, metrics={"loss": 0.5}), decision=Continue()),
-    "launched": Launched(trial="t", outbox=3),
-    "received": Received(trial="t", post=5),
+    "cloned": CheckpointCloned(trial="t", checkpoint=COPY, source="u", config={"rate": 2}, reason="behind"),
+    "attempt-ended": AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason="ValueError"),
+    "gave-up": TrialErrored(trial="t", cause=Cause.TRAINABLE, reason="spent"),
+    "finished": TrialFinished(trial="t", reason="enough", kind=FinishKind.RETURNED),
+    "requeued": TrialRequeued(trial="t", reason="more"),
+    "paused": TrialPaused(trial="t", reason="rung 3"),
+    "resumed": TrialResumed(trial="t"),
+    "decided": DecisionMade(trial="t", report=StepReport(step=3, metrics={"loss": 0.5}), decision=Continue()),
+    "launched": AttemptLaunched(trial="t", outbox=3),
+    "received": PostReceived(trial="t", post=5),
     "outbox-closed": OutboxClosed(trial="t"),
     "slot-freed": SlotFreed(trial="t", attempt=1, since="2026-11-26T03:00:00+00:00", seconds=2.5),
 }
@@ -124,21 +124,24 @@ def of(status: Phase, **changes: object) -> Trial:
 def test_every_pair_of_status_and_event_is_legal_or_refused(status: Phase, name: str) -> None:
     outbox = 2 if name in ("received", "outbox-closed") else None
     if (status, name) in LEGAL:
-        assert after(of(status, outbox=outbox, outbox_count=2, post=4), EVENTS[name]).phase is LEGAL[status, name]
+        assert (
+            apply_trial_event(of(status, outbox=outbox, outbox_count=2, post=4), EVENTS[name]).phase
+            is LEGAL[status, name]
+        )
     else:
         with pytest.raises(IllegalTransition, match=f"{status}.*'{name}'"):
-            after(of(status), EVENTS[name])
+            apply_trial_event(of(status), EVENTS[name])
 
 
 def test_every_event_of_a_trial_is_in_that_table() -> None:
-    assert {type(event) for event in EVENTS.values()} == set(get_args(OneTrialsEvent))
+    assert {type(event) for event in EVENTS.values()} == set(get_args(AnyTrialEvent))
 
 
 @pytest.mark.parametrize("status", Phase)
 def test_a_trial_of_a_fork_has_its_own_checkpoints_and_is_not_running(status: Phase) -> None:
     clone = Clone(step=3, sequence=7, trial="u", clone_sequence=4)
     origin = of(status, cloned=7, quarantined=(6,), collected_up_to=5, lost_checkpoints=1, started_from=7, outbox=2)
-    forked = with_fork(origin.model_copy(update={"clones": (clone,)}), ForkedTrial(checkpoints=(COPY,)))
+    forked = apply_fork(origin.model_copy(update={"clones": (clone,)}), ForkedTrial(checkpoints=(COPY,)))
     assert forked.phase is (PENDING if status is RUNNING else status)
     assert (forked.checkpoints, forked.clones, forked.outbox, forked.step) == ((COPY,), (clone,), None, 5)
     assert (forked.cloned, forked.quarantined, forked.started_from) == (None, (), None)
@@ -148,42 +151,42 @@ def test_a_trial_of_a_fork_has_its_own_checkpoints_and_is_not_running(status: Ph
 @pytest.mark.parametrize(
     ("event", "outbox", "post"),
     [
-        pytest.param(Launched(trial="t", outbox=3), 2, 4, id="a second outbox beside an open one"),
-        pytest.param(Launched(trial="t", outbox=2), None, 4, id="an outbox that was used before"),
-        pytest.param(Launched(trial="t", outbox=4), None, 4, id="an outbox that is skipped"),
-        pytest.param(Received(trial="t", post=4), 2, 4, id="a post twice"),
-        pytest.param(Received(trial="t", post=6), 2, 4, id="a post after one that is missing"),
-        pytest.param(Received(trial="t", post=5), None, 4, id="a post of a closed outbox"),
+        pytest.param(AttemptLaunched(trial="t", outbox=3), 2, 4, id="a second outbox beside an open one"),
+        pytest.param(AttemptLaunched(trial="t", outbox=2), None, 4, id="an outbox that was used before"),
+        pytest.param(AttemptLaunched(trial="t", outbox=4), None, 4, id="an outbox that is skipped"),
+        pytest.param(PostReceived(trial="t", post=4), 2, 4, id="a post twice"),
+        pytest.param(PostReceived(trial="t", post=6), 2, 4, id="a post after one that is missing"),
+        pytest.param(PostReceived(trial="t", post=5), None, 4, id="a post of a closed outbox"),
         pytest.param(OutboxClosed(trial="t"), None, 4, id="an end without an outbox"),
     ],
 )
 def test_an_outbox_is_used_once_and_its_posts_are_received_in_order(
-    event: OneTrialsEvent, outbox: int | None, post: int
+    event: AnyTrialEvent, outbox: int | None, post: int
 ) -> None:
     with pytest.raises(IllegalTransition, match="cannot follow outbox"):
-        after(of(RUNNING, outbox=outbox, outbox_count=2, post=post), event)
+        apply_trial_event(of(RUNNING, outbox=outbox, outbox_count=2, post=post), event)
 
 
 def test_saves_attempts_and_limits_count_the_sequence_up() -> None:
-    trial = after(of(PENDING), EVENTS["started"])
+    trial = apply_trial_event(of(PENDING), EVENTS["started"])
     assert (trial.next_sequence, trial.settled_from) == (9, 9), "an earlier attempt may still save"
-    trial = after(trial, Committed(trial="t", checkpoint=CheckpointRef(step=5, sequence=9)))
+    trial = apply_trial_event(trial, CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=5, sequence=9)))
     assert (trial.next_sequence, trial.collected_up_to) == (10, 0)
-    trial = after(trial, Retired(trial="t", retires=()))
+    trial = apply_trial_event(trial, CheckpointsRetired(trial="t", retires=()))
     assert (trial.next_sequence, trial.collected_up_to) == (11, 11)
-    trial = with_adopted(trial, Adopted(reached={"t": 5}))
+    trial = apply_adoption(trial, CheckpointsAdopted(reached={"t": 5}))
     assert (trial.next_sequence, trial.settled_from) == (12, 12)
-    first = after(Trial(trial="n", config={}), Started(trial="n", attempt=1, from_step=0))
+    first = apply_trial_event(Trial(trial="n", config={}), AttemptStarted(trial="n", attempt=1, from_step=0))
     assert (first.next_sequence, first.settled_from) == (1, 1)
 
 
 def test_an_attempt_elsewhere_may_still_hand_over_its_saves_when_an_owner_vanished() -> None:
-    lost = with_adopted(of(RUNNING, outbox=1), Adopted(reached={"t": 9}))
+    lost = apply_adoption(of(RUNNING, outbox=1), CheckpointsAdopted(reached={"t": 9}))
     assert (lost.next_sequence, lost.settled_from, lost.vanished) == (8, 1, False)
 
 
 def test_an_attempt_goes_on_from_its_checkpoint_and_counts_what_it_does_again() -> None:
-    started = after(of(PENDING), EVENTS["started"])
+    started = apply_trial_event(of(PENDING), EVENTS["started"])
 
     assert (started.attempt, started.step, started.metrics, started.trained_seconds) == (2, 3, {"loss": 0.5}, 30)
     assert started.wasted_steps == 2
@@ -204,20 +207,22 @@ def test_an_attempt_goes_on_from_its_checkpoint_and_counts_what_it_does_again() 
 def test_no_attempt_starts_from_anything_but_a_live_checkpoint(
     attempt: int, step: int, sequence: int | None, checkpoints: tuple[CheckpointRef, ...]
 ) -> None:
-    started = Started(trial="t", attempt=attempt, from_step=step, from_sequence=sequence)
+    started = AttemptStarted(trial="t", attempt=attempt, from_step=step, from_sequence=sequence)
     with pytest.raises(IllegalTransition):
-        after(of(PENDING, checkpoints=checkpoints), started)
+        apply_trial_event(of(PENDING, checkpoints=checkpoints), started)
 
 
 def test_a_trial_without_any_checkpoint_starts_from_nothing() -> None:
-    started = after(of(PENDING, checkpoints=(), quarantined=(7,)), Started(trial="t", attempt=2, from_step=0))
+    started = apply_trial_event(
+        of(PENDING, checkpoints=(), quarantined=(7,)), AttemptStarted(trial="t", attempt=2, from_step=0)
+    )
     assert (started.step, started.metrics, started.wasted_steps) == (0, {}, 5)
 
 
 @pytest.mark.parametrize("step", [5, 4, 0])
 def test_no_step_is_counted_twice(step: int) -> None:
     with pytest.raises(IllegalTransition, match=f"step {step} cannot follow step 5"):
-        after(of(RUNNING), Reported(trial="t", report=StepReport(step=step, metrics={})))
+        apply_trial_event(of(RUNNING), StepReported(trial="t", report=StepReport(step=step, metrics={})))
 
 
 @pytest.mark.parametrize(
@@ -233,46 +238,46 @@ def test_no_step_is_counted_twice(step: int) -> None:
 def test_a_save_that_was_overtaken_is_never_committed(sequence: int, changes: Mapping[str, object]) -> None:
     new = CheckpointRef(step=5, sequence=sequence)
     with pytest.raises(IllegalTransition, match=f"has sequence {sequence}"):
-        after(of(RUNNING, **changes), Committed(trial="t", checkpoint=new))
+        apply_trial_event(of(RUNNING, **changes), CheckpointCommitted(trial="t", checkpoint=new))
     with pytest.raises(IllegalTransition):
-        with_adopted(of(RUNNING, **changes), Adopted(checkpoints={"t": (new,)}))
+        apply_adoption(of(RUNNING, **changes), CheckpointsAdopted(checkpoints={"t": (new,)}))
 
 
 def test_a_commit_draws_the_line_only_if_it_retires() -> None:
     new = CheckpointRef(step=5, sequence=8)
-    kept = after(of(RUNNING), Committed(trial="t", checkpoint=new))
-    retired = after(of(RUNNING), Committed(trial="t", checkpoint=new, retires=(7,)))
+    kept = apply_trial_event(of(RUNNING), CheckpointCommitted(trial="t", checkpoint=new))
+    retired = apply_trial_event(of(RUNNING), CheckpointCommitted(trial="t", checkpoint=new, retires=(7,)))
 
     assert (kept.checkpoints, kept.collected_up_to) == ((SAVED, new), 0)
     assert (retired.checkpoints, retired.collected_up_to) == ((new,), 9)
 
 
 def test_a_retirement_draws_the_line_even_for_nothing() -> None:
-    line = after(of(PENDING), Retired(trial="t", retires=()))
+    line = apply_trial_event(of(PENDING), CheckpointsRetired(trial="t", retires=()))
     assert (line.checkpoints, line.collected_up_to) == ((SAVED,), 9)
 
 
 def test_a_commit_is_progress_and_clears_the_machines_failures_but_not_the_users() -> None:
     failing = of(RUNNING, machine_failures=3, user_failures=2, same_start=2)
-    committed = after(failing, EVENTS["committed"])
-    adopted = with_adopted(failing, Adopted(checkpoints={"t": (CheckpointRef(step=5, sequence=8),)}))
+    committed = apply_trial_event(failing, EVENTS["committed"])
+    adopted = apply_adoption(failing, CheckpointsAdopted(checkpoints={"t": (CheckpointRef(step=5, sequence=8),)}))
 
     for trial in (committed, adopted):
         assert (trial.machine_failures, trial.user_failures, trial.same_start) == (0, 2, 0)
 
 
 def test_what_is_quarantined_is_not_gone_on_from_and_nothing_of_it_is_reused() -> None:
-    aside = after(of(PENDING), EVENTS["quarantined"])
+    aside = apply_trial_event(of(PENDING), EVENTS["quarantined"])
 
     assert newest_checkpoint(aside) is None
     assert (aside.quarantined, aside.collected_up_to) == ((7,), 9)
 
 
 def test_a_pin_can_be_set_and_taken_away() -> None:
-    pinned = after(of(PENDING), Pinned(trial="t", sequence=7))
+    pinned = apply_trial_event(of(PENDING), Pinned(trial="t", sequence=7))
     assert [each.pinned for each in pinned.checkpoints] == [True]
-    assert after(pinned, Pinned(trial="t", sequence=7, pinned=False)).checkpoints == (SAVED,)
-    assert after(pinned, Pinned(trial="t", sequence=8)).checkpoints == pinned.checkpoints
+    assert apply_trial_event(pinned, Pinned(trial="t", sequence=7, pinned=False)).checkpoints == (SAVED,)
+    assert apply_trial_event(pinned, Pinned(trial="t", sequence=8)).checkpoints == pinned.checkpoints
 
 
 @pytest.mark.parametrize(
@@ -280,7 +285,7 @@ def test_a_pin_can_be_set_and_taken_away() -> None:
     [
         (Cause.MACHINE, 1, 0),
         (Cause.PREEMPTED, 0, 0),
-        (Cause.USER, 0, 1),
+        (Cause.TRAINABLE, 0, 1),
         (Cause.IMPORT, 0, 1),
         (Cause.OUT_OF_MEMORY, 0, 1),
         (Cause.BAD_METRIC, 0, 1),
@@ -288,28 +293,32 @@ def test_a_pin_can_be_set_and_taken_away() -> None:
     ],
 )
 def test_each_failure_is_counted_in_one_budget_or_in_none(cause: Cause, machine: int, user: int) -> None:
-    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=cause, reason="why"))
+    ended = apply_trial_event(of(RUNNING), AttemptEnded(trial="t", cause=cause, reason="why"))
     assert (ended.machine_failures, ended.user_failures, ended.reason) == (machine, user, "why")
 
 
 def test_a_running_trial_has_no_reason_although_an_earlier_attempt_ended_for_one() -> None:
-    ended = after(of(RUNNING), AttemptEnded(trial="t", cause=Cause.MACHINE, reason="its owner vanished"))
+    ended = apply_trial_event(of(RUNNING), AttemptEnded(trial="t", cause=Cause.MACHINE, reason="its owner vanished"))
     assert ended.reason == "its owner vanished"
-    again = Started(trial="t", attempt=ended.attempt + 1, from_step=3, from_sequence=7)
-    assert after(ended, again).reason == ""
+    again = AttemptStarted(trial="t", attempt=ended.attempt + 1, from_step=3, from_sequence=7)
+    assert apply_trial_event(ended, again).reason == ""
 
 
 def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happens() -> None:
     trial = of(PENDING)
     for count in (1, 2, 3):
-        trial = after(trial, Started(trial="t", attempt=trial.attempt + 1, from_step=3, from_sequence=7))
+        trial = apply_trial_event(
+            trial, AttemptStarted(trial="t", attempt=trial.attempt + 1, from_step=3, from_sequence=7)
+        )
         died = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="", at_start=True)
-        trial = after(trial, died)
+        trial = apply_trial_event(trial, died)
         assert trial.same_start == count
     elsewhere = trial.model_copy(update={"checkpoints": (CheckpointRef(step=2, sequence=5),)})
-    assert after(elsewhere, Started(trial="t", attempt=5, from_step=2, from_sequence=5)).same_start == 0
-    later = after(trial, Started(trial="t", attempt=5, from_step=3, from_sequence=7))
-    assert after(later, AttemptEnded(trial="t", cause=Cause.USER, reason="")).same_start == 0
+    assert (
+        apply_trial_event(elsewhere, AttemptStarted(trial="t", attempt=5, from_step=2, from_sequence=5)).same_start == 0
+    )
+    later = apply_trial_event(trial, AttemptStarted(trial="t", attempt=5, from_step=3, from_sequence=7))
+    assert apply_trial_event(later, AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason="")).same_start == 0
 
 
 @pytest.mark.parametrize(
@@ -326,85 +335,93 @@ def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
     reached: int | None, wasted: int, *, elsewhere: bool, at_least: bool
 ) -> None:
     """The journal has steps up to 5, and a checkpoint of step 3."""
-    lost = Adopted(reached={} if reached is None else {"t": reached})
+    lost = CheckpointsAdopted(reached={} if reached is None else {"t": reached})
     ended = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="lost")
-    trial = after(with_adopted(of(RUNNING, outbox=1 if elsewhere else None), lost), ended)
-    trial = after(trial, started := Started(trial="t", attempt=2, from_step=3, from_sequence=7))
+    trial = apply_trial_event(apply_adoption(of(RUNNING, outbox=1 if elsewhere else None), lost), ended)
+    trial = apply_trial_event(trial, started := AttemptStarted(trial="t", attempt=2, from_step=3, from_sequence=7))
     assert (trial.wasted_steps, trial.wasted_at_least) == (wasted, at_least)
-    again = after(trial, ended)
-    again = after(again, started.model_copy(update={"attempt": 3}))
+    again = apply_trial_event(trial, ended)
+    again = apply_trial_event(again, started.model_copy(update={"attempt": 3}))
     assert (again.wasted_steps, again.wasted_at_least) == (wasted, at_least)  # counted once
     number = f"{'at least ' * at_least}{wasted}"
-    assert trial.wasted_count == number
+    assert trial.recomputed_steps_text == number
     words = f"{number} steps"
-    assert wasted_words(trial.wasted_steps, at_least=trial.wasted_at_least) == words
+    assert format_recomputed_steps(trial.wasted_steps, at_least=trial.wasted_at_least) == words
     assert f", {words} trained again" in trial._repr_html_()
 
 
 @pytest.mark.parametrize(("at_least", "words"), [(True, "none known"), (False, "0")])
 def test_no_wasted_step_is_not_at_least_none(*, at_least: bool, words: str) -> None:
-    assert of(RUNNING).model_copy(update={"wasted_at_least": at_least}).wasted_count == words
+    assert of(RUNNING).model_copy(update={"wasted_at_least": at_least}).recomputed_steps_text == words
 
 
 def test_giving_up_and_finishing_say_why() -> None:
-    assert after(of(RUNNING), EVENTS["gave-up"]).reason == "spent"
-    finished = after(of(RUNNING), EVENTS["finished"])
+    assert apply_trial_event(of(RUNNING), EVENTS["gave-up"]).reason == "spent"
+    finished = apply_trial_event(of(RUNNING), EVENTS["finished"])
     assert (finished.reason, finished.finish_kind) == ("enough", FinishKind.RETURNED)
-    assert after(finished, EVENTS["requeued"]).finish_kind is None
+    assert apply_trial_event(finished, EVENTS["requeued"]).finish_kind is None
 
 
 def test_who_is_requeued_has_fresh_budgets() -> None:
     spent = of(ERRORED, user_failures=4, machine_failures=11, same_start=3)
-    again = after(spent, EVENTS["requeued"])
+    again = apply_trial_event(spent, EVENTS["requeued"])
     assert (again.user_failures, again.machine_failures, again.same_start, again.reason) == (0, 0, 0, "more")
 
 
 def test_the_newest_checkpoint_has_a_key_on_the_target() -> None:
     folder = TrialKey(experiment="e", generation=1, trial="t")
-    assert newest_key(folder, BASE) == CheckpointKey(trial=folder, step=3, sequence=7)
-    assert newest_key(folder, of(PENDING, checkpoints=())) is None
+    assert newest_checkpoint_key(folder, BASE) == CheckpointKey(trial=folder, step=3, sequence=7)
+    assert newest_checkpoint_key(folder, of(PENDING, checkpoints=())) is None
 
 
 def test_a_clone_is_where_the_trial_goes_on_from_and_no_budget_is_renewed() -> None:
     failing = of(PENDING, machine_failures=3, user_failures=2, wasted_steps=1)
-    cloned = after(failing, EVENTS["cloned"])
+    cloned = apply_trial_event(failing, EVENTS["cloned"])
 
     assert (cloned.step, cloned.metrics, cloned.trained_seconds) == (2, {"loss": 0.3}, 20)
     assert (cloned.config, cloned.reason, cloned.checkpoints) == ({"rate": 2}, "behind", (SAVED, COPY))
     assert (cloned.machine_failures, cloned.user_failures, cloned.wasted_steps) == (3, 2, 1)
-    started = after(cloned, Started(trial="t", attempt=2, from_step=2, from_sequence=8))
+    started = apply_trial_event(cloned, AttemptStarted(trial="t", attempt=2, from_step=2, from_sequence=8))
     assert (started.phase, started.step, started.wasted_steps) == (RUNNING, 2, 1)
 
 
 def test_a_clone_without_a_configuration_leaves_the_trial_its_own() -> None:
-    keeps = Cloned(trial="t", checkpoint=COPY, source="u", reason="behind")
-    assert after(of(PAUSED, config={"rate": 1}), keeps).config == {"rate": 1}
+    keeps = CheckpointCloned(trial="t", checkpoint=COPY, source="u", reason="behind")
+    assert apply_trial_event(of(PAUSED, config={"rate": 1}), keeps).config == {"rate": 1}
 
 
 def test_a_clone_that_was_overtaken_is_none() -> None:
     with pytest.raises(IllegalTransition, match="has sequence 8"):
-        after(of(PENDING, collected_up_to=9), EVENTS["cloned"])
+        apply_trial_event(of(PENDING, collected_up_to=9), EVENTS["cloned"])
 
 
 def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
     folder = TrialKey(experiment="e", generation=1, trial="t")
     key = CheckpointKey(trial=folder, step=3, sequence=7)
     trial = of(FINISHED, clones=(Clone(step=3, sequence=7, trial="u", clone_sequence=4),))
-    assert (is_live(trial, key), is_held(trial, key), is_collectable(trial, key)) == (True, False, False)
-    trial = after(trial, Retired(trial="t", retires=(7,)))
-    assert (is_live(trial, key), is_held(trial, key), is_collectable(trial, key)) == (False, True, False)
+    assert (is_live_checkpoint(trial, key), is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (
+        True,
+        False,
+        False,
+    )
+    trial = apply_trial_event(trial, CheckpointsRetired(trial="t", retires=(7,)))
+    assert (is_live_checkpoint(trial, key), is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (
+        False,
+        True,
+        False,
+    )
     trial = trial.model_copy(update={"clones": ()})
-    assert (is_held(trial, key), is_collectable(trial, key)) == (False, True)
+    assert (is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (False, True)
     origin = CheckpointOrigin(trial=key.trial.trial, step=key.step, sequence=key.sequence)
     other = Trial(trial="u", config={}, checkpoints=(CheckpointRef(step=3, sequence=4, origin=origin),))
-    assert is_live(other, key)
-    assert folder.of_experiment.trial_key("u").checkpoint_key(other.checkpoints[0]) == key
+    assert is_live_checkpoint(other, key)
+    assert folder.journal_key.trial_key("u").checkpoint_key(other.checkpoints[0]) == key
 
 
 # ------------------------------------------------------------------------------------------------ the words for people
 
 
-def said(*events: OneTrialsEvent | StopAsked, steps: int = 3) -> tuple[str, str]:
+def said(*events: AnyTrialEvent | StopRequested, steps: int = 3) -> tuple[str, str]:
     """Return the status, and its label, of a trial that has trained so many steps before these events."""
     search = JournalBuilder()
     search.adds("t", {"x": 1})
@@ -415,20 +432,20 @@ def said(*events: OneTrialsEvent | StopAsked, steps: int = 3) -> tuple[str, str]
     for event in events:
         search.record(event)
     trial = search.state.trial("t")
-    return str(trial.status), status_label(trial.status, trial.step)
+    return str(trial.status), format_status(trial.status, trial.step)
 
 
-def decides(decision: Decision) -> Decided:
-    return Decided(trial="t", report=StepReport(step=3, metrics={"loss": 0.3}), decision=decision)
+def decides(decision: Decision) -> DecisionMade:
+    return DecisionMade(trial="t", report=StepReport(step=3, metrics={"loss": 0.3}), decision=decision)
 
 
-def finishes(kind: FinishKind) -> Finished:
-    return Finished(trial="t", reason="enough", kind=kind)
+def finishes(kind: FinishKind) -> TrialFinished:
+    return TrialFinished(trial="t", reason="enough", kind=kind)
 
 
-PAUSE, RESUME = Paused(trial="t", reason="rung 3"), Resumed(trial="t")
-AGAIN = Started(trial="t", attempt=2, from_step=0)
-BY_ADA = (StopAsked(trial="t", reason="stopped by ada"), finishes(FinishKind.STOPPED))
+PAUSE, RESUME = TrialPaused(trial="t", reason="rung 3"), TrialResumed(trial="t")
+AGAIN = AttemptStarted(trial="t", attempt=2, from_step=0)
+BY_ADA = (StopRequested(trial="t", reason="stopped by ada"), finishes(FinishKind.STOPPED))
 
 
 @pytest.mark.parametrize(
@@ -453,14 +470,14 @@ BY_ADA = (StopAsked(trial="t", reason="stopped by ada"), finishes(FinishKind.STO
         ([EVENTS["attempt-ended"], EVENTS["gave-up"]], "errored", "errored"),
     ],
 )
-def test_a_status_follows_from_the_events_of_a_trial(events: list[OneTrialsEvent], status: str, label: str) -> None:
+def test_a_status_follows_from_the_events_of_a_trial(events: list[AnyTrialEvent], status: str, label: str) -> None:
     assert said(*events) == (status, label)
 
 
 def test_before_its_first_step_a_trial_is_pending_or_interrupted_at_no_step() -> None:
     assert said(steps=0) == ("pending", "pending")
     first, stopped = (
-        Started(trial="t", attempt=1, from_step=0),
+        AttemptStarted(trial="t", attempt=1, from_step=0),
         AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason=""),
     )
     assert said(first, stopped, steps=0) == ("interrupted", "interrupted")

@@ -14,29 +14,29 @@ from prefect_tune.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.journal import write_snapshot
 from prefect_tune.core.journal_events import (
-    Adopted,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointQuarantined,
     CheckpointRef,
-    Committed,
+    CheckpointsAdopted,
+    CheckpointsRetired,
     Entry,
     Event,
-    Finished,
-    GuestEvent,
-    Opened,
+    NonOwnerEvent,
     Owner,
-    Quarantined,
-    Reported,
-    Retired,
-    Started,
+    OwnerChanged,
+    StepReported,
     TrialAdded,
+    TrialFinished,
 )
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.storage.object_store import Buffer, Listed
+from prefect_tune.core.storage.object_store import Buffer, ListedObject
 from prefect_tune.core.values import StepReport, digest_of
 from tests.core.driver import JOURNAL
 from tests.core.histories import ME, next_state, opened, stamp
@@ -47,36 +47,38 @@ YOU = Owner(name="you", host="there", pid=2, flow_run="brave-otter")
 
 
 def load(store: MemoryStore) -> Experiment:
-    return journal.load(store, first_generation("e"))
+    return journal.load_experiment(store, first_generation("e"))
 
 
 def take_over(store: MemoryStore, owner: Owner = ME, write_id: str = "open") -> Experiment:
-    return journal.take_over(store, first_generation("e"), owner, stamp(write_id))
+    return journal.acquire_ownership(store, first_generation("e"), owner, stamp(write_id))
 
 
-def report(step: int, metrics: object = None) -> Reported:
-    return Reported(trial="t", report=StepReport(step=step, metrics={"loss": metrics}))
+def report(step: int, metrics: object = None) -> StepReported:
+    return StepReported(trial="t", report=StepReport(step=step, metrics={"loss": metrics}))
 
 
 def running(store: MemoryStore) -> Experiment:
     """A journal of three entries: opened, a trial added, an attempt started."""
     experiment = take_over(store)
-    experiment = journal.append(store, experiment, [Adopted(), TrialAdded(trial="t", config={})], stamp("a"))
-    return journal.append(store, experiment, [Started(trial="t", attempt=1, from_step=0)], stamp("b"))
+    experiment = journal.append_events(
+        store, experiment, [CheckpointsAdopted(), TrialAdded(trial="t", config={})], stamp("a")
+    )
+    return journal.append_events(store, experiment, [AttemptStarted(trial="t", attempt=1, from_step=0)], stamp("b"))
 
 
 def with_steps(store: MemoryStore, steps: int, *, snapshot: bool = False) -> Experiment:
     """A journal with this number of entries, and three more."""
     experiment = running(store)
     for step in range(1, steps + 1):
-        experiment = journal.append(store, experiment, [report(step)], stamp(f"step {step}"))
+        experiment = journal.append_events(store, experiment, [report(step)], stamp(f"step {step}"))
         if snapshot and step == steps - 3:
             write_snapshot(store, experiment)
     return experiment
 
 
 def test_an_empty_journal_is_the_empty_experiment() -> None:
-    assert load(MemoryStore()) == nothing_yet(first_generation("e"))
+    assert load(MemoryStore()) == empty_experiment(first_generation("e"))
 
 
 def test_what_append_returns_is_what_is_loaded() -> None:
@@ -88,7 +90,7 @@ def test_events_are_taken_as_they_will_be_read_back() -> None:
     store = MemoryStore()
     experiment = take_over(store)
     config = {"sizes": (1, 2), "by": {"a": {3: 4}}}
-    experiment = journal.append(store, experiment, [TrialAdded(trial="t", config=config)], stamp("a"))
+    experiment = journal.append_events(store, experiment, [TrialAdded(trial="t", config=config)], stamp("a"))
 
     assert experiment.trial("t").config == {"sizes": [1, 2], "by": {"a": {"3": 4}}}
     assert experiment == load(store)
@@ -116,7 +118,7 @@ def test_nothing_is_written_that_could_not_be_read_again(metrics: object) -> Non
     store = MemoryStore()
     experiment = running(store)
     try:
-        after = journal.append(store, experiment, [report(1, metrics)], stamp("c"))
+        after = journal.append_events(store, experiment, [report(1, metrics)], stamp("c"))
     except InvalidInput:
         after = experiment
     assert load(store) == after
@@ -125,16 +127,16 @@ def test_nothing_is_written_that_could_not_be_read_again(metrics: object) -> Non
 def test_nan_is_refused_before_anything_is_written() -> None:
     store = MemoryStore()
     with pytest.raises(InvalidInput, match="cannot be stored as JSON"):
-        journal.append(store, running(store), [report(1, math.nan)], stamp("c"))
+        journal.append_events(store, running(store), [report(1, math.nan)], stamp("c"))
 
 
 def test_events_that_cannot_follow_are_refused_before_anything_is_written() -> None:
     store = MemoryStore()
     experiment = running(store)
     with pytest.raises(JournalCorrupt, match=r"entry 4.*never added"):
-        journal.append(store, experiment, [Started(trial="other", attempt=1, from_step=0)], stamp("c"))
+        journal.append_events(store, experiment, [AttemptStarted(trial="other", attempt=1, from_step=0)], stamp("c"))
     with pytest.raises(JournalCorrupt, match="already added"):
-        journal.append(store, experiment, [TrialAdded(trial="t", config={})], stamp("c"))
+        journal.append_events(store, experiment, [TrialAdded(trial="t", config={})], stamp("c"))
     assert load(store) == experiment
 
 
@@ -149,7 +151,7 @@ def test_whoever_was_superseded_learns_by_whom_and_writes_nothing() -> None:
     with pytest.raises(
         Superseded, match=r"owner 1, but owner 2, you \(pid 2 on there, flow run brave-otter\), took over"
     ):
-        journal.append(store, mine, [report(1)], stamp("c"))
+        journal.append_events(store, mine, [report(1)], stamp("c"))
 
     assert (theirs.term, theirs.owner) == (2, YOU)
     assert load(store) == theirs
@@ -158,25 +160,25 @@ def test_whoever_was_superseded_learns_by_whom_and_writes_nothing() -> None:
 def test_who_lost_to_an_entry_that_opens_nothing_learns_the_number_of_the_owner() -> None:
     store = MemoryStore()
     mine = running(store)
-    journal.append(store, mine, [report(1)], stamp("the same owner, elsewhere"))
+    journal.append_events(store, mine, [report(1)], stamp("the same owner, elsewhere"))
     with pytest.raises(Superseded, match="another process wrote as owner 1"):
-        journal.append(store, mine, [report(1)], stamp("c"))
+        journal.append_events(store, mine, [report(1)], stamp("c"))
 
 
-GUESTS: Sequence[GuestEvent] = [
-    Quarantined(trial="t", sequence=3, reason="damaged"),
-    Quarantined(trial="t", sequence=3, quarantined=False),
-    Retired(trial="t", retires=()),
+GUESTS: Sequence[NonOwnerEvent] = [
+    CheckpointQuarantined(trial="t", sequence=3, reason="damaged"),
+    CheckpointQuarantined(trial="t", sequence=3, quarantined=False),
+    CheckpointsRetired(trial="t", retires=()),
 ]
 
 
 def test_an_owner_continues_after_the_entry_of_a_guest() -> None:
     store = MemoryStore()
     owner = running(store)
-    journal.append_as_guest(store, first_generation("e"), lambda _: GUESTS, stamp("guest"))
-    after = journal.append(store, owner, [report(1)], stamp("c"))
+    journal.append_as_non_owner(store, first_generation("e"), lambda _: GUESTS, stamp("guest"))
+    after = journal.append_events(store, owner, [report(1)], stamp("c"))
     assert (after.number, after.term) == (5, 1)
-    assert [entry.writer for entry in journal.history(store, first_generation("e"))] == [
+    assert [entry.writer for entry in journal.read_entries(store, first_generation("e"))] == [
         *["owner"] * 3,
         "guest",
         "owner",
@@ -194,9 +196,9 @@ def guest_entry(owner: Experiment, *events: Event) -> bytes:
     [
         pytest.param([], id="nothing"),
         pytest.param([report(1)], id="a report"),
-        pytest.param([*GUESTS, Finished(trial="t", reason="enough")], id="an end beside what it may write"),
-        pytest.param([Opened(experiment="e", generation=1, term=2, owner=YOU)], id="an opening"),
-        pytest.param([Quarantined(trial="t", sequence=3, reason="it dies", kills=True)], id="blame"),
+        pytest.param([*GUESTS, TrialFinished(trial="t", reason="enough")], id="an end beside what it may write"),
+        pytest.param([OwnerChanged(experiment="e", generation=1, term=2, owner=YOU)], id="an opening"),
+        pytest.param([CheckpointQuarantined(trial="t", sequence=3, reason="it dies", kills=True)], id="blame"),
     ],
 )
 def test_an_entry_of_a_guest_with_anything_else_is_damage_for_owner_and_reader(events: Sequence[Event]) -> None:
@@ -204,7 +206,7 @@ def test_an_entry_of_a_guest_with_anything_else_is_damage_for_owner_and_reader(e
     owner = running(store)
     store.put(JOURNAL.entry_path(4), guest_entry(owner, *events))
     with pytest.raises(JournalCorrupt, match="entry 4: expected events that a non-owner may write, found"):
-        journal.append(store, owner, [report(1)], stamp("c"))
+        journal.append_events(store, owner, [report(1)], stamp("c"))
     with pytest.raises(JournalCorrupt, match="entry 4: expected events that a non-owner may write, found"):
         load(store)
 
@@ -214,30 +216,30 @@ def test_a_guest_writes_nothing_but_what_a_guest_may_write() -> None:
     running(store)
     before = dict(store.objects)
     with pytest.raises(JournalCorrupt, match="expected events that a non-owner may write, found reported"):
-        journal.append_as_guest(store, first_generation("e"), lambda _: [report(1)], stamp("guest"))  # type: ignore[list-item]  # what a guest may not
+        journal.append_as_non_owner(store, first_generation("e"), lambda _: [report(1)], stamp("guest"))  # type: ignore[list-item]  # what a guest may not
     assert store.objects == before
 
 
 def test_what_a_guest_may_write_supersedes_the_owner_where_an_owner_has_written_it() -> None:
     store = MemoryStore()
     owner = running(store)
-    journal.append(store, load(store), GUESTS, stamp("other"))
+    journal.append_events(store, load(store), GUESTS, stamp("other"))
     with pytest.raises(Superseded, match="another process wrote as owner 1"):
-        journal.append(store, owner, [report(1)], stamp("c"))
+        journal.append_events(store, owner, [report(1)], stamp("c"))
 
 
 def test_a_quarantine_is_a_limit_for_running_saves_by_an_owner_and_not_by_a_guest() -> None:
     owner = running(MemoryStore())
-    by_owner = after_event(owner, GUESTS[0], 4, "owner").trial("t")
-    by_guest = after_event(owner, GUESTS[0], 4, "guest").trial("t")
+    by_owner = apply_event(owner, GUESTS[0], 4, "owner").trial("t")
+    by_guest = apply_event(owner, GUESTS[0], 4, "guest").trial("t")
     assert (by_owner.collected_up_to, by_guest.collected_up_to) == (2, 0)
 
 
 def test_the_same_append_again_is_the_same_entry() -> None:
     store = MemoryStore()
     experiment = running(store)
-    once = journal.append(store, experiment, [report(1)], stamp("c"))
-    assert journal.append(store, experiment, [report(1)], stamp("c")) == once
+    once = journal.append_events(store, experiment, [report(1)], stamp("c"))
+    assert journal.append_events(store, experiment, [report(1)], stamp("c")) == once
     assert load(store) == once
 
 
@@ -245,7 +247,7 @@ def test_the_same_take_over_again_is_the_same_epoch() -> None:
     store = MemoryStore()
     once = take_over(store)
     assert take_over(store) == once
-    later = journal.append(store, once, [Adopted()], stamp("a"))
+    later = journal.append_events(store, once, [CheckpointsAdopted()], stamp("a"))
     assert take_over(store) == later
 
 
@@ -258,12 +260,12 @@ class BusyStore(MemoryStore):
     def create(self, path: str, data: Buffer) -> None:
         if self.times and "/journal/" in path:
             self.times -= 1
-            found = journal.load(self.quiet(), first_generation("e"))
+            found = journal.load_experiment(self.quiet(), first_generation("e"))
             write_id = f"busy {self.times}"
             if self.opens:
-                journal.take_over(self.quiet(), first_generation("e"), YOU, stamp(write_id))
+                journal.acquire_ownership(self.quiet(), first_generation("e"), YOU, stamp(write_id))
             else:
-                journal.append(self.quiet(), found, [report(found.trial("t").step + 1)], stamp(write_id))
+                journal.append_events(self.quiet(), found, [report(found.trial("t").step + 1)], stamp(write_id))
         super().create(path, data)
 
     def quiet(self) -> MemoryStore:
@@ -311,7 +313,7 @@ class LaggingStore(MemoryStore):
 
     lag = 0
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
         listed = super().list(prefix, after=after)
         return listed[: max(0, len(listed) - self.lag)]
 
@@ -328,14 +330,14 @@ def test_a_listing_that_lags_hides_no_entry(lag: int, *, snapshot: bool) -> None
 def test_the_whole_history_is_there_beside_a_snapshot() -> None:
     store = MemoryStore()
     with_steps(store, 20, snapshot=True)
-    entries = journal.history(store, first_generation("e"))
+    entries = journal.read_entries(store, first_generation("e"))
     assert [entry.number for entry in entries] == list(range(1, 24))
 
 
 def test_who_has_read_so_far_reads_on_from_there() -> None:
     store = MemoryStore()
     with_steps(store, 20, snapshot=True)
-    assert [entry.number for entry in journal.history(store, first_generation("e"), 21)] == [
+    assert [entry.number for entry in journal.read_entries(store, first_generation("e"), 21)] == [
         22,
         23,
     ]
@@ -378,11 +380,11 @@ def test_an_entry_that_is_missing_in_the_middle_is_said(number: int) -> None:
 
 
 READS: Sequence[Callable[[MemoryStore, Experiment], object]] = (
-    lambda store, state: journal.load(store, state.key),
-    lambda store, state: journal.history(store, state.key),
-    lambda store, state: journal.as_of(store, state.key, None),
-    lambda store, state: journal.history(store, state.key, 2),
-    journal.earlier_owners,
+    lambda store, state: journal.load_experiment(store, state.key),
+    lambda store, state: journal.read_entries(store, state.key),
+    lambda store, state: journal.load_at(store, state.key, None),
+    lambda store, state: journal.read_entries(store, state.key, 2),
+    journal.read_earlier_owners,
 )
 
 
@@ -411,7 +413,7 @@ def test_a_file_named_like_the_last_possible_entry_is_not_believed() -> None:
 
 def entry_of(store: MemoryStore, at: int, changes: dict[str, object]) -> bytes:
     path = JOURNAL.entry_path(at)
-    entries = {each.number: each for each in journal.history(store, first_generation("e"))}
+    entries = {each.number: each for each in journal.read_entries(store, first_generation("e"))}
     assert path in store.objects
     return seal(entries[at].model_copy(update=changes))
 
@@ -438,22 +440,22 @@ def test_an_entry_that_was_rewritten_is_found(changes: dict[str, object]) -> Non
 @pytest.mark.parametrize(
     "opening",
     [
-        pytest.param(Opened(experiment="another", generation=1, term=2, owner=YOU), id="of another experiment"),
-        pytest.param(Opened(experiment="e", generation=1, term=7, owner=YOU), id="for another term"),
+        pytest.param(OwnerChanged(experiment="another", generation=1, term=2, owner=YOU), id="of another experiment"),
+        pytest.param(OwnerChanged(experiment="e", generation=1, term=7, owner=YOU), id="for another term"),
     ],
 )
-def test_an_opening_that_does_not_fit_is_refused(opening: Opened) -> None:
+def test_an_opening_that_does_not_fit_is_refused(opening: OwnerChanged) -> None:
     store = MemoryStore()
     experiment = running(store)
     with pytest.raises(JournalCorrupt, match="cannot follow term 1 of experiment 'e'"):
-        journal.append(store, experiment, [opening], stamp("c"))
+        journal.append_events(store, experiment, [opening], stamp("c"))
 
 
 def test_an_experiment_is_opened_by_the_first_event_of_an_entry_or_not_at_all() -> None:
     store = MemoryStore()
-    events: list[Event] = [report(1), Opened(experiment="e", generation=1, term=2, owner=YOU)]
+    events: list[Event] = [report(1), OwnerChanged(experiment="e", generation=1, term=2, owner=YOU)]
     with pytest.raises(JournalCorrupt, match="expected number, predecessor and term"):
-        journal.append(store, running(store), events, stamp("c"))
+        journal.append_events(store, running(store), events, stamp("c"))
 
 
 def test_a_journal_of_another_experiment_is_not_read_as_this_ones() -> None:
@@ -462,16 +464,16 @@ def test_a_journal_of_another_experiment_is_not_read_as_this_ones() -> None:
     other = JournalKey(experiment="other", generation=1)
     store.objects[other.entry_path(1)] = store.objects[JOURNAL.entry_path(1)]
     with pytest.raises(JournalCorrupt, match="entry 1: term 1 of experiment 'e' cannot follow term 0 of"):
-        journal.load(store, other)
+        journal.load_experiment(store, other)
 
 
 def test_an_adoption_that_the_journal_knows_already_is_refused() -> None:
     store = MemoryStore()
-    experiment = journal.append(store, running(store), [report(1)], stamp("c"))
+    experiment = journal.append_events(store, running(store), [report(1)], stamp("c"))
     ref = CheckpointRef(step=1, sequence=1)
-    experiment = journal.append(store, experiment, [Committed(trial="t", checkpoint=ref)], stamp("d"))
+    experiment = journal.append_events(store, experiment, [CheckpointCommitted(trial="t", checkpoint=ref)], stamp("d"))
     with pytest.raises(JournalCorrupt, match="has sequence 1"):
-        journal.append(store, experiment, [Adopted(checkpoints={"t": (ref,)})], stamp("e"))
+        journal.append_events(store, experiment, [CheckpointsAdopted(checkpoints={"t": (ref,)})], stamp("e"))
 
 
 def test_an_entry_knows_its_place() -> None:
@@ -499,7 +501,7 @@ def test_who_has_just_read_an_experiment_opens_it_by_its_last_entry() -> None:
     store = some_history(23)
     known = load(store)
     before = store.operations["read"]
-    after = journal.take_over(store, JOURNAL, ME, stamp("next"), known=known)
+    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=known)
     assert (after.number, after.trials) == (24, known.trials)
     # It reads past the last known entry, verifies that entry, and looks up the previous owner.
     assert store.operations["read"] - before == 3
@@ -509,18 +511,18 @@ def test_what_was_written_since_it_was_read_is_not_missed() -> None:
     store = some_history(23)
     known = load(store)
     next_state(store, known, ["late"])
-    assert "late" in journal.take_over(store, JOURNAL, ME, stamp("next"), known=known).trials
+    assert "late" in journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=known).trials
 
 
 def test_what_was_read_of_a_journal_that_is_another_one_now_is_forgotten() -> None:
     known, other = load(some_history(23)), some_history(22)
-    after = journal.take_over(other, JOURNAL, ME, stamp("next"), known=known)
+    after = journal.acquire_ownership(other, JOURNAL, ME, stamp("next"), loaded=known)
     assert after.number == 23
 
 
 def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request_and_a_look_for_a_deletion() -> None:
     store = MemoryStore()
-    after = journal.take_over(store, JOURNAL, ME, stamp("first"), known=nothing_yet(JOURNAL))
+    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("first"), loaded=empty_experiment(JOURNAL))
     assert after.number == 1
     assert store.operations == {"create": 1, "list": 1}
 
@@ -528,19 +530,19 @@ def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request_and_a_lo
 def test_a_journal_that_is_not_empty_after_all_is_read_by_its_snapshot() -> None:
     store = some_history(23)
     whole, before = load(store), store.operations["read"]
-    after = journal.take_over(store, JOURNAL, ME, stamp("next"), known=nothing_yet(JOURNAL))
+    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=empty_experiment(JOURNAL))
     assert (after.number, after.trials) == (24, whole.trials)
     assert store.operations["read"] - before <= 8
 
 
 def test_a_first_entry_that_a_listing_hides_is_found() -> None:
     class Lags(MemoryStore):
-        def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
             return super().list(f"{prefix}/nothing", after=after)
 
     store = Lags()
     first = opened(store)
-    after = journal.take_over(store, JOURNAL, ME, stamp("next"), known=nothing_yet(JOURNAL))
+    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=empty_experiment(JOURNAL))
     assert (after.number, after.term) == (2, first.term + 1)
 
 
@@ -553,10 +555,10 @@ def test_nothing_is_written_after_an_entry_that_is_gone() -> None:
     state = running(store)
     mounted, store.objects = store.objects, {}
     with pytest.raises(StoreUnavailable, match="target is mounted"):
-        journal.append(store, state, [report(1)], stamp("c"))
+        journal.append_events(store, state, [report(1)], stamp("c"))
     assert store.objects == {}
     store.objects = mounted
-    assert journal.append(store, state, [report(1)], stamp("c")).trial("t").step == 1
+    assert journal.append_events(store, state, [report(1)], stamp("c")).trial("t").step == 1
 
 
 def test_a_first_entry_needs_none_before_it_and_is_needed_by_the_second() -> None:
@@ -564,4 +566,4 @@ def test_a_first_entry_needs_none_before_it_and_is_needed_by_the_second() -> Non
     state = take_over(store)
     del store.objects[JOURNAL.entry_path(1)]
     with pytest.raises(StoreUnavailable):
-        journal.append(store, state, [Adopted()], stamp("a"))
+        journal.append_events(store, state, [CheckpointsAdopted()], stamp("a"))

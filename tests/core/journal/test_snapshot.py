@@ -17,13 +17,13 @@ from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.journal import (
     decode_snapshot,
     encode_snapshot,
-    interval_of,
-    lacks_snapshot,
+    is_final_snapshot_due,
+    is_snapshot_due,
     list_snapshots,
-    snapshot_is_due,
+    snapshot_interval,
     write_snapshot,
 )
-from prefect_tune.core.journal_events import Configured, TrialAdded
+from prefect_tune.core.journal_events import ExperimentConfigured, TrialAdded
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import digest_of
@@ -40,7 +40,7 @@ def run(store: MemoryStore, entries: int, *, key: JournalKey = JOURNAL, names: S
     with snapshots_every(10):
         while state.number < entries:
             state = next_state(store, state, [names[state.number * 3 % len(names)]])
-            if snapshot_is_due(state, state.number - 1):
+            if is_snapshot_due(state, state.number - 1):
                 write_snapshot(store, state)
     return state
 
@@ -52,7 +52,7 @@ def test_opening_reads_one_snapshot_and_the_entries_after_it() -> None:
     for entries in (9, 10, 11, 39, 40):
         state = run(store := MemoryStore(), entries)
         store.operations.clear()
-        assert journal.load(store, JOURNAL) == state
+        assert journal.load_experiment(store, JOURNAL) == state
         # It reads the snapshot and those entries (if there are none: the last one), and looks for an unlisted entry.
         assert store.operations == {"list": 2, "read": (entries >= 10) + (entries % 10 or 1) + 1}
     assert list_snapshots(store, JOURNAL) == [40]
@@ -61,12 +61,12 @@ def test_opening_reads_one_snapshot_and_the_entries_after_it() -> None:
 def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_in_which_they_were_added() -> None:
     store, names = MemoryStore(), [f"{number * 7919 % 10_000}" for number in range(10_000)]
     added = [TrialAdded(trial=name, config={}) for name in names]
-    state = journal.append(store, opened(store), added, stamp("trials"))
+    state = journal.append_events(store, opened(store), added, stamp("trials"))
     write_snapshot(store, state)
     for _ in range(3):
         state = next_state(store, state, names[:2])
     store.operations.clear()
-    loaded = journal.load(store, JOURNAL)
+    loaded = journal.load_experiment(store, JOURNAL)
     assert store.operations.total() == 2 + 3 + 3 + 1  # a document of more than 4 MiB takes three
     assert list(loaded.trials) == names
     assert loaded == state
@@ -77,17 +77,17 @@ def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_
     [(0, 200, []), (1600, 200, []), (1601, 400, [200, 399]), (3200, 400, [200, 399]), (3201, 800, [200, 399, 400])],
 )
 def test_the_interval_between_snapshots_grows_with_the_trials(trials: int, interval: int, at_end: list[int]) -> None:
-    state = Experiment(key=JOURNAL, trials=TrialMap.of(trial(f"{number}") for number in range(trials)))
-    assert interval_of(state) == interval
-    due = [n for n in range(1, 3300) if snapshot_is_due(state.model_copy(update={"number": n}), n - 1)]
+    state = Experiment(key=JOURNAL, trials=TrialMap.from_trials(trial(f"{number}") for number in range(trials)))
+    assert snapshot_interval(state) == interval
+    due = [n for n in range(1, 3300) if is_snapshot_due(state.model_copy(update={"number": n}), n - 1)]
     assert due == list(range(interval, 3300, interval))
     after_a_guest = state.model_copy(update={"number": interval + 1})
-    assert snapshot_is_due(after_a_guest, interval - 1), "a guest wrote the entry that ended the interval"
-    assert at_end == [n for n in (199, 200, 399, 400) if lacks_snapshot(state.model_copy(update={"number": n}))]
+    assert is_snapshot_due(after_a_guest, interval - 1), "a guest wrote the entry that ended the interval"
+    assert at_end == [n for n in (199, 200, 399, 400) if is_final_snapshot_due(state.model_copy(update={"number": n}))]
 
 
 def test_a_snapshot_that_no_reader_would_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "DOCUMENT_BYTES", 500)
+    monkeypatch.setattr(journal, "MAX_DOCUMENT_BYTES", 500)
     store = MemoryStore()
     run(store, 10)
     assert list_snapshots(store, JOURNAL) == []
@@ -107,7 +107,7 @@ def test_snapshots_may_come_in_any_order_late_twice_or_never(moves: list[list[st
         write_snapshot(store, late)
         kept = {late.number, *(number for number in kept if number > late.number)}  # it deletes only earlier ones
         assert list_snapshots(store, JOURNAL) == sorted(kept, reverse=True)
-        loaded = journal.load(store, JOURNAL)
+        loaded = journal.load_experiment(store, JOURNAL)
         assert loaded == state == fold(store)
         assert list(loaded.trials) == list(state.trials)
 
@@ -136,12 +136,12 @@ def test_a_bad_snapshot_costs_time_and_nothing_else(damage: Callable[[bytes], by
     assert store.objects[path] != whole
 
     store.operations.clear()
-    assert journal.load(store, JOURNAL) == state
+    assert journal.load_experiment(store, JOURNAL) == state
     assert store.operations["read"] == 1 + entries + 1
 
     write_snapshot(store, later := opened(store, write_id="later"))
     assert list_snapshots(store, JOURNAL) == [later.number]
-    assert journal.load(store, JOURNAL) == later
+    assert journal.load_experiment(store, JOURNAL) == later
 
 
 def test_an_earlier_snapshot_is_read_where_the_newest_one_is_bad() -> None:
@@ -149,7 +149,7 @@ def test_an_earlier_snapshot_is_read_where_the_newest_one_is_bad() -> None:
     earlier, state = encode_snapshot(run(MemoryStore(), 10)), run(store, 22)
     store.objects.update({JOURNAL.snapshot_path(10): earlier, JOURNAL.snapshot_path(20): b"", "e/1/snapshots/x": b""})
     store.operations.clear()
-    assert journal.load(store, JOURNAL) == state
+    assert journal.load_experiment(store, JOURNAL) == state
     assert store.operations["read"] == 2 + 12 + 1
 
 
@@ -172,7 +172,7 @@ def test_a_snapshot_whose_trials_are_none_is_noticed(written: bytes, spoilt: byt
     first, _, lines = encode_snapshot(run(MemoryStore(), 20)).partition(b"\n")
     document = json.loads(first)
     del document["digest_of_document"]
-    head = journal._Head.model_validate_json(json.dumps(document))
+    head = journal._SnapshotHeader.model_validate_json(json.dumps(document))
     assert written in lines
     spoilt_lines = lines.replace(written, spoilt)
     forged = seal(head.model_copy(update={"digest_of_trials": digest_of(spoilt_lines)}))
@@ -194,7 +194,7 @@ def test_a_snapshot_from_elsewhere_is_not_used(key: JournalKey, number: int) -> 
     store.objects[JOURNAL.snapshot_path(20)] = foreign
     with pytest.raises(JournalCorrupt, match=f"holds experiment '{key.experiment}' after entry {number}"):
         decode_snapshot(foreign, JOURNAL, 20)
-    assert journal.load(store, JOURNAL) == state
+    assert journal.load_experiment(store, JOURNAL) == state
 
 
 @pytest.mark.parametrize("before", [10, 12, 28])
@@ -205,9 +205,9 @@ def test_a_snapshot_of_a_journal_that_was_deleted_is_not_used(before: int, after
     stale = encode_snapshot(run(MemoryStore(), before, names=["old"]))
     state = run(store, after)
     store.objects[JOURNAL.snapshot_path(before)] = stale
-    assert journal.load(store, JOURNAL) == state == fold(store)
+    assert journal.load_experiment(store, JOURNAL) == state == fold(store)
     write_snapshot(store, state)
-    assert journal.load(store, JOURNAL) == state
+    assert journal.load_experiment(store, JOURNAL) == state
 
 
 def test_without_a_snapshot_a_journal_that_is_corrupt_is_read_once() -> None:
@@ -216,7 +216,7 @@ def test_without_a_snapshot_a_journal_that_is_corrupt_is_read_once() -> None:
     del store.objects[JOURNAL.entry_path(1)]
     store.operations.clear()
     with pytest.raises(JournalCorrupt, match="the entry is missing"):
-        journal.load(store, JOURNAL)
+        journal.load_experiment(store, JOURNAL)
     assert store.operations["read"] == 1
 
 
@@ -225,7 +225,7 @@ def test_a_journal_that_is_corrupt_stays_corrupt_beside_its_snapshot() -> None:
     run(store, 23)
     store.objects[JOURNAL.entry_path(22)] = store.objects[JOURNAL.entry_path(21)]
     with pytest.raises(JournalCorrupt):
-        journal.load(store, JOURNAL)
+        journal.load_experiment(store, JOURNAL)
 
 
 def test_an_owner_at_work_deletes_the_snapshot_that_a_reader_has_just_listed() -> None:
@@ -243,7 +243,7 @@ def test_an_owner_at_work_deletes_the_snapshot_that_a_reader_has_just_listed() -
     store = Busy()
     store.owner = run(store, 29)
     store.operations.clear()
-    loaded = journal.load(store, JOURNAL)
+    loaded = journal.load_experiment(store, JOURNAL)
     assert (loaded.number, loaded) == (31, fold(store))
 
 
@@ -263,7 +263,7 @@ def test_a_target_that_fails_at_a_snapshot_does_not_end_the_run(error: Exception
         while state.number < 9:
             state = next_state(store, state, ["t"])
             write_snapshot(store, state)
-    assert journal.load(store, JOURNAL) == state
+    assert journal.load_experiment(store, JOURNAL) == state
 
 
 # --------------------------------------------------------------------------------------------------- trials
@@ -275,7 +275,7 @@ def trial(name: str, step: int = 0) -> Trial:
 
 def test_trials_are_a_mapping_in_the_order_in_which_they_were_added() -> None:
     names = ["z", "a", "m"]
-    before = TrialMap.of(map(trial, names))
+    before = TrialMap.from_trials(map(trial, names))
     after = before.with_trial(trial("a", step=5))
     assert [(name, each.step) for name, each in after.items()] == [("z", 0), ("a", 5), ("m", 0)]
     assert before["a"].step == 0
@@ -283,7 +283,7 @@ def test_trials_are_a_mapping_in_the_order_in_which_they_were_added() -> None:
     assert after == {name: after[name] for name in names}
     assert after not in (before, 3)
     assert pickle.loads(pickle.dumps(after)) == after
-    assert repr(TrialMap.of([trial("a")])).startswith("Trials([Trial(trial='a'")
+    assert repr(TrialMap.from_trials([trial("a")])).startswith("Trials([Trial(trial='a'")
     with pytest.raises(KeyError):
         after["b"]
     with pytest.raises(TypeError, match="unhashable"):
@@ -296,7 +296,7 @@ def test_an_experiment_keeps_the_order_of_its_trials_in_json_and_in_snapshots() 
     order = list(state.trials)
     assert order != sorted(order)
     decoded = decode_snapshot(encode_snapshot(state), JOURNAL, 23)
-    assert list(journal.load(store, JOURNAL).trials) == list(decoded.trials) == order
+    assert list(journal.load_experiment(store, JOURNAL).trials) == list(decoded.trials) == order
     again = Experiment.model_validate_json(state.model_dump_json())
     assert (again, list(again.trials)) == (state, order)
     assert Experiment.model_validate(state.model_dump()) == state
@@ -304,8 +304,10 @@ def test_an_experiment_keeps_the_order_of_its_trials_in_json_and_in_snapshots() 
 
 def test_what_runs_have_added_is_in_the_snapshot() -> None:
     store = MemoryStore()
-    state = journal.append(store, opened(store), [Configured(settings={}, extensions={"a": 5})], stamp("1"))
-    state = journal.append(store, state, [Configured(settings={}, extensions={"b": 2})], stamp("2"))
+    state = journal.append_events(
+        store, opened(store), [ExperimentConfigured(settings={}, extensions={"a": 5})], stamp("1")
+    )
+    state = journal.append_events(store, state, [ExperimentConfigured(settings={}, extensions={"b": 2})], stamp("2"))
     assert decode_snapshot(encode_snapshot(state), JOURNAL, 3).extensions == {"a": 5, "b": 2}
     with pytest.raises(JournalCorrupt, match="run a has already added its samples"):
-        journal.append(store, state, [Configured(settings={}, extensions={"a": 5})], stamp("3"))
+        journal.append_events(store, state, [ExperimentConfigured(settings={}, extensions={"a": 5})], stamp("3"))

@@ -8,57 +8,57 @@ import pytest
 from pydantic import ValidationError
 
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
     Event,
-    Finished,
     FinishKind,
-    GaveUp,
-    Opened,
     Owner,
-    Paused,
-    Started,
-    StopAsked,
+    OwnerChanged,
+    StopRequested,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
 )
 from prefect_tune.core.messages.process_messages import (
+    CheckpointAndStop,
+    CheckpointPart,
     CheckpointSaved,
     MeanMetrics,
-    Part,
     RankMetrics,
     Start,
     StepDone,
-    StopAndSave,
     TrainableLoaded,
     TrialEnded,
-    from_trial,
-    to_trial,
+    from_trial_adapter,
+    to_trial_adapter,
 )
 from prefect_tune.core.messages.target_messages import (
-    LastKnown,
+    LastKnownReports,
     LiveStatus,
     NodeAddress,
     RunningTrial,
     StopRequest,
-    ask,
     delete_live_status,
-    is_journaled,
-    is_lost,
-    last_known_reports,
-    newest_address,
-    newest_live_status,
-    node_objects_up_to,
-    read_request,
-    stop_event,
-    view_of,
+    find_newest_address,
+    is_request_journaled,
+    is_request_lost,
+    list_node_objects_up_to,
+    make_stop_event,
+    read_last_reports,
+    read_newest_live_status,
+    read_stop_request,
+    read_view,
     write_live_status,
+    write_stop_request,
 )
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.documents import seal
-from prefect_tune.core.storage.layout import NodesKey, delete_numbered
+from prefect_tune.core.storage.layout import NodesKey, delete_older_documents
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.core.values import StepReport, Value
 from tests.core.driver import JOURNAL, KEY
@@ -70,8 +70,10 @@ OWNER = Owner(name="first", host="here", pid=1)
 
 
 def running() -> Experiment:
-    opened = Opened(experiment="e", generation=1, term=1, owner=OWNER)
-    return after(nothing_yet(JOURNAL), [opened, TrialAdded(trial="a", config={}), TrialAdded(trial="b", config={})])
+    opened = OwnerChanged(experiment="e", generation=1, term=1, owner=OWNER)
+    return after(
+        empty_experiment(JOURNAL), [opened, TrialAdded(trial="a", config={}), TrialAdded(trial="b", config={})]
+    )
 
 
 def request(write_id: str = "w", *, term: int = 1, trial: str | None = None) -> StopRequest:
@@ -79,14 +81,17 @@ def request(write_id: str = "w", *, term: int = 1, trial: str | None = None) -> 
 
 
 def after_request(state: Experiment, asked: StopRequest) -> Experiment:
-    return after_event(state, stop_event(state, asked), 2)
+    return apply_event(state, make_stop_event(state, asked), 2)
 
 
 def test_what_is_asked_is_read_under_its_number_and_asking_again_changes_nothing() -> None:
     store, state = MemoryStore(), running()
-    assert [ask(store, state, request("one")), ask(store, state, request("two"))] == [1, 2]
-    assert read_request(store, JOURNAL, 1) == request("one")
-    assert read_request(store, JOURNAL, 3) is None
+    assert [write_stop_request(store, state, request("one")), write_stop_request(store, state, request("two"))] == [
+        1,
+        2,
+    ]
+    assert read_stop_request(store, JOURNAL, 1) == request("one")
+    assert read_stop_request(store, JOURNAL, 3) is None
 
 
 class LosesReplies(MemoryStore):
@@ -97,27 +102,27 @@ class LosesReplies(MemoryStore):
 
 def test_a_reply_that_is_lost_is_no_second_request() -> None:
     store, state = LosesReplies(), running()
-    numbers = [ask(store, state, request()), ask(store, state, request())]
-    assert (numbers, read_request(store, JOURNAL, 2)) == ([1, 1], None)
+    numbers = [write_stop_request(store, state, request()), write_stop_request(store, state, request())]
+    assert (numbers, read_stop_request(store, JOURNAL, 2)) == ([1, 1], None)
 
 
 def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
     state = after_request(running(), request(trial="a"))
     assert (dict(state.stops), state.stop_requests, state.ends) == ({"a": "enough"}, ("w",), "")
-    assert after_event(state, Finished(trial="b", reason="done"), 3).stops == {"a": "enough"}
-    assert after_event(state, Finished(trial="a", reason="enough", kind=FinishKind.STOPPED), 3).stops == {}
-    assert after_event(state, GaveUp(trial="a", cause=Cause.USER, reason="no"), 3).stops == {}
+    assert apply_event(state, TrialFinished(trial="b", reason="done"), 3).stops == {"a": "enough"}
+    assert apply_event(state, TrialFinished(trial="a", reason="enough", kind=FinishKind.STOPPED), 3).stops == {}
+    assert apply_event(state, TrialErrored(trial="a", cause=Cause.TRAINABLE, reason="no"), 3).stops == {}
 
 
 def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_one() -> None:
     state = after_request(running(), request())
     assert state.ends == "enough"
-    later = after_event(state, Opened(experiment="e", generation=1, term=2, owner=OWNER), 3)
+    later = apply_event(state, OwnerChanged(experiment="e", generation=1, term=2, owner=OWNER), 3)
     assert later.ends == ""
     stale = after_request(later, request("late", term=1))
     assert (stale.ends, stale.stop_requests) == ("", ("w", "late"))
     outdated = make_reason("request-outdated", owner=1, successor=2)
-    assert stop_event(later, request("late", term=1)).refused == outdated
+    assert make_stop_event(later, request("late", term=1)).refused == outdated
 
 
 @pytest.mark.parametrize(
@@ -130,68 +135,68 @@ def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_
 )
 def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, refused: Reason) -> None:
     state = after_request(running(), request("before"))
-    state = after_event(state, Finished(trial="a", reason="done"), 3)
-    noted = stop_event(state, asked)
-    then = after_event(state, noted, 4)
+    state = apply_event(state, TrialFinished(trial="a", reason="done"), 3)
+    noted = make_stop_event(state, asked)
+    then = apply_event(state, noted, 4)
     assert noted.refused == refused
     assert (then.stops, len(then.stop_requests)) == ({}, 2)
 
 
 def test_an_ended_trial_cannot_be_asked_to_stop() -> None:
-    state = after_event(running(), Finished(trial="a", reason="done"), 2)
+    state = apply_event(running(), TrialFinished(trial="a", reason="done"), 2)
     with pytest.raises(IllegalTransition, match="has ended"):
-        after_event(state, StopAsked(trial="a", reason="enough"), 3)
+        apply_event(state, StopRequested(trial="a", reason="enough"), 3)
 
 
 def test_a_request_that_cannot_be_read_holds_up_no_other() -> None:
     store, state = MemoryStore(), running()
     store.create(JOURNAL.request_path(1), b"{}")
-    assert ask(store, state, request()) == 2
-    damaged = read_request(store, JOURNAL, 1)
+    assert write_stop_request(store, state, request()) == 2
+    damaged = read_stop_request(store, JOURNAL, 1)
     assert damaged is not None
-    assert stop_event(state, damaged).refused == make_reason("request-unreadable")
+    assert make_stop_event(state, damaged).refused == make_reason("request-unreadable")
     assert len(after_request(state, damaged).stop_requests) == 1
 
 
 def test_what_was_heard_is_deleted_and_what_was_not_stays() -> None:
     store, state = MemoryStore(), running()
     for name in ("one", "two"):
-        ask(store, state, request(name))
-    delete_numbered(store, before=JOURNAL.request_path(2))
-    assert (read_request(store, JOURNAL, 1), read_request(store, JOURNAL, 2)) == (
+        write_stop_request(store, state, request(name))
+    delete_older_documents(store, before=JOURNAL.request_path(2))
+    assert (read_stop_request(store, JOURNAL, 1), read_stop_request(store, JOURNAL, 2)) == (
         None,
         request("two"),
     )
-    delete_numbered(store, before=JOURNAL.request_path(2))
+    delete_older_documents(store, before=JOURNAL.request_path(2))
     assert store.operations["delete"] == 1
 
 
 def test_whoever_takes_a_number_that_was_heard_and_deleted_meanwhile_finds_that_out() -> None:
     store, before = MemoryStore(), running()
-    ask(store, before, request("fast"))
+    write_stop_request(store, before, request("fast"))
     later = after_request(before, request("fast"))
-    delete_numbered(store, before=JOURNAL.request_path(2))
-    number = ask(store, before, request("slow"))  # it listed the requests before all that
+    delete_older_documents(store, before=JOURNAL.request_path(2))
+    number = write_stop_request(store, before, request("slow"))  # it listed the requests before all that
     assert number == 1
-    assert is_lost(later, request("slow"), number)
-    assert not is_lost(later, request("fast"), 1)
-    assert ask(store, later, request("slow")) == 2
-    assert is_journaled(after_request(later, request("slow")), request("slow"))
+    assert is_request_lost(later, request("slow"), number)
+    assert not is_request_lost(later, request("fast"), 1)
+    assert write_stop_request(store, later, request("slow")) == 2
+    assert is_request_journaled(after_request(later, request("slow")), request("slow"))
 
 
 def test_the_newest_attempt_is_the_one_that_is_joined_and_older_addresses_are_found_to_be_deleted() -> None:
     store = MemoryStore()
-    assert newest_address(store, KEY, 1) is None
-    store.objects[f"{KEY.nodes}/notes.txt"] = b"of a person"
+    assert find_newest_address(store, KEY, 1) is None
+    store.objects[f"{KEY.nodes_folder}/notes.txt"] = b"of a person"
     keys = [NodesKey(trial=KEY, attempt=attempt) for attempt in (2, 11)]
     address = NodeAddress(host="here", port=1, request="")
     for key in keys:
         store.create(key.address_path, seal(address))
-    assert newest_address(store, KEY, 3) == (keys[1], address)
-    assert newest_address(store, KEY, 12) is None
-    assert [listed.path for listed in node_objects_up_to(store, KEY, 10)] == [keys[0].address_path]
+    assert find_newest_address(store, KEY, 3) == (keys[1], address)
+    assert find_newest_address(store, KEY, 12) is None
+    assert [listed.path for listed in list_node_objects_up_to(store, KEY, 10)] == [keys[0].address_path]
     store.objects[keys[1].address_path] = b"damaged"
-    assert newest_address(store, KEY, 3) is None
+    assert find_newest_address(store, KEY, 3) is None
 
 
 # The live status: only the newest object is kept, only the present owner's counts, and the journal prevails.
@@ -201,9 +206,9 @@ LATER = "2026-11-23T01:02:20+00:00"
 
 
 def training(*events: Event, term: int = 1) -> Experiment:
-    opened = [Opened(experiment="e", generation=1, term=each, owner=OWNER) for each in range(1, term + 1)]
-    begun: list[Event] = [TrialAdded(trial="a", config={}), Started(trial="a", attempt=1, from_step=0)]
-    return after(nothing_yet(JOURNAL), [*opened, *begun, *events])
+    opened = [OwnerChanged(experiment="e", generation=1, term=each, owner=OWNER) for each in range(1, term + 1)]
+    begun: list[Event] = [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)]
+    return after(empty_experiment(JOURNAL), [*opened, *begun, *events])
 
 
 def status(number: int, *, term: int = 1, attempt: int = 1, step: int = 59, owner: Owner = OWNER) -> LiveStatus:
@@ -226,7 +231,7 @@ def test_only_the_newest_object_stays_at_one_put_and_one_delete_each() -> None:
         write_live_status(store, JOURNAL, status(number))
     assert store.operations == {"put": 10, "delete": 10}
     assert list(store.objects) == ["e/1/live/0000000001-0000000011.json"]
-    assert newest_live_status(store, JOURNAL) == status(11)
+    assert read_newest_live_status(store, JOURNAL) == status(11)
 
 
 def test_a_new_owner_deletes_what_a_killed_one_has_left_and_counts_from_its_first_object_on() -> None:
@@ -234,12 +239,12 @@ def test_a_new_owner_deletes_what_a_killed_one_has_left_and_counts_from_its_firs
     for term, number in ((0, 2), (1, 6), (1, 7)):
         store.put(JOURNAL.live_status_path(term, number), b"left by a kill")
     for name in (".keep", "notes.txt"):
-        store.put(f"{JOURNAL.live}/{name}", b"a foreign file")
+        store.put(f"{JOURNAL.live_folder}/{name}", b"a foreign file")
     write_live_status(store, JOURNAL, status(1, term=2))
-    assert newest_live_status(store, JOURNAL) == status(1, term=2)
+    assert read_newest_live_status(store, JOURNAL) == status(1, term=2)
     assert len(store.objects) == 3
     write_live_status(store, JOURNAL, status(8, term=1))  # a paused machine resumes
-    assert newest_live_status(store, JOURNAL) == status(1, term=2)
+    assert read_newest_live_status(store, JOURNAL) == status(1, term=2)
 
 
 def test_the_end_of_an_owner_deletes_its_own_and_earlier_ones_and_no_later_ones() -> None:
@@ -253,9 +258,9 @@ def test_the_end_of_an_owner_deletes_its_own_and_earlier_ones_and_no_later_ones(
 def test_a_view_has_the_newest_step_its_host_and_its_time() -> None:
     store = MemoryStore()
     write_live_status(store, JOURNAL, status(1))
-    view = view_of(store, training(), WRITTEN)
+    view = read_view(store, training(), WRITTEN)
     assert (view.experiment.trial("a").step, view.experiment.trial("a").metrics) == (59, {"loss": 0.5})
-    assert (view.as_of, view.running("a")) == (LATER, status(1).trials[0])
+    assert (view.as_of, view.running_attempt("a")) == (LATER, status(1).trials[0])
 
 
 @pytest.mark.parametrize(
@@ -270,19 +275,19 @@ def test_a_view_has_the_newest_step_its_host_and_its_time() -> None:
 def test_the_journal_decides_which_attempts_run(state: Experiment, written: LiveStatus) -> None:
     store = MemoryStore()
     write_live_status(store, JOURNAL, written)
-    view = view_of(store, state, WRITTEN)
-    assert view.running("a") is None
+    view = read_view(store, state, WRITTEN)
+    assert view.running_attempt("a") is None
     assert view.experiment == state
 
 
 def test_an_attempt_that_has_ended_is_not_running_while_another_trial_is() -> None:
     store = MemoryStore()
     write_live_status(store, JOURNAL, status(1))
-    another = (TrialAdded(trial="b", config={}), Started(trial="b", attempt=1, from_step=0))
+    another = (TrialAdded(trial="b", config={}), AttemptStarted(trial="b", attempt=1, from_step=0))
     state = training(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), *another)
-    view = view_of(store, state, WRITTEN)
+    view = read_view(store, state, WRITTEN)
     assert view.live is not None
-    assert (view.running("a"), view.experiment.trial("a").step) == (None, 0)
+    assert (view.running_attempt("a"), view.experiment.trial("a").step) == (None, 0)
 
 
 def test_a_step_that_the_journal_knows_is_not_replaced_by_an_older_one() -> None:
@@ -292,31 +297,31 @@ def test_a_step_that_the_journal_knows_is_not_replaced_by_an_older_one() -> None
     state = state.model_copy(
         update={"trials": state.trials.with_trial(state.trial("a").model_copy(update={"step": 4}))}
     )
-    assert view_of(store, state, WRITTEN).experiment.trial("a").step == 4
+    assert read_view(store, state, WRITTEN).experiment.trial("a").step == 4
 
 
 def test_the_last_steps_that_a_killed_owner_has_left_are_known_to_the_next_one() -> None:
     store = MemoryStore()
-    assert last_known_reports(store, training(term=2)) == LastKnown()
+    assert read_last_reports(store, training(term=2)) == LastKnownReports()
     write_live_status(store, JOURNAL, status(1))
-    last = last_known_reports(store, training(term=2))
+    last = read_last_reports(store, training(term=2))
     assert ({name: each.step for name, each in last.reports.items()}, last.at) == ({"a": 59}, status(1).at)
     ended = training(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
-    assert last_known_reports(store, ended) == LastKnown()
+    assert read_last_reports(store, ended) == LastKnownReports()
 
 
 @pytest.mark.parametrize("damage", [b"torn", b'{"format":"prefect-tune/live-status","version":9}'])
 def test_one_that_cannot_be_read_leaves_the_journals_view(damage: bytes) -> None:
     store = MemoryStore()
     store.put(JOURNAL.live_status_path(1, 1), damage)
-    view = view_of(store, training(), WRITTEN)
+    view = read_view(store, training(), WRITTEN)
     assert (view.as_of, view.live) == (WRITTEN, None)
 
 
 def test_an_experiment_without_a_running_trial_costs_no_request() -> None:
     store = MemoryStore()
     ended = training(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
-    assert view_of(store, ended, WRITTEN).experiment == ended
+    assert read_view(store, ended, WRITTEN).experiment == ended
     assert not store.operations
 
 
@@ -329,7 +334,7 @@ def test_one_that_is_replaced_while_it_is_read_is_read_again() -> None:
 
     store = Replaced()
     write_live_status(store, JOURNAL, status(1))
-    assert newest_live_status(store, JOURNAL) == status(2)
+    assert read_newest_live_status(store, JOURNAL) == status(2)
 
 
 def test_a_write_that_the_target_refuses_leaves_the_one_before() -> None:
@@ -343,7 +348,7 @@ def test_a_write_that_the_target_refuses_leaves_the_one_before() -> None:
     write_live_status(store, JOURNAL, status(1))
     with pytest.raises(StoreUnavailable):
         write_live_status(store, JOURNAL, status(2))
-    assert newest_live_status(store, JOURNAL) == status(1)
+    assert read_newest_live_status(store, JOURNAL) == status(1)
 
 
 # Messages between a trial's process and its supervisor.
@@ -369,10 +374,10 @@ START = Start(
 
 
 @pytest.mark.parametrize(
-    "said", [START, CheckpointSaved(step=3), StopAndSave(), MeanMetrics(step=3, metrics={"loss": 0.5})]
+    "said", [START, CheckpointSaved(step=3), CheckpointAndStop(), MeanMetrics(step=3, metrics={"loss": 0.5})]
 )
 def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
-    assert to_trial.validate_json(said.model_dump_json()) == said
+    assert to_trial_adapter.validate_json(said.model_dump_json()) == said
 
 
 @pytest.mark.parametrize(
@@ -381,26 +386,26 @@ def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
         TrainableLoaded(pid=7, code="abc"),
         StepDone(report=REPORT, checkpoint="/staging/3", moved=True),
         StepDone(report=REPORT),
-        Part(step=3, directory="/staging/3"),
+        CheckpointPart(step=3, directory="/staging/3"),
         RankMetrics(step=3, metrics={"loss": 0.5}),
-        TrialEnded(outcome=Finished(trial="t", reason="enough", kind=FinishKind.RETURNED)),
-        TrialEnded(outcome=Paused(trial="t", reason=make_reason("turn-over", step=3)), waits=True),
-        TrialEnded(outcome=make_failure("x", Cause.USER, type="ValueError", traceback="..."), raised=True),
+        TrialEnded(outcome=TrialFinished(trial="t", reason="enough", kind=FinishKind.RETURNED)),
+        TrialEnded(outcome=TrialPaused(trial="t", reason=make_reason("turn-over", step=3)), waits=True),
+        TrialEnded(outcome=make_failure("x", Cause.TRAINABLE, type="ValueError", traceback="..."), raised=True),
     ],
 )
 def test_the_supervisor_hears_what_the_trial_said(said: Value) -> None:
-    assert from_trial.validate_json(said.model_dump_json()) == said
+    assert from_trial_adapter.validate_json(said.model_dump_json()) == said
 
 
 def test_a_nan_is_not_turned_into_a_null_on_the_way() -> None:
     said = StepDone(report=StepReport(step=1, metrics={"loss": math.nan}))
-    received = from_trial.validate_json(said.model_dump_json())
+    received = from_trial_adapter.validate_json(said.model_dump_json())
     assert isinstance(received, StepDone)
     assert math.isnan(received.report.metrics["loss"])  # type: ignore[arg-type]  # a float, or the test fails
 
 
 @pytest.mark.parametrize("said", [b"", b"{}", b'{"type":"unheard-of"}', b'{"type":"saved"}', b"\x80\x04."])
 def test_what_neither_says_is_refused(said: bytes) -> None:
-    for ear in (to_trial, from_trial):
+    for ear in (to_trial_adapter, from_trial_adapter):
         with pytest.raises(ValidationError):
             ear.validate_json(said)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from prefect_tune.core.checkpoints import commit as committing
-from prefect_tune.core.checkpoints.commit import PartsOfSave, Reverification, send_part, with_parts
-from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.commit import ExpectedParts, Reverification, merge_parts, send_part
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
 from prefect_tune.core.errors import PartMissing, StoreUnavailable, Superseded
-from prefect_tune.core.experiment.trial_transitions import reused_from
+from prefect_tune.core.experiment.trial_transitions import min_reusable_sequence
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, Files, Session, Witness, run_to
@@ -49,24 +49,24 @@ class GroupSession(Session):
 
     def send(self, store: ObjectStore, node: int, key: CheckpointKey) -> None:
         """Send the part of another node."""
-        reuse = committing.reusable(store, KEY, self.parent, reused_from(self.trial))
+        reuse = committing.find_reusable_bytes(store, KEY, self.parent, min_reusable_sequence(self.trial))
         source, of = MemoryFiles(self.files_of(node)), (self.nodes, node, self.experiment.term)
-        send_part(store, key, source, of=of, reuse=reuse)
+        send_part(store, key, source, sender=of, reuse=reuse)
 
-    def _commit(self, key: CheckpointKey, files: Files, about: About) -> committing.Save:
+    def _commit(self, key: CheckpointKey, files: Files, about: CheckpointMetadata) -> committing.SaveResult:
         del files
         others = range(1, self.node_count)
         for node in others if self.nodes_run else ():
             self.send(self.store, node, key)
-        wanted = PartsOfSave(self.nodes, self.experiment.term, tuple(others), too_late, dict)
-        done = committing.commit(
+        wanted = ExpectedParts(self.nodes, self.experiment.term, tuple(others), too_late, dict)
+        done = committing.commit_checkpoint(
             self.store,
             key,
             MemoryFiles(self.files_of(0), empty_directories=["none"]),
             about,
-            reuse=committing.reusable(self.store, KEY, self.parent, reused_from(self.trial)),
+            reuse=committing.find_reusable_bytes(self.store, KEY, self.parent, min_reusable_sequence(self.trial)),
             reverification=Reverification(self.commit_count, self.reverify_every),
-            complete=partial(with_parts, self.store, wanted),
+            finalize_manifest=partial(merge_parts, self.store, wanted),
         )
         with suppress(StoreUnavailable):
             self.store.delete([self.nodes.part_path(key, node) for node in others])

@@ -7,10 +7,17 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from prefect_tune.core.checkpoints import commit
-from prefect_tune.core.checkpoints.commit import PartsOfSave, Reusable, refuse_part, send_files, send_part, with_parts
-from prefect_tune.core.checkpoints.manifest import About, Manifest
+from prefect_tune.core.checkpoints.commit import (
+    ExpectedParts,
+    ReusableBytes,
+    merge_parts,
+    refuse_part,
+    send_files,
+    send_part,
+)
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing, StoreUnavailable
-from prefect_tune.core.messages.target_messages import node_objects_up_to
+from prefect_tune.core.messages.target_messages import list_node_objects_up_to
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY, Files, Witness, after_recovery
@@ -66,26 +73,26 @@ def test_in_random_orders_of_everything_that_four_nodes_and_new_owners_do_they_b
 def test_a_part_without_a_manifest_is_found_when_its_attempt_is_over() -> None:
     group = old_group(2)
     adds(1)(group)
-    left = {each.path for each in node_objects_up_to(group.store, KEY, group.trial.attempt)}
+    left = {each.path for each in list_node_objects_up_to(group.store, KEY, group.trial.attempt)}
     save = SAVE.model_copy(update={"step": group.waiting[-1].step, "sequence": group.experiment.number})
     assert left == {group.nodes.part_path(save, 1)}
-    assert not node_objects_up_to(group.store, KEY, group.trial.attempt - 1)
+    assert not list_node_objects_up_to(group.store, KEY, group.trial.attempt - 1)
 
 
 # ------------------------------------------------------------------------------------------------------- one save
 
 
 def node_sends(store: MemoryStore, node: int, files: Files, nodes: NodesKey = NODES, term: int = TERM) -> None:
-    send_part(store, SAVE, MemoryFiles(files), of=(nodes, node, term), reuse=Reusable())
+    send_part(store, SAVE, MemoryFiles(files), sender=(nodes, node, term), reuse=ReusableBytes())
 
 
 def joined(store: MemoryStore, first: Files, *of_nodes: int, **wanted: object) -> Files:
     """Join the parts of nodes to the files of node 0; return the files that a reader finds."""
-    about = About(attempt=2, term=TERM, write_id="w", created_at="")
-    manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=Reusable()), about=about)
-    lost = {"lost": dict, **wanted}
-    parts_wanted = PartsOfSave(NODES, TERM, of_nodes, too_late, **lost)  # type: ignore[arg-type]  # one field
-    return restored(store, with_parts(store, parts_wanted, manifest))
+    about = CheckpointMetadata(attempt=2, term=TERM, write_id="w", created_at="")
+    manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=ReusableBytes()), about=about)
+    lost = {"lost_nodes": dict, **wanted}
+    parts_wanted = ExpectedParts(NODES, TERM, of_nodes, too_late, **lost)  # type: ignore[arg-type]  # one field
+    return restored(store, merge_parts(store, parts_wanted, manifest))
 
 
 def test_the_files_of_all_nodes_make_one_checkpoint_and_shared_bytes_are_stored_once() -> None:
@@ -182,12 +189,13 @@ def meeting_owners() -> Sequence[str]:
 
 MUTANTS = {
     "the manifest before the last part": Mutant(
-        every_death, {commit.with_parts: {"for node in wanted.of_nodes if": "for node in wanted.of_nodes[:-1] if"}}
+        every_death,
+        {commit.merge_parts: {"in wanted.node_numbers if": "in wanted.node_numbers[:-1] if"}},
     ),
     "no look at what a node sent": Mutant(
         a_forgotten_shard,
         {
-            commit.with_parts: {"require_stored(": "len and (lambda *_: 0)("},
+            commit.merge_parts: {"require_stored(": "len and (lambda *_: 0)("},
             commit.send_files: {"require_stored(": "(lambda *_: 0)("},
         },
     ),

@@ -20,17 +20,17 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import (
-    Adopted,
     AttemptEnded,
     Cause,
+    CheckpointQuarantined,
     CheckpointRef,
-    Quarantined,
-    Reported,
+    CheckpointsAdopted,
+    StepReported,
 )
-from prefect_tune.core.messages.target_messages import LastKnown
-from prefect_tune.core.operations.trial_gc import collect, leftover, orphans
+from prefect_tune.core.messages.target_messages import LastKnownReports
+from prefect_tune.core.operations.trial_gc import delete_retired_objects, find_leftover_manifests, find_orphan_blobs
 from prefect_tune.core.reasons import make_reason
-from prefect_tune.core.restore import adopt
+from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import create_or_recognize
 from prefect_tune.core.values import StepReport
@@ -69,7 +69,7 @@ def test_what_live_checkpoints_share_with_a_retired_one_stays() -> None:
     (doomed,) = session.doomed
     before = set(objects(session))
 
-    deleted = collect(session.store, KEY, session.trial, session.doomed)
+    deleted = delete_retired_objects(session.store, KEY, session.trial, session.doomed)
 
     gone = before - set(objects(session))
     assert doomed.manifest_path in gone
@@ -80,16 +80,16 @@ def test_what_live_checkpoints_share_with_a_retired_one_stays() -> None:
 
 def test_deleting_twice_is_deleting_once() -> None:
     session = trained(3, Retention(last=1))
-    collect(session.store, KEY, session.trial, session.doomed)
+    delete_retired_objects(session.store, KEY, session.trial, session.doomed)
     left = dict(objects(session))
-    assert collect(session.store, KEY, session.trial, session.doomed) == 0
+    assert delete_retired_objects(session.store, KEY, session.trial, session.doomed) == 0
     assert objects(session) == left
 
 
 def test_a_live_checkpoint_is_never_deleted_whoever_asks() -> None:
     session = trained(2)
     before = dict(objects(session))
-    assert collect(session.store, KEY, session.trial, keys_of(session.trial)) == 0
+    assert delete_retired_objects(session.store, KEY, session.trial, keys_of(session.trial)) == 0
     assert objects(session) == before
 
 
@@ -100,7 +100,7 @@ def test_nothing_is_deleted_that_no_retirement_protects_from_being_reused() -> N
     stray = CheckpointKey(trial=KEY, step=2, sequence=session.trial.next_sequence)
     before = dict(objects(session))
 
-    assert collect(session.store, KEY, session.trial, [stray]) == 0
+    assert delete_retired_objects(session.store, KEY, session.trial, [stray]) == 0
     assert objects(session) == before
 
 
@@ -115,7 +115,7 @@ def test_with_a_live_manifest_unreadable_nothing_is_deleted_on_a_guess(damage: b
     before = dict(objects(session))
 
     with pytest.raises(CheckpointCorrupt, match=r"manifest\.json"):
-        collect(session.store, KEY, session.trial, session.doomed)
+        delete_retired_objects(session.store, KEY, session.trial, session.doomed)
     assert objects(session) == before
 
 
@@ -124,33 +124,35 @@ def test_a_retired_manifest_that_is_damaged_goes_and_its_blobs_are_found_as_orph
     (doomed,) = session.doomed
     objects(session)[doomed.manifest_path] = b"torn"
 
-    assert collect(session.store, KEY, session.trial, session.doomed) == 1
+    assert delete_retired_objects(session.store, KEY, session.trial, session.doomed) == 1
 
-    found = orphans(session.store, KEY, session.trial)
+    found = find_orphan_blobs(session.store, KEY, session.trial)
     assert len(found) == 2
     session.store.delete([each.path for each in found])
-    assert orphans(session.store, KEY, session.trial) == []
+    assert find_orphan_blobs(session.store, KEY, session.trial) == []
     assert violations(session.store, session.witness, session.experiment) == []
 
 
 def test_foreign_files_among_the_blobs_are_left_alone() -> None:
     session = trained(3, Retention(last=2))
-    objects(session)[f"{KEY.blobs}/README"] = b"mine"
+    objects(session)[f"{KEY.blobs_folder}/README"] = b"mine"
     session.collect(session.doomed)
-    assert orphans(session.store, KEY, session.trial) == []
-    assert objects(session)[f"{KEY.blobs}/README"] == b"mine"
+    assert find_orphan_blobs(session.store, KEY, session.trial) == []
+    assert objects(session)[f"{KEY.blobs_folder}/README"] == b"mine"
 
 
 def test_a_save_under_way_is_no_leftover_and_a_quarantined_checkpoint_is_kept_to_be_looked_at() -> None:
     session = trained(2)
-    session.append([Quarantined(trial=KEY.trial, sequence=session.trial.checkpoints[-1].sequence, reason="bad")])
+    session.append(
+        [CheckpointQuarantined(trial=KEY.trial, sequence=session.trial.checkpoints[-1].sequence, reason="bad")]
+    )
     session.train()
     session.publish()
-    objects(session)[f"{KEY.checkpoints}/notes.txt"] = b"mine"
+    objects(session)[f"{KEY.checkpoints_folder}/notes.txt"] = b"mine"
 
-    assert leftover(session.store, KEY, session.trial) == []
+    assert find_leftover_manifests(session.store, KEY, session.trial) == []
     session.open()
-    found = leftover(session.store, KEY, session.trial)
+    found = find_leftover_manifests(session.store, KEY, session.trial)
     assert found == []
 
 
@@ -162,7 +164,7 @@ def opened_after(session: Session) -> Session:
     new = Session(session.store, session.witness, owner="new")
     stamp = new.witness.stamp()
     owner = new.opened_by()
-    new.experiment = journal.take_over(session.store, first_generation("e"), owner, stamp)
+    new.experiment = journal.acquire_ownership(session.store, first_generation("e"), owner, stamp)
     return new
 
 
@@ -174,10 +176,10 @@ def test_a_manifest_without_an_entry_is_adopted_with_the_reports_it_carries() ->
     manifest = session.publish()
     new = opened_after(session)
 
-    adopted, *rest = adopt(new.store, new.experiment)
+    adopted, *rest = make_adoption_events(new.store, new.experiment)
 
     about = manifest.about
-    assert adopted == Adopted(
+    assert adopted == CheckpointsAdopted(
         checkpoints={
             "t": (
                 CheckpointRef(
@@ -191,7 +193,7 @@ def test_a_manifest_without_an_entry_is_adopted_with_the_reports_it_carries() ->
         },
         reached={"t": 0},
     )
-    assert rest[:-1] == [Reported(trial="t", report=report) for report in reports]
+    assert rest[:-1] == [StepReported(trial="t", report=report) for report in reports]
     assert rest[-1] == AttemptEnded(trial="t", cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
 
 
@@ -199,10 +201,14 @@ def test_reports_that_the_journal_has_are_not_told_again() -> None:
     session = trained(1)
     session.train()
     session.train()
-    session.append([Reported(trial="t", report=session.waiting[0])])
+    session.append([StepReported(trial="t", report=session.waiting[0])])
     session.publish()
     new = opened_after(session)
-    reported = [event.report.step for event in adopt(new.store, new.experiment) if isinstance(event, Reported)]
+    reported = [
+        event.report.step
+        for event in make_adoption_events(new.store, new.experiment)
+        if isinstance(event, StepReported)
+    ]
     assert reported == [3]
 
 
@@ -212,15 +218,17 @@ def test_a_trial_that_is_not_running_is_not_even_looked_at() -> None:
     new = opened_after(session)
     assert isinstance(new.store, MemoryStore)
     new.store.operations.clear()
-    assert adopt(new.store, new.experiment) == [Adopted()]
+    assert make_adoption_events(new.store, new.experiment) == [CheckpointsAdopted()]
     assert new.store.operations.total() == 0
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_without_anything_to_adopt_the_attempt_still_ends(steps: int) -> None:
     new = opened_after(trained(steps))
-    adopted, ended = adopt(new.store, new.experiment, last=LastKnown({"t": StepReport(step=7, metrics={})}, at="now"))
-    assert adopted == Adopted(reached={"t": 7}, trained_seconds={"t": 0.0}, seen_at="now")
+    adopted, ended = make_adoption_events(
+        new.store, new.experiment, last=LastKnownReports({"t": StepReport(step=7, metrics={})}, at="now")
+    )
+    assert adopted == CheckpointsAdopted(reached={"t": 7}, trained_seconds={"t": 0.0}, seen_at="now")
     assert isinstance(ended, AttemptEnded)
 
 
@@ -232,15 +240,15 @@ def test_a_damaged_manifest_is_quarantined_and_the_one_before_it_adopted(data: b
     for step in (3, 4):  # the same sequence twice counts once
         damaged = CheckpointKey(trial=KEY, step=step, sequence=good.sequence + 1)
         objects(session)[damaged.manifest_path] = data
-    session.append([Reported(trial="t", report=session.waiting[0])])
+    session.append([StepReported(trial="t", report=session.waiting[0])])
     session.append([])
     new = opened_after(session)
 
-    adopted, quarantined, ended = adopt(new.store, new.experiment)
+    adopted, quarantined, ended = make_adoption_events(new.store, new.experiment)
 
-    assert isinstance(adopted, Adopted)
+    assert isinstance(adopted, CheckpointsAdopted)
     assert [each.step for each in adopted.checkpoints["t"]] == [2]
-    assert isinstance(quarantined, Quarantined)
+    assert isinstance(quarantined, CheckpointQuarantined)
     assert quarantined.sequence == good.sequence + 1
     assert isinstance(ended, AttemptEnded)
     new.append([adopted, quarantined, ended])
@@ -255,7 +263,7 @@ def test_a_manifest_of_a_newer_version_stops_the_opening() -> None:
     objects(session)[path] = objects(session)[path].replace(b'"version":2', b'"version":3')
     new = opened_after(session)
     with pytest.raises(UnknownVersion, match="upgrade"):
-        adopt(new.store, new.experiment)
+        make_adoption_events(new.store, new.experiment)
 
 
 @pytest.mark.parametrize("error", [ObjectNotFound, StoreUnavailable])
@@ -276,10 +284,13 @@ def test_a_manifest_that_vanishes_is_not_there_and_one_that_cannot_be_read_stops
     store = Failing()
     store.objects = objects(session)
     if error is ObjectNotFound:
-        assert [type(event) for event in adopt(store, new.experiment)] == [Adopted, AttemptEnded]
+        assert [type(event) for event in make_adoption_events(store, new.experiment)] == [
+            CheckpointsAdopted,
+            AttemptEnded,
+        ]
     else:
         with pytest.raises(StoreUnavailable):
-            adopt(store, new.experiment)
+            make_adoption_events(store, new.experiment)
 
 
 # ---------------------------------------------------------------------------------------------- settle

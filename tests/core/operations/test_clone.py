@@ -10,7 +10,7 @@ import pytest
 from prefect_tune.core.errors import JournalCorrupt, Superseded
 from prefect_tune.core.experiment import experiment, trial_transitions
 from prefect_tune.core.journal import outbox
-from prefect_tune.core.journal_events import CheckpointOrigin, CheckpointRef, Cloned, Finished
+from prefect_tune.core.journal_events import CheckpointCloned, CheckpointOrigin, CheckpointRef, TrialFinished
 from prefect_tune.core.operations import trial_gc
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -111,7 +111,7 @@ def test_what_is_no_checkpoint_any_more_cannot_be_cloned() -> None:
     copy = CheckpointRef(step=gone.step, sequence=search.trial("c").next_sequence, origin=origin)
     before = dict(scene.store.objects)
     with pytest.raises(JournalCorrupt, match="it is no longer a checkpoint"):
-        search.append(Cloned(trial="c", checkpoint=copy, source="s"))
+        search.append(CheckpointCloned(trial="c", checkpoint=copy, source="s"))
     assert scene.store.objects == before
 
 
@@ -121,7 +121,7 @@ def test_a_clone_trains_at_least_one_step() -> None:
     assert trial_transitions.clonable_checkpoint(search.trial("s"), newest.step + 1) == newest
     assert trial_transitions.clonable_checkpoint(search.trial("s"), newest.step) is None
     assert trial_transitions.clonable_checkpoint(search.trial("c")) is None
-    search.append(Finished(trial="s", reason="enough"))
+    search.append(TrialFinished(trial="s", reason="enough"))
     assert trial_transitions.clonable_checkpoint(search.trial("s")) is None
 
 
@@ -283,18 +283,19 @@ def dies(story: str) -> Sequence[str]:
 
 MUTANTS: Mapping[str, Mutant] = {
     "delete what clones need": Mutant(
-        partial(dies, "the source continues"), {trial_transitions.is_collectable: {" or is_held(state, key)": ""}}
+        partial(dies, "the source continues"),
+        {trial_transitions.is_deletable_checkpoint: {" or is_held(state, key)": ""}},
     ),
     "count nothing as needed by clones": Mutant(
         partial(dies, "the source continues"),
-        {trial_gc._reachable: {"for clone in state.clones": "for clone in ()"}},
+        {trial_gc._find_reachable_blobs: {"for clone in state.clones": "for clone in ()"}},
     ),
     "forget a clone while it lives": Mutant(
-        partial(dies, "a trial clones"), {experiment._note_clones: {"(*source.clones, clone)": "source.clones"}}
+        partial(dies, "a trial clones"), {experiment._update_clone_lists: {"(*source.clones, clone)": "source.clones"}}
     ),
     "remember a clone for ever": Mutant(
         partial(dies, "a clone is trained on, and retired"),
-        {experiment._note_clones: {"for origin, clone in old - new:": "for origin, clone in ():"}},
+        {experiment._update_clone_lists: {"for origin, clone in old - new:": "for origin, clone in ():"}},
     ),
     "delete posts before their entry": Mutant(
         partial(dies, "its posts are received"),

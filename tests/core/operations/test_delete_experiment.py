@@ -18,14 +18,14 @@ from prefect_tune.core.errors import (
     Superseded,
     TuneError,
 )
-from prefect_tune.core.journal.journal import load, take_over
+from prefect_tune.core.journal.journal import acquire_ownership, load_experiment
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.operations import fork_experiment as forking
-from prefect_tune.core.operations.delete_experiment import generation_to_delete, remove
-from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, fork, past_of
-from prefect_tune.core.storage.generations import current_generation, current_journal
+from prefect_tune.core.operations.delete_experiment import delete_generation, find_generation_to_delete
+from prefect_tune.core.operations.fork_experiment import ForkResult, begin_fork, complete_fork, load_fork_point
+from prefect_tune.core.storage.generations import find_current_generation, find_current_journal
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from tests.core.driver import retried
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.protocol.exploring import Act, Explored, IsPoint, Verdicts, everywhere, explore, meet, meet_at_random
@@ -44,15 +44,15 @@ _T = TypeVar("_T")
 
 
 def removed(store: ObjectStore, experiment: str, write_id: str = "r") -> int:
-    stamp = Stamp(write_id=write_id, at="2026-11-21T09:00:00Z")
-    journal = generation_to_delete(store, experiment) or first_generation(experiment)
-    return retried(lambda: remove(store, journal, OWNER, stamp))
+    stamp = WriteStamp(write_id=write_id, at="2026-11-21T09:00:00Z")
+    journal = find_generation_to_delete(store, experiment) or first_generation(experiment)
+    return retried(lambda: delete_generation(store, journal, OWNER, stamp))
 
 
 def left(store: MemoryStore) -> set[str]:
     """All objects but the marker of each name's current generation."""
     names = {path.partition("/")[0] for path in store.objects}
-    markers = {f"{name}/generations/{current_generation(store, name):010d}.json" for name in names}
+    markers = {f"{name}/generations/{find_current_generation(store, name):010d}.json" for name in names}
     return store.objects.keys() - markers
 
 
@@ -60,11 +60,11 @@ def below(store: MemoryStore, folder: str) -> set[str]:
     return {path for path in left(store) if path.startswith(f"{folder}/")}
 
 
-def begun_fork(store: MemoryStore) -> Callable[[], Fork]:
+def begun_fork(store: MemoryStore) -> Callable[[], ForkResult]:
     """Open the experiment `new` as a fork, and return the act that makes it one."""
-    past, stamp = past_of(store, first_generation("old"), None), Stamp(write_id="new", at="")
+    past, stamp = load_fork_point(store, first_generation("old"), None), WriteStamp(write_id="new", at="")
     into = begin_fork(store, first_generation("new"), past.origin, OWNER, stamp)
-    return lambda: fork(store, past, into, stamp)
+    return lambda: complete_fork(store, past, into, stamp)
 
 
 def world() -> MemoryStore:
@@ -95,16 +95,16 @@ def test_whoever_runs_it_writes_no_more_and_nobody_forks_it() -> None:
     old = search_of_three(store)
     with suppress(Crash):
         removed(DyingStore(store, 2, Way.CRASH_BEFORE, only=WRITES), "old")
-    assert load(store, first_generation("old")).is_removed
+    assert load_experiment(store, first_generation("old")).is_removed
     with pytest.raises(Superseded):
         old.add("d")
     with pytest.raises(InvalidInput, match="'old' is being deleted: there is nothing to fork"):
-        past_of(store, first_generation("old"), None)
+        load_fork_point(store, first_generation("old"), None)
     other = SmallSearch(store, "other")
-    origin = past_of(store, first_generation("other"), None).origin
+    origin = load_fork_point(store, first_generation("other"), None).origin
     assert other.state.number
     with pytest.raises(InvalidInput, match="'old' is being deleted: use another name"):
-        begin_fork(store, first_generation("old"), origin, OWNER, Stamp(write_id="w", at=""))
+        begin_fork(store, first_generation("old"), origin, OWNER, WriteStamp(write_id="w", at=""))
 
 
 def test_what_is_not_there_is_deleted_already_and_what_cannot_be_read_stays() -> None:
@@ -146,7 +146,7 @@ def test_a_fork_of_what_is_deleted_meanwhile_says_so_and_is_not_made() -> None:
     search_of_three(store)
     with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed; delete it"):
         forked(Meanwhile(store, is_a_copy, lambda: removed(store, "old")))
-    assert not load(store, first_generation("new")).is_whole
+    assert not load_experiment(store, first_generation("new")).is_whole
     removed(store, "new", "n")
     assert left(store) == set()
 
@@ -170,7 +170,7 @@ def test_a_fork_that_has_copied_all_is_made_though_its_origin_is_deleted_by_then
     search_of_three(store)
     made = forked(Meanwhile(store, is_last_entry, lambda: removed(store, "old")))
     assert below(store, "old") == set()
-    assert made.lost == {}
+    assert made.lost_checkpoints == {}
     assert unreadable(store, "new", made.experiment.trials) == []
 
 
@@ -179,9 +179,9 @@ def test_a_retry_that_has_read_it_does_not_open_it_while_it_is_deleted() -> None
     known = search_of_three(store).state
 
     def meanwhile() -> None:
-        stamp = Stamp(write_id="retry", at="")
+        stamp = WriteStamp(write_id="retry", at="")
         with pytest.raises(ResumeFailed, match="experiment 'old' is being deleted by deleter"):
-            take_over(store, known.key, OWNER, stamp, known=known)
+            acquire_ownership(store, known.key, OWNER, stamp, loaded=known)
 
     removed(Meanwhile(store, at_its_first_deletion, meanwhile), "old")
     assert left(store) == set()
@@ -211,7 +211,7 @@ def test_an_entry_that_arrives_when_all_is_deleted_is_deleted_by_the_next() -> N
     removed(store, "old")
     store.objects[late] = data
     with pytest.raises(Superseded, match="was deleted at 2026-11-21T09:00:00Z by deleter"):
-        load(store, journal)
+        load_experiment(store, journal)
     assert removed(store, "old", "again") == 1
     assert left(store) == set()
 
@@ -280,7 +280,7 @@ class Scene:
 def _of_experiment(store: MemoryStore, name: str) -> list[str]:
     """Check an experiment, unless it is missing, incomplete or being deleted."""
     try:
-        found = load(store, current_journal(store, name))
+        found = load_experiment(store, find_current_journal(store, name))
     except TuneError:
         return []
     if not found.number or found.is_removed or not found.is_whole:
@@ -328,13 +328,13 @@ def acts(what: Callable[[Scene], object], name: str) -> Act[Scene]:
 
 def opens_what_was_read(scene: Scene) -> None:
     """Read the journal, then open it with that knowledge, like a retry."""
-    known = load(scene.store, first_generation("old"))
-    owner, stamp = Owner(name="retry", host="here", pid=9), Stamp(write_id="retry", at="")
-    take_over(scene.store, first_generation("old"), owner, stamp, known=known)
+    known = load_experiment(scene.store, first_generation("old"))
+    owner, stamp = Owner(name="retry", host="here", pid=9), WriteStamp(write_id="retry", at="")
+    acquire_ownership(scene.store, first_generation("old"), owner, stamp, loaded=known)
 
 
 def forks(scene: Scene) -> None:
-    assert forked(scene.store).lost == {}
+    assert forked(scene.store).lost_checkpoints == {}
 
 
 def saves_in_the_fork(scene: Scene) -> None:

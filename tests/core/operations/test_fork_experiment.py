@@ -10,18 +10,31 @@ import pytest
 
 from prefect_tune.core.checkpoints.manifest import revise_metadata
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, StoreUnavailable, Superseded
-from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, clone_for
-from prefect_tune.core.journal.journal import as_of, load
-from prefect_tune.core.journal_events import CheckpointOrigin, Cloned, Forked, Owner, Quarantined, StopAsked
+from prefect_tune.core.experiment.experiment import Experiment, apply_event
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, make_clone_ref
+from prefect_tune.core.journal.journal import load_at, load_experiment
+from prefect_tune.core.journal_events import (
+    CheckpointCloned,
+    CheckpointOrigin,
+    CheckpointQuarantined,
+    ExperimentForked,
+    Owner,
+    StopRequested,
+)
 from prefect_tune.core.operations import fork_experiment
-from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.operations.fork_experiment import Fork, begin_fork, deleted_since, fork, past_of
+from prefect_tune.core.operations.delete_experiment import delete_generation
+from prefect_tune.core.operations.fork_experiment import (
+    ForkResult,
+    begin_fork,
+    complete_fork,
+    find_deleted_checkpoints,
+    load_fork_point,
+)
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.storage.generations import current_journal
+from prefect_tune.core.storage.generations import find_current_journal
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from tests.core.driver import retried
 from tests.core.protocol.mutate import break_lines
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
@@ -35,14 +48,14 @@ OWNER = Owner(name="forker", host="here", pid=2)
 Record = Callable[[str, object], None]
 
 
-def forked(store: object, number: int | None = None, name: str = "new", write_id: str = "f") -> Fork:
+def forked(store: object, number: int | None = None, name: str = "new", write_id: str = "f") -> ForkResult:
     """Fork like the task, with retries."""
-    stamp = Stamp(write_id=write_id, at="2026-11-21T09:00:00Z")
+    stamp = WriteStamp(write_id=write_id, at="2026-11-21T09:00:00Z")
 
-    def act() -> Fork:
-        past = past_of(store, current_journal(store, "old"), number)
-        into = begin_fork(store, current_journal(store, name), past.origin, OWNER, stamp)
-        return fork(store, past, into, stamp)
+    def act() -> ForkResult:
+        past = load_fork_point(store, find_current_journal(store, "old"), number)
+        into = begin_fork(store, find_current_journal(store, name), past.origin, OWNER, stamp)
+        return complete_fork(store, past, into, stamp)
 
     return retried(act)
 
@@ -63,12 +76,12 @@ def test_a_fork_of_every_entry_is_the_origin_as_of_that_entry() -> None:
     store = MemoryStore()
     last = search_of_three(store).state.number
     for number in range(1, last + 1):
-        then, _ = as_of(store, first_generation("old"), number)
+        then, _ = load_at(store, first_generation("old"), number)
         made = forked(store, number, f"new-{number}")
-        assert load(store, first_generation(f"new-{number}")) == made.experiment
+        assert load_experiment(store, first_generation(f"new-{number}")) == made.experiment
         assert made.experiment.past_count == then.past_count
         assert made.experiment.settings == then.settings
-        lost = {trial: {each.step for each in refs} for trial, refs in made.lost.items()}
+        lost = {trial: {each.step for each in refs} for trial, refs in made.lost_checkpoints.items()}
         for before, now in zip(then.trials.values(), made.experiment.trials.values(), strict=True):
             left = [each for each in before.checkpoints if each.step not in lost.get(before.trial, ())]
             assert known(now) == known(before.model_copy(update={"checkpoints": tuple(left)}))
@@ -91,7 +104,7 @@ def test_of_a_trial_that_goes_on_a_fork_has_what_it_had_by_then() -> None:
 
 
 def as_of_entry(store: MemoryStore, number: int) -> Experiment:
-    return as_of(store, first_generation("old"), number)[0]
+    return load_at(store, first_generation("old"), number)[0]
 
 
 def test_no_byte_of_a_checkpoint_passes_through_this_machine_and_shared_blobs_are_copied_once() -> None:
@@ -121,13 +134,13 @@ def test_a_clone_is_one_in_the_fork_too_and_keeps_its_origin_there() -> None:
     ref = old.state.trial("b").checkpoints[-1]
     origin = CheckpointOrigin(trial="b", step=ref.step, sequence=ref.sequence)
     copy = ref.model_copy(update={"sequence": old.state.trial("c").next_sequence, "origin": origin})
-    old.append(Cloned(trial="c", checkpoint=copy, source="b"))
+    old.append(CheckpointCloned(trial="c", checkpoint=copy, source="b"))
     for _ in range(3):
         old.step("b")
     made = forked(store).experiment
     assert made.trial("c").checkpoints == (copy,)
     assert [clone.trial for clone in made.trial("b").clones] == ["c"]
-    removed = remove(store, first_generation("old"), OWNER, Stamp(write_id="r", at=""))
+    removed = delete_generation(store, first_generation("old"), OWNER, WriteStamp(write_id="r", at=""))
     assert removed
     new = SmallSearch(store, "new")
     new.begin("b")
@@ -140,16 +153,16 @@ def test_what_is_set_aside_in_the_origin_since_is_not_copied() -> None:
     store = MemoryStore()
     old = search_of_three(store)
     number, bad = old.state.number, old.state.trial("b").checkpoints[-1]
-    old.append(Quarantined(trial="b", sequence=bad.sequence, reason="damaged"))
+    old.append(CheckpointQuarantined(trial="b", sequence=bad.sequence, reason="damaged"))
     made = forked(store, number)
-    assert made.lost == {"b": [bad]}
+    assert made.lost_checkpoints == {"b": [bad]}
     assert [ref.step for ref in made.experiment.trial("b").checkpoints] == [1]
 
 
 def by_a_guest(old: SmallSearch) -> None:
     """Quarantine the newest checkpoint of trial b, without the owner's knowledge."""
     newest = old.key("b").checkpoint_key(old.state.trial("b").checkpoints[-1])
-    stamp = Stamp(write_id="guest", at="")
+    stamp = WriteStamp(write_id="guest", at="")
     quarantine(old.store, old.state.key, {newest: "damaged"}, stamp)
 
 
@@ -163,9 +176,9 @@ def test_a_search_can_be_forked_in_which_a_guest_has_quarantined_a_checkpoint_du
 
 def test_an_owner_may_clone_a_checkpoint_that_a_guest_quarantines_at_the_same_time() -> None:
     old = search_of_three(MemoryStore())
-    clone = clone_for(old.state.trial("c"), old.state.trial("b").checkpoints[-1], "b")
+    clone = make_clone_ref(old.state.trial("c"), old.state.trial("b").checkpoints[-1], "b")
     by_a_guest(old)
-    old.append(Cloned(trial="c", checkpoint=clone, source="b"))
+    old.append(CheckpointCloned(trial="c", checkpoint=clone, source="b"))
     assert [ref.step for ref in old.state.trial("c").checkpoints] == [2]
 
 
@@ -173,7 +186,7 @@ def test_metadata_that_was_set_after_the_save_is_in_the_forks_manifest() -> None
     store = MemoryStore()
     old = search_of_three(store)
     key = old.key("b").checkpoint_key(old.state.trial("b").checkpoints[-1])
-    revise_metadata(store, key.metadata_folder, lambda _: {"note": "best"}, before={}, write_id="m")
+    revise_metadata(store, key.metadata_folder, lambda _: {"note": "best"}, initial={}, write_id="m")
     new = forked(store).experiment
     assert read_manifest(store, new.trial_key("b").checkpoint_key(new.trial("b").checkpoints[-1])).about.metadata == {
         "note": "best"
@@ -206,10 +219,10 @@ def test_what_the_origin_has_deleted_since_is_said_and_the_newest_that_is_left_i
     old = search_of_three(store)
     number = old.state.number
     old.step("b")
-    gone = deleted_since(store, past_of(store, first_generation("old"), number))
+    gone = find_deleted_checkpoints(store, load_fork_point(store, first_generation("old"), number))
     made = forked(store, number)
     assert {trial: [each.step for each in refs] for trial, refs in gone.items()} == {"b": [1]}
-    assert made.lost == gone
+    assert made.lost_checkpoints == gone
     assert [each.step for each in made.experiment.trial("b").checkpoints] == [2]
 
 
@@ -219,7 +232,7 @@ def test_a_trial_of_which_nothing_is_left_begins_anew_and_that_is_legal() -> Non
     number = old.state.number
     for _ in range(3):
         old.step("b")
-    assert [each.step for each in forked(store, number).lost["b"]] == [1, 2]
+    assert [each.step for each in forked(store, number).lost_checkpoints["b"]] == [1, 2]
     new = SmallSearch(store, "new")
     new.begin("b")
     new.step("b")
@@ -229,7 +242,7 @@ def test_a_trial_of_which_nothing_is_left_begins_anew_and_that_is_legal() -> Non
 def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
     store = MemoryStore()
     old = search_of_three(store)
-    old.append(StopAsked(trial="b", reason="no good", request="r"), StopAsked(reason="enough"))
+    old.append(StopRequested(trial="b", reason="no good", request="r"), StopRequested(reason="enough"))
     made = forked(store).experiment
     assert (old.state.stop_requests, old.state.stops, old.state.ends) == (("r",), {"b": "no good"}, "enough")
     assert (made.stop_requests, made.stops, made.ends) == ((), {}, "")
@@ -245,10 +258,10 @@ def test_a_pinned_checkpoint_is_pinned_in_the_fork() -> None:
 def test_what_is_something_already_does_not_become_a_fork() -> None:
     store = MemoryStore()
     old = search_of_three(store)
-    origin = past_of(store, first_generation("old"), 2).origin
+    origin = load_fork_point(store, first_generation("old"), 2).origin
     for state in (old.state, forked(store).experiment):
         with pytest.raises(IllegalTransition, match="it already has trials or an origin"):
-            after_event(state, Forked(origin=origin), state.number + 1)
+            apply_event(state, ExperimentForked(origin=origin), state.number + 1)
 
 
 def test_a_fork_can_be_forked() -> None:
@@ -259,10 +272,10 @@ def test_a_fork_can_be_forked() -> None:
     new.begin("b")
     new.step("b")
 
-    past = past_of(store, first_generation("new"), None)
-    stamp = Stamp(write_id="g", at="")
+    past = load_fork_point(store, first_generation("new"), None)
+    stamp = WriteStamp(write_id="g", at="")
     into = begin_fork(store, first_generation("third"), past.origin, OWNER, stamp)
-    third = fork(store, past, into, stamp).experiment
+    third = complete_fork(store, past, into, stamp).experiment
     assert what_is_known(third) == what_is_known(new.state)
     assert unreadable(store, "third", third.trials) == []
     again = SmallSearch(store, "third")
@@ -305,37 +318,37 @@ def test_a_fork_that_cannot_be_is_refused_before_anything_is_written(number: int
 def test_of_two_who_make_the_same_fork_one_owns_it() -> None:
     store = MemoryStore()
     search_of_three(store)
-    past = past_of(store, first_generation("old"), None)
-    one, other = Stamp(write_id="one", at=""), Stamp(write_id="other", at="")
+    past = load_fork_point(store, first_generation("old"), None)
+    one, other = WriteStamp(write_id="one", at=""), WriteStamp(write_id="other", at="")
     first = begin_fork(store, first_generation("new"), past.origin, OWNER, one)
     second = begin_fork(store, first_generation("new"), past.origin, OWNER, other)
     with pytest.raises(Superseded):
-        fork(store, past, first, one)
-    assert fork(store, past, second, other).experiment.is_whole
-    assert unreadable(store, "new", load(store, first_generation("new")).trials) == []
+        complete_fork(store, past, first, one)
+    assert complete_fork(store, past, second, other).experiment.is_whole
+    assert unreadable(store, "new", load_experiment(store, first_generation("new")).trials) == []
 
 
 def test_a_fork_that_is_cut_short_is_not_forked() -> None:
     store = MemoryStore()
     search_of_three(store)
-    past = past_of(store, first_generation("old"), None)
-    begin_fork(store, first_generation("new"), past.origin, OWNER, Stamp(write_id="w", at=""))
+    past = load_fork_point(store, first_generation("old"), None)
+    begin_fork(store, first_generation("new"), past.origin, OWNER, WriteStamp(write_id="w", at=""))
     with pytest.raises(InvalidInput, match="an incomplete fork"):
-        past_of(store, first_generation("new"), None)
+        load_fork_point(store, first_generation("new"), None)
 
 
 def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_on_every: int) -> int:
     world = MemoryStore()
     number = search_of_three(world).state.number
     begun = dict(world.objects)
-    origin = load(world, first_generation("old"))
+    origin = load_experiment(world, first_generation("old"))
     counting = DyingStore(world, 0, only=only)
     expected = what_is_known(forked(counting, number).experiment)
     for nth, way in product(range(1, counting.total + 1), ways):
         store = MemoryStore(begun)
         with suppress(Crash):
             forked(DyingStore(store, nth, way, only=only), number)
-        assert load(store, first_generation("old")) == origin
+        assert load_experiment(store, first_generation("old")) == origin
         made = forked(store, number, write_id="the next").experiment
         assert what_is_known(made) == expected, (nth, way)
         assert unreadable(store, "new", made.trials) == [], (nth, way)

@@ -11,24 +11,24 @@ import pytest
 
 from prefect_tune.core.errors import Superseded, TuneError, UnknownVersion
 from prefect_tune.core.journal import journal as journals
-from prefect_tune.core.journal.journal import append_as_guest, load, take_over, write_snapshot
+from prefect_tune.core.journal.journal import acquire_ownership, append_as_non_owner, load_experiment, write_snapshot
 from prefect_tune.core.journal.outbox import Post, write_post
-from prefect_tune.core.journal_events import Owner, Quarantined, Reported
-from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.operations.scrub import inspect as inspected
+from prefect_tune.core.journal_events import CheckpointQuarantined, Owner, StepReported
+from prefect_tune.core.operations.delete_experiment import delete_generation
+from prefect_tune.core.operations.scrub import inspect_checkpoints as inspected
 from prefect_tune.core.storage.documents import read_sealed
 from prefect_tune.core.storage.generations import (
     GenerationMarker,
-    current_generation,
-    current_journal,
-    delete_objects_before,
-    experiment_names,
-    names_with_dead_objects,
-    require_not_of_before,
+    delete_earlier_objects,
+    find_current_generation,
+    find_current_journal,
+    find_names_with_garbage,
+    list_experiment_names,
+    reject_earlier_writer,
 )
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from tests.core.driver import JOURNAL
 from tests.core.histories import next_state
 from tests.core.operations.test_delete_experiment import Meanwhile, below, left, removed
@@ -69,8 +69,8 @@ def broken(store: MemoryStore, search: SmallSearch, before: Mapping[str, bytes])
         found += unreadable(store, name, {"b": own_state(store, name, "b")})
     except (KeyError, TuneError) as error:
         return [*found, f"it has lost a trial: {error!r}"]
-    state = load(store, current_journal(store, name))
-    if damaged := inspected(store, state).damaged:
+    state = load_experiment(store, find_current_journal(store, name))
+    if damaged := inspected(store, state).corrupt_checkpoints:
         found.append(f"verify finds damage: {damaged}")
     resumed = SmallSearch(store, name)
     resumed.begin("b")
@@ -89,11 +89,11 @@ def paused_before_each_request(enough: int | None = None) -> list[str]:
             search = used_again(store)
             again.append((search, {path: data for path, data in store.objects.items() if path.startswith("new/2/")}))
 
-        stamp = Stamp(write_id="first", at="2026-11-21T07:00:00Z")
+        stamp = WriteStamp(write_id="first", at="2026-11-21T07:00:00Z")
         count = iter(range(1, 10_000))
         paused = Meanwhile(store, lambda _method, _path, nth=nth, count=count: next(count) == nth, meanwhile)
         with suppress(TuneError):
-            remove(paused, first_generation("new"), OWNER, stamp)
+            delete_generation(paused, first_generation("new"), OWNER, stamp)
         if not again:
             assert nth > 10
             return found
@@ -119,10 +119,12 @@ def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_
         dying = DyingStore(store, nth, way, only=WRITES)
         with suppress(Crash):
             removed(dying, "new")
-        if current_generation(store, "new") == 2:  # what is left is garbage: the name is free before it is collected
+        if (
+            find_current_generation(store, "new") == 2
+        ):  # what is left is garbage: the name is free before it is collected
             search = used_again(store)
             before = {path: data for path, data in store.objects.items() if path.startswith("new/2/")}
-            delete_objects_before(store, "new", 2)
+            delete_earlier_objects(store, "new", 2)
             assert broken(store, search, before) == []
             assert {path.split("/")[1] for path in below(store, "new")} == {"2"}
         removed(store, "new", "again")
@@ -136,17 +138,17 @@ def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_
 
 
 def _puts_aside(search: SmallSearch, store: ObjectStore) -> None:
-    bad = Quarantined(trial="b", sequence=search.state.trial("b").checkpoints[-1].sequence, reason="damaged")
-    append_as_guest(store, search.state.key, lambda _: [bad], Stamp(write_id="guest", at=""))
+    bad = CheckpointQuarantined(trial="b", sequence=search.state.trial("b").checkpoints[-1].sequence, reason="damaged")
+    append_as_non_owner(store, search.state.key, lambda _: [bad], WriteStamp(write_id="guest", at=""))
 
 
 def _posts(search: SmallSearch, store: ObjectStore) -> None:
-    report = Reported(trial="c", report=StepReport(step=1, metrics={}))
+    report = StepReported(trial="c", report=StepReport(step=1, metrics={}))
     write_post(store, search.key("c"), 1, 1, Post(write_id="post", at="", events=(report,)))
 
 
 def _opens(search: SmallSearch, store: ObjectStore) -> None:
-    take_over(store, search.state.key, OWNER, Stamp(write_id="late", at=""))
+    acquire_ownership(store, search.state.key, OWNER, WriteStamp(write_id="late", at=""))
 
 
 def _on(search: SmallSearch, store: ObjectStore) -> SmallSearch:
@@ -204,10 +206,10 @@ def paused_before_each_write(name: str, deletions: int, enough: int | None = Non
         found += [
             f"write {nth}: an entry is left: {path}" for path in dead if "/journal/" in path or "/outbox/" in path
         ]
-        assert ("old" in names_with_dead_objects(store.objects)) is (len(dead) > 1)
+        assert ("old" in find_names_with_garbage(store.objects)) is (len(dead) > 1)
         before = {path: data for path, data in store.objects.items() if f"old/{deletions + 1}/" in path}
-        delete_objects_before(store, "old", current_generation(store, "old"))
-        assert names_with_dead_objects(store.objects) == []
+        delete_earlier_objects(store, "old", find_current_generation(store, "old"))
+        assert find_names_with_garbage(store.objects) == []
         found += [f"write {nth}: {each}" for each in broken(store, again, before)]
         if enough is not None and len(found) >= enough:
             return found
@@ -222,7 +224,7 @@ def test_a_late_writer_learns_of_the_deletion_and_leaves_the_next_experiment_alo
 
 def test_a_fresh_start_that_was_overtaken_by_an_experiment_and_its_deletion_leaves_nothing() -> None:
     store = MemoryStore()
-    key = current_journal(store, "old")
+    key = find_current_journal(store, "old")
 
     def is_first_entry(method: str, path: str) -> bool:
         return (method, path) == ("create", key.entry_path(1))
@@ -233,7 +235,7 @@ def test_a_fresh_start_that_was_overtaken_by_an_experiment_and_its_deletion_leav
 
     paused = Meanwhile(store, is_first_entry, meanwhile)
     with pytest.raises(Superseded, match="'old': the experiment was deleted at 2026-11-21T09:00:00Z by deleter"):
-        take_over(paused, key, OWNER, Stamp(write_id="w", at=""))
+        acquire_ownership(paused, key, OWNER, WriteStamp(write_id="w", at=""))
     assert left(store) == set()
 
 
@@ -251,14 +253,14 @@ def test_a_deletion_leaves_one_small_marker_of_the_next_generation() -> None:
         marker = read_sealed(store, GenerationMarker, path, TuneError)
         assert marker
         assert (marker.generation, marker.deleted_by) == (generation, "deleter (pid 3 on here)")
-    assert experiment_names(store) == []
-    assert current_generation(store, "old") == 3
+    assert list_experiment_names(store) == []
+    assert find_current_generation(store, "old") == 3
 
 
 def written_by(store: MemoryStore, name: str, generation: int) -> bool:
     """Return whether the marker before a generation names the owner as a writer of those before."""
     try:
-        require_not_of_before(store, JournalKey(experiment=JOURNAL.experiment, generation=generation), name)
+        reject_earlier_writer(store, JournalKey(experiment=JOURNAL.experiment, generation=generation), name)
     except Superseded:
         return True
     return False
@@ -267,11 +269,11 @@ def written_by(store: MemoryStore, name: str, generation: int) -> bool:
 def some_history(owner: Owner) -> MemoryStore:
     """Return a journal of 12 entries, the last one by another owner, and a snapshot of it."""
     store = MemoryStore()
-    state = journals.take_over(store, JOURNAL, owner, Stamp(write_id="open", at=""))
+    state = journals.acquire_ownership(store, JOURNAL, owner, WriteStamp(write_id="open", at=""))
     while state.number < 11:
         state = next_state(store, state, [f"t{state.number}"])
     write_snapshot(store, state)
-    journals.take_over(store, JOURNAL, OWNER, Stamp(write_id="later", at=""))
+    journals.acquire_ownership(store, JOURNAL, OWNER, WriteStamp(write_id="later", at=""))
     return store
 
 
@@ -290,7 +292,7 @@ def test_a_damaged_entry_of_old_does_not_make_an_experiment_undeletable() -> Non
     for number in range(2, 9):
         store.objects[JOURNAL.entry_path(number)] = b"{}"
     removed(store, JOURNAL.experiment)
-    assert current_generation(store, JOURNAL.experiment) == 2
+    assert find_current_generation(store, JOURNAL.experiment) == 2
     assert below(store, JOURNAL.experiment) == set()
     assert not written_by(store, "x", 2)
 
@@ -300,7 +302,7 @@ def test_foreign_files_are_no_generations() -> None:
     search_of_three(store)
     names = ["old/generations/notes.txt", "old/generations/12.json", "old/02/a", "old/x/a", "old/a", "b c/1/a", "top"]
     store.objects.update(dict.fromkeys(names, b""))
-    assert (current_generation(store, "old"), experiment_names(store)) == (1, ["old"])
+    assert (find_current_generation(store, "old"), list_experiment_names(store)) == (1, ["old"])
     removed(store, "old")
     assert store.objects.keys() == {*names, "old/generations/0000000002.json"}
 
@@ -309,12 +311,12 @@ def test_an_experiment_of_a_development_version_is_refused_in_one_sentence() -> 
     store = MemoryStore()
     store.objects["old/journal/0000000001.json"] = b"whatever"
     with pytest.raises(UnknownVersion) as refused:
-        current_journal(store, "old")
+        find_current_journal(store, "old")
     assert str(refused.value) == (
         "experiment 'old' was written by a development version of prefect-tune, before its first release, and "
         "cannot be read: finish it with that version, delete its folder old/, or choose another name"
     )
-    assert experiment_names(store) == ["old"]
+    assert list_experiment_names(store) == ["old"]
 
 
 def test_only_a_placeholder_and_the_drill_name_a_generation_themselves() -> None:
@@ -330,15 +332,15 @@ _LOOK = "    require_first_entry(store, experiment.key, path)\n"
 MUTANTS: Mapping[str, Mutant] = {
     "a deletion removes what comes after it, too": Mutant(
         lambda: paused_before_each_request(enough=1),
-        {remove: {"experiment.generation + 1": "experiment.generation + 2"}},
+        {delete_generation: {"experiment.generation + 1": "experiment.generation + 2"}},
     ),
     "an entry does not look for a deletion": Mutant(
-        lambda: paused_before_each_write("saves", 2, enough=1), {journals._append_next: {_LOOK: ""}}
+        lambda: paused_before_each_write("saves", 2, enough=1), {journals._try_append: {_LOOK: ""}}
     ),
     "it looks before it writes": Mutant(
         lambda: paused_before_each_write("adds a trial", 2, enough=1),
         {
-            journals._append_next: {
+            journals._try_append: {
                 _LOOK: "",
                 "    create_or_recognize(": f"{_LOOK}    create_or_recognize(",
             }

@@ -19,17 +19,17 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.summary import best_first, best_of, shown_settings
-from prefect_tune.core.journal_events import CheckpointOrigin, Cloned, Deletion, Retired
+from prefect_tune.core.experiment.summary import find_best_trial, settings_for_display, sort_trials
+from prefect_tune.core.journal_events import CheckpointCloned, CheckpointOrigin, CheckpointsRetired, DeletionStarted
 from prefect_tune.core.operations.scrub import (
-    EVERYTHING,
+    FULL_SHARE,
     DailyShare,
-    inspect,
-    inspect_one,
-    share_of,
+    inspect_checkpoints,
+    inspect_live_checkpoint,
+    parse_share,
 )
 from prefect_tune.core.restore import read_manifest
-from prefect_tune.core.storage.generations import experiment_names
+from prefect_tune.core.storage.generations import list_experiment_names
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, NAME, Session, Witness
@@ -62,7 +62,7 @@ def keys(session: Session) -> list[CheckpointKey]:
 
 def only(key: CheckpointKey, session: Session) -> DailyShare:
     """A share that has this checkpoint and none of the others."""
-    return next(part for day in range(9**6) if (part := DailyShare(50, day)).chosen(keys(session)) == [key])
+    return next(part for day in range(9**6) if (part := DailyShare(50, day)).select_keys(keys(session)) == [key])
 
 
 def flip(session: Session, path: str) -> None:
@@ -85,34 +85,34 @@ def test_within_as_many_days_as_parts_everything_that_was_there_all_the_while_is
     begin = date(2026, 11, 23).toordinal() // parts * parts
     for day in range(begin, begin + parts):
         comes_and_goes = many(f"t{day}", 50 * (day % 3))
-        read += set(DailyShare(parts, day).chosen(always | comes_and_goes)) & always
+        read += set(DailyShare(parts, day).select_keys(always | comes_and_goes)) & always
     assert sorted(read, key=lambda key: key.step) == sorted(always, key=lambda key: key.step)
 
 
 def test_a_run_once_a_week_does_not_choose_the_same_seventh_each_time() -> None:
     every, monday = many("t", 700), date(2026, 11, 23)
-    chosen = [share_of("1/7", monday + timedelta(weeks=week)).chosen(every) for week in range(20)]
+    chosen = [parse_share("1/7", monday + timedelta(weeks=week)).select_keys(every) for week in range(20)]
     assert all(50 < len(each) < 150 for each in chosen)
     assert len(set().union(*chosen)) > 600
 
 
 def test_a_share_is_one_part_of_several() -> None:
     today = date(2026, 11, 23)
-    assert share_of("1/7", today) == DailyShare(7, today.toordinal())
-    assert set(share_of("1", today).chosen(many("t", 9))) == many("t", 9)
+    assert parse_share("1/7", today) == DailyShare(7, today.toordinal())
+    assert set(parse_share("1", today).select_keys(many("t", 9))) == many("t", 9)
     for wrong in ("2/7", "1/0", "0.1", "", "1/7 ", "1/1000000000"):
         with pytest.raises(InvalidInput, match="share: expected one part of several, such as '1/7'"):
-            share_of(wrong, today)
+            parse_share(wrong, today)
 
 
 def test_a_run_reads_all_of_its_share_within_its_limits(trained: Session) -> None:
-    found = inspect(trained.store, trained.experiment)
+    found = inspect_checkpoints(trained.store, trained.experiment)
     assert {each.key for each in found.inspected} == set(keys(trained)) == set(found.live)
-    assert (found.unread_count, found.damaged) == (0, [])
+    assert (found.unread_count, found.corrupt_checkpoints) == (0, [])
     assert all(each.size_bytes and each.file_count for each in found.inspected)
     for part in (DailyShare(3, 3), DailyShare(3, 4), DailyShare(3, 5)):
-        found = inspect(trained.store, trained.experiment, part)
-        assert [each.key for each in found.inspected] == part.chosen(keys(trained))
+        found = inspect_checkpoints(trained.store, trained.experiment, part)
+        assert [each.key for each in found.inspected] == part.select_keys(keys(trained))
 
 
 @pytest.mark.parametrize("limits", [{"max_bytes": 1}, {"has_time": lambda: False}])
@@ -121,7 +121,7 @@ def test_a_run_that_is_cut_short_reads_something_and_another_day_something_else(
 ) -> None:
     read = set[CheckpointKey]()
     for day in range(60):
-        found = inspect(trained.store, trained.experiment, DailyShare(1, day), **limits)
+        found = inspect_checkpoints(trained.store, trained.experiment, DailyShare(1, day), **limits)
         assert (len(found.inspected), found.unread_count) == (1, 7)
         read.add(found.inspected[0].key)
     assert read == set(keys(trained))
@@ -133,25 +133,25 @@ def test_a_run_that_is_cut_short_reads_something_and_another_day_something_else(
 def test_where_one_is_damaged_all_others_of_its_trial_are_read_too(trained: Session) -> None:
     shared = set.intersection(*(set(read_manifest(trained.store, key).blob_paths()) for key in keys(trained)))
     flip(trained, min(shared))
-    found = inspect(trained.store, trained.experiment, only(keys(trained)[0], trained))
-    assert {each.key for each in found.damaged} == set(keys(trained))
+    found = inspect_checkpoints(trained.store, trained.experiment, only(keys(trained)[0], trained))
+    assert {each.key for each in found.corrupt_checkpoints} == set(keys(trained))
 
 
 def test_what_is_retired_while_it_is_read_is_not_damaged(trained: Session) -> None:
     (oldest, *_), before = keys(trained), trained.experiment
-    trained.append([Retired(trial=KEY.trial, retires=(oldest.sequence,))])
+    trained.append([CheckpointsRetired(trial=KEY.trial, retires=(oldest.sequence,))])
     trained.collect([oldest])
-    assert inspect_one(trained.store, oldest) == []
-    found = inspect(trained.store, before)
-    assert found.damaged == []
+    assert inspect_live_checkpoint(trained.store, oldest) == []
+    found = inspect_checkpoints(trained.store, before)
+    assert found.corrupt_checkpoints == []
 
 
 def test_what_is_deleted_with_its_experiment_is_not_damaged(trained: Session) -> None:
     (oldest, *_) = keys(trained)
-    trained.append([Deletion()])
+    trained.append([DeletionStarted()])
     trained.store.delete([oldest.manifest_path])
-    assert inspect_one(trained.store, oldest) == []
-    assert inspect(trained.store, trained.experiment).live == ()
+    assert inspect_live_checkpoint(trained.store, oldest) == []
+    assert inspect_checkpoints(trained.store, trained.experiment).live == ()
 
 
 # ----------------------------------------------------------------------------------------- failing reads
@@ -188,9 +188,9 @@ def test_a_checkpoint_that_a_newer_version_wrote_is_reported_and_all_others_are_
     new = keys(trained)[3]
     document = json.loads(objects(trained)[new.manifest_path])
     objects(trained)[new.manifest_path] = json.dumps({**document, "version": document["version"] + 1}).encode()
-    found = inspect(trained.store, trained.experiment)
+    found = inspect_checkpoints(trained.store, trained.experiment)
     assert [(each.folder, each.trial) for each in found.unreadable] == [(new.folder, KEY.trial)]
-    assert (len(found.inspected), found.damaged) == (7, [])
+    assert (len(found.inspected), found.corrupt_checkpoints) == (7, [])
 
 
 def test_what_a_clone_shares_with_its_origin_is_read_once() -> None:
@@ -201,8 +201,8 @@ def test_what_a_clone_shares_with_its_origin_is_read_once() -> None:
     search.step("a")
     (ref,) = search.state.trial("a").checkpoints
     origin = CheckpointOrigin(trial="a", step=ref.step, sequence=ref.sequence)
-    search.append(Cloned(trial="b", checkpoint=ref.model_copy(update={"origin": origin}), source="a"))
-    found = inspect(search.store, search.state)
+    search.append(CheckpointCloned(trial="b", checkpoint=ref.model_copy(update={"origin": origin}), source="a"))
+    found = inspect_checkpoints(search.store, search.state)
     assert [each.key for each in found.inspected] == [search.key("a").checkpoint_key(ref)]
 
 
@@ -213,9 +213,9 @@ def test_a_checkpoint_that_cannot_be_read_is_reported_each_time_and_all_others_a
     bad = keys(trained)[3]
     store = Spoilt(trained.store, error, lambda path: path == bad.manifest_path)
     for _ in range(2):
-        found = inspect(store, trained.experiment)
-        assert ([each.folder for each in found.unreadable], found.damaged) == ([bad.folder], [])
-        assert str(error) in found.unreadable[0].why
+        found = inspect_checkpoints(store, trained.experiment)
+        assert ([each.folder for each in found.unreadable], found.corrupt_checkpoints) == ([bad.folder], [])
+        assert str(error) in found.unreadable[0].reason
         assert len(found.inspected) == 7
 
 
@@ -223,7 +223,7 @@ def test_what_is_read_at_the_second_try_was_readable(trained: Session) -> None:
     times = count()
     bad = keys(trained)[3].manifest_path
     store = Spoilt(trained.store, StoreUnavailable("blip"), lambda path: path == bad and next(times) == 0)
-    found = inspect(store, trained.experiment)
+    found = inspect_checkpoints(store, trained.experiment)
     assert (len(found.inspected), found.unreadable) == (8, ())
 
 
@@ -232,22 +232,22 @@ def test_a_target_that_is_away_is_no_checkpoint_that_cannot_be_read(trained: Ses
     store = Spoilt(trained.store, StoreUnavailable("away"), lambda path: path == bad)
     store.is_gone = True
     with pytest.raises(StoreUnavailable):
-        inspect(store, trained.experiment)
+        inspect_checkpoints(store, trained.experiment)
 
 
 def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_first(
     trained: Session,
 ) -> None:
-    in_order = EVERYTHING.chosen(keys(trained))
+    in_order = FULL_SHARE.select_keys(keys(trained))
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[0].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment)
+    found = inspect_checkpoints(store, trained.experiment)
     assert [each.folder for each in found.unreadable] == [in_order[0].folder]
     assert (found.inspected, found.unread_count) == ((), 7)
 
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[2].manifest_path)
     store.is_gone = True
-    found = inspect(store, trained.experiment)
+    found = inspect_checkpoints(store, trained.experiment)
     assert (len(found.inspected), found.unreadable) == (2, ())
     assert found.unread_count == 6
 
@@ -256,8 +256,8 @@ def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_reported(tra
     first, other = keys(trained)[:2]
     del objects(trained)[first.manifest_path]
     store = Spoilt(trained.store, StoreUnavailable("EIO"), lambda path: path == other.manifest_path)
-    found = inspect(store, trained.experiment, only(first, trained))
-    assert {each.key for each in found.damaged} == {first}
+    found = inspect_checkpoints(store, trained.experiment, only(first, trained))
+    assert {each.key for each in found.corrupt_checkpoints} == {first}
     assert [each.folder for each in found.unreadable] == [other.folder]
 
 
@@ -266,13 +266,13 @@ def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_reported(tra
 
 def test_an_experiment_is_what_has_a_first_entry(trained: Session) -> None:
     objects(trained).update({"no name!/journal/0000000001.json": b"", "folder/a": b"", "file": b""})
-    assert experiment_names(trained.store) == [NAME]
+    assert list_experiment_names(trained.store) == [NAME]
 
 
 def test_nothing_is_the_best_where_nothing_is_compared(trained: Session) -> None:
     trials = list(trained.experiment.trials.values())
-    assert best_first(trials, None) == trials
-    assert best_of(trained.experiment) is None
+    assert sort_trials(trials, None) == trials
+    assert find_best_trial(trained.experiment) is None
     with pytest.raises(CheckpointNotFound):
         read_manifest(trained.store, CheckpointKey(trial=KEY, step=99, sequence=99))
 
@@ -284,5 +284,5 @@ def test_the_values_of_a_jobs_variables_are_not_shown_but_for_numbers_and_refere
     settings = {"stop": {"step": 3}, "mode": "min", "trial_job_variables": given}
     env = {"WANDB_API_KEY": "********", "OTHER": reference, "BOTH": "********"}
     shown = {"env": env, "args": ["********", "********"], "gpu_limit": 1}
-    assert shown_settings(settings) == {**settings, "trial_job_variables": shown}
-    assert shown_settings({"mode": "min"}) == {"mode": "min"}
+    assert settings_for_display(settings) == {**settings, "trial_job_variables": shown}
+    assert settings_for_display({"mode": "min"}) == {"mode": "min"}

@@ -9,18 +9,30 @@ import pytest
 from prefect_tune.core.errors import CheckpointCorrupt, JournalCorrupt
 from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import reused_from
-from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Finished, Pinned, Requeued, Retired
-from prefect_tune.core.messages.process_messages import Proceed
-from prefect_tune.core.messages.target_messages import answer
+from prefect_tune.core.experiment.trial_transitions import min_reusable_sequence
+from prefect_tune.core.journal.journal import load_experiment
+from prefect_tune.core.journal_events import (
+    AttemptEnded,
+    Cause,
+    CheckpointsRetired,
+    Pinned,
+    TrialFinished,
+    TrialRequeued,
+)
+from prefect_tune.core.messages.process_messages import ContinueTraining
+from prefect_tune.core.messages.target_messages import send_answer
 from prefect_tune.core.operations import trial_gc
 from prefect_tune.core.operations.scrub import quarantine, reinstate
-from prefect_tune.core.operations.trial_gc import Collected, collect_experiment, prunable, prune
+from prefect_tune.core.operations.trial_gc import (
+    TrialGarbage,
+    collect_experiment_garbage,
+    plan_pruning,
+    retire_unkept_checkpoints,
+)
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
-from prefect_tune.core.storage.object_store import Listed, ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore
+from prefect_tune.core.values import WriteStamp
 from tests.core.driver import BACKBONE, retried
 from tests.core.protocol.exploring import die_everywhere, late_writes, meet_at_random, meet_dying, meet_in_every_order
 from tests.core.protocol.meetings import (
@@ -65,13 +77,13 @@ def newest(scene: Scene, name: str = "s") -> CheckpointKey:
 # -------------------------------------------------------------------------------------------- operations
 
 
-def garbage(store: ObjectStore, stamp: Stamp, *, deletes: bool) -> Sequence[Collected]:
+def garbage(store: ObjectStore, stamp: WriteStamp, *, deletes: bool) -> Sequence[TrialGarbage]:
     """Return the garbage of each trial; delete it, or write nothing."""
-    state = load(store, SEARCH)
-    return collect_experiment(store, state, stamp, dry_run=not deletes).trials
+    state = load_experiment(store, SEARCH)
+    return collect_experiment_garbage(store, state, stamp, dry_run=not deletes).trials
 
 
-def looked(scene: Scene) -> Sequence[Collected]:
+def looked(scene: Scene) -> Sequence[TrialGarbage]:
     return garbage(scene.store, scene.chronicle.stamp(), deletes=False)
 
 
@@ -84,7 +96,7 @@ def collects(scene: Scene) -> None:
 def prunes(scene: Scene) -> None:
     """Maintenance retires the checkpoints that a policy does not keep, and deletes them."""
     stamp = scene.chronicle.stamp()
-    retried(lambda: prune(scene.store, SEARCH, KEEPS, stamp))
+    retried(lambda: retire_unkept_checkpoints(scene.store, SEARCH, KEEPS, stamp))
     collects(scene)
 
 
@@ -104,7 +116,7 @@ def doubts_and_trusts(scene: Scene) -> None:
 
 def requeue(search: Search) -> None:
     """The ended trial continues."""
-    search.append(Requeued(trial="s", reason="more"))
+    search.append(TrialRequeued(trial="s", reason="more"))
     search.start("s")
     search.save("s")
 
@@ -135,7 +147,7 @@ def _end(scene: Scene) -> Scene:
     files = {"head": b"nobodys", "backbone": b"of its own, and of nobody else"}
     attempt.trial = search.trial("s")
     attempt.upload(stray, files)
-    search.append(*(Finished(trial=name, reason="enough") for name in ("s", "c", "d")))
+    search.append(*(TrialFinished(trial=name, reason="enough") for name in ("s", "c", "d")))
     return scene
 
 
@@ -224,7 +236,7 @@ def test_what_a_look_finds_is_what_is_deleted_and_then_there_is_nothing_more() -
         assert seen[0].orphan_bytes > 0
         assert scene.store.objects == before
         assert garbage(scene.store, scene.chronicle.stamp(), deletes=True) == seen
-        assert looked(scene) == [Collected("s"), Collected("c"), Collected("d")]
+        assert looked(scene) == [TrialGarbage("s"), TrialGarbage("c"), TrialGarbage("d")]
 
 
 def test_what_a_save_that_died_left_goes_once_its_trial_has_ended_and_not_before() -> None:
@@ -240,14 +252,14 @@ def test_what_a_save_that_died_left_goes_once_its_trial_has_ended_and_not_before
 
 def test_an_ended_trial_is_listed_once() -> None:
     class Listing(MemoryStore):
-        def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+        def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
             folders.append(prefix)
             return super().list(prefix, after=after)
 
     scene, folders = ended(), list[str]()
     assert garbage(Listing(scene.store.objects), scene.chronicle.stamp(), deletes=True)[0].orphan_count
     key = scene.search.key("s")
-    assert [folders.count(folder) for folder in (key.checkpoints, key.blobs)] == [1, 1]
+    assert [folders.count(folder) for folder in (key.checkpoints_folder, key.blobs_folder)] == [1, 1]
 
 
 def test_one_entry_has_the_limits_of_all_trials() -> None:
@@ -259,10 +271,10 @@ def test_one_entry_has_the_limits_of_all_trials() -> None:
         attempt.trial = scene.search.trial(name)
         stray = CheckpointKey(trial=scene.search.key(name), step=9, sequence=attempt.trial.next_sequence)
         attempt.upload(stray, {"head": b"nobodys"})
-        scene.search.append(Finished(trial=name, reason="enough"))
+        scene.search.append(TrialFinished(trial=name, reason="enough"))
     number = scene.search.state.number
     collects(scene)
-    state = load(scene.store, SEARCH)
+    state = load_experiment(scene.store, SEARCH)
     assert state.number == number + 1
     assert [trial.collected_up_to for trial in state.trials.values()] == [
         scene.search.trial("s").next_sequence + 1,
@@ -287,20 +299,20 @@ def test_pruning_keeps_the_newest_and_what_is_pinned_and_bytes_that_a_clone_has(
 def test_nothing_is_pruned_while_a_trial_continues_here_or_elsewhere() -> None:
     scene = ended()
     search = scene.search
-    assert [retirement.trial for retirement in prunable(search.state, KEEPS)] == ["s"]
-    search.append(Requeued(trial="d", reason="more"))
+    assert [retirement.trial for retirement in plan_pruning(search.state, KEEPS)] == ["s"]
+    search.append(TrialRequeued(trial="d", reason="more"))
     before = dict(scene.store.objects)
-    assert prune(scene.store, SEARCH, KEEPS, scene.chronicle.stamp()) == ()
-    search.launch("d").post(Finished(trial="d", reason="enough"))
+    assert retire_unkept_checkpoints(scene.store, SEARCH, KEEPS, scene.chronicle.stamp()) == ()
+    search.launch("d").post(TrialFinished(trial="d", reason="enough"))
     search.receive("d")
-    assert prunable(search.state, KEEPS) == (), "its outbox is open"
+    assert plan_pruning(search.state, KEEPS) == (), "its outbox is open"
     search.receive("d", closes=True)
-    assert len(prunable(search.state, KEEPS)) == 1
+    assert len(plan_pruning(search.state, KEEPS)) == 1
     assert before.items() <= scene.store.objects.items()
 
 
 def test_the_suite_notices_when_a_trial_with_an_open_outbox_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lines(monkeypatch, trial_gc.has_ended, {" and trial.outbox is None": ""})
+    break_lines(monkeypatch, trial_gc.has_trial_ended, {" and trial.outbox is None": ""})
     with pytest.raises(AssertionError, match="its outbox is open"):
         test_nothing_is_pruned_while_a_trial_continues_here_or_elsewhere()
 
@@ -308,7 +320,7 @@ def test_the_suite_notices_when_a_trial_with_an_open_outbox_counts_as_ended(monk
 def test_the_best_trial_and_the_best_checkpoint_are_not_pruned() -> None:
     state = ended().search.state
     compared = state.model_copy(update={"settings": {"metric": "step", "mode": "max"}})
-    assert prunable(compared, KEEPS) == []
+    assert plan_pruning(compared, KEEPS) == []
     metrics = ({"loss": 1.0}, {"loss": 2.0})
     refs = [
         ref.model_copy(update={"metrics": values})
@@ -316,7 +328,7 @@ def test_the_best_trial_and_the_best_checkpoint_are_not_pruned() -> None:
     ]
     trials = state.trials.with_trial(state.trial("s").model_copy(update={"checkpoints": tuple(refs)}))
     compared = state.model_copy(update={"settings": {"metric": "loss"}, "trials": trials})
-    assert prunable(compared, KEEPS) == []
+    assert plan_pruning(compared, KEEPS) == []
 
 
 def test_what_was_put_aside_is_gone_on_from_by_nobody_and_its_bytes_stay() -> None:
@@ -329,7 +341,7 @@ def test_what_was_put_aside_is_gone_on_from_by_nobody_and_its_bytes_stay() -> No
     assert trial.lost_checkpoints == 1
     assert [each.reason for each in trial.quarantined_checkpoints] == ["doubted"]
     assert blobs <= set(scene.store.objects)
-    assert reused_from(trial) > trial.collected_up_to
+    assert min_reusable_sequence(trial) > trial.collected_up_to
 
 
 def test_a_new_checkpoint_retires_what_was_put_aside_before_it() -> None:
@@ -377,7 +389,7 @@ def test_of_what_is_aside_with_its_manifest_unreadable_all_that_it_may_name_stay
     named = read_manifest(scene.store, bad).blob_paths()
     scene.store.objects[bad.manifest_path] = b"torn"
     doubts(scene)
-    reopened(scene).append(Finished(trial="s", reason="enough"))
+    reopened(scene).append(TrialFinished(trial="s", reason="enough"))
     collects(scene)
     assert named <= set(scene.store.objects)
     scene.store.objects[bad.manifest_path] = was
@@ -392,11 +404,11 @@ def test_what_is_aside_is_not_deleted_whoever_asks() -> None:
     bad = newest(scene)
     doubts(scene)
     search = reopened(scene)
-    search.append(Retired(trial="s", retires=()))
+    search.append(CheckpointsRetired(trial="s", retires=()))
     before = dict(scene.store.objects)
     key, trial = search.key("s"), search.trial("s")
-    assert trial_gc.collect(scene.store, key, trial, [bad]) == 0
-    assert trial_gc.orphans(scene.store, key, trial) == []
+    assert trial_gc.delete_retired_objects(scene.store, key, trial, [bad]) == 0
+    assert trial_gc.find_orphan_blobs(scene.store, key, trial) == []
     assert scene.store.objects == before
 
 
@@ -416,7 +428,7 @@ def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_p
 def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     break_lines(
         monkeypatch,
-        trial_gc._quarantined_blobs,
+        trial_gc._list_quarantined_blobs,
         {"return read_manifest(store, key).blob_paths()": "return frozenset()"},
     )
     with pytest.raises(CheckpointCorrupt):
@@ -424,7 +436,9 @@ def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: 
 
 
 def test_the_suite_notices_when_an_owner_may_not_start_from_what_is_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_lines(monkeypatch, trial_transitions._apply_started, {"(*trial.checkpoints, *recent)": "trial.checkpoints"})
+    break_lines(
+        monkeypatch, trial_transitions._apply_attempt_start, {"(*trial.checkpoints, *recent)": "trial.checkpoints"}
+    )
     with pytest.raises(JournalCorrupt, match="cannot start"):
         test_an_owner_that_has_restored_it_already_starts_from_what_a_guest_puts_aside()
 
@@ -436,7 +450,7 @@ def test_of_an_experiment_that_is_not_there_nothing_is_put_aside_reinstated_or_p
     before = dict(scene.store.objects)
     assert quarantine(scene.store, absent, {key: "damaged"}, stamp) == []
     assert reinstate(scene.store, absent, [key], stamp) == []
-    assert prune(scene.store, absent, KEEPS, stamp) == []
+    assert retire_unkept_checkpoints(scene.store, absent, KEEPS, stamp) == []
     assert scene.store.objects == before
 
 
@@ -457,9 +471,9 @@ def answered(scene: Scene, *attempts: int) -> None:
     key = scene.search.key("s")
     for attempt in attempts:
         for step in (0, 3):
-            answer(scene.store, key, attempt, step, Proceed(milestone=4))
-    scene.store.objects[f"{key.answers}/README"] = b"foreign"
-    scene.store.objects[f"{key.answers}/1-3.json"] = b"foreign, too"
+            send_answer(scene.store, key, attempt, step, ContinueTraining(milestone=4))
+    scene.store.objects[f"{key.answers_folder}/README"] = b"foreign"
+    scene.store.objects[f"{key.answers_folder}/1-3.json"] = b"foreign, too"
 
 
 def answers_left(scene: Scene) -> list[int]:
@@ -474,7 +488,7 @@ def test_what_attempts_that_are_over_were_told_goes_and_what_the_present_one_is_
     assert scene.search.trial("s").attempt == 2
     answered(scene, 1, 2, 3)
     before = dict(scene.store.objects)
-    assert looked(scene)[0] == Collected("s", answer_count=2)
+    assert looked(scene)[0] == TrialGarbage("s", answer_count=2)
     assert scene.store.objects == before
     collects(scene)
     assert answers_left(scene) == [2, 2, 3, 3]
@@ -495,7 +509,7 @@ def test_posts_that_were_received_go_but_for_the_first_and_the_end() -> None:
     assert looked(scene)[0].answer_count == 0
     search.settle("s")
     scene.store.objects.update(posts)  # the owner died before it deleted them
-    foreign = f"{key.outboxes}/0000000001/README"
+    foreign = f"{key.outboxes_folder}/0000000001/README"
     scene.store.objects[foreign] = b""
     again = search.launch("s")
     again.begin_there()

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefect_tune.core.errors import AlreadyCommitted, CheckpointNotFound, Superseded, TuneError
-from prefect_tune.core.journal.journal import load
-from prefect_tune.core.journal_events import Owner, Quarantined
-from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_of
+from prefect_tune.core.journal.journal import load_experiment
+from prefect_tune.core.journal_events import CheckpointQuarantined, Owner
+from prefect_tune.core.operations.delete_experiment import delete_generation
+from prefect_tune.core.operations.fork_experiment import begin_fork, complete_fork, load_fork_point
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from tests.core.driver import Files
@@ -70,7 +70,7 @@ class Family(RuleBasedStateMachine):
                 stamp = self.chronicle.stamp()
                 for _ in range(3):
                     with suppress(TuneError):
-                        remove(self.wire, SEARCH, FORKER, stamp)
+                        delete_generation(self.wire, SEARCH, FORKER, stamp)
                 assert [path for path in self.store.objects if path.startswith(SEARCH.folder)] == []
                 self.what_a_fork_began_with_is_whole()
         finally:
@@ -112,7 +112,7 @@ class Family(RuleBasedStateMachine):
         """Quarantine the trial's checkpoints, as if they killed the trainable."""
         search = self._waiting(name)
         for ref in search.trial(name).checkpoints:
-            search.append(Quarantined(trial=name, sequence=ref.sequence, reason="poison", kills=True))
+            search.append(CheckpointQuarantined(trial=name, sequence=ref.sequence, reason="poison", kills=True))
         self.chronicle.acknowledged.pop(name, None)
 
     def _turn(self, name: str, what: str) -> None:
@@ -255,14 +255,14 @@ class Family(RuleBasedStateMachine):
             if name not in self.there and what in AFTER[self.status[name]]:
                 self._turn(name, what)
         origin = next(iter(self.forks), SEARCH)
-        past = past_of(self.wire, origin, None)
+        past = load_fork_point(self.wire, origin, None)
         key, stamp = JournalKey(experiment=f"fork{len(self.forks)}", generation=1), self.chronicle.stamp()
         for _ in range(3):
             with suppress(Exception):
                 begun = begin_fork(self.wire, key, past.origin, FORKER, stamp)
-                made = fork(self.wire, past, begun, stamp)
+                made = complete_fork(self.wire, past, begun, stamp)
                 break
-        assert made.lost == {}
+        assert made.lost_checkpoints == {}
         self.forks[key] = {}
         for name, trial in made.experiment.trials.items():
             before = past.experiment.trial(name)
@@ -289,7 +289,7 @@ class Family(RuleBasedStateMachine):
     def the_journal_and_the_outboxes_are_what_attempts_elsewhere_know(self) -> None:
         if not self.there:
             return
-        posted = trials_with_posts(self.store, load(self.store, SEARCH))
+        posted = trials_with_posts(self.store, load_experiment(self.store, SEARCH))
         for name, attempt in self.there.items():
             assert posted[name].checkpoints == attempt.trial.checkpoints
             assert posted[name].next_sequence == attempt.trial.next_sequence
@@ -297,7 +297,7 @@ class Family(RuleBasedStateMachine):
     @invariant()
     def what_a_fork_began_with_is_whole(self) -> None:
         for key, files in self.forks.items():
-            made = load(self.store, key)
+            made = load_experiment(self.store, key)
             live = {
                 made.trial_key(trial.trial).checkpoint_key(ref)
                 for trial in made.trials.values()

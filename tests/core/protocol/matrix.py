@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from typing import Protocol
 
-from prefect_tune.core.journal_events import AttemptEnded, Cause, Reported
+from prefect_tune.core.journal_events import AttemptEnded, Cause, StepReported
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, Session, Witness, run_to
 from tests.core.protocol.exploring import Explored, Verdicts, explore, failure_of, late_writes
@@ -132,7 +132,7 @@ def attempt_after_an_unknown_save(store: ObjectStore, witness: Witness) -> None:
     session.owner = "second attempt"
     session.start()
     session.train()
-    session.append([Reported(trial=KEY.trial, report=session.waiting.pop())])
+    session.append([StepReported(trial=KEY.trial, report=session.waiting.pop())])
 
 
 def fail_everywhere(

@@ -9,50 +9,55 @@ from functools import reduce
 from hashlib import blake2b
 from typing import ClassVar, Self
 
-from prefect_tune.core.checkpoints.commit import commit, reusable
-from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.commit import commit_checkpoint, find_reusable_bytes
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.experiment.retention import Retention, retired_by_commit
+from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.experiment.retention import Retention, checkpoints_to_retire
 from prefect_tune.core.experiment.trial_transitions import (
-    ENDED,
+    ENDED_PHASES,
     Phase,
     Trial,
-    after,
+    apply_trial_event,
     clonable_checkpoint,
-    is_live,
+    is_live_checkpoint,
+    min_reusable_sequence,
     newest_checkpoint,
-    newest_key,
-    parent_of_next,
-    reused_from,
+    newest_checkpoint_key,
+    parent_of_next_save,
 )
-from prefect_tune.core.journal.journal import append, load, take_over
+from prefect_tune.core.journal.journal import acquire_ownership, append_events, load_experiment
 from prefect_tune.core.journal.outbox import Post, close_outbox, delete_posts, read_posts, write_post
 from prefect_tune.core.journal_events import (
+    AnyTrialEvent,
     AttemptEnded,
+    AttemptLaunched,
+    AttemptStarted,
     Cause,
+    CheckpointCloned,
+    CheckpointCommitted,
     CheckpointOrigin,
     CheckpointRef,
-    Cloned,
-    Committed,
+    CheckpointsRetired,
     Event,
-    Launched,
-    OneTrialsEvent,
     OutboxClosed,
     Owner,
-    Received,
-    Reported,
-    Requeued,
-    Resumed,
-    Retired,
-    Started,
+    PostReceived,
+    StepReported,
     TrialAdded,
+    TrialRequeued,
+    TrialResumed,
 )
-from prefect_tune.core.operations.trial_gc import collect, collectable_origins, leftover, orphans
-from prefect_tune.core.restore import adopt, manifest_if_readable, read_manifest
+from prefect_tune.core.operations.trial_gc import (
+    delete_retired_objects,
+    find_collectable_origins,
+    find_leftover_manifests,
+    find_orphan_blobs,
+)
+from prefect_tune.core.restore import make_adoption_events, read_manifest, read_manifest_or_none
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from tests.core.driver import BACKBONE, Files, retried
 from tests.fakes.stores.memory_files import MemoryFiles, restored
 
@@ -69,9 +74,9 @@ class Chronicle:
     """By trial, the sequence of the newest acknowledged checkpoint."""
     stamps: int = 0
 
-    def stamp(self) -> Stamp:
+    def stamp(self) -> WriteStamp:
         self.stamps += 1
-        return Stamp(write_id=f"w{self.stamps}", at="2026-11-21T08:00:00Z")
+        return WriteStamp(write_id=f"w{self.stamps}", at="2026-11-21T08:00:00Z")
 
 
 @dataclass
@@ -89,30 +94,34 @@ class Attempt:
     posted: int = 0
     """How many posts an attempt on another machine has written."""
 
-    def start(self) -> Started:
+    def start(self) -> AttemptStarted:
         """Restore the newest checkpoint, which must be whole, and return the event that begins the attempt."""
         newest = newest_checkpoint(self.trial)
-        if (key := newest_key(self.key, self.trial)) is not None:
+        if (key := newest_checkpoint_key(self.key, self.trial)) is not None:
             manifest = retried(lambda: read_manifest(self.store, key))
             self.head = retried(lambda: restored(self.store, manifest))["head"]
         step, sequence = (newest.step, newest.sequence) if newest else (0, None)
-        return Started(trial=self.trial.trial, attempt=self.trial.attempt + 1, from_step=step, from_sequence=sequence)
+        return AttemptStarted(
+            trial=self.trial.trial, attempt=self.trial.attempt + 1, from_step=step, from_sequence=sequence
+        )
 
-    def train(self) -> Reported:
+    def train(self) -> StepReported:
         """Train a step, and return its report."""
         step, name = self.trial.step + 1, self.trial.trial
         self.head = blake2b(self.head + f"{name} {self.owner}".encode(), digest_size=8).digest()
-        return Reported(trial=name, report=StepReport(step=step, metrics={"step": step}, trained_seconds=float(step)))
+        return StepReported(
+            trial=name, report=StepReport(step=step, metrics={"step": step}, trained_seconds=float(step))
+        )
 
-    def publish(self, report: StepReport) -> tuple[Committed, Sequence[CheckpointRef]]:
+    def publish(self, report: StepReport) -> tuple[CheckpointCommitted, Sequence[CheckpointRef]]:
         """Publish the step of a report; return the event of its commit, and the checkpoints that it retires."""
         step = report.step
         key = CheckpointKey(trial=self.key, step=step, sequence=self.trial.next_sequence)
         self.upload(key, self.files(step), report)
         new = CheckpointRef(step=step, sequence=key.sequence, metrics=report.metrics, trained_seconds=float(step))
-        ending = retired_by_commit(self.trial, new, self.retention)
+        ending = checkpoints_to_retire(self.trial, new, self.retention)
         retires = tuple(ref.sequence for ref in ending)
-        return Committed(trial=self.trial.trial, checkpoint=new, retires=retires), ending
+        return CheckpointCommitted(trial=self.trial.trial, checkpoint=new, retires=retires), ending
 
     def files(self, step: int) -> Files:
         return {"backbone": BACKBONE, "cycle": 24 * (b"A" if step % 3 == 1 else b"B"), "head": self.head}
@@ -121,7 +130,7 @@ class Attempt:
         """Publish files as a checkpoint, without a word to the journal."""
         self.chronicle.saved[key.folder] = files
         stamp = self.chronicle.stamp()
-        about = About(
+        about = CheckpointMetadata(
             attempt=self.trial.attempt,
             term=self.term,
             write_id=stamp.write_id,
@@ -132,19 +141,19 @@ class Attempt:
         )
         retried(lambda: self._commit(key, files, about))
 
-    def _commit(self, key: CheckpointKey, files: Files, about: About) -> None:
-        newest = parent_of_next(self.key, self.trial)
-        parent = manifest_if_readable(self.store, newest)
-        reuse = reusable(self.store, self.key, parent, reused_from(self.trial))
-        commit(self.store, key, MemoryFiles(files), about, reuse=reuse)
+    def _commit(self, key: CheckpointKey, files: Files, about: CheckpointMetadata) -> None:
+        newest = parent_of_next_save(self.key, self.trial)
+        parent = read_manifest_or_none(self.store, newest)
+        reuse = find_reusable_bytes(self.store, self.key, parent, min_reusable_sequence(self.trial))
+        commit_checkpoint(self.store, key, MemoryFiles(files), about, reuse=reuse)
 
     # ------------------------------------------------------------------------------- on another machine
 
-    def post(self, *events: OneTrialsEvent) -> None:
+    def post(self, *events: AnyTrialEvent) -> None:
         """Write the next post; then its events are durable."""
         outbox, stamp = self.trial.outbox, self.chronicle.stamp()
         assert outbox is not None
-        trial = reduce(after, events, self.trial)
+        trial = reduce(apply_trial_event, events, self.trial)
         post = Post(write_id=stamp.write_id, at=stamp.at, events=events)
         retried(lambda: write_post(self.store, self.key, outbox, self.posted + 1, post))
         self.posted += 1
@@ -178,7 +187,7 @@ class Search:
     kind: ClassVar[type[Attempt]] = Attempt
 
     def __post_init__(self) -> None:
-        self.state = nothing_yet(self.journal)
+        self.state = empty_experiment(self.journal)
 
     def on(self, store: ObjectStore, chronicle: Chronicle) -> Self:
         """Return the same owner, with the same fields, on another store."""
@@ -195,13 +204,13 @@ class Search:
 
     def append(self, *events: Event) -> None:
         stamp = self.chronicle.stamp()
-        self.state = retried(lambda: append(self.store, self.state, events, stamp))
+        self.state = retried(lambda: append_events(self.store, self.state, events, stamp))
 
     def open(self) -> None:
         """Take the journal over, and adopt saves of attempts that ended with the last owner."""
         stamp, owner = self.chronicle.stamp(), Owner(name=self.owner, host="here", pid=1)
-        self.state = retried(lambda: take_over(self.store, self.journal, owner, stamp))
-        self.append(*retried(lambda: adopt(self.store, self.state)))
+        self.state = retried(lambda: acquire_ownership(self.store, self.journal, owner, stamp))
+        self.append(*retried(lambda: make_adoption_events(self.store, self.state)))
 
     def add(self, *names: str) -> None:
         self.append(*(TrialAdded(trial=name, config={"width": 3}, of_search=True) for name in names))
@@ -238,20 +247,20 @@ class Search:
 
     def collectable(self, name: str, retired: Sequence[CheckpointRef]) -> Sequence[CheckpointKey]:
         own = [self.key(name).checkpoint_key(ref) for ref in retired if ref.origin is None]
-        return [*own, *collectable_origins(self.state, retired)]
+        return [*own, *find_collectable_origins(self.state, retired)]
 
     def clear(self, doomed: Sequence[CheckpointKey]) -> None:
         """Delete checkpoints that the journal has retired."""
         for name in dict.fromkeys(key.trial.trial for key in doomed):
-            retried(lambda name=name: collect(self.store, self.key(name), self.trial(name), doomed))
+            retried(lambda name=name: delete_retired_objects(self.store, self.key(name), self.trial(name), doomed))
 
     def clear_away(self) -> None:
         """Delete leftovers, after journaling that no save may reuse them."""
         for name in self.state.trials:
-            left = retried(lambda name=name: leftover(self.store, self.key(name), self.trial(name)))
+            left = retried(lambda name=name: find_leftover_manifests(self.store, self.key(name), self.trial(name)))
             trial = self.trial(name)
             if trial.outbox is None and any(key.sequence >= trial.collected_up_to for key in left):
-                self.append(Retired(trial=name, retires=()))
+                self.append(CheckpointsRetired(trial=name, retires=()))
             self.clear(left)
 
     def end(self, name: str, cause: Cause = Cause.PREEMPTED) -> None:
@@ -265,14 +274,14 @@ class Search:
             return
         origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
         copy = ref.model_copy(update={"sequence": self.trial(name).next_sequence, "origin": origin, "pinned": False})
-        self.append(Cloned(trial=name, checkpoint=copy, source=source, config={"width": 4}, reason="behind"))
+        self.append(CheckpointCloned(trial=name, checkpoint=copy, source=source, config={"width": 4}, reason="behind"))
         self.chronicle.acknowledged[name] = copy.sequence
 
     # --------------------------------------------------------------------------- attempts on other machines
 
     def launch(self, name: str) -> Attempt:
         """Request an attempt on another machine, and return it; it has not begun."""
-        self.append(Launched(trial=name, outbox=self.trial(name).outbox_count + 1))
+        self.append(AttemptLaunched(trial=name, outbox=self.trial(name).outbox_count + 1))
         return self.attempt(name)
 
     def receive(self, name: str, *, closes: bool = False) -> Sequence[CheckpointKey]:
@@ -287,7 +296,7 @@ class Search:
             posts = retried(lambda: read_posts(self.store, key, outbox, trial.post))
         events: list[Event] = []
         for number, post in enumerate(posts, trial.post + 1):
-            events += [Received(trial=name, post=number), *post.events]
+            events += [PostReceived(trial=name, post=number), *post.events]
         if closes:
             events.append(OutboxClosed(trial=name))
         if not events:
@@ -296,15 +305,22 @@ class Search:
         received = [(key, outbox, number) for number, _ in enumerate(posts, trial.post + 1)]
         retried(lambda: delete_posts(self.store, received))
         refs = {ref.sequence: ref for ref in trial.checkpoints}
-        refs |= {e.checkpoint.sequence: e.checkpoint for post in posts for e in post.events if isinstance(e, Committed)}
+        refs |= {
+            e.checkpoint.sequence: e.checkpoint
+            for post in posts
+            for e in post.events
+            if isinstance(e, CheckpointCommitted)
+        }
         now = self.trial(name)
-        return self.collectable(name, [ref for ref in refs.values() if not is_live(now, key.checkpoint_key(ref))])
+        return self.collectable(
+            name, [ref for ref in refs.values() if not is_live_checkpoint(now, key.checkpoint_key(ref))]
+        )
 
     def settle(self, name: str) -> None:
         """End the attempt of a trial wherever it runs, so that the trial waits."""
         self.receive(name, closes=True)
         if self.trial(name).phase is Phase.RUNNING:
-            self.append(*retried(lambda: adopt(self.store, self.state, trials=[name])))
+            self.append(*retried(lambda: make_adoption_events(self.store, self.state, trials=[name])))
         self.attempts.pop(name, None)
 
 
@@ -318,7 +334,7 @@ def trials_with_posts(store: ObjectStore, state: Experiment) -> Mapping[str, Tri
         trial = known
         if trial.outbox is not None:
             for post in read_posts(store, state.trial_key(name), trial.outbox, trial.post):
-                trial = reduce(after, post.events, trial)
+                trial = reduce(apply_trial_event, post.events, trial)
         trials[name] = trial
     return trials
 
@@ -326,7 +342,7 @@ def trials_with_posts(store: ObjectStore, state: Experiment) -> Mapping[str, Tri
 def promises_broken(store: ObjectStore, chronicle: Chronicle, journal: JournalKey = SEARCH) -> list[str]:
     """Return every promise that the state on `store` breaks."""
     try:
-        state = load(store, journal)
+        state = load_experiment(store, journal)
         trials = {"journaled": state.trials, "posted": trials_with_posts(store, state)}
     except TuneError as error:
         return [f"I6: the journal does not hold together: {error}"]
@@ -378,10 +394,10 @@ def _after_everybody_returned(
     for name in search.state.trials:
         yield from _leaks(store, search, name)
     for name in search.state.trials:  # after two more steps no clone is live
-        if search.trial(name).phase in ENDED:
-            search.append(Requeued(trial=name, reason="more"))
+        if search.trial(name).phase in ENDED_PHASES:
+            search.append(TrialRequeued(trial=name, reason="more"))
         if search.trial(name).phase is Phase.PAUSED:
-            search.append(Resumed(trial=name))
+            search.append(TrialResumed(trial=name))
         search.start(name)
         search.save(name)
         search.save(name)
@@ -403,12 +419,12 @@ def _leaks(store: ObjectStore, search: Search, name: str) -> Iterator[str]:
     needed = {own.manifest_path for own in keys} | {
         path for own in keys for path in read_manifest(store, own).blob_paths()
     }
-    found = {blob.path for blob in orphans(store, key, trial)}
+    found = {blob.path for blob in find_orphan_blobs(store, key, trial)}
     settled = trial.model_copy(update={"settled_from": 10**9})  # a later attempt's, or that of maintenance
-    found |= {old.manifest_path for old in leftover(store, key, settled)}
+    found |= {old.manifest_path for old in find_leftover_manifests(store, key, settled)}
     found |= _quarantined_manifests(store, key, trial)
-    young = {blob.path for blob in store.list(key.blobs) if blob_sequence(blob.path) >= trial.collected_up_to}
-    there = {listed.path for folder in (key.blobs, key.checkpoints) for listed in store.list(folder)}
+    young = {blob.path for blob in store.list(key.blobs_folder) if blob_sequence(blob.path) >= trial.collected_up_to}
+    there = {listed.path for folder in (key.blobs_folder, key.checkpoints_folder) for listed in store.list(folder)}
     for path in sorted(there - needed - found - young):
         yield f"I7: {path} is unreachable, and nothing will find it"
 
@@ -419,12 +435,15 @@ def _what_is_left(store: ObjectStore, search: Search, name: str, *, tidy: bool) 
     if trial.clones:
         yield f"I7: {name}: held without a live clone: {trial.clones}"
     live = {key.checkpoint_key(ref).manifest_path for ref in trial.checkpoints}
-    there = {listed.path for listed in store.list(key.checkpoints)} - _quarantined_manifests(store, key, trial)
+    there = {listed.path for listed in store.list(key.checkpoints_folder)} - _quarantined_manifests(store, key, trial)
     for path in sorted(there - live) if tidy else ():
         yield f"I7: {path} was retired, and outlived everybody's clearing away"
 
 
 def _quarantined_manifests(store: ObjectStore, key: TrialKey, trial: Trial) -> set[str]:
     """Quarantined checkpoints are kept for inspection."""
-    keys = ((listed.path, CheckpointKey.from_manifest_path(key, listed.path)) for listed in store.list(key.checkpoints))
+    keys = (
+        (listed.path, CheckpointKey.from_manifest_path(key, listed.path))
+        for listed in store.list(key.checkpoints_folder)
+    )
     return {path for path, own in keys if own and own.sequence in trial.quarantined}

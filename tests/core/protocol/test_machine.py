@@ -19,19 +19,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from prefect_tune.core.checkpoints.commit import verify_read
-from prefect_tune.core.checkpoints.manifest import Manifest, reads
+from prefect_tune.core.checkpoints.commit import verify_range
+from prefect_tune.core.checkpoints.manifest import Manifest, plan_reads
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
 from prefect_tune.core.experiment import experiment as folding
 from prefect_tune.core.experiment import trial_transitions as trials
 from prefect_tune.core.journal_events import (
+    AnyTrialEvent,
     AttemptEnded,
     Cause,
-    Forked,
+    CheckpointsRetired,
+    ExperimentForked,
     ForkedTrial,
-    OneTrialsEvent,
     Pinned,
-    Retired,
     Writer,
 )
 from prefect_tune.core.restore import read_manifest
@@ -199,7 +199,7 @@ class Trial(RuleBasedStateMachine):
         assert self._is_allowed(self.model.live, live)
         assert self.model.live[-1:] == live[-1:]
         newest = self._manifest(live[-1])
-        read = [verify_read(self.store, newest, each) for each in reads(newest)]
+        read = [verify_range(self.store, newest, each) for each in plan_reads(newest)]
         self.model.saves_since.update(self.model.damaged)
         assert all(self.model.saves_since[each.path] < owner.reverify_every for each in read if each)
 
@@ -219,7 +219,7 @@ class Trial(RuleBasedStateMachine):
             self.model.files[unsure] = self.witness.saved.get(unsure, [])
         self.owner = None
 
-    @rule(cause=st.sampled_from([Cause.MACHINE, Cause.USER, Cause.PREEMPTED]), gives_up_on_a_save=st.booleans())
+    @rule(cause=st.sampled_from([Cause.MACHINE, Cause.TRAINABLE, Cause.PREEMPTED]), gives_up_on_a_save=st.booleans())
     def fail_and_go_on(self, cause: Cause, *, gives_up_on_a_save: bool) -> None:
         """Another attempt of the same owner; the unsettled save of the last attempt does not count."""
         owner = self._running()
@@ -256,7 +256,7 @@ class Trial(RuleBasedStateMachine):
     def retire_the_oldest(self) -> None:
         owner = self._alive()
         step, sequence = self.model.live.pop(0)
-        owner.append([Retired(trial=KEY.trial, retires=(sequence,))])
+        owner.append([CheckpointsRetired(trial=KEY.trial, retires=(sequence,))])
         owner.collect([CheckpointKey(trial=KEY, step=step, sequence=sequence)])
 
     # ---------------------------------------------------------------------------- superseded owners and damage
@@ -346,28 +346,29 @@ DEEP = settings(CI, stateful_step_count=50, derandomize=False)
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[OneTrialsEvent | Forked]]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[AnyTrialEvent | ExperimentForked]]]:
     """The transitions of trials in the test."""
-    found: set[tuple[trials.Phase, type[OneTrialsEvent | Forked]]] = set()
+    found: set[tuple[trials.Phase, type[AnyTrialEvent | ExperimentForked]]] = set()
 
-    def watched(trial: trials.Trial, event: OneTrialsEvent, writer: Writer) -> trials.Trial:
-        then = trials.after(trial, event, writer)
+    def watched(trial: trials.Trial, event: AnyTrialEvent, writer: Writer) -> trials.Trial:
+        then = trials.apply_trial_event(trial, event, writer)
         found.add((trial.phase, type(event)))
         return then
 
     def forked(trial: trials.Trial, fork: ForkedTrial) -> trials.Trial:
-        found.add((trial.phase, Forked))
-        return trials.with_fork(trial, fork)
+        found.add((trial.phase, ExperimentForked))
+        return trials.apply_fork(trial, fork)
 
-    monkeypatch.setattr(folding, "after", watched)
-    monkeypatch.setattr(folding, "with_fork", forked)
+    monkeypatch.setattr(folding, "apply_trial_event", watched)
+    monkeypatch.setattr(folding, "apply_fork", forked)
     return found
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_seen(
-    seen: set[tuple[trials.Phase, type[OneTrialsEvent | Forked]]], record_property: Callable[[str, object], None]
+    seen: set[tuple[trials.Phase, type[AnyTrialEvent | ExperimentForked]]],
+    record_property: Callable[[str, object], None],
 ) -> None:
     run_state_machine_as_test(Trial, settings=CI)
     run_state_machine_as_test(Family, settings=settings(CI, max_examples=30))
@@ -377,10 +378,10 @@ def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_se
     family.fork(NAMES, 0)
     family.teardown()
     for _ in range(5):  # examples depend on the imported modules of other tests: a rare transition may be missing
-        if set(trials.NEXT) - seen:
+        if set(trials.NEXT_PHASE) - seen:
             run_state_machine_as_test(Trial, settings=settings(CI, derandomize=False))
-    assert set(trials.NEXT) - seen == set()
-    record_property("figure: transitions of a trial, each seen by the state machines", len(trials.NEXT))
+    assert set(trials.NEXT_PHASE) - seen == set()
+    record_property("figure: transitions of a trial, each seen by the state machines", len(trials.NEXT_PHASE))
 
 
 @pytest.mark.deep

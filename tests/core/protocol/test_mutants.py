@@ -141,7 +141,7 @@ def some_snapshot(entries: int, number: int, *trials: str) -> MemoryStore:
 
 def differs(store: MemoryStore) -> list[str]:
     try:
-        loaded = journal.load(store, first_generation(NAME))
+        loaded = journal.load_experiment(store, first_generation(NAME))
     except TuneError as error:
         return [f"I4: {error}"]
     return [] if (loaded, list(loaded.trials)) == (fold(store), list(fold(store).trials)) else [f"I6: {loaded}"]
@@ -193,7 +193,7 @@ MUTANTS = {
         {
             commit._store_group: {"store.put(path, buffer[:end])": "LATER.append((store, path, bytes(buffer[:end])))"},
             commit.require_stored: {"if not uploaded:": "if True:"},
-            commit.commit: {
+            commit.commit_checkpoint: {
                 "batches =": "LATER.clear(); batches =",
                 "return Save(": "[at.put(path, of) for at, path, of in LATER]; return Save(",
             },
@@ -226,31 +226,34 @@ MUTANTS = {
         {Session.acknowledge: {"self.append([*reports": "self.collect_early(new, going); self.append([*reports"}},
     ),
     "reuse any orphan": Mutant(
-        every_late_deletion, {commit.reusable: {"blob_sequence(path) >= collected_up_to": "True"}}
+        every_late_deletion, {commit.find_reusable_bytes: {"blob_sequence(path) >= collected_up_to": "True"}}
     ),
     "no look at what was sent": Mutant(every_lie, {commit.require_stored: {"if not uploaded:": "if True:"}}),
     "adopt everything": Mutant(
         every_death,
-        {trial_transitions.is_acceptable: {"sequence > last_sequence and": "True or"}},
+        {trial_transitions.can_commit_save: {"sequence > last_sequence and": "True or"}},
     ),
     "adopt what an attempt before left": Mutant(
         every_crash_of_a_second_attempt,
         {
-            restore._find_save: {"manifest.about.attempt == trial.attempt": "True"},
-            trial_transitions._apply_started: {
+            restore._find_unjournaled_save: {"manifest.about.attempt == trial.attempt": "True"},
+            trial_transitions._apply_attempt_start: {
                 "sequence = trial.next_sequence + (trial.attempt > 0)": "sequence = trial.next_sequence",
                 "sequence if trial.attempt else trial.settled_from": "trial.settled_from",
             },
         },
     ),
     "collect what no retirement protects": Mutant(
-        a_careless_cleaner, {trial_transitions.is_collectable: {" and key.sequence < state.collected_up_to": ""}}
+        a_careless_cleaner,
+        {trial_transitions.is_deletable_checkpoint: {" and key.sequence < state.collected_up_to": ""}},
     ),
-    "collect what live ones share": Mutant(every_death, {trial_gc.collect: {" - _reachable(store, trial, state)": ""}}),
+    "collect what live ones share": Mutant(
+        every_death, {trial_gc.delete_retired_objects: {" - _reachable(store, trial, state)": ""}}
+    ),
     "collect the manifest first": Mutant(
         every_death,
         {
-            trial_gc.collect: {
+            trial_gc.delete_retired_objects: {
                 "store.delete(unneeded)": "store.delete([key.manifest_path for key in keys]); store.delete(unneeded)"
             }
         },
@@ -267,7 +270,8 @@ MUTANTS = {
         stale_snapshots, {journal._apply_newer_entries: {"last is None or": "False and"}}
     ),
     "believe a snapshot of another history": Mutant(
-        stale_snapshots, {experiment.apply: {"if (entry.number, entry.previous, entry.term) != expected:": "if False:"}}
+        stale_snapshots,
+        {experiment.apply_entry: {"if (entry.number, entry.previous, entry.term) != expected:": "if False:"}},
     ),
     "believe a snapshot that is torn": Mutant(
         a_torn_snapshot,
@@ -311,7 +315,7 @@ MUTANTS = {
     "settle on opening": Mutant(
         every_death,
         {
-            experiment._apply_opened: {
+            experiment._apply_owner_change: {
                 '"opened_at": number': '"opened_at": number, "trials": TrialMap.of(each.model_copy('
                 'update={"settled_from": each.next_sequence + 1}) for each in experiment.trials.values())'
             }

@@ -6,12 +6,12 @@ import pytest
 
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.operations.delete_experiment import remove
-from prefect_tune.core.operations.scrub import inspect, quarantine, reinstate
-from prefect_tune.core.operations.trial_gc import Collected, prune
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.operations.delete_experiment import delete_generation
+from prefect_tune.core.operations.scrub import inspect_checkpoints, quarantine, reinstate
+from prefect_tune.core.operations.trial_gc import TrialGarbage, retire_unkept_checkpoints
+from prefect_tune.core.values import WriteStamp
 from tests.core.operations.test_fork_experiment import forked
 from tests.core.operations.test_trial_gc import ended, garbage, newest
 from tests.core.protocol.meetings import Act, Scene
@@ -22,7 +22,7 @@ from tests.fakes.stores.memory_store import MemoryStore, OneWriterStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
-STAMP = Stamp(write_id="guest", at="2026-11-21T09:00:00Z")
+STAMP = WriteStamp(write_id="guest", at="2026-11-21T09:00:00Z")
 OWNER = Owner(name="newcomer", host="here", pid=2)
 
 
@@ -35,7 +35,7 @@ def _releases(scene: Scene) -> None:
 
 
 def _prunes(scene: Scene) -> None:
-    prune(scene.store, SEARCH, Retention(last=1), STAMP)
+    retire_unkept_checkpoints(scene.store, SEARCH, Retention(last=1), STAMP)
 
 
 GUESTS = {"puts aside": _puts_aside, "releases": _releases, "prunes": _prunes}
@@ -70,10 +70,10 @@ def test_a_fork_needs_no_second_writer_of_its_origin() -> None:
 def test_a_search_runs_is_verified_and_deleted_without_any_guest() -> None:
     store = OneWriterStore()
     search_of_three(store)
-    found = inspect(store, load(store, first_generation("old")))
+    found = inspect_checkpoints(store, load_experiment(store, first_generation("old")))
     assert found.live
-    assert (found.damaged, found.unread_count) == ([], 0)
-    remove(store, first_generation("old"), OWNER, STAMP)
+    assert (found.corrupt_checkpoints, found.unread_count) == ([], 0)
+    delete_generation(store, first_generation("old"), OWNER, STAMP)
     assert list(store.objects) == ["old/generations/0000000002.json"]
 
 
@@ -99,4 +99,4 @@ def test_on_a_copy_that_has_create_if_absent_the_rest_goes() -> None:
     copy = MemoryStore(store.objects)
     garbage(copy, STAMP, deletes=True)
     assert len(copy.objects) < len(store.objects)
-    assert garbage(copy, STAMP, deletes=False)[0] == Collected("s")
+    assert garbage(copy, STAMP, deletes=False)[0] == TrialGarbage("s")

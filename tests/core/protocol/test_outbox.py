@@ -16,23 +16,30 @@ import pytest
 
 from prefect_tune.core.errors import CommitUnknown, JournalCorrupt, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.journal import append, history, load, take_over
-from prefect_tune.core.journal.outbox import Post, close_outbox, delete_posts, read_posts, received_posts, write_post
+from prefect_tune.core.journal.journal import acquire_ownership, append_events, load_experiment, read_entries
+from prefect_tune.core.journal.outbox import (
+    Post,
+    close_outbox,
+    delete_posts,
+    list_journaled_posts,
+    read_posts,
+    write_post,
+)
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptLaunched,
+    AttemptStarted,
     Cause,
     Event,
-    Launched,
     OutboxClosed,
     Owner,
-    Received,
-    Reported,
-    Started,
+    PostReceived,
+    StepReported,
     TrialAdded,
 )
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from tests.core.protocol.exploring import Choice, drawn, every_order, in_turns
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
@@ -45,8 +52,8 @@ pytestmark = pytest.mark.usefixtures("decoded_once")
 _Result = TypeVar("_Result")
 
 
-def stamp(name: str) -> Stamp:
-    return Stamp(write_id=name, at="now")
+def stamp(name: str) -> WriteStamp:
+    return WriteStamp(write_id=name, at="now")
 
 
 def owner(name: str) -> Owner:
@@ -62,13 +69,13 @@ class World:
     stopped_by: str = ""
 
     def __post_init__(self) -> None:
-        events: list[Event] = [TrialAdded(trial="t", config={}), Launched(trial="t", outbox=1)]
-        take_over(self.store, KEY, owner("first"), stamp("first"), also=lambda _: events)
+        events: list[Event] = [TrialAdded(trial="t", config={}), AttemptLaunched(trial="t", outbox=1)]
+        acquire_ownership(self.store, KEY, owner("first"), stamp("first"), events_for=lambda _: events)
 
     def attempt(self, store: ObjectStore, last: int = 3, name: str = "attempt") -> None:
         """Post a start and reports, each again while its outcome is unknown."""
         for number in range(1, last + 1):
-            event = Started(trial="t", attempt=1, from_step=0) if number == 1 else reported(number)
+            event = AttemptStarted(trial="t", attempt=1, from_step=0) if number == 1 else reported(number)
             post = Post(write_id=f"{name}-{number}", at="now", events=(event,))
             try:
                 _repeated(lambda post=post, number=number: write_post(store, TRIAL, 1, number, post))
@@ -80,9 +87,9 @@ class World:
     def receive(self, store: ObjectStore, name: str, *, opens: bool = True, closes: bool = True) -> None:
         """Own the experiment, receive the posts once or until the outbox is closed, and delete what is journaled."""
         with suppress(Superseded):
-            state = load(store, KEY)
+            state = load_experiment(store, KEY)
             if opens:
-                state = _repeated(lambda: take_over(store, KEY, owner(name), stamp(name)))
+                state = _repeated(lambda: acquire_ownership(store, KEY, owner(name), stamp(name)))
             outbox, received = state.trial("t").outbox, state.trial("t").post
             if outbox is None:
                 return
@@ -91,15 +98,15 @@ class World:
             else:
                 posts = read_posts(store, TRIAL, 1, received)
             events = events_of(posts, received, closes=closes)
-            state = _repeated(lambda: append(store, state, events, stamp(f"{name}-in")))
+            state = _repeated(lambda: append_events(store, state, events, stamp(f"{name}-in")))
             delete_posts(store, [(TRIAL, 1, number) for number in range(received + 1, state.trial("t").post + 1)])
 
     def require_kept(self) -> Experiment:
         """Check, after a last owner has closed the outbox, that each acknowledged post is journaled once, in order."""
         self.receive(self.store, "last")
-        state = load(self.store, KEY)
-        entries = history(self.store, KEY)
-        received = [event.post for entry in entries for event in entry.events if isinstance(event, Received)]
+        state = load_experiment(self.store, KEY)
+        entries = read_entries(self.store, KEY)
+        received = [event.post for entry in entries for event in entry.events if isinstance(event, PostReceived)]
         assert received == list(range(1, len(received) + 1))
         assert self.acknowledged == list(range(1, len(self.acknowledged) + 1))
         assert len(received) >= len(self.acknowledged), f"acknowledged {self.acknowledged}, journaled {received}"
@@ -110,14 +117,14 @@ class World:
         return state
 
 
-def reported(step: int) -> Reported:
-    return Reported(trial="t", report=StepReport(step=step, metrics={}))
+def reported(step: int) -> StepReported:
+    return StepReported(trial="t", report=StepReport(step=step, metrics={}))
 
 
 def events_of(posts: Sequence[Post], received: int, *, closes: bool) -> Sequence[Event]:
     events: list[Event] = []
     for number, post in enumerate(posts, received + 1):
-        events += [Received(trial="t", post=number), *post.events]
+        events += [PostReceived(trial="t", post=number), *post.events]
     return [*events, OutboxClosed(trial="t")] if closes else events
 
 
@@ -168,12 +175,12 @@ def test_what_an_owner_receives_while_the_attempt_trains_is_journaled_once() -> 
     world = World()
     for last in (1, 2, 4):
         for number in range(len(world.acknowledged) + 1, last + 1):
-            event = Started(trial="t", attempt=1, from_step=0) if number == 1 else reported(number)
+            event = AttemptStarted(trial="t", attempt=1, from_step=0) if number == 1 else reported(number)
             write_post(world.store, TRIAL, 1, number, Post(write_id=f"w{number}", at="now", events=(event,)))
             world.acknowledged.append(number)
         world.receive(world.store, "first", opens=False, closes=False)
         world.receive(world.store, "first", opens=False, closes=False)
-    assert [each.path for each in world.store.list(TRIAL.outboxes)] == [TRIAL.outbox_path(1, 1)]
+    assert [each.path for each in world.store.list(TRIAL.outboxes_folder)] == [TRIAL.outbox_path(1, 1)]
     assert world.require_kept().trial("t").step == 4
 
 
@@ -210,11 +217,11 @@ def test_a_post_is_not_journaled_twice_or_before_the_one_before_it(received: int
     world = World()
     world.attempt(world.store, 2)
     posts = read_posts(world.store, TRIAL, 1, 0)
-    state = load(world.store, KEY)
+    state = load_experiment(world.store, KEY)
     if journaled:
-        state = append(world.store, state, events_of(posts, 0, closes=False), stamp("once"))
+        state = append_events(world.store, state, events_of(posts, 0, closes=False), stamp("once"))
     with pytest.raises(JournalCorrupt, match="cannot follow outbox 1"):
-        append(world.store, state, [Received(trial="t", post=received + 1)], stamp("again"))
+        append_events(world.store, state, [PostReceived(trial="t", post=received + 1)], stamp("again"))
 
 
 def test_a_post_that_arrives_a_day_later_changes_nothing() -> None:
@@ -225,21 +232,21 @@ def test_a_post_that_arrives_a_day_later_changes_nothing() -> None:
     for path, data in late.items():  # the store or a proxy repeats each request
         with suppress(Exception):
             world.store.create(path, data)
-    assert load(world.store, KEY).trial("t") == state.trial("t")
+    assert load_experiment(world.store, KEY).trial("t") == state.trial("t")
     world.receive(world.store, "the next owner")
-    assert load(world.store, KEY).trial("t").step == state.trial("t").step
+    assert load_experiment(world.store, KEY).trial("t").step == state.trial("t").step
 
 
 def test_maintenance_with_an_older_state_deletes_no_post_of_a_newer_outbox() -> None:
     world = World()
     world.attempt(world.store)
     read_by_maintenance = world.require_kept().trial("t")
-    state = load(world.store, KEY)
-    state = append(world.store, state, [AttemptEnded(trial="t", cause=Cause.MACHINE, reason="x")], stamp("end"))
-    append(world.store, state, [Launched(trial="t", outbox=2)], stamp("again"))
+    state = load_experiment(world.store, KEY)
+    state = append_events(world.store, state, [AttemptEnded(trial="t", cause=Cause.MACHINE, reason="x")], stamp("end"))
+    append_events(world.store, state, [AttemptLaunched(trial="t", outbox=2)], stamp("again"))
     for number in range(1, 4):
         write_post(world.store, TRIAL, 2, number, Post(write_id=f"w{number}", at="", events=(reported(9 + number),)))
-    world.store.delete([listed.path for listed in received_posts(world.store, TRIAL, read_by_maintenance)])
+    world.store.delete([listed.path for listed in list_journaled_posts(world.store, TRIAL, read_by_maintenance)])
     assert len(read_posts(world.store, TRIAL, 2, 0)) == 3, "acknowledged posts that no entry holds were deleted"
 
 

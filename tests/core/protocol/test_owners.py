@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.driver import JOURNAL, KEY, Session
 from tests.core.protocol.exploring import Act, meet_at_random, meet_in_every_order
@@ -56,7 +56,7 @@ def test_an_unreadable_foreign_manifest_with_a_huge_sequence_does_not_end_the_co
     foreign = CheckpointKey(trial=KEY, step=1, sequence=9_999_999_999)
     old.store.create(foreign.manifest_path, b"of another program")
     takes_over_and_saves(old)
-    new = load(old.store, JOURNAL).trial(KEY.trial)
+    new = load_experiment(old.store, JOURNAL).trial(KEY.trial)
     assert (new.attempt, new.quarantined) == (2, ())
     assert new.checkpoints[-1].step == new.step == 3
 

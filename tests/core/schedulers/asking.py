@@ -21,7 +21,7 @@ class Asked:
 
     def add(self, *trials: str, config: Mapping[str, object] | None = None) -> None:
         for trial in trials:
-            self.schedule.added(trial, config or {})
+            self.schedule.on_trial_added(trial, config or {})
 
     def report(self, trial: str, step: int, value: object, config: Mapping[str, object] | None = None) -> Decision:
         report = StepReport(step=step, metrics={self._metric: value})
@@ -33,13 +33,13 @@ class Asked:
 
     def end(self, *trials: str) -> None:
         for trial in trials:
-            self.schedule.ended(trial)
+            self.schedule.on_trial_ended(trial)
 
     def resume(self) -> str | None:
         """Give a slot to the next trial, if any."""
-        trial = self.schedule.resume_next()
+        trial = self.schedule.next_trial_to_resume()
         if trial is not None:
-            self.schedule.resumed(trial)
+            self.schedule.on_trial_resumed(trial)
         return trial
 
     def resume_all(self) -> list[str]:
@@ -50,7 +50,7 @@ class Asked:
 
     def stop_all(self) -> list[str]:
         found = []
-        while (stopped := self.schedule.stop_next()) is not None:
+        while (stopped := self.schedule.next_trial_to_stop()) is not None:
             found.append(stopped[0])
-            self.schedule.ended(stopped[0])
+            self.schedule.on_trial_ended(stopped[0])
         return found

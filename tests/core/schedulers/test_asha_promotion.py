@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Stop
-from prefect_tune.parameters.argument_checks import scheduler_from, to_json
+from prefect_tune.parameters.argument_checks import component_to_json, parse_scheduler
 from tests.core.schedulers.asking import LOSS, Asked
 from tests.fakes.searches.virtual_driver import Config, State, Table, VirtualRun, World
 
@@ -32,7 +32,7 @@ def promotion(*losses: float, max_t: int = 27) -> Asked:
 
 def test_the_first_pause_until_there_are_enough_to_choose_from() -> None:
     asked = promotion(0.1, 0.2)
-    assert asked.schedule.resume_next() is None
+    assert asked.schedule.next_trial_to_resume() is None
     asked.add("c")
     assert asked.says("c", 1, 0.3) == "pause"
     assert asked.resume_all() == ["a"]
@@ -43,7 +43,7 @@ def test_who_would_be_promoted_at_once_goes_on_without_a_pause() -> None:
     asked.add("c")
     assert asked.says("c", 1, 0.1) == "continue"
     assert asked.resume_all() == []
-    assert asked.schedule.milestone("c", 1) == 3
+    assert asked.schedule.next_milestone("c", 1) == 3
 
 
 def reference(losses: list[list[int]], factor: int) -> Iterator[tuple[int, int]]:
@@ -91,7 +91,7 @@ def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_l
     for trial in "bcd":
         asked.says(trial, 1, 0.5)
     assert asked.resume_all() == ["b"]  # rung 1 has three trials, rung 3 has one
-    assert asked.schedule.milestone("a", 4) == 9
+    assert asked.schedule.next_milestone("a", 4) == 9
 
 
 def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_before() -> None:
@@ -101,7 +101,7 @@ def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_befo
     assert asked.says("a", 1, 0.9) == "continue"  # the trial died after its promotion
     assert asked.says("b", 1, 0.0) == "pause"
     assert asked.resume_all() == []
-    assert asked.schedule.milestone("a", 0) == 3
+    assert asked.schedule.next_milestone("a", 0) == 3
 
 
 def test_a_paused_trial_that_is_ended_is_not_promoted_any_more() -> None:
@@ -125,23 +125,23 @@ def test_a_trial_that_trained_on_though_it_was_to_pause_is_compared_where_it_is(
 def test_a_small_search_trains_its_best_trial_to_the_end_and_then_stops_the_others_worst_first() -> None:
     asked = promotion(0.3, 0.1, 0.2, max_t=9)
     assert asked.resume_all() == ["b"]
-    asked.schedule.exhausted()
-    assert asked.schedule.resume_next() is None
-    assert asked.schedule.stop_next() is None  # "b" is running, and may still be given up
+    asked.schedule.on_search_exhausted()
+    assert asked.schedule.next_trial_to_resume() is None
+    assert asked.schedule.next_trial_to_stop() is None  # "b" is running, and may still be given up
     assert asked.says("b", 3, 0.1) == "pause"
     assert asked.resume_all() == ["b"]
     assert isinstance(asked.report("b", 9, 0.1), Stop)
     asked.end("b")
-    assert asked.schedule.resume_next() is None
+    assert asked.schedule.next_trial_to_resume() is None
     rank = {"step": 1, "rank": 3, "ranked": 3, "quota": 1}
     reason = make_reason("rank-promoted", metric="loss", value=0.3, **rank)
-    assert asked.schedule.stop_next() == ("a", Stop(reason=reason))
+    assert asked.schedule.next_trial_to_stop() == ("a", Stop(reason=reason))
     assert asked.stop_all() == ["a", "c"]
 
 
 def test_the_one_that_would_be_trained_to_the_end_is_replaced_if_it_is_given_up_before_its_last_rung() -> None:
     asked = promotion(0.1, 0.2, max_t=9)
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     assert asked.resume_all() == ["a"]
     asked.end("a")
     assert asked.resume_all() == ["b"]
@@ -155,24 +155,24 @@ def test_nobody_is_trained_to_the_end_for_want_of_others_once_somebody_was() -> 
     asked = promotion(*([0.5] * 9), max_t=3)  # one rung
     assert asked.resume_all() == ["a", "b", "c"]
     asked.end("a", "b", "c")
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     assert asked.resume_all() == []
     assert asked.stop_all() == ["i", "h", "g", "f", "e", "d"]
 
 
 def test_a_new_trial_takes_back_that_there_is_none() -> None:
     asked = promotion(0.1, 0.2, max_t=9)
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     asked.add("c")
     asked.end("c")
-    assert (asked.schedule.resume_next(), asked.schedule.stop_next()) == (None, None)
+    assert (asked.schedule.next_trial_to_resume(), asked.schedule.next_trial_to_stop()) == (None, None)
 
 
 def test_those_who_were_stopped_at_the_end_are_still_compared_with_when_the_search_goes_on() -> None:
     asked = promotion(0.1, 0.2, 0.3, 0.4, 0.5, max_t=3)
     asked.resume()
     asked.end("a")
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     assert asked.stop_all() == ["e", "d", "c", "b"]
     asked.add("f")
     assert asked.says("f", 1, 0.25) == "pause"  # the third of six
@@ -238,6 +238,6 @@ def test_it_is_the_checkpoints_that_do_it(record_property) -> None:
 
 
 def test_promotion_is_the_default() -> None:
-    assert ASHA(max_t=9) == ASHA(max_t=9, variant="promotion") == scheduler_from({"ASHA": {"max_t": 9}})
-    assert to_json(ASHA(max_t=9)) == {"ASHA": {"max_t": 9}}
-    assert to_json(ASHA(max_t=9, variant="stopping")) == {"ASHA": {"max_t": 9, "variant": "stopping"}}
+    assert ASHA(max_t=9) == ASHA(max_t=9, variant="promotion") == parse_scheduler({"ASHA": {"max_t": 9}})
+    assert component_to_json(ASHA(max_t=9)) == {"ASHA": {"max_t": 9}}
+    assert component_to_json(ASHA(max_t=9, variant="stopping")) == {"ASHA": {"max_t": 9, "variant": "stopping"}}

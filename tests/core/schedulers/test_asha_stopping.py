@@ -28,7 +28,7 @@ def test_at_max_t_everybody_stops_however_good() -> None:
     asked.add("a")
     assert asked.report("a", 9, 0.0) == Stop(reason=make_reason("step-limit", step=9, limit=9), early=False)
     assert asked.report("a", 12, 0.0) == Stop(reason=make_reason("step-limit", step=12, limit=9), early=False)
-    assert asked.schedule.milestone("a", 9) == 10
+    assert asked.schedule.next_milestone("a", 9) == 10
 
 
 def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_lower_one() -> None:
@@ -38,14 +38,14 @@ def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_l
     assert asked.says("a", 1, 0.9) == "continue"  # the first trial at rung 1
     assert asked.says("b", 3, 0.2) == "stop"  # worse than "late" at rung 3
     assert asked.says("c", 3, 0.05) == "continue"
-    assert asked.schedule.milestone("late", 5) == 9
+    assert asked.schedule.next_milestone("late", 5) == 9
 
 
 def test_steps_that_are_trained_again_are_not_asked_about_and_not_counted_twice() -> None:
     asked = Asked(ASHA(max_t=27))
     asked.add("a", "b")
     asked.says("a", 3, 0.5)
-    assert asked.schedule.milestone("a", 0) == 9
+    assert asked.schedule.next_milestone("a", 0) == 9
     for step in (1, 2, 3, 8):
         assert asked.says("a", step, 0.01) == "continue"
     assert asked.says("b", 3, 0.4) == "continue"  # a counted 0.01 would have stopped it
@@ -83,7 +83,7 @@ def test_brackets_begin_one_rung_higher_each_and_share_the_steps_as_in_hyperband
     asked = Asked(ASHA(max_t=27, brackets=4), seed=3)
     trials = [f"t{number}" for number in range(4_000)]
     asked.add(*trials)
-    first = Counter(asked.schedule.milestone(trial, 0) for trial in trials)
+    first = Counter(asked.schedule.next_milestone(trial, 0) for trial in trials)
     weights = {1: 27 / 4, 3: 9 / 3, 9: 3 / 2, 27: 1 / 1}
     expected = {step: 4_000 * weight / sum(weights.values()) for step, weight in weights.items()}
     assert first == {step: pytest.approx(count, rel=0.15) for step, count in expected.items()}
@@ -93,8 +93,8 @@ def test_brackets_are_compared_apart() -> None:
     asked = Asked(ASHA(max_t=27, brackets=2))
     trials = [f"t{number}" for number in range(40)]
     asked.add(*trials)
-    early = next(trial for trial in trials if asked.schedule.milestone(trial, 0) == 1)
-    late = next(trial for trial in trials if asked.schedule.milestone(trial, 0) == 3)
+    early = next(trial for trial in trials if asked.schedule.next_milestone(trial, 0) == 1)
+    late = next(trial for trial in trials if asked.schedule.next_milestone(trial, 0) == 3)
     assert asked.says(early, 3, 0.1) == "continue"
     assert asked.says(late, 3, 0.9) == "continue"
 
@@ -105,7 +105,7 @@ def test_the_bracket_of_a_trial_is_a_function_of_the_seed() -> None:
     def drawn(seed: int) -> list[int | None]:
         asked = Asked(ASHA(max_t=27, brackets=4), seed=seed)
         asked.add(*trials)
-        return [asked.schedule.milestone(trial, 0) for trial in trials]
+        return [asked.schedule.next_milestone(trial, 0) for trial in trials]
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
@@ -114,5 +114,5 @@ def test_the_bracket_of_a_trial_is_a_function_of_the_seed() -> None:
 def test_with_a_grace_period_of_max_t_everybody_trains_to_the_end() -> None:
     asked = Asked(ASHA(max_t=9, grace_period=9))
     asked.add("a")
-    assert asked.schedule.milestone("a", 0) == 9
+    assert asked.schedule.next_milestone("a", 0) == 9
     assert asked.report("a", 5, 0.5) == Continue()

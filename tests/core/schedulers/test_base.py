@@ -36,7 +36,7 @@ def trained(scheduler: Scheduler, *, again: int) -> Asked:
     asked = Asked(scheduler)
     asked.add(*TRIALS, config={"x": 0.5})
     for loss, trial in enumerate(TRIALS):
-        asked.report(trial, asked.schedule.milestone(trial, 0) or 1, float(loss), {"x": 0.5})
+        asked.report(trial, asked.schedule.next_milestone(trial, 0) or 1, float(loss), {"x": 0.5})
     asked.end("c")
     for _ in range(again):
         asked.add("c", config={"x": 0.5})
@@ -60,7 +60,7 @@ def test_of_a_score_the_negative_is_its_loss(name: str) -> None:
             assert score.get(compared) == (None if compared not in loss else -loss[compared])
     assert losses.resume_all() == scores.resume_all()
     for asked in (losses, scores):
-        asked.schedule.exhausted()
+        asked.schedule.on_search_exhausted()
     assert losses.stop_all() == scores.stop_all()
 
 
@@ -70,7 +70,7 @@ def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing(name:
     untouched, asked = trained(SCHEDULERS[name], again=0), trained(SCHEDULERS[name], again=0)
     others = [trial for trial in TRIALS if trial != "c"]
     for trial in others:
-        step = (asked.schedule.milestone(trial, 1) or 2) + 1
+        step = (asked.schedule.next_milestone(trial, 1) or 2) + 1
         with pytest.raises(BadMetric, match=rf"trial '{trial}', step {step}"):
             asked.report(trial, step, value, {"x": 9.0})
     assert would_answer(asked.schedule, others) == would_answer(untouched.schedule, others)
@@ -129,7 +129,7 @@ def test_a_trial_that_ends_again_changes_nothing_for_the_others(name: str, again
     assert would_answer(more.schedule, others) == would_answer(once.schedule, others)
     assert more.resume_all() == once.resume_all()
     for loss, trial in enumerate(others):
-        step = once.schedule.milestone(trial, 1) or 2
+        step = once.schedule.next_milestone(trial, 1) or 2
         assert more.report(trial, step, float(loss), {"x": 0.5}) == once.report(trial, step, float(loss), {"x": 0.5})
     assert (more.stop_all(), more.resume_all()) == (once.stop_all(), once.resume_all())
 
@@ -139,17 +139,17 @@ def test_to_hyperband_a_trial_that_is_tried_again_is_one_more_in_the_bracket_tha
     sizes = []
     for asked in (once, more):
         asked.add(*(filling := [f"new {number}" for number in range(9)]))
-        sizes.append(sum(asked.schedule.milestone(trial, 0) == 1 for trial in filling))
+        sizes.append(sum(asked.schedule.next_milestone(trial, 0) == 1 for trial in filling))
     assert sizes == [5, 3]
 
 
 def test_nobody_is_ever_asked_paused_or_stopped() -> None:
     asked = Asked(FIFO())
     asked.add("a", "b")
-    assert asked.schedule.milestone("a", 0) is None
+    assert asked.schedule.next_milestone("a", 0) is None
     assert asked.report("a", 1, float("nan")) == Continue()  # a report without metrics is valid
-    asked.schedule.resumed("a")
-    asked.schedule.exhausted()
+    asked.schedule.on_trial_resumed("a")
+    asked.schedule.on_search_exhausted()
     asked.end("a")
     assert (asked.resume_all(), asked.stop_all(), asked.schedule.is_waiting()) == ([], [], False)
 
@@ -168,13 +168,13 @@ def ours(kind: str, options: Options) -> Answer:
     def answer(trial: str, step: int, value: float) -> str:
         if trial not in milestones:
             asked.add(trial, config={"x": 0.5})
-            milestones[trial] = asked.schedule.milestone(trial, 0)
+            milestones[trial] = asked.schedule.next_milestone(trial, 0)
         if step < (milestones[trial] or step + 1):
             return "."
         decision = asked.report(trial, step, value)
         decided[trial] = decided[decision.source] if decision.type == "exploit" else step
-        milestones[trial] = asked.schedule.milestone(trial, decided[trial])
-        asked.schedule.exhausted()
+        milestones[trial] = asked.schedule.next_milestone(trial, decided[trial])
+        asked.schedule.on_search_exhausted()
         asked.resume_all()  # each trial has a slot
         if decision.type == "exploit":
             return decision.source

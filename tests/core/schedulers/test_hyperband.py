@@ -86,10 +86,10 @@ def test_a_bracket_is_halved_down_to_one_that_trains_to_max_t() -> None:
     asked = first_bracket()
     reach(asked, 1, {trial: number / 10 for number, trial in enumerate(NINE)})
     assert asked.resume_all() == ["t0", "t1", "t2"]
-    assert [asked.schedule.milestone(trial, 1) for trial in NINE[:3]] == [3, 3, 3]
+    assert [asked.schedule.next_milestone(trial, 1) for trial in NINE[:3]] == [3, 3, 3]
     assert reach(asked, 3, {"t0": 0.3, "t1": 0.1, "t2": 0.2}) == {"t0": "pause", "t1": "pause", "t2": "stop"}
     assert asked.resume_all() == ["t1"]
-    assert asked.schedule.milestone("t1", 3) == 9
+    assert asked.schedule.next_milestone("t1", 3) == 9
     assert asked.report("t1", 9, 0.1) == Stop(reason=make_reason("step-limit", step=9, limit=9), early=False)
 
 
@@ -97,7 +97,7 @@ def test_the_next_trials_fill_the_next_bracket_while_the_one_before_is_decided_a
     asked = first_bracket()
     more = [f"m{number}" for number in range(5 + 3 + 9)]
     asked.add(*more)
-    first = [asked.schedule.milestone(trial, 0) for trial in [*NINE, *more]]
+    first = [asked.schedule.next_milestone(trial, 0) for trial in [*NINE, *more]]
     assert first == [1] * 9 + [3] * 5 + [9] * 3 + [1] * 9
 
 
@@ -119,7 +119,7 @@ def test_a_place_that_was_left_is_not_filled_again() -> None:
     asked.add(*NINE[:8])
     asked.end("t0")
     asked.add("t8", "next")
-    assert [asked.schedule.milestone(trial, 0) for trial in ("t8", "next")] == [1, 3]
+    assert [asked.schedule.next_milestone(trial, 0) for trial in ("t8", "next")] == [1, 3]
 
 
 def test_a_trial_that_was_promoted_and_ended_before_it_got_a_slot_is_forgotten() -> None:
@@ -137,7 +137,7 @@ def test_a_report_beyond_several_rungs_counts_at_the_one_that_is_due_and_the_nex
     for number, trial in enumerate(trials):
         asked.report(trial, 10, float(number))
     assert asked.resume_all() == trials[:9]
-    assert asked.schedule.milestone("t0", 10) == 11
+    assert asked.schedule.next_milestone("t0", 10) == 11
     assert asked.says("t0", 11, 0.0) == "pause"
 
 
@@ -147,7 +147,7 @@ def test_who_is_first_asked_beyond_max_t_stops_and_holds_up_nobody() -> None:
     reach(asked, 1, dict.fromkeys(NINE[1:], 0.5))
     assert asked.resume_all() == ["t1", "t2", "t3"]
     assert asked.says("t0", 10, 0.0) == "stop"
-    assert asked.schedule.milestone("t0", 10) == 11
+    assert asked.schedule.next_milestone("t0", 10) == 11
 
 
 def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_before() -> None:
@@ -175,7 +175,7 @@ def test_a_bracket_that_never_fills_is_decided_with_those_who_are_in_it() -> Non
     asked = Asked(Hyperband(9))
     asked.add(*NINE[:7])
     reach(asked, 1, {trial: 1 - number / 10 for number, trial in enumerate(NINE[:6])})
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     assert asked.resume_all() == []  # the seventh trial is still running
     pause = asked.report("t6", 1, 2.0)
     assert pause == Pause(reason=make_reason("waits-for-others", step=1, others=2))
@@ -189,10 +189,10 @@ def test_a_new_trial_takes_back_that_there_is_none_while_the_bracket_is_open() -
     asked = Asked(Hyperband(9))
     asked.add(*NINE[:3])
     reach(asked, 1, dict.fromkeys(NINE[:3], 0.5))
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     asked.add("t3")
     assert asked.resume_all() == []
-    assert asked.schedule.milestone("t3", 0) == 1
+    assert asked.schedule.next_milestone("t3", 0) == 1
     asked.end("t3")
     assert asked.resume_all() == []
 
@@ -201,7 +201,7 @@ def test_a_bracket_that_was_decided_early_takes_no_more_trials() -> None:
     asked = Asked(Hyperband(9))
     asked.add(*NINE[:3])
     reach(asked, 1, dict.fromkeys(NINE[:3], 0.5))
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     assert asked.resume_all() == ["t0"]
     asked.add("t3")
-    assert asked.schedule.milestone("t3", 0) == 3
+    assert asked.schedule.next_milestone("t3", 0) == 3

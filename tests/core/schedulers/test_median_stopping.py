@@ -21,7 +21,7 @@ def three_others(rule: MedianStopping, steps: int = 4) -> Asked:
 def test_a_trial_is_asked_every_interval_and_at_the_end_of_the_grace_period() -> None:
     asked = Asked(MedianStopping(grace_period=5, interval=3))
     asked.add("a")
-    assert [asked.schedule.milestone("a", step) for step in (0, 2, 4, 5, 7, 8)] == [2, 5, 5, 8, 8, 11]
+    assert [asked.schedule.next_milestone("a", step) for step in (0, 2, 4, 5, 7, 8)] == [2, 5, 5, 8, 8, 11]
 
 
 def test_who_is_worse_than_the_median_stops_and_who_equals_it_goes_on() -> None:
@@ -41,7 +41,7 @@ def test_a_late_report_counts_at_the_milestone_before_it() -> None:
     asked = Asked(MedianStopping(interval=5, min_samples_required=1))
     asked.add("a", "x")
     asked.says("a", 8, 0.5)
-    assert asked.schedule.milestone("a", 8) == 11
+    assert asked.schedule.next_milestone("a", 8) == 11
     assert asked.says("x", 6, 0.6) == "stop"
 
 
@@ -49,7 +49,7 @@ def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_befo
     asked = three_others(MedianStopping())
     for step in (1, 2, 3, 4):
         assert asked.says("a", step, 9.9) == "continue"
-    assert asked.schedule.milestone("a", 1) == 5
+    assert asked.schedule.next_milestone("a", 1) == 5
     stop = asked.report("x", 1, 0.21)
     assert isinstance(stop, Stop)
     assert asked.report("x", 1, 0.0) == stop
@@ -94,13 +94,13 @@ def test_who_has_given_its_slot_away_gets_one_when_there_is_no_new_trial_the_lea
     asked.add("a", "b")
     asked.says("a", 3, 0.1)
     asked.says("b", 2, 0.1)
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     assert asked.resume_all() == ["b", "a"]
     asked.says("b", 4, 0.1)
     asked.add("c")
     assert asked.resume_all() == []
     asked.end("b", "a", "c")
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     assert asked.resume_all() == []
 
 
@@ -109,5 +109,5 @@ def test_a_trial_that_trained_on_though_it_was_to_pause_has_its_slot() -> None:
     asked.add("a")
     asked.says("a", 2, 0.5)
     assert asked.says("a", 3, 0.5) == "continue"
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     assert asked.resume_all() == []

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.reasons import code_of, make_reason
+from prefect_tune.core.reasons import get_reason_code, make_reason
 from prefect_tune.core.schedulers.base import FIFO, Exploit, Pause, Scheduler
-from prefect_tune.core.schedulers.pbt import PBT, Explorer, as_mutations
+from prefect_tune.core.schedulers.pbt import PBT, Explorer, parse_mutations
 from prefect_tune.core.search import domains as pt
 from prefect_tune.core.search.domains import choice, grid_search, sample_from, uniform
 from tests.core.schedulers.asking import SCORE, Asked
@@ -29,7 +29,7 @@ def population(size: int = 4, **rule: object) -> Asked:
     asked = Asked(PBT(**{"perturbation_interval": 5, "hyperparam_mutations": MUTATIONS, **rule}))
     for number, trial in enumerate("abcdefghijkl"[:size]):
         asked.add(trial, config={"lr": (number + 1) / 10, "width": number})
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     return asked
 
 
@@ -51,7 +51,7 @@ def test_a_trial_that_continues_after_its_end_is_asked_an_interval_after_its_las
     asked.says("a", 5, 0.5)
     asked.end("a")
     asked.add("a", config={"lr": 0.1})
-    assert asked.schedule.milestone("a", 5) == 10
+    assert asked.schedule.next_milestone("a", 5) == 10
 
 
 def test_who_has_exploited_stays_among_the_worst_until_its_new_weights_are_evaluated() -> None:
@@ -73,7 +73,7 @@ def test_who_is_among_the_worst_goes_on_from_one_of_the_best_with_its_configurat
     assert exploit.source == "b"
     assert is_perturbed(exploit.config["lr"], 0.2)
     assert exploit.config["width"] == 1
-    assert code_of(exploit.reason) == "exploit"
+    assert get_reason_code(exploit.reason) == "exploit"
     assert str(exploit.reason) == "loss = 0.4 at step 5 is among the worst, loss = 0.1 at step 5 among the best"
 
 
@@ -167,7 +167,7 @@ def test_after_an_exploit_the_steps_of_the_source_count() -> None:
     asked.says("a", 5, 0.1)
     asked.resume_all()
     assert asked.says("b", 20, 0.2) == "exploit"
-    assert asked.schedule.milestone("b", 5) == 10
+    assert asked.schedule.next_milestone("b", 5) == 10
     assert asked.says("b", 10, 0.05) == "pause"
     asked.resume_all()
     assert asked.says("a", 10, 0.1) == "exploit"
@@ -190,7 +190,7 @@ def test_a_population_larger_than_its_slots_takes_turns_and_all_of_it_is_in_the_
     assert asked.resume_all() == []  # a new trial gets the slot
     asked.add("c", config={"lr": 0.5})
     asked.says("c", 5, 0.05)
-    asked.schedule.exhausted()
+    asked.schedule.on_search_exhausted()
     assert asked.resume() == "a"
     asked.says("a", 10, 0.01)
     assert asked.resume() == "c"
@@ -271,7 +271,7 @@ def test_what_mutates_and_is_not_in_the_space_is_refused_with_the_nearest_name(
     mutations: dict[str, object], space: dict[str, object], expected: str
 ) -> None:
     with pytest.raises(InvalidInput, match=expected):
-        PBT(5, mutations).require_serves(space)
+        PBT(5, mutations).require_supported_space(space)
 
 
 @pytest.mark.parametrize(
@@ -284,9 +284,9 @@ def test_what_mutates_and_is_not_in_the_space_is_refused_with_the_nearest_name(
     ],
 )
 def test_what_mutates_may_stand_in_any_part_of_the_space(layers: object) -> None:
-    PBT(5, LAYERS).require_serves({"layers": layers, "lr": 0.1})
-    PBT(5, LAYERS).require_serves({})
-    FIFO().require_serves({"layers": layers})
+    PBT(5, LAYERS).require_supported_space({"layers": layers, "lr": 0.1})
+    PBT(5, LAYERS).require_supported_space({})
+    FIFO().require_supported_space({"layers": layers})
 
 
 # How a configuration is perturbed.
@@ -296,8 +296,8 @@ def explored(
     mutations: Mapping[str, object], config: Mapping[str, object], *, again: float = 0.0, times: int = 200
 ) -> list[Mapping[str, Any]]:
     """Explore from one configuration many times."""
-    explorer = Explorer(as_mutations(mutations, "here"), again, (1.2, 0.8), seed=7)
-    return [explorer.explored(config, "test", number) for number in range(times)]
+    explorer = Explorer(parse_mutations(mutations, "here"), again, (1.2, 0.8), seed=7)
+    return [explorer.explore(config, "test", number) for number in range(times)]
 
 
 def values(mutation: object, value: object, *, again: float = 0.0, times: int = 200) -> Counter[Any]:
@@ -351,8 +351,8 @@ def test_a_domain_of_integers_gives_integers_also_where_the_present_value_is_a_f
 
 
 def test_the_factors_may_be_whole_numbers() -> None:
-    explorer = Explorer(as_mutations({"x": pt.uniform(0, 10)}, "here"), 0.0, (2,), seed=7)
-    assert repr(explorer.explored({"x": 1}, "test")) == "{'x': 2.0}"
+    explorer = Explorer(parse_mutations({"x": pt.uniform(0, 10)}, "here"), 0.0, (2,), seed=7)
+    assert repr(explorer.explore({"x": 1}, "test")) == "{'x': 2.0}"
 
 
 @pytest.mark.parametrize("domain", [pt.uniform(0, 0.5), pt.uniform(-1, 1), pt.randn(0, 1)])
@@ -368,7 +368,7 @@ def test_a_real_zero_that_no_factor_changes_is_drawn_anew(domain: object, zero: 
 )
 def test_a_mutation_that_can_change_nothing_is_refused(mutation: object) -> None:
     with pytest.raises(InvalidInput, match=r"here\['a'\]\['b'\]: expected .* two .*its mutation changes nothing"):
-        as_mutations({"a": {"b": mutation}}, "here")
+        parse_mutations({"a": {"b": mutation}}, "here")
 
 
 def test_factors_that_can_change_nothing_are_refused() -> None:
@@ -456,10 +456,10 @@ def test_a_function_that_returns_what_json_cannot_say_is_refused_by_its_place() 
 @settings(max_examples=50)
 @given(st.integers(0, 1 << 30), st.text(max_size=5))
 def test_the_same_purpose_gives_the_same_configuration(seed: int, purpose: str) -> None:
-    mutations = as_mutations({"a": pt.uniform(0, 9), "b": [1, 2, 3]}, "here")
+    mutations = parse_mutations({"a": pt.uniform(0, 9), "b": [1, 2, 3]}, "here")
 
     def once() -> Mapping[str, object]:
-        return Explorer(mutations, 0.5, (1.2, 0.8), seed).explored({"a": 1.0, "b": 2}, purpose)
+        return Explorer(mutations, 0.5, (1.2, 0.8), seed).explore({"a": 1.0, "b": 2}, purpose)
 
     assert once() == once()
 
@@ -479,4 +479,4 @@ def test_the_same_purpose_gives_the_same_configuration(seed: int, purpose: str) 
 )
 def test_what_cannot_be_explored_is_refused_by_its_place(mutations: Mapping[str, object], expected: str) -> None:
     with pytest.raises(InvalidInput, match=expected):
-        as_mutations(mutations, "here")
+        parse_mutations(mutations, "here")

@@ -79,13 +79,13 @@ def test_every_experiment_comes_to_its_end_with_no_trial_left_behind(
 
 
 def replayed(fresh: Schedule, history: list[RecordedCall]) -> Schedule:
-    """Replay recorded calls; "exhausted" is not journaled, so it is repeated only at the end."""
+    """Replay recorded calls; "on_search_exhausted" is not journaled, so it is repeated only at the end."""
     for call in history:
-        if call.name != "exhausted":
+        if call.name != "on_search_exhausted":
             call.to(fresh)
-    last = [call.name for call in history if call.name in {"added", "exhausted"}][-1:]
-    if last == ["exhausted"]:
-        fresh.exhausted()
+    last = [call.name for call in history if call.name in {"added", "on_search_exhausted"}][-1:]
+    if last == ["on_search_exhausted"]:
+        fresh.on_search_exhausted()
     return fresh
 
 

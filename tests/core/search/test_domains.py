@@ -19,7 +19,7 @@ from hypothesis import given
 import prefect_tune as pt
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import BadMetric, InvalidInput, UnsafePayload
-from prefect_tune.core.metrics import storable
+from prefect_tune.core.metrics import to_plain_metrics
 from prefect_tune.core.search import domains
 from prefect_tune.core.search.domains import (
     Float,
@@ -40,7 +40,7 @@ from prefect_tune.core.search.domains import (
     sample_from,
     uniform,
 )
-from prefect_tune.core.search.space import resolve, valid_space
+from prefect_tune.core.search.space import resolve_space, validate_space
 from prefect_tune.core.search.space_json import Function, space_from_json, space_to_json
 from tests.fakes.pages import ROOT
 from tests.fakes.searches.spaces import QUANTILES, floats, integers, normals, ranges, spaces
@@ -50,7 +50,7 @@ COUNT = 2000
 
 
 def drawn(domain: Range) -> list[float]:
-    return [domain.at(seeded_random.uniform(7, "a test", number)) for number in range(COUNT)]
+    return [domain.draw_at(seeded_random.uniform(7, "a test", number)) for number in range(COUNT)]
 
 
 def farthest_from(distribution: Callable[[float], float], values: list[float]) -> float:
@@ -128,13 +128,13 @@ def test_a_rounded_normal_draw_is_centred_and_spread_as_the_normal_one() -> None
     ids=repr,
 )
 def test_the_ends_are_inclusive_where_the_name_says_so(domain: Range, first: float, last: float) -> None:
-    assert domain.at(0.0) == first
-    assert last * (1 - 1e-15) <= domain.at(ALMOST_ONE) <= last
+    assert domain.draw_at(0.0) == first
+    assert last * (1 - 1e-15) <= domain.draw_at(ALMOST_ONE) <= last
 
 
 @given(floats() | integers(), QUANTILES)
 def test_a_draw_never_leaves_its_bounds(domain: Float | Integer, quantile: float) -> None:
-    value = domain.at(quantile)
+    value = domain.draw_at(quantile)
     assert domain.low <= value <= domain.high
     assert domain.q is not None or value < domain.high
     assert isinstance(value, int if isinstance(domain, Integer) else float)
@@ -142,25 +142,25 @@ def test_a_draw_never_leaves_its_bounds(domain: Float | Integer, quantile: float
 
 @given(ranges(), QUANTILES)
 def test_what_is_drawn_belongs_to_the_domain_and_rounds_to_itself(domain: Range, quantile: float) -> None:
-    value = domain.at(quantile)
+    value = domain.draw_at(quantile)
     assert domain.contains(value)
-    assert domain.nearest(value) == value
+    assert domain.nearest_value(value) == value
 
 
 @given(ranges(), QUANTILES, QUANTILES)
 def test_a_higher_quantile_never_gives_a_lower_value(domain: Range, one: float, other: float) -> None:
-    assert domain.at(min(one, other)) <= domain.at(max(one, other))
+    assert domain.draw_at(min(one, other)) <= domain.draw_at(max(one, other))
 
 
 @given(integers(), QUANTILES)
 def test_a_whole_number_with_a_step_is_a_multiple_of_it(domain: Integer, quantile: float) -> None:
-    assert domain.at(quantile) % domain.step == 0
+    assert domain.draw_at(quantile) % domain.step == 0
 
 
 @given(normals(), QUANTILES)
 def test_a_normal_draw_is_a_number_and_at_the_middle_the_mean(domain: Normal, quantile: float) -> None:
-    assert math.isfinite(domain.at(quantile))
-    assert math.isclose(domain.at(0.5), domain.nearest(domain.mean), abs_tol=domain.q or 1e-9 * domain.sd)
+    assert math.isfinite(domain.draw_at(quantile))
+    assert math.isclose(domain.draw_at(0.5), domain.nearest_value(domain.mean), abs_tol=domain.q or 1e-9 * domain.sd)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_normal_draw_is_a_number_and_at_the_middle_the_mean(domain: Normal, qu
     ids=lambda value: repr(value) if isinstance(value, Range) else "",
 )
 def test_the_nearest_value_is_within_the_ends_and_on_a_step(domain: Range, value: float, nearest: float) -> None:
-    assert domain.nearest(value) == nearest
+    assert domain.nearest_value(value) == nearest
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_domain_knows_what_a_configuration_may_have(
 
 def test_steps_are_as_they_are_written_and_not_sums_of_rounded_ones() -> None:
     domain = quniform(0, 1, 0.1)
-    assert sorted({domain.at(number / 100) for number in range(100)}) == [number / 10 for number in range(11)]
+    assert sorted({domain.draw_at(number / 100) for number in range(100)}) == [number / 10 for number in range(11)]
 
 
 def test_numbers_of_numpy_become_plain_ones() -> None:
@@ -229,7 +229,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     ids=repr,
 )
 def test_a_domain_shows_the_call_that_makes_it(domain: Range) -> None:
-    name, arguments = domain.call
+    name, arguments = domain.constructor_call
     assert repr(domain) == f"{name}({', '.join(map(repr, arguments))})"
     assert eval(repr(domain)) == domain
 
@@ -311,10 +311,10 @@ def result_of(call: str) -> str:
         node = eval(call, dict(vars(domains)))
     except InvalidInput as refused:
         return f"refused: {re.findall('expected [^,;:]+', str(refused))[0]}"
-    space = valid_space({"x": node})
+    space = validate_space({"x": node})
     count = len(node.options) if isinstance(node, domains.Grid) else _DRAWS
     quantiles = [index / count for index in range(count)] + [1 - 2**-53]
-    values = [resolve(space, lambda _, domain, at=at: domain.at(at))["x"] for at in quantiles]  # type: ignore[misc]  # of a loop
+    values = [resolve_space(space, lambda _, domain, at=at: domain.draw_at(at))["x"] for at in quantiles]  # type: ignore[misc]  # of a loop
     different = list(dict.fromkeys(values))
     if len(different) <= _MOST_VALUES:
         return ", ".join(map(str, different))
@@ -332,9 +332,9 @@ def test_the_page_on_search_spaces_says_what_each_call_draws_or_that_it_is_refus
 
 def test_what_the_page_says_below_the_table_is_refused_too() -> None:
     with pytest.raises(InvalidInput, match="expected a parameter of the space at this place"):
-        pt.PBT(perturbation_interval=2, hyperparam_mutations={"lr": pt.uniform(0, 1)}).require_serves({"x": 1})
+        pt.PBT(perturbation_interval=2, hyperparam_mutations={"lr": pt.uniform(0, 1)}).require_supported_space({"x": 1})
     with pytest.raises(BadMetric, match="expected a dict of metrics, found float; give it a name"):
-        storable(0.5, "step 1")  # type: ignore[arg-type]  # that is the fault
+        to_plain_metrics(0.5, "step 1")  # type: ignore[arg-type]  # that is the fault
 
 
 # The JSON form of a search space.
@@ -399,7 +399,7 @@ def test_the_outermost_object_is_always_one_of_parameters() -> None:
 @given(spaces())
 def test_every_space_survives_json(space: dict[str, object]) -> None:
     document = json.loads(json.dumps(space_to_json(space), sort_keys=True, allow_nan=False))
-    assert space_from_json(document) == valid_space(space)
+    assert space_from_json(document) == validate_space(space)
     assert json.dumps(space_to_json(space_from_json(document))) == json.dumps(document)
 
 

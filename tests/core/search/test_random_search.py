@@ -11,26 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Repeated, Search, Space, Suggestion
+from prefect_tune.core.search.base import Exhausted, Proposed, Repeated, Search, SearchState, Space, Suggestion
 from prefect_tune.core.search.domains import choice, grid_search, randint, sample_from, uniform
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import (
-    ENDLESS,
+    UNLIMITED,
     RandomSearch,
-    choices_at,
-    default_samples,
-    grids_of,
-    point_count,
-    points_of,
+    count_points,
+    default_num_samples,
+    extract_grids,
+    find_points,
+    grid_choices,
 )
-from prefect_tune.core.search.space import is_same, resolve, valid_space
+from prefect_tune.core.search.space import are_json_equal, resolve_space, validate_space
 from prefect_tune.core.values import StepReport
 from tests.fakes.searches.spaces import spaces
 
 Config = Mapping[str, Any]
 
 
-def proposed_by(proposals: Proposals, first: int = 0, count: int = 100) -> Iterator[Config]:
+def proposed_by(proposals: SearchState, first: int = 0, count: int = 100) -> Iterator[Config]:
     for number in range(first, first + count):
         match proposals.suggest(number):
             case Proposed(config):
@@ -39,12 +39,12 @@ def proposed_by(proposals: Proposals, first: int = 0, count: int = 100) -> Itera
                 return
 
 
-def resumed(search: RandomSearch, space: Config, earlier: Sequence[Config], seed: int = 1) -> Proposals:
+def resumed(search: RandomSearch, space: Config, earlier: Sequence[Config], seed: int = 1) -> SearchState:
     """Begin again and replay the journal's configurations, as JSON with its keys in another order."""
     proposals = search.begin(space, None, seed)
     for number, config in enumerate(json.loads(json.dumps(earlier, sort_keys=True))):
-        proposals.recall(number, config)
-        proposals.ended(number, None, failed=False)
+        proposals.restore_trial(number, config)
+        proposals.on_trial_ended(number, None, failed=False)
     return proposals
 
 
@@ -121,10 +121,10 @@ def test_a_grid_of_spaces_has_the_points_of_each() -> None:
     ],
 )
 def test_without_a_number_a_grid_alone_is_tried_once_and_all_else_ten_times(space: Config, samples: int) -> None:
-    assert default_samples(space) == samples
+    assert default_num_samples(space) == samples
     tried = proposals_of(RandomSearch(), space, count=1000)
     assert tried == proposals_of(RandomSearch(samples), space, count=1000)
-    assert len(tried) == RandomSearch().trial_count(space) == samples * point_count(grids_of(space))
+    assert len(tried) == RandomSearch().trial_count(space) == samples * count_points(extract_grids(space))
 
 
 def test_a_value_that_stands_twice_in_a_grid_is_tried_twice() -> None:
@@ -146,7 +146,7 @@ def test_a_grid_too_large_to_be_listed_is_tried_from_its_start() -> None:
 
 
 def test_endless_search_goes_on() -> None:
-    configs = proposals_of(RandomSearch(ENDLESS), {"a": grid_search([1, 2]), "lr": uniform(0, 1)}, count=500)
+    configs = proposals_of(RandomSearch(UNLIMITED), {"a": grid_search([1, 2]), "lr": uniform(0, 1)}, count=500)
     assert len({config["lr"] for config in configs}) == 500
 
 
@@ -166,7 +166,7 @@ def test_seeds_differ_and_one_seed_gives_the_same() -> None:
 
 @pytest.mark.parametrize("portion", [20, 8, 1])
 def test_forty_trials_are_the_same_in_one_go_and_in_portions(portion: int) -> None:
-    search = RandomSearch(ENDLESS, points_to_evaluate=[{"lr": 0.5}, {"batch": 64, "lr": 0.25}, {"dropout": 0.125}])
+    search = RandomSearch(UNLIMITED, points_to_evaluate=[{"lr": 0.5}, {"batch": 64, "lr": 0.25}, {"dropout": 0.125}])
     assert in_portions(search, SPACE, portion, 40) == proposals_of(search, SPACE, count=40)
 
 
@@ -175,7 +175,7 @@ def test_whoever_resumes_anywhere_proposes_the_same(space: dict[str, object], cu
     whole = proposals_of(RandomSearch(samples), space, count=10)
     earlier = whole[:cut]
     assert [*earlier, *proposed_by(resumed(RandomSearch(samples), space, earlier), cut, 10 - len(earlier))] == whole
-    assert len(whole) == min(10, samples * point_count(space))
+    assert len(whole) == min(10, samples * count_points(space))
 
 
 def test_more_samples_go_on_where_fewer_ended() -> None:
@@ -230,9 +230,9 @@ def test_results_change_nothing() -> None:
     configs = []
     for number in range(3):
         configs += proposed_by(search, number, 1)
-        search.reported(number, StepReport(step=1, metrics={"loss": 1.0}))
-        search.stopped(number)
-        search.ended(number, None, failed=True)
+        search.on_report(number, StepReport(step=1, metrics={"loss": 1.0}))
+        search.on_trial_stopped(number)
+        search.on_trial_ended(number, None, failed=True)
     assert configs == proposals_of(RandomSearch(3), {"lr": uniform(0, 1)})
 
 
@@ -287,8 +287,8 @@ def test_a_point_of_another_branch_draws_from_the_grids_in_it() -> None:
 def test_a_point_that_the_space_gives_is_proposed_as_it_is_and_once(space: dict[str, object], seed: int) -> None:
     given_point = proposals_of(RandomSearch(1), space, seed=seed, count=5)[-1]
     search = RandomSearch(1, [given_point]).begin(space, None, 0)
-    assert is_same(next(proposed_by(search)), given_point)
-    assert len(list(proposed_by(search, 1, count=20))) == min(20, point_count(space) - 1)
+    assert are_json_equal(next(proposed_by(search)), given_point)
+    assert len(list(proposed_by(search, 1, count=20))) == min(20, count_points(space) - 1)
 
 
 def test_points_that_are_given_on_resume_come_next_unless_they_were_tried() -> None:
@@ -334,21 +334,21 @@ def test_a_search_does_not_change_with_the_list_it_was_given() -> None:
 
 @given(spaces())
 def test_every_point_of_a_grid_is_another_and_is_read_back(space: dict[str, object]) -> None:
-    whole = valid_space(space)
-    grids = grids_of(whole)
-    assert point_count(grids) == point_count(whole)
-    decided = [tuple(choices_at(point, grids)) for point in range(min(point_count(whole), 50))]
+    whole = validate_space(space)
+    grids = extract_grids(whole)
+    assert count_points(grids) == count_points(whole)
+    decided = [tuple(grid_choices(point, grids)) for point in range(min(count_points(whole), 50))]
     assert len(set(decided)) == len(decided)
     for point, chosen in enumerate(decided):
-        config = resolve(whole, lambda _, domain: domain.at(0.3), dict(chosen))
-        assert point in points_of(config, grids)
+        config = resolve_space(whole, lambda _, domain: domain.draw_at(0.3), dict(chosen))
+        assert point in find_points(config, grids)
 
 
 def test_trials_of_other_experiments_count_as_no_samples() -> None:
     space = {"a": grid_search([1, 2]), "lr": uniform(0, 1)}
     search = RandomSearch(1).begin(space, None, 1)
     for a in (1, 1, 2, 2, 7):
-        assert not search.learn({"a": a, "lr": 0.5}, StepReport(step=1, metrics={}), stopped=False)
+        assert not search.add_prior_trial({"a": a, "lr": 0.5}, StepReport(step=1, metrics={}), stopped=False)
     assert list(proposed_by(search, 0)) == proposals_of(RandomSearch(1), space)
 
 
@@ -364,26 +364,26 @@ class RecordingSearch(Search):
     def __init__(self) -> None:
         self.ended: list[tuple[int, StepReport | None, bool]] = []
 
-    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         del space, objective, seed
         return RecordingProposals(self.ended)
 
 
-class RecordingProposals(Proposals):
+class RecordingProposals(SearchState):
     def __init__(self, ended: list[tuple[int, StepReport | None, bool]]) -> None:
         self._ended = ended
 
     def suggest(self, number: int) -> Suggestion:
         return Exhausted(f"nothing for {number}")
 
-    def recall(self, number: int, config: Mapping[str, object]) -> None:
+    def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         raise NotImplementedError
 
-    def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
-        self._ended.append((number, last, failed))
+    def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
+        self._ended.append((number, report, failed))
 
 
-def configs_of(proposals: Proposals, first: int, last: int) -> list[Mapping[str, object]]:
+def configs_of(proposals: SearchState, first: int, last: int) -> list[Mapping[str, object]]:
     suggestions = [proposals.suggest(number) for number in range(first, last)]
     return [each.config for each in suggestions if isinstance(each, Proposed)]
 
@@ -410,26 +410,28 @@ def test_whoever_resumes_within_the_repetitions_goes_on_with_them(index_as: str 
     for cut in range(13):
         resumed = search.begin(space, None, 1)
         for number, config in enumerate(whole[:cut]):
-            resumed.recall(number, config)
+            resumed.restore_trial(number, config)
         assert configs_of(resumed, cut, 13) == whole[cut:]
 
 
 def test_the_search_hears_the_mean_once_all_repetitions_are_over() -> None:
     search = RecordingSearch()
     proposals = Repeated(search, 3).begin(ONE_PARAMETER, None, 1)
-    proposals.ended(4, StepReport(step=2, metrics={"loss": 1.0}), failed=False)
-    proposals.ended(0, StepReport(step=4, metrics={"loss": 1.0, "n": 3, "text": "a"}, trained_seconds=2), failed=False)
-    proposals.ended(2, StepReport(step=2, metrics={"loss": 2.0, "text": "b"}, trained_seconds=4), failed=False)
+    proposals.on_trial_ended(4, StepReport(step=2, metrics={"loss": 1.0}), failed=False)
+    proposals.on_trial_ended(
+        0, StepReport(step=4, metrics={"loss": 1.0, "n": 3, "text": "a"}, trained_seconds=2), failed=False
+    )
+    proposals.on_trial_ended(2, StepReport(step=2, metrics={"loss": 2.0, "text": "b"}, trained_seconds=4), failed=False)
     assert search.ended == []
-    proposals.ended(1, StepReport(step=9, metrics={"loss": 9.0}), failed=True)
+    proposals.on_trial_ended(1, StepReport(step=9, metrics={"loss": 9.0}), failed=True)
     assert search.ended == [(0, StepReport(step=4, metrics={"loss": 1.5}, trained_seconds=3), False)]
 
 
 def test_the_search_hears_of_a_failure_when_no_repetition_succeeded() -> None:
     search = RecordingSearch()
     proposals = Repeated(search, 2).begin(ONE_PARAMETER, None, 1)
-    proposals.ended(3, None, failed=False)
-    proposals.ended(2, StepReport(step=9, metrics={"loss": 9.0}), failed=True)
+    proposals.on_trial_ended(3, None, failed=False)
+    proposals.on_trial_ended(2, StepReport(step=9, metrics={"loss": 9.0}), failed=True)
     assert search.ended == [(1, None, True)]
 
 
@@ -443,11 +445,11 @@ def test_what_cannot_be_repeated_is_refused() -> None:
 def test_a_repetition_that_is_tried_again_counts_once_and_the_mean_is_told_again() -> None:
     search = RecordingSearch()
     proposals = Repeated(search, 2).begin(ONE_PARAMETER, None, 1)
-    proposals.ended(0, None, failed=True)
-    proposals.ended(0, StepReport(step=1, metrics={"loss": 4.0}), failed=False)
+    proposals.on_trial_ended(0, None, failed=True)
+    proposals.on_trial_ended(0, StepReport(step=1, metrics={"loss": 4.0}), failed=False)
     assert search.ended == []
-    proposals.ended(1, StepReport(step=1, metrics={"loss": 2.0}), failed=False)
-    proposals.ended(1, StepReport(step=2, metrics={"loss": 0.0}), failed=False)
+    proposals.on_trial_ended(1, StepReport(step=1, metrics={"loss": 2.0}), failed=False)
+    proposals.on_trial_ended(1, StepReport(step=2, metrics={"loss": 0.0}), failed=False)
     assert [(number, report.metrics) for number, report, _ in search.ended if report] == [
         (0, {"loss": 3.0}),
         (0, {"loss": 2.0}),
@@ -461,11 +463,11 @@ def test_what_others_found_is_told_to_the_search_that_is_repeated_without_the_co
             return True
 
     class Search(RecordingSearch):
-        def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+        def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
             del space, objective, seed
             return Learning(self.ended)
 
     search, report = Search(), StepReport(step=1, metrics={"loss": 1.0})
     proposals = Repeated(search, 2, index_as="seed").begin(ONE_PARAMETER, None, 1)
-    assert proposals.learn({"lr": 0.5, "seed": 1}, report, stopped=True)
+    assert proposals.add_prior_trial({"lr": 0.5, "seed": 1}, report, stopped=True)
     assert str(search.ended) == str([({"lr": 0.5}, report, True)])

@@ -16,8 +16,8 @@ from prefect_tune.core.search.domains import (
     Choice,
     Domain,
     choice,
-    domains_in,
-    frozen,
+    find_domains,
+    freeze,
     grid_search,
     has_grid,
     qrandint,
@@ -28,24 +28,24 @@ from prefect_tune.core.search.domains import (
 )
 from prefect_tune.core.search.space import (
     Draw,
-    Found,
-    Misfit,
-    Missing,
-    Reading,
-    agrees,
-    holds,
-    is_same,
-    read,
-    require_drawable,
-    resolve,
-    valid_space,
+    ParameterFound,
+    ParameterMismatch,
+    ParameterMissing,
+    ParameterReading,
+    accepts_value,
+    are_json_equal,
+    check_sample_functions,
+    contains_part,
+    read_config,
+    resolve_space,
+    validate_space,
 )
 from prefect_tune.core.values import canonical_json
 from tests.fakes.searches.spaces import QUANTILES, spaces
 
 
 def seeded(seed: int) -> Draw:
-    return lambda name, domain: domain.at(seeded_random.uniform(seed, name))
+    return lambda name, domain: domain.draw_at(seeded_random.uniform(seed, name))
 
 
 def noted(asked: list[str], value: object) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ def noted(asked: list[str], value: object) -> Callable[..., Any]:
 
 def resolved(space: Mapping[str, object], **drawn: float) -> dict[str, object]:
     """Resolve with these draws; any other draw is an error."""
-    return resolve(valid_space(space), lambda name, _: drawn[name])
+    return resolve_space(validate_space(space), lambda name, _: drawn[name])
 
 
 # ------------------------------------------------------------------------------------------------------- choices
@@ -76,14 +76,14 @@ def resolved(space: Mapping[str, object], **drawn: float) -> dict[str, object]:
     ids=repr,
 )
 def test_options_are_drawn_alike_or_by_their_weights(domain: Choice, shares: list[float]) -> None:
-    found = Counter(domain.at(seeded_random.uniform(1, "options", number)) for number in range(2000))
+    found = Counter(domain.draw_at(seeded_random.uniform(1, "options", number)) for number in range(2000))
     assert [abs(found[index] / 2000 - share) < 0.035 for index, share in enumerate(shares)] == [True] * len(shares)
     assert [found[index] > 0 for index in range(len(shares))] == [share > 0 for share in shares]
 
 
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=5).filter(any), QUANTILES)
 def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile: float) -> None:
-    assert weights[choice(range(len(weights)), weights).at(quantile)] > 0
+    assert weights[choice(range(len(weights)), weights).draw_at(quantile)] > 0
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile:
         (lambda: sample_from("lambda: 3"), "sample_from: expected a function of the configuration, found 'lambda: 3'"),
         (lambda: sample_from(lambda: 3), r"sample_from: expected a function of one argument, .* found .*<lambda>\(\)"),
         (lambda: sample_from(lambda _a, _b: 3), r"found .*<lambda>\(_a, _b\)"),
-        (lambda: valid_space([1]), "space: expected an object of parameters"),
-        (lambda: valid_space(uniform(0, 1)), "space: expected an object of parameters"),
-        (lambda: valid_space({"a": len}), r"To compute the value of each trial: pt.sample_from\(lambda config"),
-        (lambda: valid_space({"a": b"x"}), r"space.a: expected a value or a domain, found b'x' \(bytes\)"),
+        (lambda: validate_space([1]), "space: expected an object of parameters"),
+        (lambda: validate_space(uniform(0, 1)), "space: expected an object of parameters"),
+        (lambda: validate_space({"a": len}), r"To compute the value of each trial: pt.sample_from\(lambda config"),
+        (lambda: validate_space({"a": b"x"}), r"space.a: expected a value or a domain, found b'x' \(bytes\)"),
     ],
 )
 def test_what_no_configuration_can_hold_is_refused(make: Callable[[], object], said: str) -> None:
@@ -143,7 +143,7 @@ def test_a_domain_is_a_value_that_never_changes_and_equals_its_like(domain: Doma
 
 
 def test_everything_but_domains_becomes_plain_json() -> None:
-    made = frozen({"t": (1, np.int64(2)), "f": np.float32(0.5), "b": True, "n": None, "s": np.str_("x")}, "here")
+    made = freeze({"t": (1, np.int64(2)), "f": np.float32(0.5), "b": True, "n": None, "s": np.str_("x")}, "here")
     assert canonical_json(made) == b'{"b":true,"f":0.5,"n":null,"s":"x","t":[1,2]}'
 
 
@@ -151,7 +151,7 @@ def test_every_domain_is_found_wherever_it_stands() -> None:
     inner, function = uniform(0, 1), sample_from(len)
     outer = choice([1, {"a": [inner]}])
     grid = grid_search([function])
-    assert list(domains_in({"x": [outer, 3], "y": {"z": grid}})) == [outer, inner, grid, function]
+    assert list(find_domains({"x": [outer, 3], "y": {"z": grid}})) == [outer, inner, grid, function]
     assert has_grid([{"y": grid}])
     assert not has_grid([outer])
 
@@ -173,7 +173,7 @@ def test_constants_lists_and_objects_stay_and_domains_are_drawn_by_name() -> Non
 def test_names_tell_apart_what_looks_alike() -> None:
     asked: list[str] = []
     space = {"a.b": uniform(0, 1), "a": {"b": uniform(0, 1)}, "c": [uniform(0, 1)], "c[0]": uniform(0, 1)}
-    resolve(valid_space(space), noted(asked, 0.5))
+    resolve_space(validate_space(space), noted(asked, 0.5))
     assert len(set(asked)) == 4
 
 
@@ -193,9 +193,9 @@ def test_only_what_the_chosen_option_needs_is_drawn(chosen: dict[str, float], co
 
 
 def test_what_is_fixed_is_not_drawn() -> None:
-    space = valid_space({"a": choice([1, uniform(0, 1)]), "b": sample_from(lambda config: config["a"] + 1)})
-    assert resolve(space, lambda name, _: {"a?1": 0.25}[name], {"a": 1}) == {"a": 0.25, "b": 1.25}
-    assert resolve(space, lambda name, _: {"a": 0}[name], {"b": 7}) == {"a": 1, "b": 7}
+    space = validate_space({"a": choice([1, uniform(0, 1)]), "b": sample_from(lambda config: config["a"] + 1)})
+    assert resolve_space(space, lambda name, _: {"a?1": 0.25}[name], {"a": 1}) == {"a": 0.25, "b": 1.25}
+    assert resolve_space(space, lambda name, _: {"a": 0}[name], {"b": 7}) == {"a": 1, "b": 7}
 
 
 # ------------------------------------------------------------------------------- functions of other parameters
@@ -221,7 +221,7 @@ def test_a_function_is_called_once_per_configuration_and_what_it_reads_is_drawn_
         "b": sample_from(lambda config: noted(calls, config["c"])("b")),
         "c": uniform(0, 1),
     }
-    assert resolve(valid_space(space), noted(calls, 0.5)) == {"a": 1.0, "b": 0.5, "c": 0.5}
+    assert resolve_space(validate_space(space), noted(calls, 0.5)) == {"a": 1.0, "b": 0.5, "c": 0.5}
     assert calls == ["c", "b"]
 
 
@@ -299,7 +299,7 @@ def test_an_error_of_the_function_says_whose_it_is_and_where() -> None:
 )
 def test_each_function_is_tried_once_also_that_of_a_rare_option(space: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        require_drawable(valid_space(space), seed=1)
+        check_sample_functions(validate_space(space), seed=1)
 
 
 def test_a_function_of_an_option_that_is_never_drawn_is_not_tried_and_others_a_hundred_times_at_most() -> None:
@@ -307,7 +307,7 @@ def test_a_function_of_an_option_that_is_never_drawn_is_not_tried_and_others_a_h
     never = choice([1, {"a": sample_from(lambda _: 1 / 0)}], weights=[1, 0])
     many = grid_search([{"x": index} for index in range(1000)])
     read = sample_from(lambda config: noted(calls, config["never"])(config["many"]["x"]))
-    require_drawable(valid_space({"never": never, "many": many, "read": read}), seed=1)
+    check_sample_functions(validate_space({"never": never, "many": many, "read": read}), seed=1)
     assert len(calls) == 100
 
 
@@ -332,12 +332,12 @@ def test_a_function_that_failed_can_be_asked_again() -> None:
 
 @given(spaces(), st.integers(0, 3))
 def test_what_was_drawn_is_read_back_from_the_configuration(space: dict[str, object], seed: int) -> None:
-    whole = valid_space(space)
-    config = resolve(whole, seeded(seed))
-    readings = list(read(whole, config))
-    assert [each for each in readings if not isinstance(each, Found)] == []
-    again = resolve(whole, refuse, {each.name: each.drawn for each in readings})
-    assert is_same(again, config)
+    whole = validate_space(space)
+    config = resolve_space(whole, seeded(seed))
+    readings = list(read_config(whole, config))
+    assert [each for each in readings if not isinstance(each, ParameterFound)] == []
+    again = resolve_space(whole, refuse, {each.name: each.value for each in readings})
+    assert are_json_equal(again, config)
 
 
 def refuse(name: str, domain: Domain) -> float:
@@ -350,26 +350,32 @@ MODELS = choice([{"kind": "mlp", "depth": randint(1, 5)}, {"kind": "cnn"}, {"kin
 @pytest.mark.parametrize(
     ("node", "value", "readings"),
     [
-        (uniform(0, 1), 1, [Found("p", uniform(0, 1), 1.0)]),
-        (uniform(0, 1), 2, [Misfit("p", "uniform(0.0, 1.0)", 2)]),
-        (randint(0, 5), 3.0, [Found("p", randint(0, 5), 3)]),
-        (randint(0, 5), "3", [Misfit("p", "randint(0, 5)", "3")]),
+        (uniform(0, 1), 1, [ParameterFound("p", uniform(0, 1), 1.0)]),
+        (uniform(0, 1), 2, [ParameterMismatch("p", "uniform(0.0, 1.0)", 2)]),
+        (randint(0, 5), 3.0, [ParameterFound("p", randint(0, 5), 3)]),
+        (randint(0, 5), "3", [ParameterMismatch("p", "randint(0, 5)", "3")]),
         ("a", "a", []),
-        ("a", "b", [Misfit("p", "'a'", "b")]),
-        (1, True, [Misfit("p", "1", True)]),
-        ({"a": 1, "b": 2}, {"a": 1, "c": 3}, [Missing("p.b"), Misfit("p.c", "one of ['a', 'b']", 3)]),
-        ({"a": 1}, [1], [Misfit("p", "{'a': 1}", [1])]),
-        ([1, uniform(0, 1)], [1, 0.5], [Found("p[1]", uniform(0, 1), 0.5)]),
-        ([1, uniform(0, 1)], [1], [Misfit("p", "[1, uniform(0.0, 1.0)]", [1])]),
-        (choice([1, 2]), 2, [Found("p", choice([1, 2]), 1)]),
-        (choice([1, 2]), 3, [Misfit("p", "choice([1, 2])", 3)]),
-        (grid_search([1, 2]), 2, [Found("p", grid_search([1, 2]), 1)]),
+        ("a", "b", [ParameterMismatch("p", "'a'", "b")]),
+        (1, True, [ParameterMismatch("p", "1", True)]),
+        (
+            {"a": 1, "b": 2},
+            {"a": 1, "c": 3},
+            [ParameterMissing("p.b"), ParameterMismatch("p.c", "one of ['a', 'b']", 3)],
+        ),
+        ({"a": 1}, [1], [ParameterMismatch("p", "{'a': 1}", [1])]),
+        ([1, uniform(0, 1)], [1, 0.5], [ParameterFound("p[1]", uniform(0, 1), 0.5)]),
+        ([1, uniform(0, 1)], [1], [ParameterMismatch("p", "[1, uniform(0.0, 1.0)]", [1])]),
+        (choice([1, 2]), 2, [ParameterFound("p", choice([1, 2]), 1)]),
+        (choice([1, 2]), 3, [ParameterMismatch("p", "choice([1, 2])", 3)]),
+        (grid_search([1, 2]), 2, [ParameterFound("p", grid_search([1, 2]), 1)]),
     ],
     ids=repr,
 )
-def test_what_does_not_fit_or_is_left_out_is_told_by_name(node: object, value: object, readings: list[Reading]) -> None:
-    assert list(read({"p": node}, {"p": value})) == readings
-    assert agrees(node, value) is not any(isinstance(each, Misfit) for each in readings)
+def test_what_does_not_fit_or_is_left_out_is_told_by_name(
+    node: object, value: object, readings: list[ParameterReading]
+) -> None:
+    assert list(read_config({"p": node}, {"p": value})) == readings
+    assert accepts_value(node, value) is not any(isinstance(each, ParameterMismatch) for each in readings)
 
 
 @pytest.mark.parametrize(
@@ -377,19 +383,19 @@ def test_what_does_not_fit_or_is_left_out_is_told_by_name(node: object, value: o
     [({"kind": "cnn"}, 1), ({"kind": "cnn", "width": 3}, 2), ({"depth": 2}, 0), ({"width": 3}, 2), ({}, 0)],
 )
 def test_the_option_is_taken_that_gives_exactly_this_or_else_the_first_that_can(value: object, index: int) -> None:
-    first = next(read({"model": MODELS}, {"model": value}))
-    assert first == Found("model", MODELS, index)
+    first = next(read_config({"model": MODELS}, {"model": value}))
+    assert first == ParameterFound("model", MODELS, index)
 
 
 def test_an_option_without_anything_to_draw_can_give_exactly_this() -> None:
     domain = choice([{"a": uniform(0, 1)}, {}])
-    assert list(read({"p": domain}, {"p": {}})) == [Found("p", domain, 1)]
+    assert list(read_config({"p": domain}, {"p": {}})) == [ParameterFound("p", domain, 1)]
 
 
 def test_an_option_does_not_fit_if_only_part_of_it_does() -> None:
     domain = choice([{"a": uniform(0, 1), "b": 1}, {"a": uniform(0, 9), "c": 1}])
-    readings = list(read({"p": domain}, {"p": {"a": 0.5, "b": 2}}))
-    assert readings == [Misfit("p", repr(domain), {"a": 0.5, "b": 2})]
+    readings = list(read_config({"p": domain}, {"p": {"a": 0.5, "b": 2}}))
+    assert readings == [ParameterMismatch("p", repr(domain), {"a": 0.5, "b": 2})]
 
 
 @pytest.mark.parametrize(
@@ -410,17 +416,17 @@ def test_an_option_does_not_fit_if_only_part_of_it_does() -> None:
     ],
 )
 def test_two_values_are_the_same_when_json_says_so(one: object, other: object, same: bool) -> None:
-    assert is_same(one, other) is same
-    assert is_same(other, one) is same
+    assert are_json_equal(one, other) is same
+    assert are_json_equal(other, one) is same
 
 
 def test_a_configuration_holds_what_a_part_of_it_says() -> None:
     whole = {"a": 1, "b": {"c": [{"d": 1, "e": 2}], "f": 3}}
-    assert holds(whole, {})
-    assert holds(whole, {"b": {"c": [{"e": 2}]}})
-    assert not holds(whole, {"b": {"c": [{"e": 3}]}})
-    assert not holds(whole, {"b": {"c": []}})
-    assert not holds(whole, {"a": 1, "x": None})
-    assert not holds(whole, {"a": {}})
-    assert not holds({"a": "x"}, {"a": ["x"]})
-    assert not holds({"a": ["x"]}, {"a": "x"})
+    assert contains_part(whole, {})
+    assert contains_part(whole, {"b": {"c": [{"e": 2}]}})
+    assert not contains_part(whole, {"b": {"c": [{"e": 3}]}})
+    assert not contains_part(whole, {"b": {"c": []}})
+    assert not contains_part(whole, {"a": 1, "x": None})
+    assert not contains_part(whole, {"a": {}})
+    assert not contains_part({"a": "x"}, {"a": ["x"]})
+    assert not contains_part({"a": ["x"]}, {"a": "x"})

@@ -21,26 +21,26 @@ from prefect_tune import core
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal_events import Entry, Owner, Started, TrialAdded
+from prefect_tune.core.journal_events import AttemptStarted, Entry, Owner, TrialAdded
 from prefect_tune.core.storage import documents
 from prefect_tune.core.storage.documents import (
     Document,
     Upgrade,
+    add_signature,
     has_signature,
-    is_signed,
-    read_newest,
+    has_valid_signature,
+    read_newest_document,
     read_sealed,
     seal,
     seal_and_read_back,
-    signed,
+    strip_signature,
     unseal,
-    unsigned,
-    upgraded,
+    upgrade_document,
 )
-from prefect_tune.core.storage.generations import call_that_has, claim_name, end_generation
+from prefect_tune.core.storage.generations import claim_name, end_generation, read_claiming_call
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.storage.object_store import Listed
-from prefect_tune.core.values import Stamp, canonical_json, digest_of
+from prefect_tune.core.storage.object_store import ListedObject
+from prefect_tune.core.values import WriteStamp, canonical_json, digest_of
 from tests.core.driver import JOURNAL, NAME
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
@@ -132,7 +132,7 @@ def test_a_document_is_canonical_json_with_the_digest_of_all_else(document: Docu
 def test_no_document_beyond_the_limit_is_written_or_read(monkeypatch: pytest.MonkeyPatch) -> None:
     store, limit = MemoryStore(), len(seal(Held(a="x" * 5000)))
     monkeypatch.setattr(documents, "_FIRST_READ_BYTES", 1000)
-    monkeypatch.setattr(documents, "DOCUMENT_BYTES", limit)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", limit)
     for letters in (10, 5000):
         store.put(f"{letters}", seal(Held(a="x" * letters)))
         assert read_sealed(store, Held, f"{letters}", CheckpointCorrupt) == Held(a="x" * letters)
@@ -312,9 +312,9 @@ def test_a_document_reads_the_same_however_many_releases_upgrade_it(seconds: int
 @given(seconds=st.integers(), runner=st.none() | st.text(min_size=1))
 def test_upgrading_twice_is_upgrading_once(seconds: int, runner: str | None) -> None:
     old = First(seconds=seconds, runner=runner).model_dump(mode="json")
-    new = upgraded(Third, old, "here", CheckpointCorrupt)
+    new = upgrade_document(Third, old, "here", CheckpointCorrupt)
     assert new["version"] == 3
-    assert upgraded(Third, dict(new), "here", CheckpointCorrupt) == new
+    assert upgrade_document(Third, dict(new), "here", CheckpointCorrupt) == new
 
 
 @pytest.mark.parametrize("old", [LAP, Second(milliseconds=5)])
@@ -380,10 +380,10 @@ class NewEntry(Entry):
 
 def appended(store: MemoryStore, number: int) -> Experiment:
     """Open the journal, and add a trial."""
-    owner, stamp = Owner(name="o", host="h", pid=1), Stamp(write_id=f"w{number}", at="then")
-    state = journal.take_over(store, first_generation(NAME), owner, stamp)
-    added = [TrialAdded(trial=f"t{number}", config={}), Started(trial=f"t{number}", attempt=1, from_step=0)]
-    return journal.append(store, state, added, stamp)
+    owner, stamp = Owner(name="o", host="h", pid=1), WriteStamp(write_id=f"w{number}", at="then")
+    state = journal.acquire_ownership(store, first_generation(NAME), owner, stamp)
+    added = [TrialAdded(trial=f"t{number}", config={}), AttemptStarted(trial=f"t{number}", attempt=1, from_step=0)]
+    return journal.append_events(store, state, added, stamp)
 
 
 def test_a_journal_of_two_versions_is_one_history_and_nothing_in_it_is_rewritten(
@@ -395,26 +395,28 @@ def test_a_journal_of_two_versions_is_one_history_and_nothing_in_it_is_rewritten
 
     monkeypatch.setattr(journal, "Entry", NewEntry)
     monkeypatch.setattr(journal, "Entry", NewEntry)
-    assert journal.load(store, first_generation(NAME)) == old
+    assert journal.load_experiment(store, first_generation(NAME)) == old
     new = appended(store, 2)
 
     assert written.items() <= store.objects.items()
     versions = [json.loads(store.objects[JOURNAL.entry_path(number)])["version"] for number in (1, 2, 3, 4)]
     assert versions == [Entry.current_version] * 2 + [NewEntry.current_version] * 2
-    assert journal.load(store, first_generation(NAME)) == new
+    assert journal.load_experiment(store, first_generation(NAME)) == new
     assert list(new.trials) == ["t1", "t2"]
-    times = [each.written_at for each in journal.history(store, first_generation(NAME)) if isinstance(each, NewEntry)]
+    times = [
+        each.written_at for each in journal.read_entries(store, first_generation(NAME)) if isinstance(each, NewEntry)
+    ]
     assert times == ["then", "then", "now", "now"]
 
 
 def test_a_listing_that_keeps_naming_a_document_that_is_gone_ends_with_an_error() -> None:
     class StaleListing(MemoryStore):
-        def list(self, prefix: str, *, after: str = "") -> list[Listed]:
+        def list(self, prefix: str, *, after: str = "") -> list[ListedObject]:
             del after
-            return [Listed(f"{prefix}/{3:010d}.json", 1)]
+            return [ListedObject(f"{prefix}/{3:010d}.json", 1)]
 
     with pytest.raises(JournalCorrupt, match="a document that does not exist"):
-        read_newest(StaleListing(), Entry, "folder", JournalCorrupt)
+        read_newest_document(StaleListing(), Entry, "folder", JournalCorrupt)
 
 
 # --------------------------------------------------------------------------------------- signed settings
@@ -430,38 +432,38 @@ _JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), _JSON, max_size=4))
 def test_what_is_written_and_read_back_is_signed_still(settings: dict[str, Any]) -> None:
-    read_back = json.loads(canonical_json(signed(settings, "e", SIGNING_KEY)))
-    assert is_signed(read_back, "e", SIGNING_KEY)
-    assert unsigned(read_back) == unsigned(settings)
+    read_back = json.loads(canonical_json(add_signature(settings, "e", SIGNING_KEY)))
+    assert has_valid_signature(read_back, "e", SIGNING_KEY)
+    assert strip_signature(read_back) == strip_signature(settings)
 
 
 def test_the_signature_is_of_these_settings_this_experiment_and_this_key() -> None:
-    good = signed(SETTINGS, "e", SIGNING_KEY)
-    assert is_signed(good, "e", SIGNING_KEY)
-    assert signed(good, "e", SIGNING_KEY) == good
-    assert not is_signed(good, "other", SIGNING_KEY)
-    assert not is_signed(good, "e", SIGNING_KEY + b"!")
+    good = add_signature(SETTINGS, "e", SIGNING_KEY)
+    assert has_valid_signature(good, "e", SIGNING_KEY)
+    assert add_signature(good, "e", SIGNING_KEY) == good
+    assert not has_valid_signature(good, "other", SIGNING_KEY)
+    assert not has_valid_signature(good, "e", SIGNING_KEY + b"!")
     for name in SETTINGS:
-        assert not is_signed({**good, name: "another"}, "e", SIGNING_KEY)
-        assert not is_signed({each: value for each, value in good.items() if each != name}, "e", SIGNING_KEY)
-    assert not is_signed({**good, "trial_job_variables": {}}, "e", SIGNING_KEY)
+        assert not has_valid_signature({**good, name: "another"}, "e", SIGNING_KEY)
+        assert not has_valid_signature({each: value for each, value in good.items() if each != name}, "e", SIGNING_KEY)
+    assert not has_valid_signature({**good, "trial_job_variables": {}}, "e", SIGNING_KEY)
 
 
 def test_the_signature_is_made_as_the_page_on_the_layout_says() -> None:
     document = '{"experiment":"e","format":"hmac-sha256-v1","settings":{"a":[1,2.5],"b":null}}'
     expected = hmac.new(SIGNING_KEY, document.encode(), hashlib.sha256).hexdigest()
-    assert signed({"b": None, "a": [1, 2.5]}, "e", SIGNING_KEY)["signature"] == f"hmac-sha256-v1:{expected}"
+    assert add_signature({"b": None, "a": [1, 2.5]}, "e", SIGNING_KEY)["signature"] == f"hmac-sha256-v1:{expected}"
 
 
 @pytest.mark.parametrize("found", [None, 3, "", "hmac-sha256-v1:", ["x"], "ü"])
 def test_something_else_is_no_signature(found: object) -> None:
-    assert not is_signed({**SETTINGS, "signature": found}, "e", SIGNING_KEY)
+    assert not has_valid_signature({**SETTINGS, "signature": found}, "e", SIGNING_KEY)
 
 
 def test_settings_without_a_signature_are_known() -> None:
     assert not has_signature(SETTINGS)
-    assert not is_signed(SETTINGS, "e", SIGNING_KEY)
-    assert has_signature(signed(SETTINGS, "e", SIGNING_KEY))
+    assert not has_valid_signature(SETTINGS, "e", SIGNING_KEY)
+    assert has_signature(add_signature(SETTINGS, "e", SIGNING_KEY))
 
 
 # Which call of a run has the experiment of the run's name.
@@ -469,15 +471,15 @@ def test_settings_without_a_signature_are_known() -> None:
 
 def test_the_first_call_has_the_name_and_each_repetition_of_it_has_it_again() -> None:
     store = MemoryStore()
-    assert call_that_has(store, "run") is None
+    assert read_claiming_call(store, "run") is None
     claims = [claim_name(store, "run", call) for call in ("one", "two", "one", "two")]
     assert claims == [True, False, True, False]
-    assert call_that_has(store, "run") == "one"
+    assert read_claiming_call(store, "run") == "one"
 
 
 def test_the_name_of_a_deleted_experiment_is_free_and_was_in_use() -> None:
     store = MemoryStore()
     claim_name(store, "run", "one")
     end_generation(store, JournalKey(experiment="run", generation=1), at="now", by="a test")
-    assert call_that_has(store, "run") == ""
+    assert read_claiming_call(store, "run") == ""
     assert claim_name(store, "run", "two")

@@ -7,19 +7,31 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 
-from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.search_link import Outbox
+from prefect_tune.attempt.attempt import make_attempt_started
+from prefect_tune.attempt.search_channel import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import Adopted, AttemptEvent, CheckpointRef, Committed, Reported
-from prefect_tune.core.messages.process_messages import Leave, Proceed, StopAndSave
-from prefect_tune.core.messages.target_messages import UNASKED, read_answer
+from prefect_tune.core.journal_events import (
+    AttemptEvent,
+    CheckpointCommitted,
+    CheckpointRef,
+    CheckpointsAdopted,
+    StepReported,
+)
+from prefect_tune.core.messages.process_messages import CheckpointAndStop, ContinueTraining, StopTrial
+from prefect_tune.core.messages.target_messages import UNSOLICITED_STEP, read_answer
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.core.values import StepReport
-from prefect_tune.executors.remote_executor import StoreLink
-from prefect_tune.journal_access import Opening, current_owner, experiment_id, open_journal, read_experiment
+from prefect_tune.executors.remote_executor import RemoteSearchChannel
+from prefect_tune.journal_access import (
+    OwnershipRequest,
+    acquire_and_adopt_with_retries,
+    current_owner,
+    experiment_id,
+    read_experiment,
+)
 
 _REQUEST = timedelta(seconds=9)
 
@@ -39,7 +51,9 @@ class FarMachines:
         self.is_withdrawn = False
         self._ends: dict[str, tuple[threading.Event, Future[threading.Thread]]] = {}
 
-    def __call__(self, spec: TrialSpec, request: AttemptRequest, line: StoreLink, attempt: int) -> Callable[[], object]:
+    def __call__(
+        self, spec: TrialSpec, request: AttemptRequest, line: RemoteSearchChannel, attempt: int
+    ) -> Callable[[], object]:
         del line
         trial = spec.trial.trial
         self.started.append((trial, attempt, request.milestone))
@@ -65,7 +79,9 @@ class FarMachines:
 def require_experiment(target: StorageTarget, key: JournalKey) -> None:
     """Open the experiment's journal, unless it has been opened: no trial has a journal before that."""
     if experiment_id(target, key) is None:
-        open_journal(target, key, Opening(current_owner(), new_write_id(), lambda _: [Adopted()]))
+        acquire_and_adopt_with_retries(
+            target, key, OwnershipRequest(current_owner(), new_write_stamp(), lambda _: [CheckpointsAdopted()])
+        )
 
 
 class FarAttempt:
@@ -74,8 +90,8 @@ class FarAttempt:
     def __init__(self, target: StorageTarget, trial: str = "00000") -> None:
         self._target = target
         self._key = TrialKey(experiment="e", generation=1, trial=trial)
-        require_experiment(target, self._key.of_experiment)
-        known = read_experiment(target, self._key.of_experiment).trials.get(trial)
+        require_experiment(target, self._key.journal_key)
+        known = read_experiment(target, self._key.journal_key).trials.get(trial)
         state = known or Trial(trial=trial, config={})
         if state.outbox is None:
             state = state.model_copy(update={"outbox": state.outbox_count + 1, "outbox_count": state.outbox_count + 1})
@@ -88,25 +104,27 @@ class FarAttempt:
         return self.journal.trial
 
     def starts(self) -> None:
-        self.writes(next_start(self.trial))
+        self.writes(make_attempt_started(self.trial))
 
     def reports(self, *steps: int, asks: bool = False) -> None:
         """Post each step; with `asks`, the last one asks the search for a decision."""
         for step in steps:
             asks_here = asks and step == steps[-1]
-            self.writes(Reported(trial=self._key.trial, report=_report(step), asks=asks_here))
+            self.writes(StepReported(trial=self._key.trial, report=_report(step), asks=asks_here))
 
     def saves(self, step: int, *, asks: bool = False) -> None:
         """Report a step, and commit its checkpoint."""
         ref = CheckpointRef(sequence=self.trial.next_sequence, **_report(step).model_dump())
-        reported = Reported(trial=self._key.trial, report=_report(step), asks=asks)
-        self.writes(reported, Committed(trial=self._key.trial, checkpoint=ref))
+        reported = StepReported(trial=self._key.trial, report=_report(step), asks=asks)
+        self.writes(reported, CheckpointCommitted(trial=self._key.trial, checkpoint=ref))
 
     def writes(self, *events: AttemptEvent) -> None:
         self.journal.write(events)
         self.written += 1
 
-    def answer(self, step: int = UNASKED, *, attempt: int | None = None) -> Proceed | Leave | StopAndSave | None:
+    def answer(
+        self, step: int = UNSOLICITED_STEP, *, attempt: int | None = None
+    ) -> ContinueTraining | StopTrial | CheckpointAndStop | None:
         """Return the answer of the search to the trial at a step, or the one written without a question."""
         with self._target.open(timeout=_REQUEST) as store:
             return read_answer(store, self._key, self.trial.attempt if attempt is None else attempt, step)

@@ -11,16 +11,22 @@ from logging import getLogger
 from unittest.mock import patch
 
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.messages.target_messages import StopRequest
 from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.storage.generations import current_journal
+from prefect_tune.core.storage.generations import find_current_journal
 from prefect_tune.executors.remote_executor import RemoteExecutor
 from prefect_tune.executors.trial_executor import TrialExecutor
-from prefect_tune.journal_access import JournalWriter, Opening, current_owner, open_journal, write_directly
+from prefect_tune.journal_access import (
+    JournalWriter,
+    OwnershipRequest,
+    acquire_and_adopt_with_retries,
+    current_owner,
+    write_entry_directly,
+)
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.tuner import driver
@@ -56,11 +62,11 @@ class FarSearch:
     ) -> None:
         """Args: period: how often the journal is written where nobody waits for an entry."""
         self.machines = FarMachines(survives_search=survives_search)
-        opening = Opening(current_owner(), new_write_id())
+        opening = OwnershipRequest(current_owner(), new_write_stamp())
         with target.open(timeout=timedelta(seconds=9)) as store:
-            key = current_journal(store, "e")
-        state = open_journal(target, key, opening)
-        self._journal_writer = JournalWriter(target, state, write_directly)
+            key = find_current_journal(store, "e")
+        state = acquire_and_adopt_with_retries(target, key, opening)
+        self._journal_writer = JournalWriter(target, state, write_entry_directly)
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)
         policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
         if executor is None:
@@ -69,7 +75,7 @@ class FarSearch:
         plan, log = plan_at(target), getLogger(__name__)
         if period is not None:
             plan = replace(plan, sync=SyncConfig(sync_period_seconds=period.total_seconds()))
-        self._driver = Driver(plan, limits, policy, executor, self._journal_writer, log=log, listener=SearchObserver())
+        self._driver = Driver(plan, limits, policy, executor, self._journal_writer, log=log, observer=SearchObserver())
         self._happens: deque[Callable[[], object]] = deque()
         self._asked: list[StopRequest] = []
 
@@ -79,7 +85,7 @@ class FarSearch:
         with (
             suppress(Death),
             patch.object(driver, "_PATIENCE", timedelta(seconds=0.02)),
-            patch.object(driver, "have_ended", lambda *_: None),  # a dead process stops no trial
+            patch.object(driver, "stop_and_wait", lambda *_: None),  # a dead process stops no trial
         ):
             self._driver.run(self)
         return self._driver._state

@@ -49,7 +49,7 @@ def regret(search: Search, problem: Problem, seed: int, trials: int = 100) -> Re
         spent += time.process_time() - begun
         loss = problem.function(proposed.config)
         best, begun = min(best, loss), time.process_time()
-        proposals.ended(number, StepReport(step=1, metrics={"loss": loss}), failed=False)
+        proposals.on_trial_ended(number, StepReport(step=1, metrics={"loss": loss}), failed=False)
     return Regret(best - problem.least, spent + time.process_time() - begun)
 
 

@@ -7,12 +7,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
-from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.search_link import AnswerAwaited, EventsSubmitted
+from prefect_tune.attempt.attempt import make_attempt_started
+from prefect_tune.attempt.search_channel import DecisionAwaited, EventsSubmitted
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
-from prefect_tune.core.experiment.trial_transitions import Trial, after, newest_checkpoint
-from prefect_tune.core.journal_events import AttemptEvent, CheckpointRef, Committed, Finished, Reported
-from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.core.experiment.trial_transitions import Trial, apply_trial_event, newest_checkpoint
+from prefect_tune.core.journal_events import (
+    AttemptEvent,
+    CheckpointCommitted,
+    CheckpointRef,
+    StepReported,
+    TrialFinished,
+)
+from prefect_tune.core.messages.process_messages import ContinueTraining, StopTrial
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message
@@ -25,7 +31,7 @@ class InstantExecutor:
     """
 
     is_remote = False
-    survives_search = False
+    is_detached = False
 
     def __init__(self, steps: int, started: Callable[[str], None] = lambda _: None) -> None:
         self._steps = steps
@@ -40,7 +46,7 @@ class InstantExecutor:
     def __contains__(self, trial: str) -> bool:
         return trial in self._trials
 
-    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+    def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial = spec.trial.trial
         assert trial not in self, f"trial {trial}: attempt {request.attempt} begins beside another"
         self._started(trial)
@@ -51,13 +57,13 @@ class InstantExecutor:
     def _attempt(self, trial: Trial) -> _Attempt:
         return _Attempt(trial)
 
-    def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
+    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
         del step
         simulated = self._trials[trial]
-        if isinstance(said, Leave):
-            self._inbox.extend(simulated.leave(said))
+        if isinstance(decision, StopTrial):
+            self._inbox.extend(simulated.leave(decision))
         else:
-            self._train(simulated, said.milestone, saves=simulated.saves_first)
+            self._train(simulated, decision.milestone, saves=simulated.saves_first)
 
     def _train(self, simulated: _Attempt, milestone: int | None, *, saves: bool) -> None:
         simulated.saves_first = saves
@@ -68,18 +74,18 @@ class InstantExecutor:
         self.report_count += end - simulated.step
         self._inbox.extend(simulated.train(end, asks=end == milestone, is_last=end == self._steps))
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
         raise AssertionError("unexpected call of stop()")
 
-    def poll(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, patience: timedelta) -> list[Message]:
         """Return one message at a time, as slow trials would send them."""
         del patience
         return [self._inbox.popleft()]
 
-    def refuse(self) -> None:
+    def reject_events(self) -> None:
         """Do nothing: no attempt waits for an entry."""
 
-    def forget(self, trial: str) -> None:
+    def remove_attempt(self, trial: str) -> None:
         del self._trials[trial]
 
 
@@ -94,38 +100,40 @@ class _Attempt:
         self.step = newest.step if newest else 0
 
     def begin(self) -> Message:
-        return self._wrote(next_start(self.state))
+        return self._wrote(make_attempt_started(self.state))
 
     def ask(self) -> Message:
-        return AnswerAwaited(self.trial, self._report())
+        return DecisionAwaited(self.trial, self._report())
 
     def train(self, end: int, *, asks: bool, is_last: bool) -> Iterator[Message]:
         while self.step < end:
             self.step += 1
             saves = [self._committed()] if self.step == end and (is_last or self.saves_first) else []
-            yield self._wrote(Reported(trial=self.trial, report=self._report()), *saves)
+            yield self._wrote(StepReported(trial=self.trial, report=self._report()), *saves)
         if asks and not is_last:
             yield self.ask()
         if is_last:
-            yield self._wrote(Finished(trial=self.trial, reason=make_reason("step-limit", step=end, limit=end)))
+            yield self._wrote(TrialFinished(trial=self.trial, reason=make_reason("step-limit", step=end, limit=end)))
             yield AttemptExited(self.trial)
 
-    def leave(self, said: Leave) -> Iterator[Message]:
+    def leave(self, said: StopTrial) -> Iterator[Message]:
         saves = [self._committed()] if said.save and not self.saves_first else []
         yield self._wrote(*saves, said.outcome)
         yield AttemptExited(self.trial)
 
     def _wrote(self, *events: AttemptEvent) -> EventsSubmitted:
         for event in events:
-            self.state = after(self.state, event)
-        return EventsSubmitted(self.trial, events, is_awaited=any(not isinstance(each, Reported) for each in events))
+            self.state = apply_trial_event(self.state, event)
+        return EventsSubmitted(
+            self.trial, events, is_awaited=any(not isinstance(each, StepReported) for each in events)
+        )
 
     def _report(self) -> StepReport:
         return StepReport(step=self.step, metrics=_metrics(self.trial, self.step), trained_seconds=float(self.step))
 
-    def _committed(self) -> Committed:
+    def _committed(self) -> CheckpointCommitted:
         ref = CheckpointRef(sequence=self.state.next_sequence, size_bytes=1 << 26, **self._report().model_dump())
-        return Committed(trial=self.trial, checkpoint=ref, retires=self.retired_by(ref))
+        return CheckpointCommitted(trial=self.trial, checkpoint=ref, retires=self.retired_by(ref))
 
     def retired_by(self, new: CheckpointRef) -> tuple[int, ...]:
         """Return what a checkpoint retires: nothing."""

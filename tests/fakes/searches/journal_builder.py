@@ -10,32 +10,32 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
-from prefect_tune.core.experiment.trial_transitions import clone_for
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.trial_transitions import make_clone_ref
 from prefect_tune.core.journal_events import (
     AttemptEnded,
+    AttemptStarted,
     Cause,
+    CheckpointCloned,
+    CheckpointCommitted,
     CheckpointRef,
-    Cloned,
-    Committed,
-    Configured,
-    Decided,
+    DecisionMade,
     Event,
-    Finished,
+    ExperimentConfigured,
     FinishKind,
-    GaveUp,
-    Opened,
     Owner,
-    Paused,
-    Reported,
-    Resumed,
-    Started,
+    OwnerChanged,
+    StepReported,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
+    TrialResumed,
 )
 from prefect_tune.core.schedulers.base import Continue, Decision, Exploit, Stop
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.values import StepReport
-from prefect_tune.reporting.facts import ReportInput, drawn_trials, report_input_of
+from prefect_tune.reporting.facts import ReportInput, make_report_input, select_curve_trials
 from tests.fakes.checkpoints import first_generation
 
 BEGAN = datetime(2026, 11, 21, 8, tzinfo=UTC)
@@ -52,22 +52,24 @@ class JournalBuilder:
     number: int = 1
 
     def __post_init__(self) -> None:
-        self.state: Experiment = nothing_yet(first_generation(self.name))
+        self.state: Experiment = empty_experiment(first_generation(self.name))
         self.view = SearchView(self.state.model_copy(update={"settings": self.settings}))
         self.opens()
         if self.settings:
-            self.record(Configured(settings=self.settings))
+            self.record(ExperimentConfigured(settings=self.settings))
 
     def record(self, *events: Event, after: float = 0.0) -> None:
         self.now += timedelta(seconds=after)
         for event in events:
             self.number += 1
-            self.state = after_event(self.state, event, self.number)
-            self.view.apply(event, self.now, self.state)
+            self.state = apply_event(self.state, event, self.number)
+            self.view.apply_event(event, self.now, self.state)
 
     def opens(self, name: str = "clever-otter", after: float = 0.0) -> None:
         owner = Owner(name=name, host="gpu-1", pid=7, flow_run=f"run-{self.state.term + 1}")
-        self.record(Opened(experiment=self.name, generation=1, term=self.state.term + 1, owner=owner), after=after)
+        self.record(
+            OwnerChanged(experiment=self.name, generation=1, term=self.state.term + 1, owner=owner), after=after
+        )
 
     def adds(self, trial: str, config: Mapping[str, object]) -> None:
         self.record(TrialAdded(trial=trial, config=config))
@@ -76,28 +78,32 @@ class JournalBuilder:
         known = self.state.trial(trial)
         newest = known.checkpoints[-1] if known.checkpoints else None
         step, sequence = (newest.step, newest.sequence) if newest else (0, None)
-        self.record(Started(trial=trial, attempt=known.attempt + 1, from_step=step, from_sequence=sequence), after=0.2)
+        self.record(
+            AttemptStarted(trial=trial, attempt=known.attempt + 1, from_step=step, from_sequence=sequence), after=0.2
+        )
 
     def trains(self, trial: str, step: int, metrics: Mapping[str, object], *, seconds: float = 1.0) -> None:
         report = StepReport(step=step, metrics=metrics, trained_seconds=step * seconds)
-        self.record(Reported(trial=trial, report=report), after=seconds)
+        self.record(StepReported(trial=trial, report=report), after=seconds)
 
     def saves(self, trial: str, size_bytes: int = 5_000_000) -> None:
         known = self.state.trial(trial)
         new = CheckpointRef(step=known.step, sequence=known.next_sequence, metrics=known.metrics, size_bytes=size_bytes)
         sent = size_bytes if len(known.checkpoints) == 0 else size_bytes // 10
-        self.record(Committed(trial=trial, checkpoint=new, sent_bytes=sent, upload_seconds=0.25))
+        self.record(CheckpointCommitted(trial=trial, checkpoint=new, sent_bytes=sent, upload_seconds=0.25))
 
     def decides(self, trial: str, decision: Decision) -> None:
         known = self.state.trial(trial)
-        self.record(Decided(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision))
+        self.record(
+            DecisionMade(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision)
+        )
 
     def report_input(self, expected: int | None = None) -> ReportInput:
         def link_to(owner: Owner) -> str | None:
             return f"http://ui/runs/flow-run/{owner.flow_run}" if owner.flow_run else None
 
-        snapshot = self.view.read(drawn_trials(self.state))
-        return report_input_of(snapshot, uri=URI, now=self.now, links=link_to, expected=expected)
+        snapshot = self.view.take_snapshot(select_curve_trials(self.state))
+        return make_report_input(snapshot, uri=URI, now=self.now, run_url=link_to, expected_trial_count=expected)
 
 
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> JournalBuilder:
@@ -132,8 +138,12 @@ def _asha_trial(
         loss = 0.02 + good * 0.4 + 2.2 * math.exp(-step / 4) * draw.uniform(0.85, 1.15)
         search.trains(trial, step, {"loss": loss, "accuracy": 1 - loss / 3})
         if int(trial) % 11 == 10 and step == 4:
-            search.record(AttemptEnded(trial=trial, cause=Cause.USER, reason="ValueError: a | bad <b>row</b>\nmore"))
-            search.record(GaveUp(trial=trial, cause=Cause.USER, reason="ValueError: a | bad <b>row</b>\nmore"))
+            search.record(
+                AttemptEnded(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: a | bad <b>row</b>\nmore")
+            )
+            search.record(
+                TrialErrored(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: a | bad <b>row</b>\nmore")
+            )
             return
         if step % 3 == 0:
             search.saves(trial)
@@ -143,9 +153,9 @@ def _asha_trial(
             search.starts(trial)
             step = search.state.trial(trial).checkpoints[-1].step
         if step in (1, 3, 9) and not _goes_on(search, trial, loss, seen.setdefault(step, [])):
-            search.record(Finished(trial=trial, reason=f"loss {loss:.3g} at step {step}", kind=FinishKind.PRUNED))
+            search.record(TrialFinished(trial=trial, reason=f"loss {loss:.3g} at step {step}", kind=FinishKind.PRUNED))
             return
-    search.record(Finished(trial=trial, reason=f"step {steps} of {steps}"))
+    search.record(TrialFinished(trial=trial, reason=f"step {steps} of {steps}"))
 
 
 def _goes_on(search: JournalBuilder, trial: str, loss: float, before: list[float]) -> bool:
@@ -175,21 +185,21 @@ def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> JournalBu
             worst, best = sorted(scores, key=scores.__getitem__)[: members // 4], max(scores, key=scores.__getitem__)
             if turn < rounds and name in worst and name != best:
                 search.decides(name, Exploit(source=best, config=search.state.trial(best).config, reason="behind"))
-                search.record(Paused(trial=name, reason="behind"), Resumed(trial=name))
+                search.record(TrialPaused(trial=name, reason="behind"), TrialResumed(trial=name))
                 _clone(search, name, best)
                 scores[name] = scores[best]
             else:
-                search.record(Paused(trial=name, reason="a turn"), Resumed(trial=name))
+                search.record(TrialPaused(trial=name, reason="a turn"), TrialResumed(trial=name))
     for name in names:
         search.starts(name)
-        search.record(Finished(trial=name, reason="enough"))
+        search.record(TrialFinished(trial=name, reason="enough"))
     return search
 
 
 def _clone(search: JournalBuilder, name: str, best: str) -> None:
     source = search.state.trial(best)
-    copy = clone_for(search.state.trial(name), source.checkpoints[-1], best)
-    search.record(Cloned(trial=name, checkpoint=copy, source=best, config=source.config, reason="behind"))
+    copy = make_clone_ref(search.state.trial(name), source.checkpoints[-1], best)
+    search.record(CheckpointCloned(trial=name, checkpoint=copy, source=best, config=source.config, reason="behind"))
 
 
 def pareto(count: int = 40, *, seed: int = 0) -> JournalBuilder:
@@ -203,7 +213,7 @@ def pareto(count: int = 40, *, seed: int = 0) -> JournalBuilder:
         for step in (1, 2, 3):
             loss = 3 / math.log(width) / step + draw.random() / 3
             search.trains(trial, step, {"loss": loss, "size": width * 1.5 + step})
-        search.record(Finished(trial=trial, reason="enough"))
+        search.record(TrialFinished(trial=trial, reason="enough"))
     return search
 
 
@@ -225,7 +235,7 @@ def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> JournalBuilde
             search.record(AttemptEnded(trial="trial", cause=Cause.MACHINE, reason="its owner died"), after=2)
             search.starts("trial")
             step = search.state.trial("trial").checkpoints[-1].step
-    search.record(Finished(trial="trial", reason=f"step {steps} of {steps}"))
+    search.record(TrialFinished(trial="trial", reason=f"step {steps} of {steps}"))
     return search
 
 
@@ -237,10 +247,10 @@ def all_statuses() -> JournalBuilder:
         if name != "pending":
             search.starts(name)
             search.trains(name, 3, {"loss": len(name) / 10})
-    search.record(Finished(trial="completed", reason="enough"))
+    search.record(TrialFinished(trial="completed", reason="enough"))
     search.decides("pruned", Stop(reason="rung 3"))
-    search.record(Finished(trial="pruned", reason="rung 3", kind=FinishKind.PRUNED))
+    search.record(TrialFinished(trial="pruned", reason="rung 3", kind=FinishKind.PRUNED))
     search.record(AttemptEnded(trial="interrupted", cause=Cause.PREEMPTED, reason="stopped"))
-    search.record(GaveUp(trial="errored", cause=Cause.USER, reason="no"))
-    search.record(Paused(trial="paused", reason="rung 3"))
+    search.record(TrialErrored(trial="errored", cause=Cause.TRAINABLE, reason="no"))
+    search.record(TrialPaused(trial="paused", reason="rung 3"))
     return search

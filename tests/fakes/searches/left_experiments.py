@@ -10,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from prefect_tune.core.errors import InvalidInput, TuneError
-from prefect_tune.core.experiment.cost import AttemptCost, ExperimentCost, cost_of
+from prefect_tune.core.experiment.cost import AttemptCost, ExperimentCost, compute_cost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal_events import Entry, Opened
-from prefect_tune.core.messages.target_messages import live_status_of
+from prefect_tune.core.journal_events import Entry, OwnerChanged
+from prefect_tune.core.messages.target_messages import read_live_status
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.stores.posix_store import PosixStore
 
@@ -86,11 +86,11 @@ def require_booked_seconds(folder: Path) -> int:
 
 
 def _read(store: PosixStore, key: JournalKey) -> tuple[Experiment, Sequence[Entry], datetime]:
-    experiment = journal.load(store, key)
-    entries = journal.history(store, key)
+    experiment = journal.load_experiment(store, key)
+    entries = journal.read_entries(store, key)
     last = max(datetime.fromisoformat(each.at) for each in entries if each.writer == "owner")
     # Of a killed search the live status tells what became of running trials; while none ran, its entries tell all.
-    live = live_status_of(store, experiment) if _is_running(experiment) else None
+    live = read_live_status(store, experiment) if _is_running(experiment) else None
     return experiment, entries, max(datetime.fromisoformat(live.at), last) if live else last
 
 
@@ -99,7 +99,7 @@ def _is_running(experiment: Experiment) -> bool:
 
 
 def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) -> int:
-    cost, runs = cost_of(experiment, until), list(_runs(entries, until))
+    cost, runs = compute_cost(experiment, until), list(_runs(entries, until))
     said = f"{experiment.name}: {cost.seconds}, runs {cost.runs}, by entries {[end - begin for begin, end in runs]}"
     assert all(found >= 0 for found in cost.seconds.values()), said
     assert all(found >= -1e-6 for each in cost.attempts for found in each.seconds.values()), said
@@ -108,7 +108,7 @@ def _require(experiment: Experiment, entries: Sequence[Entry], until: datetime) 
     # The entry that ends a search frees a slot. Nobody sees the end of one that was killed.
     types = [{event.type for event in each.events} for each in entries]
     killed_count = sum("opened" in first and "slot-freed" not in last for last, first in pairwise(types))
-    outlived = [sum(_held_in(gap, each) for each in cost.attempts if each.use is not None) for gap in _gaps(runs)]
+    outlived = [sum(_held_in(gap, each) for each in cost.attempts if each.usage is not None) for gap in _gaps(runs)]
     unseen = HEARTBEAT * (killed_count + _is_running(experiment) + sum(map(bool, outlived)))
     _require_sum(cost, runs, sum(outlived), said, unseen=unseen)
     return len(runs)
@@ -146,5 +146,5 @@ def _runs(entries: Sequence[Entry], until: datetime) -> Iterator[_Span]:
     }
     for term in terms:
         mine = [datetime.fromisoformat(each.at) for each in entries if each.term == term and each.writer == "owner"]
-        assert any(isinstance(event, Opened) for each in entries if each.term == term for event in each.events)
+        assert any(isinstance(event, OwnerChanged) for each in entries if each.term == term for event in each.events)
         yield mine[0], max(mine[-1], until if term == terms[-1] else seen.get(term, mine[-1]))

@@ -7,18 +7,18 @@ from datetime import timedelta
 from typing import Any
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Event
 from prefect_tune.core.schedulers.base import FIFO
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.journal_access import JournalWriter
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.tuner.pending_entry import Janitor, PendingEntry
+from prefect_tune.tuner.pending_entry import BackgroundWorker, PendingEntry
 from prefect_tune.tuner.search_policy import SearchPolicy
 from tests.fakes.checkpoints import first_generation
 
@@ -30,18 +30,18 @@ class WrittenEntries:
 
     def __init__(self) -> None:
         self.entries: list[Sequence[Event]] = []
-        self.stamps: list[Stamp | None] = []
+        self.stamps: list[WriteStamp | None] = []
         self.error: BaseException | None = None
 
     def __call__(
-        self, _target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None
+        self, _target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: WriteStamp | None
     ) -> Experiment:
         self.stamps.append(stamp)
         if self.error is not None:
             raise self.error
         self.entries.append(tuple(events))
         for event in events:
-            state = after_event(state, event, state.number + 1)
+            state = apply_event(state, event, state.number + 1)
         return state.model_copy(update={"number": state.number + 1})
 
 
@@ -56,8 +56,8 @@ def pending_entry(
     period: timedelta = timedelta(0),
 ) -> PendingEntry:
     target = LocalTarget(path="/nowhere")
-    journal_writer = JournalWriter(target, nothing_yet(first_generation("e")), written)
-    return PendingEntry(journal_writer, policy, listener or SearchObserver(), period, Janitor(target))
+    journal_writer = JournalWriter(target, empty_experiment(first_generation("e")), written)
+    return PendingEntry(journal_writer, policy, listener or SearchObserver(), period, BackgroundWorker(target))
 
 
 def limits_of(
@@ -65,4 +65,4 @@ def limits_of(
 ) -> SearchLimits:
     """The limits of a run, with the options that a test passes."""
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
-    return SearchLimits(plan, max_concurrent_trials, has_had_enough=has_had_enough)
+    return SearchLimits(plan, max_concurrent_trials, meets_stop_criterion=has_had_enough)

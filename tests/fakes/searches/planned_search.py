@@ -9,34 +9,41 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.search_link import Outbox
+from prefect_tune.attempt.attempt import make_attempt_started
+from prefect_tune.attempt.search_channel import Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention, retired_by_commit
-from prefect_tune.core.experiment.stoppers import of_trials
+from prefect_tune.core.experiment.retention import Retention, checkpoints_to_retire
+from prefect_tune.core.experiment.stoppers import trial_stopper
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     AttemptEvent,
+    AttemptLaunched,
     Cause,
     CheckpointRef,
-    Configured,
-    Launched,
+    ExperimentConfigured,
     TrialAdded,
 )
-from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.core.messages.process_messages import ContinueTraining, StopTrial
 from prefect_tune.core.search.domains import loguniform, randint
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.executors.trial_executor import AttemptExited, Message, TrialExecutor
-from prefect_tune.journal_access import EntryWriter, JournalWriter, Opening, current_owner, open_journal, write_directly
+from prefect_tune.journal_access import (
+    EntryWriter,
+    JournalWriter,
+    OwnershipRequest,
+    acquire_and_adopt_with_retries,
+    current_owner,
+    write_entry_directly,
+)
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.parameters.plan_checks import SearchLimits, trial_spec
+from prefect_tune.parameters.plan_checks import SearchLimits, make_trial_spec
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.run_search import policy_of
+from prefect_tune.tuner.run_search import make_policy
 from prefect_tune.tuner.stop_requests import StopSource
 from tests.fakes.searches.instant_executor import InstantExecutor, _Attempt
 
@@ -64,14 +71,14 @@ class UnreliableExecutor(InstantExecutor):
         self._stopped = False
         self.start_count = 0
 
-    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+    def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         self._stopped = False
         self.start_count += 1
         trial = spec.trial.trial
         assert trial not in self, f"trial {trial}: attempt {request.attempt} begins beside another"
-        cause, count = self._fails.get(trial, (Cause.USER, 0))
+        cause, count = self._fails.get(trial, (Cause.TRAINABLE, 0))
         if request.attempt > count:
-            super().start(spec, request)
+            super().start_attempt(spec, request)
             return
         self._trials[trial] = failing = self._attempt(request.trial)
         self._inbox.append(failing.begin())
@@ -81,20 +88,20 @@ class UnreliableExecutor(InstantExecutor):
     def _attempt(self, trial: Trial) -> _Attempt:
         return _RetiringAttempt(trial, self._retention)
 
-    def poll(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, patience: timedelta) -> list[Message]:
         """Return the first message of a trial."""
         if self._order is not None:
             first = {message.trial: message for message in reversed(self._inbox)}
             chosen = first[self._order.choice(sorted(first))]
             self._inbox.remove(chosen)
             self._inbox.appendleft(chosen)
-        return super().poll(patience)
+        return super().poll_messages(patience)
 
-    def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
+    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
         if not self._stopped:
-            super().answer(trial, said, step)
+            super().send_decision(trial, decision, step)
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
         """End each attempt that has not sent its end; what it has sent stays."""
         self._stopped = True
         ended = {each.trial for each in self._inbox if isinstance(each, AttemptExited)}
@@ -113,7 +120,7 @@ class _RetiringAttempt(_Attempt):
         self._retention = retention
 
     def retired_by(self, new: CheckpointRef) -> tuple[int, ...]:
-        return tuple(each.sequence for each in retired_by_commit(self.state, new, self._retention))
+        return tuple(each.sequence for each in checkpoints_to_retire(self.state, new, self._retention))
 
 
 @dataclass
@@ -129,7 +136,7 @@ class PlannedSearch:
         self,
         until: Callable[[], bool] = lambda: False,
         *,
-        write: EntryWriter = write_directly,
+        write: EntryWriter = write_entry_directly,
         has_had_enough: Callable[[Trial], bool] = lambda _: True,
         **options: Any,
     ) -> Experiment:
@@ -137,18 +144,18 @@ class PlannedSearch:
         given = {"space": SPACE, "metric": "loss", "num_samples": 9, "stop": {"step": STEPS}, **options}
         plan = SearchPlan(trainable="tests.trainables.moody:Moody", target=self.target, experiment=self.name, **given)
         key = JournalKey(experiment=self.name, generation=1)
-        state = open_journal(self.target, key, Opening(current_owner(), new_write_id()))
+        state = acquire_and_adopt_with_retries(self.target, key, OwnershipRequest(current_owner(), new_write_stamp()))
         writer = JournalWriter(self.target, state, write)
         if plan.settings != state.settings:
-            writer.write([Configured(settings=plan.settings)])
+            writer.write([ExperimentConfigured(settings=plan.settings)])
         driver = Driver(
-            trial_spec(plan, of_trials(plan.stopper)),
-            SearchLimits(plan, self.slots, has_had_enough=has_had_enough),
-            policy_of(plan),
+            make_trial_spec(plan, trial_stopper(plan.stopper)),
+            SearchLimits(plan, self.slots, meets_stop_criterion=has_had_enough),
+            make_policy(plan),
             self.executor,
             writer,
             log=logging.getLogger("tests"),
-            listener=SearchObserver(),
+            observer=SearchObserver(),
         )
         return driver.run(_Interrupts(until))
 
@@ -162,9 +169,11 @@ class _Interrupts(StopSource):
 
 def began_elsewhere(target: LocalTarget, *events: AttemptEvent) -> Experiment:
     """An experiment with one trial, whose first attempt has posted events that no search has received."""
-    added = [TrialAdded(trial="00000", config={"x": 0.5}, of_search=True), Launched(trial="00000", outbox=1)]
-    search = open_journal(target, JournalKey(experiment="e", generation=1), Opening(current_owner(), new_write_id()))
-    search = write_directly(target, search, added)
+    added = [TrialAdded(trial="00000", config={"x": 0.5}, of_search=True), AttemptLaunched(trial="00000", outbox=1)]
+    search = acquire_and_adopt_with_retries(
+        target, JournalKey(experiment="e", generation=1), OwnershipRequest(current_owner(), new_write_stamp())
+    )
+    search = write_entry_directly(target, search, added)
     outbox = Outbox(target, search.trial_key("00000"), search.trial("00000"))
-    outbox.write([next_start(search.trial("00000")), *events])
+    outbox.write([make_attempt_started(search.trial("00000")), *events])
     return search

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-from prefect_tune.attempt.attempt import next_start
-from prefect_tune.attempt.search_link import AnswerAwaited, Outbox
+from prefect_tune.attempt.attempt import make_attempt_started
+from prefect_tune.attempt.search_channel import DecisionAwaited, Outbox
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.journal.outbox import read_posts
-from prefect_tune.core.journal_events import AttemptEvent, CheckpointRef, Committed, Reported
-from prefect_tune.core.messages.process_messages import Leave, Proceed
+from prefect_tune.core.journal_events import AttemptEvent, CheckpointCommitted, CheckpointRef, StepReported
+from prefect_tune.core.messages.process_messages import ContinueTraining, StopTrial
 from prefect_tune.core.values import StepReport
-from prefect_tune.executors.trial_executor import AttemptExited, Message, PostReceived
-from prefect_tune.storage_retries import on_target
+from prefect_tune.executors.trial_executor import AttemptExited, Message, PostArrived
+from prefect_tune.storage_retries import with_store
 
 
 class RemoteAttempt:
@@ -31,17 +31,17 @@ class RemoteAttempt:
         self.outbox.write(events)
 
     def starts(self) -> None:
-        self.posts(next_start(self.request.trial))
+        self.posts(make_attempt_started(self.request.trial))
 
     def saves(self, step: int, *retires: int, loss: float = 1.0) -> None:
         report = StepReport(step=step, metrics={"loss": loss})
         ref = CheckpointRef(sequence=self.outbox.trial.next_sequence, **report.model_dump())
-        saved = Committed(trial=self.trial, checkpoint=ref, retires=retires)
-        self.posts(Reported(trial=self.trial, report=report), saved)
+        saved = CheckpointCommitted(trial=self.trial, checkpoint=ref, retires=retires)
+        self.posts(StepReported(trial=self.trial, report=report), saved)
 
     def asks(self) -> None:
         trial = self.outbox.trial
-        self.messages.append(AnswerAwaited(self.trial, StepReport(step=trial.step, metrics=trial.metrics)))
+        self.messages.append(DecisionAwaited(self.trial, StepReport(step=trial.step, metrics=trial.metrics)))
 
     def exits(self, error: BaseException | None = None) -> None:
         self.messages.append(AttemptExited(self.trial, error))
@@ -52,9 +52,9 @@ class RemoteAttempt:
         if not self.is_readable:
             return messages
         key, outbox = self.spec.trial, self.request.trial.outbox_count
-        posts = on_target(self.spec.target, lambda store: read_posts(store, key, outbox, after))
+        posts = with_store(self.spec.target, lambda store: read_posts(store, key, outbox, after))
         self.read += len(posts)
-        found = [PostReceived(self.trial, number, post.events) for number, post in enumerate(posts, after + 1)]
+        found = [PostArrived(self.trial, number, post.events) for number, post in enumerate(posts, after + 1)]
         return [*(message for each in found for message in (each, each)), *messages]
 
 
@@ -66,11 +66,11 @@ class PostingExecutor:
     def __init__(
         self,
         act: Callable[[RemoteAttempt], None],
-        answer_trial: Callable[[RemoteAttempt, Proceed | Leave], None] = lambda _attempt, _answer: None,
+        answer_trial: Callable[[RemoteAttempt, ContinueTraining | StopTrial], None] = lambda _attempt, _answer: None,
         *,
-        survives_search: bool = False,
+        is_detached: bool = False,
     ) -> None:
-        self.survives_search = survives_search
+        self.is_detached = is_detached
         self.attempts: list[RemoteAttempt] = []
         self._act, self._answer_trial = act, answer_trial
         self._running: dict[str, RemoteAttempt] = {}
@@ -81,25 +81,25 @@ class PostingExecutor:
     def __contains__(self, trial: str) -> bool:
         return trial in self._running
 
-    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+    def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         attempt = self._running[request.trial.trial] = RemoteAttempt(spec, request)
         self.attempts.append(attempt)
         self._act(attempt)
 
-    def answer(self, trial: str, said: Proceed | Leave, step: int | None = None) -> None:
+    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
         del step
-        self._answer_trial(self._running[trial], said)
+        self._answer_trial(self._running[trial], decision)
 
-    def poll(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, patience: timedelta) -> list[Message]:
         del patience
         return [message for attempt in self._running.values() for message in attempt.take_messages()]
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
         """Forget all attempts, as a search that is killed does."""
         self._running.clear()
 
-    def forget(self, trial: str) -> None:
+    def remove_attempt(self, trial: str) -> None:
         del self._running[trial]
 
-    def refuse(self) -> None:
+    def reject_events(self) -> None:
         """Do nothing: its attempts submit nothing."""

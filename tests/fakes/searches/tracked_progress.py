@@ -18,10 +18,10 @@ class TrackedProgress(ProgressReader):
         self.view = SearchView(experiment)
         self.view.begin_run(at)
         self._at = at
-        super().__init__(self.view.read, outlook, (), now)
+        super().__init__(self.view.take_snapshot, outlook, (), now)
 
     def happens(self, event: Event, experiment: Experiment) -> None:
-        self.view.apply(event, self._at, experiment)
+        self.view.apply_event(event, self._at, experiment)
 
     def reported(self, trial: str, report: StepReport) -> None:
         self.view.apply_report(trial, report, self._at)

@@ -154,7 +154,7 @@ class VirtualRun:
         self._go_on(trial)
 
     def _go_on(self, trial: VirtualTrial) -> None:
-        milestone = self._schedule.milestone(trial.trial, trial.step)
+        milestone = self._schedule.next_milestone(trial.trial, trial.step)
         every = self._world.reports_every
         target = self._world.max_steps if milestone is None else -(-milestone // every) * every
         end, lifetime = min(target, self._world.max_steps), self._lifetime()
@@ -223,7 +223,7 @@ class VirtualRun:
     def _end(self, trial: VirtualTrial, reason: AnyReason) -> None:
         self._free += trial.status == "running"
         trial.status, trial.reason = "ended", reason
-        self._schedule.ended(trial.trial)
+        self._schedule.on_trial_ended(trial.trial)
 
     # ------------------------------------------------------------------------------------------ slots
 
@@ -231,18 +231,18 @@ class VirtualRun:
         """Fill every free slot."""
         while self._free:
             self._end_who_lost()
-            trial = self._schedule.resume_next()
+            trial = self._schedule.next_trial_to_resume()
             if trial is not None:
                 paused = self.outcome.trials[trial]
                 assert paused.status == "paused", f"{paused} is to be resumed"
-                self._schedule.resumed(trial)
+                self._schedule.on_trial_resumed(trial)
                 self._restore(paused, paused.saved)
                 self._start(paused)
             elif self._schedule.is_waiting() or not self._added():
                 break
 
     def _end_who_lost(self) -> None:
-        while (found := self._schedule.stop_next()) is not None:
+        while (found := self._schedule.next_trial_to_stop()) is not None:
             loser = self.outcome.trials[found[0]]
             assert loser.status == "paused", f"{loser} is to be stopped"
             self._end(loser, found[1].reason)
@@ -251,12 +251,12 @@ class VirtualRun:
         """Start a new trial, or say that there is none; return whether anything has changed."""
         config = next(self._configs, None)
         if config is None:
-            before = (self._schedule.resume_next(), self._schedule.stop_next())
-            self._schedule.exhausted()
-            return before != (self._schedule.resume_next(), self._schedule.stop_next())
+            before = (self._schedule.next_trial_to_resume(), self._schedule.next_trial_to_stop())
+            self._schedule.on_search_exhausted()
+            return before != (self._schedule.next_trial_to_resume(), self._schedule.next_trial_to_stop())
         trial = VirtualTrial(f"t{len(self.outcome.trials)}", config, self._training.begin(config))
         self.outcome.trials[trial.trial] = trial
-        self._schedule.added(trial.trial, config)
+        self._schedule.on_trial_added(trial.trial, config)
         self._start(trial)
         return True
 
@@ -276,8 +276,8 @@ class RecordedCall:
 
 def would_answer(schedule: Schedule, trials: Iterable[str]) -> object:
     """Return the answers of all calls that change nothing."""
-    ahead = {trial: [schedule.milestone(trial, step) for step in (0, 1, 4, 26, 90)] for trial in trials}
-    return schedule.resume_next(), schedule.stop_next(), schedule.is_waiting(), ahead
+    ahead = {trial: [schedule.next_milestone(trial, step) for step in (0, 1, 4, 26, 90)] for trial in trials}
+    return schedule.next_trial_to_resume(), schedule.next_trial_to_stop(), schedule.is_waiting(), ahead
 
 
 class Recorded(Schedule):
@@ -289,30 +289,30 @@ class Recorded(Schedule):
         self.trials: dict[str, None] = {}
         self.calls: list[RecordedCall] = []
 
-    def added(self, trial: str, config: Config) -> None:
+    def on_trial_added(self, trial: str, config: Config) -> None:
         self.trials[trial] = None
-        self._tell("added", trial, config)
+        self._tell("on_trial_added", trial, config)
 
     def decide(self, report: TrialReport) -> Decision:
         return self._tell("decide", report)
 
-    def resumed(self, trial: str) -> None:
-        self._tell("resumed", trial)
+    def on_trial_resumed(self, trial: str) -> None:
+        self._tell("on_trial_resumed", trial)
 
-    def ended(self, trial: str) -> None:
-        self._tell("ended", trial)
+    def on_trial_ended(self, trial: str) -> None:
+        self._tell("on_trial_ended", trial)
 
-    def exhausted(self) -> None:
-        self._tell("exhausted")
+    def on_search_exhausted(self) -> None:
+        self._tell("on_search_exhausted")
 
-    def milestone(self, trial: str, step: int) -> int | None:
-        return self._schedule.milestone(trial, step)
+    def next_milestone(self, trial: str, step: int) -> int | None:
+        return self._schedule.next_milestone(trial, step)
 
-    def resume_next(self) -> str | None:
-        return self._schedule.resume_next()
+    def next_trial_to_resume(self) -> str | None:
+        return self._schedule.next_trial_to_resume()
 
-    def stop_next(self) -> tuple[str, Stop] | None:
-        return self._schedule.stop_next()
+    def next_trial_to_stop(self) -> tuple[str, Stop] | None:
+        return self._schedule.next_trial_to_stop()
 
     def is_waiting(self) -> bool:
         return self._schedule.is_waiting()

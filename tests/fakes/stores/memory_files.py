@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prefect_tune.core.checkpoints.manifest import FileStat, Manifest, Piece
-from prefect_tune.core.restore import restore
+from prefect_tune.core.checkpoints.manifest import FileRange, FileStat, Manifest
+from prefect_tune.core.restore import restore_files
 from prefect_tune.core.storage.object_store import ObjectStore
 
 
@@ -17,7 +17,7 @@ class MemoryFiles:
         self.files = [FileStat(path, len(data)) for path, data in self._content.items()]
         self.empty_directories = sorted(empty_directories)
 
-    def read_into(self, piece: Piece, buffer: memoryview) -> None:
+    def read_into(self, piece: FileRange, buffer: memoryview) -> None:
         data = self._content[self.files[piece.file].path]
         buffer[:] = data[piece.offset : piece.offset + piece.length]
 
@@ -26,7 +26,7 @@ class MemoryFiles:
 
 
 class MemorySink:
-    """A `Sink`: what was written, by path."""
+    """A `FileSink`: what was written, by path."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._paths = [file.path for file in manifest.files]
@@ -43,5 +43,5 @@ class MemorySink:
 def restored(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
     """Return the files of a checkpoint, every byte verified."""
     sink = MemorySink(manifest)
-    restore(store, manifest, sink)
+    restore_files(store, manifest, sink)
     return sink.content

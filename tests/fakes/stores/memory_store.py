@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from prefect_tune.core.errors import AlreadyExists, ObjectNotFound
-from prefect_tune.core.storage.object_store import Buffer, Listed, ObjectStore, checked_folder, checked_path
+from prefect_tune.core.storage.object_store import Buffer, ListedObject, ObjectStore, validate_folder, validate_path
 from prefect_tune.stores.parallel_map import ParallelStore
 
 _In = TypeVar("_In")
@@ -37,19 +37,19 @@ class MemoryStore:
     def create(self, path: str, data: Buffer) -> None:
         with self._lock:
             self.operations["create"] += 1
-            if checked_path(path) in self.objects:
+            if validate_path(path) in self.objects:
                 raise AlreadyExists(f"{path}: there already")
             self._keep(path, data)
 
     def put(self, path: str, data: Buffer) -> None:
         with self._lock:
             self.operations["put"] += 1
-            self._keep(checked_path(path), data)
+            self._keep(validate_path(path), data)
 
     def copy(self, source: str, path: str) -> None:
         with self._lock:
             self.operations["copy"] += 1
-            source, path = checked_path(source), checked_path(path)
+            source, path = validate_path(source), validate_path(path)
             if source not in self.objects:
                 raise ObjectNotFound(f"{source}: nothing there")
             self.objects[path] = self.objects[source]
@@ -58,7 +58,7 @@ class MemoryStore:
         data = b"".join(pieces)
         with self._lock:
             self.operations["replace"] += 1
-            self._keep(checked_path(path), data)
+            self._keep(validate_path(path), data)
 
     def _keep(self, path: str, data: Buffer) -> None:
         self.objects[path] = bytes(data)
@@ -67,7 +67,7 @@ class MemoryStore:
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         with self._lock:
             self.operations["read"] += 1
-            data = self.objects.get(checked_path(path))
+            data = self.objects.get(validate_path(path))
             if data is None:
                 raise ObjectNotFound(f"{path}: nothing there")
             wanted = data[offset:] if length is None else data[offset : offset + length]
@@ -77,22 +77,22 @@ class MemoryStore:
     def size(self, path: str) -> int | None:
         with self._lock:
             self.operations["size"] += 1
-            data = self.objects.get(checked_path(path))
+            data = self.objects.get(validate_path(path))
             return None if data is None else len(data)
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
-        folder = checked_folder(prefix)
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
+        folder = validate_folder(prefix)
         start = f"{folder}/" if folder else ""
         with self._lock:
             self.operations["list"] += 1
             names = sorted(path for path in self.objects if path.startswith(start) and path > after)
-            return [Listed(path, len(self.objects[path])) for path in names]
+            return [ListedObject(path, len(self.objects[path])) for path in names]
 
     def delete(self, paths: Sequence[str]) -> None:
         with self._lock:
             self.operations["delete"] += 1
             for path in paths:
-                self.objects.pop(checked_path(path), None)
+                self.objects.pop(validate_path(path), None)
 
     def map(self, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
         """Call `function` with one item after the other, so that simulations are deterministic."""
@@ -154,7 +154,7 @@ class StoreAround:
     def size(self, path: str) -> int | None:
         return self.around("size", path, lambda: self.inner.size(path))
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
         return self.around("list", prefix, lambda: self.inner.list(prefix, after=after))
 
     def delete(self, paths: Sequence[str]) -> None:

@@ -30,10 +30,15 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events import Quarantined
-from prefect_tune.core.prefect_events import labels_of, payload_of
+from prefect_tune.core.journal_events import CheckpointQuarantined
+from prefect_tune.core.prefect_events import event_labels, event_payload
 from prefect_tune.deploy import automations
-from prefect_tune.deploy.automations import automation_names, install_automations, shipped, uninstall_automations
+from prefect_tune.deploy.automations import (
+    all_automations,
+    automation_names,
+    install_automations,
+    uninstall_automations,
+)
 from prefect_tune.prefect_api.local_server import start_prefect_server
 from tests.fakes.feed import Feed
 from tests.fakes.servers.canned_http import answering
@@ -175,7 +180,7 @@ def test_a_server_that_does_not_answer_or_is_not_set_up_is_said(
 
 
 def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_its_end() -> None:
-    again, silent = list(shipped(timedelta(seconds=90)).values())[:2]
+    again, silent = list(all_automations(timedelta(seconds=90)).values())[:2]
     assert again.trigger.expect >= {"prefect.flow-run.Cancelled", "prefect.flow-run.Failed", "prefect.flow-run.Running"}
     assert again.trigger.after == {"prefect.flow-run.Crashed"}
     assert not again.trigger.expect & again.trigger.after
@@ -183,10 +188,10 @@ def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_i
 
 
 def test_a_damaged_checkpoint_is_alerted_and_one_that_attempts_die_from_is_not() -> None:
-    trigger = shipped(timedelta(seconds=90))[CORRUPT].trigger
+    trigger = all_automations(timedelta(seconds=90))[CORRUPT].trigger
     for kills in (False, True):
-        event = Quarantined(trial="00000", sequence=3, reason="it is bad", kills=kills)
-        resource = {"prefect.resource.id": "prefect-tune.trial.s3://b/e/00000", **labels_of(payload_of(event))}
+        event = CheckpointQuarantined(trial="00000", sequence=3, reason="it is bad", kills=kills)
+        resource = {"prefect.resource.id": "prefect-tune.trial.s3://b/e/00000", **event_labels(event_payload(event))}
         assert trigger.match.matches(Resource(resource)) is not kills
 
 
@@ -261,7 +266,7 @@ def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str,
     ],
 )
 def test_the_text_of_an_alert_has_readable_numbers(name: str, payload: Mapping[str, Any], text: str) -> None:
-    says = shipped(timedelta(seconds=90))[name].says
+    says = all_automations(timedelta(seconds=90))[name].message
     validate_user_template(says)
     shown = render_user_template_sync(says, {"event": {"payload": {"experiment": "e", "target": "s3://b", **payload}}})
     assert shown.startswith("Experiment e at s3://b: ")
@@ -313,11 +318,11 @@ def a_server(folder: Path) -> Iterator[dict[str, str]]:
     with (folder / "server.log").open("wb") as log:
         server = start_prefect_server(environment, log)
         try:
-            assert server.answers()
+            assert server.wait_until_healthy()
             with temporary_settings({PREFECT_API_URL: server.url}):
                 yield environment | {"PREFECT_API_URL": server.url}
         finally:
-            server.end()
+            server.terminate()
 
 
 def prefect(environment: Mapping[str, str], *arguments: str) -> None:

@@ -23,7 +23,7 @@ from prefect.states import Pending
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
-from prefect_tune.deploy.deployment_specs import named, of_one_experiment
+from prefect_tune.deploy.deployment_specs import find_deployable_flows, make_experiment_spec
 from prefect_tune.deploy.deployments import Pool, deploy
 from tests.fakes.untrusted import describe, untrusted_folder
 from tests.flows.training import experiment_at
@@ -42,7 +42,7 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
 
 def deployed(flow: str, name: str, parameters: Mapping[str, Any]) -> str:
     """Make a deployment for one experiment; return its full name."""
-    (made,) = deploy([of_one_experiment(named([flow])[0], name, parameters, None)], Pool(name=POOL))
+    (made,) = deploy([make_experiment_spec(find_deployable_flows([flow])[0], name, parameters, None)], Pool(name=POOL))
     return made.name
 
 
@@ -241,7 +241,7 @@ def test_a_distribution_in_the_config_of_a_single_training_fails_the_run(
     assert run.parameters["config"] == {"optimizer": {"choice": ["adam", "sgd"]}}
     state = ended(client, name, run)
     assert state.is_failed()
-    assert "config: expected values, found the distribution" in str(state.message)
+    assert "config: expected values, found distribution" in str(state.message)
     assert not experiment_at(local_target, "single").number
 
 

@@ -19,15 +19,15 @@ from prefect.client.schemas.sorting import ArtifactSort
 
 import prefect_tune as pt
 from prefect_tune import maintenance
-from prefect_tune.core.journal_events import Configured
+from prefect_tune.core.journal_events import ExperimentConfigured
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.flows.maintain import maintain
 from prefect_tune.maintenance import (
     DamagedCheckpoint,
+    ExperimentMaintenance,
     MaintenanceReport,
-    NotLookedAt,
-    Upkeep,
-    markdown,
+    SkippedWork,
+    format_report,
 )
 from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.tasks.maintenance import quarantine_checkpoints
@@ -73,12 +73,12 @@ def test_damage_is_found_put_aside_and_reported(target: Path) -> None:
         pt.maintain(str(target), verify="all")
     report = found.value.report
     assert isinstance(report, MaintenanceReport)
-    assert [(each.step, each.is_quarantined) for each in report.damaged] == [(4, True)]
+    assert [(each.step, each.is_quarantined) for each in report.damaged_checkpoints] == [(4, True)]
     assert (report.experiments[0].live_count, report.verified_count) == (6, 6)
     assert live(target) == [1, 2, 3, 5, 6]
 
     again = pt.maintain(str(target), verify="all")
-    assert (again.damaged, again.verified_count) == ([], 5)
+    assert (again.damaged_checkpoints, again.verified_count) == ([], 5)
 
 
 class Killed(BaseException):
@@ -100,7 +100,7 @@ def test_damage_is_in_a_published_report_before_it_is_quarantined(
             maintain(str(shown_target), verify="all")
     assert live(shown_target) == [1, 2, 3, 5, 6]
     assert "| digits | trial trial, step 4 | damaged: " in published(shown_target)[-1]
-    assert maintain(str(shown_target), verify="all").damaged == []
+    assert maintain(str(shown_target), verify="all").damaged_checkpoints == []
 
 
 def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_a_newer_release_is_refused_and_never_quarantined(target
     newest.chmod(0o644)
     newest.write_bytes(written.replace(b'"version":2', b'"version":3'))
     report = maintain(str(target), verify="all")
-    assert report.damaged == []
+    assert report.damaged_checkpoints == []
     assert {"upgrade prefect-tune" in each.why for each in report.not_looked_at} == {True}
     newest.write_bytes(written)
     assert maintain(str(target), verify="all").verified_count == 6
@@ -135,7 +135,9 @@ def test_a_checkpoint_of_a_newer_release_is_refused_and_never_quarantined(target
 
 def unreadable_manifest(target: Path, trial: str) -> str:
     """Make the oldest manifest of the trial unreadable; return its folder."""
-    path = min((target / TrialKey(experiment="small", generation=1, trial=trial).checkpoints).glob("*/manifest.json"))
+    path = min(
+        (target / TrialKey(experiment="small", generation=1, trial=trial).checkpoints_folder).glob("*/manifest.json")
+    )
     path.unlink()
     path.symlink_to(path.name)
     return path.parent.relative_to(target).as_posix()
@@ -152,7 +154,7 @@ def test_a_damaged_journal_is_reported_each_time_and_the_others_are_looked_after
             pt.maintain(str(target), verify="all")
     again = found.value.report
     assert isinstance(again, MaintenanceReport)
-    assert [each.folder for each in again.damaged] == ["digits/1/journal"]
+    assert [each.folder for each in again.damaged_checkpoints] == ["digits/1/journal"]
     assert {each.experiment for each in again.not_looked_at} == {"digits"}
     assert again.verified_count == 1
 
@@ -203,7 +205,9 @@ def test_a_finished_experiment_is_pruned_and_what_nobody_needs_is_deleted(target
 
 def test_the_best_checkpoint_of_all_stays_also_if_its_trial_is_not_the_best_at_the_end(target: Path) -> None:
     search = SmallSearch(PosixStore(target), "small", retention=pt.Retention())
-    search.append(Configured(settings={"metric": "step", "mode": "min"}))  # each trial's first checkpoint is its best
+    search.append(
+        ExperimentConfigured(settings={"metric": "step", "mode": "min"})
+    )  # each trial's first checkpoint is its best
     for name, count in {"short": 2, "long": 4}.items():
         search.add(name)
         search.begin(name)
@@ -224,7 +228,7 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
         maintain(str(target), verify="all", retention=pt.Retention(last=2), dry_run=True)
     report = found.value.report
     assert isinstance(report, MaintenanceReport)
-    assert (report.experiments[0].pruned_count, len(report.damaged), report.dry_run) == (4, 1, True)
+    assert (report.experiments[0].pruned_count, len(report.damaged_checkpoints), report.dry_run) == (4, 1, True)
     assert report.summary.startswith("1 experiment: ")
     assert "4 would be pruned; their bytes and 0 B more would be deleted" in report.summary
     assert files_in(target) == before
@@ -306,13 +310,13 @@ def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_delet
         beside.join(120)
     assert errors == []
     assert len(reports) > 1
-    assert not any(each.damaged for each in reports)
+    assert not any(each.damaged_checkpoints for each in reports)
     assert [trial.step for trial in results.trials.values()] == [24] * 2
     for name in results.trials:
         found = results.checkpoint(name).to_directory(str(tmp_path / name))
         assert files_in(found)["count"] == b"24"
     last = maintain(str(target), verify="all", retention=pt.Retention(last=1))
-    assert (last.damaged, last.experiments[0].undecided_count) == ([], 0)
+    assert (last.damaged_checkpoints, last.experiments[0].undecided_count) == ([], 0)
     more = pt.resume("running", target=str(target), trainable=Slow, stop={"step": 28})
     assert [trial.step for trial in more.trials.values()] == [28] * 2
 
@@ -361,9 +365,9 @@ def _task_runs(flow_run: UUID) -> set[str]:
 def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:
     bad = DamagedCheckpoint("e", "t", 3, "e/1/trials/t", "a \\| b\nc <i>", is_quarantined=True)
     journal = DamagedCheckpoint("e", None, None, "e/1/journal", "torn", is_quarantined=False)
-    left = (NotLookedAt("e", "garbage", "time"),) * 220
-    report = MaintenanceReport("s3://b", (Upkeep("e", damaged=[bad, journal]),), left, dry_run=True)
-    page = markdown(report).replace("\N{NO-BREAK SPACE}", " ")
+    left = (SkippedWork("e", "garbage", "time"),) * 220
+    report = MaintenanceReport("s3://b", (ExperimentMaintenance("e", damaged=[bad, journal]),), left, dry_run=True)
+    page = format_report(report).replace("\N{NO-BREAK SPACE}", " ")
     assert page.index("| damaged") < page.index("| 0 of 0 checkpoints read") < page.index("| not checked: time |")
     assert r"| e | trial t, step 3 | damaged, quarantined: a \\\| b c \<i\> |" in page
     assert "| e | journal | damaged: torn |" in page

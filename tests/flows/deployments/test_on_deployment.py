@@ -27,7 +27,7 @@ from prefect.logging import disable_run_logger
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Pending, Running, Scheduled
 
 from prefect_tune import storage_retries
-from prefect_tune.attempt.attempt import state_of_node
+from prefect_tune.attempt.attempt import make_node_state
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput
@@ -35,7 +35,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.executors import launchers
 from prefect_tune.executors.launchers import DeploymentLauncher
-from prefect_tune.executors.remote_executor import StoreLink
+from prefect_tune.executors.remote_executor import RemoteSearchChannel
 from prefect_tune.executors.trial_executor import AttemptCancelledError
 from tests.fakes.searches.far_attempts import plan_at
 
@@ -128,8 +128,8 @@ def spec(tmp_path: Path) -> TrialSpec:
 
 def begin(spec: TrialSpec, deployment: DeploymentLauncher | None = None) -> Callable[[], object]:
     deployment = deployment or DeploymentLauncher("flow/deployment")
-    run = deployment.start(spec, request_of(1), 1)
-    return lambda: deployment.wait_for(run)
+    run = deployment.start_attempt(spec, request_of(1), 1)
+    return lambda: deployment.wait_for_run(run)
 
 
 def finish(api: Api) -> None:
@@ -187,14 +187,14 @@ def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(
 def test_a_start_is_not_retried_once_its_process_ends(api: Api, spec: TrialSpec) -> None:
     api.troubles, abandoned = [refused] * 99, threading.Event()
     abandoned.set()
-    with pytest.raises(httpx.ConnectError), storage_retries.retrying_until(abandoned):
+    with pytest.raises(httpx.ConnectError), storage_retries.stop_retries_on(abandoned):
         begin(spec)
     assert api.slept == []
 
 
 def test_one_request_in_two_seconds_asks_for_all_runs(api: Api, spec: TrialSpec) -> None:
     deployment = DeploymentLauncher("flow/deployment")
-    runs = [deployment.start(spec, request_of(attempt), attempt) for attempt in (1, 2, 3)]
+    runs = [deployment.start_attempt(spec, request_of(attempt), attempt) for attempt in (1, 2, 3)]
     until = threading.Barrier(4)
 
     def sleep(_: float) -> None:  # all three look once in each turn of the clock
@@ -202,7 +202,7 @@ def test_one_request_in_two_seconds_asks_for_all_runs(api: Api, spec: TrialSpec)
         until.wait(timeout=60)
 
     api.sleep = sleep  # type: ignore[assignment, method-assign]  # for this one
-    waiting = [threading.Thread(target=deployment.wait_for, args=(run,), daemon=True) for run in runs]
+    waiting = [threading.Thread(target=deployment.wait_for_run, args=(run,), daemon=True) for run in runs]
     for each in waiting:
         each.start()
     for turn in range(5):
@@ -220,7 +220,9 @@ def test_one_request_in_two_seconds_asks_for_all_runs(api: Api, spec: TrialSpec)
 
 def test_a_start_does_not_wait_for_the_api_in_the_thread_of_the_search(api: Api, spec: TrialSpec) -> None:
     api.troubles = [refused]
-    wait = DeploymentLauncher("flow/deployment")(spec, request_of(1), StoreLink(spec.target, spec.trial, 1), 1)
+    wait = DeploymentLauncher("flow/deployment")(
+        spec, request_of(1), RemoteSearchChannel(spec.target, spec.trial, 1), 1
+    )
     assert (api.slept, api.runs) == ([], {})
     api.sleep = lambda _: finish(api)  # type: ignore[assignment, method-assign]  # for this one
     wait()
@@ -235,7 +237,7 @@ def test_a_run_that_has_not_begun_when_its_search_ends_is_cancelled_and_begun_as
     wait = begin(spec, deployment)
     (run,) = api.runs.values()
     run.state = state
-    deployment.withdraw()
+    deployment.cancel_unstarted()
     wait()
     assert run.state.is_cancelled()
     begin(spec)
@@ -257,7 +259,7 @@ def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
         run.state = Completed()
 
     monkeypatch.setattr(api, "sleep", ends)
-    deployment.withdraw()
+    deployment.cancel_unstarted()
     wait()
     assert run.state.is_completed()
 
@@ -319,7 +321,7 @@ def test_a_run_that_a_deleted_experiment_of_the_same_name_has_left_in_the_pool_i
 ) -> None:
     for experiment_id in ("deleted", "again", "again"):
         request = replace(request_of(1), experiment_id=experiment_id)
-        DeploymentLauncher("flow/deployment").start(spec, request, 1)
+        DeploymentLauncher("flow/deployment").start_attempt(spec, request, 1)
     assert len(api.runs) == 2
 
 
@@ -334,14 +336,14 @@ def test_the_run_of_a_node_0_that_has_lost_its_machine_is_marked_once_the_other_
     reason: Reason, ends_as: str, api: Api, spec: TrialSpec
 ) -> None:
     deployment = DeploymentLauncher("flow/deployment")
-    first = deployment.start(replace(spec, nodes_per_trial=3), request_of(1), 1)
+    first = deployment.start_attempt(replace(spec, nodes_per_trial=3), request_of(1), 1)
     others = [each for each in api.runs.values() if each.id != first]
     assert len(others) == 2
-    deployment._awaited.add(first)  # as `wait_for` does
+    deployment._awaited.add(first)  # as `wait_for_run` does
 
-    others[0].state = state_of_node(reason)
+    others[0].state = make_node_state(reason)
     ended = [_has_ended_after(api, deployment, first, 60)]
-    others[1].state = state_of_node(make_reason("attempt-over"))
+    others[1].state = make_node_state(make_reason("attempt-over"))
     ended += [_has_ended_after(api, deployment, first, seconds) for seconds in (28, 6)]
     assert ended == [False, False, ends_as == "Crashed"]
     state = api.read_flow_run(first).state
@@ -353,7 +355,7 @@ def _has_ended_after(api: Api, deployment: DeploymentLauncher, run: UUID, second
     """Look every 2 s, for so long."""
     for _ in range(int(seconds / 2)):
         api.slept.append(2.0)
-        ended = deployment._has_ended(run)
+        ended = deployment._poll_ended(run)
     return ended
 
 
@@ -380,9 +382,9 @@ def test_a_trial_that_ends_as_cancelled_by_itself_is_not_stopped(api: Api, spec:
 def test_a_run_for_which_its_deployment_has_no_slot_is_begun_again(
     api: Api, spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launchers, "_NO_SLOT_SECONDS", 0.01)
+    monkeypatch.setattr(launchers, "_SLOT_RETRY_SECONDS", 0.01)
     api.strategy, launcher = ConcurrencyLimitStrategy.CANCEL_NEW, DeploymentLauncher("flow/deployment")
-    wait = launcher(spec, request_of(1), cast("StoreLink", None), 1)
+    wait = launcher(spec, request_of(1), cast("RemoteSearchChannel", None), 1)
     api.troubles = [lambda: cancel(api), lambda: cancel(api)]
     api.sleep = lambda seconds: finish(api) if len(api.runs) > 2 else api.slept.append(seconds)  # type: ignore[method-assign]  # it ends the third
     wait()

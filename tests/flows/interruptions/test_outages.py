@@ -18,7 +18,7 @@ from prefect.client.schemas.filters import FlowRunFilter
 import prefect_tune as pt
 from prefect_tune import storage_retries
 from prefect_tune.blocks import LocalTarget, S3Target, SyncConfig
-from prefect_tune.core.checkpoints.manifest import About
+from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
 from prefect_tune.core.errors import StoreRefused, StoreUnavailable
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.trial_transitions import Status
@@ -122,7 +122,7 @@ def test_bytes_that_a_client_only_claims_to_have_written_never_yield_a_manifest(
     key = CheckpointKey(trial=TrialKey(experiment=_HUNG, generation=1, trial="trial"), step=1, sequence=1)
     target = LyingTarget(path=str(tmp_path / "target"), kept=kept)
     save = publish_checkpoint.with_options(retries=0)
-    about = About(attempt=1, term=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
+    about = CheckpointMetadata(attempt=1, term=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
     with pytest.raises(StoreUnavailable, match="client reported success"):
         save(target, key, tmp_path / "staged", about)
     assert list((tmp_path / "target").rglob("manifest.json")) == []

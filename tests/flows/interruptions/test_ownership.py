@@ -15,17 +15,22 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events import Event, Finished
+from prefect_tune.core.journal_events import Event, TrialFinished
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.executors.trial_executor import AttemptExited
-from prefect_tune.journal_access import Opening, current_owner, open_journal, write_directly
+from prefect_tune.journal_access import (
+    OwnershipRequest,
+    acquire_and_adopt_with_retries,
+    current_owner,
+    write_entry_directly,
+)
 from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, began_elsewhere
 from tests.fakes.trial_processes import PORTABLE, until
 from tests.flows.driver import Driver, Drivers
@@ -166,7 +171,7 @@ def _require_no_entry_of_the_old_epoch(target: StorageTarget, before: Mapping[in
 def _require_that_foreign_manifests_do_not_count(target: StorageTarget) -> None:
     """Require that the next owner adopts no manifest that the zombie wrote after it was superseded."""
     trial = TrialKey(experiment=_NAME, generation=1, trial="trial")
-    keys = (CheckpointKey.from_manifest_path(trial, path) for path in objects_at(target, trial.checkpoints))
+    keys = (CheckpointKey.from_manifest_path(trial, path) for path in objects_at(target, trial.checkpoints_folder))
     live = {(each.step, each.sequence) for each in trial_at(target, _NAME).checkpoints}
     assert live <= {(key.step, key.sequence) for key in keys if key}
 
@@ -214,12 +219,12 @@ class WritesUntil:
         self._left = number
 
     def __call__(
-        self, target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: Stamp | None
+        self, target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: WriteStamp | None
     ) -> Experiment:
         if not self._left:
             raise StoreUnavailable("the target is away")
         self._left -= 1
-        return write_directly(target, state, events, stamp)
+        return write_entry_directly(target, state, events, stamp)
 
 
 class Stoppable(UnreliableExecutor):
@@ -227,7 +232,7 @@ class Stoppable(UnreliableExecutor):
 
     is_stopped = False
 
-    def stop(self) -> None:
+    def stop_all(self) -> None:
         self.is_stopped = True
         self._inbox.clear()
         self._inbox.extend(AttemptExited(trial) for trial in self._trials)
@@ -247,7 +252,7 @@ def test_a_search_that_cannot_write_its_journal_has_its_trials_end(entries: int,
 
 def test_what_outlives_its_search_is_left_to_the_next_owner(local_target: LocalTarget) -> None:
     executor = Stoppable()
-    executor.survives_search = True
+    executor.is_detached = True
     with pytest.raises(StoreUnavailable):
         PlannedSearch(local_target, executor=executor).run(scheduler=STOPPING, write=WritesUntil(2))
     assert not executor.is_stopped
@@ -266,7 +271,7 @@ def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_
 def test_an_outbox_that_cannot_be_read_at_once_is_read_again(
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began_elsewhere(local_target, Finished(trial="00000", reason="done"))
+    began_elsewhere(local_target, TrialFinished(trial="00000", reason="done"))
     refusals, real = iter([False, True]), LocalTarget.open
 
     def away_once(target: LocalTarget, **options: Any) -> Any:
@@ -303,7 +308,9 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
 
     driver = start(0.5)
     until(lambda: len(acts_of(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
-    open_journal(local_target, JournalKey(experiment="e", generation=1), Opening(current_owner(), new_write_id()))
+    acquire_and_adopt_with_retries(
+        local_target, JournalKey(experiment="e", generation=1), OwnershipRequest(current_owner(), new_write_stamp())
+    )
     assert driver.wait(seconds=45)["error"] == "Superseded"
     driver.require_no_leftovers()
     assert "error" not in start(0).wait(seconds=90)

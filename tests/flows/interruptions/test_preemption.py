@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import State, StateType
 import prefect_tune as pt
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events import Started
+from prefect_tune.core.journal_events import AttemptStarted
 from prefect_tune.prefect_api import flow_with_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.fakes.trial_processes import until
@@ -160,7 +160,7 @@ def test_a_function_trainable_hears_of_the_termination_and_saves(preempted: _Pre
 def test_a_termination_before_the_first_step_ends_resumable_too(preempted: _Preempted) -> None:
     def has_begun() -> bool:  # its process is there before
         return any(
-            isinstance(event, Started) for entry in entries_at(preempted.target, _NAME) for event in entry.events
+            isinstance(event, AttemptStarted) for entry in entries_at(preempted.target, _NAME) for event in entry.events
         )
 
     driver = preempted.start()
@@ -230,7 +230,7 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
 def test_before_the_run_begins_it_is_said_that_nothing_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow_with_server, "require_valid", raise_interrupt)
+    monkeypatch.setattr(flow_with_server, "validate_arguments", raise_interrupt)
     interrupt = interrupt_of(lambda: pt.tune(train, {}, target=tmp_path))
     assert str(interrupt) == "tune was interrupted before it began: run it again"
     assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt))

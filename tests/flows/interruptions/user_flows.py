@@ -16,7 +16,7 @@ from prefect import flow, task
 
 import prefect_tune as pt
 from prefect_tune.prefect_api import flow_with_server
-from prefect_tune.prefect_api.flow_with_server import require_valid
+from prefect_tune.prefect_api.flow_with_server import validate_arguments
 from tests.trainables.counting import Fragile
 
 _ONLY_ON_REQUEST = pt.Cadence(every_steps=4000, every_seconds=None)
@@ -52,14 +52,14 @@ def submitting(target: str) -> None:
 @flow
 def checking(target: str) -> None:
     """Be interrupted while the arguments of a search in a submitted task are checked."""
-    check = require_valid
+    check = validate_arguments
 
     def interrupt(*arguments: Any) -> Mapping[str, Any]:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.5)
         return check(*arguments)
 
-    with patch.object(flow_with_server, "require_valid", interrupt):
+    with patch.object(flow_with_server, "validate_arguments", interrupt):
         task(search).submit(target, "e").result()
 
 

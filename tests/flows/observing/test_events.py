@@ -12,7 +12,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import TrialFailed
 from prefect_tune.core.journal_events import Event
-from prefect_tune.core.prefect_events import VERSION, ExperimentEvent
+from prefect_tune.core.prefect_events import PAYLOAD_VERSION, ExperimentEvent
 from tests.fakes.feed import Feed
 from tests.trainables.moody import Moody
 
@@ -88,7 +88,7 @@ def test_every_payload_is_by_the_schema(runs: Sequence[Events], target: LocalTar
     for each in ours:
         said, kind = dict(each["payload"]), kinds[each["event"]]
         where = {name: said.pop(name) for name in ("version", "target", "experiment")}
-        assert where == {"version": VERSION, "target": target.uri, "experiment": "searched"}
+        assert where == {"version": PAYLOAD_VERSION, "target": target.uri, "experiment": "searched"}
         assert kind.model_validate({name: value for name, value in said.items() if name in kind.model_fields})
         assert said.keys() - kind.model_fields <= {
             "reason_code",

@@ -11,12 +11,12 @@ from prefect import flow, task
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal_events import Configured
-from prefect_tune.journal_access import read_known
+from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.journal_events import ExperimentConfigured
+from prefect_tune.journal_access import read_experiment_to_resume
 from prefect_tune.parameters.plan_checks import with_added_samples
-from prefect_tune.parameters.search_plan import SearchPlan, from_settings
-from prefect_tune.prefect_api.call_paths import call_path
+from prefect_tune.parameters.search_plan import SearchPlan, plan_from_settings
+from prefect_tune.prefect_api.call_paths import current_call_path
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 from tests.flows.training import experiment_at
@@ -31,13 +31,15 @@ def planned(**options: Any) -> SearchPlan:
 
 def begun(**options: Any) -> Experiment:
     """An experiment as a run without `samples_per_run` describes it."""
-    return after(nothing_yet(first_generation("nightly")), [Configured(settings=planned(**options).settings)])
+    return after(
+        empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=planned(**options).settings)]
+    )
 
 
 def run(state: Experiment, number: str, **options: Any) -> Experiment:
     """The experiment by its journal after a run with this id has opened it."""
     now, added = with_added_samples(planned(**options), state, lambda: number)
-    return after(state, [Configured(settings=now.settings, extensions=added)])
+    return after(state, [ExperimentConfigured(settings=now.settings, extensions=added)])
 
 
 def _unexpected() -> str:
@@ -49,7 +51,7 @@ def total(state: Experiment) -> object:
 
 
 def test_each_run_adds_its_samples_and_a_run_that_starts_again_adds_none() -> None:
-    state = nothing_yet(first_generation("nightly"))
+    state = empty_experiment(first_generation("nightly"))
     for number, expected in (("a", 5), ("a", 5), ("b", 10), ("a", 10), ("b", 10), ("c", 15)):
         state = run(state, number, samples_per_run=5)
         assert total(state) == expected
@@ -81,12 +83,12 @@ def samples_of(state: Experiment, **options: Any) -> int | None:
 
 @pytest.mark.parametrize("search", OPEN)
 def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: object) -> None:
-    state = nothing_yet(first_generation("grid"))
+    state = empty_experiment(first_generation("grid"))
     for number in ("a", "b", "c"):
         assert samples_of(state, search=search, **GRID) == 3
         state = run(state, number, search=search, **GRID)
         assert total(state) == 1
-    resumed = from_settings(state.settings, {"target": "/runs"}, {})
+    resumed = plan_from_settings(state.settings, {"target": "/runs"}, {})
     assert resumed.trial_count == 3
     assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 6
 
@@ -95,8 +97,8 @@ def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: 
 def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_goes_on(search: object) -> None:
     written = planned(search=search, **GRID).settings
     assert "num_samples" not in written
-    state = after(nothing_yet(first_generation("grid")), [Configured(settings=written)])
-    resumed, _ = with_added_samples(from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
+    state = after(empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=written)])
+    resumed, _ = with_added_samples(plan_from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
     assert resumed.trial_count == 30
     assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
     for number in ("a", "b", "c"):
@@ -106,27 +108,27 @@ def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_
 
 @pytest.mark.parametrize("options", [{"num_samples": 4}, {"search": {"RandomSearch": {"num_samples": 4}}}])
 def test_a_number_that_is_given_holds_for_a_grid_alone(options: Any) -> None:
-    old = after(nothing_yet(first_generation("grid")), [Configured(settings=planned(**GRID).settings)])
-    for state in (nothing_yet(first_generation("grid")), old):
+    old = after(empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=planned(**GRID).settings)])
+    for state in (empty_experiment(first_generation("grid")), old):
         assert samples_of(state, **GRID, **options) == 12
 
 
 def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
     space = {"row": pt.grid_search([1, 2, 3]), "x": pt.uniform(0, 1)}
-    state = run(nothing_yet(first_generation("grid")), "a", space=space)
+    state = run(empty_experiment(first_generation("grid")), "a", space=space)
     assert "num_samples" not in state.settings
     assert samples_of(state, space=space) == 30
 
 
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
-    state = run(nothing_yet(first_generation("nightly")), "a", samples_per_run=5)
+    state = run(empty_experiment(first_generation("nightly")), "a", samples_per_run=5)
     same, added = with_added_samples(planned(num_samples=3), state, _unexpected)
     assert (same.num_samples, added) == (3, {})
 
 
 @pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
-    state = after(nothing_yet(first_generation("nightly")), [Configured(settings=before)])
+    state = after(empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' has no fixed number of samples"):
         with_added_samples(planned(samples_per_run=5), state, lambda: "a")
 
@@ -185,7 +187,7 @@ def test_what_a_run_left_over_comes_first_in_the_next_one(local_target: LocalTar
 
 @flow
 def _search_run() -> str:
-    return call_path().key
+    return current_call_path().key
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -211,9 +213,9 @@ def test_a_run_that_reads_the_journal_just_before_another_one_adds_to_what_both_
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search(local_target, samples_per_run=1)
-    read_before = read_known(local_target, "nightly")
+    read_before = read_experiment_to_resume(local_target, "nightly")
     search(local_target, samples_per_run=1)
     with monkeypatch.context() as reads:
-        reads.setattr("prefect_tune.tuner.run_search.read_known", lambda *_: read_before)
+        reads.setattr("prefect_tune.tuner.run_search.read_experiment_to_resume", lambda *_: read_before)
         assert len(search(local_target, samples_per_run=1).trials) == 3
     assert experiment_at(local_target, "nightly").settings["num_samples"] == 3

@@ -11,13 +11,13 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import live_keys
-from prefect_tune.core.journal_events import Configured
+from prefect_tune.core.experiment.trial_transitions import live_checkpoint_keys
+from prefect_tune.core.journal_events import ExperimentConfigured
 from prefect_tune.core.operations.scrub import quarantine
-from prefect_tune.parameters.argument_checks import code_of
+from prefect_tune.parameters.argument_checks import source_digest
 from prefect_tune.storage_retries import READ_TIMEOUT
 from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.failed_searches import results_of_failed
@@ -71,7 +71,7 @@ def configs(results: pt.Results) -> Sequence[Mapping[str, object]]:
 def test_and_that_from_whichever_entry(local_target: LocalTarget) -> None:
     old = searched(local_target, search=TPE, scheduler=ASHA, stop={"step": 9}, num_samples=6)
     described = next(
-        entry.number for entry in entries_at(local_target, "old") if isinstance(entry.events[0], Configured)
+        entry.number for entry in entries_at(local_target, "old") if isinstance(entry.events[0], ExperimentConfigured)
     )
     for number in range(described, old.experiment.number + 1):
         new = pt.resume("old", target=local_target, fork=f"new-{number}", at=number)
@@ -116,9 +116,9 @@ def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
 ) -> None:
     searched(local_target, num_samples=1, callbacks=[Diary()])
     (trial,) = (state := experiment_at(local_target, "old")).trials.values()
-    damaged = dict.fromkeys(live_keys(state.trial_key(trial.trial), trial), "damaged")
+    damaged = dict.fromkeys(live_checkpoint_keys(state.trial_key(trial.trial), trial), "damaged")
     with local_target.open(timeout=READ_TIMEOUT) as store:
-        quarantine(store, state.key, damaged, new_write_id())
+        quarantine(store, state.key, damaged, new_write_stamp())
     new = pt.resume("old", target=local_target, fork="new", stop={"step": 4})
     assert [each.step for each in new.trials.values()] == [4]
     said = f"trial {trial.trial}: all {len(damaged)} of its checkpoints are quarantined\n"  # it has ended
@@ -258,9 +258,9 @@ def test_a_changed_trainable_is_refused_where_that_is_asked(local_target: LocalT
 
 
 def test_the_source_is_the_same_by_name_and_by_object() -> None:
-    assert code_of(Moody) == code_of("tests.trainables.moody:Moody") != ""
-    assert code_of(train) == code_of("tests.trainables.moody:train") != code_of(Moody)
-    assert code_of("tests.trainables.moody:nothing") == code_of(len) == ""
+    assert source_digest(Moody) == source_digest("tests.trainables.moody:Moody") != ""
+    assert source_digest(train) == source_digest("tests.trainables.moody:train") != source_digest(Moody)
+    assert source_digest("tests.trainables.moody:nothing") == source_digest(len) == ""
 
 
 # A run whose parameters do not fit the experiment is refused; a running owner is not disturbed.
@@ -350,7 +350,7 @@ def test_objects_with_an_import_path_are_resumed_by_name(
     assert [(each.status, each.step) for each in resumed.trials.values()] == [("completed", 2)] * 5
     assert not any("has changed" in each.message for each in caplog.records)
     # An experiment that was begun with an object without a path resumes with the object, and then by name.
-    monkeypatch.setattr("prefect_tune.parameters.search_plan.import_path_of", lambda _: None)
+    monkeypatch.setattr("prefect_tune.parameters.search_plan.importable_name_of", lambda _: None)
     searched(local_target, "earlier", num_samples=1, trainable=DigitsTable)
     monkeypatch.undo()
     with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):

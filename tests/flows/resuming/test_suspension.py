@@ -17,26 +17,26 @@ from prefect.states import AwaitingRetry
 
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events import Answered, Owner
+from prefect_tune.core.journal_events import FormAnswered, Owner
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.journal_access import write_directly
+from prefect_tune.journal_access import write_entry_directly
 from prefect_tune.suspension import (
     TRAINING_QUESTION,
+    FormText,
     NewAnswer,
     ResumeChoice,
     ResumeLimits,
-    Shown,
-    Turn,
-    first_turn,
-    follow_up,
-    form_of_training,
-    last_form,
-    leave_with,
+    RunIteration,
+    answer_events,
+    first_iteration,
+    make_training_form,
+    read_last_form,
+    suspend_with_form,
 )
-from prefect_tune.tasks.experiments import open_experiment
+from prefect_tune.tasks.experiments import acquire_experiment
 from tests.flows.interruptions.trouble import Trouble
 from tests.flows.training import experiment_at, flip, own_blobs
 
@@ -55,7 +55,7 @@ class LeftRun:
 
     def ask(self, form: type[RunInput]) -> None:
         with pytest.raises(Pause):
-            self.within(lambda: leave_with(form))
+            self.within(lambda: suspend_with_form(form))
 
     def resume(self, answer: Mapping[str, object] | None = None) -> None:
         self._client.resume_flow_run(self.id, run_input=None if answer is None else dict(answer))
@@ -63,9 +63,9 @@ class LeftRun:
     def retry(self) -> None:
         self._client.set_flow_run_state(self.id, AwaitingRetry(), force=True)
 
-    def last_form(self) -> Shown | None:
-        found: list[Shown | None] = []
-        self.within(lambda: found.append(last_form()))
+    def last_form(self) -> FormText | None:
+        found: list[FormText | None] = []
+        self.within(lambda: found.append(read_last_form()))
         return found[0]
 
     def page(self) -> str:
@@ -135,20 +135,20 @@ def trained(trouble: Trouble) -> Trouble:
 
 def _opened(trained: Trouble) -> Experiment:
     owner = Owner(name="a start of the run", host="here", pid=1, flow_run="run")
-    return open_experiment(trained.target, _TRIAL.of_experiment, owner, new_write_id())
+    return acquire_experiment(trained.target, _TRIAL.journal_key, owner, new_write_stamp())
 
 
 def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_does(trained: Trouble) -> None:
     plan = TrialSpec(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
-    answered = Answered(key="form", answer=_BACK, flow_run="run")
+    answered = FormAnswered(key="form", answer=_BACK, flow_run="run")
     choice = ResumeChoice(way="other checkpoint", checkpoint=5)
-    turn = Turn(trained.plan(None), answer=NewAnswer(choice, answered))
+    turn = RunIteration(trained.plan(None), answer=NewAnswer(choice, answered))
     opened = _opened(trained)
-    back = write_directly(trained.target, opened, follow_up(plan, opened, turn)).trial("trial")
+    back = write_entry_directly(trained.target, opened, answer_events(plan, opened, turn)).trial("trial")
     assert (back.status, back.checkpoints[-1].step) == (Status.PENDING, 5)
     trained.run(steps=20)
     second = _opened(trained)
-    assert follow_up(plan, second, turn) == ()
+    assert answer_events(plan, second, turn) == ()
     assert [each.step for each in second.trial("trial").checkpoints] == [5, 10, 15, 5, 10, 15, 20]
     assert second.trial("trial").status is Status.COMPLETED
     assert list(experiment_at(trained.target, "troubled").answers) == [answered]
@@ -163,14 +163,14 @@ _DAMAGE: dict[str, Callable[[LocalTarget], None]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("damage", _DAMAGE)
 def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, left_run: LeftRun, damage: str) -> None:
-    left_run.ask(form_of_training(ResumeLimits(checkpoints=(5, 10, 15)), "How?"))
+    left_run.ask(make_training_form(ResumeLimits(checkpoints=(5, 10, 15)), "How?"))
     left_run.resume(_BACK)
     _DAMAGE[damage](trained.target)
     before = experiment_at(trained.target, "troubled")
-    turns: list[Turn] = []
+    turns: list[RunIteration] = []
 
     def start() -> None:
-        turns.append(first_turn(Turn(trained.plan(None)), TRAINING_QUESTION, last_form()))
+        turns.append(first_iteration(RunIteration(trained.plan(None)), TRAINING_QUESTION, read_last_form()))
 
     with pytest.raises(Pause):
         left_run.within(start)

@@ -12,34 +12,34 @@ import pytest
 
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.experiment.experiment import Experiment, after_event, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
 from prefect_tune.core.journal_events import (
     Cause,
+    CheckpointCommitted,
     CheckpointRef,
-    Committed,
-    Decided,
+    DecisionMade,
     Event,
-    Finished,
     FinishKind,
-    GaveUp,
-    Paused,
-    Reported,
-    StopAsked,
+    StepReported,
+    StopRequested,
     TrialAdded,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
 )
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Continue, Decision, Exploit, Pause, Scheduler, Stop
 from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
-from prefect_tune.core.search.base import Proposals, Search, Space, Suggestion
+from prefect_tune.core.search.base import Search, SearchState, Space, Suggestion
 from prefect_tune.core.search.domains import uniform
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
-from prefect_tune.journal_access import write_directly
+from prefect_tune.journal_access import write_entry_directly
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, began_elsewhere
 
@@ -75,8 +75,8 @@ def phases(state: Experiment) -> Sequence[str]:
 def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, local_target: LocalTarget) -> None:
     began_elsewhere(
         local_target,
-        Reported(trial="00000", report=StepReport(step=1, metrics={"accuracy": 1.0})),
-        Paused(trial="00000", reason="expected a number for metric 'loss'"),
+        StepReported(trial="00000", report=StepReport(step=1, metrics={"accuracy": 1.0})),
+        TrialPaused(trial="00000", reason="expected a number for metric 'loss'"),
     )
     state = PlannedSearch(local_target, slots=1).run(space=SPACE, num_samples=2, scheduler=scheduler)
     assert set(phases(state)) == {"finished"}
@@ -109,10 +109,10 @@ def test_a_pause_that_was_decided_and_not_done_does_not_outlast_its_scheduler(
     is_saved: bool,
     local_target: LocalTarget,
 ) -> None:
-    reported = Reported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0}))
-    committed = [Committed(trial="00000", checkpoint=SAVED)] if is_saved else []
-    pause = Decided(trial="00000", report=reported.report, decision=Pause(reason="waits for others"))
-    write_directly(local_target, began_elsewhere(local_target, reported, *committed), [pause])
+    reported = StepReported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0}))
+    committed = [CheckpointCommitted(trial="00000", checkpoint=SAVED)] if is_saved else []
+    pause = DecisionMade(trial="00000", report=reported.report, decision=Pause(reason="waits for others"))
+    write_entry_directly(local_target, began_elsewhere(local_target, reported, *committed), [pause])
     state = PlannedSearch(local_target, slots=1).run(space=SPACE, num_samples=2)
     assert [(str(each.status), each.step) for each in state.trials.values()] == [("completed", 9)] * 2
 
@@ -120,9 +120,9 @@ def test_a_pause_that_was_decided_and_not_done_does_not_outlast_its_scheduler(
 def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_now(local_target: LocalTarget) -> None:
     began = began_elsewhere(
         local_target,
-        Reported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0})),
-        Committed(trial="00000", checkpoint=SAVED),
-        Finished(trial="00000", reason="step 3 of 3"),
+        StepReported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0})),
+        CheckpointCommitted(trial="00000", checkpoint=SAVED),
+        TrialFinished(trial="00000", reason="step 3 of 3"),
     )
     assert began.trial("00000").status is Status.PENDING
     executor = UnreliableExecutor()
@@ -137,11 +137,11 @@ def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_n
 class _Requests(UnreliableExecutor):
     """Keeps the requests that follow an exploit, each with the milestone."""
 
-    def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+    def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         newest = newest_checkpoint(request.trial)
         if newest is not None and newest.origin is not None:
             self.exploits.append((spec.trial.trial, newest.origin.trial, request.milestone))
-        super().start(spec, request)
+        super().start_attempt(spec, request)
 
     exploits: list[tuple[str, str, int | None]]
 
@@ -184,28 +184,28 @@ class Noting(Search):
 
     events: list[tuple[str, int]] = field(default_factory=list)
 
-    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         return _NotingProposals(RandomSearch(9).begin(space, objective, seed), self.events)
 
 
-class _NotingProposals(Proposals):
-    def __init__(self, proposals: Proposals, events: list[tuple[str, int]]) -> None:
+class _NotingProposals(SearchState):
+    def __init__(self, proposals: SearchState, events: list[tuple[str, int]]) -> None:
         self._proposals = proposals
         self._events = events
 
     def suggest(self, number: int) -> Suggestion:
         return self._proposals.suggest(number)
 
-    def recall(self, number: int, config: Mapping[str, object]) -> None:
-        self._proposals.recall(number, config)
+    def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
+        self._proposals.restore_trial(number, config)
 
-    def stopped(self, number: int) -> None:
+    def on_trial_stopped(self, number: int) -> None:
         self._events.append(("stopped", number))
 
-    def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
-        assert last is not None
+    def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
+        assert report is not None
         assert not failed
-        self._events.append((f"ended at {last.step}", number))
+        self._events.append((f"ended at {report.step}", number))
 
 
 @pytest.mark.parametrize("name", ["asha stopping", "asha promotion", "hyperband"])
@@ -232,41 +232,45 @@ def test_the_search_hears_of_whom_the_scheduler_stops_before_his_time_now_and_af
 def test_who_is_asked_to_stop_or_ends_by_himself_at_a_rung_is_not_stopped_by_the_scheduler() -> None:
     stop, pause = Stop(reason="too bad"), Pause(reason="waits")
     ended = {
-        "stopped": [decided(stop), Finished(trial="t", reason="too bad", kind=FinishKind.PRUNED)],
+        "stopped": [decided(stop), TrialFinished(trial="t", reason="too bad", kind=FinishKind.PRUNED)],
         "stopped while it waits": [
             decided(pause),
-            Paused(trial="t", reason=""),
-            Finished(trial="t", reason="", kind=FinishKind.PRUNED),
+            TrialPaused(trial="t", reason=""),
+            TrialFinished(trial="t", reason="", kind=FinishKind.PRUNED),
         ],
         "trained all": [
             decided(Stop(reason="", early=False)),
-            Finished(trial="t", reason="", kind=FinishKind.ALL_STEPS),
+            TrialFinished(trial="t", reason="", kind=FinishKind.ALL_STEPS),
         ],
-        "its own stopper": [decided(stop), Finished(trial="t", reason="step 3 of 3")],
+        "its own stopper": [decided(stop), TrialFinished(trial="t", reason="step 3 of 3")],
         "asked": [
             decided(pause),
-            StopAsked(trial="t", reason=""),
-            Finished(trial="t", reason="", kind=FinishKind.STOPPED),
+            StopRequested(trial="t", reason=""),
+            TrialFinished(trial="t", reason="", kind=FinishKind.STOPPED),
         ],
-        "errored": [decided(pause), Paused(trial="t", reason=""), GaveUp(trial="t", cause=Cause.USER, reason="")],
-        "continued": [decided(Continue()), Finished(trial="t", reason="", kind=FinishKind.STOPPED)],
+        "errored": [
+            decided(pause),
+            TrialPaused(trial="t", reason=""),
+            TrialErrored(trial="t", cause=Cause.TRAINABLE, reason=""),
+        ],
+        "continued": [decided(Continue()), TrialFinished(trial="t", reason="", kind=FinishKind.STOPPED)],
     }
     assert {name for name, events in ended.items() if after(*events)} == {"stopped", "stopped while it waits"}
 
 
-def decided(decision: Decision) -> Decided:
-    return Decided(trial="t", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
+def decided(decision: Decision) -> DecisionMade:
+    return DecisionMade(trial="t", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
 
 
 def after(*events: Event) -> bool:
     """Return whether the trial counts as stopped after these."""
     state = reduce(
-        lambda found, event: after_event(found, event, 1), (TrialAdded(trial="t", config={}), *events), EMPTY
+        lambda found, event: apply_event(found, event, 1), (TrialAdded(trial="t", config={}), *events), EMPTY
     )
     return state.trial("t").past[-1].stopped
 
 
-EMPTY = nothing_yet(first_generation("e"))
+EMPTY = empty_experiment(first_generation("e"))
 
 
 def test_what_optuna_proposes_beside_a_scheduler_is_the_same_in_one_run_and_in_three(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import MaxFailures, MaxSteps, TrialBudget
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.journal import append
-from prefect_tune.core.journal_events import FinishKind, StopAsked
-from prefect_tune.core.messages.target_messages import StopRequest, ask, read_request
+from prefect_tune.core.journal.journal import append_events
+from prefect_tune.core.journal_events import FinishKind, StopRequested
+from prefect_tune.core.messages.target_messages import StopRequest, read_stop_request, write_stop_request
 from prefect_tune.core.reasons import AnyReason, Reason
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.tuner.stop_requests import StopOutcome, stop
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.trial_processes import until
@@ -108,7 +108,7 @@ def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_ot
     again = slow.search(step_seconds=0, stop={"step": 22})
     assert [(each.step, each.attempt) for each in again.trials.values()] == [(stopped.step, 1), (22, 2)]
     with slow.target.open(timeout=timedelta(seconds=9)) as store:
-        assert read_request(store, first_generation("e"), 1) is None  # it was collected
+        assert read_stop_request(store, first_generation("e"), 1) is None  # it was collected
 
 
 def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without_loss(slow: Slow) -> None:
@@ -147,15 +147,15 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
 def test_what_an_owner_that_died_had_journaled_is_done_by_the_next_one(slow: Slow) -> None:
     slow.search(step_seconds=0, stop={"step": 2})
     before = slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001).experiment
-    _journal(slow.target, before, StopAsked(trial="00001", reason="enough", request="w"))
+    _journal(slow.target, before, StopRequested(trial="00001", reason="enough", request="w"))
     results = slow.search(step_seconds=0, stop={"step": 27})
     assert results.trials["00001"].reason == "enough"
     assert results.trials["00001"].step < 27
 
 
-def _journal(target: pt.LocalTarget, experiment: Experiment, event: StopAsked) -> None:
+def _journal(target: pt.LocalTarget, experiment: Experiment, event: StopRequested) -> None:
     with target.open(timeout=timedelta(seconds=9)) as store:
-        append(store, experiment, [event], Stamp(write_id="by-hand", at="now"))
+        append_events(store, experiment, [event], WriteStamp(write_id="by-hand", at="now"))
 
 
 @pytest.mark.long
@@ -165,7 +165,7 @@ def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(slow:
         store.create("e/1/requests/0000000001.json", b"junk")
         state = experiment_at(slow.target, "e")
         request = StopRequest(write_id="w", at="now", reason="stop", term=state.term + 1, trial="unknown")
-        assert ask(store, state, request) == 2
+        assert write_stop_request(store, state, request) == 2
     results = slow.search(step_seconds=0, stop={"step": 2})
     assert [each.step for each in results.trials.values()] == [2, 2]
     assert results.experiment.stop_requests == ("unreadable-1", "w")

@@ -19,13 +19,13 @@ from prefect_tune.core.errors import UnsafePayload
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import Owner
-from prefect_tune.core.operations.fork_experiment import begin_fork, fork, past_of
-from prefect_tune.core.storage.documents import signed
+from prefect_tune.core.operations.fork_experiment import begin_fork, complete_fork, load_fork_point
+from prefect_tune.core.storage.documents import add_signature
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 from prefect_tune.flows.resume import resume
-from prefect_tune.trust import TRUSTED_PACKAGES, require_trusted
-from prefect_tune.tuner.run_search import new_warm_starts
+from prefect_tune.trust import TRUSTED_PACKAGES, require_trusted_code
+from prefect_tune.tuner.run_search import read_warm_starts
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
@@ -138,7 +138,7 @@ def test_the_refusal_on_the_page_is_the_one_that_is_raised() -> None:
         key=JournalKey(experiment="digits", generation=1), settings={"trainable": "my_project.train:Net"}
     )
     with pytest.raises(UnsafePayload) as caught:
-        require_trusted(S3Target(bucket="bucket", prefix="runs"), known, (), ())
+        require_trusted_code(S3Target(bucket="bucket", prefix="runs"), known, (), ())
     assert shown.split() == str(caught.value).split()
 
 
@@ -171,10 +171,12 @@ def test_a_refusal_proposes_no_trust_in_all_of_python_and_no_words_for_a_shell(n
 def forked(target: StorageTarget, name: str, into: str) -> None:
     """Fork as the task does."""
     with target.open(timeout=timedelta(seconds=60)) as store:
-        past = past_of(store, first_generation(name), None)
+        past = load_fork_point(store, first_generation(name), None)
         owner = Owner(name="a person", host="here", pid=1)
-        begun_here = begin_fork(store, first_generation(into), past.origin, owner, stamp := Stamp(write_id=into, at=""))
-        fork(store, past, begun_here, stamp)
+        begun_here = begin_fork(
+            store, first_generation(into), past.origin, owner, stamp := WriteStamp(write_id=into, at="")
+        )
+        complete_fork(store, past, begun_here, stamp)
 
 
 def test_a_fork_is_no_more_ones_own_than_what_it_was_forked_from(untrusted: Untrusted) -> None:
@@ -194,18 +196,20 @@ def test_what_was_learned_from_is_not_opened_when_the_journal_says_so_no_more(un
     untrusted.forge("warm start")
     (place,) = ROADS["warm start"](untrusted.module, str(untrusted.marker))["warm_start"]
     known = Experiment(key=JournalKey(experiment="e", generation=1), warm_starts={place: 1})
-    assert not new_warm_starts([place], untrusted.target, "e", known)
+    assert not read_warm_starts([place], untrusted.target, "e", known)
     require_untouched(untrusted)
 
 
 def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(untrusted: Untrusted) -> None:
     settings = {"trainable": TRAIN, "warm_start": [place := "s3://theirs/first"], "num_samples": 1}
     known = Experiment(key=JournalKey(experiment="e", generation=1), settings=settings, warm_starts={place: 1})
-    require_trusted(untrusted.target, known, ["trainable"], ())
+    require_trusted_code(untrusted.target, known, ["trainable"], ())
     with pytest.raises(UnsafePayload, match="warm_start: 's3://theirs/first'"):
-        require_trusted(keyed(untrusted), known, ["trainable"], ())
+        require_trusted_code(keyed(untrusted), known, ["trainable"], ())
     key = KEY.get_secret_value().encode()
-    require_trusted(keyed(untrusted), known.model_copy(update={"settings": signed(settings, "e", key)}), (), ())
+    require_trusted_code(
+        keyed(untrusted), known.model_copy(update={"settings": add_signature(settings, "e", key)}), (), ()
+    )
 
 
 # ---------------------------------------------------------------------------------------- accepted resumes
@@ -318,7 +322,7 @@ def test_a_signature_survives_a_run_without_the_key_that_changes_nothing(untrust
 
 
 _SETTINGS: Mapping[str, Any] = {"trainable": TRAIN, "space": {"x": 1.0}, "num_samples": 1}
-_GOOD = signed(_SETTINGS, "e", KEY.get_secret_value().encode())
+_GOOD = add_signature(_SETTINGS, "e", KEY.get_secret_value().encode())
 
 
 @pytest.mark.parametrize(
@@ -328,8 +332,8 @@ _GOOD = signed(_SETTINGS, "e", KEY.get_secret_value().encode())
         ({**_GOOD, "trainable": "subprocess:call"}, "does not match"),
         ({**_GOOD, "trial_job_variables": {"command": "touch"}}, "does not match"),
         ({**_GOOD, "signature": ["hmac"]}, "does not match"),
-        (signed(_SETTINGS, "e", b"another key of another user"), "does not match"),
-        (signed(_SETTINGS, "other", KEY.get_secret_value().encode()), "does not match"),
+        (add_signature(_SETTINGS, "e", b"another key of another user"), "does not match"),
+        (add_signature(_SETTINGS, "other", KEY.get_secret_value().encode()), "does not match"),
     ],
 )
 def test_a_signature_that_is_wrong_or_missing_or_of_another_experiment_is_refused(

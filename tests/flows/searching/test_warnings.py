@@ -10,18 +10,18 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.experiment.experiment import Experiment, nothing_yet
-from prefect_tune.core.journal_events import Cause, Configured, Decided, Event, GaveUp, TrialAdded
+from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.journal_events import Cause, DecisionMade, Event, ExperimentConfigured, TrialAdded, TrialErrored
 from prefect_tune.core.values import StepReport
 from prefect_tune.parameters.plan_checks import (
-    KEEPS_CONFIGURATIONS,
-    log_errored,
+    RETRY_KEEPS_CONFIGURATION,
+    log_errored_trials,
     log_fewer_samples,
-    log_space,
-    require_same,
+    log_space_change,
+    require_same_search,
     warn_of_constants,
-    warn_of_limits,
     warn_of_mode,
+    warn_of_stop_limits,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.checkpoints import first_generation
@@ -41,20 +41,20 @@ def searched(then: SearchPlan, *news: Event) -> Experiment:
     """An experiment of three trials with this plan."""
     name = then.trainable.__name__
     added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, of_search=True) for n in range(3)]
-    return after(nothing_yet(first_generation("e")), [Configured(settings=then.settings), *added, *news])
+    return after(empty_experiment(first_generation("e")), [ExperimentConfigured(settings=then.settings), *added, *news])
 
 
 def gave_up(*trials: str) -> list[Event]:
-    return [GaveUp(trial=trial, cause=Cause.USER, reason="KeyError: 'lr'") for trial in trials]
+    return [TrialErrored(trial=trial, cause=Cause.TRAINABLE, reason="KeyError: 'lr'") for trial in trials]
 
 
 # ---------------------------------------------------------------------------------------------------- starting
 
 
 def test_rays_name_of_the_step_is_a_warning_before_any_trial_begins(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_limits(planned(stop={"step": 5}).stopper, None, LOG)
+    warn_of_stop_limits(planned(stop={"step": 5}).stopper, None, LOG)
     assert caplog.messages == []
-    warn_of_limits(planned(stop={"training_iteration": 5}).stopper, None, LOG)
+    warn_of_stop_limits(planned(stop={"training_iteration": 5}).stopper, None, LOG)
     (said,) = caplog.messages
     assert said.endswith("trials that do not report it fail. Ray Tune's training_iteration is 'step' here")
 
@@ -82,12 +82,12 @@ def test_a_metric_whose_name_says_the_other_direction_is_a_warning_unless_the_mo
 
 def test_a_given_mode_that_is_the_default_changes_no_search() -> None:
     report = StepReport(step=1, metrics={"accuracy": 0.5})
-    decided = Decided(trial="00000", report=report, decision=pt.Continue())
+    decided = DecisionMade(trial="00000", report=report, decision=pt.Continue())
     state = searched(planned(metric="accuracy"), decided)
-    require_same(state, planned(metric="accuracy", mode="min").settings)
-    require_same(state, planned(metric=["accuracy"], mode=["min"]).settings)
+    require_same_search(state, planned(metric="accuracy", mode="min").settings)
+    require_same_search(state, planned(metric=["accuracy"], mode=["min"]).settings)
     with pytest.raises(pt.InvalidInput, match="begun with 'min', and this run passes 'max'"):
-        require_same(state, planned(metric="accuracy", mode="max").settings)
+        require_same_search(state, planned(metric="accuracy", mode="max").settings)
 
 
 # ---------------------------------------------------------------------------------------------------- resuming
@@ -95,17 +95,17 @@ def test_a_given_mode_that_is_the_default_changes_no_search() -> None:
 
 def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned(), *gave_up("00000", "00002"))
-    log_errored(state, planned(rerun_errored=True), LOG)
-    log_errored(searched(planned()), planned(), LOG)
+    log_errored_trials(state, planned(rerun_errored=True), LOG)
+    log_errored_trials(searched(planned()), planned(), LOG)
     assert caplog.messages == []
-    log_errored(state, planned(), LOG)
+    log_errored_trials(state, planned(), LOG)
     assert caplog.messages[0].startswith("2 trials that errored in an earlier run are not retried: to retry ")
-    assert caplog.messages[0].endswith(KEEPS_CONFIGURATIONS)
+    assert caplog.messages[0].endswith(RETRY_KEEPS_CONFIGURATION)
     caplog.clear()
     all_errored = searched(planned(), *gave_up("00000", "00001", "00002"))
-    log_errored(all_errored, planned(), LOG)
+    log_errored_trials(all_errored, planned(), LOG)
     assert caplog.messages == [], "the error of the search says it"
-    log_errored(all_errored, planned(num_samples=4), LOG)
+    log_errored_trials(all_errored, planned(num_samples=4), LOG)
     assert caplog.messages[0].startswith("3 trials that errored in an earlier run are not retried: to retry ")
 
 
@@ -121,13 +121,13 @@ def test_fewer_samples_than_trials_are_reported_as_of_no_effect(caplog: pytest.L
 
 def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned())
-    log_space(state, planned(), LOG)
-    log_space(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
-    log_space(nothing_yet(first_generation("e")), planned(), LOG)
+    log_space_change(state, planned(), LOG)
+    log_space_change(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
+    log_space_change(empty_experiment(first_generation("e")), planned(), LOG)
     assert caplog.messages == []
     other = {"x": pt.uniform(0, 2)}
-    log_space(state, planned(space=other), LOG)
-    log_space(state, planned(space=other, num_samples=4), LOG)
+    log_space_change(state, planned(space=other), LOG)
+    log_space_change(state, planned(space=other, num_samples=4), LOG)
     said = "the search space has changed; 3 earlier trials were drawn from the old one"
     assert caplog.messages == [
         f"{said}, and the search proposes only 3 in total: raise num_samples to draw from the new space",
@@ -137,8 +137,8 @@ def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCapture
 
 def test_a_space_that_no_journal_holds_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
     in_code = {"x": pt.sample_from(lambda _config: 1)}
-    log_space(searched(planned(space=in_code)), planned(), LOG)
-    log_space(searched(planned()), planned(space=in_code), LOG)
+    log_space_change(searched(planned(space=in_code)), planned(), LOG)
+    log_space_change(searched(planned()), planned(space=in_code), LOG)
     assert caplog.messages == []
 
 

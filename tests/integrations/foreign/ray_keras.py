@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import sklearn.datasets
 
-from prefect_tune.integrations.keras import TuneReportCheckpointCallback, restored_epoch
+from prefect_tune.integrations.keras import TuneReportCheckpointCallback, get_initial_epoch
 
 
 def train_mnist(config):
@@ -47,7 +47,7 @@ def train_mnist(config):
         y_train,
         batch_size=batch_size,
         epochs=epochs,
-        initial_epoch=restored_epoch(),
+        initial_epoch=get_initial_epoch(),
         verbose=0,
         validation_data=(x_test, y_test),
         callbacks=[TuneReportCheckpointCallback({"mean_accuracy": "accuracy"})],

@@ -1,6 +1,6 @@
 """`ray/tune/examples/lightgbm_example.py` of ray 2.55.0 (Apache-2.0), with the lines of docs/integrations.md.
 
-Changed: the callback, and `**continuing(100)`; 100 rounds are the default of `lgb.train`.
+Changed: the callback, and `**remaining_rounds(100)`; 100 rounds are the default of `lgb.train`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 import sklearn.datasets
 from sklearn.model_selection import train_test_split
 
-from prefect_tune.integrations.lightgbm import TuneReportCheckpointCallback, continuing
+from prefect_tune.integrations.lightgbm import TuneReportCheckpointCallback, remaining_rounds
 
 
 def train_breast_cancer(config: dict[str, object]):
@@ -40,7 +40,7 @@ def train_breast_cancer(config: dict[str, object]):
                 }
             )
         ],
-        **continuing(100),
+        **remaining_rounds(100),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from torchmetrics import Accuracy  # type: ignore[import-not-found]  # Lightning installs it
 
-from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, restored_checkpoint
+from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, get_checkpoint_path
 from prefect_tune.integrations.torch import ResumableLoader
 
 
@@ -80,7 +80,7 @@ def train_mnist_tune(config, num_epochs=10):
         logger=False,
         callbacks=[TuneReportCheckpointCallback(metrics, every_steps=4)],
     )
-    trainer.fit(model, dm, ckpt_path=restored_checkpoint(), weights_only=True)
+    trainer.fit(model, dm, ckpt_path=get_checkpoint_path(), weights_only=True)
 
 
 def seeded(config):

@@ -13,7 +13,7 @@ import tempfile
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, restored_checkpoint
+from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, get_checkpoint_path
 
 
 def sentences():
@@ -49,4 +49,4 @@ def tune_transformer(config):
         train_dataset=sentences(),
         callbacks=[TuneReportCheckpointCallback("loss", every_steps=4)],
     )
-    trainer.train(resume_from_checkpoint=restored_checkpoint())
+    trainer.train(resume_from_checkpoint=get_checkpoint_path())

@@ -1,6 +1,6 @@
 """`ray/tune/examples/xgboost_example.py` of ray 2.55.0 (Apache-2.0), with the lines of docs/integrations.md.
 
-Changed: the callback, and `**continuing(10)`; 10 rounds are the default of `xgb.train`.
+Changed: the callback, and `**remaining_rounds(10)`; 10 rounds are the default of `xgb.train`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sklearn.datasets
 import xgboost as xgb
 from sklearn.model_selection import train_test_split
 
-from prefect_tune.integrations.xgboost import TuneReportCheckpointCallback, continuing
+from prefect_tune.integrations.xgboost import TuneReportCheckpointCallback, remaining_rounds
 
 
 def train_breast_cancer(config: dict[str, object]):
@@ -32,7 +32,7 @@ def train_breast_cancer(config: dict[str, object]):
         evals=[(test_set, "test")],
         verbose_eval=False,
         callbacks=[TuneReportCheckpointCallback()],
-        **continuing(10),
+        **remaining_rounds(10),
     )
 
 

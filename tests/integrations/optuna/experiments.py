@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search
+from prefect_tune.core.search.base import Exhausted, Proposed, Search, SearchState
 from prefect_tune.core.search.domains import Choice
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
@@ -40,27 +40,27 @@ class Experiment:
                     return self.configs
         return self.configs
 
-    def resumed(self) -> Proposals:
+    def resumed(self) -> SearchState:
         """Begin a new search, and repeat the journal's calls: from JSON, with its keys in another order."""
         proposals = self.search.begin(_turned(self.space), self.objective, SEED)
         for act, arguments in self.events:
             _tell(proposals, act, arguments)
         return proposals
 
-    def _propose(self, proposals: Proposals) -> bool:
+    def _propose(self, proposals: SearchState) -> bool:
         number = len(self.configs)
         suggestion = proposals.suggest(number)
         if isinstance(suggestion, Exhausted):
             return False
         assert isinstance(suggestion, Proposed)
         self.configs.append(suggestion.config)
-        self.events.append(("recall", (number, json.loads(json.dumps(suggestion.config, sort_keys=True)))))
+        self.events.append(("restore_trial", (number, json.loads(json.dumps(suggestion.config, sort_keys=True)))))
         self.running.append(number)
         if len(self.running) >= AT_ONCE:
             self._end(proposals, self.running.pop(random.Random(number).randrange(AT_ONCE)))
         return True
 
-    def _end(self, proposals: Proposals, number: int) -> None:
+    def _end(self, proposals: SearchState, number: int) -> None:
         """Report twice, then finish; each seventh trial fails, and each fifth is stopped after its first report."""
         reports = [StepReport(step=step, metrics=metrics(self.configs[number], step)) for step in (1, 2)]
         acts: list[tuple[str, tuple[Any, ...]]]
@@ -81,10 +81,10 @@ def metrics(config: Config, step: int = 1) -> dict[str, object]:
     return {"loss": loss, "score": -abs(loss - 1), "size": loss - 0.5}
 
 
-def _tell(proposals: Proposals, act: str, arguments: tuple[Any, ...]) -> None:
+def _tell(proposals: SearchState, act: str, arguments: tuple[Any, ...]) -> None:
     match act:
         case "ended" | "failed":
-            proposals.ended(*arguments, failed=act == "failed")
+            proposals.on_trial_ended(*arguments, failed=act == "failed")
         case _:
             getattr(proposals, act)(*arguments)
 

@@ -75,7 +75,7 @@ class RecordedSchedule:
 def stopped_at(recorded: RecordedSchedule, trial: int) -> Iterator[int]:
     """Train a trial to its end, and yield the steps at which the schedule stops it."""
     step = 0
-    while (asked := recorded.schedule.milestone(f"{trial}", step)) is not None and asked <= STEPS:
+    while (asked := recorded.schedule.next_milestone(f"{trial}", step)) is not None and asked <= STEPS:
         assert asked > step
         step = asked
         if recorded.says(trial, step) == "stop":
@@ -86,9 +86,9 @@ def stopped_at(recorded: RecordedSchedule, trial: int) -> Iterator[int]:
 def lengths(recorded: RecordedSchedule) -> list[int]:
     found = []
     for trial in range(TRIALS):
-        recorded.call("added", f"{trial}", {})
+        recorded.call("on_trial_added", f"{trial}", {})
         found.append(next(stopped_at(recorded, trial), STEPS))
-        recorded.call("ended", f"{trial}")
+        recorded.call("on_trial_ended", f"{trial}")
     return found
 
 
@@ -126,25 +126,25 @@ def test_trials_are_as_long_as_optuna_itself_makes_them(name: str) -> None:
 def test_a_resumed_schedule_decides_what_the_first_would_have(name: str) -> None:
     recorded, decisions = RecordedSchedule(PRUNERS[name]()), []
     for trial in range(TRIALS):
-        recorded.call("added", f"{trial}", {})
+        recorded.call("on_trial_added", f"{trial}", {})
         if trial % 10 == 9:
             recorded.schedule = recorded.resumed()
         decisions.append(next(stopped_at(recorded, trial), STEPS))
-        recorded.call("ended", f"{trial}")
+        recorded.call("on_trial_ended", f"{trial}")
     assert decisions == lengths(RecordedSchedule(PRUNERS[name]()))
 
 
 def test_trials_side_by_side_are_compared_as_they_come() -> None:
     recorded = RecordedSchedule(pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2))
     for trial in ("good", "bad"):
-        recorded.call("added", trial, {})
+        recorded.call("on_trial_added", trial, {})
     assert recorded.call("decide", TrialReport("good", StepReport(step=1, metrics={"accuracy": 0.9}))) == "continue"
     assert recorded.call("decide", TrialReport("bad", StepReport(step=1, metrics={"accuracy": 0.1}))) == "stop"
 
 
 def test_a_step_that_is_trained_again_is_answered_the_same_and_not_counted_twice() -> None:
     recorded = RecordedSchedule(pruners.ThresholdPruner(upper=0.5))
-    recorded.call("added", "trial", {})
+    recorded.call("on_trial_added", "trial", {})
 
     def says(step: int, value: float) -> str:
         return recorded.call("decide", TrialReport("trial", StepReport(step=step, metrics={"accuracy": value})))
@@ -156,17 +156,17 @@ def test_a_step_that_is_trained_again_is_answered_the_same_and_not_counted_twice
 
 def test_a_stopped_trial_that_is_to_go_on_goes_on() -> None:
     recorded = RecordedSchedule(pruners.ThresholdPruner(upper=0.5))
-    recorded.call("added", "trial", {})
+    recorded.call("on_trial_added", "trial", {})
     assert recorded.call("decide", TrialReport("trial", StepReport(step=1, metrics={"accuracy": 0.9}))) == "stop"
-    recorded.call("ended", "trial")
-    recorded.call("added", "trial", {})
+    recorded.call("on_trial_ended", "trial")
+    recorded.call("on_trial_added", "trial", {})
     assert recorded.call("decide", TrialReport("trial", StepReport(step=2, metrics={"accuracy": 0.4}))) == "continue"
-    recorded.call("ended", "trial")
+    recorded.call("on_trial_ended", "trial")
 
 
 def test_the_reason_names_the_pruner_and_the_value_as_it_was_reported() -> None:
     schedule = OptunaPruner(pruners.ThresholdPruner(lower=0.5)).begin(ACCURACY, SEED)
-    schedule.added("trial", {})
+    schedule.on_trial_added("trial", {})
     decision = schedule.decide(TrialReport("trial", StepReport(step=1, metrics={"accuracy": 0.25})))
     assert decision == Stop(reason=make_reason("pruner", name="ThresholdPruner", metric="accuracy", value=0.25))
 
@@ -174,8 +174,8 @@ def test_the_reason_names_the_pruner_and_the_value_as_it_was_reported() -> None:
 def test_trials_are_asked_only_where_the_pruner_looks() -> None:
     def asked(pruner: pruners.BasePruner) -> list[int]:
         schedule, steps = OptunaPruner(pruner).begin(LOSS, SEED), [0]
-        schedule.added("trial", {})
-        while (step := schedule.milestone("trial", steps[-1])) is not None and step <= STEPS:
+        schedule.on_trial_added("trial", {})
+        while (step := schedule.next_milestone("trial", steps[-1])) is not None and step <= STEPS:
             steps.append(step)
         return steps[1:]
 
@@ -196,16 +196,16 @@ def test_the_pruner_of_the_user_is_not_touched() -> None:
 
 def test_a_trial_without_its_metric_is_the_users_to_mend() -> None:
     schedule = OptunaPruner(pruners.MedianPruner()).begin(LOSS, SEED)
-    schedule.added("trial", {})
+    schedule.on_trial_added("trial", {})
     with pytest.raises(BadMetric, match="trial 'trial', step 1: expected a number for metric 'loss'"):
         schedule.decide(TrialReport("trial", StepReport(step=1, metrics={"ignored": 1.0})))
 
 
 def test_a_trial_that_ends_without_a_report_is_no_measure_for_others() -> None:
     recorded = RecordedSchedule(pruners.MedianPruner(n_startup_trials=1))
-    recorded.call("added", "silent", {})
-    recorded.call("ended", "silent")
-    recorded.call("added", "0", {})
+    recorded.call("on_trial_added", "silent", {})
+    recorded.call("on_trial_ended", "silent")
+    recorded.call("on_trial_added", "0", {})
     assert recorded.says(0, 1) == "continue"
 
 

@@ -21,7 +21,7 @@ from optuna import samplers
 from optuna.trial import FrozenTrial, TrialState
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.search.base import Exhausted, Proposals, Proposed
+from prefect_tune.core.search.base import Exhausted, Proposed, SearchState
 from prefect_tune.core.search.domains import (
     choice,
     grid_search,
@@ -34,11 +34,11 @@ from prefect_tune.core.search.domains import (
     uniform,
 )
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import ENDLESS
-from prefect_tune.core.search.space import Found, read
+from prefect_tune.core.search.random_search import UNLIMITED
+from prefect_tune.core.search.space import ParameterFound, read_config
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
-from prefect_tune.parameters.argument_checks import search_from, to_json
+from prefect_tune.parameters.argument_checks import component_to_json, parse_search
 from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, regret
 from tests.fakes.searches.spaces import spaces
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, SEED, Experiment
@@ -64,11 +64,11 @@ def unseen() -> None:
     Witness.seen = []
 
 
-def begun(search: OptunaSearch, space: Mapping[str, object] = SPACE, objective: Objective = LOSS) -> Proposals:
+def begun(search: OptunaSearch, space: Mapping[str, object] = SPACE, objective: Objective = LOSS) -> SearchState:
     return search.begin(space, objective, SEED)
 
 
-def proposed(proposals: Proposals, number: int) -> Mapping[str, Any]:
+def proposed(proposals: SearchState, number: int) -> Mapping[str, Any]:
     suggestion = proposals.suggest(number)
     assert isinstance(suggestion, Proposed)
     return suggestion.config
@@ -78,7 +78,7 @@ def report(step: int = 1, **metrics: object) -> StepReport:
     return StepReport(step=step, metrics=metrics)
 
 
-def shown_last(proposals: Proposals, number: int) -> list[FrozenTrial]:
+def shown_last(proposals: SearchState, number: int) -> list[FrozenTrial]:
     proposed(proposals, number)
     return Witness.seen[-1]
 
@@ -87,14 +87,14 @@ def shown_last(proposals: Proposals, number: int) -> list[FrozenTrial]:
 
 
 def test_a_sampler_sees_states_values_and_what_was_reported_on_the_way() -> None:
-    proposals = begun(OptunaSearch(Witness(), ENDLESS))
+    proposals = begun(OptunaSearch(Witness(), UNLIMITED))
     for number in range(4):
         proposed(proposals, number)
-    proposals.reported(0, report(1, loss=3.0))
-    proposals.ended(0, report(2, loss=2.0), failed=False)
-    proposals.stopped(1)
-    proposals.ended(1, report(1, loss=5.0), failed=False)
-    proposals.ended(2, report(1, loss=1.0), failed=True)
+    proposals.on_report(0, report(1, loss=3.0))
+    proposals.on_trial_ended(0, report(2, loss=2.0), failed=False)
+    proposals.on_trial_stopped(1)
+    proposals.on_trial_ended(1, report(1, loss=5.0), failed=False)
+    proposals.on_trial_ended(2, report(1, loss=1.0), failed=True)
     seen = shown_last(proposals, 4)
     assert [trial.state for trial in seen] == [
         TrialState.COMPLETE,
@@ -115,11 +115,11 @@ def test_a_sampler_sees_metrics_as_they_were_reported_and_which_way_is_better() 
             directions.append([direction.name for direction in study.directions])
             return super().infer_relative_search_space(study, trial)
 
-    proposals = begun(OptunaSearch(Asking(), ENDLESS), objective=LOSS_AND_SCORE)
+    proposals = begun(OptunaSearch(Asking(), UNLIMITED), objective=LOSS_AND_SCORE)
     proposed(proposals, 0)
-    proposals.reported(0, report(1, loss=1.0, score=0.5))
-    proposals.stopped(0)
-    proposals.ended(0, report(1, loss=1.0, score=0.5), failed=False)
+    proposals.on_report(0, report(1, loss=1.0, score=0.5))
+    proposals.on_trial_stopped(0)
+    proposals.on_trial_ended(0, report(1, loss=1.0, score=0.5), failed=False)
     (trial,) = shown_last(proposals, 1)
     assert (trial.values, trial.state, trial.intermediate_values) == ([1.0, 0.5], TrialState.COMPLETE, {})
     assert directions[-1] == ["MINIMIZE", "MAXIMIZE"]
@@ -129,20 +129,20 @@ def test_a_sampler_sees_metrics_as_they_were_reported_and_which_way_is_better() 
     "constraints", [["size", "cost"], lambda config, metrics: (metrics["size"], config["x"] * 0 - 2.0)]
 )
 def test_a_sampler_sees_how_far_a_trial_is_from_feasible(constraints: Any) -> None:
-    proposals = begun(OptunaSearch(Witness(), ENDLESS, constraints=constraints))
+    proposals = begun(OptunaSearch(Witness(), UNLIMITED, constraints=constraints))
     proposed(proposals, 0)
-    proposals.ended(0, report(loss=0.0, size=1.5, cost=-2.0), failed=False)
+    proposals.on_trial_ended(0, report(loss=0.0, size=1.5, cost=-2.0), failed=False)
     (trial,) = shown_last(proposals, 1)
     assert list(trial.constraints.values()) == [1.5, -2.0]
 
 
 def test_constraints_change_what_is_proposed() -> None:
     def median_x(constraints: Sequence[str] | None) -> float:
-        search = OptunaSearch(samplers.TPESampler(n_startup_trials=5), ENDLESS, constraints=constraints)
+        search = OptunaSearch(samplers.TPESampler(n_startup_trials=5), UNLIMITED, constraints=constraints)
         proposals = begun(search)
         for number in range(40):
             x = proposed(proposals, number)["x"]
-            proposals.ended(number, report(loss=x, infeasible=0.5 - x), failed=False)
+            proposals.on_trial_ended(number, report(loss=x, infeasible=0.5 - x), failed=False)
         return sorted(proposed(proposals, number)["x"] for number in range(40, 61))[10]
 
     assert median_x(None) < 0.2
@@ -153,27 +153,27 @@ def test_constraints_change_what_is_proposed() -> None:
 def test_a_trial_that_lacks_a_metric_has_failed_for_the_search_which_goes_on_and_says_so(
     constraints: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    proposals = begun(OptunaSearch(Witness(), ENDLESS, constraints=constraints))
+    proposals = begun(OptunaSearch(Witness(), UNLIMITED, constraints=constraints))
     for number in range(3):
         proposed(proposals, number)
-    proposals.ended(0, report(accuracy=1.0, size=0.0), failed=False)
-    proposals.ended(1, report(loss=1.0), failed=False)
-    proposals.ended(2, report(loss=1.0, size=0.0), failed=False)
+    proposals.on_trial_ended(0, report(accuracy=1.0, size=0.0), failed=False)
+    proposals.on_trial_ended(1, report(loss=1.0), failed=False)
+    proposals.on_trial_ended(2, report(loss=1.0, size=0.0), failed=False)
     seen = shown_last(proposals, 3)
     assert [trial.state for trial in seen] == [TrialState.FAIL, TrialState.FAIL, TrialState.COMPLETE]
     assert "trial 0, step 1: expected a number for metric 'loss'" in caplog.text
     assert "trial 1, step 1: constraints: " in caplog.text
-    proposals.ended(1, report(2, loss=1.0, size=0.0), failed=False)
+    proposals.on_trial_ended(1, report(2, loss=1.0, size=0.0), failed=False)
     assert shown_last(proposals, 4)[1].state == TrialState.COMPLETE
 
 
 def test_a_trial_that_ended_may_go_on_and_end_again() -> None:
-    proposals = begun(OptunaSearch(Witness(), ENDLESS))
+    proposals = begun(OptunaSearch(Witness(), UNLIMITED))
     proposed(proposals, 0)
-    proposals.ended(0, report(1, loss=3.0), failed=False)
-    proposals.reported(0, report(2, loss=2.5))
+    proposals.on_trial_ended(0, report(1, loss=3.0), failed=False)
+    proposals.on_report(0, report(2, loss=2.5))
     assert shown_last(proposals, 1)[0].state == TrialState.RUNNING
-    proposals.ended(0, report(3, loss=2.0), failed=False)
+    proposals.on_trial_ended(0, report(3, loss=2.0), failed=False)
     again = shown_last(proposals, 2)[0]
     assert (again.state, again.values) == (TrialState.COMPLETE, [2.0])
     assert again.intermediate_values == {1: 3.0, 2: 2.5, 3: 2.0}
@@ -182,11 +182,11 @@ def test_a_trial_that_ended_may_go_on_and_end_again() -> None:
 # --------------------------------------------------------------------------------------------------- another space
 
 
-def recalled(sampler: samplers.BaseSampler, space: Mapping[str, object], *configs: Mapping[str, object]) -> Proposals:
-    proposals = begun(OptunaSearch(sampler, ENDLESS), space)
+def recalled(sampler: samplers.BaseSampler, space: Mapping[str, object], *configs: Mapping[str, object]) -> SearchState:
+    proposals = begun(OptunaSearch(sampler, UNLIMITED), space)
     for number, config in enumerate(configs):
-        proposals.recall(number, config)
-        proposals.ended(number, report(loss=float(number)), failed=False)
+        proposals.restore_trial(number, config)
+        proposals.on_trial_ended(number, report(loss=float(number)), failed=False)
     return proposals
 
 
@@ -202,12 +202,14 @@ def test_what_other_experiments_found_is_seen_and_counts_as_no_sample() -> None:
     constraints = ["over"]
     proposals = OptunaSearch(Looking(), 2, constraints=constraints).begin(space, LOSS, SEED)
     last = StepReport(step=3, metrics={"loss": 0.25, "over": -1.0})
-    assert proposals.learn({"x": 0.5, "note": "here"}, last, stopped=False)
-    assert proposals.learn({"x": 0.75, "note": "here"}, last, stopped=True)
+    assert proposals.add_prior_trial({"x": 0.5, "note": "here"}, last, stopped=False)
+    assert proposals.add_prior_trial({"x": 0.75, "note": "here"}, last, stopped=True)
     bare = StepReport(step=3, metrics={"loss": 0.5})
-    assert proposals.learn({"x": 0.25, "note": "here"}, bare, stopped=False)
-    assert not proposals.learn({"x": 7.0, "note": "here"}, last, stopped=False)
-    assert not proposals.learn({"x": 0.5, "note": "here"}, StepReport(step=1, metrics={"other": 1}), stopped=False)
+    assert proposals.add_prior_trial({"x": 0.25, "note": "here"}, bare, stopped=False)
+    assert not proposals.add_prior_trial({"x": 7.0, "note": "here"}, last, stopped=False)
+    assert not proposals.add_prior_trial(
+        {"x": 0.5, "note": "here"}, StepReport(step=1, metrics={"other": 1}), stopped=False
+    )
     suggestions = [proposals.suggest(number) for number in range(3)]
     assert [type(each) for each in suggestions] == [Proposed, Proposed, Exhausted]
     first, second, third = seen[0][:3]
@@ -217,7 +219,7 @@ def test_what_other_experiments_found_is_seen_and_counts_as_no_sample() -> None:
         ({"x": 0.25}, TrialState.COMPLETE),
     ]
     assert (first.value, second.intermediate_values) == (0.25, {3: 0.25})
-    proposals.ended(0, last, failed=False)
+    proposals.on_trial_ended(0, last, failed=False)
 
 
 def test_a_trial_of_another_space_is_data_where_it_lies_in_this_one() -> None:
@@ -238,13 +240,13 @@ def test_only_who_can_use_part_of_a_configuration_sees_it() -> None:
     space = {"x": uniform(0, 1), "y": uniform(0, 1)}
     old = [{"x": 0.5}] * 20
     for sampler in (samplers.CmaEsSampler(popsize=4), samplers.NSGAIISampler(population_size=4)):
-        untouched = begun(OptunaSearch(sampler, ENDLESS), space)
+        untouched = begun(OptunaSearch(sampler, UNLIMITED), space)
         proposals = recalled(sampler, space, *old)
         assert [proposed(proposals, number) for number in range(20, 23)] == [
             proposed(untouched, number) for number in range(20, 23)
         ]
     taught = recalled(samplers.TPESampler(), space, *old)
-    assert proposed(taught, 20) != proposed(begun(OptunaSearch(None, ENDLESS), space), 20)
+    assert proposed(taught, 20) != proposed(begun(OptunaSearch(None, UNLIMITED), space), 20)
 
 
 def test_what_somebody_else_proposed_takes_the_place_of_no_point_of_a_grid() -> None:
@@ -257,7 +259,7 @@ def test_what_somebody_else_proposed_takes_the_place_of_no_point_of_a_grid() -> 
 # ------------------------------------------------------------------------------------------------------- proposals
 
 
-def _everything(proposals: Proposals, first: int = 0) -> Counter[tuple[object, ...]]:
+def _everything(proposals: SearchState, first: int = 0) -> Counter[tuple[object, ...]]:
     """Propose until the search is exhausted, with three trials running."""
     found: Counter[tuple[object, ...]] = Counter()
     for number in range(first, 1000):
@@ -267,7 +269,7 @@ def _everything(proposals: Proposals, first: int = 0) -> Counter[tuple[object, .
             return found
         found[tuple(suggestion.config.values())] += 1
         if number - 3 >= first:
-            proposals.ended(number - 3, report(loss=0.0), failed=False)
+            proposals.on_trial_ended(number - 3, report(loss=0.0), failed=False)
     raise AssertionError("the search never ends")
 
 
@@ -328,8 +330,8 @@ def test_a_proposal_is_json_of_the_space_and_is_read_back_as_it_was(space: dict[
     for number in range(3):
         config = proposed(proposals, number)
         assert json.loads(json.dumps(config, allow_nan=False)) == config
-        assert all(isinstance(reading, Found) for reading in read(space, config))
-        proposals.ended(number, report(loss=float(number)), failed=False)
+        assert all(isinstance(reading, ParameterFound) for reading in read_config(space, config))
+        proposals.on_trial_ended(number, report(loss=float(number)), failed=False)
 
 
 def test_the_seed_of_the_experiment_counts_and_not_that_of_the_sampler() -> None:
@@ -430,7 +432,7 @@ MANY = {"x": uniform(-1, 1), "y": loguniform(1e-3, 1), "q": quniform(0, 1, 0.1),
     [None, *(pytest.param(each, marks=pytest.mark.deep) for each in ("CmaEsSampler", "NSGAIISampler", "QMCSampler"))],
 )
 def test_a_thousand_trials_are_recalled_in_seconds(sampler: str | None, record_property: Any) -> None:
-    search = OptunaSearch(getattr(samplers, sampler)() if sampler else None, ENDLESS)
+    search = OptunaSearch(getattr(samplers, sampler)() if sampler else None, UNLIMITED)
     configs = [{"x": i / 1000, "y": 1 / (i + 1), "q": i % 11 / 10, "n": i % 50} for i in range(1000)]
     before = time.process_time()
     proposals = recalled(search.sampler or samplers.TPESampler(), MANY, *configs)
@@ -446,10 +448,10 @@ def test_a_thousand_trials_are_recalled_in_seconds(sampler: str | None, record_p
 @pytest.mark.parametrize("sampler", ["RandomSampler", {"TPESampler": {"n_startup_trials": 3, "multivariate": True}}])
 def test_a_sampler_that_is_named_proposes_what_the_object_does_and_can_be_journaled(sampler: Any) -> None:
     given = {"OptunaSearch": {"sampler": sampler, "num_samples": 6}}
-    search = search_from(given)
+    search = parse_search(given)
     name, options = next(iter(sampler.items())) if isinstance(sampler, dict) else (sampler, {})
     same = OptunaSearch(getattr(samplers, name)(**options), num_samples=6)
-    assert to_json(search) == given
+    assert component_to_json(search) == given
     proposed = [[each.begin(SPACE, LOSS, SEED).suggest(number) for number in range(3)] for each in (search, same)]
     assert proposed[0] == proposed[1]
 
@@ -468,7 +470,7 @@ def test_a_sampler_that_is_named_proposes_what_the_object_does_and_can_be_journa
 )
 def test_a_sampler_that_is_none_is_refused_before_anything_is_begun(sampler: Any, said: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        search_from({"OptunaSearch": {"sampler": sampler, "num_samples": 3}})
+        parse_search({"OptunaSearch": {"sampler": sampler, "num_samples": 3}})
     assert said in str(refused.value)
 
 

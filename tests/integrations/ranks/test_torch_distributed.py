@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.attempt.commit_worker import merge
+from prefect_tune.attempt.commit_worker import merge_rank_directories
 from tests.integrations.states import flat
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
@@ -77,8 +77,8 @@ def test_tensors_on_gpus_are_saved_and_loaded(save: str, tmp_path: Path) -> None
 def merged(folder: Path, ranks: int) -> None:
     """Merge the directories of all ranks into `folder`, as the supervisor of a trial does."""
     first, *others = [folder / f"rank-{rank}" for rank in range(ranks)]
-    merge(first, dict(enumerate(others, 1)))
-    merge(folder, {0: first})
+    merge_rank_directories(first, dict(enumerate(others, 1)))
+    merge_rank_directories(folder, {0: first})
 
 
 def test_a_save_in_which_no_rank_knows_of_the_others_is_refused(tmp_path: Path) -> None:

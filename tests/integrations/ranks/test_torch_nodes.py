@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.attempt.trial_spec import pickled_or_path
+from prefect_tune.attempt.trial_spec import serialize_for_trial
 from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.reasons import make_reason
@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def _options(case: str) -> dict[str, object]:
     return {
         "trainable": f"{CASES[case][0].__module__}:{CASES[case][0].__name__}",
-        "stopper": pickled_or_path(as_stopper({"step": STEPS})),
+        "stopper": serialize_for_trial(as_stopper({"step": STEPS})),
         "cadence": pt.Cadence(every_steps=5),
     }
 

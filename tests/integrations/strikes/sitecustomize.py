@@ -47,7 +47,7 @@ class _Striker:
 def _arm() -> None:
     from prefect_tune.runtime.session import TrialSession
 
-    reported, written = TrialSession.report_step, TrialSession._written_by
+    reported, written = TrialSession.report_step, TrialSession._write_checkpoint
     strikers: dict[int, _Striker] = {}
 
     def striker_of(session: TrialSession) -> _Striker:
@@ -67,7 +67,7 @@ def _arm() -> None:
         striker_of(self).strike(self.step, "written")
         return directory
 
-    TrialSession.report_step, TrialSession._written_by = report_step, written_by  # type: ignore[method-assign]  # what this file is for
+    TrialSession.report_step, TrialSession._write_checkpoint = report_step, written_by  # type: ignore[method-assign]  # what this file is for
 
 
 if _FOLDER:

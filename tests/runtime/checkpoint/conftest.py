@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.stores.open_location import open_location, read_uri
+from prefect_tune.stores.open_location import open_location, parse_uri
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, write
 
 
@@ -28,7 +28,7 @@ def staged(tmp_path: Path) -> Path:
 def target(tmp_path: Path, staged: Path) -> Path:
     root = tmp_path / "target"
     root.mkdir()
-    with open_location(read_uri(root), timeout=MINUTE) as store:
+    with open_location(parse_uri(root), timeout=MINUTE) as store:
         committed(store, staged)
     return root
 

@@ -26,7 +26,7 @@ from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Inva
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local import scratch
 from prefect_tune.stores.local.scratch import DirectoryContent, fill_directory, shared_copy
-from prefect_tune.stores.open_location import open_location, read_uri
+from prefect_tune.stores.open_location import open_location, parse_uri
 from prefect_tune.tasks.checkpoints import download_checkpoint
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, Opens, committed, copies, files_in, write
@@ -165,7 +165,7 @@ def test_a_committed_checkpoint_is_lent_whole_and_removed_afterwards(
 ) -> None:
     path = str(target / KEY.folder)
     made = {"path": lambda: pt.Checkpoint(path), "uri": lambda: pt.Checkpoint(f"file://{path}")}
-    made["given"] = lambda: pt.Checkpoint._of(Opens(target), target.as_uri(), KEY)
+    made["given"] = lambda: pt.Checkpoint._on_target(Opens(target), target.as_uri(), KEY)
     with made[how]().as_directory() as directory:
         assert files_in(directory) == FILES
     assert not Path(directory).exists()
@@ -173,7 +173,7 @@ def test_a_committed_checkpoint_is_lent_whole_and_removed_afterwards(
 
 
 def test_one_of_a_block_prints_and_pickles_like_any_other(target: Path) -> None:
-    checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint._of(Opens(target), "s3://bucket/runs", KEY)))
+    checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint._on_target(Opens(target), "s3://bucket/runs", KEY)))
     assert repr(checkpoint) == f"Checkpoint(filesystem=s3, path=bucket/runs/{KEY.folder})"
     with checkpoint.as_directory() as directory:
         assert files_in(directory) == FILES
@@ -182,7 +182,7 @@ def test_one_of_a_block_prints_and_pickles_like_any_other(target: Path) -> None:
 def test_altered_bytes_are_never_lent_and_leave_nothing_behind(
     checkpoint: pt.Checkpoint, target: Path, temporary_files: Path, tmp_path: Path
 ) -> None:
-    blob = next((target / KEY.trial.blobs).iterdir())
+    blob = next((target / KEY.trial.blobs_folder).iterdir())
     blob.write_bytes(b"\xff" + blob.read_bytes()[1:])
     with pytest.raises(CheckpointCorrupt), checkpoint.as_directory():
         pass
@@ -268,7 +268,7 @@ def test_a_copy_that_a_killed_reader_left_is_removed_when_nobody_used_it_for_a_w
     (left,) = temporary_files.glob("prefect-tune-*/node/*.lock")
     other = KEY.model_copy(update={"step": 50})
     (staged / "more").write_text("other bytes")
-    with open_location(read_uri(target), timeout=MINUTE) as store:
+    with open_location(parse_uri(target), timeout=MINUTE) as store:
         committed(store, staged, other)
     week_seconds = 7 * 24 * 60 * 60
     for age_seconds, is_removed in ((week_seconds - 600, False), (week_seconds + 1, True)):
@@ -315,7 +315,7 @@ def test_an_empty_directory_is_filled_and_one_that_is_filled_is_verified_not_fet
     (tmp_path / "out").mkdir()
     there = checkpoint.to_directory(tmp_path / "out")
     assert files_in(there) == FILES
-    for blob in (target / KEY.trial.blobs).iterdir():
+    for blob in (target / KEY.trial.blobs_folder).iterdir():
         blob.unlink()  # now nothing can be fetched
     assert pt.Checkpoint(checkpoint.path).to_directory(there) == there
     for note in temporary_files.rglob("*.lock"):
@@ -445,7 +445,7 @@ def test_every_copy_has_the_metadata_of_its_checkpoint(
         again = pt.Checkpoint.from_directory(pt.Checkpoint.from_directory(copy).to_directory())
         assert again.get_metadata() == said
     key = KEY.model_copy(update={"step": 41})
-    with open_location(read_uri(target), timeout=MINUTE) as store:
+    with open_location(parse_uri(target), timeout=MINUTE) as store:
         committed(store, copy, key)
     assert pt.Checkpoint(target / key.folder).get_metadata() == {"note": "best", "more": 1}
 
@@ -455,7 +455,7 @@ def test_a_copy_is_brought_up_to_date_with_new_metadata_unless_it_was_changed(
 ) -> None:
     copy, temporary = tmp_path / "copy", checkpoint.to_directory()
     checkpoint.to_directory(copy)
-    blobs = next((target / KEY.trial.blobs).iterdir())
+    blobs = next((target / KEY.trial.blobs_folder).iterdir())
     blobs.rename(away := tmp_path / "away")  # so that no file can be downloaded again
     checkpoint.set_metadata({"note": "best"})
     assert (checkpoint.to_directory(copy), checkpoint.to_directory()) == (str(copy), temporary)
@@ -483,7 +483,7 @@ def test_damaged_metadata_costs_no_copy_its_files(
 def test_metadata_starts_as_what_was_committed(target: Path, staged: Path) -> None:
     pt.Checkpoint.from_directory(staged).set_metadata({"from": "file", "both": "file"})
     key = KEY.model_copy(update={"step": 41})
-    with open_location(read_uri(target), timeout=MINUTE) as store:
+    with open_location(parse_uri(target), timeout=MINUTE) as store:
         committed(store, staged, key, metadata={"both": "commit"})
     checkpoint = pt.Checkpoint(target / key.folder)
     assert checkpoint.get_metadata() == {"from": "file", "both": "commit"}
@@ -551,7 +551,7 @@ def test_the_file_system_of_a_committed_checkpoint_shows_no_altered_byte_and_tak
         files.open_output_stream(f"{checkpoint.path}/model/weights.bin")
     with pytest.raises(FileNotFoundError):
         files.open_input_file(f"{checkpoint.path}/absent")
-    blob = next((target / KEY.trial.blobs).iterdir())
+    blob = next((target / KEY.trial.blobs_folder).iterdir())
     blob.write_bytes(b"\xff" + blob.read_bytes()[1:])
     with pytest.raises(CheckpointCorrupt):
         [files.open_input_file(f"{checkpoint.path}/{path}").read() for path in FILES]

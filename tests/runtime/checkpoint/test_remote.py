@@ -21,9 +21,9 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.core.checkpoints.manifest import CHUNK_BYTES
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DeadlineExceeded, StoreUnavailable
-from prefect_tune.core.storage.object_store import Listed
-from prefect_tune.stores.local.staging import fetch_plain
-from prefect_tune.stores.open_location import open_location, read_uri
+from prefect_tune.core.storage.object_store import ListedObject
+from prefect_tune.stores.local.staging import fetch_plain_directory
+from prefect_tune.stores.open_location import open_location, parse_uri
 from tests.fakes.checkpoint_user import CheckpointUser
 from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in, write
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
@@ -49,7 +49,7 @@ def sink() -> Iterator[S3Sink]:
 @pytest.fixture
 def uri(sink: S3Sink, staged: Path) -> str:
     """The URI of a committed checkpoint on S3."""
-    with open_location(read_uri(f"s3://bucket/runs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
+    with open_location(parse_uri(f"s3://bucket/runs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
         committed(store, staged)
     sink.reset()
     return f"s3://bucket/runs/{KEY.folder}?endpoint_url={sink.endpoint}"
@@ -143,7 +143,7 @@ def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
 
     with S3Sink() as other:  # another server has the same checkpoint and refuses to serve it
         root = f"s3://bucket/runs?endpoint_url={other.endpoint}"
-        with open_location(read_uri(root), timeout=MINUTE) as store:
+        with open_location(parse_uri(root), timeout=MINUTE) as store:
             committed(store, staged)
         other.fault = refuse
         with CheckpointUser(pt.Checkpoint(root.replace("/runs", f"/runs/{KEY.folder}")), "borrow") as first:
@@ -246,7 +246,7 @@ def test_a_plain_directory_is_read_as_it_is(how: str, plain: str, sink: S3Sink, 
 def test_a_plain_directory_keeps_its_metadata_file_and_gets_versions_beside_it(plain: str, sink: S3Sink) -> None:
     checkpoint = pt.Checkpoint(plain)
     assert checkpoint.get_metadata() == {}
-    with open_location(read_uri(f"s3://bucket/theirs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
+    with open_location(parse_uri(f"s3://bucket/theirs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
         store.create("ckpt/.metadata.json", b'{"theirs": 1}')
     assert checkpoint.get_metadata() == {"theirs": 1}
     checkpoint.update_metadata({"mine": 2})
@@ -275,7 +275,7 @@ def test_a_read_of_a_committed_file_costs_its_chunks_once_however_it_is_cut(sink
     half = CHUNK_BYTES // 2
     content = random.Random(0).randbytes(5 * half)
     target = f"s3://bucket/large?endpoint_url={sink.endpoint}"
-    with open_location(read_uri(target), timeout=MINUTE) as store:
+    with open_location(parse_uri(target), timeout=MINUTE) as store:
         committed(store, write(tmp_path / "large", {"model.bin": content}))
     checkpoint = pt.Checkpoint(target.replace("large", f"large/{KEY.folder}"))
     sink.reset()
@@ -321,7 +321,7 @@ def test_a_name_that_leads_out_is_never_followed(name: str, tmp_path: Path) -> N
     store = MemoryStore()
     store.objects = {"theirs/good": b"good", f"theirs/{name}": b"evil"}
     with pytest.raises(CheckpointCorrupt, match="leads out"):
-        fetch_plain(store, "theirs", tmp_path / "deep" / "out")
+        fetch_plain_directory(store, "theirs", tmp_path / "deep" / "out")
     assert files_in(tmp_path / "deep") == {}
     assert not (tmp_path / "evil").exists()
 
@@ -330,7 +330,7 @@ def test_a_name_that_is_both_file_and_folder_is_refused(tmp_path: Path) -> None:
     store = MemoryStore()
     store.objects = {"theirs/a": b"file", "theirs/a/b": b"file"}
     with pytest.raises(CheckpointCorrupt, match="both a file"):
-        fetch_plain(store, "theirs", tmp_path / "out")
+        fetch_plain_directory(store, "theirs", tmp_path / "out")
 
 
 class _Moving(MemoryStore):
@@ -346,8 +346,8 @@ class _Moving(MemoryStore):
 class _Truncating(MemoryStore):
     """A store whose listing has other sizes than its objects."""
 
-    def list(self, prefix: str, *, after: str = "") -> list[Listed]:
-        return [Listed(each.path, each.size_bytes + 1) for each in super().list(prefix, after=after)]
+    def list(self, prefix: str, *, after: str = "") -> list[ListedObject]:
+        return [ListedObject(each.path, each.size_bytes + 1) for each in super().list(prefix, after=after)]
 
 
 @pytest.mark.parametrize("kind", [_Moving, _Truncating])
@@ -355,7 +355,7 @@ def test_a_directory_that_is_written_to_meanwhile_is_not_handed_out(kind: type[M
     store = kind()
     store.objects = {"theirs/a": b"a" * 100, "theirs/b": b"b" * 100}
     with pytest.raises(StoreUnavailable, match="read it again"):
-        fetch_plain(store, "theirs", tmp_path / "out")
+        fetch_plain_directory(store, "theirs", tmp_path / "out")
     assert list(tmp_path.iterdir()) == [tmp_path / "tmp"]
 
 

@@ -13,20 +13,20 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from prefect_tune.core.checkpoints.commit import commit, reusable
-from prefect_tune.core.checkpoints.manifest import BLOB_BYTES, CHUNK_BYTES, About, Manifest, Piece
+from prefect_tune.core.checkpoints.commit import commit_checkpoint, find_reusable_bytes
+from prefect_tune.core.checkpoints.manifest import BLOB_BYTES, CHUNK_BYTES, CheckpointMetadata, FileRange, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StagedFilesChanged
-from prefect_tune.core.restore import restore
+from prefect_tune.core.restore import restore_files
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.runtime.session import copy_directory
-from prefect_tune.stores.local.staging import StagedFiles, restored_directory
+from prefect_tune.stores.local.staging import StagedFiles, restoring_directory
 from tests.fakes.checkpoints import files_in, write
 from tests.fakes.stores.memory_store import ParallelMemoryStore
 from tests.trainables.unreadable import make_deep
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="t")
-ABOUT = About(attempt=1, term=1, write_id="w", created_at="now")
+ABOUT = CheckpointMetadata(attempt=1, term=1, write_id="w", created_at="now")
 
 
 def tree(root: Path) -> Mapping[str, object]:
@@ -41,14 +41,14 @@ def tree(root: Path) -> Mapping[str, object]:
 
 
 def save(store: ParallelMemoryStore, directory: Path) -> Manifest:
-    reuse = reusable(store, TRIAL, None, 0)
+    reuse = find_reusable_bytes(store, TRIAL, None, 0)
     key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
-    return commit(store, key, StagedFiles(directory), ABOUT, reuse=reuse).manifest
+    return commit_checkpoint(store, key, StagedFiles(directory), ABOUT, reuse=reuse).manifest
 
 
 def bring(store: ParallelMemoryStore, manifest: Manifest, destination: Path) -> None:
-    with restored_directory(manifest, destination) as sink:
-        restore(store, manifest, sink)
+    with restoring_directory(manifest, destination) as sink:
+        restore_files(store, manifest, sink)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_directory_that_cannot_be_furnished_leaves_nothing(source: Path, tmp_p
     manifest = save(ParallelMemoryStore(), source)
     long = manifest.files[0].model_copy(update={"path": "x" * 300})
     with pytest.raises(InvalidInput, match=f"restored: this file system cannot hold .*{'x' * 300}.*shorter path"):
-        restored_directory(manifest.model_copy(update={"files": (long,)}), tmp_path / "restored").__enter__()
+        restoring_directory(manifest.model_copy(update={"files": (long,)}), tmp_path / "restored").__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -161,7 +161,9 @@ def test_what_another_user_owns_is_refused_by_name(name: str) -> None:
 
 def _read_all(staged: StagedFiles) -> None:
     for number, file in enumerate(staged.files):
-        staged.read_into(Piece(file=number, offset=0, length=file.size_bytes), memoryview(bytearray(file.size_bytes)))
+        staged.read_into(
+            FileRange(file=number, offset=0, length=file.size_bytes), memoryview(bytearray(file.size_bytes))
+        )
 
 
 def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_files_that_change_while_they_are_read_are_said_to(change: str, tmp_path
     else:
         (tmp_path / "weights").unlink()
     with pytest.raises(StagedFilesChanged, match="weights"):
-        staged.read_into(Piece(0, 2, 8), memoryview(bytearray(8)))
+        staged.read_into(FileRange(0, 2, 8), memoryview(bytearray(8)))
 
 
 class _Meeting(ParallelMemoryStore):
@@ -228,7 +230,7 @@ def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: 
     store = ParallelMemoryStore()
     key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
     with pytest.raises(StagedFilesChanged):
-        commit(store, key, staged, ABOUT, reuse=reusable(store, TRIAL, None, 0))
+        commit_checkpoint(store, key, staged, ABOUT, reuse=find_reusable_bytes(store, TRIAL, None, 0))
     assert not any(path.endswith("manifest.json") for path in store.objects)
 
 

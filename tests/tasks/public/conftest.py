@@ -14,7 +14,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune import journal_access, ownership
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.journal import load
+from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.tasks import checkpoints
@@ -58,7 +58,7 @@ class Caller:
         folder = self.folder / f"step-{step}-{content}"
         return folder if folder.exists() else write(folder, files)  # another thread may be saving the same step
 
-    def save(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
+    def save_checkpoint(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
         self.task_run = None  # a new task run for each save
         return self.save_again(step, content, **more)
 
@@ -68,18 +68,18 @@ class Caller:
         place = {"target": self.target, "experiment": self.experiment, "metrics": {"loss": 1 / step}, **more}
         return pt.save_checkpoint.fn(self.directory(step, content), step=step, **place)
 
-    def restore(self, step: int | None = None, **more: Any) -> pt.RestoredCheckpoint | None:
+    def restore_checkpoint(self, step: int | None = None, **more: Any) -> pt.RestoredCheckpoint | None:
         return pt.restore_checkpoint.fn(target=self.target, experiment=self.experiment, step=step, **more)
 
     def sync(self, **more: Any) -> pt.ExperimentState:
         return pt.sync_experiment_state.fn(target=self.target, experiment=self.experiment, **more)
 
-    def delete(self, step: int, **more: Any) -> int:
+    def delete_checkpoints(self, step: int, **more: Any) -> int:
         place = {"target": self.target, "experiment": self.experiment, **more}
         return pt.delete_checkpoint.fn(step=step, **place)
 
     def state(self) -> Experiment:
-        return load(self.bucket, first_generation(self.experiment))
+        return load_experiment(self.bucket, first_generation(self.experiment))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def caller(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     BUCKETS[name] = Bucket()
     calls = Caller(BucketTarget(name=name), tmp_path, monkeypatch)
     identity: Callable[[], Owner] = calls.owner
-    monkeypatch.setattr(ownership, "this_writer", identity)
+    monkeypatch.setattr(ownership, "current_writer", identity)
     monkeypatch.setattr(checkpoints, "task_run", _TaskRun(calls))
     yield calls
     del BUCKETS[name]
@@ -108,4 +108,4 @@ class _TaskRun(SimpleNamespace):
 @pytest.fixture(autouse=True)
 def _no_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server knows these flow runs: skip setting their task runs to Crashed."""
-    monkeypatch.setattr(journal_access, "settle_dead_attempts", lambda *_: None)
+    monkeypatch.setattr(journal_access, "set_dead_attempts_crashed", lambda *_: None)

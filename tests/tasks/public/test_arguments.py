@@ -81,13 +81,13 @@ def test_what_cannot_be_restored_is_refused(caller: Caller, bad: Mapping[str, An
 
 
 def test_a_deletion_in_an_experiment_that_does_not_exist_is_refused_and_creates_none(caller: Caller) -> None:
-    caller.save(1, trial="slow")
+    caller.save_checkpoint(1, trial="slow")
     before = dict(caller.bucket.objects)
     caller.begin("later")
     with pytest.raises(pt.InvalidInput, match=r"there is no experiment 'ee' at .*; did you mean 'e'\?"):
-        caller.delete(1, experiment="ee", trial="slow")
+        caller.delete_checkpoints(1, experiment="ee", trial="slow")
     with pytest.raises(pt.InvalidInput, match=r"experiment 'e' at .* has no trial 'slwo'; did you mean 'slow'\?"):
-        caller.delete(1, trial="slwo")
+        caller.delete_checkpoints(1, trial="slwo")
     assert caller.bucket.objects == before
 
 
@@ -102,7 +102,7 @@ def test_arguments_have_the_forms_that_parameters_of_a_deployment_and_numpy_have
         caller.directory(3), target=caller.target, experiment="e", step=np.int64(3), retention={"last": 1}
     )
     state = caller.sync(reports={"4": {"loss": 0.5}, np.int64(5): {"loss": 0.25}})
-    restored = caller.restore()
+    restored = caller.restore_checkpoint()
     assert restored is not None
     again = pt.restore_checkpoint.fn(restored, target=caller.target, experiment="e")  # a path-like object
     assert (saved.step, state.trials["trial"].step, again) == (3, 5, restored)

@@ -12,9 +12,9 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import StoreUnavailable, TuneError
-from prefect_tune.core.experiment.summary import Curves
+from prefect_tune.core.experiment.summary import LearningCurves
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
-from prefect_tune.core.journal.journal import history
+from prefect_tune.core.journal.journal import read_entries
 from tests.fakes.checkpoints import files_in, first_generation, write
 from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.long_cases import long_after
@@ -27,8 +27,8 @@ def trial_of(caller: Caller) -> Trial:
 
 def test_what_is_saved_is_restored(caller: Caller, tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        assert caller.save(step).step == step
-    newest, second = caller.restore(), caller.restore(2, directory=tmp_path / "second")
+        assert caller.save_checkpoint(step).step == step
+    newest, second = caller.restore_checkpoint(), caller.restore_checkpoint(2, directory=tmp_path / "second")
     assert newest is not None
     assert second is not None
     assert (newest.step, newest.metrics) == (3, {"loss": 1 / 3})
@@ -39,41 +39,41 @@ def test_what_is_saved_is_restored(caller: Caller, tmp_path: Path) -> None:
 
 
 def test_a_trial_without_a_checkpoint_restores_nothing(caller: Caller) -> None:
-    assert caller.restore() is None
+    assert caller.restore_checkpoint() is None
     caller.sync(config={"lr": 1})
-    assert caller.restore() is None
+    assert caller.restore_checkpoint() is None
     with pytest.raises(pt.CheckpointNotFound, match=r"no checkpoint of step 4 is committed; committed steps: none"):
-        caller.restore(4)
+        caller.restore_checkpoint(4)
 
 
 def test_saving_a_step_again_with_the_same_files_changes_nothing(caller: Caller) -> None:
-    first = caller.save(1)
+    first = caller.save_checkpoint(1)
     before = dict(caller.bucket.objects)
-    again = caller.save(1)
+    again = caller.save_checkpoint(1)
     assert again == first.model_copy(update={"sent_bytes": None})
     assert caller.bucket.objects == before
     caller.begin("a later run").sync(status="completed")
-    assert caller.save(1).uri == first.uri
+    assert caller.save_checkpoint(1).uri == first.uri
     assert trial_of(caller).status is Status.COMPLETED
 
 
 @pytest.mark.parametrize("content", ["other bytes", "same size"])
 def test_saving_a_step_again_with_other_files_is_refused(caller: Caller, content: str) -> None:
-    caller.save(2, "some  size" if content == "same size" else "")
+    caller.save_checkpoint(2, "some  size" if content == "same size" else "")
     with pytest.raises(pt.AlreadyCommitted, match=r"step 2 of trial 'trial'.*: it is committed with other files"):
-        caller.save(2, "same  size" if content == "same size" else content)
+        caller.save_checkpoint(2, "same  size" if content == "same size" else content)
     assert [each.step for each in trial_of(caller).checkpoints] == [2]
 
 
 def test_a_step_before_the_newest_checkpoint_is_refused(caller: Caller) -> None:
-    caller.save(5)
+    caller.save_checkpoint(5)
     with pytest.raises(pt.AlreadyCommitted, match=r"step 3 .*: the newest checkpoint is of step 5"):
-        caller.save(3)
+        caller.save_checkpoint(3)
 
 
 def test_retention_keeps_what_it_says_and_deletes_the_bytes(caller: Caller) -> None:
     for step in (1, 2, 3, 4):
-        caller.save(step, retention=pt.Retention(last=2))
+        caller.save_checkpoint(step, retention=pt.Retention(last=2))
     assert [each.step for each in trial_of(caller).checkpoints] == [3, 4]
     assert sum("manifest" in path for path in caller.bucket.objects) == 2
     assert sum("/blobs/" in path for path in caller.bucket.objects) == 2
@@ -97,47 +97,49 @@ def test_a_quarantined_checkpoint_is_deleted_with_its_bytes_and_cannot_be_releas
     caller: Caller, damage: Callable[[Caller, int], None]
 ) -> None:
     for step in (1, 2):
-        caller.save(step)
+        caller.save_checkpoint(step)
     damage(caller, 2)
-    assert caller.restore() is not None
+    assert caller.restore_checkpoint() is not None
     assert [each.checkpoint.step for each in trial_of(caller).quarantined_checkpoints] == [2]
-    assert caller.delete(2) > 0
+    assert caller.delete_checkpoints(2) > 0
     left = trial_of(caller)
     assert (left.quarantined_checkpoints, left.quarantined, [each.step for each in left.checkpoints]) == ((), (), [1])
     assert sum("manifest" in path for path in caller.bucket.objects) == 1
-    assert caller.delete(2) == 0
-    caller.begin("later").save(2, "otherwise")
-    again = caller.restore()
+    assert caller.delete_checkpoints(2) == 0
+    caller.begin("later").save_checkpoint(2, "otherwise")
+    again = caller.restore_checkpoint()
     assert again is not None
     assert files_in(again.directory) == files_in(caller.directory(2, "otherwise"))
 
 
 def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_restored(caller: Caller) -> None:
     for step in (1, 2, 3):
-        caller.save(step)
+        caller.save_checkpoint(step)
     spoil(caller, 3)
-    newest = caller.restore()
+    newest = caller.restore_checkpoint()
     assert newest is not None
     assert newest.step == 2
     assert [each.checkpoint.step for each in trial_of(caller).quarantined_checkpoints] == [3]
-    caller.begin("a later run").save(3)  # the next save succeeds and reuses no bytes of the damaged checkpoint
-    again = caller.restore()
+    caller.begin("a later run").save_checkpoint(
+        3
+    )  # the next save succeeds and reuses no bytes of the damaged checkpoint
+    again = caller.restore_checkpoint()
     assert again is not None
     assert (again.step, files_in(again.directory)) == (3, files_in(caller.directory(3)))
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(caller: Caller) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     spoil(caller, 1)
     with pytest.raises(pt.CheckpointCorrupt):
-        caller.restore(1)
+        caller.restore_checkpoint(1)
     with pytest.raises(pt.ResumeFailed, match=r"checkpoints are damaged\. Nothing was restarted from zero"):
-        caller.restore()
+        caller.restore_checkpoint()
 
 
 def test_results_survive_json_and_pickle(caller: Caller, tmp_path: Path) -> None:
-    saved = caller.save(1, metadata={"by": "me"})
-    restored = caller.restore(directory=tmp_path / "restored")
+    saved = caller.save_checkpoint(1, metadata={"by": "me"})
+    restored = caller.restore_checkpoint(directory=tmp_path / "restored")
     state = caller.sync(status="paused", reason="for today")
     for result in (saved, restored, state, state.trials["trial"]):
         assert result is not None
@@ -173,8 +175,8 @@ def test_a_uri_names_the_target_and_its_checkpoint(caller: Caller, tmp_path: Pat
 
 
 def test_saving_a_step_again_from_its_copy_changes_nothing(caller: Caller) -> None:
-    first = caller.save(1, metadata={"by": "me"})
-    restored = caller.restore()
+    first = caller.save_checkpoint(1, metadata={"by": "me"})
+    restored = caller.restore_checkpoint()
     assert restored is not None
     place = {"target": caller.target, "experiment": "e", "step": 1}
     assert pt.save_checkpoint.fn(restored.directory, **place).uri == first.uri
@@ -184,10 +186,10 @@ def test_saving_a_step_again_from_its_copy_changes_nothing(caller: Caller) -> No
 
 
 def test_a_directory_with_other_content_is_not_touched(caller: Caller, tmp_path: Path) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     mine = write(tmp_path / "mine", {"precious": b"1"})
     with pytest.raises(pt.InvalidInput, match="not empty, and not this checkpoint"):
-        caller.restore(directory=mine)
+        caller.restore_checkpoint(directory=mine)
     assert files_in(mine) == {"precious": b"1"}
 
 
@@ -196,20 +198,20 @@ def test_a_directory_with_other_content_is_not_touched(caller: Caller, tmp_path:
 
 def losses(caller: Caller) -> dict[int, object]:
     """Return the learning curve that results and the report use."""
-    reports = Curves(history(caller.bucket, first_generation("e"))).of("trial")
+    reports = LearningCurves(read_entries(caller.bucket, first_generation("e"))).curve_of("trial")
     return {each.step: each.metrics["loss"] for each in reports}
 
 
 def test_a_running_trial_whose_newest_checkpoints_are_deleted_is_at_the_one_before(caller: Caller) -> None:
     for step in range(1, 6):
-        caller.save(step)
-    assert caller.delete(5) == caller.delete(4) == 2
-    gone_back, restored = trial_of(caller), caller.restore()
+        caller.save_checkpoint(step)
+    assert caller.delete_checkpoints(5) == caller.delete_checkpoints(4) == 2
+    gone_back, restored = trial_of(caller), caller.restore_checkpoint()
     assert restored is not None
     assert restored.step == 3
     assert (gone_back.step, gone_back.metrics, gone_back.status) == (3, {"loss": 1 / 3}, Status.RUNNING)
     assert (gone_back.attempt, gone_back.wasted_steps) == (3, 2)
-    caller.save(5, "otherwise", metrics={"loss": 9.0})  # the trial continues and saves every second step
+    caller.save_checkpoint(5, "otherwise", metrics={"loss": 9.0})  # the trial continues and saves every second step
     trained_on = trial_of(caller)
     assert (trained_on.step, trained_on.metrics) == (5, {"loss": 9.0})
     assert [each.step for each in trained_on.checkpoints] == [1, 2, 3, 5]
@@ -218,32 +220,32 @@ def test_a_running_trial_whose_newest_checkpoints_are_deleted_is_at_the_one_befo
 
 def test_a_trial_that_does_not_run_or_keeps_its_newest_checkpoint_stays_where_it_is(caller: Caller) -> None:
     for step in (1, 2, 3):
-        caller.save(step)
-    caller.delete(2)
+        caller.save_checkpoint(step)
+    caller.delete_checkpoints(2)
     assert (trial_of(caller).step, trial_of(caller).attempt) == (3, 1)
     caller.sync(status="completed")
-    caller.delete(3)
+    caller.delete_checkpoints(3)
     assert (trial_of(caller).step, trial_of(caller).status) == (3, Status.COMPLETED)
 
 
 def test_a_deletion_that_the_target_interrupted_is_finished_by_the_next_call(caller: Caller) -> None:
     bucket = caller.bucket
-    caller.save(1)
-    caller.save(2)
+    caller.save_checkpoint(1)
+    caller.save_checkpoint(2)
     caller.on(DyingStore(bucket, 1, Way.UNAVAILABLE, only=frozenset({"delete"})))
     with pytest.raises(StoreUnavailable):
-        caller.delete(2)
+        caller.delete_checkpoints(2)
     caller.on(bucket)
     assert [each.step for each in trial_of(caller).checkpoints] == [1]
-    assert caller.delete(2) == 2
-    assert caller.delete(2) == 0
-    restored = caller.restore()
+    assert caller.delete_checkpoints(2) == 2
+    assert caller.delete_checkpoints(2) == 0
+    restored = caller.restore_checkpoint()
     assert restored is not None
     assert files_in(restored.directory) == files_in(caller.directory(1))
 
 
 def test_reports_of_steps_that_a_later_run_trains_again_are_journaled(caller: Caller) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     caller.sync(reports={2: {"loss": 0.5}, 3: {"loss": 0.4}})
     caller.begin("later")
     pt.restore_experiment_state.fn(target=caller.target, experiment="e")
@@ -262,7 +264,7 @@ def test_steps_that_this_attempt_has_reported_are_left_out(caller: Caller) -> No
 
 @pytest.mark.parametrize("status", ["completed", "paused", "errored"])
 def test_reports_after_an_end_begin_an_attempt_at_the_newest_checkpoint(caller: Caller, status: str) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     caller.sync(reports={2: {"loss": 0.5}, 3: {"loss": 0.4}}, status=status)
     caller.begin("later").sync(reports={2: {"loss": 0.3}})
     trial = trial_of(caller)
@@ -289,30 +291,30 @@ def failed_save(caller: Caller, step: int, content: str = "") -> None:
     bucket = caller.bucket
     caller.on(DyingStore(bucket, 2, Way.UNAVAILABLE, only=CREATES))
     with pytest.raises(StoreUnavailable):
-        caller.save(step, content)
+        caller.save_checkpoint(step, content)
     caller.on(bucket)
     assert sum(f"/{step:010d}-" in path and "manifest" in path for path in bucket.objects) == 1
 
 
 @pytest.mark.parametrize("content", ["", "other bytes"])
 def test_a_save_whose_entry_was_not_written_is_saved_again(caller: Caller, content: str) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     failed_save(caller, 2)
-    saved = caller.save(2, content)
+    saved = caller.save_checkpoint(2, content)
     trial = caller.state().trial("trial")
     assert ([each.step for each in trial.checkpoints], trial.step, trial.attempt) == ([1, 2], 2, 1)
     assert saved.uri.endswith(f"{2:010d}-{trial.checkpoints[-1].sequence:010d}")
     caller.begin("later")
     pt.restore_experiment_state.fn(target=caller.target, experiment="e")
-    restored = caller.restore()
+    restored = caller.restore_checkpoint()
     assert restored is not None
     assert (restored.step, files_in(restored.directory)) == (2, files_in(caller.directory(2, content)))
-    caller.save(3)  # a new attempt deletes the leftovers of the failed save
+    caller.save_checkpoint(3)  # a new attempt deletes the leftovers of the failed save
     assert sum("manifest" in path for path in caller.bucket.objects) == 3
 
 
 def test_a_failed_save_is_still_adopted_if_the_run_ends_there(caller: Caller) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     failed_save(caller, 2)
     caller.begin("later")
     opened = pt.restore_experiment_state.fn(target=caller.target, experiment="e")
@@ -322,11 +324,11 @@ def test_a_failed_save_is_still_adopted_if_the_run_ends_there(caller: Caller) ->
 def test_a_failed_save_that_is_saved_again_is_not_adopted_instead(caller: Caller) -> None:
     """The run is killed after it retired the failed save, which has other bytes than the repeated one."""
     bucket = caller.bucket
-    caller.save(1)
+    caller.save_checkpoint(1)
     failed_save(caller, 2)
     caller.on(DyingStore(bucket, 3, Way.CRASH_BEFORE, only=CREATES))  # after manifest and retirement
     with pytest.raises(Crash):
-        caller.save(2, "other bytes")
+        caller.save_checkpoint(2, "other bytes")
     caller.on(bucket).begin("later")
     opened = pt.restore_experiment_state.fn(target=caller.target, experiment="e")
     assert opened.trials["trial"].checkpoint_steps == (1,)
@@ -340,10 +342,10 @@ def test_a_killed_deletion_of_a_quarantined_checkpoint_loses_no_other_and_is_com
     caller: Caller, way: Way
 ) -> None:
     for step in (1, 2, 3):
-        caller.save(step)
+        caller.save_checkpoint(step)
     spoil(caller, 2)
     with pytest.raises(TuneError):
-        caller.restore(2)
+        caller.restore_checkpoint(2)
     assert [each.checkpoint.step for each in caller.state().trial("trial").quarantined_checkpoints] == [2]
     bucket, before = caller.bucket, dict(caller.bucket.objects)
     nth, left = 0, set[str]()
@@ -352,15 +354,15 @@ def test_a_killed_deletion_of_a_quarantined_checkpoint_loses_no_other_and_is_com
         nth += 1
         caller.begin("first").on(store := DyingStore(bucket, nth, way))
         with suppress(Crash, TuneError):
-            caller.delete(2)
+            caller.delete_checkpoints(2)
         caller.on(bucket).begin("later")
-        caller.delete(2)
+        caller.delete_checkpoints(2)
         blobs = {path for path in bucket.objects if "/blobs/" in path}
         left = left or blobs
         assert blobs == left, f"at operation {nth}: {store.failed_at}"
         assert sum("manifest" in path for path in bucket.objects) == 2
         for step in (1, 3):
-            restored = caller.restore(step)
+            restored = caller.restore_checkpoint(step)
             assert restored is not None
             assert files_in(restored.directory) == files_in(caller.directory(step))
         if store.failed_at is None:

@@ -10,17 +10,17 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune import ownership
-from prefect_tune.attempt.commit_worker import commit_entry
-from prefect_tune.core.experiment.experiment import nothing_yet
+from prefect_tune.attempt.commit_worker import make_commit_events
+from prefect_tune.core.experiment.experiment import empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.journal import earlier_owners
+from prefect_tune.core.journal.journal import read_earlier_owners
 from prefect_tune.core.journal_events import Owner, TrialAdded
-from prefect_tune.core.operations.delete_experiment import remove
+from prefect_tune.core.operations.delete_experiment import delete_generation
 from prefect_tune.core.operations.scrub import quarantine
-from prefect_tune.core.storage.generations import current_generation, current_journal
+from prefect_tune.core.storage.generations import find_current_generation, find_current_journal
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.values import Stamp
-from prefect_tune.journal_access import read_undamaged
+from prefect_tune.core.values import WriteStamp
+from prefect_tune.journal_access import read_experiment_raising_refusals
 from prefect_tune.tasks import checkpoints
 from tests.fakes.checkpoints import files_in, first_generation
 from tests.fakes.searches.experiments import write_search
@@ -33,89 +33,93 @@ PERSON = Owner(name="a script", host="elsewhere", pid=2)
 
 def test_a_run_keeps_its_epoch_and_its_attempt(caller: Caller) -> None:
     for step in (1, 2, 3):
-        caller.save(step)
+        caller.save_checkpoint(step)
     state = caller.state()
     assert (state.term, state.trial("trial").attempt, state.trial("trial").status) == (1, 1, Status.RUNNING)
 
 
 @pytest.mark.parametrize(("run", "run_count"), [("first", 2), ("another", 1)], ids=["a retry", "another run"])
 def test_a_later_run_takes_over_and_the_earlier_one_is_refused(caller: Caller, run: str, run_count: int) -> None:
-    caller.save(1)
-    caller.begin(run, run_count).save(2)
+    caller.save_checkpoint(1)
+    caller.begin(run, run_count).save_checkpoint(2)
     state = caller.state()
     assert (state.term, state.trial("trial").attempt) == (2, 2)
     caller.begin("first", 1)
-    for act in (lambda: caller.save(3), lambda: caller.sync(status="completed"), lambda: caller.save(2)):
+    for act in (
+        lambda: caller.save_checkpoint(3),
+        lambda: caller.sync(status="completed"),
+        lambda: caller.save_checkpoint(2),
+    ):
         with pytest.raises(
             pt.Superseded, match=rf"{run} \(pid 1 on here, flow run {run}\) has taken it over from this"
         ):
             act()
     assert caller.state() == state
-    caller.begin(run, run_count).save(3)
+    caller.begin(run, run_count).save_checkpoint(3)
     assert [each.step for each in caller.state().trial("trial").checkpoints] == [1, 2, 3]
 
 
 def test_a_run_that_was_superseded_long_ago_is_still_refused(caller: Caller) -> None:
     for number in range(1, 9):
-        caller.begin(f"run {number}").save(2 * number)
-        caller.save(2 * number + 1)
-    owners = earlier_owners(caller.bucket, caller.state())
+        caller.begin(f"run {number}").save_checkpoint(2 * number)
+        caller.save_checkpoint(2 * number + 1)
+    owners = read_earlier_owners(caller.bucket, caller.state())
     assert [each.name for each in owners] == [f"run {number}" for number in range(1, 8)]
     for number in range(1, 8):
         with pytest.raises(pt.Superseded):
-            caller.begin(f"run {number}").save(100)
+            caller.begin(f"run {number}").save_checkpoint(100)
 
 
 def deleted(caller: Caller, by: Owner) -> None:
-    stamp = Stamp(write_id=f"deletion by {by.name} {current_generation(caller.bucket, 'e')}", at="")
-    remove(caller.bucket, current_journal(caller.bucket, "e"), by, stamp)
+    stamp = WriteStamp(write_id=f"deletion by {by.name} {find_current_generation(caller.bucket, 'e')}", at="")
+    delete_generation(caller.bucket, find_current_journal(caller.bucket, "e"), by, stamp)
 
 
 @pytest.mark.parametrize("deletions", [1, 2])
 def test_a_run_whose_experiment_was_deleted_writes_into_none_that_has_its_name_now(
     caller: Caller, deletions: int
 ) -> None:
-    caller.save(1)
-    caller.begin("another").save(2)
+    caller.save_checkpoint(1)
+    caller.begin("another").save_checkpoint(2)
     for number in range(deletions):
         deleted(caller, PERSON)
-        caller.begin(f"run {number} of theirs").save(1, "of theirs")
+        caller.begin(f"run {number} of theirs").save_checkpoint(1, "of theirs")
     before = dict(caller.bucket.objects)
     for run in ("first", "another"):
-        for act in (lambda: caller.save(3), lambda: caller.sync(status="completed")):
+        for act in (lambda: caller.save_checkpoint(3), lambda: caller.sync(status="completed")):
             caller.begin(run)
             with pytest.raises(pt.Superseded, match="the experiment that this run wrote was deleted"):
                 act()
     assert caller.bucket.objects == before
-    caller.begin(f"run {deletions - 1} of theirs").save(2, "of theirs")
+    caller.begin(f"run {deletions - 1} of theirs").save_checkpoint(2, "of theirs")
 
 
 def test_a_run_whose_experiment_was_deleted_does_not_begin_it_again_unless_it_is_started_again(caller: Caller) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     deleted(caller, PERSON)
     with pytest.raises(pt.Superseded, match="Stop here, or start the run again"):
-        caller.save(2)
-    assert caller.begin("first", 2).save(1).step == 1
+        caller.save_checkpoint(2)
+    assert caller.begin("first", 2).save_checkpoint(1).step == 1
 
 
 def test_a_run_that_deletes_its_experiment_may_use_the_name_again(caller: Caller) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     deleted(caller, PERSON.model_copy(update={"flow_run": "first"}))
-    assert "/e/2/trials/trial/checkpoints/" in caller.save(1).uri
+    assert "/e/2/trials/trial/checkpoints/" in caller.save_checkpoint(1).uri
 
 
 def test_opening_an_experiment_fences_the_earlier_run_off_before_any_save(caller: Caller) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     opened = pt.restore_experiment_state.fn(target=caller.begin("later").target, experiment="e")
     assert (opened.trials["trial"].status, opened.trials["trial"].step) == (Status.INTERRUPTED, 1)
     with pytest.raises(pt.Superseded):
-        caller.begin("first").save(2)
+        caller.begin("first").save_checkpoint(2)
 
 
 def test_restoring_takes_nothing_over(caller: Caller) -> None:
-    caller.save(1)
-    caller.begin("a reader").restore()
-    caller.begin("first").save(2)
+    caller.save_checkpoint(1)
+    caller.begin("a reader").restore_checkpoint()
+    caller.begin("first").save_checkpoint(2)
     assert caller.state().term == 1
 
 
@@ -141,7 +145,7 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
         def __missing__(self, _key: object) -> NoLock:
             return NoLock()
 
-    caller.patch.setattr(ownership, "_writing", NoLocks())
+    caller.patch.setattr(ownership, "_write_locks", NoLocks())
     caller.task_run = "one for all"
     caller.directory(1)
     with ThreadPoolExecutor(4) as pool:
@@ -152,11 +156,13 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
 
 
 def test_two_tasks_that_open_the_experiment_at_once_open_it_once(caller: Caller) -> None:
-    caller.save(1)
-    nothing, read = nothing_yet(first_generation("e")), read_undamaged
+    caller.save_checkpoint(1)
+    nothing, read = empty_experiment(first_generation("e")), read_experiment_raising_refusals
     answers = iter([nothing])  # this task read the journal before the other task opened it
-    caller.patch.setattr(ownership, "read_undamaged", lambda *place: next(answers, None) or read(*place))
-    caller.save(2)
+    caller.patch.setattr(
+        ownership, "read_experiment_raising_refusals", lambda *place: next(answers, None) or read(*place)
+    )
+    caller.save_checkpoint(2)
     state = caller.state()
     assert (state.term, state.trial("trial").attempt, state.trial("trial").step) == (1, 1, 2)
 
@@ -171,9 +177,9 @@ def test_one_step_that_is_saved_twice_at_once_is_one_checkpoint(caller: Caller) 
 
 
 def test_steps_that_were_reported_and_not_saved_are_trained_again_in_a_new_attempt(caller: Caller) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     caller.sync(reports={2: {"loss": 0.5}, 3: {"loss": 0.4}})
-    caller.save(2)  # the same flow run, resumed after a suspension, restarts from its checkpoint
+    caller.save_checkpoint(2)  # the same flow run, resumed after a suspension, restarts from its checkpoint
     trial = caller.state().trial("trial")
     assert (trial.attempt, trial.step, trial.wasted_steps) == (2, 2, 2)
 
@@ -182,7 +188,7 @@ def test_a_search_is_not_written_to(caller: Caller, tmp_path: Path) -> None:
     write_search(tmp_path / "runs", "e", {"a": 0.5, "b": 0.25})
     before = files_in(tmp_path / "runs")
     with pytest.raises(pt.InvalidInput, match="is a search, which writes its own journal"):
-        caller.save(1, target=str(tmp_path / "runs"))
+        caller.save_checkpoint(1, target=str(tmp_path / "runs"))
     assert files_in(tmp_path / "runs") == before
 
 
@@ -191,8 +197,8 @@ def points(caller: Caller, only: frozenset[str] | None) -> int:
     store = DyingStore(caller.bucket, 0, only=only)
     caller.experiment = "counted"
     caller.on(store)
-    caller.save(1, retention=pt.Retention(last=1))
-    caller.save(2, retention=pt.Retention(last=1))
+    caller.save_checkpoint(1, retention=pt.Retention(last=1))
+    caller.save_checkpoint(2, retention=pt.Retention(last=1))
     caller.on(store.inner)  # type: ignore[arg-type]  # the fixture's bucket
     caller.experiment = "e"
     return store.total
@@ -205,13 +211,13 @@ def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(
         caller.experiment, done = f"e-{nth}", list[int]()
         caller.on(DyingStore(bucket, nth, way, only=WRITES)).begin("first")
         with pytest.raises(Crash):
-            done.extend(caller.save(step, retention=pt.Retention(last=1)).step for step in (1, 2))
+            done.extend(caller.save_checkpoint(step, retention=pt.Retention(last=1)).step for step in (1, 2))
         caller.on(bucket).begin("later")
-        found = caller.restore()
+        found = caller.restore_checkpoint()
         start = found.step if found else 0
         assert max(done, default=0) <= start <= max(done, default=0) + 1, nth
         for step in range(start + 1, 4):
-            caller.save(step, retention=pt.Retention(last=1))
+            caller.save_checkpoint(step, retention=pt.Retention(last=1))
         state = caller.state()
         assert [each.step for each in state.trial("trial").checkpoints] == [3], nth
         kept = [path for path in bucket.objects if path.startswith(f"e-{nth}/") and "manifest" in path]
@@ -242,17 +248,17 @@ def test_a_trial_that_other_tasks_keep_changing_is_given_up(monkeypatch: pytest.
     def overtaken() -> None:
         raise pt.SaveOvertaken("trial 't' was changed")
 
-    monkeypatch.setattr(ownership, "MOST_RACES", 3)
+    monkeypatch.setattr(ownership, "MAX_WRITE_RACES", 3)
     with pytest.raises(pt.StoreUnavailable, match="tried 3 times: save one trial from one task at a time"):
-        ownership.trying_again(overtaken)
+        ownership.retry_on_conflict(overtaken)
 
 
 def test_an_entry_that_was_written_after_those_of_other_tasks_is_written_once(caller: Caller) -> None:
-    known, stamp = ownership.own(caller.target, "e"), Stamp(write_id="mine", at="now")
+    known, stamp = ownership.ensure_ownership(caller.target, "e"), WriteStamp(write_id="mine", at="now")
     caller.sync(trial="b")  # by another task
     mine = [TrialAdded(trial="a", config={})]
-    once = ownership.append_beside_others(caller.target, known, mine, stamp, lambda _: None)
-    again = ownership.append_beside_others(caller.target, known, mine, stamp, lambda _: None)
+    once = ownership.append_entry_among_writers(caller.target, known, mine, stamp, lambda _: None)
+    again = ownership.append_entry_among_writers(caller.target, known, mine, stamp, lambda _: None)
     assert again == once == caller.state()
     assert list(once.trials) == ["b", "a"]
 
@@ -260,7 +266,7 @@ def test_an_entry_that_was_written_after_those_of_other_tasks_is_written_once(ca
 def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(caller: Caller) -> None:
     """Such a save may share the damaged bytes; here the process is killed before it repeats the save."""
     folder = TrialKey(experiment="e", generation=1, trial="trial")
-    caller.save(1)
+    caller.save_checkpoint(1)
     first = folder.checkpoint_key(caller.state().trial("trial").checkpoints[0])
     tries: list[int] = []
 
@@ -268,14 +274,14 @@ def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(calle
         tries.append(len(tries))
         if len(tries) == 2:
             raise Crash
-        journal, stamp = folder.of_experiment, Stamp(write_id="guest", at="now")
+        journal, stamp = folder.journal_key, WriteStamp(write_id="guest", at="now")
         quarantine(caller.bucket, journal, {first: "bad"}, stamp)
-        return commit_entry(*arguments)
+        return make_commit_events(*arguments)
 
-    caller.patch.setattr(checkpoints, "commit_entry", quarantining)
+    caller.patch.setattr(checkpoints, "make_commit_events", quarantining)
     with pytest.raises(Crash):
-        caller.save(2)
-    caller.patch.setattr(checkpoints, "commit_entry", commit_entry)
+        caller.save_checkpoint(2)
+    caller.patch.setattr(checkpoints, "make_commit_events", make_commit_events)
     opened = pt.restore_experiment_state.fn(target=caller.begin("later").target, experiment="e")
     assert tries == [0, 1]
     overtaken, saved_again = sorted(_sequences(caller, step=2))

@@ -11,8 +11,8 @@ from prefect import flow, unmapped
 
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.journal import load
-from prefect_tune.core.storage.object_store import Buffer, Listed
+from prefect_tune.core.journal.journal import load_experiment
+from prefect_tune.core.storage.object_store import Buffer, ListedObject
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation, write
@@ -32,7 +32,7 @@ class RefusingBucket(Bucket):
         self._answer()
         return super().read(path, offset=offset, length=length)
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
         self._answer()
         return super().list(prefix, after=after)
 
@@ -133,7 +133,7 @@ def own(tmp_path: Path) -> dict[str, Any]:
 
 
 def state_at(own: dict[str, Any]) -> Experiment:
-    return load(PosixStore(Path(own["target"])), first_generation("own"))
+    return load_experiment(PosixStore(Path(own["target"])), first_generation("own"))
 
 
 def directory(tmp_path: Path, step: int) -> Path:

@@ -11,7 +11,7 @@ import prefect_tune as pt
 from prefect_tune import task_values
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.journal_access import read_journal
+from prefect_tune.journal_access import read_experiment_by_name
 from prefect_tune.tasks import checkpoints
 from tests.fakes.checkpoints import files_in
 from tests.tasks.public.conftest import Caller
@@ -24,12 +24,12 @@ def train_on_after_each_look(caller: Caller, steps: list[int]) -> None:
     """After each read of the journal by a restore, the owner saves a step and deletes the earlier ones."""
 
     def meanwhile(target: StorageTarget, experiment: str) -> Experiment:
-        found = read_journal(target, experiment)
+        found = read_experiment_by_name(target, experiment)
         if steps:
-            caller.save(steps.pop(0), retention=NEWEST_ONLY)
+            caller.save_checkpoint(steps.pop(0), retention=NEWEST_ONLY)
         return found
 
-    caller.patch.setattr(checkpoints, "read_journal", meanwhile)
+    caller.patch.setattr(checkpoints, "read_experiment_by_name", meanwhile)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -43,7 +43,7 @@ def test_a_name_that_may_be_misspelt_is_a_warning_and_no_error(
 ) -> None:
     caplog.set_level(logging.WARNING, "prefect_tune")
     caller.experiment = "descent"
-    caller.save(1, trial="slow")
+    caller.save_checkpoint(1, trial="slow")
     place = {"target": caller.target, "experiment": "descent"}
     uri = caller.target.uri
 
@@ -53,14 +53,14 @@ def test_a_name_that_may_be_misspelt_is_a_warning_and_no_error(
     with pytest.raises(pt.CheckpointNotFound, match=r"committed steps: none\. There is no experiment 'decsent' at"):
         pt.restore_checkpoint.fn(**{**place, "experiment": "decsent"}, step=1)
 
-    assert caller.restore(trial="Slow") is None
+    assert caller.restore_checkpoint(trial="Slow") is None
     said = f"Experiment 'descent' at {uri} has no trial 'Slow'; did you mean 'slow'?"
     assert warnings_of(caplog) == [f"Nothing was restored. {said}"]
 
     pt.restore_experiment_state.fn(**{**place, "experiment": "descant"})
     assert warnings_of(caplog) == [f"Experiment 'descant' at {uri} is new; did you mean 'descent'?"]
     pt.restore_experiment_state.fn(**place)
-    assert caller.restore(trial="slow") is not None
+    assert caller.restore_checkpoint(trial="slow") is not None
     assert warnings_of(caplog) == []
 
 
@@ -70,14 +70,14 @@ def test_a_first_start_beside_others_finds_nothing_and_warns_of_nothing(
 ) -> None:
     caplog.set_level(logging.WARNING, "prefect_tune")
     for trial in ("fold-a", "rate-0.1", "x1"):
-        caller.save(1, trial=trial)
+        caller.save_checkpoint(1, trial=trial)
         caller.experiment = trial
-        caller.save(1)
+        caller.save_checkpoint(1)
     caplog.clear()
     caller.experiment = name
-    assert caller.restore() is None
+    assert caller.restore_checkpoint() is None
     caller.experiment = "e"
-    assert caller.restore(trial=name) is None
+    assert caller.restore_checkpoint(trial=name) is None
     assert warnings_of(caplog) == []
 
 
@@ -87,22 +87,22 @@ def test_a_target_whose_experiments_cannot_be_listed_restores_nothing_without_a_
     def refused(*_: Any, **__: Any) -> Any:
         raise pt.StoreRefused("listing is not allowed")
 
-    caller.save(1)
+    caller.save_checkpoint(1)
     caller.experiment = "E"
-    caller.patch.setattr(task_values, "experiment_names", refused)
+    caller.patch.setattr(task_values, "list_experiment_names", refused)
     with caplog.at_level(logging.WARNING, "prefect_tune"):
-        assert caller.restore() is None
+        assert caller.restore_checkpoint() is None
     assert warnings_of(caplog) == []
 
 
 def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_damaged(
     caller: Caller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caller.save(1)
-    caller.save(2)
+    caller.save_checkpoint(1)
+    caller.save_checkpoint(2)
     train_on_after_each_look(caller, [3, 4])
     with caplog.at_level(logging.WARNING, "prefect_tune"):
-        restored = caller.restore()
+        restored = caller.restore_checkpoint()
     assert restored is not None
     assert (restored.step, files_in(restored.directory)) == (4, files_in(caller.directory(4)))
     trial = caller.state().trial("trial")
@@ -111,25 +111,25 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_damaged(
 
 
 def test_a_step_that_retention_deletes_meanwhile_is_not_found(caller: Caller) -> None:
-    caller.save(1)
+    caller.save_checkpoint(1)
     train_on_after_each_look(caller, [2])
     with pytest.raises(pt.CheckpointNotFound, match=r"no checkpoint of step 1 is committed; committed steps: \[2\]"):
-        caller.restore(1)
+        caller.restore_checkpoint(1)
 
 
 def test_a_run_that_deletes_faster_than_a_download_lasts_is_an_error_that_says_so(caller: Caller) -> None:
-    caller.patch.setattr(checkpoints, "MOST_RACES", 3)
-    caller.save(1)
+    caller.patch.setattr(checkpoints, "MAX_WRITE_RACES", 3)
+    caller.save_checkpoint(1)
     train_on_after_each_look(caller, list(range(2, 9)))
     with pytest.raises(pt.CheckpointNotFound, match="3 times the trial's run deleted the checkpoint during"):
-        caller.restore()
+        caller.restore_checkpoint()
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_credentials_that_only_read(
     caller: Caller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caller.save(1)
-    caller.save(2)
+    caller.save_checkpoint(1)
+    caller.save_checkpoint(2)
     spoil(caller, 2)
 
     def refused(*_: object, **__: object) -> None:
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_credentials_that_only_read(
 
     caller.patch.setattr(checkpoints, "quarantine", refused)
     with caplog.at_level(logging.WARNING, "prefect_tune"):
-        restored = caller.restore()
+        restored = caller.restore_checkpoint()
     assert restored is not None
     assert restored.step == 1
     assert "step 2 cannot be restored" in caplog.text

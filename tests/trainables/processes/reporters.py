@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from prefect_tune.runtime.trainable import TrialOver
+from prefect_tune.runtime.trainable import StopTraining
 
 Config = Mapping[str, Any]
 THREADS = 4
@@ -73,10 +73,10 @@ def leaves_it_to_a_thread(config: Config) -> None:
     """A thread reports; the trainable itself never checks whether it still runs."""
     import prefect_tune.runtime.session
 
-    prefect_tune.runtime.session._RETURN_WITHIN = timedelta(seconds=0.2)  # a test need not wait for 20 s
+    prefect_tune.runtime.session._RETURN_TIMEOUT = timedelta(seconds=0.2)  # a test need not wait for 20 s
 
     def work() -> None:
-        with suppress(TrialOver):
+        with suppress(StopTraining):
             while True:
                 pt.report({"loss": 1.0})
 

@@ -28,13 +28,19 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from prefect_tune.attempt.processes.process_channel import (
-    READ_ONCE,
+    READ_ONCE_VARIABLES,
     SupervisedProcess,
-    command_of_trials,
-    of_interpreter,
+    interpreter_environment,
+    trial_program_command,
 )
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
-from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest, ProcessEnvironment
+from prefect_tune.core.messages.process_messages import (
+    FORK_REQUEST,
+    IMPORT_REQUEST,
+    TEMPLATE_READY,
+    ImportRequest,
+    ProcessEnvironment,
+)
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.terminal.live_display import NOTICE
@@ -59,13 +65,13 @@ class ProcessKey:
     environment: frozenset[tuple[str, str]]
 
     @classmethod
-    def of(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
+    def for_trial(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
         """Return the key of a trial with this environment; a worker's scheduler may change devices between trials."""
-        inherited = {name: os.environ[name] for name in READ_ONCE if name in os.environ}
+        inherited = {name: os.environ[name] for name in READ_ONCE_VARIABLES if name in os.environ}
         return cls(trainable, import_path, frozenset({**inherited, **environment}.items()))
 
     @property
-    def whole_environment(self) -> Mapping[str, str]:
+    def full_environment(self) -> Mapping[str, str]:
         """The variables of this process, extended and overridden by the trial's variables."""
         return {**os.environ, **dict(self.environment)}
 
@@ -73,13 +79,13 @@ class ProcessKey:
         return f"trainable {self.trainable!r}" if ":" in self.trainable else "the trainable"
 
 
-def make_environment(temporary: Path, environment: Mapping[str, str]) -> ProcessEnvironment:
+def make_process_environment(temporary: Path, environment: Mapping[str, str]) -> ProcessEnvironment:
     """Return the environment of a process: these variables, a temporary directory, this process's working directory."""
 
     def to_latin(text: str) -> str:  # a character per byte: a variable or a path may not be UTF-8
         return os.fsencode(text).decode("latin-1")
 
-    variables = {**of_interpreter(environment), "TMPDIR": str(temporary)}
+    variables = {**interpreter_environment(environment), "TMPDIR": str(temporary)}
     directory = ""  # if the directory was removed; a fork inherits it anyway
     with suppress(FileNotFoundError):
         directory = os.getcwd()  # noqa: PTH109 - text is needed, not a Path
@@ -105,8 +111,8 @@ class ForkedProcess(SupervisedProcess):
         self._code: int | None = None
 
     @staticmethod
-    def request(
-        control: socket.socket, request: bytes = FORK, channel: socket.socket | None = None
+    def fork(
+        control: socket.socket, request: bytes = FORK_REQUEST, channel: socket.socket | None = None
     ) -> ForkedProcess | None:
         """Request a process from the fork server or template behind `control`; return None if that process is gone.
 
@@ -132,7 +138,7 @@ class ForkedProcess(SupervisedProcess):
                         descriptors = [channel.fileno(), their_output, their_status.fileno()]
                         socket.send_fds(control, [request], descriptors)
                     os.close(their_output)
-            message = read_message(status, _FORK_TIMEOUT)
+            message = read_fork_message(status, _FORK_TIMEOUT)
             match (message if message is not None else "no answer yet").split(maxsplit=1):
                 case ["born", subreaper]:
                     return ForkedProcess(int(subreaper), status, output, connection, undo.pop_all())
@@ -156,13 +162,13 @@ class ForkedProcess(SupervisedProcess):
         return code
 
     def _wait_for_end(self, timeout: timedelta | None) -> int | None:
-        if self._code is None and (message := read_message(self._status, timeout)) is not None:
+        if self._code is None and (message := read_fork_message(self._status, timeout)) is not None:
             # `ended <wait status>`; empty if the subreaper was killed, which kills the process too.
             self._code = os.waitstatus_to_exitcode(int(message.split()[1])) if message else -signal.SIGKILL
         return self._code
 
 
-def read_message(source: socket.socket, timeout: timedelta | None) -> str | None:
+def read_fork_message(source: socket.socket, timeout: timedelta | None) -> str | None:
     """Return the next message of a forked process: "" if the process is gone, None if no message arrives in time."""
     if not wait([source], None if timeout is None else timeout.total_seconds()):
         return None
@@ -182,18 +188,18 @@ class ForkServer:
         self._has_requests = False
         with theirs:
             self._process = subprocess.Popen(
-                command_of_trials("prefect_tune.runtime.processes.fork_server", theirs.fileno()),
+                trial_program_command("prefect_tune.runtime.processes.fork_server", theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
-                env=of_interpreter(os.environ),
+                env=interpreter_environment(os.environ),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
 
-    def fork(self, request: bytes = FORK, channel: socket.socket | None = None) -> ForkedProcess | None:
+    def fork(self, request: bytes = FORK_REQUEST, channel: socket.socket | None = None) -> ForkedProcess | None:
         """Return a new process; see `ForkedProcess.request`."""
         self._has_requests = True
-        return ForkedProcess.request(self.control, request, channel)
+        return ForkedProcess.fork(self.control, request, channel)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
         """End the fork server: it exits after its forked processes, or is killed after `timeout` (None: never)."""
@@ -233,7 +239,7 @@ class Template:
 
     def fork(self) -> ForkedProcess | None:
         """Return a trial's process. Requires that the template is ready and `unsafe_reason` is None."""
-        return ForkedProcess.request(self._control)
+        return ForkedProcess.fork(self._control)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
         """End the template: it exits after its forked processes, or is killed after `timeout` (None: never).
@@ -250,7 +256,7 @@ class Template:
     def _import(self) -> None:
         try:
             with self._their_control:
-                self.process = self.server.fork(IMPORT, self._their_control)
+                self.process = self.server.fork(IMPORT_REQUEST, self._their_control)
             self.unsafe_reason = "its process could not be forked"
             if self.process is not None:
                 self.unsafe_reason = self._wait_for_import(self.process)
@@ -267,7 +273,7 @@ class Template:
         request = ImportRequest(
             trainable=self._key.trainable,
             import_path=self._key.import_path,
-            environment=make_environment(process.make_temporary_directory(), self._key.whole_environment),
+            environment=make_process_environment(process.make_temporary_directory(), self._key.full_environment),
             supervisor=os.getpid(),
         )
         with tempfile.TemporaryFile() as file:  # a message has a limited length
@@ -275,15 +281,15 @@ class Template:
             file.flush()
             file.seek(0)
             with suppress(OSError):  # the template may be gone
-                socket.send_fds(self._control, [IMPORT], [file.fileno()])
+                socket.send_fds(self._control, [IMPORT_REQUEST], [file.fileno()])
         deadline = Deadline.after(_IMPORT_TIMEOUT)
         while not self._ending.is_set():
-            message = read_message(self._control, _POLL_INTERVAL)
+            message = read_fork_message(self._control, _POLL_INTERVAL)
             if message:
-                return None if message == READY else message
+                return None if message == TEMPLATE_READY else message
             if message is not None or not process.is_alive():
                 return "its import ended the process"
-            self._wait_log.note()
+            self._wait_log.log_if_due()
             if deadline.remaining_seconds <= 0:
                 return f"its import took longer than {_IMPORT_TIMEOUT}"
         return "it is not needed any more"
@@ -308,7 +314,7 @@ class ForkServers:
         self._unsafe: set[ProcessKey] = set()
         self._closed = False
 
-    def prepare(self, key: ProcessKey, log: Log, slots: int = 1) -> _ForkSource:
+    def start_fork_source(self, key: ProcessKey, log: Log, slots: int = 1) -> _ForkSource:
         """Start the template or fork server of trials with this key if it does not run, without waiting; return it.
 
         Beyond the number that trials in `slots` slots may need, the least recently used templates are ended.
@@ -343,14 +349,14 @@ class ForkServers:
                 elif isinstance(source, ForkServer):
                     raise
                 if isinstance(source, Template):
-                    self.refuse(key, str(error), log)
+                    self.stop_forking(key, str(error), log)
             else:
                 if process is not None:
                     return process
                 self._discard(source)
         raise OSError(f"cannot fork a trial's process: {_MAX_TRIES} consecutive fork servers did not respond")
 
-    def refuse(self, key: ProcessKey, reason: str, log: Log) -> None:
+    def stop_forking(self, key: ProcessKey, reason: str, log: Log) -> None:
         """Fork no more trials of this key after its import, and log the reason once. Running trials continue."""
         with self._guard:
             if not self._has_templates or key in self._unsafe:
@@ -372,7 +378,7 @@ class ForkServers:
             _end_in_background(source) if is_used else source.end()
 
     def _get_ready_source(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> _ForkSource:
-        source = self.prepare(key, log, slots)
+        source = self.start_fork_source(key, log, slots)
         if isinstance(source, ForkServer):
             return source
         while not source.wait_until_ready(_POLL_INTERVAL):
@@ -381,7 +387,7 @@ class ForkServers:
         if source.unsafe_reason is None:
             return source
         if source.process is not None:
-            self.refuse(key, source.unsafe_reason, log)
+            self.stop_forking(key, source.unsafe_reason, log)
         else:  # its fork server is gone: a new one may work
             self._discard(source)
             self._discard(source.server)

@@ -3,7 +3,7 @@
 a single process          channel of rank 0
 processes_per_trial=N     channels of ranks 0 to N-1, each a process of the pool
 nodes_per_trial=M         channels of the ranks of node 0, then of the other nodes (`attempt/nodes.py`)
-a launcher in a trial     channel of the trial's own process (`OWN`), and of each rank that has joined
+a launcher in a trial     channel of the trial's own process (`LAUNCHER`), and of each rank that has joined
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias
 
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput
+from prefect_tune.core.display_text import make_readable
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import (
     FromTrial,
-    Join,
-    Rank,
-    Refused,
+    JoinRejected,
+    RankInfo,
+    RankJoined,
     Start,
     StartReceived,
     ToTrial,
     TrialEnded,
-    from_trial,
+    from_trial_adapter,
 )
 from prefect_tune.core.reasons import ProcessEnd, make_reason
-from prefect_tune.core.shown_text import readable
 from prefect_tune.linux import command_of, poll_readable
-from prefect_tune.runtime.message_stream import FROM_TRIAL_BYTES, MalformedMessage, MessageReader
+from prefect_tune.runtime.message_stream import MAX_TRIAL_MESSAGE_BYTES, MalformedMessage, MessageReader
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.scratch import ScratchDirectory
 
@@ -60,7 +60,7 @@ _JOIN_BYTES = 64 * 1024
 
 # Libraries read these variables once: on import, or when they first compute. So a process serves only trials with the
 # same values.
-READ_ONCE = (
+READ_ONCE_VARIABLES = (
     "ASCEND_RT_VISIBLE_DEVICES",
     "CUDA_VISIBLE_DEVICES",
     "GPU_DEVICE_ORDINAL",
@@ -80,7 +80,7 @@ READ_ONCE = (
 )
 
 
-def of_interpreter(variables: Mapping[str, str]) -> Mapping[str, str]:
+def interpreter_environment(variables: Mapping[str, str]) -> Mapping[str, str]:
     """Return the variables for a new interpreter, whose output must be unbuffered."""
     return {**variables, "PYTHONUNBUFFERED": "1"}
 
@@ -92,7 +92,7 @@ def interpreter_flags() -> list[str]:
     return [*flags, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in options)]
 
 
-def command_of_trials(module: str, descriptor: int) -> list[str]:
+def trial_program_command(module: str, descriptor: int) -> list[str]:
     """Return the command that starts `module` for trials.
 
     Its arguments are the descriptor, the pid of this process, then the `sys.argv` for the trials.
@@ -103,7 +103,7 @@ def command_of_trials(module: str, descriptor: int) -> list[str]:
     return [sys.executable, *flags, "-m", module, str(descriptor), str(os.getpid()), *arguments]
 
 
-AS_IT_IS: Mapping[str, str] = MappingProxyType({})
+NO_EXTRA_ENV: Mapping[str, str] = MappingProxyType({})
 """No variables besides the environment of this process."""
 
 
@@ -121,7 +121,7 @@ class ProcessHandle(Protocol):
 
 
 class TrialChannel:
-    """The connection to a running attempt. Call `receive` from one thread, `tell` from any."""
+    """The connection to a running attempt. Call `receive` from one thread, `send` from any."""
 
     def __init__(self, connection: Connection, process: ProcessHandle, output: TrialOutput | None = None) -> None:
         """Args: output: the output of its process. Default: None, it is logged elsewhere."""
@@ -130,17 +130,17 @@ class TrialChannel:
         self._reader = _make_reader(connection)
         self._process = process
         self._sending = threading.Lock()
-        self.has_begun = False
+        self.has_started = False
         """Whether the process runs the trainable's code: its import, its setup or its training."""
 
-    def go_over_to(self, connection: Connection, process: ProcessHandle, output: TrialOutput) -> None:
+    def switch_process(self, connection: Connection, process: ProcessHandle, output: TrialOutput) -> None:
         """Switch to another process."""
         with self._sending:
             self.connection, self._reader, self._process = connection, _make_reader(connection), process
             self._output = output
-            self.has_begun = False
+            self.has_started = False
 
-    def tell(self, message: ToTrial) -> None:
+    def send(self, message: ToTrial) -> None:
         """Send a message. If the trial is gone, the message is dropped, and `receive` raises."""
         with self._sending, suppress(OSError):  # the trial is gone, or the channel was just closed
             self.connection.send_bytes(message.model_dump_json().encode())
@@ -167,7 +167,7 @@ class TrialChannel:
                 "look for code that writes to a file descriptor that it did not open (os.write, os.fdopen)"
             ) from None
         if isinstance(message, StartReceived):
-            self.has_begun = True
+            self.has_started = True
             return TrialChannel.receive(self, patience)
         return message
 
@@ -181,26 +181,26 @@ class TrialChannel:
 
 
 def _make_reader(connection: Connection) -> MessageReader[FromTrial | StartReceived]:
-    return MessageReader(connection, from_trial, limit_bytes=FROM_TRIAL_BYTES)
+    return MessageReader(connection, from_trial_adapter, limit_bytes=MAX_TRIAL_MESSAGE_BYTES)
 
 
 @contextmanager
-def trial_in_place(start: Start, _log: Log) -> Iterator[TrialChannel]:
+def trial_in_thread(start: Start, _log: Log) -> Iterator[TrialChannel]:
     """Train in a thread of this process, for notebooks and debuggers. The thread cannot be killed."""
-    from prefect_tune.runtime.processes.trial_process import train
+    from prefect_tune.runtime.processes.trial_process import serve_one_attempt
 
     ours, theirs = socket.socketpair()
     their_connection = Connection(theirs.detach())
 
     def run_training() -> None:
         with their_connection:
-            train(their_connection)
+            serve_one_attempt(their_connection)
 
     thread = threading.Thread(target=run_training, name=f"trial-{start.trial}", daemon=True)
     with Connection(ours.detach()) as connection:
         channel = TrialChannel(connection, _TrialThread(thread))
         thread.start()  # first, since the send of a long start message blocks until the thread reads it
-        channel.tell(start)
+        channel.send(start)
         yield channel
 
 
@@ -269,7 +269,7 @@ class SupervisedProcess(ABC):
         """Kill the process; return its exit code."""
 
 
-class StartedProcess(SupervisedProcess):
+class SpawnedProcess(SupervisedProcess):
     """A process that is not forked but started in a new session, on systems other than Linux.
 
     It ends with its supervisor, and all processes of its process group end with it; other descendants continue.
@@ -284,11 +284,11 @@ class StartedProcess(SupervisedProcess):
             undo.callback(os.close, output)
             with theirs, os.fdopen(their_output, "wb"):
                 self._child = subprocess.Popen(
-                    command_of_trials("prefect_tune.runtime.processes.trial_process", theirs.fileno()),
+                    trial_program_command("prefect_tune.runtime.processes.trial_process", theirs.fileno()),
                     stdin=subprocess.DEVNULL,
                     stdout=their_output,
                     stderr=subprocess.STDOUT,
-                    env=of_interpreter(environment),
+                    env=interpreter_environment(environment),
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                 )
@@ -316,7 +316,7 @@ class StartedProcess(SupervisedProcess):
             os.killpg(self._child.pid, signal.SIGKILL)
 
 
-OWN_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"})
+CRASH_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"})
 """The signals that the trainable or its libraries cause, unlike SIGKILL, which comes from outside."""
 
 
@@ -330,7 +330,7 @@ def make_process_end(code: int, output: str) -> ProcessEnd:
 
 # The channels of an attempt, by rank.
 
-OWN: Final = -1
+LAUNCHER: Final = -1
 """The pseudo-rank of the trial's own process, whose launcher has started the ranks."""
 _MessageSource: TypeAlias = "Connection | socket.socket"
 # Below the kernel's ephemeral ports, so that no client takes the port before rank 0 binds it.
@@ -338,7 +338,7 @@ _PORTS = range(20_000, 32_000)
 _LOOPBACK = "127.0.0.1"
 
 
-class RankEnded(Exception):
+class RankLostError(Exception):
     """The process of a rank is gone, or wrote invalid bytes."""
 
     def __init__(self, rank: int, error: EOFError | MalformedMessage) -> None:
@@ -348,57 +348,57 @@ class RankEnded(Exception):
 
 
 class RankGroup:
-    """The channels to the processes of an attempt. Call `receive` from one thread, `tell` from any."""
+    """The channels to the processes of an attempt. Call `receive` from one thread, `send` from any."""
 
     def __init__(
         self,
         channels: Sequence[TrialChannel],
         joins: _JoinSocket | None = None,
         node_count: int = 1,
-        ranks_here: float = math.inf,
+        local_rank_count: float = math.inf,
     ) -> None:
         self.node_count = node_count
-        self._ranks_here = ranks_here
+        self._ranks_here = local_rank_count
         self._channels = dict(enumerate(channels))
-        self._open = dict(self._channels)
+        self._open_channels = dict(self._channels)
         self._joins = joins
-        self.is_led = False
+        self.has_launcher_rank_0 = False
         """Whether the trial's own process is rank 0, and its launcher has started the other ranks."""
         self._pids: dict[int, int] = {}
         """The pids of the ranks that have joined."""
-        self.died_by_themselves: set[int] = set()
+        self.self_exited_ranks: set[int] = set()
         """The ranks that had exited before their launcher could kill them after the failure of another rank."""
         self._outboxes: dict[int, _Outbox] = {}
         self._outputs: dict[int, str] = {}
         """The last output of ranks on other nodes whose processes have exited."""
-        self._served = 0
+        self._turn = 0
         self._messages_for_joiners: list[ToTrial] = []
         self.world_size = len(channels)
         """The number of ranks."""
 
     @property
-    def is_launched(self) -> bool:
+    def has_launcher(self) -> bool:
         """Whether a launcher in the trial has started the ranks."""
-        return OWN in self._channels
+        return LAUNCHER in self._channels
 
-    def is_here(self, rank: int) -> bool:
+    def is_local(self, rank: int) -> bool:
         """Whether the process of a rank is on this machine, like the first ranks and the ranks of a launcher."""
         return rank < self._ranks_here
 
     @property
     def open_ranks(self) -> frozenset[int]:
-        """The ranks that may still send messages, including `OWN`."""
-        return frozenset(self._open)
+        """The ranks that may still send messages, including `LAUNCHER`."""
+        return frozenset(self._open_channels)
 
-    def tell(self, message: ToTrial) -> None:
+    def send(self, message: ToTrial) -> None:
         """Send a message to rank 0; the message is dropped if the rank is gone."""
-        self._channels[0 if 0 in self._channels else OWN].tell(message)
+        self._channels[0 if 0 in self._channels else LAUNCHER].send(message)
 
-    def tell_rank(self, rank: int, message: ToTrial) -> None:
+    def send_to_rank(self, rank: int, message: ToTrial) -> None:
         """Send a message to a rank without waiting; the message is dropped if the rank is gone."""
         self._get_outbox(rank).put(message)
 
-    def tell_others(self, message: ToTrial) -> None:
+    def send_to_others(self, message: ToTrial) -> None:
         """Send a message to all ranks but rank 0, including those that join later."""
         ranks = [rank for rank in self._channels if rank > 0]
         for rank in ranks:
@@ -407,82 +407,82 @@ class RankGroup:
             self._messages_for_joiners.append(message)
 
     def receive(self, patience: timedelta) -> tuple[int, FromTrial] | None:
-        """Return the next message with its rank; None if none arrives within `patience`. A `Join` is already answered.
+        """Return the next message with its rank; None after `patience`. A `RankJoined` is already answered.
 
         Raises:
             RankEnded: a rank is gone, and all its messages have been received; or it wrote invalid bytes.
         """
-        sources = {channel.connection: rank for rank, channel in self._open.items()}
+        sources = {channel.connection: rank for rank, channel in self._open_channels.items()}
         joining = [] if self._joins is None else self._joins.sources
         # `multiprocessing.connection.wait` has about ten times the overhead.
         by_descriptor: dict[int, _MessageSource] = {source.fileno(): source for source in (*sources, *joining)}
         ready = [by_descriptor[descriptor] for descriptor in poll_readable(by_descriptor, patience)]
-        if self._joins is not None and (arrived := self._joins.next_of(ready)) is not None:
+        if self._joins is not None and (arrived := self._joins.accept_join(ready)) is not None:
             return self._add_joined_rank(*arrived, self._joins.start)
-        self._served += 1  # round-robin, so that one rank cannot block the others
-        ranks = [sources[source] for source in ready if source in sources] if ready else [*self._open]
+        self._turn += 1  # round-robin, so that one rank cannot block the others
+        ranks = [sources[source] for source in ready if source in sources] if ready else [*self._open_channels]
         # A launcher fails after the rank that caused its failure: so receive its messages last.
-        for rank in sorted(ranks, key=lambda rank: (rank == OWN, (rank - self._served) % self.world_size)):
+        for rank in sorted(ranks, key=lambda rank: (rank == LAUNCHER, (rank - self._turn) % self.world_size)):
             try:
-                message = self._open[rank].receive(_NO_WAIT)
+                message = self._open_channels[rank].receive(_NO_WAIT)
             except (EOFError, MalformedMessage) as error:
-                self.leave(rank)
-                raise RankEnded(rank, error) from None
-            if isinstance(message, Join):
+                self.stop_receiving(rank)
+                raise RankLostError(rank, error) from None
+            if isinstance(message, RankJoined):
                 self._promote_to_rank_0(rank, message)
                 return 0, message
-            if isinstance(message, TrialEnded) and message.raised and self.is_launched:
-                exited = {key for key in self._open if key in self._pids and not command_of(self._pids[key])}
+            if isinstance(message, TrialEnded) and message.raised and self.has_launcher:
+                exited = {key for key in self._open_channels if key in self._pids and not command_of(self._pids[key])}
                 if command_of(self._pids.get(rank, 0)):  # it still runs, so its launcher has not killed the others
-                    self.died_by_themselves |= exited
+                    self.self_exited_ranks |= exited
             if message is not None:
                 return rank, message
         return None
 
-    def _promote_to_rank_0(self, rank: int, join: Join) -> None:
+    def _promote_to_rank_0(self, rank: int, join: RankJoined) -> None:
         """Make the trial's own process rank 0; other ranks may have joined before.
 
         Raises:
             InvalidInput: another process is rank 0.
         """
-        if rank == OWN and 0 in self._channels:
+        if rank == LAUNCHER and 0 in self._channels:
             raise InvalidInput(f"rank 0 of {self.world_size}: this trial already has that rank, in another process")
-        self._channels[0], self._open[0] = self._channels.pop(rank), self._open.pop(rank)
-        self.world_size, self.is_led = join.rank.world_size, True
+        self._channels[0], self._open_channels[0] = self._channels.pop(rank), self._open_channels.pop(rank)
+        self.world_size, self.has_launcher_rank_0 = join.rank.world_size, True
 
     def _get_outbox(self, rank: int) -> _Outbox:
         """Return the queue of messages to a rank; senders do not wait, even if the rank does not read for long."""
         return self._outboxes.setdefault(rank, _Outbox(self._channels[rank]))
 
-    def _add_joined_rank(self, join: Join, connection: Connection, start: Start) -> tuple[int, Join] | None:
+    def _add_joined_rank(self, join: RankJoined, connection: Connection, start: Start) -> tuple[int, RankJoined] | None:
         """Add a rank that a launcher has started, or reject it."""
         rank, channel = join.rank, TrialChannel(connection, _JoinedRank(join.pid))
-        if OWN not in self._channels and not self.is_led:
-            self._channels = {OWN: self._channels.pop(0)}
-            self._open = {OWN: self._open.pop(0)} if 0 in self._open else {}
+        if LAUNCHER not in self._channels and not self.has_launcher_rank_0:
+            self._channels = {LAUNCHER: self._channels.pop(0)}
+            self._open_channels = {LAUNCHER: self._open_channels.pop(0)} if 0 in self._open_channels else {}
             self.world_size = rank.world_size
         elif rank.rank in self._channels or rank.world_size != self.world_size:
             conflict = "that rank" if rank.world_size == self.world_size else f"{self.world_size} ranks"
-            channel.tell(Refused(why=f"rank {rank.rank} of {rank.world_size}: this trial already has {conflict}"))
+            channel.send(JoinRejected(why=f"rank {rank.rank} of {rank.world_size}: this trial already has {conflict}"))
             return None
-        self._channels[rank.rank] = self._open[rank.rank] = channel
+        self._channels[rank.rank] = self._open_channels[rank.rank] = channel
         self._pids[rank.rank] = join.pid
         for message in (start.model_copy(update={"rank": rank}), *(self._messages_for_joiners if rank.rank else ())):
             self._get_outbox(rank.rank).put(message)
         return rank.rank, join
 
-    def leave(self, rank: int) -> None:
+    def stop_receiving(self, rank: int) -> None:
         """Stop receiving from a rank, which has sent its end."""
-        self._open.pop(rank, None)
+        self._open_channels.pop(rank, None)
 
-    def end(self, rank: int = 0) -> ProcessEnd:
+    def end_rank(self, rank: int = 0) -> ProcessEnd:
         """End the process of a rank, and its descendants; return how it ended."""
         end = self._channels[rank].end()
         if end.output and not self._channels[rank].last_output():  # the process is on another node
             self._outputs[rank] = end.output
         return end
 
-    def end_all(self) -> None:
+    def end_all_ranks(self) -> None:
         """End the processes of all ranks."""
         for channel in self._channels.values():
             channel.end()
@@ -494,7 +494,7 @@ class RankGroup:
             if output := channel.last_output() or self._outputs.get(rank, ""):
                 outputs[rank] = output
         named = (output if len(outputs) == 1 else f"rank {rank}:\n{output}" for rank, output in outputs.items())
-        return readable("\n".join(named))
+        return make_readable("\n".join(named))
 
     @property
     def missing_ranks(self) -> Sequence[int]:
@@ -517,7 +517,7 @@ class _Outbox:
 
     def _send_messages(self, channel: TrialChannel) -> None:
         while (message := self._messages.get()) is not None:
-            channel.tell(message)
+            channel.send(message)
 
 
 class _JoinedRank:
@@ -548,14 +548,14 @@ class _JoinSocket:
 
     @property
     def sources(self) -> Sequence[Connection | socket.socket]:
-        """The sources that become readable when a process connects or sends its `Join`."""
+        """The sources that become readable when a process connects or sends its `RankJoined`."""
         return [self.socket, *self._arriving]
 
-    def next_of(self, ready: Collection[object]) -> tuple[Join, Connection] | None:
-        """Accept new connections; return the next `Join`, with its connection. None if there is none."""
+    def accept_join(self, ready: Collection[object]) -> tuple[RankJoined, Connection] | None:
+        """Accept new connections; return the next `RankJoined`, with its connection. None if there is none."""
         if self.socket in ready:
             connection = Connection(self.socket.accept()[0].detach())
-            self._arriving[connection] = MessageReader(connection, from_trial, limit_bytes=_JOIN_BYTES)
+            self._arriving[connection] = MessageReader(connection, from_trial_adapter, limit_bytes=_JOIN_BYTES)
         for connection in [connection for connection in self._arriving if connection in ready]:
             try:
                 message = self._arriving[connection].read(_NO_WAIT)
@@ -563,7 +563,7 @@ class _JoinSocket:
                 self._arriving.pop(connection)
                 connection.close()
                 continue
-            if isinstance(message, Join):
+            if isinstance(message, RankJoined):
                 self._arriving.pop(connection)
                 self._joined.append(connection)
                 return message, connection
@@ -599,7 +599,7 @@ class Placement:
 
 
 @contextmanager
-def rank_group(
+def open_rank_group(
     start: Start,
     placement: Placement,
     open_channel: Callable[[Start], AbstractContextManager[TrialChannel]],
@@ -610,7 +610,7 @@ def rank_group(
     `remote_channels` are the channels to the ranks of other nodes.
     """
     # A single process also gets an address for `torch.distributed`, but no other variables of ranks.
-    address, port = placement.rendezvous_endpoint or (_LOOPBACK, free_port(_LOOPBACK))
+    address, port = placement.rendezvous_endpoint or (_LOOPBACK, find_free_port(_LOOPBACK))
     rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     with ExitStack() as resources:
         if placement.world_size > 1:
@@ -648,11 +648,11 @@ def _make_start_messages(start: Start, placement: Placement, rendezvous: Mapping
             "GROUP_WORLD_SIZE": str(placement.node_count),
             **rendezvous,
         }
-        named = Rank(rank=rank, world_size=placement.world_size, local_rank=local_rank, variables=variables)
+        named = RankInfo(rank=rank, world_size=placement.world_size, local_rank=local_rank, variables=variables)
         yield start.model_copy(update={"rank": named, "waits": False})
 
 
-def free_port(address: str = "") -> int:
+def find_free_port(address: str = "") -> int:
     """Return a port that is free at `address` of this machine (empty: at all addresses).
 
     Raises:

@@ -23,7 +23,7 @@ _MAX_LAST_LINES = 20
 _STOP_TIMEOUT = timedelta(seconds=5)
 _FIRST_NOTE_DELAY = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
-_BURST_LINES, _LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # limits: in a burst, and per second
+_BURST_LINES, _MAX_LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # limits: in a burst, and per second
 _MAX_LAST_BYTES = 64 * 1024  # all last lines together, after the process has exited
 _MAX_JOURNALED_BYTES = 8 * 1024  # all last lines together, in the journal
 _CATCH_UP_TIMEOUT = timedelta(seconds=0.5)
@@ -40,7 +40,7 @@ class TrialLog(logging.LoggerAdapter[logging.Logger]):
         return f"{self.subject}: {msg}", kwargs
 
 
-def rank_log(log: Log, rank: int) -> TrialLog:
+def make_rank_log(log: Log, rank: int) -> TrialLog:
     """Return the log of a rank, with the prefix `trial 00003/rank 1`, or `rank 1` if `log` has no trial."""
     if isinstance(log, TrialLog):
         return TrialLog(log.logger, f"{log.subject}/rank {rank}")
@@ -54,7 +54,7 @@ class WaitLog:
         self._log, self._what = log, what
         self._start_time, self._next_seconds = time.monotonic(), (first or _FIRST_NOTE_DELAY).total_seconds()
 
-    def note(self) -> None:
+    def log_if_due(self) -> None:
         """Log the wait if that is due. Call this about once a second."""
         seconds = time.monotonic() - self._start_time
         if seconds >= self._next_seconds:
@@ -72,7 +72,7 @@ class TrialOutput:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._lines = OutputLines(self._log_line)
+        self._lines = OutputLineSplitter(self._log_line)
         self._last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
         self._line_budget, self._budget_updated_at = _BURST_LINES, time.monotonic()
         self._dropped_count = 0
@@ -129,7 +129,9 @@ class TrialOutput:
     def _log_line(self, line: str) -> None:
         self._last_lines.append(line)
         now = time.monotonic()
-        self._line_budget = min(_BURST_LINES, self._line_budget + (now - self._budget_updated_at) * _LINES_PER_SECOND)
+        self._line_budget = min(
+            _BURST_LINES, self._line_budget + (now - self._budget_updated_at) * _MAX_LINES_PER_SECOND
+        )
         self._budget_updated_at = now
         if self._line_budget <= 0 or (self._dropped_count and self._line_budget < _BURST_LINES / 2):
             if not self._dropped_count:
@@ -164,7 +166,7 @@ _MAX_LINE_CHARACTERS = 64 * 1024  # Prefect's server rejects log entries of more
 _MAX_ROWS = 50
 
 
-class OutputLines:
+class OutputLineSplitter:
     """Calls `emit` with each line. An endless line takes the memory of 65,536 characters at most."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:

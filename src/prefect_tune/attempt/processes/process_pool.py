@@ -2,7 +2,7 @@
 
     reused, by a class with `reset_config` ──► declines, fails or exits before its first report ─┐
     forked: from a template, or from the plain fork server (see `fork_servers`) ◄────────────────┤  (no attempt is lost)
-    started, where trials are not forked (`StartedProcess`) ◄────────────────────────────────────┘
+    started, where trials are not forked (`SpawnedProcess`) ◄────────────────────────────────────┘
 
 If a fork does not begin its trial within 60 s, a process without the import replaces it; the template forks no more.
 Never: a function in a reused process; a trial in a process in which another trial failed or was interrupted; more idle
@@ -19,27 +19,27 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
-from prefect_tune.attempt.processes.fork_servers import ForkServers, ProcessKey, make_environment
+from prefect_tune.attempt.processes.fork_servers import ForkServers, ProcessKey, make_process_environment
 from prefect_tune.attempt.processes.process_channel import (
-    AS_IT_IS,
-    StartedProcess,
+    NO_EXTRA_ENV,
+    SpawnedProcess,
     SupervisedProcess,
     TrialChannel,
     make_process_end,
 )
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
-from prefect_tune.attempt.trial_spec import import_path
+from prefect_tune.attempt.trial_spec import absolute_sys_path
+from prefect_tune.core.display_text import first_line, make_visible
 from prefect_tune.core.messages.process_messages import FromTrial, Start, ToTrial, TrainableLoaded, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd, make_reason
-from prefect_tune.core.shown_text import first_line, visible
 from prefect_tune.linux import is_linux
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.terminal.formatting import with_last_output
+from prefect_tune.terminal.formatting import append_last_output
 
 _KILL_TIMEOUT = timedelta(seconds=0.2)
 _EXIT_TIMEOUT = timedelta(seconds=5)
-_BEGIN_TIMEOUT = timedelta(seconds=60)
+_START_TIMEOUT = timedelta(seconds=60)
 """A fork begins its trial in milliseconds, unless it inherited a locked lock."""
 _FIRST_REPORT_NOTE_DELAY = timedelta(minutes=10)
 _IDLE_TIMEOUT = timedelta(seconds=30)
@@ -66,7 +66,7 @@ class TrialProcessPool:
     def __init__(self, *, slots: int | None, reuse: Reuse = "never") -> None:
         self._grows = slots is None
         self._slots = slots if slots is not None else 1
-        self.servers = ForkServers("never" if slots == 0 or not is_linux() else reuse)
+        self.fork_servers = ForkServers("never" if slots == 0 or not is_linux() else reuse)
         self._guard = threading.Lock()
         self._used_count = 0
         self._idle: list[_LeasedProcess] = []
@@ -83,27 +83,27 @@ class TrialProcessPool:
         with self._guard:
             self._closed = True
             is_used = self._used_count > 0
-        self.dismiss()
-        self.servers.close(is_used=is_used)
+        self.end_idle_processes()
+        self.fork_servers.close(is_used=is_used)
 
-    def dismiss(self, *, slots: int = 0) -> None:
+    def end_idle_processes(self, *, keep_count: int = 0) -> None:
         """End the processes that are idle longest, until at most `slots` are left, including those in use."""
         with self._guard:
-            surplus = max(0, self._used_count + len(self._idle) - slots)
+            surplus = max(0, self._used_count + len(self._idle) - keep_count)
             to_end, self._idle = self._idle[:surplus], self._idle[surplus:]
         _end_idle_processes(to_end)
 
-    def prepare(self, trainable: str, log: Log, environment: Mapping[str, str] = AS_IT_IS) -> None:
+    def start_import(self, trainable: str, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV) -> None:
         """Start to import `trainable` (see `Start`) if `reuse` shares imports; do not wait for the import."""
         if is_linux():
-            self.servers.prepare(ProcessKey.of(trainable, import_path(), environment), log)
+            self.fork_servers.start_fork_source(ProcessKey.for_trial(trainable, absolute_sys_path(), environment), log)
 
     @contextmanager
-    def process(
+    def open_process(
         self,
         start: Start,
         log: Log,
-        environment: Mapping[str, str] = AS_IT_IS,
+        environment: Mapping[str, str] = NO_EXTRA_ENV,
         stop: threading.Event | None = None,
     ) -> Iterator[TrialChannel]:
         """Train in a process of the pool. The end of the block ends the process, unless it is kept for another trial.
@@ -119,7 +119,7 @@ class TrialProcessPool:
         Raises:
             OSError: the process could not be created, for example for lack of memory or process ids.
         """
-        key = ProcessKey.of(start.trainable, start.import_path, environment)
+        key = ProcessKey.for_trial(start.trainable, start.import_path, environment)
         with self._guard:
             self._used_count += 1
             if self._grows:
@@ -154,10 +154,10 @@ class TrialProcessPool:
 
     def make_process(self, request: _ProcessRequest) -> SupervisedProcess:
         """Return a new process. If there are too many, first end idle processes with other keys."""
-        self.dismiss(slots=self._slots)
+        self.end_idle_processes(keep_count=self._slots)
         if not is_linux():
-            return StartedProcess(request.key.whole_environment)
-        return self.servers.fork(request.key, request.log, request.stop, self._slots)
+            return SpawnedProcess(request.key.full_environment)
+        return self.fork_servers.fork(request.key, request.log, request.stop, self._slots)
 
     def keep_idle(self, process: _LeasedProcess) -> None:
         """Keep a process for another trial; end it if there are already enough."""
@@ -235,23 +235,23 @@ class _PooledChannel(TrialChannel):
 
     def start_trial(self, *, has_deadline: bool = True) -> None:
         """Send the environment, the start message, and earlier messages; `receive` replaces the process if it hangs."""
-        self._begin_deadline = Deadline.after(_BEGIN_TIMEOUT) if has_deadline else None
+        self._begin_deadline = Deadline.after(_START_TIMEOUT) if has_deadline else None
         self._wait_log = WaitLog(self._request.log, "waiting for its process to begin")
         process = self._leased.process
         self._leased.output.start(process.output)
-        environment = make_environment(process.make_temporary_directory(), self._request.key.whole_environment)
+        environment = make_process_environment(process.make_temporary_directory(), self._request.key.full_environment)
         for message in (environment, self._request.start, *self._sent):
-            super().tell(message)
+            super().send(message)
 
-    def tell(self, message: ToTrial) -> None:
+    def send(self, message: ToTrial) -> None:
         with self._changing:
             if not self._has_reported:
                 self._sent.append(message)
             if not self._closed:  # else the process may serve another trial
-                super().tell(message)
+                super().send(message)
 
     def receive(self, patience: timedelta) -> FromTrial | None:
-        had_begun = self.has_begun
+        had_begun = self.has_started
         try:
             message = super().receive(patience)
         except EOFError:
@@ -268,18 +268,18 @@ class _PooledChannel(TrialChannel):
         self._leased.is_exiting |= isinstance(message, TrialEnded)
         if isinstance(message, TrainableLoaded):
             self._wait_log = WaitLog(self._request.log, _NO_REPORT_NOTE, _FIRST_REPORT_NOTE_DELAY)
-        elif self.has_begun and not had_begun:
+        elif self.has_started and not had_begun:
             self._wait_log = WaitLog(self._request.log, f"importing {self._request.key}, or in its setup")
         elif message is not None:
             self._wait_log = None
-        elif not self.has_begun and self._begin_deadline is not None and not self._begin_deadline.remaining_seconds:
-            reason = f"did not begin its trial within {_BEGIN_TIMEOUT.total_seconds():g} s"
-            self._pool.servers.refuse(
+        elif not self.has_started and self._begin_deadline is not None and not self._begin_deadline.remaining_seconds:
+            reason = f"did not begin its trial within {_START_TIMEOUT.total_seconds():g} s"
+            self._pool.fork_servers.stop_forking(
                 self._request.key, f"a process that was forked after it {reason}", self._request.log
             )
             self._replace_process(reason, has_deadline=False)
         elif self._wait_log is not None:
-            self._wait_log.note()
+            self._wait_log.log_if_due()
         return message
 
     def end(self) -> ProcessEnd:
@@ -307,12 +307,12 @@ class _PooledChannel(TrialChannel):
         if reason or end.exit_code != 0:
             subject = "the process reused from an earlier trial" if self._is_reused else "its process"
             request.log.warning(
-                "%s %s; starting a new one", subject, visible(reason or with_last_output(end, end.output))
+                "%s %s; starting a new one", subject, make_visible(reason or append_last_output(end, end.output))
             )
         self._leased.process.end()
         with self._changing:
             self._leased = _LeasedProcess(self._pool.make_process(request), request.log, request.key)
-            self.go_over_to(self._leased.process.connection, self._leased, self._leased.output)
+            self.switch_process(self._leased.process.connection, self._leased, self._leased.output)
             self._is_reused = False
             self.start_trial(has_deadline=has_deadline)
 
@@ -332,7 +332,7 @@ _pools: dict[Hashable, _SharedPool] = {}
 
 
 @contextmanager
-def worker_pool(search: Hashable, reuse: Reuse) -> Iterator[TrialProcessPool]:
+def shared_pool(search: Hashable, reuse: Reuse) -> Iterator[TrialProcessPool]:
     """Yield the pool that the attempts of a search share in this process. It stays for 30 s after the last attempt.
 
     Idle pools of other searches are closed immediately, since their processes may hold GPU memory.

@@ -18,9 +18,9 @@ a superseded owner creates is never used.
 Why it is safe:
 - A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. It also holds the sequence of
   the save that sent it, so that no save relies on a blob that a garbage collection with an older state may still
-  delete: see `reusable`.
+  delete: see `find_reusable_bytes`.
 - The directory must not change between the first read and the manifest: `require_unchanged` checks this at the end.
-- After a lost reply, `publish` reads the manifest back and recognizes its own by the write id.
+- After a lost reply, `publish_manifest` reads the manifest back and recognizes its own by the write id.
 
 Never: create a manifest before all its blobs were seen on the target, or a second one of the same name; replace a blob.
 
@@ -48,21 +48,21 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from prefect_tune.core.checkpoints.manifest import (
-    About,
     BlobRef,
+    CheckpointMetadata,
     ChunkRef,
-    Contents,
+    FileLayout,
+    FileRange,
     FileRef,
     Manifest,
-    NoSink,
-    Piece,
-    Read,
-    Source,
+    NullSink,
+    RangeRead,
+    StagedDirectory,
     blob_digest,
-    fetch,
-    groups,
-    pieces,
-    reads,
+    fetch_chunks,
+    pack_ranges,
+    plan_reads,
+    split_files,
 )
 from prefect_tune.core.errors import (
     AlreadyCommitted,
@@ -91,7 +91,7 @@ class _ChunkLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Reusable:
+class ReusableBytes:
     """Bytes that are already on the target and cannot be garbage-collected during this save.
 
     `chunks` are stored in blobs of live checkpoints. `blobs` (digest to path) are complete blobs of live checkpoints
@@ -104,12 +104,12 @@ class Reusable:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveResult:
     """A saved checkpoint: its manifest, the number of uploaded bytes, and the damage that was found."""
 
     manifest: Manifest
     sent_bytes: int
-    damaged: Mapping[str, str] = field(default_factory=dict)
+    damaged_blobs: Mapping[str, str] = field(default_factory=dict)
     """By path, the damage of blobs that were read back; these are not reused: their bytes were sent again."""
 
 
@@ -117,11 +117,13 @@ class Save:
 class _Blob:
     """The stored chunks of one group, with their locations; `uploaded` is the path and size of a blob sent just now."""
 
-    chunks: tuple[tuple[Piece, Digest, _ChunkLocation], ...]
+    chunks: tuple[tuple[FileRange, Digest, _ChunkLocation], ...]
     uploaded: tuple[str, int] | None
 
 
-def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, collected_up_to: int) -> Reusable:
+def find_reusable_bytes(
+    store: ObjectStore, trial: TrialKey, parent: Manifest | None, collected_up_to: int
+) -> ReusableBytes:
     """Find the bytes that the next save of `trial` need not send again.
 
     A blob may be reused if a live checkpoint (`parent`) refers to it, or if it was first written after the last
@@ -131,7 +133,7 @@ def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, colle
     A chunk is reused only if the listing shows its blob at full size; otherwise the chunk is sent again. The blobs of a
     clone belong to another trial, so they are not in this trial's listing, and later saves do not reuse them.
     """
-    sizes = {listed.path: listed.size_bytes for listed in store.list(trial.blobs)}
+    sizes = {listed.path: listed.size_bytes for listed in store.list(trial.blobs_folder)}
     live = parent.blob_paths() if parent else frozenset[str]()
     blobs = {
         Digest(path.rpartition("/")[2].partition("-")[0]): path
@@ -144,26 +146,27 @@ def reusable(store: ObjectStore, trial: TrialKey, parent: Manifest | None, colle
             size_bytes, path = parent.blobs[chunk.blob].size_bytes, parent.blob_path(chunk.blob)
             if sizes.get(path) == size_bytes:
                 chunks[Digest(chunk.digest)] = _ChunkLocation(path, size_bytes, chunk.offset)
-    return Reusable(chunks, blobs, sizes)
+    return ReusableBytes(chunks, blobs, sizes)
 
 
-def commit(
+def commit_checkpoint(
     store: ObjectStore,
     key: CheckpointKey,
-    source: Source,
-    about: About,
+    source: StagedDirectory,
+    about: CheckpointMetadata,
     *,
-    reuse: Reusable,
+    reuse: ReusableBytes,
     reverification: Reverification | None = None,
-    complete: Callable[[Manifest], Manifest] | None = None,
-) -> Save:
+    finalize_manifest: Callable[[Manifest], Manifest] | None = None,
+) -> SaveResult:
     """Publish `source` as the checkpoint `key`.
 
     A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same bytes twice has the
     same result as committing them once.
 
     `reverification` selects the reused blobs to read back first; if one fails, its bytes are sent again to a new path.
-    Without `reverification`, reused blobs are trusted. `complete` adds the parts of other nodes to the manifest.
+    Without `reverification`, reused blobs are trusted. `finalize_manifest` adds the parts of other nodes to the
+    manifest.
 
     Raises:
         InvalidInput: `about` holds a value that JSON cannot represent; nothing was sent.
@@ -173,37 +176,39 @@ def commit(
         StagedFilesChanged: the directory was written to during the commit.
     """
     _, about = seal_and_read_back(about)
-    batches = list(groups(pieces(source.files)))
+    batches = list(pack_ranges(split_files(source.files)))
     blobs = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
     uploaded = _collect_sizes(blobs)
     manifest = Manifest(**_layout_fields(key, source, blobs), about=about)
     unverified: dict[str, FailedBlob] = {}
     if reverification is not None:
         due_reads = _select_due_reads(manifest, reuse, reverification)
-        verified_reads = store.map(lambda read: verify_read(store, manifest, read), due_reads)
+        verified_reads = store.map(lambda read: verify_range(store, manifest, read), due_reads)
         unverified = {failed.path: failed for failed in verified_reads if failed is not None}
     if unverified:
         # Do not reuse complete blobs either: they were not read back.
-        intact = Reusable({digest: chunk for digest, chunk in reuse.chunks.items() if chunk.path not in unverified})
+        intact = ReusableBytes(
+            {digest: chunk for digest, chunk in reuse.chunks.items() if chunk.path not in unverified}
+        )
         affected = [any(location.path in unverified for _, _, location in blob.chunks) for blob in blobs]
         replaced = store.map(lambda group: _store_group(store, key, source, group, intact), compress(batches, affected))
         blobs = [*compress(blobs, map(not_, affected)), *replaced]
         uploaded |= _collect_sizes(blobs)
         manifest = Manifest(**_layout_fields(key, source, blobs), about=about)
     source.require_unchanged()
-    require_stored(store, key.trial.blobs, uploaded)
-    stored = publish(store, key, complete(manifest) if complete else manifest)
+    require_stored(store, key.trial.blobs_folder, uploaded)
+    stored = publish_manifest(store, key, finalize_manifest(manifest) if finalize_manifest else manifest)
     damaged = {failed.path: failed.reason for failed in unverified.values() if failed.is_damaged}
-    return Save(stored, sum(uploaded.values()), damaged)
+    return SaveResult(stored, sum(uploaded.values()), damaged)
 
 
 def _store_group(
-    store: ObjectStore, key: CheckpointKey, source: Source, group: Sequence[Piece], reuse: Reusable
+    store: ObjectStore, key: CheckpointKey, source: StagedDirectory, group: Sequence[FileRange], reuse: ReusableBytes
 ) -> _Blob:
     """Hash the chunks of a group, and send the ones that are not on the target as one blob."""
     buffer = memoryview(bytearray(sum(piece.length for piece in group)))
-    chunks: list[tuple[Piece, Digest, _ChunkLocation]] = []
-    new_chunks: list[tuple[Piece, Digest, int]] = []
+    chunks: list[tuple[FileRange, Digest, _ChunkLocation]] = []
+    new_chunks: list[tuple[FileRange, Digest, int]] = []
     end = 0
     for piece in group:
         chunk = buffer[end : end + piece.length]
@@ -250,15 +255,15 @@ def require_stored(store: ObjectStore, folder: str, uploaded: Mapping[str, int])
             )
 
 
-def _layout_fields(key: CheckpointKey, source: Source, placed: Iterable[_Blob]) -> dict[str, Any]:
-    """Return the fields of `Contents`."""
+def _layout_fields(key: CheckpointKey, source: StagedDirectory, placed: Iterable[_Blob]) -> dict[str, Any]:
+    """Return the fields of `FileLayout`."""
     blob_index: dict[str, int] = {}
     refs: list[BlobRef] = []
     chunks_of_file: dict[int, list[tuple[int, ChunkRef]]] = {}
     for piece, digest, location in (chunk for blob in placed for chunk in blob.chunks):
         if location.path not in blob_index:
             blob_index[location.path] = len(refs)
-            path = location.path.removeprefix(f"{key.trial.of_experiment.folder}/")
+            path = location.path.removeprefix(f"{key.trial.journal_key.folder}/")
             refs.append(BlobRef(path=path, size_bytes=location.size_bytes))
         chunk = ChunkRef(blob=blob_index[location.path], offset=location.offset, length=piece.length, digest=digest)
         chunks_of_file.setdefault(piece.file, []).append((piece.offset, chunk))
@@ -267,15 +272,15 @@ def _layout_fields(key: CheckpointKey, source: Source, placed: Iterable[_Blob]) 
         chunks = tuple(chunk for _, chunk in sorted(chunks_of_file.get(index, []), key=lambda entry: entry[0]))
         files.append(FileRef(path=file.path, size_bytes=file.size_bytes, mode=file.mode, chunks=chunks))
     empty = tuple(source.empty_directories)
-    return {**names_of(key), "blobs": tuple(refs), "files": tuple(files), "empty_directories": empty}
+    return {**key_fields(key), "blobs": tuple(refs), "files": tuple(files), "empty_directories": empty}
 
 
-def names_of(key: CheckpointKey) -> dict[str, Any]:
-    """Return the fields of `Contents` that name the checkpoint."""
+def key_fields(key: CheckpointKey) -> dict[str, Any]:
+    """Return the fields of `FileLayout` that name the checkpoint."""
     return {**key.trial.model_dump(), "step": key.step, "sequence": key.sequence}
 
 
-def publish(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manifest:
+def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manifest:
     """Create the manifest of `key`, which is the commit, and return the manifest that is stored.
 
     Raises:
@@ -304,17 +309,17 @@ _HASH_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Reverification:
-    """The share of the reused blobs that a commit reads back: each blob once in `every` consecutive commits."""
+    """The share of the reused blobs that a commit reads back: each blob once in `period` consecutive commits."""
 
-    turn: int
+    commit_count: int
     """The number of earlier commits of the attempt."""
-    every: int
+    period: int
     """At least 1; with 1, every commit reads back all reused blobs."""
 
-    def is_due(self, path: str) -> bool:
+    def is_blob_due(self, path: str) -> bool:
         """Return whether this commit reads the blob at `path` back."""
         hashed = int(digest_of(path.encode())[:_HASH_DIGITS], 16)
-        return hashed % self.every == self.turn % self.every
+        return hashed % self.period == self.commit_count % self.period
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,19 +332,19 @@ class FailedBlob:
     """Whether its bytes are missing or altered; False if they could not be read."""
 
 
-def _select_due_reads(manifest: Manifest, reuse: Reusable, reverification: Reverification) -> Sequence[Read]:
+def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: Reverification) -> Sequence[RangeRead]:
     """Return the reads of the reused blobs that are due. All other blobs were sent by this save or an earlier try."""
     shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index
         for index in range(len(manifest.blobs))
         if blob_sequence(path := manifest.blob_path(index)) < manifest.sequence
-        and (path not in shared or reverification.is_due(path))
+        and (path not in shared or reverification.is_blob_due(path))
     }
-    return [read for read in reads(manifest) if read.blob in due]
+    return [read for read in plan_reads(manifest) if read.blob in due]
 
 
-def verify_read(store: ObjectStore, manifest: Manifest, read: Read) -> FailedBlob | None:
+def verify_range(store: ObjectStore, manifest: Manifest, read: RangeRead) -> FailedBlob | None:
     """Read the chunks of one request back; return None if all match their digests.
 
     A blob that cannot be read is not reused either: its bytes are sent again, with the usual writes of a commit.
@@ -348,7 +353,7 @@ def verify_read(store: ObjectStore, manifest: Manifest, read: Read) -> FailedBlo
         DeadlineExceeded: no time is left to send the bytes again.
     """
     try:
-        fetch(store, manifest, read, NoSink())
+        fetch_chunks(store, manifest, read, NullSink())
     except DeadlineExceeded:
         raise
     except (CheckpointCorrupt, StoreUnavailable, StoreRefused) as error:
@@ -359,7 +364,7 @@ def verify_read(store: ObjectStore, manifest: Manifest, read: Read) -> FailedBlo
 # The parts of a checkpoint of a trial that several nodes train.
 
 
-class StoredPart(Contents, Document):
+class StoredPart(FileLayout, Document):
     """The files that one node adds to a checkpoint."""
 
     format: Literal["prefect-tune/part"] = "prefect-tune/part"
@@ -372,36 +377,43 @@ class StoredPart(Contents, Document):
 
 
 @dataclass(frozen=True, slots=True)
-class PartsOfSave:
+class ExpectedParts:
     """The parts that the other nodes add to a checkpoint."""
 
     nodes: NodesKey
     term: int
     """The term of the owner that saves the checkpoint."""
-    of_nodes: tuple[int, ...]
+    node_numbers: tuple[int, ...]
     """The nodes that add a part."""
-    waits: Callable[[], Callable[[], bool]]
+    start_wait: Callable[[], Callable[[], bool]]
     """Called when node 0 has sent its files; returns a function that waits briefly; it returns False if late."""
-    lost: Callable[[], Mapping[int, Reason]]
+    lost_nodes: Callable[[], Mapping[int, Reason]]
     """Returns the lost nodes, each with the reason."""
 
 
-def send_files(store: ObjectStore, key: CheckpointKey, source: Source, *, reuse: Reusable) -> dict[str, Any]:
-    """Send a node's files of the checkpoint `key`; return the fields of their `Contents`. Commits nothing.
+def send_files(
+    store: ObjectStore, key: CheckpointKey, source: StagedDirectory, *, reuse: ReusableBytes
+) -> dict[str, Any]:
+    """Send a node's files of the checkpoint `key`; return the fields of their `FileLayout`. Commits nothing.
 
     Raises:
         StoreUnavailable: not all bytes are on the target.
         StagedFilesChanged: the directory was written to meanwhile.
     """
-    batches = groups(pieces(source.files))
+    batches = pack_ranges(split_files(source.files))
     blobs = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
     source.require_unchanged()
-    require_stored(store, key.trial.blobs, _collect_sizes(blobs))
+    require_stored(store, key.trial.blobs_folder, _collect_sizes(blobs))
     return _layout_fields(key, source, blobs)
 
 
 def send_part(
-    store: ObjectStore, key: CheckpointKey, source: Source, *, of: tuple[NodesKey, int, int], reuse: Reusable
+    store: ObjectStore,
+    key: CheckpointKey,
+    source: StagedDirectory,
+    *,
+    sender: tuple[NodesKey, int, int],
+    reuse: ReusableBytes,
 ) -> None:
     """Send a node's files of the checkpoint `key`, then its part; `of` is the attempt, the node's number and the term.
 
@@ -409,12 +421,12 @@ def send_part(
         StoreUnavailable, CommitUnknown: the next try reuses the blobs that were sent.
         StagedFilesChanged: the directory was written to meanwhile.
     """
-    _create_part(store, key, of, send_files(store, key, source, reuse=reuse))
+    _create_part(store, key, sender, send_files(store, key, source, reuse=reuse))
 
 
-def refuse_part(store: ObjectStore, key: CheckpointKey, of: tuple[NodesKey, int, int], reason: str) -> None:
+def refuse_part(store: ObjectStore, key: CheckpointKey, sender: tuple[NodesKey, int, int], reason: str) -> None:
     """Tell node 0 why a node cannot add its part. Raises like `send_part`."""
-    _create_part(store, key, of, {**names_of(key), "blobs": (), "files": (), "failed": reason})
+    _create_part(store, key, sender, {**key_fields(key), "blobs": (), "files": (), "failed": reason})
 
 
 def _create_part(
@@ -425,7 +437,7 @@ def _create_part(
     create_or_recognize(store, nodes.part_path(key, node), seal(part))
 
 
-def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> Manifest:
+def merge_parts(store: ObjectStore, wanted: ExpectedParts, manifest: Manifest) -> Manifest:
     """Wait for the parts, verify them, and merge them with `manifest`, which has the files of node 0.
 
     Raises:
@@ -435,22 +447,22 @@ def with_parts(store: ObjectStore, wanted: PartsOfSave, manifest: Manifest) -> M
         CheckpointCorrupt: a part is damaged, or belongs to another save.
     """
     parts: dict[int, StoredPart] = {}
-    wait = wanted.waits()
-    while missing := [node for node in wanted.of_nodes if node not in parts]:
+    wait = wanted.start_wait()
+    while missing := [node for node in wanted.node_numbers if node not in parts]:
         for node in missing:
             if (part := _read_part(store, manifest.key, wanted, node)) is not None:
                 parts[node] = part
         pending = [node for node in missing if node not in parts]
-        if lost_nodes := {node: reason for node, reason in wanted.lost().items() if node in pending}:
+        if lost_nodes := {node: reason for node, reason in wanted.lost_nodes().items() if node in pending}:
             raise PartMissing("; ".join(f"node {node} {reason}" for node, reason in lost_nodes.items()))
         if pending and not wait():
             raise PartMissing(f"node {', '.join(map(str, pending))} did not add its part in time")
     sizes = {part.blob_path(index): blob.size_bytes for part in parts.values() for index, blob in enumerate(part.blobs)}
-    require_stored(store, manifest.key.trial.blobs, sizes)
+    require_stored(store, manifest.key.trial.blobs_folder, sizes)
     return _merge_manifests(manifest, [parts[node] for node in sorted(parts)])
 
 
-def _read_part(store: ObjectStore, key: CheckpointKey, wanted: PartsOfSave, node: int) -> StoredPart | None:
+def _read_part(store: ObjectStore, key: CheckpointKey, wanted: ExpectedParts, node: int) -> StoredPart | None:
     path = wanted.nodes.part_path(key, node)
     if (part := read_sealed(store, StoredPart, path, CheckpointCorrupt)) is None:
         return None

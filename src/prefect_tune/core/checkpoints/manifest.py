@@ -20,7 +20,14 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.search.domains import as_dicts
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import CheckpointKey, Generation, PortablePath, TrialKey, number_in, numbered
+from prefect_tune.core.storage.layout import (
+    CheckpointKey,
+    Generation,
+    PortablePath,
+    TrialKey,
+    document_number,
+    document_path,
+)
 from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
 from prefect_tune.core.values import Digest, StepReport, Value, digest_of
 
@@ -43,7 +50,7 @@ class FileStat:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileRange:
     """A range of bytes of one staged file: the file's index in the list, and the range's offset and length."""
 
     file: int
@@ -51,7 +58,7 @@ class Piece:
     length: int
 
 
-class Source(Protocol):
+class StagedDirectory(Protocol):
     """A staged directory, to which no process writes until the commit."""
 
     @property
@@ -64,7 +71,7 @@ class Source(Protocol):
         """Directories without any file below them, sorted."""
         ...
 
-    def read_into(self, piece: Piece, buffer: memoryview) -> None:
+    def read_into(self, piece: FileRange, buffer: memoryview) -> None:
         """Fill `buffer`, which has the length of the piece.
 
         Raises:
@@ -81,16 +88,16 @@ class Source(Protocol):
         ...
 
 
-def pieces(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piece]:
+def split_files(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> Iterator[FileRange]:
     """Split every file into pieces of at most `chunk_bytes`; an empty file has none."""
     for index, file in enumerate(files):
         for offset in range(0, file.size_bytes, chunk_bytes):
-            yield Piece(index, offset, min(chunk_bytes, file.size_bytes - offset))
+            yield FileRange(index, offset, min(chunk_bytes, file.size_bytes - offset))
 
 
-def groups(cut: Iterable[Piece], blob_bytes: int = BLOB_BYTES) -> Iterator[tuple[Piece, ...]]:
+def pack_ranges(cut: Iterable[FileRange], blob_bytes: int = BLOB_BYTES) -> Iterator[tuple[FileRange, ...]]:
     """Pack consecutive pieces into groups of at most `blob_bytes`, one group for each blob."""
-    group: list[Piece] = []
+    group: list[FileRange] = []
     filled = 0
     for piece in cut:
         if group and filled + piece.length > blob_bytes:
@@ -144,7 +151,7 @@ class FileRef(Value):
             raise ValueError(f"{self.path!r}: expected {self.size_bytes} bytes of chunks, found {total}")
         return self
 
-    def placed_chunks(self) -> Iterator[tuple[int, ChunkRef]]:
+    def chunks_with_offset(self) -> Iterator[tuple[int, ChunkRef]]:
         """Yield each chunk with its offset in the file."""
         offset = 0
         for chunk in self.chunks:
@@ -152,7 +159,7 @@ class FileRef(Value):
             offset += chunk.length
 
 
-class About(Value):
+class CheckpointMetadata(Value):
     """The metadata of a checkpoint; every field is plain JSON."""
 
     attempt: int
@@ -168,7 +175,7 @@ class About(Value):
     """The reports that were not journaled when the save began; an owner that adopts the save journals them."""
 
 
-class Contents(Value):
+class FileLayout(Value):
     """The files of a checkpoint, or of a node's part of it, and the blobs that hold their bytes."""
 
     experiment: str
@@ -221,18 +228,18 @@ class Contents(Value):
         return frozenset(self.blob_path(index) for index in range(len(self.blobs)))
 
 
-class Manifest(Contents, Document):
+class Manifest(FileLayout, Document):
     """A committed checkpoint: its metadata (`about`) and its contents."""
 
     format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
     version: Literal[2] = 2
-    about: About
+    about: CheckpointMetadata
 
 
 # Read the bytes of a manifest from the store in few requests, and verify each chunk against its digest.
 
 
-class Sink(Protocol):
+class FileSink(Protocol):
     """The destination of restored bytes, such as a new directory that becomes visible when it is complete."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
@@ -240,7 +247,7 @@ class Sink(Protocol):
         ...
 
 
-class NoSink:
+class NullSink:
     """Discards verified bytes, for a caller that only verifies."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
@@ -257,7 +264,7 @@ class _ChunkTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class RangeRead:
     """One request: neighboring chunks of one blob."""
 
     blob: int
@@ -272,7 +279,7 @@ class Read:
         return max(target.chunk.offset + target.chunk.length for target in self.chunks) - self.start
 
 
-def reads(manifest: Manifest) -> Iterator[Read]:
+def plan_reads(manifest: Manifest) -> Iterator[RangeRead]:
     """Yield the reads that together fetch every byte of `manifest`.
 
     Adjacent and overlapping chunks share a read; bytes outside all chunks are not fetched. A read is at most
@@ -280,7 +287,7 @@ def reads(manifest: Manifest) -> Iterator[Read]:
     """
     chunks_of_blob: dict[int, list[_ChunkTarget]] = {}
     for index, file in enumerate(manifest.files):
-        for offset, chunk in file.placed_chunks():
+        for offset, chunk in file.chunks_with_offset():
             chunks_of_blob.setdefault(chunk.blob, []).append(_ChunkTarget(index, offset, chunk))
     for blob, chunks in chunks_of_blob.items():
         targets: list[_ChunkTarget] = []
@@ -288,14 +295,14 @@ def reads(manifest: Manifest) -> Iterator[Read]:
         for target in sorted(chunks, key=lambda target: target.chunk.offset):
             chunk_end = target.chunk.offset + target.chunk.length
             if targets and (target.chunk.offset > end or chunk_end - targets[0].chunk.offset > BLOB_BYTES):
-                yield Read(blob, tuple(targets))
+                yield RangeRead(blob, tuple(targets))
                 targets, end = [], 0
             targets.append(target)
             end = max(end, chunk_end)
-        yield Read(blob, tuple(targets))
+        yield RangeRead(blob, tuple(targets))
 
 
-def fetch(store: ObjectStore, manifest: Manifest, read: Read, sink: Sink) -> None:
+def fetch_chunks(store: ObjectStore, manifest: Manifest, read: RangeRead, sink: FileSink) -> None:
     """Verify the chunks of one request, and write them to `sink`.
 
     After a mismatch the bytes are read a second time, so that a transmission error is not reported as damage.
@@ -312,7 +319,7 @@ def fetch(store: ObjectStore, manifest: Manifest, read: Read, sink: Sink) -> Non
         sink.write(target.file, target.offset, data[start : start + target.chunk.length])
 
 
-def _read_verified(store: ObjectStore, manifest: Manifest, read: Read) -> memoryview:
+def _read_verified(store: ObjectStore, manifest: Manifest, read: RangeRead) -> memoryview:
     path = manifest.blob_path(read.blob)
     try:
         data = memoryview(store.read(path, offset=read.start, length=read.length))
@@ -340,14 +347,14 @@ def _read_verified(store: ObjectStore, manifest: Manifest, read: Read) -> memory
 _MAX_TRIES = 1000  # another writer succeeds in each lost race; the store's timeout ends the loop earlier
 
 
-class _Revision(Document):
+class _MetadataVersion(Document):
     format: Literal["prefect-tune/metadata"] = "prefect-tune/metadata"
     version: Literal[1] = 1
     write_id: str
     metadata: Mapping[str, object]
 
 
-def plain_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
+def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
     """Return `metadata` in the form that a reader of its JSON will see.
 
     Raises:
@@ -362,7 +369,7 @@ def plain_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
     return decoded
 
 
-def newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
+def read_newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
     """Return the newest version in `folder`; None if there is none.
 
     Raises:
@@ -377,10 +384,10 @@ def revise_metadata(
     folder: str,
     change: Callable[[Mapping[str, object]], Mapping[str, object]],
     *,
-    before: Mapping[str, object],
+    initial: Mapping[str, object],
     write_id: str,
 ) -> dict[str, object]:
-    """Add and return a version: the result of `change` for the newest version, or for `before` if there is none.
+    """Add and return a version: the result of `change` for the newest version, or for `initial` if there is none.
 
     When writers race, no change is lost: the second is applied to the version that the first wrote. `change` may be
     called several times, and must be idempotent.
@@ -394,10 +401,10 @@ def revise_metadata(
         newest = _read_newest_revision(store, folder)
         if newest and newest[1].write_id == write_id:
             return dict(newest[1].metadata)
-        latest, current = (newest[0], newest[1].metadata) if newest else (0, before)
-        revision = _Revision(write_id=write_id, metadata=plain_metadata(change(current)))
+        latest, current = (newest[0], newest[1].metadata) if newest else (0, initial)
+        revision = _MetadataVersion(write_id=write_id, metadata=normalize_metadata(change(current)))
         try:
-            create_or_recognize(store, numbered(folder, latest + 1), seal(revision))
+            create_or_recognize(store, document_path(folder, latest + 1), seal(revision))
         except AlreadyExists:
             continue  # another writer was faster: apply the change to its version
         except CommitUnknown as outcome:
@@ -409,10 +416,10 @@ def revise_metadata(
     raise StoreUnavailable(f"{folder}: {_MAX_TRIES} other writers were faster; try again")
 
 
-def _read_newest_revision(store: ObjectStore, folder: str) -> tuple[int, _Revision] | None:
-    number = max((number_in(folder, listed.path) or 0 for listed in store.list(folder)), default=0)
-    newest = read_sealed(store, _Revision, numbered(folder, number), CheckpointCorrupt) if number else None
+def _read_newest_revision(store: ObjectStore, folder: str) -> tuple[int, _MetadataVersion] | None:
+    number = max((document_number(folder, listed.path) or 0 for listed in store.list(folder)), default=0)
+    newest = read_sealed(store, _MetadataVersion, document_path(folder, number), CheckpointCorrupt) if number else None
     # A listing may lag behind its store.
-    while later := read_sealed(store, _Revision, numbered(folder, number + 1), CheckpointCorrupt):
+    while later := read_sealed(store, _MetadataVersion, document_path(folder, number + 1), CheckpointCorrupt):
         number, newest = number + 1, later
     return (number, newest) if newest else None

@@ -8,9 +8,9 @@ begins is "start", the time after its last entry is "ending". An attempt that re
 sign of life, or until the trial's next attempt; its training after the last commit is lost. The rest of the slots' time
 is idle. An attempt that outlives its search adds the time between the runs.
 
-Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of a run (`run_now`).
-Only the begin of a lost attempt, or of one on another machine, may come from another clock: it is moved to the nearest
-time in the slot or the run, and `is_bounded` is then true.
+Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of a run
+(`run_clock_now`). Only the begin of a lost attempt, or of one on another machine, may come from another clock: it is
+moved to the nearest time in the slot or the run, and `is_bounded` is then true.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Self
 
+from prefect_tune.core.display_text import format_seconds, pluralize
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, unsaved_seconds
-from prefect_tune.core.page_elements import Table, Text, cell_html
-from prefect_tune.core.shown_text import format_seconds, plural
-from prefect_tune.core.usage_records import AttemptRecord, AttemptUse, GroupUse, PhaseSeconds, RankEnd
+from prefect_tune.core.page_elements import Table, Text, render_notebook_cell
+from prefect_tune.core.usage_records import AttemptRecord, AttemptUsage, GroupUsage, PhaseSeconds, RankEnd
 from prefect_tune.core.values import parse_time
 
 
@@ -70,7 +70,7 @@ class AttemptCost:
     """When it got its slot; if that is unknown, when it began."""
     seconds: Mapping[Category, float]
     """The seconds of each category except idle."""
-    use: AttemptUse | None
+    usage: AttemptUsage | None
     """Its processor and memory usage; None if the attempt is running or was lost."""
     is_bounded: bool = False
     """Whether its begin, by another clock, was outside its slot or run and was moved to the nearest time in it."""
@@ -78,7 +78,7 @@ class AttemptCost:
     @property
     def rank_ends(self) -> Sequence[RankEnd]:
         """The ends of ranks that ended differently from the others."""
-        return self.use.ends if isinstance(self.use, GroupUse) else ()
+        return self.usage.ends if isinstance(self.usage, GroupUsage) else ()
 
     @property
     def total_seconds(self) -> float:
@@ -118,8 +118,8 @@ class ExperimentCost:
 
     def __repr__(self) -> str:
         """Return the number of attempts and the sentence."""
-        attempts = plural(len(self.attempts), "attempt", "attempts")
-        return f"<ExperimentCost of {attempts}: {cost_sentence(self) or 'no slot was held yet'}>"
+        attempts = pluralize(len(self.attempts), "attempt", "attempts")
+        return f"<ExperimentCost of {attempts}: {format_cost(self) or 'no slot was held yet'}>"
 
     def _repr_html_(self) -> str:
         total = self.slot_seconds or 1.0
@@ -128,10 +128,10 @@ class ExperimentCost:
             for category, seconds in self.seconds.items()
             if seconds / total >= _MIN_LISTED_SHARE
         ]
-        sentence = cost_sentence(self) or "no slot was held yet"
-        return cell_html(Text([sentence]), Table(("slots", "time", "share", ""), rows))
+        sentence = format_cost(self) or "no slot was held yet"
+        return render_notebook_cell(Text([sentence]), Table(("slots", "time", "share", ""), rows))
 
-    def by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
+    def attempts_by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
         """Return the attempts by trial, without trials that have none."""
         attempts: dict[str, list[AttemptCost]] = {}
         for attempt in self.attempts:
@@ -142,7 +142,7 @@ class ExperimentCost:
 _HELD_CATEGORIES = tuple(category for category in Category if category is not Category.IDLE)
 
 
-def cost_of(experiment: Experiment, until: datetime) -> ExperimentCost:
+def compute_cost(experiment: Experiment, until: datetime) -> ExperimentCost:
     """Return the cost of an experiment.
 
     Args:
@@ -230,7 +230,7 @@ def _attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> I
         is_bounded = slot_at is None and first != began
         first = max(first, free_at or first)
         if is_running:
-            newest = record.seconds.plus("training", unsaved_seconds(trial, trial.trained_seconds))
+            newest = record.seconds.add_seconds("training", unsaved_seconds(trial, trial.trained_seconds))
             record = record.model_copy(update={"seconds": newest})  # noqa: PLW2901  includes its newest report
             free_at = max(until, _add_seconds(began or first, record.seconds.total))
         else:
@@ -296,12 +296,12 @@ def _busy_seconds(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
 
 # The cost as text.
 
-LOSSES_NAMED = 3
+MAX_LISTED_LOSSES = 3
 _MIN_LISTED_SHARE = 0.005
 """Smaller shares would be printed as 0 %, and are not listed."""
 
 
-def cost_sentence(cost: ExperimentCost) -> str:
+def format_cost(cost: ExperimentCost) -> str:
     """Return `81 % of 4 h 10 min of 2 slots was training; the largest losses: idle 9 %, saving 4 %`.
 
     If all runs have the same number of slots, the time is that of the runs; otherwise it is summed over the slots.
@@ -312,14 +312,14 @@ def cost_sentence(cost: ExperimentCost) -> str:
     shares = {category: seconds / cost.slot_seconds for category, seconds in cost.seconds.items()}
     training_share = format_share(shares.pop(Category.TRAINING))
     losses = sorted((loss for loss in shares.items() if loss[1] >= _MIN_LISTED_SHARE), key=lambda loss: -loss[1])
-    loss_list = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:LOSSES_NAMED])
+    loss_list = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:MAX_LISTED_LOSSES])
     label = "the largest losses" if len(losses) > 1 else "the only loss"
     counts = {run.slots for run in cost.runs}
     (count,) = counts if len(counts) == 1 else (None,)
     if count is None or abs(count * cost.run_seconds - cost.slot_seconds) > 0.01 * cost.slot_seconds:
         slots = f"{format_seconds(cost.slot_seconds)} of all slots"
     else:
-        slots = f"{format_seconds(cost.run_seconds)} of {plural(count, 'slot', 'slots')}"
+        slots = f"{format_seconds(cost.run_seconds)} of {pluralize(count, 'slot', 'slots')}"
     return f"{training_share} of {slots} was training" + (f"; {label}: {loss_list}" if loss_list else "")
 
 

@@ -12,45 +12,45 @@ from rpds import HashTrieMap
 
 from prefect_tune.core.errors import IllegalTransition, JournalCorrupt
 from prefect_tune.core.experiment.trial_transitions import (
-    ENDED,
+    ENDED_PHASES,
     Clone,
-    PastEvent,
     Phase,
+    PolicyEvent,
     Trial,
-    after,
-    with_adopted,
-    with_fork,
+    apply_adoption,
+    apply_fork,
+    apply_trial_event,
 )
 from prefect_tune.core.journal_events import (
-    Adopted,
-    Answered,
+    AnyTrialEvent,
+    AttemptLaunched,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointQuarantined,
     CheckpointRef,
-    Committed,
-    Configured,
-    Decided,
-    Deletion,
+    CheckpointsAdopted,
+    DecisionMade,
+    DeletionStarted,
     Entry,
     Event,
+    ExperimentConfigured,
+    ExperimentForked,
     FinishKind,
-    Forked,
     ForkOrigin,
-    GuestEvent,
-    Launched,
-    OneTrialsEvent,
-    Opened,
+    FormAnswered,
+    NonOwnerEvent,
     Owner,
-    Quarantined,
-    Requeued,
-    Resumed,
+    OwnerChanged,
     SlotFreed,
-    Started,
-    StopAsked,
+    StopRequested,
     TrialAdded,
+    TrialRequeued,
+    TrialResumed,
     Writer,
 )
 from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.core.usage_records import RunRecord, ended_after, seen
+from prefect_tune.core.usage_records import RunRecord, extend_last_run, extend_previous_run
 from prefect_tune.core.values import Digest, StepReport, Value
 
 
@@ -66,7 +66,7 @@ class TrialMap(Mapping[str, Trial]):
     _trials: HashTrieMap[int, Trial]
 
     @classmethod
-    def of(cls, trials: Iterable[Trial] = ()) -> TrialMap:
+    def from_trials(cls, trials: Iterable[Trial] = ()) -> TrialMap:
         """Return a map of `trials`, in this order."""
         trial_map = cls(HashTrieMap(), HashTrieMap())
         for trial in trials:
@@ -104,7 +104,7 @@ class TrialMap(Mapping[str, Trial]):
     def __get_pydantic_core_schema__(cls, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Read and write JSON as a list of trials."""
         list_schema = handler.generate_schema(tuple[Trial, ...])
-        read_schema = core_schema.no_info_after_validator_function(cls.of, list_schema)
+        read_schema = core_schema.no_info_after_validator_function(cls.from_trials, list_schema)
         return core_schema.json_or_python_schema(
             json_schema=read_schema,
             python_schema=core_schema.union_schema([core_schema.is_instance_schema(cls), read_schema]),
@@ -129,9 +129,9 @@ class Experiment(Value):
     adopted_in: int = 0
     """The last term whose owner adopted the saves that the owner before it had not journaled."""
     settings: Mapping[str, object] = Field(default_factory=dict)
-    """The parameters of the run that took it over last; see `Configured`."""
+    """The parameters of the run that took it over last; see `ExperimentConfigured`."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """The number of samples that each run added, in the order of the runs; see `Configured.extensions`."""
+    """The number of samples that each run added, in the order of the runs; see `ExperimentConfigured.extensions`."""
     origin: ForkOrigin | None = None
     """The journal entry that it was forked from; None if it is not a fork."""
     is_whole: bool = True
@@ -150,13 +150,13 @@ class Experiment(Value):
     """Why the present owner stops the experiment early; empty if it does not."""
     restarts: int = 0
     """Consecutive automatic restarts of its run without a commit or a decision in between."""
-    answers: tuple[Answered, ...] = ()
+    answers: tuple[FormAnswered, ...] = ()
     """The users' answers to forms, oldest first."""
     past_count: int = 0
     """The number of events that a resume replays to search and scheduler; see `Trial.past`."""
     runs: tuple[RunRecord, ...] = ()
-    """When each run owned the experiment, oldest first; see `cost.cost_of`."""
-    trials: TrialMap = Field(default_factory=TrialMap.of)
+    """When each run owned the experiment, oldest first; see `cost.compute_cost`."""
+    trials: TrialMap = Field(default_factory=TrialMap.from_trials)
     """The trials by name, in the order in which they were added."""
 
     @property
@@ -173,20 +173,20 @@ class Experiment(Value):
         return self.trials[trial]
 
 
-def nothing_yet(journal: JournalKey) -> Experiment:
+def empty_experiment(journal: JournalKey) -> Experiment:
     """Return the experiment of an empty journal: a fresh start resumes from it."""
     return Experiment(key=journal)
 
 
-def apply(
+def apply_entry(
     experiment: Experiment,
     entry: Entry,
     digest: Digest,
-    fold: Callable[[Experiment, Event, int, Writer], Experiment] | None = None,
+    apply_one: Callable[[Experiment, Event, int, Writer], Experiment] | None = None,
 ) -> Experiment:
     """Return the experiment after `entry`, whose bytes have this digest.
 
-    `fold` applies each event; default: `after_event`.
+    `apply_one` applies each event; default: `apply_event`.
 
     Raises:
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
@@ -196,12 +196,12 @@ def apply(
         misplaced = [
             event.type
             for event in entry.events
-            if not isinstance(event, GuestEvent) or (isinstance(event, Quarantined) and event.kills)
+            if not isinstance(event, NonOwnerEvent) or (isinstance(event, CheckpointQuarantined) and event.kills)
         ]
         if misplaced or not entry.events:
             names = ", ".join(misplaced) or "none"
             raise JournalCorrupt(f"{where}: expected events that a non-owner may write, found {names}")
-    changes_owner = bool(entry.events) and isinstance(entry.events[0], Opened)
+    changes_owner = bool(entry.events) and isinstance(entry.events[0], OwnerChanged)
     expected = (experiment.number + 1, experiment.digest, experiment.term + changes_owner)
     if (entry.number, entry.previous, entry.term) != expected:
         raise JournalCorrupt(
@@ -210,48 +210,48 @@ def apply(
         )
     try:
         for event in entry.events:
-            experiment = (fold or after_event)(experiment, event, entry.number, entry.writer)
+            experiment = (apply_one or apply_event)(experiment, event, entry.number, entry.writer)
     except IllegalTransition as error:
         raise JournalCorrupt(f"{where}: {error}") from error
     return experiment.model_copy(update={"number": entry.number, "digest": digest})
 
 
-def after_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
+def apply_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
     """Return the experiment after `event` of entry `number`, which `writer` writes or has written.
 
     Raises:
         IllegalTransition: the event cannot occur in this state.
     """
     match event:
-        case Opened():
-            return _apply_opened(experiment, event, number)
-        case Adopted():
+        case OwnerChanged():
+            return _apply_owner_change(experiment, event, number)
+        case CheckpointsAdopted():
             # From now on, unjournaled saves of attempts that ended with their owner cannot become checkpoints.
             for name in {**event.checkpoints, **event.reached}:
-                experiment = _replace_trial(experiment, with_adopted(_require_trial(experiment, name), event))
-            runs = seen(experiment.runs, event.seen_at)
+                experiment = _replace_trial(experiment, apply_adoption(_require_trial(experiment, name), event))
+            runs = extend_previous_run(experiment.runs, event.seen_at)
             return experiment.model_copy(update={"adopted_in": experiment.term, "runs": runs})
-        case Configured():
+        case ExperimentConfigured():
             return _apply_configured(experiment, event, number)
-        case Forked():
+        case ExperimentForked():
             return _apply_forked(experiment, event)
-        case Deletion():
+        case DeletionStarted():
             return experiment.model_copy(update={"is_removed": True})
-        case StopAsked():
+        case StopRequested():
             return _apply_stop_request(experiment, event)
-        case Answered():
+        case FormAnswered():
             return experiment.model_copy(update={"answers": (*experiment.answers, event)})
         case TrialAdded():
             if event.trial in experiment.trials:
                 raise IllegalTransition(f"trial {event.trial!r} was already added")
-            past = PastEvent(order=experiment.past_count + 1, what="added")
+            past = PolicyEvent(order=experiment.past_count + 1, what="added")
             fields = event.model_dump(include={"trial", "config", "fingerprint", "of_search"})
             return _replace_trial(experiment, Trial.model_validate({**fields, "past": (past,)}), past_count=past.order)
         case _:
             return _apply_trial_event(experiment, event, writer)
 
 
-def _apply_opened(experiment: Experiment, event: Opened, number: int) -> Experiment:
+def _apply_owner_change(experiment: Experiment, event: OwnerChanged, number: int) -> Experiment:
     key = JournalKey(experiment=event.experiment, generation=event.generation)
     if (key, event.term) != (experiment.key, experiment.term + 1):
         raise IllegalTransition(f"term {event.term} of {key} cannot follow term {experiment.term} of {experiment.key}")
@@ -265,7 +265,7 @@ def _apply_opened(experiment: Experiment, event: Opened, number: int) -> Experim
     return experiment.model_copy(update=opened)
 
 
-def _apply_configured(experiment: Experiment, event: Configured, number: int) -> Experiment:
+def _apply_configured(experiment: Experiment, event: ExperimentConfigured, number: int) -> Experiment:
     if repeated := event.extensions.keys() & experiment.extensions.keys():
         raise IllegalTransition(f"run {min(repeated)} has already added its samples")
     locations = (start.place for start in event.warm_starts if start.place is not None)
@@ -279,61 +279,61 @@ def _apply_configured(experiment: Experiment, event: Configured, number: int) ->
     )
 
 
-def _apply_forked(experiment: Experiment, event: Forked) -> Experiment:
+def _apply_forked(experiment: Experiment, event: ExperimentForked) -> Experiment:
     if event.trials is None:
         if experiment.trials or experiment.origin is not None:
             raise IllegalTransition(f"cannot become a fork of {event.origin}: it already has trials or an origin")
         return experiment.model_copy(update={"origin": event.origin, "is_whole": False})
     for name, forked in event.trials.items():
-        experiment = _replace_trial(experiment, with_fork(_require_trial(experiment, name), forked))
+        experiment = _replace_trial(experiment, apply_fork(_require_trial(experiment, name), forked))
     return experiment.model_copy(update={"is_whole": True})
 
 
-def _apply_stop_request(experiment: Experiment, event: StopAsked) -> Experiment:
+def _apply_stop_request(experiment: Experiment, event: StopRequested) -> Experiment:
     if event.request is not None:
         experiment = experiment.model_copy(update={"stop_requests": (*experiment.stop_requests, event.request)})
     if event.refused is not None:
         return experiment
     if event.trial is None:
         return experiment.model_copy(update={"ends": event.reason})
-    if _require_trial(experiment, event.trial).phase in ENDED:
+    if _require_trial(experiment, event.trial).phase in ENDED_PHASES:
         raise IllegalTransition(f"trial {event.trial!r} has ended and cannot be stopped")
     return experiment.model_copy(update={"stops": {**experiment.stops, event.trial: event.reason}})
 
 
-def _apply_trial_event(experiment: Experiment, event: OneTrialsEvent, writer: Writer) -> Experiment:
+def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Writer) -> Experiment:
     """Apply the event to its trial, and record the event that a resume replays to search and scheduler."""
     before = _require_trial(experiment, event.trial)
-    trial, changes = after(before, event, writer), dict[str, object]()
+    trial, changes = apply_trial_event(before, event, writer), dict[str, object]()
     match event:
-        case Started(attempt=attempt):
+        case AttemptStarted(attempt=attempt):
             trial = _set_terms(trial, attempt, term=experiment.term if trial.outbox is None else trial.search_term)
-        case Launched():
+        case AttemptLaunched():
             trial = trial.model_copy(update={"search_term": experiment.term})
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
             trial = _set_terms(trial, attempt, slot_term=experiment.term)
-            changes["runs"] = ended_after(experiment.runs, since, seconds)
+            changes["runs"] = extend_last_run(experiment.runs, since, seconds)
         case _:
             pass
     past = _make_policy_event(experiment.past_count + 1, before, event, trial)
     if past is not None:
         trial = trial.model_copy(update={"past": (*trial.past, past)})
         changes["past_count"] = past.order
-    if isinstance(event, Committed) or (past is not None and past.what in ("decided", "ended")):
+    if isinstance(event, CheckpointCommitted) or (past is not None and past.what in ("decided", "ended")):
         changes["restarts"] = 0
     return _replace_trial(experiment, trial, **changes)
 
 
-def _make_policy_event(order: int, before: Trial, event: OneTrialsEvent, changed: Trial) -> PastEvent | None:
+def _make_policy_event(order: int, before: Trial, event: AnyTrialEvent, changed: Trial) -> PolicyEvent | None:
     match event:
-        case Decided(report=report, decision=decision):
-            return PastEvent(order=order, what="decided", report=report, decision=decision)
-        case Resumed():
-            return PastEvent(order=order, what="resumed")
-        case Requeued() if before.phase in ENDED:
-            return PastEvent(order=order, what="added")
-        case _ if changed.phase in ENDED and before.phase not in ENDED:
-            return PastEvent(
+        case DecisionMade(report=report, decision=decision):
+            return PolicyEvent(order=order, what="decided", report=report, decision=decision)
+        case TrialResumed():
+            return PolicyEvent(order=order, what="resumed")
+        case TrialRequeued() if before.phase in ENDED_PHASES:
+            return PolicyEvent(order=order, what="added")
+        case _ if changed.phase in ENDED_PHASES and before.phase not in ENDED_PHASES:
+            return PolicyEvent(
                 order=order,
                 what="ended",
                 report=last_report(changed) if changed.step else None,
@@ -361,12 +361,12 @@ def _require_trial(experiment: Experiment, trial: str) -> Trial:
 
 
 def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> Experiment:
-    if trial.trial in experiment.stops and trial.phase in ENDED:
+    if trial.trial in experiment.stops and trial.phase in ENDED_PHASES:
         changes["stops"] = {name: reason for name, reason in experiment.stops.items() if name != trial.trial}
-    return experiment.model_copy(update={"trials": _note_clones(experiment.trials, trial), **changes})
+    return experiment.model_copy(update={"trials": _update_clone_lists(experiment.trials, trial), **changes})
 
 
-def _note_clones(trials: TrialMap, trial: Trial) -> TrialMap:
+def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
     """Return the trials with `trial` replaced, and its clones listed in the trials that hold their bytes.
 
     Raises:

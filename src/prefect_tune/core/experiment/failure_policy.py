@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
-from prefect_tune.core.reasons import Cause, Reason, code_of, make_reason, summarize_error
-from prefect_tune.core.values import AS_WHOLE, Value, parse_time
+from prefect_tune.core.reasons import Cause, Reason, get_reason_code, make_reason, summarize_error
+from prefect_tune.core.values import INTEGER_VALIDATOR, Value, parse_time
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial_transitions import Trial
 
-_Count = Annotated[int, Field(ge=0), AS_WHOLE]
+_Count = Annotated[int, Field(ge=0), INTEGER_VALIDATOR]
 _UNKNOWN_TIME = datetime.min.replace(tzinfo=UTC)
 _NON_RETRYABLE_CAUSES = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC, Cause.BAD_STOP})
 
@@ -41,19 +41,19 @@ class FailurePolicy(Value):
         default=5,
         description="Consecutive restarts of the whole run by automations without a commit or a decision in between.",
     )
-    quarantine_after: Annotated[int, Field(ge=1), AS_WHOLE] = Field(
+    quarantine_after: Annotated[int, Field(ge=1), INTEGER_VALIDATOR] = Field(
         default=3,
         description="Crashes before the first step, after which the loaded checkpoint is quarantined.",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class TryAgain:
+class RetryTrial:
     """Start another attempt from the newest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantine:
+class QuarantineCheckpoint:
     """Quarantine this checkpoint, then start another attempt from the one before it."""
 
     sequence: int
@@ -61,42 +61,42 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumable:
+class EndRun:
     """End the run without failing the trial; a Retry, a Resume or a schedule continues it."""
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class FailTrial:
     """End the trial as errored: its retry budget is spent."""
 
     reason: Reason
 
 
-Verdict: TypeAlias = TryAgain | Quarantine | Resumable | GiveUp
+FailureDecision: TypeAlias = RetryTrial | QuarantineCheckpoint | EndRun | FailTrial
 
 
-def verdict(trial: Trial, cause: Cause, policy: FailurePolicy) -> Verdict:
+def decide_after_failure(trial: Trial, cause: Cause, policy: FailurePolicy) -> FailureDecision:
     """Decide what follows an attempt that ended by `cause`; `trial` already counts that attempt."""
     if cause is Cause.PREEMPTED:
-        return Resumable()
+        return EndRun()
     if (reason := _budget_spent_reason(trial, cause, policy)) is not None:
-        return GiveUp(reason)
+        return FailTrial(reason)
     if trial.started_from is None or trial.same_start < policy.quarantine_after:
-        return TryAgain()
+        return RetryTrial()
     crashes = {"attempts": trial.same_start, "error": trial.end_reason}
     if trial.blamed_checkpoints:
-        return GiveUp(make_reason("died-at-each-start", **crashes))
-    return Quarantine(trial.started_from, make_reason("died-at-start", **crashes))
+        return FailTrial(make_reason("died-at-each-start", **crashes))
+    return QuarantineCheckpoint(trial.started_from, make_reason("died-at-start", **crashes))
 
 
-def errors_end_reason(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> Reason | None:
+def end_reason_after_error(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> Reason | None:
     """Return why the error of `trial`, one of `trials`, ends the experiment; None if the experiment continues."""
     if fail_fast:
         return make_reason("fail-fast", trial=trial.trial, error=summarize_error(trial.end_reason))
-    return same_errors_reason(trials) if fail_fast is None else None
+    return repeated_error_reason(trials) if fail_fast is None else None
 
 
-def same_errors_reason(trials: Iterable[Trial]) -> Reason | None:
+def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
     """Return why a search ends after three trials failed with the same error before their second step.
 
     None if a trial has reported a second step or completed, if an error differs, or while a trial that began before the
@@ -125,7 +125,7 @@ def _last_activity_time(trial: Trial) -> datetime:
     return (parse_time(record.began_at or "") or _UNKNOWN_TIME) + timedelta(seconds=record.seconds.total)
 
 
-def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
+def is_machine_budget_spent(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether a waiting trial had more machine failures than `policy` allows.
 
     Its last run ended before it could fail the trial, for example because the target was unavailable.
@@ -133,7 +133,7 @@ def machines_spent(trial: Trial, policy: FailurePolicy) -> bool:
     return trial.cause is Cause.MACHINE and _budget_spent_reason(trial, Cause.MACHINE, policy) is not None
 
 
-def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
+def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run resets the retry budgets of a waiting trial.
 
     True after an import or stop criterion failed, which the user may have fixed, and after too many machine failures.
@@ -142,7 +142,7 @@ def is_forgiven(trial: Trial, policy: FailurePolicy) -> bool:
     """
     if trial.cause in (Cause.IMPORT, Cause.BAD_STOP):
         return True
-    return machines_spent(trial, policy) and code_of(trial.end_reason) != "owner-vanished"
+    return is_machine_budget_spent(trial, policy) and get_reason_code(trial.end_reason) != "owner-vanished"
 
 
 def _budget_spent_reason(trial: Trial, cause: Cause, policy: FailurePolicy) -> Reason | None:
@@ -152,6 +152,6 @@ def _budget_spent_reason(trial: Trial, cause: Cause, policy: FailurePolicy) -> R
         return make_reason("not-retried", cause=cause.value, error=error)
     if cause is Cause.MACHINE and trial.machine_failures > policy.max_machine_failures:
         return make_reason("max-machine-failures", failures=trial.machine_failures, error=error)
-    if cause is Cause.USER and trial.user_failures > policy.max_failures:
+    if cause is Cause.TRAINABLE and trial.user_failures > policy.max_failures:
         return make_reason("max-failures", failures=trial.user_failures, limit=policy.max_failures, error=error)
     return None

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prefect_tune.core.search.objective import objective_of
-from prefect_tune.core.values import AS_NUMBER, AS_WHOLE, Value
+from prefect_tune.core.search.objective import make_objective
+from prefect_tune.core.values import INTEGER_VALIDATOR, NUMBER_VALIDATOR, Value
 
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial_transitions import Trial
     from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
 
-_Count = Annotated[int, Field(ge=1), AS_WHOLE]
+_Count = Annotated[int, Field(ge=1), INTEGER_VALIDATOR]
 
 
 class Cadence(Value):
@@ -35,10 +35,10 @@ class Cadence(Value):
         at_end: save the last step too. Default: yes.
     """
 
-    every_steps: Annotated[int, Field(ge=1), AS_WHOLE] | None = Field(
+    every_steps: Annotated[int, Field(ge=1), INTEGER_VALIDATOR] | None = Field(
         default=None, description="Save after this many steps."
     )
-    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), AS_NUMBER] | None = Field(
+    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER_VALIDATOR] | None = Field(
         default=60.0, description="Save after the first step that ends this long after the last save began."
     )
     at_end: bool = Field(default=True, description="Save the last step too.")
@@ -48,7 +48,7 @@ class Cadence(Value):
         """Whether a trial saves only on request of a stop, its report or its scheduler."""
         return self.every_steps is None and self.every_seconds is None and not self.at_end
 
-    def due(self, steps: int, elapsed: timedelta) -> bool:
+    def is_save_due(self, steps: int, elapsed: timedelta) -> bool:
         """Return whether to save now, `steps` steps and the time `elapsed` after the last save."""
         if self.every_steps is not None and steps >= self.every_steps:
             return True
@@ -87,29 +87,31 @@ class Retention(Value):
         return self.last is None and self.best is None and self.every is None
 
 
-def retired(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[int, ...]:
+def sequences_to_retire(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[int, ...]:
     """Return the sequences of the checkpoints that `policy` does not keep; `checkpoints` is oldest first."""
     if policy.keeps_all:
         return ()
-    from prefect_tune.core.experiment.summary import best_saved  # late: flows import this module without the journal
+    from prefect_tune.core.experiment.summary import (
+        rank_checkpoints,
+    )  # late: flows import this module without the journal
 
     kept = {ref.sequence for ref in checkpoints[-(policy.last or 1) :]}
     kept |= {ref.sequence for ref in checkpoints if ref.pinned}
     kept |= {ref.sequence for ref in checkpoints if policy.every and ref.step % policy.every == 0}
-    if (objective := objective_of(policy.metric, policy.mode)) is not None:
-        kept |= {ref.sequence for ref in best_saved(checkpoints, objective)[: policy.best]}
+    if (objective := make_objective(policy.metric, policy.mode)) is not None:
+        kept |= {ref.sequence for ref in rank_checkpoints(checkpoints, objective)[: policy.best]}
     return tuple(ref.sequence for ref in checkpoints if ref.sequence not in kept)
 
 
-def retired_by_commit(trial: Trial, new: CheckpointRef, policy: Retention) -> Sequence[CheckpointRef]:
+def checkpoints_to_retire(trial: Trial, new: CheckpointRef, policy: Retention) -> Sequence[CheckpointRef]:
     """Return the checkpoints of `trial` that the commit of `new` retires: live ones, then quarantined ones."""
     live = (*trial.checkpoints, new)
-    sequences = retired(live, policy)
-    quarantined = retired_quarantined(trial.quarantined_checkpoints, live, policy)
+    sequences = sequences_to_retire(live, policy)
+    quarantined = quarantined_to_retire(trial.quarantined_checkpoints, live, policy)
     return [*(ref for ref in live if ref.sequence in sequences), *quarantined]
 
 
-def retired_quarantined(
+def quarantined_to_retire(
     quarantined: Sequence[QuarantinedCheckpoint], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
     """Return the quarantined checkpoints that `policy` would retire if they were live like `checkpoints`.
@@ -120,6 +122,6 @@ def retired_quarantined(
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):
         return []
     refs = [item.checkpoint for item in quarantined]
-    sequences = retired(sorted((*checkpoints, *refs), key=lambda ref: ref.sequence), policy)
+    sequences = sequences_to_retire(sorted((*checkpoints, *refs), key=lambda ref: ref.sequence), policy)
     limit = checkpoints[-(policy.last or 1)].sequence
     return [ref for ref in refs if ref.sequence in sequences and ref.sequence < limit]

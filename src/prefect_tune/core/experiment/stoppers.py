@@ -15,23 +15,23 @@ from datetime import timedelta
 from statistics import pstdev
 from typing import Any, TypeAlias
 
+from prefect_tune.core.display_text import did_you_mean, signature_if_mismatched
 from prefect_tune.core.errors import BadStop, InvalidInput
 from prefect_tune.core.metrics import (
     convert_fields,
-    is_at_least,
-    is_count,
+    is_integer_at_least,
     is_number,
-    plain_keys,
-    plain_scalar,
-    shown,
+    is_number_at_least,
+    short_repr,
+    to_plain_keys,
+    to_plain_scalar,
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
-from prefect_tune.core.search.objective import Mode, Objective, objective_of
+from prefect_tune.core.search.objective import Mode, Objective, make_objective
 from prefect_tune.core.search.space_json import NamedOptions
-from prefect_tune.core.shown_text import did_you_mean, other_signature
-from prefect_tune.core.values import StepReport, TrialId, leaves, metric_in
+from prefect_tune.core.values import StepReport, TrialId, get_metric, iter_leaves
 
-RAYS_NAMES = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
+RAY_EQUIVALENTS = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
 """Ray Tune's names of values that every report has, and their equivalents here."""
 
 
@@ -39,7 +39,7 @@ class Stopper(NamedOptions, ABC):
     """Stops a trial. It has no state of its own: it gets every report of the trial's history, oldest first."""
 
     @property
-    def looks_back(self) -> bool:
+    def needs_history(self) -> bool:
         """Whether it needs more than the last report; a resume reads less if no stopper does."""
         return True
 
@@ -49,7 +49,7 @@ class Stopper(NamedOptions, ABC):
         return None
 
     @abstractmethod
-    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+    def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
         """Return why the trial stops after the last of `reports`; None to continue."""
 
     def __or__(self, other: StopCriteria) -> Stopper:
@@ -61,9 +61,9 @@ class Stopper(NamedOptions, ABC):
 class Never(Stopper):
     """Train until the trainable returns."""
 
-    looks_back = False
+    needs_history = False
 
-    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+    def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
         del reports
         return None
 
@@ -75,18 +75,18 @@ class AnyOf(Stopper):
     stoppers: tuple[Stopper, ...]
 
     @property
-    def looks_back(self) -> bool:
-        return any(stopper.looks_back for stopper in self.stoppers)
+    def needs_history(self) -> bool:
+        return any(stopper.needs_history for stopper in self.stoppers)
 
     @property
     def step_count(self) -> int | None:
         return min((count for part in self.stoppers if (count := part.step_count) is not None), default=None)
 
-    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
-        return next((reason for stopper in self.stoppers if (reason := stopper.why_stop(reports))), None)
+    def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
+        return next((reason for stopper in self.stoppers if (reason := stopper.stop_reason(reports))), None)
 
-    def json_form(self) -> object:
-        return [stopper.json_form() for stopper in self.stoppers]
+    def to_json_form(self) -> object:
+        return [stopper.to_json_form() for stopper in self.stoppers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class MaxSteps(Stopper):
     """Stop after this many steps; a step that a resume repeats is counted once."""
 
     steps: int = field(metadata={"example": 100})
-    looks_back = False
+    needs_history = False
 
     def __post_init__(self) -> None:
         _convert_count(self, self.steps, "step")
@@ -103,7 +103,7 @@ class MaxSteps(Stopper):
     def step_count(self) -> int | None:
         return self.steps
 
-    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+    def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
         step = reports[-1].step
         return make_reason("step-limit", step=step, limit=self.steps) if step >= self.steps else None
 
@@ -113,12 +113,12 @@ class MaxTime(Stopper):
     """Stop after this training time, summed over all attempts; a plain number means seconds."""
 
     time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
-    looks_back = False
+    needs_history = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "time", _as_timedelta(self.time, "MaxTime"))
 
-    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+    def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
         seconds, limit = reports[-1].trained_seconds, self.time.total_seconds()
         return make_reason("time-limit", seconds=seconds, limit=limit) if seconds >= limit else None
 
@@ -137,10 +137,14 @@ class Plateau(Stopper):
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        if not (is_at_least(self.std, 0) and is_count(self.reports, 2) and is_count(self.grace, 0)):
+        if not (
+            is_number_at_least(self.std, 0)
+            and is_integer_at_least(self.reports, 2)
+            and is_integer_at_least(self.grace, 0)
+        ):
             raise InvalidInput(f"{self}: expected std >= 0, reports >= 2, grace >= 0, the last two as whole numbers")
 
-    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+    def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
         values = [_metric_value(report.metrics, self.metric) for report in reports[-self.reports :]]
         if len(reports) < max(self.grace, self.reports):
             return None
@@ -154,14 +158,14 @@ class _MetricLimits(Stopper):
     """Stop once a reported value is at or above its limit, like Ray's `stop`; `step` means the step itself."""
 
     limits: tuple[tuple[str, float], ...]
-    looks_back = False
+    needs_history = False
 
     @property
     def step_count(self) -> int | None:
         limit = dict(self.limits).get("step", math.inf)
         return max(1, math.ceil(limit)) if math.isfinite(limit) else None
 
-    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+    def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
         last = reports[-1]
         for name, limit in self.limits:
             if name == "step":
@@ -171,7 +175,7 @@ class _MetricLimits(Stopper):
                 return make_reason("metric-limit", metric=name, value=value, limit=limit)
         return None
 
-    def json_form(self) -> object:
+    def to_json_form(self) -> object:
         return dict(self.limits)
 
 
@@ -180,9 +184,9 @@ class _StopFunction(Stopper):
     """Stop when the user's function returns a true value; it gets the step's metrics, including `step`."""
 
     function: Callable[[Mapping[str, object]], object]
-    looks_back = False
+    needs_history = False
 
-    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+    def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
         is_met = self.function({**reports[-1].metrics, "step": reports[-1].step})
         name = getattr(self.function, "__name__", type(self.function).__name__)
         return make_reason("stop-function", name=name) if is_met else None
@@ -204,11 +208,11 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     if isinstance(stop, Stopper):
         return stop
     if isinstance(stop, Mapping):
-        return _MetricLimits(tuple(_parse_limit(name, limit) for name, limit in plain_keys(stop, "stop").items()))
+        return _MetricLimits(tuple(_parse_limit(name, limit) for name, limit in to_plain_keys(stop, "stop").items()))
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         return AnyOf(tuple(map(as_stopper, stop)))
     if callable(stop) and not isinstance(stop, type):
-        if signature := other_signature(stop, 1):
+        if signature := signature_if_mismatched(stop, 1):
             raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {signature}")
         return _StopFunction(stop)
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
@@ -216,20 +220,20 @@ def as_stopper(stop: StopCriteria) -> Stopper:
 
 def _parse_limit(name: object, limit: object) -> tuple[str, float]:
     if not isinstance(name, str):
-        raise InvalidInput(f"stop: expected the name of a metric, found {shown(name)}")
-    limit = plain_scalar(limit)
+        raise InvalidInput(f"stop: expected the name of a metric, found {short_repr(name)}")
+    limit = to_plain_scalar(limit)
     if not is_number(limit):
-        raise InvalidInput(f"stop: limit of {name!r}: expected a finite number, found {shown(limit)}")
+        raise InvalidInput(f"stop: limit of {name!r}: expected a finite number, found {short_repr(limit)}")
     if name == "step" and limit <= 0:
         raise InvalidInput(f"stop: limit of 'step': expected more than 0, since the first step is 1, found {limit!r}")
     return name, float(limit)
 
 
-def why_over(stopper: Stopper, curve: Sequence[StepReport]) -> AnyReason | None:
+def trial_stop_reason(stopper: Stopper, curve: Sequence[StepReport]) -> AnyReason | None:
     """Return why a trial stops after the last report of its `curve`; None to continue. Raises like the stopper."""
     if curve[-1].metrics.get("done") is True:
         return make_reason("done-reported")
-    return stopper.why_stop(curve)
+    return stopper.stop_reason(curve)
 
 
 def _as_timedelta(value: object, where: str) -> timedelta:
@@ -238,37 +242,39 @@ def _as_timedelta(value: object, where: str) -> timedelta:
     Raises:
         InvalidInput: it is neither, or not positive.
     """
-    time: object = plain_scalar(value)
+    time: object = to_plain_scalar(value)
     if is_number(time):
         with suppress(OverflowError):
             time = timedelta(seconds=time)
     if isinstance(time, timedelta) and time > timedelta(0):
         return timedelta(days=time.days, seconds=time.seconds, microseconds=time.microseconds)
-    raise InvalidInput(f"{where}: expected a positive number of seconds or timedelta, found {shown(value)}")
+    raise InvalidInput(f"{where}: expected a positive number of seconds or timedelta, found {short_repr(value)}")
 
 
-def limits_in(stopper: Stopper) -> Mapping[str, float]:
+def metric_limits(stopper: Stopper) -> Mapping[str, float]:
     """Return the limits by metric: the stopper stops at or above them; `step` is the step itself."""
     if isinstance(stopper, AnyOf):
-        return {name: limit for part in stopper.stoppers for name, limit in limits_in(part).items()}
+        return {name: limit for part in stopper.stoppers for name, limit in metric_limits(part).items()}
     return dict(stopper.limits) if isinstance(stopper, _MetricLimits) else {}
 
 
 def _convert_count(stopper: MaxSteps | MaxFailures | TrialBudget, count: object, noun: str) -> None:
     """Convert the only field of a stopper to a plain value; raise unless it is a positive whole number."""
     convert_fields(stopper)
-    if not is_count(plain_scalar(count), 1):
+    if not is_integer_at_least(to_plain_scalar(count), 1):
         name = type(stopper).__name__
-        raise InvalidInput(f"{name}({shown(count)}): expected at least 1 {noun}, as a whole number")
+        raise InvalidInput(f"{name}({short_repr(count)}): expected at least 1 {noun}, as a whole number")
 
 
 def _metric_value(metrics: Mapping[str, object], name: str) -> float:
-    value = metric_in(metrics, name)
+    value = get_metric(metrics, name)
     if isinstance(value, int | float):
         return float(value)
-    names = sorted(leaf for leaf, _ in leaves(metrics))
-    is_ray_name = name in RAYS_NAMES
-    hint = f"; Ray Tune's {name} is {RAYS_NAMES[name]} here" if is_ray_name else did_you_mean(name, ["step", *names])
+    names = sorted(leaf for leaf, _ in iter_leaves(metrics))
+    is_ray_name = name in RAY_EQUIVALENTS
+    hint = (
+        f"; Ray Tune's {name} is {RAY_EQUIVALENTS[name]} here" if is_ray_name else did_you_mean(name, ["step", *names])
+    )
     raise BadStop(f"stop: expected metric {name!r} in each report, found only {names}{hint}")
 
 
@@ -276,56 +282,56 @@ def _metric_value(metrics: Mapping[str, object], name: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class NoMore:
+class StopProposing:
     """Start no new trial; existing trials train to their ends."""
 
     reason: AnyReason
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class StopExperiment:
     """Every trial saves and ends; a later run with another stopper continues the experiment."""
 
     reason: AnyReason
 
 
-Verdict: TypeAlias = NoMore | End | None
+StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
-class Tally(ABC):
+class StopperState(ABC):
     """The state of an experiment's stopper, fed live or by the replay of a resume. Each call is O(1)."""
 
-    def added(self, trial: TrialId) -> None:
+    def on_trial_added(self, trial: TrialId) -> None:
         """Record a new trial, or an ended one that continues."""
         del trial
 
-    def trained(self, trial: TrialId, seconds: float) -> None:
+    def on_training_time(self, trial: TrialId, seconds: float) -> None:
         """Record a trial's training time in seconds, up to its newest step."""
         del trial, seconds
 
-    def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
+    def on_trial_ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
         """Record that a trial has ended, with its last report."""
         del trial, report, failed
 
     @abstractmethod
-    def verdict(self) -> Verdict:
+    def verdict(self) -> StopperDecision:
         """Return how to end the experiment; None to continue."""
 
 
 class ExperimentStopper(Stopper):
-    """Stops an experiment. Frozen; its state is the `Tally` that `begin` returns."""
+    """Stops an experiment. Frozen; its state is the `StopperState` that `begin` returns."""
 
     @property
-    def looks_back(self) -> bool:
+    def needs_history(self) -> bool:
         return False
 
-    def why_stop(self, reports: Sequence[StepReport]) -> AnyReason | None:
+    def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
         """Return None: it does not stop a single trial."""
         del reports
         return None
 
     @abstractmethod
-    def begin(self, objective: Objective | None) -> Tally:
+    def begin(self, objective: Objective | None) -> StopperState:
         """Return the state for an experiment without trials.
 
         Args:
@@ -336,7 +342,7 @@ class ExperimentStopper(Stopper):
         """
 
 
-def of_trials(stopper: Stopper) -> Stopper:
+def trial_stopper(stopper: Stopper) -> Stopper:
     """Return the part of `stopper` that stops single trials."""
     parts = [part for part in _flatten(stopper) if not isinstance(part, ExperimentStopper)]
     if len(parts) < 2:
@@ -344,7 +350,7 @@ def of_trials(stopper: Stopper) -> Stopper:
     return AnyOf(tuple(parts))
 
 
-def of_experiment(stopper: Stopper) -> Sequence[ExperimentStopper]:
+def experiment_stoppers(stopper: Stopper) -> Sequence[ExperimentStopper]:
     """Return the parts of `stopper` that stop the experiment."""
     return [part for part in _flatten(stopper) if isinstance(part, ExperimentStopper)]
 
@@ -354,27 +360,29 @@ def _flatten(stopper: Stopper) -> Sequence[Stopper]:
 
 
 @dataclass(slots=True)
-class Tallies(Tally):
+class CompositeState(StopperState):
     """The states of several stoppers, any of which can stop the experiment."""
 
-    tallies: Sequence[Tally]
+    states: Sequence[StopperState]
 
-    def added(self, trial: TrialId) -> None:
-        for state in self.tallies:
-            state.added(trial)
+    def on_trial_added(self, trial: TrialId) -> None:
+        for state in self.states:
+            state.on_trial_added(trial)
 
-    def trained(self, trial: TrialId, seconds: float) -> None:
-        for state in self.tallies:
-            state.trained(trial, seconds)
+    def on_training_time(self, trial: TrialId, seconds: float) -> None:
+        for state in self.states:
+            state.on_training_time(trial, seconds)
 
-    def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        for state in self.tallies:
-            state.ended(trial, report, failed=failed)
+    def on_trial_ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
+        for state in self.states:
+            state.on_trial_ended(trial, report, failed=failed)
 
-    def verdict(self) -> Verdict:
-        """Return the first `End`, else the first `NoMore`, else None."""
-        verdicts = [verdict for state in self.tallies if (verdict := state.verdict())]
-        return next((verdict for verdict in verdicts if isinstance(verdict, End)), next(iter(verdicts), None))
+    def verdict(self) -> StopperDecision:
+        """Return the first `StopExperiment`, else the first `StopProposing`, else None."""
+        verdicts = [verdict for state in self.states if (verdict := state.verdict())]
+        return next(
+            (verdict for verdict in verdicts if isinstance(verdict, StopExperiment)), next(iter(verdicts), None)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,27 +398,29 @@ class MaxFailures(ExperimentStopper):
     def __post_init__(self) -> None:
         _convert_count(self, self.failures, "trial")
 
-    def begin(self, objective: Objective | None) -> Tally:
+    def begin(self, objective: Objective | None) -> StopperState:
         del objective
         return _FailureCount(self.failures)
 
 
 @dataclass(slots=True)
-class _FailureCount(Tally):
+class _FailureCount(StopperState):
     limit: int
     errored: set[TrialId] = field(default_factory=set)
 
-    def added(self, trial: TrialId) -> None:
+    def on_trial_added(self, trial: TrialId) -> None:
         self.errored.discard(trial)
 
-    def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
+    def on_trial_ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
         del report
         if failed:
             self.errored.add(trial)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> StopperDecision:
         count = len(self.errored)
-        return End(make_reason("failed-trials", count=count, limit=self.limit)) if count >= self.limit else None
+        return (
+            StopExperiment(make_reason("failed-trials", count=count, limit=self.limit)) if count >= self.limit else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,21 +432,21 @@ class TrialBudget(ExperimentStopper):
     def __post_init__(self) -> None:
         _convert_count(self, self.trials, "trial")
 
-    def begin(self, objective: Objective | None) -> Tally:
+    def begin(self, objective: Objective | None) -> StopperState:
         del objective
         return _TrialCount(self.trials)
 
 
 @dataclass(slots=True)
-class _TrialCount(Tally):
+class _TrialCount(StopperState):
     limit: int
     trials: set[TrialId] = field(default_factory=set)
 
-    def added(self, trial: TrialId) -> None:
+    def on_trial_added(self, trial: TrialId) -> None:
         self.trials.add(trial)
 
-    def verdict(self) -> Verdict:
-        return NoMore(make_reason("trial-budget", limit=self.limit)) if len(self.trials) >= self.limit else None
+    def verdict(self) -> StopperDecision:
+        return StopProposing(make_reason("trial-budget", limit=self.limit)) if len(self.trials) >= self.limit else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,26 +462,26 @@ class TimeBudget(ExperimentStopper):
     def __post_init__(self) -> None:
         object.__setattr__(self, "time", _as_timedelta(self.time, "TimeBudget"))
 
-    def begin(self, objective: Objective | None) -> Tally:
+    def begin(self, objective: Objective | None) -> StopperState:
         del objective
         return _TrainingTime(self.time)
 
 
 @dataclass(slots=True)
-class _TrainingTime(Tally):
+class _TrainingTime(StopperState):
     limit: timedelta
     seconds: dict[TrialId, float] = field(default_factory=dict)
     total_seconds: float = 0.0
 
-    def trained(self, trial: TrialId, seconds: float) -> None:
+    def on_training_time(self, trial: TrialId, seconds: float) -> None:
         self.total_seconds += seconds - self.seconds.get(trial, 0.0)
         self.seconds[trial] = seconds
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> StopperDecision:
         if timedelta(seconds=self.total_seconds) < self.limit:
             return None
         limit_seconds = self.limit.total_seconds()
-        return End(make_reason("search-time-limit", seconds=self.total_seconds, limit=limit_seconds))
+        return StopExperiment(make_reason("search-time-limit", seconds=self.total_seconds, limit=limit_seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,18 +504,22 @@ class ExperimentPlateau(ExperimentStopper):
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        if not (is_at_least(self.std, 0) and is_count(self.top, 2) and is_count(self.patience, 0)):
+        if not (
+            is_number_at_least(self.std, 0)
+            and is_integer_at_least(self.top, 2)
+            and is_integer_at_least(self.patience, 0)
+        ):
             raise InvalidInput(f"{self}: expected std >= 0, top >= 2, patience >= 0, the last two as whole numbers")
 
-    def begin(self, objective: Objective | None) -> Tally:
-        chosen = objective if self.metric is None else objective_of(self.metric, self.mode)
+    def begin(self, objective: Objective | None) -> StopperState:
+        chosen = objective if self.metric is None else make_objective(self.metric, self.mode)
         if chosen is None:
             raise InvalidInput("ExperimentPlateau: expected a metric, found none: ExperimentPlateau(metric='loss')")
         return _BestLosses(self, chosen)
 
 
 @dataclass(slots=True)
-class _BestLosses(Tally):
+class _BestLosses(StopperState):
     plateau: ExperimentPlateau
     objective: Objective
     losses: dict[TrialId, float] = field(default_factory=dict)
@@ -513,14 +527,16 @@ class _BestLosses(Tally):
     plateau_length: int = 0
     """The number of consecutive finished trials after which the best losses were about equal."""
 
-    def added(self, trial: TrialId) -> None:
+    def on_trial_added(self, trial: TrialId) -> None:
         if (loss := self.losses.pop(trial, None)) is not None:
             self.sorted_losses.remove(loss)
 
-    def ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        from prefect_tune.core.experiment.summary import losses_in  # late: flows import this module without the journal
+    def on_trial_ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
+        from prefect_tune.core.experiment.summary import (
+            compute_losses,
+        )  # late: flows import this module without the journal
 
-        losses = losses_in(report.metrics, self.objective) if report and not failed else None
+        losses = compute_losses(report.metrics, self.objective) if report and not failed else None
         if losses is None:
             return
         self.losses[trial] = losses[0]
@@ -531,8 +547,8 @@ class _BestLosses(Tally):
     def _spread(self) -> float:
         return pstdev(self.sorted_losses[: self.plateau.top])
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> StopperDecision:
         if self.plateau_length <= self.plateau.patience:
             return None
         arguments = {"metric": self.objective.metrics[0], "top": self.plateau.top, "spread": self._spread()}
-        return End(make_reason("search-plateau", **arguments))
+        return StopExperiment(make_reason("search-plateau", **arguments))

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, cast, get_args
 
+from prefect_tune.core.display_text import first_line, format_size, pluralize, shorten
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import PastEvent, Status, Trial, newest_checkpoint
-from prefect_tune.core.journal_events import Cloned, Entry, Event, Reported, Started, TrialAdded
-from prefect_tune.core.page_elements import Cell, Code, Table, Text, Verbatim, cell_html, values_table
+from prefect_tune.core.experiment.trial_transitions import PolicyEvent, Status, Trial, newest_checkpoint
+from prefect_tune.core.journal_events import AttemptStarted, CheckpointCloned, Entry, Event, StepReported, TrialAdded
+from prefect_tune.core.page_elements import Cell, Code, Table, Text, Verbatim, make_values_table, render_notebook_cell
 from prefect_tune.core.schedulers.base import Continue
-from prefect_tune.core.search.objective import Mode, Objective, objective_of
-from prefect_tune.core.shown_text import first_line, plural, shorten, shown_size
-from prefect_tune.core.values import StepReport, flat
+from prefect_tune.core.search.objective import Mode, Objective, make_objective
+from prefect_tune.core.values import StepReport, flatten
 
 if TYPE_CHECKING:
     from prefect_tune.core.journal_events import CheckpointRef
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Rank trials by their last report, or by other reports if the caller passes a scope.
 #
 # The last report belongs to the newest checkpoint, which `Results.checkpoint` and `export` return. The best of all
-# reports favours noisy and long trials, may not be saved, and requires the learning curves. `best_saved` ranks
+# reports favours noisy and long trials, may not be saved, and requires the learning curves. `rank_checkpoints` ranks
 # checkpoints by the report that they were saved with; retention uses it too.
 
 Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
@@ -40,28 +40,28 @@ def best_label(objective: Objective) -> str:
     return "best" if len(objective.metrics) == 1 else f"best {objective.metrics[0]}"
 
 
-def valid_scope(scope: Scope) -> Scope:
+def validate_scope(scope: Scope) -> Scope:
     """Return `scope`. Raises `InvalidInput` if it is not a scope."""
     if scope in get_args(Scope):
         return scope
     raise InvalidInput(f"scope {scope!r}: expected one of {', '.join(map(repr, get_args(Scope)))}")
 
 
-def scored(curve: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
+def score_reports(curve: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
     """Return a trial's score from the metrics of its reports; None if no report has all metrics.
 
     A report that lacks a metric, or has text in its place, is skipped; as the last report it makes scope `last` None.
     """
-    scores = [losses for metrics in curve if (losses := losses_in(metrics, objective)) is not None]
+    scores = [losses for metrics in curve if (losses := compute_losses(metrics, objective)) is not None]
     if not scores or scope == "last":
-        return losses_in(curve[-1], objective) if scores else None
+        return compute_losses(curve[-1], objective) if scores else None
     if scope == "all":
         return min(scores)
     averaged = {"avg": scores, "last-5-avg": scores[-5:], "last-10-avg": scores[-10:]}[scope]
     return tuple(sum(column) / len(averaged) for column in zip(*averaged, strict=True))
 
 
-def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | None:
+def compute_losses(metrics: Mapping[str, object], objective: Objective) -> Losses | None:
     """Return the objective's metrics, so that smaller is better; None if one is missing or not a number."""
     try:
         return objective.losses(metrics, "the report")
@@ -69,35 +69,35 @@ def losses_in(metrics: Mapping[str, object], objective: Objective) -> Losses | N
         return None
 
 
-def ranked(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
+def rank_trials(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
     """Return the trials whose last reports are comparable, best first; equal ones in the order of `trials`.
 
     A trial that inherits its last report comes after equal trials that do not. Empty without an objective.
     """
     if objective is None:
         return []
-    by_origin = sorted(trials, key=lambda trial: trial.inherits)
-    return smallest_first((trial, losses_in(trial.metrics, objective)) for trial in by_origin)
+    by_origin = sorted(trials, key=lambda trial: trial.has_inherited_report)
+    return sort_by_losses((trial, compute_losses(trial.metrics, objective)) for trial in by_origin)
 
 
-def smallest_first(scores: Iterable[tuple[_Item, Losses | None]]) -> list[tuple[_Item, Losses]]:
+def sort_by_losses(scores: Iterable[tuple[_Item, Losses | None]]) -> list[tuple[_Item, Losses]]:
     """Return the pairs that have losses, best first; equal ones in the order of `scores`."""
     comparable = [(item, losses) for item, losses in scores if losses is not None]
     return sorted(comparable, key=lambda pair: pair[1])
 
 
-def best_saved(checkpoints: Iterable[CheckpointRef], objective: Objective) -> list[CheckpointRef]:
+def rank_checkpoints(checkpoints: Iterable[CheckpointRef], objective: Objective) -> list[CheckpointRef]:
     """Return the checkpoints whose report has the metrics, best first; equal ones in the order of `checkpoints`."""
-    return [ref for ref, _ in smallest_first((ref, losses_in(ref.metrics, objective)) for ref in checkpoints)]
+    return [ref for ref, _ in sort_by_losses((ref, compute_losses(ref.metrics, objective)) for ref in checkpoints)]
 
 
-def front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
+def pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
     """Return the Pareto front: items that no other item dominates (as good in every metric, and better in one).
 
     Equal items are all on it. Sorted by the first metric, best first.
     """
     optimal: list[tuple[_Item, Losses]] = []
-    for item, losses in smallest_first(scores):  # an item that dominates this one comes before it
+    for item, losses in sort_by_losses(scores):  # an item that dominates this one comes before it
         if not any(
             other != losses and all(mine <= theirs for mine, theirs in zip(other, losses, strict=True))
             for _, other in optimal
@@ -107,7 +107,7 @@ def front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
 
 
 @dataclass(frozen=True, slots=True)
-class Exploited:
+class ExploitRecord:
     """A trial continued from another trial's checkpoint, with another configuration."""
 
     step: int
@@ -117,22 +117,22 @@ class Exploited:
     """The old and the new value of each changed parameter."""
 
 
-def exploited_by(entries: Iterable[Entry], trial: str) -> Sequence[Exploited]:
+def list_exploits(entries: Iterable[Entry], trial: str) -> Sequence[ExploitRecord]:
     """Return the exploits of a trial, in order, from the entries of its experiment's journal."""
     config: Mapping[str, object] = {}
-    exploits: list[Exploited] = []
+    exploits: list[ExploitRecord] = []
     for event in _config_events(entries, trial):
         following = event.config or {}
-        if isinstance(event, Cloned):
+        if isinstance(event, CheckpointCloned):
             names = [*following, *(name for name in config if name not in following)]
             values = {name: (config.get(name), following.get(name)) for name in names}
             changed = {name: (old, new) for name, (old, new) in values.items() if old != new}
-            exploits.append(Exploited(event.checkpoint.step, event.source, changed))
+            exploits.append(ExploitRecord(event.checkpoint.step, event.source, changed))
         config = following
     return exploits
 
 
-def config_at(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[str, object]:
+def config_of_checkpoint(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[str, object]:
     """Return a trial's configuration at one of its checkpoints, which may be before or after exploits.
 
     Args:
@@ -147,14 +147,14 @@ def config_at(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[st
     return config
 
 
-def _config_events(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded | Cloned]:
+def _config_events(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded | CheckpointCloned]:
     """Yield the events that set the configuration of a trial."""
     for event in (event for entry in entries for event in entry.events):
-        if isinstance(event, TrialAdded | Cloned) and event.trial == trial and event.config is not None:
+        if isinstance(event, TrialAdded | CheckpointCloned) and event.trial == trial and event.config is not None:
             yield event
 
 
-class Curves:
+class LearningCurves:
     """The reports of every trial, one for each step; for a step that was trained again, the later report.
 
     The curve of a trial that exploited another one begins with the clone's step.
@@ -166,28 +166,28 @@ class Curves:
         self.report_count = 0
         """The number of reports added so far, including repeated steps."""
         for entry in entries:
-            self.tell(entry)
+            self.add_entry(entry)
 
-    def tell(self, entry: Entry) -> None:
+    def add_entry(self, entry: Entry) -> None:
         """Add the reports of the next entry."""
         for event in entry.events:
-            self.tell_event(event)
+            self.add_event(event)
 
-    def tell_event(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Add the reports of the next event."""
         match event:
-            case Started(trial=trial, from_step=start) if trial in self._reports:
+            case AttemptStarted(trial=trial, from_step=start) if trial in self._reports:
                 reports = self._reports[trial]
                 self._reports[trial] = {step: report for step, report in reports.items() if step <= start}
-            case Cloned(trial=trial, checkpoint=clone):
+            case CheckpointCloned(trial=trial, checkpoint=clone):
                 self._reports[trial] = {clone.step: clone.report}
-            case Reported(trial=trial, report=report):
+            case StepReported(trial=trial, report=report):
                 self._reports.setdefault(trial, {})[report.step] = report
                 self.report_count += 1
             case _:
                 pass
 
-    def of(self, trial: str) -> Sequence[StepReport]:
+    def curve_of(self, trial: str) -> Sequence[StepReport]:
         """Return the reports of a trial, by step; empty if it has none."""
         reports = self._reports.get(trial, {})
         return [reports[step] for step in sorted(reports)]
@@ -204,44 +204,44 @@ def is_search(state: Experiment) -> bool:
     return bool(state.settings) or len(state.trials) > 1
 
 
-def kind_of(state: Experiment) -> str:
+def experiment_kind(state: Experiment) -> str:
     """Return "search" or "training"; any number of trials in the user's own flow is a training."""
     return "search" if state.settings or any(trial.of_search for trial in state.trials.values()) else "training"
 
 
-def counted(state: Experiment) -> Mapping[str, int]:
+def count_by_status(state: Experiment) -> Mapping[str, int]:
     """Return the number of trials by status, in the order of `Status`."""
     counts = Counter(trial.status for trial in state.trials.values())
     return {str(status): counts[status] for status in Status if counts[status]}
 
 
-def trial_named(state: Experiment, name: str) -> Trial:
+def require_trial(state: Experiment, name: str) -> Trial:
     """Return the trial with this name, or with this number: `8` for `00008`.
 
     Raises:
         InvalidInput: there is no such trial.
     """
-    if trial := trial_in(state.trials, name):
+    if trial := find_trial(state.trials, name):
         return trial
     names = list(state.trials)
     name_range = f" ({names[0]} to {names[-1]})" if len(names) > 1 else ""
     raise InvalidInput(f"experiment {state.name!r}: there is no trial {name!r} among its {len(names)}{name_range}")
 
 
-def trial_in(trials: Mapping[str, Trial], name: str) -> Trial | None:
+def find_trial(trials: Mapping[str, Trial], name: str) -> Trial | None:
     """Return the trial with this name, or with this number: `8` for `00008`; None if there is none."""
     if name in trials or not name.isdecimal():
         return trials.get(name)
     return next((trial for other, trial in trials.items() if other.isdecimal() and int(other) == int(name)), None)
 
 
-def objective_in(settings: Mapping[str, object]) -> Objective | None:
+def objective_from_settings(settings: Mapping[str, object]) -> Objective | None:
     """Return the objective of these settings; None if they name no metric."""
     metric = cast("str | list[str] | None", settings.get("metric"))
-    return objective_of(metric, cast("Mode | list[Mode]", settings.get("mode", "min")))
+    return make_objective(metric, cast("Mode | list[Mode]", settings.get("mode", "min")))
 
 
-def shown_settings(settings: Mapping[str, object]) -> dict[str, object]:
+def settings_for_display(settings: Mapping[str, object]) -> dict[str, object]:
     """Return `settings` for display, with the text values of job variables masked: they may be secrets.
 
     It does not mask numbers and references to saved blocks, such as `{{ prefect.blocks.secret.wandb }}`.
@@ -260,21 +260,23 @@ def _mask_text(value: object) -> object:
     return _MASK if isinstance(value, str) and not _BLOCK_REFERENCE.fullmatch(value) else value
 
 
-def best_first(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
+def sort_trials(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Return the trials by their last reports, best first; trials that cannot be compared come last."""
-    comparable = {trial.trial: trial for trial, _ in ranked(trials, objective)}
+    comparable = {trial.trial: trial for trial, _ in rank_trials(trials, objective)}
     return [*comparable.values(), *(trial for trial in trials if trial.trial not in comparable)]
 
 
-def best_of(state: Experiment) -> Trial | None:
+def find_best_trial(state: Experiment) -> Trial | None:
     """Return the trial whose last report is the best; None if no trial can be compared.
 
-    Like `Results.best`, it may return an errored trial; `named` marks it.
+    Like `Results.best`, it may return an errored trial; `best_trial_name` marks it.
     """
-    return next((trial for trial, _ in ranked(state.trials.values(), objective_in(state.settings))), None)
+    return next(
+        (trial for trial, _ in rank_trials(state.trials.values(), objective_from_settings(state.settings))), None
+    )
 
 
-def named(trial: str, status: str) -> str:
+def best_trial_name(trial: str, status: str) -> str:
     """Return the name of the best trial, followed by `, errored` if it errored."""
     return f"{trial}, errored" if status == Status.ERRORED else trial
 
@@ -286,47 +288,49 @@ _MAX_TRACEBACK_CHARACTERS = 4_000
 _INCOMPLETE_STATUSES = frozenset({Status.PRUNED, Status.INTERRUPTED, Status.PAUSED})
 
 
-def status_label(status: str, step: int) -> str:
+def format_status(status: str, step: int) -> str:
     """Return the status for users, with the last step of an incomplete trial: `pruned @3`, `completed`."""
     return f"{status} @{step}" if status in _INCOMPLETE_STATUSES and step else str(status)
 
 
-def wasted_words(steps: int, *, at_least: bool) -> str:
+def format_recomputed_steps(steps: int, *, at_least: bool) -> str:
     """Return a number of wasted steps as text; empty if none is known."""
-    return f"{'at least ' * at_least}{plural(steps, 'step', 'steps')}" if steps else ""
+    return f"{'at least ' * at_least}{pluralize(steps, 'step', 'steps')}" if steps else ""
 
 
-def trial_html(trial: Trial) -> str:
+def format_trial_html(trial: Trial) -> str:
     """Return a trial for a notebook, with its history, its newest checkpoint and its whole error."""
     seconds = "" if trial.measured_seconds is None else f" in {trial.measured_seconds:,.1f} s"
-    attempts = f", {plural(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
-    wasted = wasted_words(trial.wasted_steps, at_least=trial.wasted_at_least)
+    attempts = f", {pluralize(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
+    wasted = format_recomputed_steps(trial.wasted_steps, at_least=trial.wasted_at_least)
     repeated = f", {wasted} trained again" if wasted else ""
-    rows: list[tuple[str, Cell]] = [("trained", f"{plural(trial.step, 'step', 'steps')}{seconds}{attempts}{repeated}")]
+    rows: list[tuple[str, Cell]] = [
+        ("trained", f"{pluralize(trial.step, 'step', 'steps')}{seconds}{attempts}{repeated}")
+    ]
     history = [text for event in trial.past if (text := _describe_policy_event(event))]
     earlier_count = max(0, len(history) - _MAX_HISTORY_ROWS)
-    earlier = [plural(earlier_count, "earlier event", "earlier events")] if earlier_count else []
+    earlier = [pluralize(earlier_count, "earlier event", "earlier events")] if earlier_count else []
     rows += [("" if index else "history", text) for index, text in enumerate([*earlier, *history[earlier_count:]])]
     if (newest := newest_checkpoint(trial)) is None:
         rows.append(("checkpoint", "none"))
     else:
         others = f"; {len(trial.checkpoints)} are kept" if len(trial.checkpoints) > 1 else ""
-        size = f", {shown_size(newest.size_bytes)}" if newest.size_bytes else ""
+        size = f", {format_size(newest.size_bytes)}" if newest.size_bytes else ""
         rows.append(("checkpoint", f"step {newest.step}{size}{others}"))
         rows.append(("", Verbatim(f"results.checkpoint({trial.trial!r})")))
     is_errored = trial.status is Status.ERRORED
     if trial.reason and not is_errored:
         rows.append(("reason", first_line(trial.reason)))
-    return cell_html(
-        Text([f"Trial {trial.trial} · {status_label(trial.status, trial.step)}"], kind="strong"),
-        values_table("metric", flat(trial.metrics)),
-        values_table("parameter", flat(trial.config)),
+    return render_notebook_cell(
+        Text([f"Trial {trial.trial} · {format_status(trial.status, trial.step)}"], kind="strong"),
+        make_values_table("metric", flatten(trial.metrics)),
+        make_values_table("parameter", flatten(trial.config)),
         Table((), [(name, cell if isinstance(cell, Verbatim) else shorten(str(cell), 300)) for name, cell in rows]),
         *([Code(trial.reason[-_MAX_TRACEBACK_CHARACTERS:], "text")] if is_errored else []),
     )
 
 
-def _describe_policy_event(event: PastEvent) -> str:
+def _describe_policy_event(event: PolicyEvent) -> str:
     prefix = f"step {event.report.step}: " if event.report else ""
     if event.what == "decided" and event.decision is not None:
         decision = event.decision

@@ -1,7 +1,7 @@
 """A trial: its state as a frozen value, queries on it, and its transitions.
 
-`NEXT` is the table of the legal changes of phase; `after` is the pure function that applies an event. A journal stores
-phases. Tables, reports and events show a `Status`, in the words of Optuna and Ray.
+`NEXT_PHASE` is the table of the legal changes of phase; `apply_trial_event` is the pure function that applies an event.
+A journal stores phases. Tables, reports and events show a `Status`, in the words of Optuna and Ray.
 """
 
 from __future__ import annotations
@@ -12,48 +12,48 @@ from typing import Any, Literal, TypeAlias, assert_never
 
 from pydantic import Field
 
+from prefect_tune.core.display_text import first_line, shorten
 from prefect_tune.core.errors import IllegalTransition
 from prefect_tune.core.journal_events import (
-    Adopted,
+    AnyTrialEvent,
     AttemptEnded,
+    AttemptLaunched,
+    AttemptStarted,
     Cause,
+    CheckpointCloned,
+    CheckpointCommitted,
     CheckpointOrigin,
+    CheckpointQuarantined,
     CheckpointRef,
-    Cloned,
-    Committed,
-    Decided,
-    Finished,
+    CheckpointsAdopted,
+    CheckpointsRetired,
+    DecisionMade,
+    ExperimentForked,
     FinishKind,
-    Forked,
     ForkedTrial,
-    GaveUp,
-    Launched,
-    OneTrialsEvent,
     OutboxClosed,
     Owner,
-    Paused,
     Pinned,
-    Quarantined,
+    PostReceived,
     QuarantinedCheckpoint,
-    Received,
-    Reported,
-    Requeued,
-    Resumed,
-    Retired,
     SlotFreed,
-    Started,
+    StepReported,
+    TrialErrored,
+    TrialFinished,
+    TrialPaused,
+    TrialRequeued,
+    TrialResumed,
     Writer,
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
 from prefect_tune.core.schedulers.base import Decision, Exploit
-from prefect_tune.core.shown_text import first_line, shorten
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds, slot_freed
+from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds, record_slot_freed
 from prefect_tune.core.values import StepReport, TrialId, Value
 
 
 class Phase(StrEnum):
-    """The phase of a trial, from which `NEXT` gives the possible changes. Its values are stored in snapshots."""
+    """The phase of a trial, from which `NEXT_PHASE` gives the possible changes. Its values are stored in snapshots."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -62,7 +62,7 @@ class Phase(StrEnum):
     ERRORED = "errored"
 
 
-ENDED = frozenset({Phase.FINISHED, Phase.ERRORED})
+ENDED_PHASES = frozenset({Phase.FINISHED, Phase.ERRORED})
 
 
 class Status(StrEnum):
@@ -91,7 +91,7 @@ _STATUS_OF_FINISH_KIND: Mapping[FinishKind | None, Status] = {
 }
 
 
-class PastEvent(Value):
+class PolicyEvent(Value):
     """An event that a resume replays to search and scheduler; `order` counts over all trials of the experiment."""
 
     order: int
@@ -196,10 +196,10 @@ class Trial(Value):
     """The configuration it was added with, if it has since exploited another trial."""
     exploits: Exploit | None = None
     """An exploit that the scheduler decided and the trial has not carried out yet."""
-    past: tuple[PastEvent, ...] = ()
+    past: tuple[PolicyEvent, ...] = ()
     """The events that a resume replays to search and scheduler, oldest first."""
     records: tuple[AttemptRecord, ...] = ()
-    """What each of its attempts used, oldest first; see `cost.cost_of`."""
+    """What each of its attempts used, oldest first; see `cost.compute_cost`."""
 
     @property
     def status(self) -> Status:
@@ -216,13 +216,13 @@ class Trial(Value):
         return str(self.end_reason)
 
     @property
-    def inherits(self) -> bool:
+    def has_inherited_report(self) -> bool:
         """Whether its last report comes from the trial whose checkpoint it cloned: it has not reported since."""
         newest = newest_checkpoint(self)
         return newest is not None and (newest.sequence, newest.step) == (self.cloned, self.step)
 
     @property
-    def wasted_count(self) -> str:
+    def recomputed_steps_text(self) -> str:
         """The number of its wasted steps: `3`, `at least 3`, or `none known`."""
         if self.wasted_at_least and not self.wasted_steps:
             return "none known"
@@ -246,9 +246,9 @@ class Trial(Value):
 
     def _repr_html_(self) -> str:
         """Return the trial for a notebook, with its history, its newest checkpoint and its whole error."""
-        from prefect_tune.core.experiment.summary import trial_html  # late: it imports this module
+        from prefect_tune.core.experiment.summary import format_trial_html  # late: it imports this module
 
-        return trial_html(self)
+        return format_trial_html(self)
 
 
 # ------------------------------------------------------------------------------------------- queries on its checkpoints
@@ -259,7 +259,7 @@ def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
     return trial.checkpoints[-1] if trial.checkpoints else None
 
 
-def newest_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
+def newest_checkpoint_key(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
     """Return the key of the newest checkpoint; None if there is none."""
     newest = newest_checkpoint(trial)
     return folder.checkpoint_key(newest) if newest else None
@@ -284,23 +284,23 @@ def clonable_checkpoint(trial: Trial, last_step: int | None = None) -> Checkpoin
     return next((ref for ref in reversed(trial.checkpoints) if all(ref.step < limit for limit in limits)), None)
 
 
-def clone_for(trial: Trial, ref: CheckpointRef, source: str) -> CheckpointRef:
+def make_clone_ref(trial: Trial, ref: CheckpointRef, source: str) -> CheckpointRef:
     """Return the reference with which `trial` takes a checkpoint of the trial `source` as its next checkpoint."""
     origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
     return ref.model_copy(update={"sequence": trial.next_sequence, "origin": origin, "pinned": False})
 
 
-def live_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
+def live_checkpoint_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
     """Return the keys of all live checkpoints, oldest first."""
     return [folder.checkpoint_key(ref) for ref in trial.checkpoints]
 
 
-def is_live(trial: Trial, key: CheckpointKey) -> bool:
+def is_live_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
     """Return whether `key` is a live checkpoint of `trial`, or the origin of one."""
     return any(_is_stored_as(trial, ref, key) for ref in trial.checkpoints)
 
 
-def is_quarantined(trial: Trial, key: CheckpointKey) -> bool:
+def is_quarantined_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
     """Return whether `key` is quarantined in `trial`: it is not used, but can be reinstated."""
     return any(_is_stored_as(trial, quarantined.checkpoint, key) for quarantined in trial.quarantined_checkpoints)
 
@@ -311,37 +311,39 @@ def _is_stored_as(trial: Trial, ref: CheckpointRef, key: CheckpointKey) -> bool:
     return (stored.step, stored.sequence, name) == (key.step, key.sequence, key.trial.trial)
 
 
-def is_held(trial: Trial, key: CheckpointKey) -> bool:
+def is_cloned_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
     """Return whether `key` is no longer live in `trial` but another trial has a clone of it."""
     has_clone = any((clone.step, clone.sequence) == (key.step, key.sequence) for clone in trial.clones)
-    return has_clone and not is_live(trial, key)
+    return has_clone and not is_live_checkpoint(trial, key)
 
 
-def is_collectable(state: Trial, key: CheckpointKey) -> bool:
+def is_deletable_checkpoint(state: Trial, key: CheckpointKey) -> bool:
     """Return whether the bytes of `key` may be deleted, now and at any later time.
 
     True if it is not live, not quarantined, has no clone, and was begun before the last retirement in `state`.
     Then no later save reuses or clones it, neither here nor in a process that takes over during the deletion.
     """
-    is_used = is_quarantined(state, key) or is_live(state, key) or is_held(state, key)
+    is_used = (
+        is_quarantined_checkpoint(state, key) or is_live_checkpoint(state, key) or is_cloned_checkpoint(state, key)
+    )
     return not is_used and key.sequence < state.collected_up_to
 
 
-def parent_of_next(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
+def parent_of_next_save(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
     """Return the checkpoint whose bytes the next save may reuse: the newest one.
 
     None if there is none, or if it predates a quarantine: it may share blobs with the damaged checkpoint.
     """
-    newest = newest_key(folder, trial)
-    return None if newest is None or is_overtaken(trial, newest.sequence) else newest
+    newest = newest_checkpoint_key(folder, trial)
+    return None if newest is None or predates_quarantine(trial, newest.sequence) else newest
 
 
-def is_overtaken(trial: Trial, sequence: int) -> bool:
+def predates_quarantine(trial: Trial, sequence: int) -> bool:
     """Return whether a checkpoint was quarantined after the save with this sequence began."""
     return any(sequence < quarantined.since for quarantined in trial.quarantined_checkpoints)
 
 
-def reused_from(trial: Trial) -> int:
+def min_reusable_sequence(trial: Trial) -> int:
     """Return the first sequence whose blobs the next save may reuse, if no live checkpoint refers to them.
 
     Blobs begun before the last retirement may be deleted at any time; blobs older than a quarantine may be damaged.
@@ -349,7 +351,7 @@ def reused_from(trial: Trial) -> int:
     return max((trial.collected_up_to, *(quarantined.since for quarantined in trial.quarantined_checkpoints)))
 
 
-def is_acceptable(trial: Trial, sequence: int) -> bool:
+def can_commit_save(trial: Trial, sequence: int) -> bool:
     """Return whether the save with this sequence may still become a checkpoint of `trial`.
 
     False if it began before the last retirement: blobs that it reuses may have been deleted. False if its sequence
@@ -362,65 +364,67 @@ def is_acceptable(trial: Trial, sequence: int) -> bool:
 # ------------------------------------------------------------------------------------------------------- transitions
 
 # Phases change only by this table. An event that it does not list changes none.
-NEXT: Mapping[tuple[Phase, type[OneTrialsEvent | Forked]], Phase] = {
-    (Phase.PENDING, Started): Phase.RUNNING,
+NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase] = {
+    (Phase.PENDING, AttemptStarted): Phase.RUNNING,
     (Phase.RUNNING, AttemptEnded): Phase.PENDING,
-    (Phase.RUNNING, Finished): Phase.FINISHED,
-    (Phase.PENDING, Finished): Phase.FINISHED,
-    (Phase.RUNNING, GaveUp): Phase.ERRORED,
-    (Phase.PENDING, GaveUp): Phase.ERRORED,
-    (Phase.FINISHED, GaveUp): Phase.ERRORED,  # its reports turned out to be unusable after its end
-    (Phase.PAUSED, GaveUp): Phase.ERRORED,  # its reports turned out to be unusable
-    (Phase.ERRORED, Requeued): Phase.PENDING,
-    (Phase.FINISHED, Requeued): Phase.PENDING,
-    (Phase.PENDING, Requeued): Phase.PENDING,  # with fresh budgets
-    (Phase.RUNNING, Paused): Phase.PAUSED,
-    (Phase.PAUSED, Resumed): Phase.PENDING,
-    (Phase.PAUSED, Finished): Phase.FINISHED,
+    (Phase.RUNNING, TrialFinished): Phase.FINISHED,
+    (Phase.PENDING, TrialFinished): Phase.FINISHED,
+    (Phase.RUNNING, TrialErrored): Phase.ERRORED,
+    (Phase.PENDING, TrialErrored): Phase.ERRORED,
+    (Phase.FINISHED, TrialErrored): Phase.ERRORED,  # its reports turned out to be unusable after its end
+    (Phase.PAUSED, TrialErrored): Phase.ERRORED,  # its reports turned out to be unusable
+    (Phase.ERRORED, TrialRequeued): Phase.PENDING,
+    (Phase.FINISHED, TrialRequeued): Phase.PENDING,
+    (Phase.PENDING, TrialRequeued): Phase.PENDING,  # with fresh budgets
+    (Phase.RUNNING, TrialPaused): Phase.PAUSED,
+    (Phase.PAUSED, TrialResumed): Phase.PENDING,
+    (Phase.PAUSED, TrialFinished): Phase.FINISHED,
     # The scheduler decides on a milestone reported before the attempt ended, or lets it continue at once.
-    (Phase.PENDING, Paused): Phase.PAUSED,
-    (Phase.PENDING, Resumed): Phase.PENDING,
-    (Phase.RUNNING, Resumed): Phase.RUNNING,
+    (Phase.PENDING, TrialPaused): Phase.PAUSED,
+    (Phase.PENDING, TrialResumed): Phase.PENDING,
+    (Phase.RUNNING, TrialResumed): Phase.RUNNING,
     # No process trains the trial of a fork.
-    (Phase.RUNNING, Forked): Phase.PENDING,
+    (Phase.RUNNING, ExperimentForked): Phase.PENDING,
 }
-_PHASE_EVENTS = frozenset(event for _, event in NEXT)
+_PHASE_EVENTS = frozenset(event for _, event in NEXT_PHASE)
 _CLONABLE_PHASES = frozenset({Phase.PENDING, Phase.PAUSED})
 _FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
-_CheckpointEvent: TypeAlias = Committed | Cloned | Retired | Quarantined | Pinned
+_CheckpointEvent: TypeAlias = (
+    CheckpointCommitted | CheckpointCloned | CheckpointsRetired | CheckpointQuarantined | Pinned
+)
 
 
-def after(trial: Trial, event: OneTrialsEvent, writer: Writer = "owner") -> Trial:
+def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owner") -> Trial:
     """Return the trial after `event`, which `writer` journaled.
 
     Raises:
         IllegalTransition: the event cannot occur in this phase of the trial.
     """
-    phase, is_running = NEXT.get((trial.phase, type(event))), trial.phase is Phase.RUNNING
+    phase, is_running = NEXT_PHASE.get((trial.phase, type(event))), trial.phase is Phase.RUNNING
     if (
         (phase is None and type(event) in _PHASE_EVENTS)
-        or (isinstance(event, Reported | Committed) and not is_running)
-        or (isinstance(event, Cloned) and trial.phase not in _CLONABLE_PHASES)
+        or (isinstance(event, StepReported | CheckpointCommitted) and not is_running)
+        or (isinstance(event, CheckpointCloned) and trial.phase not in _CLONABLE_PHASES)
     ):
         raise IllegalTransition(f"trial {trial.trial!r} is {trial.phase}: event {event.type!r} cannot occur")
     match event:
-        case Started():
-            changed = _apply_started(trial, event)
-        case Reported(report=report):
-            if (changed := with_report(trial, report)) is trial:
+        case AttemptStarted():
+            changed = _apply_attempt_start(trial, event)
+        case StepReported(report=report):
+            if (changed := apply_report(trial, report)) is trial:
                 where = f"trial {trial.trial!r}"
                 raise IllegalTransition(f"{where}: step {report.step} cannot follow step {trial.step}")
-        case AttemptEnded() | GaveUp() | Finished() | Paused():
+        case AttemptEnded() | TrialErrored() | TrialFinished() | TrialPaused():
             changed = _apply_end(trial, event)
-        case Requeued(reason=reason):
+        case TrialRequeued(reason=reason):
             changed = trial.model_copy(update={"end_reason": reason, "finish_kind": None, **_FRESH_BUDGETS})
-        case Decided(decision=Exploit() as exploit):
+        case DecisionMade(decision=Exploit() as exploit):
             changed = trial.model_copy(update={"exploits": exploit})
-        case Resumed() | Decided():
+        case TrialResumed() | DecisionMade():
             changed = trial  # the experiment adds them to `past`
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
-            changed = trial.model_copy(update={"records": slot_freed(trial.records, attempt, since, seconds)})
-        case Launched() | Received() | OutboxClosed():
+            changed = trial.model_copy(update={"records": record_slot_freed(trial.records, attempt, since, seconds)})
+        case AttemptLaunched() | PostReceived() | OutboxClosed():
             changed = _apply_outbox_event(trial, event)
         case _:
             changed = _apply_checkpoint_event(trial, event, writer)
@@ -430,20 +434,20 @@ def after(trial: Trial, event: OneTrialsEvent, writer: Writer = "owner") -> Tria
     return changed.model_copy(update={"phase": phase, **closed})
 
 
-def with_report(trial: Trial, report: StepReport | None) -> Trial:
+def apply_report(trial: Trial, report: StepReport | None) -> Trial:
     """Return the trial with `report`, which may not be journaled yet; unchanged if the report is not newer."""
     if report is None or report.step <= trial.step:
         return trial
     return trial.model_copy(update=dict(report))
 
 
-def with_adopted(trial: Trial, event: Adopted) -> Trial:
+def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
     """Return the trial with the unjournaled checkpoints and the last step that its new owner found on the target.
 
     An attempt with an open outbox may still be running, so its later saves stay possible.
 
     Raises:
-        IllegalTransition: one of the checkpoints is not acceptable (see `is_acceptable`).
+        IllegalTransition: one of the checkpoints is not acceptable (see `can_commit_save`).
     """
     for checkpoint in event.checkpoints.get(trial.trial, ()):
         trial = _add_save(trial, checkpoint, None)
@@ -457,14 +461,14 @@ def with_adopted(trial: Trial, event: Adopted) -> Trial:
     return trial
 
 
-def with_fork(trial: Trial, forked: ForkedTrial) -> Trial:
+def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
     """Return the trial of a fork: on the target it has only its checkpoints and their clones.
 
     Its sequences continue. Like a retirement, the entry is a limit: a running save of the origin is not continued.
     """
     return trial.model_copy(
         update={
-            "phase": NEXT.get((trial.phase, Forked), trial.phase),
+            "phase": NEXT_PHASE.get((trial.phase, ExperimentForked), trial.phase),
             "checkpoints": forked.checkpoints,
             "cloned": None,
             "outbox": None,
@@ -479,7 +483,7 @@ def with_fork(trial: Trial, forked: ForkedTrial) -> Trial:
     )
 
 
-def _apply_started(trial: Trial, event: Started) -> Trial:
+def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
     """Start the next attempt. A trial that has a checkpoint never starts without one."""
     recent = (item.checkpoint for item in trial.quarantined_checkpoints if item.since > trial.collected_up_to)
     candidates = (*trial.checkpoints, *recent)  # a non-owner may have quarantined the restored checkpoint meanwhile
@@ -525,15 +529,15 @@ def _apply_started(trial: Trial, event: Started) -> Trial:
     )
 
 
-def _apply_end(trial: Trial, event: AttemptEnded | GaveUp | Finished | Paused) -> Trial:
+def _apply_end(trial: Trial, event: AttemptEnded | TrialErrored | TrialFinished | TrialPaused) -> Trial:
     """End the trial or its attempt; the record of an already ended attempt stays."""
     is_lost, changes, records = False, dict[str, object](), trial.records
     match event:
-        case Finished():
+        case TrialFinished():
             changes["finish_kind"] = event.kind
-        case Paused():
+        case TrialPaused():
             changes["cause"] = None
-        case GaveUp():
+        case TrialErrored():
             is_lost = True
         case AttemptEnded():
             newest, is_failure = newest_checkpoint(trial), event.cause is not Cause.PREEMPTED
@@ -546,17 +550,17 @@ def _apply_end(trial: Trial, event: AttemptEnded | GaveUp | Finished | Paused) -
                 "same_start": trial.same_start + 1 if event.at_start else 0,
             }
     if records and not records[-1].is_over:
-        use = None if isinstance(event, GaveUp) else event.use
+        use = None if isinstance(event, TrialErrored) else event.use
         unsaved = unsaved_seconds(trial, max(trial.trained_seconds, trial.reached_seconds))
-        records = (*records[:-1], records[-1].ended(use, unsaved, is_lost=is_lost))
+        records = (*records[:-1], records[-1].with_end(use, unsaved, is_lost=is_lost))
     return trial.model_copy(update={"end_reason": event.reason, "records": records, **changes})
 
 
-def _apply_outbox_event(trial: Trial, event: Launched | Received | OutboxClosed) -> Trial:
+def _apply_outbox_event(trial: Trial, event: AttemptLaunched | PostReceived | OutboxClosed) -> Trial:
     match event:
-        case Launched(outbox=outbox) if trial.outbox is None and outbox == trial.outbox_count + 1:
+        case AttemptLaunched(outbox=outbox) if trial.outbox is None and outbox == trial.outbox_count + 1:
             return trial.model_copy(update={"outbox": outbox, "outbox_count": outbox, "post": 0})
-        case Received(post=post) if trial.outbox is not None and post == trial.post + 1:
+        case PostReceived(post=post) if trial.outbox is not None and post == trial.post + 1:
             return trial.model_copy(update={"post": post})
         case OutboxClosed() if trial.outbox is not None:
             return trial.model_copy(update={"outbox": None})
@@ -569,15 +573,15 @@ def _apply_outbox_event(trial: Trial, event: Launched | Received | OutboxClosed)
 
 def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Writer) -> Trial:
     match event:
-        case Committed():
-            return _apply_committed(trial, event)
-        case Cloned():
+        case CheckpointCommitted():
+            return _apply_commit(trial, event)
+        case CheckpointCloned():
             return _apply_clone(trial, event)
-        case Retired():
+        case CheckpointsRetired():
             return _retire_checkpoints(trial, event.retires, trial.next_sequence + 1)
-        case Quarantined(quarantined=False):
+        case CheckpointQuarantined(quarantined=False):
             return _reinstate_checkpoint(trial, event.sequence)
-        case Quarantined():
+        case CheckpointQuarantined():
             # Later saves must not reuse its possibly damaged blobs; the owner's running save is not committed.
             limit = trial.next_sequence + 1
             changes = {"blamed_checkpoints": trial.blamed_checkpoints + event.kills}
@@ -594,7 +598,7 @@ def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Write
             assert_never(event)
 
 
-def _apply_committed(trial: Trial, event: Committed) -> Trial:
+def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
     """Add the checkpoint, and retire the checkpoints that it replaces.
 
     If a checkpoint was quarantined during the save, the new one may share its damaged blobs: it is quarantined too, and
@@ -603,15 +607,15 @@ def _apply_committed(trial: Trial, event: Committed) -> Trial:
     """
     sequence = event.checkpoint.sequence
     committed = _add_save(trial, event.checkpoint, event.seconds)
-    if is_overtaken(trial, sequence):
+    if predates_quarantine(trial, sequence):
         since = max(quarantined.since for quarantined in trial.quarantined_checkpoints)
         return _quarantine_checkpoint(committed, sequence, make_reason("save-overtaken"), since)
-    if event.retires and not (trial.outbox is not None and is_overtaken(trial, trial.settled_from)):
+    if event.retires and not (trial.outbox is not None and predates_quarantine(trial, trial.settled_from)):
         return _retire_checkpoints(committed, event.retires, sequence + 1)
     return committed
 
 
-def _apply_clone(trial: Trial, event: Cloned) -> Trial:
+def _apply_clone(trial: Trial, event: CheckpointCloned) -> Trial:
     """Continue from the clone; the trial's own steps leave its history and are not counted as wasted. Budgets stay."""
     clone = event.checkpoint
     return _add_checkpoint(trial, clone).model_copy(
@@ -635,14 +639,14 @@ def _add_save(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | N
     """Return the trial with a checkpoint of its own, which resets its machine failures."""
     records = trial.records
     if records and not records[-1].is_over:
-        record = records[-1].saved(seconds, unsaved_seconds(trial, checkpoint.trained_seconds))
+        record = records[-1].with_commit(seconds, unsaved_seconds(trial, checkpoint.trained_seconds))
         records = (*records[:-1], record)
     changes = {"records": records, "machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0}
     return _add_checkpoint(trial, checkpoint).model_copy(update=changes)
 
 
 def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
-    if not is_acceptable(trial, checkpoint.sequence):
+    if not can_commit_save(trial, checkpoint.sequence):
         raise IllegalTransition(
             f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} has sequence {checkpoint.sequence}; "
             f"expected one after its checkpoints {[ref.sequence for ref in trial.checkpoints]}, quarantined ones "

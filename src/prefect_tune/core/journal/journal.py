@@ -8,10 +8,11 @@ for any number of processes that do not know of each other, without locks, lease
     owner 2                       └─▶ 5 Opened(2) ─ 6 ─ 7 …
     non-owner                                        └─▶ 8 (events that a non-owner may add)
 
-- **Owner.** The last `Opened` names it. A process becomes the owner only by appending `Opened` (`take_over`). Nothing
-  renews ownership: an owner learns that it was replaced when its next entry is refused.
-- **Non-owners** (quarantine and pruning by another process) append through `append_as_guest`, and only `GuestEvent`;
-  the entry names its kind of writer. The owner finds this entry at its next number, applies it and appends after it.
+- **Owner.** The last `OwnerChanged` names it. A process becomes the owner only by appending `OwnerChanged`
+  (`acquire_ownership`). Nothing renews ownership: an owner learns that it was replaced when its next entry is refused.
+- **Non-owners** (quarantine and pruning by another process) append through `append_as_non_owner`, and only
+  `NonOwnerEvent`; the entry names its kind of writer. The owner finds this entry at its next number, applies it and
+  appends after it.
 - **Write id.** A create may be refused because its first try succeeded unnoticed: the same write id means success.
 - **Deletion.** An entry counts once its writer has seen the first entry after creating its own: see `generations`.
 - **Order.** An entry is durable before its effect: replies to trials and deletions of bytes come after `append`.
@@ -44,30 +45,30 @@ from prefect_tune.core.errors import (
     Superseded,
     UnknownVersion,
 )
-from prefect_tune.core.experiment.experiment import Experiment, TrialMap, apply, nothing_yet
+from prefect_tune.core.experiment.experiment import Experiment, TrialMap, apply_entry, empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import (
-    Deletion,
+    DeletionStarted,
     Entry,
     Event,
-    GuestEvent,
-    Opened,
+    NonOwnerEvent,
     Owner,
+    OwnerChanged,
     Writer,
 )
 from prefect_tune.core.storage.documents import (
-    DOCUMENT_BYTES,
+    MAX_DOCUMENT_BYTES,
     Document,
     read_document,
     seal,
     seal_and_read_back,
     unseal,
-    verified,
+    verify_document,
 )
 from prefect_tune.core.storage.generations import require_not_deleted
-from prefect_tune.core.storage.layout import JournalKey, number_in
+from prefect_tune.core.storage.layout import JournalKey, document_number
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore, create_or_recognize, require_conditional_create
-from prefect_tune.core.values import Digest, Stamp, digest_of, parse
+from prefect_tune.core.values import Digest, WriteStamp, digest_of, parse_json
 
 _MAX_RACES = 16
 
@@ -93,15 +94,15 @@ def _read_required(store: ObjectStore, path: str) -> Buffer:
 def decode_entry(data: Buffer, path: str) -> Entry:
     """Return the entry at `path`; raise JournalCorrupt if it is damaged or has another number."""
     entry = unseal(Entry, data, path, JournalCorrupt)
-    if entry.number != number_in(path.rpartition("/")[0], path):
+    if entry.number != document_number(path.rpartition("/")[0], path):
         raise JournalCorrupt(f"{path}: holds entry {entry.number}")
     return entry
 
 
 def _iter_entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[tuple[Entry, Digest]]:
     """Yield the entries after `after`, reading by number until one is absent: a stale listing hides no entry."""
-    listed = store.list(key.entries, after=key.entry_path(after) if after else "")
-    last = max((after, *(number_in(key.entries, item.path) or 0 for item in listed)))
+    listed = store.list(key.entries_folder, after=key.entry_path(after) if after else "")
+    last = max((after, *(document_number(key.entries_folder, item.path) or 0 for item in listed)))
     # A generator: a foreign file named like entry ten billion must not cause a list of ten billion paths.
     paths = (key.entry_path(number) for number in range(after + 1, last + 1))
     for path, data in store.map(lambda path: (path, _read_required(store, path)), paths):
@@ -120,18 +121,18 @@ def _checking_deletion(store: ObjectStore, key: JournalKey) -> Iterator[None]:
         raise
 
 
-def each_entry(store: ObjectStore, journal: JournalKey, after: int = 0) -> Iterator[tuple[Entry, Digest]]:
-    """Yield every entry after number `after` with the digest of its bytes; hold none in memory. Raises like `load`."""
+def iter_entries(store: ObjectStore, journal: JournalKey, after: int = 0) -> Iterator[tuple[Entry, Digest]]:
+    """Yield every entry after number `after` with its digest; hold none in memory. Raises like `load_experiment`."""
     with _checking_deletion(store, journal):
         yield from _iter_entries(store, journal, after)
 
 
-def history(store: ObjectStore, journal: JournalKey, after: int = 0) -> Sequence[Entry]:
-    """Return every entry after number `after`, for curves, timelines and audits. Raises like `load`."""
-    return [entry for entry, _ in each_entry(store, journal, after)]
+def read_entries(store: ObjectStore, journal: JournalKey, after: int = 0) -> Sequence[Entry]:
+    """Return every entry after number `after`, for curves, timelines and audits. Raises like `load_experiment`."""
+    return [entry for entry, _ in iter_entries(store, journal, after)]
 
 
-def next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
+def read_next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
     """Return the entry after `number`; None if it does not exist yet. Sends one request, for polling a journal.
 
     Raises:
@@ -141,7 +142,7 @@ def next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | 
     return None if (data := _read_if_exists(store, path)) is None else decode_entry(data, path)
 
 
-def load(store: ObjectStore, journal: JournalKey) -> Experiment:
+def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
     """Return the experiment: the fold of the journal's entries; the empty experiment for an empty journal.
 
     Reads the newest readable snapshot and the entries after it; if these do not continue the snapshot, reads all
@@ -160,14 +161,14 @@ def load(store: ObjectStore, journal: JournalKey) -> Experiment:
         with suppress(JournalCorrupt):
             return _apply_newer_entries(store, snapshot)
     with _checking_deletion(store, journal):
-        return _apply_newer_entries(store, nothing_yet(journal))
+        return _apply_newer_entries(store, empty_experiment(journal))
 
 
 def _apply_newer_entries(store: ObjectStore, experiment: Experiment) -> Experiment:
     """Apply the entries after `experiment`; if there is none, check that its last entry is unchanged."""
     number = experiment.number
     for entry, digest in _iter_entries(store, experiment.key, number):
-        experiment = apply(experiment, entry, digest)
+        experiment = apply_entry(experiment, entry, digest)
     if number and experiment.number == number:
         path = experiment.key.entry_path(number)
         last = _read_if_exists(store, path)
@@ -176,17 +177,17 @@ def _apply_newer_entries(store: ObjectStore, experiment: Experiment) -> Experime
     return experiment
 
 
-def as_of(store: ObjectStore, journal: JournalKey, number: int | None) -> tuple[Experiment, Sequence[Entry]]:
+def load_at(store: ObjectStore, journal: JournalKey, number: int | None) -> tuple[Experiment, Sequence[Entry]]:
     """Return the experiment after entry `number` (None: after the last entry), and all entries up to that one.
 
     Raises:
         InvalidInput: there is no such entry.
-        JournalCorrupt, Superseded: see `load`.
+        JournalCorrupt, Superseded: see `load_experiment`.
     """
-    state, entries = nothing_yet(journal), list[Entry]()
+    state, entries = empty_experiment(journal), list[Entry]()
     with _checking_deletion(store, journal):
         for entry, digest in _iter_entries(store, journal, 0):
-            state = apply(state, entry, digest)
+            state = apply_entry(state, entry, digest)
             entries.append(entry)
             if number == entry.number:
                 break
@@ -196,7 +197,7 @@ def as_of(store: ObjectStore, journal: JournalKey, number: int | None) -> tuple[
     return state, entries
 
 
-def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp) -> Experiment:
+def append_events(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp) -> Experiment:
     """Write the next entry, and return the experiment after it. The entry is durable when this returns.
 
     The events are applied in the form that a reader will see (a tuple in a config becomes a list), so that this run
@@ -211,13 +212,16 @@ def append(store: ObjectStore, experiment: Experiment, events: Sequence[Event], 
     """
     while True:
         try:
-            return _append_next(store, experiment, events, stamp)
+            return _try_append(store, experiment, events, stamp)
         except AlreadyExists as exists:
             experiment = _apply_non_owner_entry(store, experiment, exists)
 
 
-def append_as_guest(
-    store: ObjectStore, journal: JournalKey, events_for: Callable[[Experiment], Sequence[GuestEvent]], stamp: Stamp
+def append_as_non_owner(
+    store: ObjectStore,
+    journal: JournalKey,
+    events_for: Callable[[Experiment], Sequence[NonOwnerEvent]],
+    stamp: WriteStamp,
 ) -> Experiment:
     """Add an entry to the journal without becoming its owner; return the experiment after the entry.
 
@@ -230,21 +234,21 @@ def append_as_guest(
         CommitUnknown: the target did not say whether it wrote; call again: `events_for` may see its events applied.
     """
     for _ in range(_MAX_RACES):
-        experiment = load(store, journal)
+        experiment = load_experiment(store, journal)
         if not (events := events_for(experiment)):
             return experiment
         require_conditional_create(store, experiment.key)
         with suppress(AlreadyExists):
-            return _append_next(store, experiment, events, stamp, writer="guest")
+            return _try_append(store, experiment, events, stamp, writer="guest")
     raise StoreUnavailable(f"{journal}: {_MAX_RACES} other writers were faster; try again")
 
 
-def _append_next(
-    store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: Stamp, *, writer: Writer = "owner"
+def _try_append(
+    store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp, *, writer: Writer = "owner"
 ) -> Experiment:
     entry = Entry(
         number=experiment.number + 1,
-        term=experiment.term + any(isinstance(event, Opened) for event in events),
+        term=experiment.term + any(isinstance(event, OwnerChanged) for event in events),
         previous=experiment.digest,
         write_id=stamp.write_id,
         at=stamp.at,
@@ -253,7 +257,7 @@ def _append_next(
     )
     path = experiment.key.entry_path(entry.number)
     data, entry = seal_and_read_back(entry)
-    result = apply(experiment, entry, digest_of(data))
+    result = apply_entry(experiment, entry, digest_of(data))
     create_or_recognize(store, path, data)
     require_first_entry(store, experiment.key, path)
     return result
@@ -267,8 +271,8 @@ def _apply_non_owner_entry(store: ObjectStore, experiment: Experiment, exists: A
         raise StoreUnavailable(f"{path}: the entry exists, but cannot be read; try again") from exists
     entry = decode_entry(data, path)
     if entry.writer == "guest" and (entry.previous, entry.term) == (experiment.digest, experiment.term):
-        return apply(experiment, entry, digest_of(data))
-    opened = next((event.owner for event in entry.events if isinstance(event, Opened)), None)
+        return apply_entry(experiment, entry, digest_of(data))
+    opened = next((event.owner for event in entry.events if isinstance(event, OwnerChanged)), None)
     how = f"owner {entry.term}, {opened}, took over" if opened else f"another process wrote as owner {entry.term}"
     raise Superseded(
         f"{experiment.key}: this process is owner {experiment.term}, but {how} at {entry.at}. "
@@ -302,49 +306,50 @@ def require_first_entry(store: ObjectStore, key: JournalKey, created: str) -> No
         )
 
 
-def take_over(
+def acquire_ownership(
     store: ObjectStore,
     journal: JournalKey,
     owner: Owner,
-    stamp: Stamp,
+    stamp: WriteStamp,
     *,
-    also: Callable[[Experiment], Sequence[Event]] = lambda _: (),
-    known: Experiment | None = None,
+    events_for: Callable[[Experiment], Sequence[Event]] = lambda _: (),
+    loaded: Experiment | None = None,
 ) -> Experiment:
-    """Make `owner` the owner of the experiment: begin a new term. The same entry holds the events of `also`.
+    """Make `owner` the owner of the experiment: begin a new term. The same entry holds the events of `events_for`.
 
-    `also` receives the state before the new term. With `known`, an earlier state, only its last entry is checked and
-    the entries after it are read; if `known` is empty, the journal is read only if another writer has written to it.
+    `events_for` receives the state before the new term. With `loaded`, an earlier state, only its last entry is checked
+    and the entries after it are read; if `loaded` is empty, the journal is read only if another writer has written to
+    it.
 
     In a race with the present owner, or with another new owner, this reads the new entries and tries the next number:
-    the last to write `Opened` is the owner, and the next write of every other process fails.
+    the last to write `OwnerChanged` is the owner, and the next write of every other process fails.
 
     Raises:
-        ResumeFailed: the experiment is being deleted, and `also` does not continue that deletion.
+        ResumeFailed: the experiment is being deleted, and `events_for` does not continue that deletion.
         Superseded: other runs took ownership first, 16 times.
     """
     lost_race: Superseded | None = None
     for _ in range(_MAX_RACES):
-        state = _refresh_state(store, known) if known else load(store, journal)
+        state = _refresh_state(store, loaded) if loaded else load_experiment(store, journal)
         if state.opened_at:
-            opening = next_entry(store, journal, state.opened_at - 1)
+            opening = read_next_entry(store, journal, state.opened_at - 1)
             if opening is not None and opening.write_id == stamp.write_id:
                 return state  # an earlier try of this call succeeded, and its reply was lost
-        opened = Opened(
+        opened = OwnerChanged(
             experiment=journal.experiment,
             generation=journal.generation,
             term=state.term + 1,
             owner=owner,
             at=stamp.at,
         )
-        events = also(state)
-        if state.is_removed and Deletion() not in events:
+        events = events_for(state)
+        if state.is_removed and DeletionStarted() not in events:
             raise ResumeFailed(f"{journal} is being deleted by {state.owner}: finish the deletion, or use another name")
         try:
-            return append(store, state, [opened, *events], stamp)
+            return append_events(store, state, [opened, *events], stamp)
         except Superseded as race:
             require_not_deleted(store, journal)  # a deletion, and no race
-            lost_race, known = race, None
+            lost_race, loaded = race, None
     raise Superseded(f"{journal}: lost {_MAX_RACES} races for its ownership; try again") from lost_race
 
 
@@ -354,13 +359,13 @@ def _refresh_state(store: ObjectStore, cached: Experiment) -> Experiment:
         return cached  # if a first entry exists by now, writing this one fails, and the journal is read then
     with suppress(JournalCorrupt):
         return _apply_newer_entries(store, cached)
-    return load(store, cached.key)
+    return load_experiment(store, cached.key)
 
 
 # The owners of a journal's earlier terms.
 
 
-def earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[Owner]:
+def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[Owner]:
     """Return the owners before the present one, oldest first.
 
     Terms increase along the journal, so bisection finds each owner: about log2(entries) reads for each earlier term.
@@ -379,7 +384,7 @@ def earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[Owner
     def find_owner(term: int) -> Owner | None:
         numbers = range(1, experiment.opened_at)
         opening = read_entry(numbers[bisect_left(numbers, term, key=lambda number: read_entry(number).term)])
-        return next((event.owner for event in opening.events if isinstance(event, Opened)), None)
+        return next((event.owner for event in opening.events if isinstance(event, OwnerChanged)), None)
 
     with _checking_deletion(store, key):
         return [owner for owner in store.map(find_owner, range(1, experiment.term)) if owner is not None]
@@ -401,7 +406,7 @@ _MIN_SNAPSHOT_INTERVAL = 200
 _TRIALS_PER_ENTRY = 8
 
 
-class _Head(Document):
+class _SnapshotHeader(Document):
     """The first line of a snapshot."""
 
     format: Literal["prefect-tune/snapshot"] = "prefect-tune/snapshot"
@@ -412,7 +417,7 @@ class _Head(Document):
     """The experiment without trials."""
 
 
-def interval_of(experiment: Experiment) -> int:
+def snapshot_interval(experiment: Experiment) -> int:
     """Return the number of entries between snapshots: 200, 400, 800 … for up to 1600, 3200, 6400 … trials."""
     interval = _MIN_SNAPSHOT_INTERVAL
     while interval * _TRIALS_PER_ENTRY < len(experiment.trials):
@@ -420,15 +425,15 @@ def interval_of(experiment: Experiment) -> int:
     return interval
 
 
-def snapshot_is_due(experiment: Experiment, before: int) -> bool:
+def is_snapshot_due(experiment: Experiment, before: int) -> bool:
     """Return whether an interval has ended since entry `before`; a non-owner may have written its last entry."""
-    interval = interval_of(experiment)
+    interval = snapshot_interval(experiment)
     return experiment.number // interval > before // interval
 
 
-def lacks_snapshot(experiment: Experiment) -> bool:
+def is_final_snapshot_due(experiment: Experiment) -> bool:
     """Return whether the run should write a snapshot when it ends: at least 200 entries follow the last snapshot."""
-    return experiment.number % interval_of(experiment) >= _MIN_SNAPSHOT_INTERVAL
+    return experiment.number % snapshot_interval(experiment) >= _MIN_SNAPSHOT_INTERVAL
 
 
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
@@ -437,7 +442,7 @@ def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
     May be called late, twice, in another thread, in several processes, in any order.
     """
     key, number = experiment.key, experiment.number
-    if len(data := encode_snapshot(experiment)) > DOCUMENT_BYTES:
+    if len(data := encode_snapshot(experiment)) > MAX_DOCUMENT_BYTES:
         return  # readers reject it
     with suppress(StoreUnavailable, StoreRefused):
         store.put(key.snapshot_path(number), data)
@@ -447,7 +452,9 @@ def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
 
 def list_snapshots(store: ObjectStore, key: JournalKey) -> Sequence[int]:
     """Return the numbers of the listed snapshots, newest first; a snapshot may be stale or unusable."""
-    numbers = (number_in(key.snapshots, listed.path, "jsonl") for listed in store.list(key.snapshots))
+    numbers = (
+        document_number(key.snapshots_folder, listed.path, "jsonl") for listed in store.list(key.snapshots_folder)
+    )
     return sorted((number for number in numbers if number), reverse=True)
 
 
@@ -455,8 +462,8 @@ def encode_snapshot(experiment: Experiment) -> bytes:
     """Return the bytes of the snapshot of `experiment`."""
     # One trial at a time, so that no other thread waits long for the interpreter lock.
     lines = b"".join(trial.model_dump_json().encode() + b"\n" for trial in experiment.trials.values())
-    bare = experiment.model_copy(update={"trials": TrialMap.of()})
-    return seal(_Head(digest_of_trials=digest_of(lines), experiment=bare)) + b"\n" + lines
+    bare = experiment.model_copy(update={"trials": TrialMap.from_trials()})
+    return seal(_SnapshotHeader(digest_of_trials=digest_of(lines), experiment=bare)) + b"\n" + lines
 
 
 def read_snapshot(store: ObjectStore, key: JournalKey, number: int) -> Experiment | None:
@@ -476,14 +483,14 @@ def decode_snapshot(data: Buffer, key: JournalKey, number: int) -> Experiment:
     """
     path = key.snapshot_path(number)
     header, _, lines = bytes(data).partition(b"\n")
-    body, bare = verified(_Head, header, path, JournalCorrupt)
+    body, bare = verify_document(_SnapshotHeader, header, path, JournalCorrupt)
     if digest_of(lines) != body.get("digest_of_trials"):
         raise JournalCorrupt(f"{path}: its trials were altered since they were written ({len(lines)} bytes)")
-    experiment = parse(_Head, bare, JournalCorrupt, path).experiment
+    experiment = parse_json(_SnapshotHeader, bare, JournalCorrupt, path).experiment
     if (experiment.key, experiment.number) != (key, number):
         raise JournalCorrupt(f"{path}: holds {experiment.key} after entry {experiment.number}")
     try:
         trials = _TRIALS.validate_json(b"[" + lines.rstrip(b"\n").replace(b"\n", b",") + b"]")
     except ValidationError as invalid:
         raise JournalCorrupt(f"{path}: its trials cannot be read: {invalid}") from invalid
-    return experiment.model_copy(update={"trials": TrialMap.of(trials)})
+    return experiment.model_copy(update={"trials": TrialMap.from_trials(trials)})

@@ -32,12 +32,12 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal.journal import require_first_entry
 from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import TrialKey, number_in
-from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.storage.layout import TrialKey, document_number
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
+from prefect_tune.core.values import WriteStamp
 
 _MAX_RACES = 16
-POSTS_AT_ONCE = 200
+MAX_POSTS_PER_READ = 200
 """The most posts that one call reads: some seconds on an object store, far less than the timeout of any reader."""
 
 
@@ -74,7 +74,7 @@ def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, po
         raise Superseded(
             f"{trial.folder}: {who} at {stored.at}. Stop here: every committed checkpoint is kept"
         ) from exists
-    require_first_entry(store, trial.of_experiment, path)
+    require_first_entry(store, trial.journal_key, path)
 
 
 def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> Post | None:
@@ -91,12 +91,12 @@ def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> 
 
 
 def read_posts(store: ObjectStore, trial: TrialKey, outbox: int, after: int) -> Sequence[Post]:
-    """Return the posts after number `after` up to the first free number or the end, at most `POSTS_AT_ONCE`.
+    """Return the posts after number `after` up to the first free number or the end, at most `MAX_POSTS_PER_READ`.
 
     If it returns that many, there may be more: a detached attempt may have posted for days. Raises like `read_post`.
     """
     posts: list[Post] = []
-    while len(posts) < POSTS_AT_ONCE:
+    while len(posts) < MAX_POSTS_PER_READ:
         post = read_post(store, trial, outbox, after + len(posts) + 1)
         if post is None or post.closed_by:
             break
@@ -114,7 +114,7 @@ class ClosedOutbox:
 
 
 def close_outbox(
-    store: ObjectStore, trial: TrialKey, outbox: int, after: int, closed_by: str, stamp: Stamp
+    store: ObjectStore, trial: TrialKey, outbox: int, after: int, closed_by: str, stamp: WriteStamp
 ) -> ClosedOutbox:
     """Close an outbox, and return its posts after number `after`. No post can be added afterwards.
 
@@ -132,7 +132,7 @@ def close_outbox(
         except (JournalCorrupt, UnknownVersion) as unreadable:
             damage = damage or str(unreadable)
             # Posts after the damage do not count: skip to the last object, which may be the end.
-            number = max(number + 1, *(number_in(folder, listed.path) or 0 for listed in store.list(folder)))
+            number = max(number + 1, *(document_number(folder, listed.path) or 0 for listed in store.list(folder)))
             continue
         if post is not None and not post.closed_by:
             posts += [] if damage else [post]
@@ -151,14 +151,14 @@ def delete_posts(store: ObjectStore, posts: Iterable[tuple[TrialKey, int, int]])
     store.delete([trial.outbox_path(outbox, number) for trial, outbox, number in posts if number > 1])
 
 
-def received_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[Listed]:
+def list_journaled_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[ListedObject]:
     """Return the posts that are journaled in `state`, but never the first post of an outbox, nor its end."""
     if not state.outbox_count:
         return ()
-    outboxes: dict[str, dict[int, Listed]] = {}
-    for listed in store.list(trial.outboxes):
+    outboxes: dict[str, dict[int, ListedObject]] = {}
+    for listed in store.list(trial.outboxes_folder):
         folder = listed.path.rpartition("/")[0]
-        if (number := number_in(folder, listed.path)) is not None:
+        if (number := document_number(folder, listed.path)) is not None:
             outboxes.setdefault(folder, {})[number] = listed
     newest = trial.outbox_path(state.outbox_count, 1).rpartition("/")[0]
     return [

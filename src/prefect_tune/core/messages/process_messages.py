@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, TypeAdapter
 
 from prefect_tune.core.experiment.retention import Cadence
-from prefect_tune.core.journal_events import Finished, FinishKind, Outcome
+from prefect_tune.core.journal_events import FinishKind, Outcome, TrialFinished
 from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import Message, PathName, StepReport, Value
@@ -24,9 +24,9 @@ class ProcessEnvironment(Value):
     """Also in Latin-1; empty to keep the current directory."""
 
 
-FORK, IMPORT = b"fork", b"import"
+FORK_REQUEST, IMPORT_REQUEST = b"fork", b"import"
 """Requests to a fork server: for a trial's process, or for a template."""
-READY = "ready"
+TEMPLATE_READY = "ready"
 """A template's reply once it has imported the trainable and can be forked; any other text says why it cannot."""
 
 
@@ -41,7 +41,7 @@ class ImportRequest(Value):
     """The pid of the process that sends fork requests; the template exits with it."""
 
 
-class Rank(Value):
+class RankInfo(Value):
     """The rank of a process among the processes of its attempt; a single process is rank 0 of 1."""
 
     rank: int = 0
@@ -51,7 +51,7 @@ class Rank(Value):
     """Environment variables with the same information for libraries, such as RANK and MASTER_ADDR."""
 
 
-MetricsFrom: TypeAlias = Literal["rank 0", "mean"]
+MetricsSource: TypeAlias = Literal["rank 0", "mean"]
 """The metrics of a step of several ranks: the metrics of rank 0, or the mean over all ranks."""
 
 
@@ -85,8 +85,8 @@ class Start(Value):
     """Whether a class trainable saves at the milestone before it waits for the decision."""
     waits: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
-    rank: Rank = Field(default_factory=Rank)
-    metrics_from: MetricsFrom = "rank 0"
+    rank: RankInfo = Field(default_factory=RankInfo)
+    metrics_from: MetricsSource = "rank 0"
     required_metrics: tuple[str, ...] = ()
     """The metrics of the search that each report of rank 0 must have."""
     ranks_at: PathName = ""
@@ -100,16 +100,16 @@ class CheckpointSaved(Value):
     step: int
 
 
-class Join(Value):
+class RankJoined(Value):
     """The first message of a rank that the trainable's own launcher started."""
 
     type: Literal["join"] = "join"
-    rank: Rank
+    rank: RankInfo
     pid: int
 
 
-class Refused(Value):
-    """Rejects a `Join`."""
+class JoinRejected(Value):
+    """Rejects a `RankJoined`."""
 
     type: Literal["refused"] = "refused"
     why: Message
@@ -122,13 +122,13 @@ class SaveFailed(Value):
     step: int
 
 
-class StopAndSave(Value):
+class CheckpointAndStop(Value):
     """End as soon as the state is saved."""
 
     type: Literal["stop-and-save"] = "stop-and-save"
 
 
-class Proceed(Value):
+class ContinueTraining(Value):
     """The decision at a milestone: continue training, and wait again at the next milestone."""
 
     type: Literal["proceed"] = "proceed"
@@ -138,7 +138,7 @@ class Proceed(Value):
 AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
-class Leave(Value):
+class StopTrial(Value):
     """End now: the decision at a milestone, or an unsolicited one."""
 
     type: Literal["leave"] = "leave"
@@ -181,7 +181,7 @@ class StepDone(Value):
     """The seconds since the trainable was loaded."""
 
 
-class Part(Value):
+class CheckpointPart(Value):
     """The part that a rank other than rank 0 adds to the checkpoint of a step; it sends one for each step."""
 
     type: Literal["part"] = "part"
@@ -234,10 +234,10 @@ class TrialEnded(Value):
     @property
     def has_returned(self) -> bool:
         """Whether the trainable returned by itself."""
-        return isinstance(self.outcome, Finished) and self.outcome.kind is FinishKind.RETURNED
+        return isinstance(self.outcome, TrialFinished) and self.outcome.kind is FinishKind.RETURNED
 
 
-class Directive(Value):
+class RankCommand(Value):
     """Rank 0's command to all ranks for one step; the supervisor forwards it to the other ranks."""
 
     type: Literal["directive"] = "directive"
@@ -253,21 +253,21 @@ class Directive(Value):
 _ToTrial: TypeAlias = (
     ProcessEnvironment
     | Start
-    | Refused
+    | JoinRejected
     | CheckpointSaved
     | SaveFailed
-    | StopAndSave
-    | Proceed
-    | Leave
-    | Directive
+    | CheckpointAndStop
+    | ContinueTraining
+    | StopTrial
+    | RankCommand
     | MeanMetrics
 )
 _FromTrial: TypeAlias = (
-    Join | MilestoneReached | TrainableLoaded | StepDone | Part | RankMetrics | Directive | TrialEnded
+    RankJoined | MilestoneReached | TrainableLoaded | StepDone | CheckpointPart | RankMetrics | RankCommand | TrialEnded
 )
 ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]
-to_trial: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)
-from_trial: TypeAdapter[_FromTrial | StartReceived] = TypeAdapter(
+to_trial_adapter: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)
+from_trial_adapter: TypeAdapter[_FromTrial | StartReceived] = TypeAdapter(
     Annotated[_FromTrial | StartReceived, Field(discriminator="type")]
 )

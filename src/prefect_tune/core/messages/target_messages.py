@@ -17,27 +17,27 @@ from pydantic import Field, TypeAdapter
 
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, UnknownVersion
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import ENDED, Status, with_report
-from prefect_tune.core.journal_events import Owner, StopAsked
+from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Status, apply_report
+from prefect_tune.core.journal_events import Owner, StopRequested
 from prefect_tune.core.messages.process_messages import (
+    CheckpointAndStop,
     CheckpointSaved,
-    Directive,
+    ContinueTraining,
     FromTrial,
-    Leave,
-    Proceed,
+    RankCommand,
     SaveFailed,
     Start,
-    StopAndSave,
+    StopTrial,
 )
 from prefect_tune.core.reasons import AnyReason, ProcessEnd, Reason, make_reason
-from prefect_tune.core.storage.documents import Document, read_newest, read_sealed, seal
-from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey, TrialKey, delete_numbered
-from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
+from prefect_tune.core.storage.documents import Document, read_newest_document, read_sealed, seal
+from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey, TrialKey, delete_older_documents
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
 from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, Message, StepReport, TrialId, Value, canonical_json
 
 # Replies of the search to trials on other machines.
 
-UNASKED = 0
+UNSOLICITED_STEP = 0
 """The step number of an unsolicited message to a trial."""
 
 
@@ -46,13 +46,19 @@ class TrialReply(Document):
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
     version: Literal[2] = 2
-    answer: Annotated[Proceed | Leave | StopAndSave, Field(discriminator="type")]
+    answer: Annotated[ContinueTraining | StopTrial | CheckpointAndStop, Field(discriminator="type")]
 
 
-def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, reply: Proceed | Leave | StopAndSave) -> None:
+def send_answer(
+    store: ObjectStore,
+    trial: TrialKey,
+    attempt: int,
+    step: int,
+    reply: ContinueTraining | StopTrial | CheckpointAndStop,
+) -> None:
     """Reply to an attempt that waits at `step`. The first reply counts: it was journaled before it was written.
 
-    A message to stop, at step `UNASKED`, may also come from another process if no owner is left to journal it.
+    A message to stop, at step `UNSOLICITED_STEP`, may also come from another process if no owner is left to journal it.
     """
     try:
         create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialReply(answer=reply)))
@@ -60,7 +66,9 @@ def answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, reply: 
         return  # an earlier owner has sent the journaled reply
 
 
-def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> Proceed | Leave | StopAndSave | None:
+def read_answer(
+    store: ObjectStore, trial: TrialKey, attempt: int, step: int
+) -> ContinueTraining | StopTrial | CheckpointAndStop | None:
     """Return the reply to the attempt at `step`; None if there is none yet.
 
     Raises:
@@ -70,24 +78,24 @@ def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) ->
     return reply.answer if reply else None
 
 
-def take_back(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
+def delete_stale_answer(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
     """Delete an earlier owner's unsolicited message before an attempt is started or taken over.
 
     The message was only for the earlier owner's run, or is journaled and will be sent again.
     """
-    path = trial.answer_path(attempt, UNASKED)
+    path = trial.answer_path(attempt, UNSOLICITED_STEP)
     if store.size(path) is not None:
         store.delete([path])
 
 
-def answers_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
+def list_answers_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[ListedObject]:
     """Return the replies to attempts of `trial` up to `attempt`; no process reads the replies to an ended attempt."""
-    return [listed for listed in store.list(trial.answers) if 0 < _parse_attempt(trial, listed.path) <= attempt]
+    return [listed for listed in store.list(trial.answers_folder) if 0 < _parse_attempt(trial, listed.path) <= attempt]
 
 
 def _parse_attempt(trial: TrialKey, path: str) -> int:
     """Return the attempt to which the reply at `path` is addressed; 0 for a foreign file."""
-    attempt, _, step = path.removeprefix(f"{trial.answers}/").removesuffix(".json").partition("-")
+    attempt, _, step = path.removeprefix(f"{trial.answers_folder}/").removesuffix(".json").partition("-")
     if not all(digits.isascii() and digits.isdecimal() for digits in (attempt, step)):
         return 0
     return int(attempt) if trial.answer_path(int(attempt), int(step)) == path else 0
@@ -117,7 +125,7 @@ class StopRequest(Document):
     """Whether this represents an unreadable object; never set on a target."""
 
 
-def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int:
+def write_stop_request(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int:
     """Write `request` for the experiment's owner, and return its number. Idempotent by its write id.
 
     Args:
@@ -136,17 +144,17 @@ def ask(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int
             return number
 
 
-def is_journaled(experiment: Experiment, request: StopRequest) -> bool:
+def is_request_journaled(experiment: Experiment, request: StopRequest) -> bool:
     """Return whether the experiment's owner has journaled the request."""
     return request.write_id in experiment.stop_requests
 
 
-def is_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
+def is_request_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
     """Return whether no owner will read the request with this number, so that it must be written again."""
-    return len(experiment.stop_requests) >= number and not is_journaled(experiment, request)
+    return len(experiment.stop_requests) >= number and not is_request_journaled(experiment, request)
 
 
-def read_request(store: ObjectStore, experiment: JournalKey, number: int) -> StopRequest | None:
+def read_stop_request(store: ObjectStore, experiment: JournalKey, number: int) -> StopRequest | None:
     """Return request `number`; None if there is none. `unreadable` is set for a damaged one, which is refused."""
     try:
         return read_sealed(store, StopRequest, experiment.request_path(number), JournalCorrupt)
@@ -160,22 +168,22 @@ def read_request(store: ObjectStore, experiment: JournalKey, number: int) -> Sto
         )
 
 
-def stop_event(experiment: Experiment, request: StopRequest) -> StopAsked:
+def make_stop_event(experiment: Experiment, request: StopRequest) -> StopRequested:
     """Return the journal event for a request: what is stopped, or why the request is refused."""
     refused: Reason | None = None
     if request.unreadable:
         refused = make_reason("request-unreadable")
-    elif is_journaled(experiment, request):
+    elif is_request_journaled(experiment, request):
         refused = make_reason("request-repeated")
     elif request.trial is None:
         if request.term != experiment.term:
             refused = make_reason("request-outdated", owner=request.term, successor=experiment.term)
     elif (trial := experiment.trials.get(request.trial)) is None:
         refused = make_reason("request-without-trial", trial=request.trial)
-    elif trial.phase in ENDED:
+    elif trial.phase in ENDED_PHASES:
         refused = make_reason("request-for-ended-trial", trial=trial.trial, status=trial.status.value)
     trial_to_stop = None if refused is not None else request.trial
-    return StopAsked(trial=trial_to_stop, reason=request.reason, request=request.write_id, refused=refused)
+    return StopRequested(trial=trial_to_stop, reason=request.reason, request=request.write_id, refused=refused)
 
 
 # The live status of a search: an object on the target, for readers, with the running trials of a journal's owner.
@@ -230,11 +238,11 @@ class ExperimentView:
     """The live status of the journal's present owner; None if there is none."""
 
     @property
-    def cost_until(self) -> str:
+    def cost_cutoff(self) -> str:
         """The time up to which running attempts are counted, by the clock of the run if known; empty if unknown."""
         return (self.live.run_at if self.live is not None else None) or self.as_of
 
-    def running(self, trial: str) -> RunningTrial | None:
+    def running_attempt(self, trial: str) -> RunningTrial | None:
         """Return the running attempt of a trial; None if the trial is not running or there is no live status."""
         return _list_running_attempts(self.live, self.experiment).get(trial)
 
@@ -251,30 +259,30 @@ def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -
     if status.number > 1:
         store.delete([key.live_status_path(status.term, status.number - 1)])
     else:
-        delete_numbered(store, before=path)
+        delete_older_documents(store, before=path)
 
 
 def delete_live_status(store: ObjectStore, key: JournalKey, term: int) -> None:
     """Delete the live statuses of the owner with term `term` and of earlier owners."""
-    delete_numbered(store, before=key.live_status_path(term + 1, 0))
+    delete_older_documents(store, before=key.live_status_path(term + 1, 0))
 
 
-def newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None:
+def read_newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None:
     """Return the live status of the newest owner that has written one; None if none is readable."""
     try:
-        return read_newest(store, LiveStatus, key.live, JournalCorrupt)
+        return read_newest_document(store, LiveStatus, key.live_folder, JournalCorrupt)
     except (JournalCorrupt, UnknownVersion):
         return None  # the journal has all other information
 
 
-def live_status_of(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
+def read_live_status(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
     """Return the live status of the experiment's present owner; None if none is readable."""
-    live = newest_live_status(store, experiment.key)
+    live = read_newest_live_status(store, experiment.key)
     return live if live and (live.term, live.owner) == (experiment.term, experiment.owner) else None
 
 
 @dataclass(frozen=True, slots=True)
-class LastKnown:
+class LastKnownReports:
     """The last reports, in the live status of an earlier owner, of the trials that run according to the journal."""
 
     reports: Mapping[str, StepReport] = field(default_factory=dict)
@@ -283,27 +291,27 @@ class LastKnown:
     """The time of that live status by the clock of its run; None if there is none."""
 
 
-NOTHING_KNOWN = LastKnown()
+NO_LAST_REPORTS = LastKnownReports()
 
 
-def last_known_reports(store: ObjectStore, experiment: Experiment) -> LastKnown:
+def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownReports:
     """Return the last reports in the live status of an earlier owner. Two requests if a trial runs."""
     is_running = any(trial.status is Status.RUNNING for trial in experiment.trials.values())
-    live = newest_live_status(store, experiment.key) if is_running else None
+    live = read_newest_live_status(store, experiment.key) if is_running else None
     attempts = _list_running_attempts(live, experiment)
     reports = {name: attempt.report for name, attempt in attempts.items() if attempt.report}
-    return LastKnown(reports, (live.run_at or live.at) if live else None)
+    return LastKnownReports(reports, (live.run_at or live.at) if live else None)
 
 
-def view_of(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
+def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
     """Return the view of an experiment whose last entry was written at `written_at`. Two requests if a trial runs."""
     is_running = any(trial.status is Status.RUNNING for trial in experiment.trials.values())
-    live = live_status_of(store, experiment) if is_running else None
+    live = read_live_status(store, experiment) if is_running else None
     if live is None:
         return ExperimentView(experiment, written_at)
     trials = experiment.trials
     for name, attempt in _list_running_attempts(live, experiment).items():
-        trials = trials.with_trial(with_report(trials[name], attempt.report))
+        trials = trials.with_trial(apply_report(trials[name], attempt.report))
     return ExperimentView(experiment.model_copy(update={"trials": trials}), max(live.at, written_at), live)
 
 
@@ -328,8 +336,8 @@ def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> M
 # a rank. No message names code.
 
 
-class Arrived(Value):
-    """The first message of a node: it is ready, and waits for `Begin`."""
+class NodeArrived(Value):
+    """The first message of a node: it is ready, and waits for `BeginAttempt`."""
 
     type: Literal["arrived"] = "arrived"
     node: int
@@ -337,7 +345,7 @@ class Arrived(Value):
     """Its host name, for display."""
 
 
-class Begin(Value):
+class BeginAttempt(Value):
     """All nodes are ready: the attempt begins."""
 
     type: Literal["begin"] = "begin"
@@ -360,7 +368,8 @@ class ToRank(Value):
     type: Literal["to-rank"] = "to-rank"
     rank: int
     message: Annotated[
-        Directive | CheckpointSaved | SaveFailed | StopAndSave | Proceed | Leave, Field(discriminator="type")
+        RankCommand | CheckpointSaved | SaveFailed | CheckpointAndStop | ContinueTraining | StopTrial,
+        Field(discriminator="type"),
     ]
 
 
@@ -372,7 +381,7 @@ class FromRank(Value):
     message: FromTrial
 
 
-class RankGone(Value):
+class RankExited(Value):
     """The process of a rank has ended; this is the last message from that rank."""
 
     type: Literal["rank-gone"] = "rank-gone"
@@ -403,17 +412,17 @@ class NodeAlive(Value):
     type: Literal["alive"] = "alive"
 
 
-class GroupOver(Value):
+class GroupEnded(Value):
     """The attempt has ended: the node ends its processes."""
 
     type: Literal["over"] = "over"
 
 
 _NodeMessage: TypeAlias = (
-    Arrived | Begin | ToRank | FromRank | RankGone | SendPart | NodeStopping | NodeAlive | GroupOver
+    NodeArrived | BeginAttempt | ToRank | FromRank | RankExited | SendPart | NodeStopping | NodeAlive | GroupEnded
 )
 NodeMessage: TypeAlias = Annotated[_NodeMessage, Field(discriminator="type")]
-node_message: TypeAdapter[_NodeMessage] = TypeAdapter(NodeMessage)
+node_message_adapter: TypeAdapter[_NodeMessage] = TypeAdapter(NodeMessage)
 
 
 class NodeAddress(Document):
@@ -431,9 +440,9 @@ class NodeAddress(Document):
         return canonical_json([secret, key.folder, self.host, self.port])
 
 
-def newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
+def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
     """Return the newest attempt, if its number is at least `at_least`, and its address; None if it is unreadable."""
-    keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes)]
+    keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes_folder)]
     newest = max((key for key in keys if key is not None), key=lambda key: key.attempt, default=None)
     if newest is None or newest.attempt < at_least:
         return None
@@ -443,10 +452,10 @@ def newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[
     return None
 
 
-def node_objects_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[Listed]:
+def list_node_objects_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[ListedObject]:
     """Return the objects that nodes wrote for one another in attempts up to `attempt`; no process needs them later."""
     return [
         listed
-        for listed in store.list(trial.nodes)
+        for listed in store.list(trial.nodes_folder)
         if (key := NodesKey.from_path(trial, listed.path)) is not None and key.attempt <= attempt
     ]

@@ -1,6 +1,6 @@
 """Delete a whole experiment.
 
-    new owner, writes `Deletion` ──► marker of the next generation ──► first entry ──► all other objects
+    new owner, writes `DeletionStarted` ──► marker of the next generation ──► first entry ──► all other objects
 
 The deletion becomes the owner of the journal: the old owner's next write fails, and no other process can become the
 owner. Then it ends the generation (`generations`): from then on the name is free, and everything in the folder of that
@@ -17,23 +17,23 @@ from collections.abc import Sequence
 
 from prefect_tune.core.errors import JournalCorrupt, StoreUnavailable
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.journal.journal import earlier_owners, load, take_over
-from prefect_tune.core.journal_events import Deletion, Owner
+from prefect_tune.core.journal.journal import acquire_ownership, load_experiment, read_earlier_owners
+from prefect_tune.core.journal_events import DeletionStarted, Owner
 from prefect_tune.core.storage.generations import (
-    current_journal,
-    delete_objects_before,
+    delete_earlier_objects,
     end_generation,
-    is_deleted,
-    objects_before,
+    find_current_journal,
+    is_generation_deleted,
+    list_earlier_objects,
 )
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 
 _MAX_ROUNDS = 16
 
 
-def remove(store: ObjectStore, experiment: JournalKey, owner: Owner, stamp: Stamp) -> int:
+def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, stamp: WriteStamp) -> int:
     """Delete a generation of an experiment and the remains of earlier ones; a process that runs it is superseded.
 
     Returns the number of deleted objects. If this is killed at any time, a second call finishes the deletion. Only the
@@ -44,33 +44,35 @@ def remove(store: ObjectStore, experiment: JournalKey, owner: Owner, stamp: Stam
         Superseded: another process is deleting the experiment, too.
         StoreUnavailable, CommitUnknown: call again with the same stamp.
     """
-    if not is_deleted(store, experiment):
-        current = load(store, experiment)
+    if not is_generation_deleted(store, experiment):
+        current = load_experiment(store, experiment)
         if not current.number:
             return 0
-        state = take_over(store, experiment, owner, stamp, also=lambda _: [Deletion()], known=current)
+        state = acquire_ownership(
+            store, experiment, owner, stamp, events_for=lambda _: [DeletionStarted()], loaded=current
+        )
         writers = _list_other_writers(store, state, owner)
         end_generation(store, experiment, at=stamp.at, by=str(owner), writers=writers)
     deleted = 0
     for _ in range(_MAX_ROUNDS):  # superseded processes may write meanwhile
-        if not (deleted_objects := delete_objects_before(store, experiment.experiment, experiment.generation + 1)):
+        if not (deleted_objects := delete_earlier_objects(store, experiment.experiment, experiment.generation + 1)):
             return deleted
         deleted += len(deleted_objects)
     raise StoreUnavailable(f"{experiment}: new objects appeared after each of {_MAX_ROUNDS} deletions; try again")
 
 
-def generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey | None:
+def find_generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey | None:
     """Return the generation that a deletion of the name would delete; None if there is nothing to delete.
 
     This is the current generation or, if it is empty, the previous one if its deletion has left objects.
 
     Raises:
-        UnknownVersion: see `current_journal`.
+        UnknownVersion: see `find_current_journal`.
     """
-    current = current_journal(store, experiment)
-    if store.list(current.entries):
+    current = find_current_journal(store, experiment)
+    if store.list(current.entries_folder):
         return current
-    if objects_before(store, experiment, current.generation):
+    if list_earlier_objects(store, experiment, current.generation):
         return JournalKey(experiment=experiment, generation=current.generation - 1)
     return None
 
@@ -78,7 +80,7 @@ def generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey | No
 def _list_other_writers(store: ObjectStore, state: Experiment, by: Owner) -> Sequence[str]:
     """Return the identities of the experiment's owners, except those of the run that deletes it."""
     try:
-        owners = earlier_owners(store, state)
+        owners = read_earlier_owners(store, state)
     except JournalCorrupt:  # an old entry, which a snapshot replaces, is damaged: this must not prevent the deletion
         return ()
     others = (owner for owner in owners if (owner.host, owner.pid) != (by.host, by.pid))

@@ -1,6 +1,6 @@
 """Fork an experiment: a new one continues from any entry of its journal, with copies of its checkpoints.
 
-    first entry, names the origin ──► blobs ──► seen in the fork ──► manifests ──► one entry: old events, and `Forked`
+    first entry, names the origin ──► blobs ──► seen in the fork ──► manifests ──► entry: old events, `ExperimentForked`
 
 A fork begins with the state of the origin's journal at that entry. The origin is only read, so it may be running. The
 target itself copies the blobs if it can, so that no bytes pass through this machine. Manifests keep their step and
@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from prefect_tune.core.checkpoints.commit import names_of, publish, require_stored
-from prefect_tune.core.checkpoints.manifest import Manifest, newest_metadata
+from prefect_tune.core.checkpoints.commit import key_fields, publish_manifest, require_stored
+from prefect_tune.core.checkpoints.manifest import Manifest, read_newest_metadata
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -28,31 +28,31 @@ from prefect_tune.core.errors import (
     Superseded,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import is_held, is_live
-from prefect_tune.core.journal.journal import append, as_of, load, take_over, write_snapshot
+from prefect_tune.core.experiment.trial_transitions import is_cloned_checkpoint, is_live_checkpoint
+from prefect_tune.core.journal.journal import acquire_ownership, append_events, load_at, load_experiment, write_snapshot
 from prefect_tune.core.journal_events import (
-    Adopted,
+    CheckpointQuarantined,
     CheckpointRef,
-    Configured,
-    Deletion,
+    CheckpointsAdopted,
+    DeletionStarted,
     Event,
-    Forked,
+    ExperimentConfigured,
+    ExperimentForked,
     ForkedTrial,
     ForkOrigin,
-    Opened,
     Owner,
-    Quarantined,
-    StopAsked,
+    OwnerChanged,
+    StopRequested,
     WarmStart,
 )
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.values import WriteStamp
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class ForkPoint:
     """The state of an experiment after an entry of its journal, and the events of its trials up to that entry."""
 
     experiment: Experiment
@@ -70,29 +70,29 @@ class Past:
         )
 
     @property
-    def settings_event(self) -> Configured:
+    def settings_event(self) -> ExperimentConfigured:
         """The event with the parameters of the fork, and all samples and warm starts of the origin."""
         extensions = self.experiment.extensions
-        return Configured(settings=self.settings, extensions=extensions, warm_starts=tuple(self.warm_starts))
+        return ExperimentConfigured(settings=self.settings, extensions=extensions, warm_starts=tuple(self.warm_starts))
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class ForkResult:
     """A complete fork."""
 
     experiment: Experiment
-    lost: Mapping[str, Sequence[CheckpointRef]] = field(default_factory=dict)
+    lost_checkpoints: Mapping[str, Sequence[CheckpointRef]] = field(default_factory=dict)
     """By trial, the checkpoints that the origin had already deleted, oldest first."""
 
 
-def past_of(store: ObjectStore, experiment: JournalKey, number: int | None) -> Past:
+def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | None) -> ForkPoint:
     """Return the state and events of `experiment` up to entry `number` (None: up to its last entry).
 
     Raises:
         InvalidInput: there is no such entry, or the experiment is being deleted, an incomplete fork, or not a search.
         JournalCorrupt: its journal is inconsistent.
     """
-    state, entries = as_of(store, experiment, number)
+    state, entries = load_at(store, experiment, number)
     if state.is_removed:
         raise InvalidInput(f"{experiment} is being deleted: there is nothing to fork")
     if not state.is_whole:
@@ -103,23 +103,23 @@ def past_of(store: ObjectStore, experiment: JournalKey, number: int | None) -> P
     for entry in entries:
         for event in entry.events:
             match event:
-                case Configured():
+                case ExperimentConfigured():
                     warm_starts += event.warm_starts
-                case Quarantined() if entry.writer == "guest":  # in the fork, the owner writes it
+                case CheckpointQuarantined() if entry.writer == "guest":  # in the fork, the owner writes it
                     past_events.append(event.model_copy(update={"by_guest": True}))
-                case Adopted():
+                case CheckpointsAdopted():
                     past_events.append(event.model_copy(update={"seen_at": None}))  # of a run of the origin
-                case Opened() | StopAsked() | Deletion() | Forked(trials=None):
+                case OwnerChanged() | StopRequested() | DeletionStarted() | ExperimentForked(trials=None):
                     pass  # a stop request without effect up to this entry was for the origin
                 case _:
                     past_events.append(event)
-    return Past(state, past_events, state.settings, warm_starts)
+    return ForkPoint(state, past_events, state.settings, warm_starts)
 
 
-def deleted_since(store: ObjectStore, past: Past) -> Mapping[str, Sequence[CheckpointRef]]:
+def find_deleted_checkpoints(store: ObjectStore, point: ForkPoint) -> Mapping[str, Sequence[CheckpointRef]]:
     """Return, by trial, the checkpoints that the origin has retired or quarantined since the forked entry."""
-    used = _list_used_keys(past.experiment, load(store, past.experiment.key))
-    return _select_lost_refs(past.experiment, used)
+    used = _list_used_keys(point.experiment, load_experiment(store, point.experiment.key))
+    return _select_lost_refs(point.experiment, used)
 
 
 def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[CheckpointKey]:
@@ -128,7 +128,11 @@ def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[Checkpoi
         state.trial_key(trial.trial).checkpoint_key(ref) for trial in state.trials.values() for ref in trial.checkpoints
     )
     keys_with_trial = ((key, current.trial(key.trial.trial)) for key in dict.fromkeys(live))
-    return [key for key, trial_state in keys_with_trial if is_live(trial_state, key) or is_held(trial_state, key)]
+    return [
+        key
+        for key, trial_state in keys_with_trial
+        if is_live_checkpoint(trial_state, key) or is_cloned_checkpoint(trial_state, key)
+    ]
 
 
 def _select_lost_refs(state: Experiment, keys: Sequence[CheckpointKey]) -> Mapping[str, Sequence[CheckpointRef]]:
@@ -141,7 +145,7 @@ def _select_lost_refs(state: Experiment, keys: Sequence[CheckpointKey]) -> Mappi
     return {trial: refs for trial, refs in lost.items() if refs}
 
 
-def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: Owner, stamp: Stamp) -> Experiment:
+def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: Owner, stamp: WriteStamp) -> Experiment:
     """Become the owner of the experiment `into`, a new or existing fork of `origin`.
 
     A second call for an incomplete fork returns the same fork.
@@ -153,7 +157,7 @@ def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: 
 
     def events_for(state: Experiment) -> Sequence[Event]:
         if not state.number:
-            return [Forked(origin=origin)]
+            return [ExperimentForked(origin=origin)]
         if state.is_removed:
             raise InvalidInput(f"{into} is being deleted: use another name, or finish the deletion first")
         if state.origin != origin:
@@ -161,11 +165,11 @@ def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: 
             raise InvalidInput(f"{into}: expected a fork of {origin}, found {actual}: use another name")
         return []
 
-    return take_over(store, into, owner, stamp, also=events_for)
+    return acquire_ownership(store, into, owner, stamp, events_for=events_for)
 
 
-def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp) -> Fork:
-    """Make `into`, which `begin_fork` returned, a fork of `past`; return the complete fork.
+def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp: WriteStamp) -> ForkResult:
+    """Make `into`, which `begin_fork` returned, a fork of `point`; return the complete fork.
 
     If this is killed at any time, call `begin_fork` and this function again: existing objects are kept.
 
@@ -175,20 +179,20 @@ def fork(store: ObjectStore, past: Past, into: Experiment, stamp: Stamp) -> Fork
         StoreUnavailable, CommitUnknown: call again with the same stamp.
     """
     if into.is_whole:
-        return Fork(into)
-    copied_keys = _copy_checkpoints(store, past, into)
-    lost = _select_lost_refs(past.experiment, copied_keys)
+        return ForkResult(into)
+    copied_keys = _copy_checkpoints(store, point, into)
+    lost = _select_lost_refs(point.experiment, copied_keys)
     trials = {
         name: ForkedTrial(checkpoints=tuple(ref for ref in trial.checkpoints if ref not in lost.get(name, ())))
-        for name, trial in past.experiment.trials.items()
+        for name, trial in point.experiment.trials.items()
     }
-    forked = Forked(origin=past.origin, trials=trials)
-    completed = append(store, into, [past.settings_event, *past.events, forked], stamp)
+    forked = ExperimentForked(origin=point.origin, trials=trials)
+    completed = append_events(store, into, [point.settings_event, *point.events, forked], stamp)
     write_snapshot(store, completed)
-    return Fork(completed, lost)
+    return ForkResult(completed, lost)
 
 
-def _copy_checkpoints(store: ObjectStore, point: Past, into: Experiment) -> Sequence[CheckpointKey]:
+def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) -> Sequence[CheckpointKey]:
     """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints in the fork.
 
     Raises:
@@ -205,7 +209,7 @@ def _copy_checkpoints(store: ObjectStore, point: Past, into: Experiment) -> Sequ
     def read_source(key: CheckpointKey) -> tuple[CheckpointKey, Manifest | None]:
         """Return the manifest of `key` with its newest metadata; None if either is deleted or damaged."""
         try:
-            manifest, metadata = read_manifest(store, key), newest_metadata(store, key.metadata_folder)
+            manifest, metadata = read_manifest(store, key), read_newest_metadata(store, key.metadata_folder)
         except (CheckpointNotFound, CheckpointCorrupt):
             return key, None
         about = manifest.about if metadata is None else manifest.about.model_copy(update={"metadata": metadata})
@@ -233,7 +237,7 @@ def _copy_checkpoints(store: ObjectStore, point: Past, into: Experiment) -> Sequ
 
     def copy_manifest(key: CheckpointKey) -> CheckpointKey:
         key_in_fork = _key_in_fork(key, into)
-        publish(store, key_in_fork, complete[key].model_copy(update=names_of(key_in_fork)))
+        publish_manifest(store, key_in_fork, complete[key].model_copy(update=key_fields(key_in_fork)))
         return key
 
     copied += store.map(copy_manifest, complete)
@@ -246,11 +250,11 @@ def _key_in_fork(key: CheckpointKey, into: Experiment) -> CheckpointKey:
     return key.model_copy(update={"trial": into.trial_key(key.trial.trial)})
 
 
-def _load_origin(store: ObjectStore, point: Past, into: Experiment) -> Experiment:
+def _load_origin(store: ObjectStore, point: ForkPoint, into: Experiment) -> Experiment:
     """Return the present state of the origin; raise InvalidInput if it is being deleted."""
     key = point.experiment.key
     with suppress(Superseded):
-        current = load(store, key)
+        current = load_experiment(store, key)
         if not current.is_removed and current.number >= point.experiment.number:
             return current
     raise InvalidInput(f"{key} is being deleted: the fork {into.name!r} cannot be completed; delete it, too")

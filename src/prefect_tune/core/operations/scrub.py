@@ -21,13 +21,17 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import is_live, is_quarantined, live_keys
-from prefect_tune.core.journal.journal import append_as_guest
-from prefect_tune.core.journal_events import GuestEvent, Quarantined
-from prefect_tune.core.restore import is_live_now, read_manifest, verify
+from prefect_tune.core.experiment.trial_transitions import (
+    is_live_checkpoint,
+    is_quarantined_checkpoint,
+    live_checkpoint_keys,
+)
+from prefect_tune.core.journal.journal import append_as_non_owner
+from prefect_tune.core.journal_events import CheckpointQuarantined, NonOwnerEvent
+from prefect_tune.core.restore import is_checkpoint_live, read_manifest, verify_files
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, digest_of
+from prefect_tune.core.values import WriteStamp, digest_of
 
 # Quarantine a damaged checkpoint, or reinstate one, in a journal of another owner.
 #
@@ -46,7 +50,7 @@ from prefect_tune.core.values import Stamp, digest_of
 
 
 def quarantine(
-    store: ObjectStore, journal: JournalKey, damaged: Mapping[CheckpointKey, str], stamp: Stamp
+    store: ObjectStore, journal: JournalKey, damaged: Mapping[CheckpointKey, str], stamp: WriteStamp
 ) -> Sequence[CheckpointKey]:
     """Quarantine checkpoints of an experiment, each with its damage as the reason; return those quarantined now.
 
@@ -57,20 +61,20 @@ def quarantine(
         StoreUnavailable, CommitUnknown: call again.
     """
 
-    def quarantine_events(state: Experiment) -> Sequence[GuestEvent]:
+    def quarantine_events(state: Experiment) -> Sequence[NonOwnerEvent]:
         return [
-            Quarantined(trial=trial.trial, sequence=ref.sequence, reason=damaged[key])
+            CheckpointQuarantined(trial=trial.trial, sequence=ref.sequence, reason=damaged[key])
             for trial in state.trials.values()
             for ref in trial.checkpoints
             if (key := state.trial_key(trial.trial).checkpoint_key(ref)) in damaged
         ]
 
-    after = append_as_guest(store, journal, quarantine_events, stamp)
-    return [key for key in damaged if any(is_quarantined(trial, key) for trial in after.trials.values())]
+    after = append_as_non_owner(store, journal, quarantine_events, stamp)
+    return [key for key in damaged if any(is_quarantined_checkpoint(trial, key) for trial in after.trials.values())]
 
 
 def reinstate(
-    store: ObjectStore, journal: JournalKey, keys: Collection[CheckpointKey], stamp: Stamp
+    store: ObjectStore, journal: JournalKey, keys: Collection[CheckpointKey], stamp: WriteStamp
 ) -> Sequence[CheckpointKey]:
     """Reinstate quarantined checkpoints of an experiment; return those that are live now.
 
@@ -78,16 +82,16 @@ def reinstate(
     Raises like `quarantine`.
     """
 
-    def reinstate_events(state: Experiment) -> Sequence[GuestEvent]:
+    def reinstate_events(state: Experiment) -> Sequence[NonOwnerEvent]:
         return [
-            Quarantined(trial=trial.trial, sequence=quarantined.checkpoint.sequence, quarantined=False)
+            CheckpointQuarantined(trial=trial.trial, sequence=quarantined.checkpoint.sequence, quarantined=False)
             for trial in state.trials.values()
             for quarantined in trial.quarantined_checkpoints
             if state.trial_key(trial.trial).checkpoint_key(quarantined.checkpoint) in keys
         ]
 
-    after = append_as_guest(store, journal, reinstate_events, stamp)
-    return [key for key in keys if any(is_live(trial, key) for trial in after.trials.values())]
+    after = append_as_non_owner(store, journal, reinstate_events, stamp)
+    return [key for key in keys if any(is_live_checkpoint(trial, key) for trial in after.trials.values())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +101,17 @@ class DailyShare:
     parts: int = 1
     day: int = 0
 
-    def chosen(self, keys: Iterable[CheckpointKey]) -> Sequence[CheckpointKey]:
+    def select_keys(self, keys: Iterable[CheckpointKey]) -> Sequence[CheckpointKey]:
         """Return the keys of this share, in the order of this day."""
         share = (key for key in keys if _hash_key(key, self.day // self.parts) % self.parts == self.day % self.parts)
         return sorted(share, key=lambda key: _hash_key(key, self.day))
 
 
-EVERYTHING = DailyShare()
+FULL_SHARE = DailyShare()
 _SHARE_PATTERN = re.compile(r"1(?:/([1-9]\d{0,5}))?")
 
 
-def share_of(text: str, today: date) -> DailyShare:
+def parse_share(text: str, today: date) -> DailyShare:
     """Parse a share such as `"1/7"`, and return today's share.
 
     Raises:
@@ -119,7 +123,7 @@ def share_of(text: str, today: date) -> DailyShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
+class InspectedCheckpoint:
     """The result of reading a checkpoint back; `damage` is None if it is undamaged."""
 
     key: CheckpointKey
@@ -130,17 +134,17 @@ class Inspected:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The result of `inspect`."""
+    """The result of `inspect_checkpoints`."""
 
     live: tuple[CheckpointKey, ...]
-    inspected: tuple[Inspected, ...] = ()
+    inspected: tuple[InspectedCheckpoint, ...] = ()
     unread_count: int = 0
     """The number of checkpoints of the share that were not read, for lack of time or because of `max_bytes`."""
-    unreadable: tuple[Unreadable, ...] = ()
+    unreadable: tuple[UnreadableObject, ...] = ()
     """Checkpoints that could not be read, at all or in time."""
 
     @property
-    def damaged(self) -> Sequence[Inspected]:
+    def corrupt_checkpoints(self) -> Sequence[InspectedCheckpoint]:
         """The checkpoints with damage."""
         return [checkpoint for checkpoint in self.inspected if checkpoint.damage is not None]
 
@@ -149,10 +153,10 @@ def _hash_key(key: CheckpointKey, salt: int) -> int:
     return int(digest_of(f"{salt}/{key.folder}".encode())[:13], 16)
 
 
-def inspect(
+def inspect_checkpoints(
     store: ObjectStore,
     state: Experiment,
-    share: DailyShare = EVERYTHING,
+    share: DailyShare = FULL_SHARE,
     *,
     max_bytes: float = math.inf,
     has_time: Callable[[], bool] = lambda: True,
@@ -167,8 +171,10 @@ def inspect(
         StoreUnavailable, StoreRefused: the whole target cannot be read.
     """
     trials = () if state.is_removed else state.trials.values()
-    live = list(dict.fromkeys(key for trial in trials for key in live_keys(state.trial_key(trial.trial), trial)))
-    inspected, unreadable = list[Inspected](), list[Unreadable]()
+    live = list(
+        dict.fromkeys(key for trial in trials for key in live_checkpoint_keys(state.trial_key(trial.trial), trial))
+    )
+    inspected, unreadable = list[InspectedCheckpoint](), list[UnreadableObject]()
 
     def inspect_keys(keys: Sequence[CheckpointKey], max_bytes: float, has_time: Callable[[], bool]) -> tuple[int, bool]:
         """Return how many of `keys` were read or reported, and whether no time is left for the whole run."""
@@ -176,20 +182,24 @@ def inspect(
             if count and (max_bytes <= 0 or not has_time()):
                 return count, False
             try:
-                result = unless_unreadable(store, key.trial, key.folder, partial(inspect_one, store, key))
+                result = run_or_report_unreadable(
+                    store, key.trial, key.folder, partial(inspect_live_checkpoint, store, key)
+                )
             except DeadlineExceeded as late:
                 if count:
                     return count, True
-                unreadable.append(Unreadable(key.folder, str(late), key.trial.trial))  # this one took all the time
+                unreadable.append(
+                    UnreadableObject(key.folder, str(late), key.trial.trial)
+                )  # this one took all the time
                 return 1, True
-            if isinstance(result, Unreadable):
+            if isinstance(result, UnreadableObject):
                 unreadable.append(result)
             else:
                 inspected.extend(result)
                 max_bytes -= sum(checkpoint.size_bytes for checkpoint in result)
         return len(keys), False
 
-    chosen = share.chosen(live)
+    chosen = share.select_keys(live)
     count, is_late = inspect_keys(chosen, max_bytes, has_time)
     suspects = {checkpoint.key.trial for checkpoint in inspected if checkpoint.damage is not None}
     if suspects and not is_late:
@@ -198,20 +208,20 @@ def inspect(
     return Inspection(tuple(live), tuple(inspected), len(chosen) - count, tuple(unreadable))
 
 
-def inspect_one(store: ObjectStore, key: CheckpointKey) -> Sequence[Inspected]:
+def inspect_live_checkpoint(store: ObjectStore, key: CheckpointKey) -> Sequence[InspectedCheckpoint]:
     """Read every byte of a live checkpoint; return an empty list if it is damaged and no longer live."""
-    checkpoint = read_one(store, key)
-    return [checkpoint] if checkpoint.damage is None or is_live_now(store, key) else []
+    checkpoint = inspect_checkpoint(store, key)
+    return [checkpoint] if checkpoint.damage is None or is_checkpoint_live(store, key) else []
 
 
-def read_one(store: ObjectStore, key: CheckpointKey) -> Inspected:
+def inspect_checkpoint(store: ObjectStore, key: CheckpointKey) -> InspectedCheckpoint:
     """Read every byte of a checkpoint, live or not."""
     try:
         manifest = read_manifest(store, key)
-        verify(store, manifest)
+        verify_files(store, manifest)
     except (CheckpointCorrupt, CheckpointNotFound) as damage:
-        return Inspected(key, damage=str(damage))
-    return Inspected(key, manifest.size_bytes, len(manifest.files))
+        return InspectedCheckpoint(key, damage=str(damage))
+    return InspectedCheckpoint(key, manifest.size_bytes, len(manifest.files))
 
 
 # Turn a failure to read one object into a result, so that maintenance continues with the others.
@@ -221,19 +231,19 @@ _MAX_TRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableObject:
     """An object that could not be read, and the reason."""
 
     folder: str
     """The object's folder on the target."""
-    why: str
+    reason: str
     trial: str
 
 
-def unless_unreadable(
+def run_or_report_unreadable(
     store: ObjectStore, trial: TrialKey, folder: str, act: Callable[[], _Result]
-) -> _Result | Unreadable:
-    """Return `act()`, or an `Unreadable` if it cannot read the objects in `folder` (of the trial).
+) -> _Result | UnreadableObject:
+    """Return `act()`, or an `UnreadableObject` if it cannot read the objects in `folder` (of the trial).
 
     After a store error `act` is called a second time.
 
@@ -245,10 +255,10 @@ def unless_unreadable(
         try:
             return act()
         except UnknownVersion as error:
-            return Unreadable(folder, str(error), trial.trial)
+            return UnreadableObject(folder, str(error), trial.trial)
         except DeadlineExceeded:
             raise
         except (StoreUnavailable, StoreRefused, CommitUnknown) as error:
             reason = f"{type(error).__name__}: {error}"
-            store.size(trial.of_experiment.entry_path(1))  # raises if the target is unavailable
-    return Unreadable(folder, reason, trial.trial)
+            store.size(trial.journal_key.entry_path(1))  # raises if the target is unavailable
+    return UnreadableObject(folder, reason, trial.trial)

@@ -1,18 +1,18 @@
 """Garbage-collect trials: the bytes of retired checkpoints, remains of interrupted saves, old messages.
 
 There is no grace period, and no reachable object is deleted: an object may be deleted once a later entry of the journal
-is a barrier of its trial, that is, a retirement (see `is_collectable`). Names are never written twice, so a late
-deletion (from a process believed dead, or a request believed lost) cannot delete a newer object.
+is a barrier of its trial, that is, a retirement (see `is_deletable_checkpoint`). Names are never written twice, so a
+late deletion (from a process believed dead, or a request believed lost) cannot delete a newer object.
 
-- **The owner** writes a barrier with each retirement, and deletes the retired checkpoints (`collect`).
-- **A non-owner**, such as maintenance, collects whole trials (`collect_experiment`). When a trial has ended, no save is
-  running, so the non-owner may write a barrier (`Retired`): entries have one order, so a process that starts the trial
-  again comes after that entry. A trial with an open outbox has not ended: its attempt may save at any time, and writes
-  its own barriers. On a target that supports only one writer, non-owners write no entries: only objects that need no
-  new barrier are deleted, and `Collected.kept` gives the reason for the others.
+- **The owner** writes a barrier with each retirement, and deletes the retired checkpoints (`delete_retired_objects`).
+- **A non-owner**, such as maintenance, collects whole trials (`collect_experiment_garbage`). When a trial has ended, no
+  save is running, so the non-owner may write a barrier (`CheckpointsRetired`): entries have one order, so a process
+  that starts the trial again comes after that entry. A trial with an open outbox has not ended: its attempt may save at
+  any time, and writes its own barriers. On a target that supports only one writer, non-owners write no entries: only
+  objects that need no new barrier are deleted, and `TrialGarbage.kept` gives the reason for the others.
 - **A clone** is an entry, not an object: it keeps the bytes of its origin in the folder of another trial, retired or
   not. Once its last clone is retired, too, the origin is deleted like any other checkpoint of its own trial
-  (`collectable_origins`).
+  (`find_collectable_origins`).
 - **Messages.** The replies and posts of trials on other machines are also stored on the target. The numbers of attempts
   and outboxes only increase, so the messages of an ended attempt may be deleted at any time.
 """
@@ -25,29 +25,29 @@ from typing import TypeVar
 
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
-from prefect_tune.core.experiment.experiment import Experiment, after_event
-from prefect_tune.core.experiment.retention import Retention, retired, retired_quarantined
-from prefect_tune.core.experiment.summary import best_of, objective_in
+from prefect_tune.core.experiment.experiment import Experiment, apply_event
+from prefect_tune.core.experiment.retention import Retention, quarantined_to_retire, sequences_to_retire
+from prefect_tune.core.experiment.summary import find_best_trial, objective_from_settings
 from prefect_tune.core.experiment.trial_transitions import (
-    ENDED,
+    ENDED_PHASES,
     Trial,
-    after,
-    is_collectable,
-    is_live,
-    is_quarantined,
-    live_keys,
+    apply_trial_event,
+    is_deletable_checkpoint,
+    is_live_checkpoint,
+    is_quarantined_checkpoint,
+    live_checkpoint_keys,
 )
-from prefect_tune.core.journal.journal import append_as_guest, load
-from prefect_tune.core.journal.outbox import received_posts
-from prefect_tune.core.journal_events import CheckpointRef, Retired
-from prefect_tune.core.messages.target_messages import answers_up_to, node_objects_up_to
-from prefect_tune.core.operations.scrub import Unreadable, unless_unreadable
-from prefect_tune.core.prefect_events import best_checkpoints
-from prefect_tune.core.restore import OutdatedStateError, read_manifest, require_still_needed
-from prefect_tune.core.storage.generations import delete_objects_before, objects_before
+from prefect_tune.core.journal.journal import append_as_non_owner, load_experiment
+from prefect_tune.core.journal.outbox import list_journaled_posts
+from prefect_tune.core.journal_events import CheckpointRef, CheckpointsRetired
+from prefect_tune.core.messages.target_messages import list_answers_up_to, list_node_objects_up_to
+from prefect_tune.core.operations.scrub import UnreadableObject, run_or_report_unreadable
+from prefect_tune.core.prefect_events import find_best_checkpoints
+from prefect_tune.core.restore import OutdatedStateError, raise_damage_or_outdated, read_manifest
+from prefect_tune.core.storage.generations import delete_earlier_objects, list_earlier_objects
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
-from prefect_tune.core.storage.object_store import ONE_WRITER, Listed, ObjectStore
-from prefect_tune.core.values import Stamp
+from prefect_tune.core.storage.object_store import SINGLE_WRITER_ERROR, ListedObject, ObjectStore
+from prefect_tune.core.values import WriteStamp
 
 _Result = TypeVar("_Result")
 
@@ -55,7 +55,9 @@ _Result = TypeVar("_Result")
 # Find the objects that a trial no longer needs.
 
 
-def collect(store: ObjectStore, trial: TrialKey, state: Trial, doomed: Collection[CheckpointKey]) -> int:
+def delete_retired_objects(
+    store: ObjectStore, trial: TrialKey, state: Trial, to_delete: Collection[CheckpointKey]
+) -> int:
     """Delete retired checkpoints of `trial`: blobs that no other checkpoint needs, metadata, then manifests.
 
     Manifests are deleted last, so that the next call finds and finishes an interrupted deletion. Skips checkpoints that
@@ -79,11 +81,11 @@ def collect(store: ObjectStore, trial: TrialKey, state: Trial, doomed: Collectio
 
     while True:
         try:
-            keys = [key for key in doomed if key.trial == trial and is_collectable(state, key)]
+            keys = [key for key in to_delete if key.trial == trial and is_deletable_checkpoint(state, key)]
             blobs = {key: paths for key, paths in store.map(blobs_of, keys) if paths is not None}
             if not blobs:
                 return 0
-            unneeded = sorted(frozenset().union(*blobs.values()) - _reachable(store, trial, state))
+            unneeded = sorted(frozenset().union(*blobs.values()) - _find_reachable_blobs(store, trial, state))
         except OutdatedStateError as outdated:
             state = outdated.current
             continue
@@ -98,18 +100,18 @@ def _delete_manifests(store: ObjectStore, keys: Collection[CheckpointKey]) -> No
         store.delete([key.manifest_path for key in keys])
 
 
-def collectable_origins(experiment: Experiment, retired: Iterable[CheckpointRef]) -> Sequence[CheckpointKey]:
+def find_collectable_origins(experiment: Experiment, retired: Iterable[CheckpointRef]) -> Sequence[CheckpointKey]:
     """Return the origins of clones among `retired` that may be deleted: they are retired and have no other clone."""
     keys = dict.fromkeys(
         CheckpointKey(trial=experiment.trial_key(origin.trial), step=origin.step, sequence=origin.sequence)
         for origin in (ref.origin for ref in retired)
         if origin is not None
     )
-    return [key for key in keys if is_collectable(experiment.trial(key.trial.trial), key)]
+    return [key for key in keys if is_deletable_checkpoint(experiment.trial(key.trial.trial), key)]
 
 
-def leftover(
-    store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[Listed] | None = None
+def find_leftover_manifests(
+    store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[ListedObject] | None = None
 ) -> Sequence[CheckpointKey]:
     """Return keys of manifests on the target that are not checkpoints: retired but not deleted, or never committed.
 
@@ -119,15 +121,15 @@ def leftover(
     limit = max(state.settled_from, state.collected_up_to)
     if limit <= 1:
         return []  # sequences begin at 1, so no manifest is old enough
-    listed = store.list(trial.checkpoints) if listed is None else listed
+    listed = store.list(trial.checkpoints_folder) if listed is None else listed
     keys = (CheckpointKey.from_manifest_path(trial, manifest.path) for manifest in listed)
     old = (key for key in keys if key and key.sequence < limit and key.sequence not in state.quarantined)
-    return [key for key in old if not (is_live(state, key) or is_quarantined(state, key))]
+    return [key for key in old if not (is_live_checkpoint(state, key) or is_quarantined_checkpoint(state, key))]
 
 
-def orphans(
-    store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[Listed] | None = None
-) -> Sequence[Listed]:
+def find_orphan_blobs(
+    store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[ListedObject] | None = None
+) -> Sequence[ListedObject]:
     """Return the blobs to which neither a live checkpoint nor a clone refers, and which no save will ever reuse.
 
     They are left by interrupted saves and by deletions of unreadable manifests, and may be deleted at any time.
@@ -141,15 +143,15 @@ def orphans(
     """
     if listed is not None and not listed:
         return []
-    reachable = _reachable(store, trial, state)
+    reachable = _find_reachable_blobs(store, trial, state)
     return [
         blob
-        for blob in (store.list(trial.blobs) if listed is None else listed)
+        for blob in (store.list(trial.blobs_folder) if listed is None else listed)
         if 0 <= blob_sequence(blob.path) < state.collected_up_to and blob.path not in reachable
     ]
 
 
-def _reachable(store: ObjectStore, trial: TrialKey, state: Trial) -> set[str]:
+def _find_reachable_blobs(store: ObjectStore, trial: TrialKey, state: Trial) -> set[str]:
     """Return the paths of the trial's blobs in live or quarantined checkpoints, and in clones of other trials."""
 
     def read_needed(key: CheckpointKey) -> Manifest | CheckpointCorrupt:
@@ -161,22 +163,22 @@ def _reachable(store: ObjectStore, trial: TrialKey, state: Trial) -> set[str]:
             return corrupt
 
     cloned = (CheckpointKey(trial=trial, step=clone.step, sequence=clone.sequence) for clone in state.clones)
-    needed = list(dict.fromkeys(key for key in (*live_keys(trial, state), *cloned) if key.trial == trial))
+    needed = list(dict.fromkeys(key for key in (*live_checkpoint_keys(trial, state), *cloned) if key.trial == trial))
     manifests = dict(zip(needed, store.map(read_needed, needed), strict=True))
     if bad := {key: result for key, result in manifests.items() if isinstance(result, CheckpointCorrupt)}:
-        require_still_needed(store, trial, bad)
+        raise_damage_or_outdated(store, trial, bad)
     blobs = {path for result in manifests.values() if isinstance(result, Manifest) for path in result.blob_paths()}
     quarantined = (trial.checkpoint_key(item.checkpoint) for item in state.quarantined_checkpoints)
     own_quarantined = [key for key in quarantined if key.trial == trial]
-    return blobs.union(*store.map(lambda key: _quarantined_blobs(store, key), own_quarantined))
+    return blobs.union(*store.map(lambda key: _list_quarantined_blobs(store, key), own_quarantined))
 
 
-def _quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset[str]:
+def _list_quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset[str]:
     """Return the blobs of a quarantined checkpoint; if its manifest is unreadable, all blobs up to its sequence."""
     try:
         return read_manifest(store, key).blob_paths()
     except (CheckpointCorrupt, CheckpointNotFound):
-        listed = store.list(key.trial.blobs)
+        listed = store.list(key.trial.blobs_folder)
         return frozenset(blob.path for blob in listed if blob_sequence(blob.path) <= key.sequence)
 
 
@@ -184,7 +186,7 @@ def _quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class TrialGarbage:
     """The garbage of a trial that was found (dry run) or deleted."""
 
     trial: str
@@ -208,105 +210,107 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class Garbage:
+class ExperimentGarbage:
     """The garbage of an experiment that was found (dry run) or deleted."""
 
-    trials: Sequence[Collected]
+    trials: Sequence[TrialGarbage]
     skipped_count: int
     """The number of trials for which no time was left."""
-    dead: Sequence[Listed]
+    earlier_objects: Sequence[ListedObject]
     """Objects of deleted experiments of the same name."""
 
     @property
     def object_count(self) -> int:
         """The number of objects; a checkpoint counts as one."""
-        return len(self.dead) + sum(item.object_count for item in self.trials)
+        return len(self.earlier_objects) + sum(item.object_count for item in self.trials)
 
     @property
     def size_bytes(self) -> int:
         """The size of the listed objects; the size of retired checkpoints is unknown."""
-        return sum(item.size_bytes for item in self.dead) + sum(item.orphan_bytes for item in self.trials)
+        return sum(item.size_bytes for item in self.earlier_objects) + sum(item.orphan_bytes for item in self.trials)
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
     """The objects of an ended trial that are garbage after a barrier; they are checked again once it is written."""
 
-    checkpoints: Sequence[Listed]
-    blobs: Sequence[Listed]
+    checkpoints: Sequence[ListedObject]
+    blobs: Sequence[ListedObject]
     needs_barrier: bool
 
 
-def has_ended(trial: Trial) -> bool:
-    """Return whether no attempt of the trial can save before its next `Started` event."""
-    return trial.phase in ENDED and trial.outbox is None
+def has_trial_ended(trial: Trial) -> bool:
+    """Return whether no attempt of the trial can save before its next `AttemptStarted` event."""
+    return trial.phase in ENDED_PHASES and trial.outbox is None
 
 
 def _find_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candidates | None:
-    """List a trial's objects; None if it may not get a barrier, or has damage, which `collect_from` will report."""
-    if not has_ended(trial) or not trial.attempt:
+    """List a trial's objects; None if it may not get a barrier, or damage, which `collect_trial_garbage` reports."""
+    if not has_trial_ended(trial) or not trial.attempt:
         return None
     try:
-        new_state = after(trial, Retired(trial=trial.trial, retires=()), "guest")
-        checkpoints = store.list(key.checkpoints)
-        blobs = orphans(store, key, new_state)
+        new_state = apply_trial_event(trial, CheckpointsRetired(trial=trial.trial, retires=()), "guest")
+        checkpoints = store.list(key.checkpoints_folder)
+        blobs = find_orphan_blobs(store, key, new_state)
     except (CheckpointCorrupt, OutdatedStateError, Superseded):
         return None
-    leftovers = leftover(store, key, new_state, checkpoints)
-    needs_barrier = any(is_collectable(new_state, old) and not is_collectable(trial, old) for old in leftovers) or any(
-        blob_sequence(blob.path) >= trial.collected_up_to for blob in blobs
-    )
+    leftovers = find_leftover_manifests(store, key, new_state, checkpoints)
+    needs_barrier = any(
+        is_deletable_checkpoint(new_state, old) and not is_deletable_checkpoint(trial, old) for old in leftovers
+    ) or any(blob_sequence(blob.path) >= trial.collected_up_to for blob in blobs)
     return _Candidates(checkpoints, blobs, needs_barrier)
 
 
-def collect_experiment(
+def collect_experiment_garbage(
     store: ObjectStore,
     experiment: Experiment,
-    stamp: Stamp,
+    stamp: WriteStamp,
     *,
     only: Collection[str] | None = None,
     dry_run: bool = False,
     has_time: Callable[[], bool] = lambda: True,
-) -> Garbage:
+) -> ExperimentGarbage:
     """Delete the garbage of an experiment, or of the trials in `only`, and return it.
 
-    First it writes `Retired` events for ended trials if that frees garbage, unless the target supports only one writer.
-    A dry run writes and deletes nothing, and returns what a run would delete. An object that cannot be read is reported
-    as damage of its trial; the other trials are collected.
+    First it writes `CheckpointsRetired` events for ended trials if that frees garbage, unless the target supports only
+    one writer. A dry run writes and deletes nothing, and returns what a run would delete. An object that cannot be read
+    is reported as damage of its trial; the other trials are collected.
 
     Raises:
-        JournalCorrupt, Superseded, UnknownVersion: see `load`.
+        JournalCorrupt, Superseded, UnknownVersion: see `load_experiment`.
         StoreUnavailable, StoreRefused, CommitUnknown: call again.
     """
     names = list(experiment.trials if only is None else only)
     state = experiment
 
-    def map_trials(act: Callable[[TrialKey, Trial], _Result]) -> Sequence[_Result | Unreadable | None]:
-        def act_if_time(name: str) -> _Result | Unreadable | None:
+    def map_trials(act: Callable[[TrialKey, Trial], _Result]) -> Sequence[_Result | UnreadableObject | None]:
+        def act_if_time(name: str) -> _Result | UnreadableObject | None:
             key = state.trial_key(name)
             if not has_time():
                 return None
-            return unless_unreadable(store, key, key.folder, lambda: act(key, state.trial(name)))
+            return run_or_report_unreadable(store, key, key.folder, lambda: act(key, state.trial(name)))
 
         return list(store.map(act_if_time, names))
 
-    def make_barriers(state: Experiment) -> Sequence[Retired]:
-        return [Retired(trial=name, retires=()) for name in barrier_names if has_ended(state.trial(name))]
+    def make_barriers(state: Experiment) -> Sequence[CheckpointsRetired]:
+        return [
+            CheckpointsRetired(trial=name, retires=()) for name in barrier_names if has_trial_ended(state.trial(name))
+        ]
 
     results = map_trials(lambda key, trial: _find_candidates(store, key, trial))
     candidates = {n: result for n, result in zip(names, results, strict=True) if isinstance(result, _Candidates)}
     barrier_names = [n for n, candidate in candidates.items() if candidate.needs_barrier and store.conditional_create]
     if barrier_names and not dry_run:
-        state = append_as_guest(store, state.key, make_barriers, stamp)
+        state = append_as_non_owner(store, state.key, make_barriers, stamp)
     for limit in make_barriers(state) if dry_run else ():
-        state = after_event(state, limit, state.number + 1, "guest")
+        state = apply_event(state, limit, state.number + 1, "guest")
     collected = map_trials(
-        lambda key, trial: collect_from(store, key, trial, candidates.get(trial.trial), dry_run=dry_run)
+        lambda key, trial: collect_trial_garbage(store, key, trial, candidates.get(trial.trial), dry_run=dry_run)
     )
-    delete = objects_before if dry_run else delete_objects_before
-    return Garbage(
+    delete = list_earlier_objects if dry_run else delete_earlier_objects
+    return ExperimentGarbage(
         [
-            Collected(result.trial, damage=result.why) if isinstance(result, Unreadable) else result
+            TrialGarbage(result.trial, damage=result.reason) if isinstance(result, UnreadableObject) else result
             for result in collected
             if result is not None
         ],
@@ -315,44 +319,44 @@ def collect_experiment(
     )
 
 
-def collect_from(
+def collect_trial_garbage(
     store: ObjectStore, key: TrialKey, trial: Trial, candidates: _Candidates | None = None, *, dry_run: bool = False
-) -> Collected:
+) -> TrialGarbage:
     """Delete the garbage of a trial, and return what was deleted. The next call finishes an interrupted one.
 
     Manifests are deleted last, so that the next call finds their blobs. A dry run deletes nothing.
 
     Raises:
-        JournalCorrupt, UnknownVersion: see `load`.
+        JournalCorrupt, UnknownVersion: see `load_experiment`.
         StoreUnavailable: call again.
     """
     if not trial.attempt:
-        return Collected(trial.trial)  # added, but never started
+        return TrialGarbage(trial.trial)  # added, but never started
     lacks_barrier = candidates is not None and candidates.needs_barrier and not store.conditional_create
-    kept = f"some garbage needs an entry in the journal first: {ONE_WRITER}" if lacks_barrier else None
-    checkpoints = store.list(key.checkpoints) if candidates is None else candidates.checkpoints
+    kept = f"some garbage needs an entry in the journal first: {SINGLE_WRITER_ERROR}" if lacks_barrier else None
+    checkpoints = store.list(key.checkpoints_folder) if candidates is None else candidates.checkpoints
     while True:
         try:
-            leftovers = leftover(store, key, trial, checkpoints)
-            blobs = orphans(store, key, trial, None if candidates is None else candidates.blobs)
+            leftovers = find_leftover_manifests(store, key, trial, checkpoints)
+            blobs = find_orphan_blobs(store, key, trial, None if candidates is None else candidates.blobs)
             break
         except OutdatedStateError as outdated:  # meanwhile the owner has retired checkpoints
             trial = outdated.current
         except CheckpointCorrupt as corrupt:
-            return Collected(trial.trial, damage=str(corrupt))
+            return TrialGarbage(trial.trial, damage=str(corrupt))
         except Superseded:
-            return Collected(trial.trial, kept="its experiment is being deleted")
-    to_delete = [old for old in leftovers if is_collectable(trial, old)]
-    last_ended = trial.attempt if has_ended(trial) else trial.attempt - 1
+            return TrialGarbage(trial.trial, kept="its experiment is being deleted")
+    to_delete = [old for old in leftovers if is_deletable_checkpoint(trial, old)]
+    last_ended = trial.attempt if has_trial_ended(trial) else trial.attempt - 1
     messages = [
-        *answers_up_to(store, key, last_ended),
-        *node_objects_up_to(store, key, last_ended),
-        *received_posts(store, key, trial),
+        *list_answers_up_to(store, key, last_ended),
+        *list_node_objects_up_to(store, key, last_ended),
+        *list_journaled_posts(store, key, trial),
     ]
     if not dry_run:
         store.delete([listed.path for listed in (*blobs, *messages)])
         _delete_manifests(store, to_delete)
-    return Collected(
+    return TrialGarbage(
         trial.trial,
         checkpoints=tuple(old.step for old in to_delete),
         orphan_count=len(blobs),
@@ -366,45 +370,48 @@ def collect_from(
 # Retire the checkpoints of a finished experiment that a policy does not keep.
 
 
-def prunable(experiment: Experiment, policy: Retention) -> Sequence[Retired]:
+def plan_pruning(experiment: Experiment, policy: Retention) -> Sequence[CheckpointsRetired]:
     """Return the retirements of checkpoints that `policy` does not keep; none unless all trials have ended.
 
     Pinned checkpoints and the newest one of each trial stay, as do the best trial and the best checkpoint of all.
     """
     trials = experiment.trials.values()
-    if experiment.is_removed or not all(has_ended(trial) for trial in trials):
+    if experiment.is_removed or not all(has_trial_ended(trial) for trial in trials):
         return ()
-    best, best_saved = best_of(experiment), best_checkpoints(experiment, objective_in(experiment.settings))
+    best, best_saved = (
+        find_best_trial(experiment),
+        find_best_checkpoints(experiment, objective_from_settings(experiment.settings)),
+    )
     retirements = []
     for trial in trials:
-        quarantined = retired_quarantined(trial.quarantined_checkpoints, trial.checkpoints, policy)
-        unwanted = (*retired(trial.checkpoints, policy), *(ref.sequence for ref in quarantined))
+        quarantined = quarantined_to_retire(trial.quarantined_checkpoints, trial.checkpoints, policy)
+        unwanted = (*sequences_to_retire(trial.checkpoints, policy), *(ref.sequence for ref in quarantined))
         retires = tuple(sequence for sequence in unwanted if sequence != best_saved.get(trial.trial))
         if retires and (best is None or trial.trial != best.trial):
-            retirements.append(Retired(trial=trial.trial, retires=retires))
+            retirements.append(CheckpointsRetired(trial=trial.trial, retires=retires))
     return retirements
 
 
-def prune(
-    store: ObjectStore, journal: JournalKey, policy: Retention, stamp: Stamp, *, dry_run: bool = False
-) -> Sequence[Retired]:
-    """Write the `prunable` retirements in one entry, and return them. `collect_from` deletes the bytes.
+def retire_unkept_checkpoints(
+    store: ObjectStore, journal: JournalKey, policy: Retention, stamp: WriteStamp, *, dry_run: bool = False
+) -> Sequence[CheckpointsRetired]:
+    """Write the `plan_pruning` retirements in one entry, and return them. `collect_trial_garbage` deletes the bytes.
 
     If a trial runs again by then, none is retired: its owner has a policy. A dry run writes nothing.
 
     Raises:
         StoreRefused: the target supports only one writer.
-        JournalCorrupt, Superseded, UnknownVersion: see `load`.
+        JournalCorrupt, Superseded, UnknownVersion: see `load_experiment`.
         StoreUnavailable, CommitUnknown: call again.
     """
     if dry_run:
-        return prunable(load(store, journal), policy)
-    retirements: Sequence[Retired] = ()
+        return plan_pruning(load_experiment(store, journal), policy)
+    retirements: Sequence[CheckpointsRetired] = ()
 
-    def retirement_events(state: Experiment) -> Sequence[Retired]:
+    def retirement_events(state: Experiment) -> Sequence[CheckpointsRetired]:
         nonlocal retirements
-        retirements = prunable(state, policy)
+        retirements = plan_pruning(state, policy)
         return retirements
 
-    append_as_guest(store, journal, retirement_events, stamp)
+    append_as_non_owner(store, journal, retirement_events, stamp)
     return retirements

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_at_least, is_count
+from prefect_tune.core.metrics import convert_fields, is_integer_at_least, is_number_at_least
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
@@ -23,8 +23,8 @@ from prefect_tune.core.schedulers.base import (
     Stop,
     TrialReport,
     loss_of,
-    metric_arguments,
-    reported_value,
+    metric_from_loss,
+    metric_reason_arguments,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -94,7 +94,7 @@ class Rung:
 
 
 @dataclass(slots=True)
-class Climb:
+class TrialProgress:
     """A trial's position: the rungs of its bracket, and the index of its last comparison (-1: none)."""
 
     rungs: Sequence[Rung]
@@ -127,17 +127,17 @@ class Brackets:
         rungs = [[Rung(step) for step in steps] for steps in self.rung_steps]
         object.__setattr__(self, "rungs", rungs)
 
-    def assign_trial(self, number: int) -> Climb:
+    def assign_trial(self, number: int) -> TrialProgress:
         """Assign trial `number` to a random bracket; all brackets train about the same number of steps."""
         if len(self.rungs) == 1:
-            return Climb(self.rungs[0])
+            return TrialProgress(self.rungs[0])
         sizes = [self.reduction_factor ** len(rungs) / (len(rungs) + 1) for rungs in self.rungs]
         ends = list(accumulate(sizes))
         share = seeded_random.uniform(self.seed, "asha-bracket", number) * ends[-1]
-        return Climb(self.rungs[bisect_right(ends, share, hi=len(ends) - 1)])
+        return TrialProgress(self.rungs[bisect_right(ends, share, hi=len(ends) - 1)])
 
 
-class Climbing(Schedule):
+class RungSchedule(Schedule):
     """Compares each trial once at each rung, by its report at the rung's step or the first report after it.
 
     A report that passes several rungs counts only at the highest: at the lower ones it would be compared with losses
@@ -147,15 +147,15 @@ class Climbing(Schedule):
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
         self._brackets = brackets
         self._objective = objective
-        self._progress: dict[TrialId, Climb] = {}
+        self._progress: dict[TrialId, TrialProgress] = {}
 
-    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+    def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
         if trial not in self._progress:
             self._progress[trial] = self._brackets.assign_trial(len(self._progress))
         self._progress[trial].stopped = None
 
-    def milestone(self, trial: TrialId, step: int) -> int | None:
+    def next_milestone(self, trial: TrialId, step: int) -> int | None:
         return self._progress[trial].next_rung_step(step) or max(self._brackets.max_t, step + 1)
 
     def decide(self, report: TrialReport) -> Decision:
@@ -170,47 +170,47 @@ class Climbing(Schedule):
         return self._decide_at_rung(report.trial, progress, loss)
 
     @abstractmethod
-    def _decide_at_rung(self, trial: TrialId, progress: Climb, loss: float) -> Decision:
+    def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         """Decide on a trial that reached a rung for the first time."""
 
     @abstractmethod
-    def _repeat_decision(self, progress: Climb) -> Decision:
+    def _repeat_decision(self, progress: TrialProgress) -> Decision:
         """Decide on a trial that repeats lost steps, up to a rung at which it was already compared."""
 
 
 # ASHA, stopping variant: stop a trial that is not among the best 1 / eta of the earlier trials at a rung.
 
 
-class StoppingSchedule(Climbing):
+class StoppingSchedule(RungSchedule):
     """Stops a trial whose loss is above the 1 / eta quantile of the trials that reached the rung before it.
 
     Decides like Ray's AsyncHyperBandScheduler: the quantile is interpolated; the first trial at a rung, and a trial
     that equals the quantile, continue.
     """
 
-    def ended(self, trial: TrialId) -> None:
+    def on_trial_ended(self, trial: TrialId) -> None:
         """Change nothing: the trial's losses stay at the rungs for comparisons."""
         del trial
 
-    def _decide_at_rung(self, trial: TrialId, progress: Climb, loss: float) -> Decision:
+    def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         rung = progress.rungs[progress.rung_index]
         cutoff, judges = rung.cutoff_loss(self._brackets.reduction_factor), len(rung.reached)
         rung.add_trial(trial, loss)
         if cutoff is None or loss <= cutoff:
             return Continue()
-        result = metric_arguments(loss, self._objective)
-        result |= {"step": rung.step, "cutoff": reported_value(cutoff, self._objective), "judges": judges}
+        result = metric_reason_arguments(loss, self._objective)
+        result |= {"step": rung.step, "cutoff": metric_from_loss(cutoff, self._objective), "judges": judges}
         progress.stopped = Stop(reason=make_reason("cutoff", **result))
         return progress.stopped
 
-    def _repeat_decision(self, progress: Climb) -> Decision:
+    def _repeat_decision(self, progress: TrialProgress) -> Decision:
         return progress.stopped or Continue()
 
 
 # ASHA, promotion variant: pause every trial at each rung, and resume the best 1 / eta when slots become free.
 
 
-class PromotionSchedule(Climbing):
+class PromotionSchedule(RungSchedule):
     """Algorithm 2 of Li et al. 2020: a free slot goes to the highest rung with a promotable trial.
 
     A trial that is promotable when it reaches a rung continues without a pause. If no new trial is available, none is
@@ -226,38 +226,38 @@ class PromotionSchedule(Climbing):
         self._exhausted = False
         self._has_finalist = False
 
-    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
-        super().added(trial, config)
+    def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+        super().on_trial_added(trial, config)
         self._running.add(trial)
         self._exhausted = False
 
-    def resume_next(self) -> TrialId | None:
+    def next_trial_to_resume(self) -> TrialId | None:
         if (promotable := self._find_promotable_trial()) or self._has_finalist or self._running or not self._exhausted:
             return promotable
         return next((rung.paused[0][2] for rung in self._rungs_descending if rung.paused), None)
 
-    def resumed(self, trial: TrialId) -> None:
+    def on_trial_resumed(self, trial: TrialId) -> None:
         self._unpause_trial(trial)
         progress = self._progress[trial]
         self._has_finalist |= progress.rung_index == len(progress.rungs) - 1
         self._running.add(trial)
 
-    def stop_next(self) -> tuple[TrialId, Stop] | None:
-        if self._running or not self._exhausted or self.resume_next() is not None:
+    def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
+        if self._running or not self._exhausted or self.next_trial_to_resume() is not None:
             return None
         rung = next((rung for rung in reversed(self._rungs_descending) if rung.paused), None)
         if rung is None:
             return None
         return rung.paused[-1][2], Stop(reason=self._rank_reason(rung, rung.paused[-1]))
 
-    def exhausted(self) -> None:
+    def on_search_exhausted(self) -> None:
         self._exhausted = True
 
-    def ended(self, trial: TrialId) -> None:
+    def on_trial_ended(self, trial: TrialId) -> None:
         self._unpause_trial(trial)
         self._running.discard(trial)
 
-    def _decide_at_rung(self, trial: TrialId, progress: Climb, loss: float) -> Decision:
+    def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         self._unpause_trial(trial)  # a reporting trial is not paused, even if the last decision on it was a pause
         rung = progress.rungs[progress.rung_index]
         entry = rung.add_trial(trial, loss)
@@ -265,11 +265,11 @@ class PromotionSchedule(Climbing):
         rung.mark_paused(entry)
         self._running.discard(trial)
         if self._find_promotable_trial() == trial:
-            self.resumed(trial)
+            self.on_trial_resumed(trial)
             return Continue()
         return Pause(reason=self._rank_reason(rung, entry))
 
-    def _repeat_decision(self, progress: Climb) -> Decision:
+    def _repeat_decision(self, progress: TrialProgress) -> Decision:
         return Pause(reason=self._rank_reason(*progress.paused)) if progress.paused else Continue()
 
     def _unpause_trial(self, trial: TrialId) -> None:
@@ -287,7 +287,7 @@ class PromotionSchedule(Climbing):
         """Return the reason of a decision: the trial's rank among the trials that reached the rung."""
         return make_reason(
             "rank-promoted",
-            **metric_arguments(entry[0], self._objective),
+            **metric_reason_arguments(entry[0], self._objective),
             step=rung.step,
             rank=rung.count_better_trials(entry) + 1,
             ranked=len(rung.reached),
@@ -328,14 +328,14 @@ class ASHA(Scheduler):
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        if not (is_count(self.max_t, 1) and is_count(self.grace_period, 1)):
+        if not (is_integer_at_least(self.max_t, 1) and is_integer_at_least(self.grace_period, 1)):
             raise InvalidInput(f"{self}: expected max_t and grace_period in whole steps, 1 or more")
         if self.grace_period > self.max_t:
             raise InvalidInput(f"{self}: expected a grace_period of at most max_t, which is {self.max_t}")
-        if not is_at_least(self.reduction_factor, 2):
+        if not is_number_at_least(self.reduction_factor, 2):
             raise InvalidInput(f"{self}: expected a reduction_factor of 2 or more")
         limit = len(self._bracket_steps(0)) + 1
-        if not (is_count(self.brackets, 1) and self.brackets <= limit):
+        if not (is_integer_at_least(self.brackets, 1) and self.brackets <= limit):
             raise InvalidInput(f"{self}: expected 1 to {limit} brackets: there are {limit - 1} rungs below max_t")
         if self.variant not in {"stopping", "promotion"}:
             raise InvalidInput(f"{self}: expected variant 'promotion' or 'stopping'")

@@ -27,9 +27,10 @@ class Continue(Value):
 
 
 class Pause(Value):
-    """Save, and release the slot until `Schedule.resume_next` returns the trial.
+    """Save, and release the slot until `Schedule.next_trial_to_resume` returns the trial.
 
-    If `resume_next` returns this trial at once, the trial keeps its slot: it is `resumed`, and continues in place.
+    If `next_trial_to_resume` returns this trial at once, the trial keeps its slot: it is `on_trial_resumed`, and
+    continues in place.
     """
 
     type: Literal["pause"] = "pause"
@@ -86,7 +87,7 @@ class Scheduler(NamedOptions, ABC):
             InvalidInput: the scheduler does not support this objective.
         """
 
-    def require_serves(self, space: Mapping[str, object]) -> None:
+    def require_supported_space(self, space: Mapping[str, object]) -> None:
         """Raise unless the scheduler supports trials of a valid `space`; most ignore configurations.
 
         Raises:
@@ -98,26 +99,27 @@ class Scheduler(NamedOptions, ABC):
 class Schedule(ABC):
     """The state of a scheduler: a deterministic function of the sequence of calls.
 
-    Whenever a slot is free, the driver stops the trials that `stop_next` returns, until it returns None. Then it
-    resumes the trial that `resume_next` returns; if that is None and `is_waiting` is false, it starts a new trial.
-    After `exhausted`, while no trial is running and one is paused, `resume_next` or `stop_next` must return a trial.
+    Whenever a slot is free, the driver stops the trials that `next_trial_to_stop` returns, until it returns None. Then
+    it resumes the trial that `next_trial_to_resume` returns; if that is None and `is_waiting` is false, it starts a new
+    trial. After `on_search_exhausted`, while no trial is running and one is paused, `next_trial_to_resume` or
+    `next_trial_to_stop` must return a trial.
 
-    A resumed experiment replays the journal to a new schedule, in the journal's order: each `added`, `decide` (whose
-    decision is ignored: the journaled one was carried out), `resumed` and `ended`. Both schedules are then in the
-    same state. So a schedule reads no clock, and draws random numbers only from the seed given to `begin`. If the
-    scheduler was changed, its decisions may differ: a trial that only the old scheduler paused is `resumed`, and
-    a trial that the old scheduler stopped stays stopped.
+    A resumed experiment replays the journal to a new schedule, in the journal's order: each `on_trial_added`, `decide`
+    (whose decision is ignored: the journaled one was carried out), `on_trial_resumed` and `on_trial_ended`. Both
+    schedules are then in the same state. So a schedule reads no clock, and draws random numbers only from the seed
+    given to `begin`. If the scheduler was changed, its decisions may differ: a trial that only the old scheduler paused
+    is `on_trial_resumed`, and a trial that the old scheduler stopped stays stopped.
     """
 
     saves_first: ClassVar[bool] = False
     """Whether a trial commits a checkpoint of the same step before `decide` is called, so others can clone it."""
 
     @abstractmethod
-    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+    def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         """Record a new trial before it starts, or an ended one that continues."""
 
     @abstractmethod
-    def milestone(self, trial: TrialId, step: int) -> int | None:
+    def next_milestone(self, trial: TrialId, step: int) -> int | None:
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
         Called for each attempt that starts, and after each decision; it changes no state. If a trial cannot save at
@@ -135,21 +137,21 @@ class Schedule(ABC):
             BadMetric: the report lacks the objective's metric.
         """
 
-    def resume_next(self) -> TrialId | None:
+    def next_trial_to_resume(self) -> TrialId | None:
         """Return the paused trial that gets the next free slot; None to start a new trial instead.
 
-        Changes no state: `resumed` does.
+        Changes no state: `on_trial_resumed` does.
         """
         return None
 
-    def resumed(self, trial: TrialId) -> None:
+    def on_trial_resumed(self, trial: TrialId) -> None:
         """Record that a paused trial got a slot."""
         del trial
 
-    def stop_next(self) -> tuple[TrialId, Stop] | None:
+    def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
         """Return a paused trial to stop, because it will not be resumed; None if there is none.
 
-        Changes no state: `ended` does.
+        Changes no state: `on_trial_ended` does.
         """
         return None
 
@@ -157,17 +159,17 @@ class Schedule(ABC):
         """Return whether new trials must wait although slots are free, such as while a full bracket is undecided."""
         return False
 
-    def exhausted(self) -> None:
+    def on_search_exhausted(self) -> None:
         """Record that no new trial is available, so paused trials need not wait for more trials to compare with.
 
         Either the search is exhausted, or it waits for a trial to end while none is running. This may change the
-        results of `resume_next` and `stop_next`, but not a decision: it is not journaled, and is called again if it
-        still holds after a resume. The next `added` revokes it.
+        results of `next_trial_to_resume` and `next_trial_to_stop`, but not a decision: it is not journaled, and is
+        called again if it still holds after a resume. The next `on_trial_added` revokes it.
         """
         return
 
     @abstractmethod
-    def ended(self, trial: TrialId) -> None:
+    def on_trial_ended(self, trial: TrialId) -> None:
         """Record that a trial ended: stopped, finished or errored. Called once for each end."""
 
 
@@ -183,10 +185,10 @@ class FIFO(Scheduler):
 class _FifoSchedule(Schedule):
     """A schedule without state."""
 
-    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+    def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del trial, config
 
-    def milestone(self, trial: TrialId, step: int) -> int | None:
+    def next_milestone(self, trial: TrialId, step: int) -> int | None:
         del trial, step
         return None
 
@@ -194,7 +196,7 @@ class _FifoSchedule(Schedule):
         del report
         return Continue()
 
-    def ended(self, trial: TrialId) -> None:
+    def on_trial_ended(self, trial: TrialId) -> None:
         del trial
 
 
@@ -210,11 +212,11 @@ def loss_of(trial_report: TrialReport, objective: Objective) -> float:
     return objective.loss(trial_report.report.metrics, f"trial {trial_report.trial!r}, step {trial_report.report.step}")
 
 
-def reported_value(loss: float, objective: Objective) -> float:
+def metric_from_loss(loss: float, objective: Objective) -> float:
     """Return the value of the objective's metric whose loss is `loss`."""
     return loss if objective.modes[0] == "min" else -loss
 
 
-def metric_arguments(loss: float, objective: Objective) -> dict[str, object]:
+def metric_reason_arguments(loss: float, objective: Objective) -> dict[str, object]:
     """Return the arguments of a reason that name the objective's metric and its value."""
-    return {"metric": objective.metrics[0], "value": reported_value(loss, objective)}
+    return {"metric": objective.metrics[0], "value": metric_from_loss(loss, objective)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_at_least, is_count
+from prefect_tune.core.metrics import convert_fields, is_integer_at_least, is_number_at_least
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
@@ -19,7 +19,7 @@ from prefect_tune.core.schedulers.base import (
     Stop,
     TrialReport,
     loss_of,
-    metric_arguments,
+    metric_reason_arguments,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -118,7 +118,7 @@ class Hyperband(Scheduler):
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        if not (is_count(self.max_t, 1) and is_at_least(self.reduction_factor, 2)):
+        if not (is_integer_at_least(self.max_t, 1) and is_number_at_least(self.reduction_factor, 2)):
             raise InvalidInput(f"{self}: expected max_t >= 1, in whole steps, and reduction_factor >= 2")
 
     @property
@@ -157,7 +157,7 @@ class _HyperbandSchedule(Schedule):
         self._to_stop: OrderedDict[TrialId, Stop] = OrderedDict()
         self._exhausted = False
 
-    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+    def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
         self._exhausted = False
         if self._filling_bracket is None or self._filling_bracket.is_full:
@@ -167,7 +167,7 @@ class _HyperbandSchedule(Schedule):
         self._filling_bracket.add_trial(trial)
         self._bracket_of[trial] = self._filling_bracket
 
-    def milestone(self, trial: TrialId, step: int) -> int | None:
+    def next_milestone(self, trial: TrialId, step: int) -> int | None:
         bracket = self._bracket_of.get(trial)
         return max(bracket.steps[bracket.rung_index] if bracket else self._max_t, step + 1)
 
@@ -175,7 +175,7 @@ class _HyperbandSchedule(Schedule):
         loss, step = loss_of(report, self._objective), report.report.step
         bracket = self._bracket_of.get(report.trial)
         if bracket is None or step >= self._max_t:
-            self.ended(report.trial)
+            self.on_trial_ended(report.trial)
             return Stop(reason=make_reason("step-limit", step=step, limit=self._max_t), early=False)
         if report.trial in bracket.training and report.trial not in self._to_resume:
             if step < bracket.steps[bracket.rung_index]:
@@ -184,13 +184,13 @@ class _HyperbandSchedule(Schedule):
             self._decide_rung_if_complete(bracket)
         return self._decide_at_rung(report.trial, bracket)
 
-    def resume_next(self) -> TrialId | None:
+    def next_trial_to_resume(self) -> TrialId | None:
         bracket = self._filling_bracket
         if self._to_resume or not (self._exhausted and bracket) or bracket.is_full or bracket.training:
             return self._next_to_resume()
         return bracket.find_best_trial()  # the bracket will never fill
 
-    def resumed(self, trial: TrialId) -> None:
+    def on_trial_resumed(self, trial: TrialId) -> None:
         bracket = self._bracket_of.get(trial)
         # Another scheduler paused it; it need not wait for this bracket to fill.
         if bracket and trial in bracket.reached and not bracket.is_full:
@@ -198,13 +198,13 @@ class _HyperbandSchedule(Schedule):
             self._decide_rung_if_complete(bracket)
         self._to_resume.pop(trial, None)
 
-    def stop_next(self) -> tuple[TrialId, Stop] | None:
+    def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
         return next(iter(self._to_stop.items()), None)
 
-    def exhausted(self) -> None:
+    def on_search_exhausted(self) -> None:
         self._exhausted = True
 
-    def ended(self, trial: TrialId) -> None:
+    def on_trial_ended(self, trial: TrialId) -> None:
         self._to_resume.pop(trial, None)
         self._to_stop.pop(trial, None)
         bracket = self._bracket_of.pop(trial, None)
@@ -216,10 +216,10 @@ class _HyperbandSchedule(Schedule):
         """Decide on a trial that reached its rung."""
         stop = self._to_stop.get(trial)
         if stop:
-            self.ended(trial)
+            self.on_trial_ended(trial)
             return stop
         if trial == self._next_to_resume():
-            self.resumed(trial)
+            self.on_trial_resumed(trial)
             return Continue()
         return Pause(reason=_wait_reason(trial, bracket))
 
@@ -233,7 +233,7 @@ class _HyperbandSchedule(Schedule):
             if rank < bracket.trial_count:
                 self._to_resume[trial] = None
             else:
-                result = metric_arguments(losses[trial], self._objective)
+                result = metric_reason_arguments(losses[trial], self._objective)
                 ranks = {"rank": rank + 1, "ranked": len(ranking), "quota": bracket.trial_count}
                 reason = make_reason("rank-continued", **result, step=step, **ranks)
                 self._to_stop[trial] = Stop(reason=reason)

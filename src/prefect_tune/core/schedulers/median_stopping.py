@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_count
+from prefect_tune.core.metrics import convert_fields, is_integer_at_least
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
@@ -21,7 +21,7 @@ from prefect_tune.core.schedulers.base import (
     Stop,
     TrialReport,
     loss_of,
-    reported_value,
+    metric_from_loss,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -54,7 +54,7 @@ class MedianStopping(Scheduler):
     def __post_init__(self) -> None:
         convert_fields(self)
         counts = (self.grace_period, self.min_samples_required, self.interval, self.min_time_slice or 1)
-        if self.min_time_slice == 0 or not all(is_count(count, 1) for count in counts):
+        if self.min_time_slice == 0 or not all(is_integer_at_least(count, 1) for count in counts):
             raise InvalidInput(
                 f"{self}: expected whole numbers from 1 on; pass min_time_slice=None for trials that keep their slots"
             )
@@ -97,12 +97,12 @@ class _MedianStoppingSchedule(Schedule):
         self._paused: dict[TrialId, None] = {}
         self._exhausted = False
 
-    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+    def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
         self._exhausted = False
         self._summaries.setdefault(trial, _LossSummary(self._milestone_index(0))).stopped = None
 
-    def milestone(self, trial: TrialId, step: int) -> int | None:
+    def next_milestone(self, trial: TrialId, step: int) -> int | None:
         index = max(self._summaries[trial].last_milestone, self._milestone_index(step)) + 1
         return self._rule.grace_period + index * self._rule.interval
 
@@ -111,7 +111,9 @@ class _MedianStoppingSchedule(Schedule):
         loss, index = loss_of(report, self._objective), self._milestone_index(step)
         if index <= summary.last_milestone:
             return self._repeat_decision(summary)
-        self.resumed(report.trial)  # a reporting trial is not paused, even if the last decision on it was a pause
+        self.on_trial_resumed(
+            report.trial
+        )  # a reporting trial is not paused, even if the last decision on it was a pause
         if summary.loss_count:  # its mean so far counts at milestones that it passed without a report
             for passed_index in range(summary.last_milestone + 1, index):
                 insort(self._means[passed_index], summary.mean_loss)
@@ -125,7 +127,7 @@ class _MedianStoppingSchedule(Schedule):
         insort(self._means[index], summary.mean_loss)
         return decision
 
-    def resume_next(self) -> TrialId | None:
+    def next_trial_to_resume(self) -> TrialId | None:
         # The means at the milestone of a paused trial include its own.
         min_others, means = self._rule.min_samples_required, self._means
         milestones = ((trial, self._summaries[trial].last_milestone) for trial in self._paused)
@@ -134,18 +136,18 @@ class _MedianStoppingSchedule(Schedule):
             return ready
         return min(self._paused, key=lambda trial: self._summaries[trial].last_milestone, default=None)
 
-    def resumed(self, trial: TrialId) -> None:
+    def on_trial_resumed(self, trial: TrialId) -> None:
         summary = self._summaries[trial]
         if summary.paused_at_step is not None:
             summary.slot_since_step, summary.paused_at_step = summary.paused_at_step, None
             del self._paused[trial]
 
-    def exhausted(self) -> None:
+    def on_search_exhausted(self) -> None:
         self._exhausted = True
 
-    def ended(self, trial: TrialId) -> None:
+    def on_trial_ended(self, trial: TrialId) -> None:
         """Remove the trial from the paused trials; its losses stay for comparisons."""
-        self.resumed(trial)
+        self.on_trial_resumed(trial)
 
     def _milestone_index(self, step: int) -> int:
         """Return the index of the last milestone at or before `step`: 0 at `grace_period`, negative before."""
@@ -169,7 +171,7 @@ class _MedianStoppingSchedule(Schedule):
         median = (others[middle] + others[~middle]) / 2
         if summary.best_loss <= median:
             return Continue()
-        values = [reported_value(value, self._objective) for value in (summary.best_loss, median)]
+        values = [metric_from_loss(value, self._objective) for value in (summary.best_loss, median)]
         result = {"metric": self._objective.metrics[0], "best": values[0], "median": values[1]}
         summary.stopped = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
         return summary.stopped

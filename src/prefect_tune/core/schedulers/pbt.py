@@ -12,8 +12,16 @@ from math import ceil
 from typing import Any, ClassVar, TypeAlias
 
 from prefect_tune.core import seeded_random
+from prefect_tune.core.display_text import did_you_mean_or_list
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_at_least, is_count, is_number, plain_keys, plain_scalar
+from prefect_tune.core.metrics import (
+    convert_fields,
+    is_integer_at_least,
+    is_number,
+    is_number_at_least,
+    to_plain_keys,
+    to_plain_scalar,
+)
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
@@ -24,8 +32,8 @@ from prefect_tune.core.schedulers.base import (
     Scheduler,
     TrialReport,
     loss_of,
-    metric_arguments,
-    reported_value,
+    metric_from_loss,
+    metric_reason_arguments,
 )
 from prefect_tune.core.search.domains import (
     Branch,
@@ -35,12 +43,11 @@ from prefect_tune.core.search.domains import (
     Normal,
     Range,
     SampleFrom,
-    domains_in,
-    frozen,
+    find_domains,
+    freeze,
 )
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.space import is_same
-from prefect_tune.core.shown_text import did_you_mean_or_has
+from prefect_tune.core.search.space import are_json_equal
 from prefect_tune.core.values import TrialId
 
 # The explore step of PBT: copy a configuration and perturb or resample some of its values.
@@ -69,7 +76,7 @@ class Explorer:
     factors: Sequence[float]
     seed: int
 
-    def explored(self, config: Config, *purpose: str | int) -> Config:
+    def explore(self, config: Config, *purpose: str | int) -> Config:
         """Return a configuration near `config`; deterministic for the same `purpose`."""
         mutated = self._mutate_config(config, self.mutations, *purpose)
         return _compute_functions(mutated, self.mutations, mutated)
@@ -87,9 +94,9 @@ class Explorer:
     def _mutate_value(self, value: object, domain: Range | Choice, *purpose: str | int) -> object:
         is_resampled = seeded_random.uniform(self.seed, *purpose, "again") < self.resample_probability
         factor = self.factors[seeded_random.integer(len(self.factors), self.seed, *purpose, "factor")]
-        drawn = domain.at(seeded_random.uniform(self.seed, *purpose, "value"))
+        drawn = domain.draw_at(seeded_random.uniform(self.seed, *purpose, "value"))
         if isinstance(domain, Choice):  # its options are treated as ordered
-            indexes = (index for index, option in enumerate(domain.options) if is_same(option, value))
+            indexes = (index for index, option in enumerate(domain.options) if are_json_equal(option, value))
             if is_resampled or (index := next(indexes, None)) is None:
                 return domain.options[int(drawn)]
             neighbor = index + (1 if factor > 1 else -1)
@@ -97,13 +104,13 @@ class Explorer:
         step = domain.step if isinstance(domain, Integer) else domain.q
         if is_resampled or not is_number(value) or not (value or step):
             return drawn
-        moved = domain.nearest(value * factor)
+        moved = domain.nearest_value(value * factor)
         if step is not None and moved == value:
-            return domain.nearest(value + math.copysign(step, factor - 1))
+            return domain.nearest_value(value + math.copysign(step, factor - 1))
         return moved
 
 
-def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
+def parse_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
     """Return the user's `hyperparam_mutations` as domains, lists of options, functions, or nested mappings of these.
 
     Raises:
@@ -111,7 +118,7 @@ def as_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
     """
     if not mutations:
         raise InvalidInput(f"{where}: expected at least one value that may change, found none")
-    by_name = plain_keys(mutations, where)
+    by_name = to_plain_keys(mutations, where)
     return {name: _parse_mutation(mutation, f"{where}[{name!r}]") for name, mutation in by_name.items()}
 
 
@@ -128,7 +135,7 @@ def _require_parameters(nodes: Sequence[object], mutations: Mutations, where: st
     names = {name for space in spaces for name in space}
     for name, mutation in mutations.items():
         if name not in names:
-            hint = did_you_mean_or_has(name, sorted(names))
+            hint = did_you_mean_or_list(name, sorted(names))
             raise InvalidInput(f"{where}[{name!r}]: expected a parameter of the space at this place; {hint}")
         if isinstance(mutation, Mapping):
             children = [space[name] for space in spaces if name in space]
@@ -146,16 +153,16 @@ def _possible_nodes(node: object) -> Iterator[object]:
 
 def _parse_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom | Mutations:
     if isinstance(mutation, Mapping):
-        return as_mutations(mutation, where)
+        return parse_mutations(mutation, where)
     if isinstance(mutation, Float | Integer | Normal | SampleFrom):
-        if not isinstance(mutation, Normal | SampleFrom) and mutation.at(0) == mutation.at(_MAX_QUANTILE):
+        if not isinstance(mutation, Normal | SampleFrom) and mutation.draw_at(0) == mutation.draw_at(_MAX_QUANTILE):
             raise InvalidInput(f"{where}: expected a domain of at least two values, found {mutation!r}: {_NO_CHANGE}")
         return mutation
     if isinstance(mutation, Choice | list | tuple):
         choice = mutation if isinstance(mutation, Choice) else Choice(tuple(mutation))
-        if any(any(domains_in(option)) for option in choice.options):
+        if any(any(find_domains(option)) for option in choice.options):
             raise InvalidInput(f"{where}: expected options that are plain values, found {choice!r}")
-        if all(is_same(option, choice.options[0]) for option in choice.options):
+        if all(are_json_equal(option, choice.options[0]) for option in choice.options):
             raise InvalidInput(f"{where}: expected at least two different options, found {choice!r}: {_NO_CHANGE}")
         return choice
     if callable(mutation):
@@ -184,7 +191,7 @@ def _compute_functions(config: Config, mutations: Mutations, whole: Config, wher
         if isinstance(mutation, Mapping):
             changed[name] = _compute_functions(_as_config(config.get(name)), mutation, whole, f"{where}.{name}")
         elif isinstance(mutation, SampleFrom):
-            changed[name] = frozen(mutation.function(whole), f"{where}.{name}")
+            changed[name] = freeze(mutation.function(whole), f"{where}.{name}")
     return changed
 
 
@@ -234,34 +241,34 @@ class PBT(Scheduler):
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        if not (is_count(self.perturbation_interval, 1) and is_count(self.burn_in_period, 0)):
+        if not (is_integer_at_least(self.perturbation_interval, 1) and is_integer_at_least(self.burn_in_period, 0)):
             raise InvalidInput(
                 f"{self}: expected perturbation_interval >= 1 and burn_in_period >= 0, both in whole steps"
             )
-        shares = is_at_least(self.quantile_fraction, 0) and is_at_least(self.resample_probability, 0)
+        shares = is_number_at_least(self.quantile_fraction, 0) and is_number_at_least(self.resample_probability, 0)
         if not (shares and self.quantile_fraction <= 0.5 and self.resample_probability <= 1):
             raise InvalidInput(f"{self}: expected quantile_fraction from 0 to 0.5, resample_probability from 0 to 1")
-        factors = tuple(map(plain_scalar, self.perturbation_factors))
+        factors = tuple(map(to_plain_scalar, self.perturbation_factors))
         object.__setattr__(self, "perturbation_factors", factors)
-        if not (factors and all(is_at_least(factor, 0) for factor in factors)):
+        if not (factors and all(is_number_at_least(factor, 0) for factor in factors)):
             raise InvalidInput(f"{self}: expected perturbation_factors >= 0, at least one")
         if set(factors) == {1} and not self.resample_probability:
             raise InvalidInput(
                 f"{self}: expected a factor other than 1, or a resample_probability above 0: otherwise no value changes"
             )
-        as_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
+        parse_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
-        mutations = as_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
+        mutations = parse_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
         return _PbtSchedule(
             self, Explorer(mutations, self.resample_probability, self.perturbation_factors, seed), objective
         )
 
-    def require_serves(self, space: Mapping[str, object]) -> None:
+    def require_supported_space(self, space: Mapping[str, object]) -> None:
         """Raise unless every mutation is in `space`, or `space` is empty, because the search has its own."""
         if space:
             where = "PBT: hyperparam_mutations"
-            _require_parameters([space], as_mutations(self.hyperparam_mutations, where), where)
+            _require_parameters([space], parse_mutations(self.hyperparam_mutations, where), where)
 
 
 @dataclass(slots=True)
@@ -296,12 +303,12 @@ class _PbtSchedule(Schedule):
         self._paused: list[tuple[int, int, TrialId]] = []
         self._exhausted = False
 
-    def added(self, trial: TrialId, config: Mapping[str, object]) -> None:
+    def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         self._exhausted = False
         if trial not in self._members:
             self._members[trial] = _Member(len(self._members), config)
 
-    def milestone(self, trial: TrialId, step: int) -> int | None:
+    def next_milestone(self, trial: TrialId, step: int) -> int | None:
         next_step = self._members[trial].decision_step + self._rule.perturbation_interval
         return max(next_step, self._rule.burn_in_period, step + 1)
 
@@ -317,19 +324,19 @@ class _PbtSchedule(Schedule):
         source = self._select_source(report.trial, member, loss)
         return self._make_exploit(member, loss, source) if source else self._pause_trial(report.trial, member)
 
-    def resume_next(self) -> TrialId | None:
+    def next_trial_to_resume(self) -> TrialId | None:
         return self._paused[0][2] if self._exhausted and self._paused else None
 
-    def resumed(self, trial: TrialId) -> None:
+    def on_trial_resumed(self, trial: TrialId) -> None:
         member = self._members[trial]
         if member.paused_at_step is not None:  # otherwise it continues in its slot after an exploit
             member.has_just_exploited = False
         self._unpause_trial(trial, member)
 
-    def exhausted(self) -> None:
+    def on_search_exhausted(self) -> None:
         self._exhausted = True
 
-    def ended(self, trial: TrialId) -> None:
+    def on_trial_ended(self, trial: TrialId) -> None:
         member = self._members[trial]
         self._unpause_trial(trial, member)
         self._remove_from_ranking(trial, member)
@@ -364,13 +371,13 @@ class _PbtSchedule(Schedule):
         source_loss, source = ranked_source
         reason = make_reason(
             "exploit",
-            **metric_arguments(loss, self._objective),
+            **metric_reason_arguments(loss, self._objective),
             step=member.decision_step,
-            source_value=reported_value(source_loss, self._objective),
+            source_value=metric_from_loss(source_loss, self._objective),
             source_step=self._members[source].decision_step,
         )
         purpose = ("pbt", member.number, member.exploit_count)
-        member.config = self._explorer.explored(self._members[source].config, *purpose)
+        member.config = self._explorer.explore(self._members[source].config, *purpose)
         member.exploit_count, member.decision_step = member.exploit_count + 1, self._members[source].decision_step
         member.has_just_exploited = True
         member.is_evaluated = False

@@ -12,10 +12,10 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_count, is_number
+from prefect_tune.core.metrics import convert_fields, is_integer_at_least, is_number
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import NamedOptions
-from prefect_tune.core.values import StepReport, leaves
+from prefect_tune.core.values import StepReport, iter_leaves
 
 Space: TypeAlias = Mapping[str, object]
 """A configuration with domains in place of some values: `{"lr": pt.loguniform(1e-4, 1), "model": {"depth": 3}}`."""
@@ -45,10 +45,10 @@ Suggestion: TypeAlias = Proposed | Wait | Exhausted
 
 
 class Search(NamedOptions, ABC):
-    """The configuration of a search: a frozen value. Its state is the `Proposals` that `begin` returns."""
+    """The configuration of a search: a frozen value. Its state is the `SearchState` that `begin` returns."""
 
     @abstractmethod
-    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         """Return the state of the search for an experiment without trials.
 
         Raises:
@@ -61,13 +61,13 @@ class Search(NamedOptions, ABC):
         return None
 
 
-class Proposals(ABC):
+class SearchState(ABC):
     """The state of a search: a deterministic function of the sequence of calls.
 
     Trials are numbered from 0 in the order in which they were proposed. A resumed experiment replays the journal to a
-    new instance, in the journal's order: `recall` in place of each `suggest`, each `reported` and `ended`. Then both
-    instances suggest the same: draws for trial `number` come from a generator seeded by (seed, number), never from a
-    generator whose state carries over from trial to trial.
+    new instance, in the journal's order: `restore_trial` in place of each `suggest`, each `on_report` and
+    `on_trial_ended`. Then both instances suggest the same: draws for trial `number` come from a generator seeded by
+    (seed, number), never from a generator whose state carries over from trial to trial.
     """
 
     @abstractmethod
@@ -75,33 +75,33 @@ class Proposals(ABC):
         """Propose the configuration of trial `number`, the number after the last trial's."""
 
     @abstractmethod
-    def recall(self, number: int, config: Mapping[str, object]) -> None:
+    def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         """Record that trial `number` was already proposed with `config`, possibly from another space.
 
         A configuration outside the present space also counts as data.
         """
 
-    def reported(self, number: int, report: StepReport) -> None:
+    def on_report(self, number: int, report: StepReport) -> None:
         """Record a running trial's report at a milestone."""
         del number, report
 
-    def stopped(self, number: int) -> None:
-        """Record that the scheduler stops trial `number` early; a call of `ended` follows."""
+    def on_trial_stopped(self, number: int) -> None:
+        """Record that the scheduler stops trial `number` early; a call of `on_trial_ended` follows."""
         del number
 
-    def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
+    def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
         """Record that a trial ended, with its last report; None if it has none.
 
         A trial that is retried or trained further ends again: the last call counts.
         """
-        del number, last, failed
+        del number, report, failed
 
-    def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
+    def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
         """Record a finished trial of another experiment, before all other calls; return whether the search uses it.
 
         It has no number, and does not count as a sample. `stopped` means that a scheduler ended it early.
         """
-        del config, last, stopped
+        del config, report, stopped
         return False
 
 
@@ -120,10 +120,10 @@ class Repeated(Search):
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        if not is_count(self.times, 1):
+        if not is_integer_at_least(self.times, 1):
             raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
 
-    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         """Begin the repeated search; raises what its `begin` raises.
 
         Raises:
@@ -138,10 +138,10 @@ class Repeated(Search):
         return None if count is None else count * self.times
 
 
-class _RepeatedState(Proposals):
+class _RepeatedState(SearchState):
     """Trial `number` is repetition `number % times` of the search's trial `number // times`."""
 
-    def __init__(self, search: Proposals, repeated: Repeated) -> None:
+    def __init__(self, search: SearchState, repeated: Repeated) -> None:
         self._search = search
         self._times = repeated.times
         self._index_as = repeated.index_as
@@ -158,27 +158,27 @@ class _RepeatedState(Proposals):
         index = {} if self._index_as is None else {self._index_as: repetition}
         return Proposed({**self._config, **index})
 
-    def recall(self, number: int, config: Mapping[str, object]) -> None:
+    def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         group, repetition = divmod(number, self._times)
         self._config = {key: value for key, value in config.items() if key != self._index_as}
         if repetition == 0:
-            self._search.recall(group, self._config)
+            self._search.restore_trial(group, self._config)
 
-    def ended(self, number: int, last: StepReport | None, *, failed: bool) -> None:
+    def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
         group = self._ended.setdefault(number // self._times, {})
-        group[number] = None if failed else last
+        group[number] = None if failed else report
         if len(group) == self._times:
             reports = [report for _, report in sorted(group.items()) if report is not None]
             mean = _mean_report(reports) if reports else None
-            self._search.ended(number // self._times, mean, failed=not reports)
+            self._search.on_trial_ended(number // self._times, mean, failed=not reports)
 
-    def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
+    def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
         inner_config = {key: value for key, value in config.items() if key != self._index_as}
-        return self._search.learn(inner_config, last, stopped=stopped)
+        return self._search.add_prior_trial(inner_config, report, stopped=stopped)
 
 
 def _mean_report(reports: Sequence[StepReport]) -> StepReport:
-    flat_metrics = [dict(leaves(report.metrics)) for report in reports]
+    flat_metrics = [dict(iter_leaves(report.metrics)) for report in reports]
     names = set.intersection(*map(set, flat_metrics))
     columns = {name: [value for metrics in flat_metrics if is_number(value := metrics[name])] for name in sorted(names)}
     return StepReport(

@@ -12,9 +12,9 @@ from itertools import accumulate, chain
 from statistics import NormalDist
 from typing import Any, Literal, TypeAlias
 
+from prefect_tune.core.display_text import is_utf8_encodable, signature_if_mismatched
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import is_finite, is_number, plain_keys, plain_scalar, shown
-from prefect_tune.core.shown_text import is_unicode, other_signature
+from prefect_tune.core.metrics import is_finite, is_number, short_repr, to_plain_keys, to_plain_scalar
 from prefect_tune.core.values import HasJsonForm
 
 # Numeric domains of a search space: each is a function from a quantile to a value.
@@ -36,7 +36,7 @@ class _SpaceNode(HasJsonForm):
 
     __slots__ = ()
 
-    def json_form(self) -> object:
+    def to_json_form(self) -> object:
         from prefect_tune.core.search.space_json import node_to_json
 
         return node_to_json(self, "space")
@@ -60,22 +60,22 @@ class Float(_SpaceNode):
             _check_multiples(self, _is_multiple(self.low, self.q) and _is_multiple(self.high, self.q))
 
     @property
-    def call(self) -> tuple[str, tuple[float, ...]]:
+    def constructor_call(self) -> tuple[str, tuple[float, ...]]:
         """The name and the arguments of the call that creates it."""
         return _make_call("uniform", self.scale, (self.low, self.high), self.q)
 
     def __repr__(self) -> str:
-        return _format_call(*self.call)
+        return _format_call(*self.constructor_call)
 
-    def at(self, quantile: float) -> float:
+    def draw_at(self, quantile: float) -> float:
         """Return the value at `quantile`, in [0, 1), of the distribution: this share of the draws is below it."""
         if self.q is not None:
             half = self.q / 2
-            return self.nearest(_interpolate(self.low - half, self.high + half, self.scale, quantile))
+            return self.nearest_value(_interpolate(self.low - half, self.high + half, self.scale, quantile))
         max_value = math.nextafter(self.high, -math.inf)
         return min(max(_interpolate(self.low, self.high, self.scale, quantile), self.low), max_value)
 
-    def nearest(self, value: float) -> float:
+    def nearest_value(self, value: float) -> float:
         """Return the value of the domain nearest to `value`: a multiple of `q`, within both ends."""
         clipped = min(max(float(value), self.low), self.high)
         return clipped if self.q is None else min(max(_round_to_multiple(clipped, self.q), self.low), self.high)
@@ -89,7 +89,7 @@ class Float(_SpaceNode):
 
 @dataclass(frozen=True, slots=True)
 class Integer(_SpaceNode):
-    """An integer from `low` to `last`: a multiple of `q` up to `high` if `q` is set, otherwise below `high`."""
+    """An integer from `low` to `max_value`: a multiple of `q` up to `high` if `q` is set, otherwise below `high`."""
 
     low: int
     high: int
@@ -105,12 +105,12 @@ class Integer(_SpaceNode):
             _check_multiples(self, self.low % self.q == 0 and self.high % self.q == 0)
 
     @property
-    def call(self) -> tuple[str, tuple[float, ...]]:
+    def constructor_call(self) -> tuple[str, tuple[float, ...]]:
         """The name and the arguments of the call that creates it."""
         return _make_call("randint", self.scale, (self.low, self.high), self.q)
 
     def __repr__(self) -> str:
-        return _format_call(*self.call)
+        return _format_call(*self.constructor_call)
 
     @property
     def step(self) -> int:
@@ -118,28 +118,28 @@ class Integer(_SpaceNode):
         return self.q or 1
 
     @property
-    def last(self) -> int:
+    def max_value(self) -> int:
         """The largest value."""
         return self.high - 1 if self.q is None else self.high
 
-    def at(self, quantile: float) -> int:
+    def draw_at(self, quantile: float) -> int:
         """Return the value at `quantile`, in [0, 1), of the distribution: this share of the draws is below it."""
         if self.scale == "linear":
-            count = (self.last - self.low) // self.step + 1
+            count = (self.max_value - self.low) // self.step + 1
             return self.low + count * int(quantile * _QUANTILE_COUNT) // _QUANTILE_COUNT * self.step
         if self.q is not None:
-            return self.nearest(_interpolate(self.low - self.q / 2, self.high + self.q / 2, "log", quantile))
+            return self.nearest_value(_interpolate(self.low - self.q / 2, self.high + self.q / 2, "log", quantile))
         value = _interpolate(self.low, self.high, "log", quantile)
-        return min(max(math.floor(value), self.low), self.last)  # rounded down, like in Ray
+        return min(max(math.floor(value), self.low), self.max_value)  # rounded down, like in Ray
 
-    def nearest(self, value: float) -> int:
+    def nearest_value(self, value: float) -> int:
         """Return the value of the domain nearest to `value`: a multiple of `q`, within both ends."""
-        clipped = Fraction(min(max(value, self.low), self.last))
+        clipped = Fraction(min(max(value, self.low), self.max_value))
         return round(clipped / self.step) * self.step
 
     def contains(self, value: object) -> bool:
         """Return whether a configuration may have `value` here; 3.0 counts as an integer."""
-        return is_number(value) and self.nearest(value) == value
+        return is_number(value) and self.nearest_value(value) == value
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +162,19 @@ class Normal(_SpaceNode):
             _check_step(self.q, max_distance, self)
 
     @property
-    def call(self) -> tuple[str, tuple[float, ...]]:
+    def constructor_call(self) -> tuple[str, tuple[float, ...]]:
         """The name and the arguments of the call that creates it."""
         return _make_call("randn", "linear", (self.mean, self.sd), self.q)
 
     def __repr__(self) -> str:
-        return _format_call(*self.call)
+        return _format_call(*self.constructor_call)
 
-    def at(self, quantile: float) -> float:
+    def draw_at(self, quantile: float) -> float:
         """Return the value at `quantile`, in [0, 1), of the distribution: this share of the draws is below it."""
         inner = min(quantile + 0.5 / _QUANTILE_COUNT, 1 - 1 / _QUANTILE_COUNT)  # the values at 0 and 1 are infinite
-        return self.nearest(NormalDist(self.mean, self.sd).inv_cdf(inner))
+        return self.nearest_value(NormalDist(self.mean, self.sd).inv_cdf(inner))
 
-    def nearest(self, value: float) -> float:
+    def nearest_value(self, value: float) -> float:
         """Return `value`, rounded to the nearest multiple of `q` if `q` is set."""
         return float(value) if self.q is None else _round_to_multiple(value, self.q)
 
@@ -184,29 +184,29 @@ class Normal(_SpaceNode):
 
 
 Range: TypeAlias = Float | Integer | Normal
-"""A numeric domain: `at(quantile)` draws, `nearest(value)` rounds, `contains(value)` checks."""
+"""A numeric domain: `draw_at(quantile)` draws, `nearest_value(value)` rounds, `contains(value)` checks."""
 
 
 def _require_finite(domain: Range, name: str) -> float:
-    value = plain_scalar(getattr(domain, name))
+    value = to_plain_scalar(getattr(domain, name))
     if is_number(value):
         return float(value)
     hint = "; YAML reads 1e-4 as text, and 1.0e-4 as a number" if isinstance(value, str) else ""
-    raise InvalidInput(f"{shown(domain)}: expected a finite number for {name}, found {shown(value)}{hint}")
+    raise InvalidInput(f"{short_repr(domain)}: expected a finite number for {name}, found {short_repr(value)}{hint}")
 
 
 def _require_integer(domain: Range, name: str) -> int:
-    value = plain_scalar(getattr(domain, name))
+    value = to_plain_scalar(getattr(domain, name))
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{shown(domain)}: expected a whole number for {name}, found {shown(value)}")
+        raise InvalidInput(f"{short_repr(domain)}: expected a whole number for {name}, found {short_repr(value)}")
     if abs(value) > _MAX_INTEGER:
-        raise InvalidInput(f"{shown(domain)}: expected at most 2^64 for {name}, found {shown(value)}")
+        raise InvalidInput(f"{short_repr(domain)}: expected at most 2^64 for {name}, found {short_repr(value)}")
     return value
 
 
 def _check_bounds(domain: Float | Integer) -> None:
     if domain.low > domain.high:
-        name, (low, high, *step) = domain.call
+        name, (low, high, *step) = domain.constructor_call
         raise InvalidInput(
             f"{domain!r}: expected low < high, found low={low!r} and high={high!r}; did you mean "
             f"{_format_call(name, (high, low, *step))}?"
@@ -287,7 +287,7 @@ class Choice(_SpaceNode):
         weights = "" if self.weights is None else f", weights={list(self.weights)}"
         return f"choice({list(self.options)}{weights})"
 
-    def at(self, quantile: float) -> int:
+    def draw_at(self, quantile: float) -> int:
         """Return the index of the option at `quantile`, in [0, 1), of the distribution."""
         if self.weights is None:
             return int(quantile * len(self.options))
@@ -308,7 +308,7 @@ class Grid(_SpaceNode):
     def __repr__(self) -> str:
         return f"grid_search({list(self.options)})"
 
-    def at(self, quantile: float) -> int:
+    def draw_at(self, quantile: float) -> int:
         """Return the index of an option like `Choice`, for a search that draws from grids, too."""
         return int(quantile * len(self.options))
 
@@ -324,7 +324,7 @@ class SampleFrom(_SpaceNode):
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise InvalidInput(f"sample_from: expected a function of the configuration, found {self.function!r}")
-        if signature := other_signature(self.function, 1):
+        if signature := signature_if_mismatched(self.function, 1):
             raise InvalidInput(f"sample_from: expected a function of one argument, the config, found {signature}")
 
     def __repr__(self) -> str:
@@ -418,13 +418,13 @@ def as_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
     if is_dataclass(node) and not isinstance(node, type):
         node = {field.name: getattr(node, field.name) for field in fields(node)}
     if isinstance(node, Mapping):
-        return {key: as_dicts(value, levels - 1) for key, value in plain_keys(node, "a mapping").items()}
+        return {key: as_dicts(value, levels - 1) for key, value in to_plain_keys(node, "a mapping").items()}
     if isinstance(node, MutableSequence | tuple) and not isinstance(node, bytearray):
         return [as_dicts(value, levels - 1) for value in node]
-    return plain_scalar(node)
+    return to_plain_scalar(node)
 
 
-def frozen(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
+def freeze(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
     """Return a copy of part of a space: domains unchanged, everything else plain JSON.
 
     Raises:
@@ -436,37 +436,37 @@ def frozen(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
         raise InvalidInput(f"{where[:80]}…: expected at most {_MAX_DEPTH} levels, found more: {_JSON_HINT}")
     if is_dataclass(node):
         node = as_dicts(node, levels)
-    match plain := plain_scalar(node):
+    match plain := to_plain_scalar(node):
         case None | bool():
             return plain
-        case str() if is_unicode(plain):
+        case str() if is_utf8_encodable(plain):
             return plain
         case int() | float() if is_finite(plain):
             return plain
         case Mapping():
-            mapping = plain_keys(plain, where)
-            if invalid_keys := [key for key in mapping if not (isinstance(key, str) and is_unicode(key))]:
+            mapping = to_plain_keys(plain, where)
+            if invalid_keys := [key for key in mapping if not (isinstance(key, str) and is_utf8_encodable(key))]:
                 raise InvalidInput(f"{where}: expected text for a key, like in JSON, found {invalid_keys[0]!a}")
-            return {key: frozen(value, f"{where}.{key}", levels - 1) for key, value in mapping.items()}
+            return {key: freeze(value, f"{where}.{key}", levels - 1) for key, value in mapping.items()}
         case MutableSequence() | tuple() if not isinstance(plain, bytearray):
-            return [frozen(value, f"{where}[{index}]", levels - 1) for index, value in enumerate(plain)]
+            return [freeze(value, f"{where}[{index}]", levels - 1) for index, value in enumerate(plain)]
         case _:
             pass
     hint = ". To compute the value of each trial: pt.sample_from(lambda config: ...)" if callable(node) else ""
-    message = f"{where}: expected a value or a domain, found {shown(node)} ({type(node).__name__}): {_JSON_HINT}"
+    message = f"{where}: expected a value or a domain, found {short_repr(node)} ({type(node).__name__}): {_JSON_HINT}"
     raise InvalidInput(f"{message}{hint}")
 
 
-def domains_in(node: object) -> Iterator[Domain | SampleFrom]:
+def find_domains(node: object) -> Iterator[Domain | SampleFrom]:
     """Yield every domain in a part of a space, including those in options."""
     match node:
         case dict():
-            yield from chain.from_iterable(map(domains_in, node.values()))
+            yield from chain.from_iterable(map(find_domains, node.values()))
         case list():
-            yield from chain.from_iterable(map(domains_in, node))
+            yield from chain.from_iterable(map(find_domains, node))
         case Choice() | Grid():
             yield node
-            yield from chain.from_iterable(map(domains_in, node.options))
+            yield from chain.from_iterable(map(find_domains, node.options))
         case Float() | Integer() | Normal() | SampleFrom():
             yield node
         case _:
@@ -475,17 +475,17 @@ def domains_in(node: object) -> Iterator[Domain | SampleFrom]:
 
 def has_grid(node: object) -> bool:
     """Return whether a part of a space contains a grid."""
-    return any(isinstance(domain, Grid) for domain in domains_in(node))
+    return any(isinstance(domain, Grid) for domain in find_domains(node))
 
 
 def _freeze_options(options: Sequence[object], name: str) -> tuple[object, ...]:
     if not options:
         raise InvalidInput(f"{name}([]): expected at least one option")
-    return tuple(frozen(option, f"{name}: option {index}") for index, option in enumerate(options))
+    return tuple(freeze(option, f"{name}: option {index}") for index, option in enumerate(options))
 
 
 def _require_weights(domain: Choice) -> tuple[float, ...]:
-    weights = [weight for weight in map(plain_scalar, domain.weights or ()) if is_number(weight) and weight >= 0]
+    weights = [weight for weight in map(to_plain_scalar, domain.weights or ()) if is_number(weight) and weight >= 0]
     if len(weights) != len(domain.options) or len(weights) != len(domain.weights or ()):
         raise InvalidInput(f"{domain!r}: expected a weight >= 0 for each of {len(domain.options)} options")
     if not 0 < sum(weights) < float("inf"):

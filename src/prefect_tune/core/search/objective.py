@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import model_validator
 
+from prefect_tune.core.display_text import did_you_mean
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.metrics import is_finite, shown
-from prefect_tune.core.shown_text import did_you_mean
-from prefect_tune.core.values import Value, leaves, metric_in
+from prefect_tune.core.metrics import is_finite, short_repr
+from prefect_tune.core.values import Value, get_metric, iter_leaves
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -57,11 +57,11 @@ class Objective(Value):
         )
 
 
-UNNAMED = Objective(metrics=("unnamed",), modes=("min",))
+PLACEHOLDER_OBJECTIVE = Objective(metrics=("unnamed",), modes=("min",))
 """The objective of a schedule that compares no trials: no trial reports this metric."""
 
 
-def objective_of(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
+def make_objective(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
     """Return the objective of `metric` and `mode` (one mode for all metrics, or one for each); None without a metric.
 
     Raises:
@@ -101,11 +101,11 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _require_metric(metrics: Mapping[str, object], name: str, where: str) -> float:
-    value = metric_in(metrics, name)
+    value = get_metric(metrics, name)
     if isinstance(value, int | float) and is_finite(value):
         return float(value)
     raise BadMetric(
-        f"{where}: expected a number for metric {name!r}, found {shown(value)}; the report has {sorted(metrics)}"
+        f"{where}: expected a number for metric {name!r}, found {short_repr(value)}; the report has {sorted(metrics)}"
     )
 
 
@@ -115,6 +115,6 @@ def require_metrics(metrics: Mapping[str, object], names: Iterable[str], where: 
         try:
             _require_metric(metrics, name, where)
         except BadMetric as error:
-            suggestion = did_you_mean(name, [leaf for leaf, _ in leaves(metrics)]) or "."
+            suggestion = did_you_mean(name, [leaf for leaf, _ in iter_leaves(metrics)]) or "."
             option = "If reports may lack it, pass allow_missing_metric=True (--allow-missing-metric)"
             raise BadMetric(f"{error}{suggestion} {option}") from None

@@ -7,23 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_count, shown
-from prefect_tune.core.search.base import Exhausted, Proposals, Proposed, Search, Space, Suggestion
-from prefect_tune.core.search.domains import Grid, domains_in, has_grid
+from prefect_tune.core.metrics import convert_fields, is_integer_at_least, short_repr
+from prefect_tune.core.search.base import Exhausted, Proposed, Search, SearchState, Space, Suggestion
+from prefect_tune.core.search.domains import Grid, find_domains, has_grid
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space import (
-    agrees,
-    below,
-    draw_of_trial,
-    fixed_by,
-    holds,
-    option,
-    resolve,
-    valid_points,
-    valid_space,
+    accepts_value,
+    child_path,
+    contains_part,
+    fixed_parameters,
+    make_draw_function,
+    option_path,
+    resolve_space,
+    validate_points,
+    validate_space,
 )
-from prefect_tune.core.shown_text import plural
 
 # Number the points of a grid without listing them: a point of nested and conditional grids is a mixed-radix number.
 #
@@ -31,46 +31,49 @@ from prefect_tune.core.shown_text import plural
 # in its copy in a journal.
 
 
-def grids_of(node: object) -> object:
+def extract_grids(node: object) -> object:
     """Return a part of a space reduced to its grids: the input of the other functions in this module."""
     match node:
         case dict():
-            return {key: grids_of(node[key]) for key in sorted(node) if has_grid(node[key])}
+            return {key: extract_grids(node[key]) for key in sorted(node) if has_grid(node[key])}
         case list() if has_grid(node):
-            return [grids_of(child) for child in node]
+            return [extract_grids(child) for child in node]
         case Grid():
             return node
         case _:
             return None
 
 
-def point_count(node: object) -> int:
+def count_points(node: object) -> int:
     """Return the number of points of the grids in a part of a space; 1 without any grid."""
     if isinstance(node, Grid):
-        return sum(map(point_count, node.options))
+        return sum(map(count_points, node.options))
     count = 1
     for _, child in _iter_children(node):
-        count *= point_count(child)
+        count *= count_points(child)
     return count
 
 
-def choices_at(point: int, node: object, name: str = "") -> Iterator[tuple[str, int]]:
+def grid_choices(point: int, node: object, name: str = "") -> Iterator[tuple[str, int]]:
     """Yield the name of each grid that point number `point` fixes, with the index of its option."""
     if isinstance(node, Grid):
         index, first = next(pair for pair in reversed([*enumerate(_first_points(node))]) if pair[1] <= point)
         yield name, index
-        yield from choices_at(point - first, node.options[index], option(name, index))
+        yield from grid_choices(point - first, node.options[index], option_path(name, index))
     for key, child in _iter_children(node):
-        point, inner = divmod(point, point_count(child))
-        yield from choices_at(inner, child, below(name, key))
+        point, inner = divmod(point, count_points(child))
+        yield from grid_choices(inner, child, child_path(name, key))
 
 
-def points_of(value: object, node: object) -> list[int]:
+def find_points(value: object, node: object) -> list[int]:
     """Return the numbers of the points that give `value`: usually one, none if the value is not in this grid."""
     if isinstance(node, Grid):
         pairs = zip(_first_points(node), node.options, strict=True)
         return [
-            first + point for first, part in pairs if agrees(part, value) for point in points_of(value, grids_of(part))
+            first + point
+            for first, part in pairs
+            if accepts_value(part, value)
+            for point in find_points(value, extract_grids(part))
         ]
     points, base = [0], 1
     for key, child in _iter_children(node):
@@ -78,15 +81,15 @@ def points_of(value: object, node: object) -> list[int]:
             children = [value[key]] if isinstance(value, Mapping) and key in value else []
         else:
             children = [value[key]] if isinstance(value, list | tuple) and key < len(value) else []
-        inner_points = [inner for part in children for inner in points_of(part, child)]
+        inner_points = [inner for part in children for inner in find_points(part, child)]
         points = [point + base * inner for inner in inner_points for point in points]
-        base *= point_count(child)
+        base *= count_points(child)
     return points
 
 
 def _first_points(grid: Grid) -> list[int]:
     """Return the number of the first point for each option."""
-    return list(accumulate(map(point_count, grid.options[:-1]), initial=0))
+    return list(accumulate(map(count_points, grid.options[:-1]), initial=0))
 
 
 def _iter_children(node: object) -> Iterator[tuple[str | int, object]]:
@@ -100,26 +103,30 @@ def _iter_children(node: object) -> Iterator[tuple[str | int, object]]:
             return
 
 
-DEFAULT_SAMPLES = 10
+DEFAULT_NUM_SAMPLES = 10
 """The default of `num_samples` for a space with random parameters."""
-ENDLESS = -1
+UNLIMITED = -1
 """The `num_samples` of a search without limit: a stopper or another limit ends the experiment."""
 
 
-def default_samples(space: Space) -> int:
+def default_num_samples(space: Space) -> int:
     """Return the default of `num_samples`: 1 for a space of grids only, where repeated trials are equal, else 10.
 
     Raises:
         InvalidInput: the space is invalid.
     """
-    domains = list(domains_in(valid_space(space)))
-    return 1 if domains and all(isinstance(domain, Grid) for domain in domains) else DEFAULT_SAMPLES
+    domains = list(find_domains(validate_space(space)))
+    return 1 if domains and all(isinstance(domain, Grid) for domain in domains) else DEFAULT_NUM_SAMPLES
 
 
-def require_samples(count: object) -> None:
-    """Raise `InvalidInput` unless `count` is a number of samples, `ENDLESS`, or None."""
-    if count is not None and not is_count(count, 1) and not (is_count(count, ENDLESS) and count == ENDLESS):
-        raise InvalidInput(f"num_samples: expected 1 or more, or -1 for no limit, found {shown(count)}")
+def require_num_samples(count: object) -> None:
+    """Raise `InvalidInput` unless `count` is a number of samples, `UNLIMITED`, or None."""
+    if (
+        count is not None
+        and not is_integer_at_least(count, 1)
+        and not (is_integer_at_least(count, UNLIMITED) and count == UNLIMITED)
+    ):
+        raise InvalidInput(f"num_samples: expected 1 or more, or -1 for no limit, found {short_repr(count)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,7 @@ class RandomSearch(Search):
     """
 
     num_samples: int | None = field(default=None, metadata={"example": 20})
-    """How often each grid point is tried; -1 for no limit; None for `default_samples` of the space."""
+    """How often each grid point is tried; -1 for no limit; None for `default_num_samples` of the space."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations that are tried first, and count as samples. Omitted parameters are drawn, or next in the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
@@ -141,36 +148,36 @@ class RandomSearch(Search):
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        require_samples(self.num_samples)
-        object.__setattr__(self, "points_to_evaluate", valid_points(self.points_to_evaluate))
+        require_num_samples(self.num_samples)
+        object.__setattr__(self, "points_to_evaluate", validate_points(self.points_to_evaluate))
 
-    def begin(self, space: Space, objective: Objective | None, seed: int) -> Proposals:
+    def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         """Return the state of a search of `space`, which needs no objective.
 
         Raises:
             InvalidInput: the space is invalid, or a point to evaluate is outside of it.
         """
         del objective
-        return _RandomSearchState(self, valid_space(space), self._num_samples_for(space), seed)
+        return _RandomSearchState(self, validate_space(space), self._num_samples_for(space), seed)
 
     def trial_count(self, space: Space) -> int | None:
         """Return the number of samples times the number of grid points; None without a limit."""
         samples = self._num_samples_for(space)
-        return None if samples == ENDLESS else samples * point_count(grids_of(valid_space(space)))
+        return None if samples == UNLIMITED else samples * count_points(extract_grids(validate_space(space)))
 
     def _num_samples_for(self, space: Space) -> int:
-        return default_samples(space) if self.num_samples is None else self.num_samples
+        return default_num_samples(space) if self.num_samples is None else self.num_samples
 
 
-class _RandomSearchState(Proposals):
-    """The points still to try. Like a resume, `suggest` records its proposal with `recall`: the state is the same."""
+class _RandomSearchState(SearchState):
+    """The points still to try. Like a resume, `suggest` records its proposal with `restore_trial`."""
 
     def __init__(self, search: RandomSearch, space: dict[str, object], samples: int, seed: int) -> None:
         self._space = space
         self._seed = seed
-        self._initial_points = [(point, fixed_by(point, space)) for point in search.points_to_evaluate]
-        self._grids = grids_of(space)
-        self._point_count = point_count(self._grids)
+        self._initial_points = [(point, fixed_parameters(point, space)) for point in search.points_to_evaluate]
+        self._grids = extract_grids(space)
+        self._point_count = count_points(self._grids)
         self._samples = samples
         self._draws_per_sample = search.constant_grid_search
         self._try_counts: Counter[int] = Counter()  # tries of each grid point
@@ -178,22 +185,22 @@ class _RandomSearchState(Proposals):
 
     def suggest(self, number: int) -> Suggestion:
         if not self._initial_points and self._next_point >= self._point_count * self._samples > 0:
-            samples = plural(self._samples, "sample", "samples")
+            samples = pluralize(self._samples, "sample", "samples")
             reason = f"{samples} of each of {self._point_count:,} grid points"
             return Exhausted(reason if self._point_count > 1 else f"samples drawn: {self._samples} of {self._samples}")
         initial = self._initial_points[0][1] if self._initial_points else {}
-        fixed = {**dict(choices_at(self._next_point % self._point_count, self._grids)), **initial}
+        fixed = {**dict(grid_choices(self._next_point % self._point_count, self._grids)), **initial}
         index = self._next_point // self._point_count if self._draws_per_sample else number
-        config = resolve(self._space, draw_of_trial(self._seed, index), fixed)
-        self.recall(number, config)
+        config = resolve_space(self._space, make_draw_function(self._seed, index), fixed)
+        self.restore_trial(number, config)
         return Proposed(config)
 
-    def recall(self, number: int, config: Mapping[str, object]) -> None:
+    def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         del number  # only the configuration counts
-        matches = (index for index, (point, _) in enumerate(self._initial_points) if holds(config, point))
+        matches = (index for index, (point, _) in enumerate(self._initial_points) if contains_part(config, point))
         if (index := next(matches, None)) is not None:
             del self._initial_points[index]
-        if points := points_of(config, self._grids):
+        if points := find_points(config, self._grids):
             self._try_counts[min(points, key=lambda point: (self._try_counts[point], point))] += 1
         while self._try_counts[self._next_point % self._point_count] > self._next_point // self._point_count:
             self._next_point += 1

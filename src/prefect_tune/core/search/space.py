@@ -25,8 +25,8 @@ from prefect_tune.core.search.domains import (
     Integer,
     Normal,
     SampleFrom,
-    domains_in,
-    frozen,
+    find_domains,
+    freeze,
 )
 
 Draw: TypeAlias = Callable[[str, Domain], float]
@@ -37,19 +37,21 @@ _NOTHING_FIXED: Mapping[str, object] = {}
 _MAX_TRIAL_DRAWS = 100
 
 
-def valid_space(space: object) -> dict[str, object]:
+def validate_space(space: object) -> dict[str, object]:
     """Return a copy of a space in which everything except domains is plain JSON.
 
     Raises:
         InvalidInput: it is not an object, or has a value that a configuration cannot have.
     """
-    copy = frozen(space, "space")
+    copy = freeze(space, "space")
     if isinstance(copy, dict):
         return copy
     raise InvalidInput(f"space: expected an object of parameters, such as {{'lr': uniform(0, 1)}}, found {space!r}")
 
 
-def resolve(space: Mapping[str, object], draw: Draw, fixed: Mapping[str, object] = _NOTHING_FIXED) -> dict[str, object]:
+def resolve_space(
+    space: Mapping[str, object], draw: Draw, fixed: Mapping[str, object] = _NOTHING_FIXED
+) -> dict[str, object]:
     """Return a configuration of a valid `space`: each parameter that it needs is drawn once.
 
     `fixed` has the values, or the indexes of the options, of parameters that are not drawn, by name.
@@ -58,10 +60,10 @@ def resolve(space: Mapping[str, object], draw: Draw, fixed: Mapping[str, object]
         InvalidInput: a function of `sample_from` reads a missing parameter, depends on itself, or returns no JSON.
     """
     resolver = _SpaceResolver(space, draw, fixed)
-    return {key: resolver.resolve_node(node, below("", key)) for key, node in space.items()}
+    return {key: resolver.resolve_node(node, child_path("", key)) for key, node in space.items()}
 
 
-def below(name: str, key: str | int) -> str:
+def child_path(name: str, key: str | int) -> str:
     """Return the path of the child of node `name` with this key or index."""
     if isinstance(key, int):
         return f"{name}[{key}]"
@@ -69,28 +71,28 @@ def below(name: str, key: str | int) -> str:
     return f"{name}.{text}" if name else text
 
 
-def option(name: str, index: int) -> str:
+def option_path(name: str, index: int) -> str:
     """Return the path of an option of the choice or grid `name`."""
     return f"{name}?{index}"
 
 
-def require_drawable(space: Mapping[str, object], seed: int) -> None:
+def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
     """Call all functions of `sample_from` in a valid `space`, for the draws of trial 0 and some other trials.
 
     The other trials take each option that is a nested space: a function may read a parameter of only some options.
 
     Raises:
-        InvalidInput: like `resolve`.
+        InvalidInput: like `resolve_space`.
     """
-    if not any(isinstance(domain, SampleFrom) for domain in domains_in(space)):
+    if not any(isinstance(domain, SampleFrom) for domain in find_domains(space)):
         return
     for number, fixed in enumerate([_NOTHING_FIXED, *_iter_branches(space, "")][:_MAX_TRIAL_DRAWS]):
-        resolve(space, draw_of_trial(seed, number), fixed)
+        resolve_space(space, make_draw_function(seed, number), fixed)
 
 
-def draw_of_trial(seed: int, number: int) -> Draw:
+def make_draw_function(seed: int, number: int) -> Draw:
     """Return the function that draws a trial's parameters, by the seed, the trial's number and the parameter's name."""
-    return lambda name, domain: domain.at(seeded_random.uniform(seed, "space", number, name))
+    return lambda name, domain: domain.draw_at(seeded_random.uniform(seed, "space", number, name))
 
 
 def _iter_branches(node: object, name: str) -> Iterator[dict[str, object]]:
@@ -98,16 +100,16 @@ def _iter_branches(node: object, name: str) -> Iterator[dict[str, object]]:
     match node:
         case dict():
             for key, child in node.items():
-                yield from _iter_branches(child, below(name, key))
+                yield from _iter_branches(child, child_path(name, key))
         case list():
             for index, child in enumerate(node):
-                yield from _iter_branches(child, below(name, index))
+                yield from _iter_branches(child, child_path(name, index))
         case Choice() | Grid():
             weights = node.weights if isinstance(node, Choice) else None
             for index, child in enumerate(node.options):
                 if isinstance(child, dict | list | Choice | Grid) and (weights is None or weights[index]):
                     yield {name: index}
-                    yield from ({name: index, **inner} for inner in _iter_branches(child, option(name, index)))
+                    yield from ({name: index, **inner} for inner in _iter_branches(child, option_path(name, index)))
         case _:
             return
 
@@ -125,9 +127,9 @@ class _SpaceResolver:
         """Return the configuration's value for a part of the space."""
         match node:
             case dict():
-                return {key: self.resolve_node(child, below(name, key)) for key, child in node.items()}
+                return {key: self.resolve_node(child, child_path(name, key)) for key, child in node.items()}
             case list():
-                return [self.resolve_node(child, below(name, index)) for index, child in enumerate(node)]
+                return [self.resolve_node(child, child_path(name, index)) for index, child in enumerate(node)]
             case Choice() | Grid():
                 return self.resolve_node(*self.choose_option(node, name))
             case Float() | Integer() | Normal():
@@ -148,7 +150,7 @@ class _SpaceResolver:
         """Return the option that a choice or grid takes, and its path; other nodes unchanged."""
         while isinstance(node, Branch):
             index = int(self._draw_value(node, name))
-            node, name = node.options[index], option(name, index)
+            node, name = node.options[index], option_path(name, index)
         return node, name
 
     def _draw_value(self, domain: Domain, name: str) -> float:
@@ -175,8 +177,8 @@ class _SpaceResolver:
             ) from error
         finally:
             self._computing.pop()
-        value = frozen(returned, f"sample_from at {name}")
-        if any(domains_in(value)):
+        value = freeze(returned, f"sample_from at {name}")
+        if any(find_domains(value)):
             raise InvalidInput(
                 f"sample_from at {name}: expected a value, found {returned!r}: draw it in a parameter of its own, "
                 "such as uniform(0, 1), and compute the value from that parameter"
@@ -195,10 +197,10 @@ class _LazyConfig(Mapping[str, object]):
     def __getitem__(self, key: str) -> object:
         if key not in self._node:
             raise InvalidInput(
-                f"sample_from at {self._resolver.current_parameter}: there is no {below(self._name, key)}, only "
+                f"sample_from at {self._resolver.current_parameter}: there is no {child_path(self._name, key)}, only "
                 f"{sorted(self._node)}; for a parameter that only some options have, use config.get(...)"
             )
-        node, name = self._resolver.choose_option(self._node[key], below(self._name, key))
+        node, name = self._resolver.choose_option(self._node[key], child_path(self._name, key))
         if not isinstance(node, dict):
             return self._resolver.resolve_node(node, name)
         return _LazyConfig(self._resolver, node, name)
@@ -226,38 +228,42 @@ class _LazyConfig(Mapping[str, object]):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ParameterFound:
     """The draw, or the computed value, of a parameter: a value, or the index of an option."""
 
     name: str
     node: Domain | SampleFrom
-    drawn: object
+    value: object
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class ParameterMismatch:
     """A part of the configuration that the space cannot produce."""
 
     name: str
     expected: str
-    found: object
+    actual: object
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class ParameterMissing:
     """A parameter that the configuration omits."""
 
     name: str
 
 
-Reading: TypeAlias = Found | Misfit | Missing
+ParameterReading: TypeAlias = ParameterFound | ParameterMismatch | ParameterMissing
 
 _MISMATCH_DISTANCE = 2
-_DISTANCES: Mapping[type[Reading], int] = {Found: 0, Missing: 1, Misfit: _MISMATCH_DISTANCE}
+_DISTANCES: Mapping[type[ParameterReading], int] = {
+    ParameterFound: 0,
+    ParameterMissing: 1,
+    ParameterMismatch: _MISMATCH_DISTANCE,
+}
 """The distance of a reading from an exact match: a missing parameter is nearer than a mismatch."""
 
 
-def read(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[Reading]:
+def read_config(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[ParameterReading]:
     """Yield a reading of `config`, which may come from another space, for each part of a valid `space`.
 
     A choice is read as the first option that gives exactly this value, else as the first option that can contain it.
@@ -265,66 +271,68 @@ def read(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[
     return _read_object(space, config, "")
 
 
-def agrees(node: object, value: object) -> bool:
+def accepts_value(node: object, value: object) -> bool:
     """Return whether this part of a space can produce `value`, which may omit parameters."""
-    return not any(isinstance(reading, Misfit) for reading in _read_node(node, value, ""))
+    return not any(isinstance(reading, ParameterMismatch) for reading in _read_node(node, value, ""))
 
 
-def holds(value: object, part: object) -> bool:
+def contains_part(value: object, part: object) -> bool:
     """Return whether a JSON value equals `part`, except for additional keys in its objects."""
     if isinstance(value, Mapping) and isinstance(part, Mapping):
-        return all(key in value and holds(value[key], part[key]) for key in part)
+        return all(key in value and contains_part(value[key], part[key]) for key in part)
     if isinstance(value, list | tuple) and isinstance(part, list | tuple):
-        return len(value) == len(part) and all(map(holds, value, part))
-    return is_same(value, part)
+        return len(value) == len(part) and all(map(contains_part, value, part))
+    return are_json_equal(value, part)
 
 
-def is_same(one: object, other: object) -> bool:
+def are_json_equal(one: object, other: object) -> bool:
     """Return whether two JSON values are equal: 1 equals 1.0, but not true."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(are_json_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(is_same, one, other))
+        return len(one) == len(other) and all(map(are_json_equal, one, other))
     return isinstance(one, bool) is isinstance(other, bool) and one == other
 
 
-def _read_node(node: object, value: object, name: str) -> Iterator[Reading]:
+def _read_node(node: object, value: object, name: str) -> Iterator[ParameterReading]:
     match node:
         case dict() if isinstance(value, Mapping):
             yield from _read_object(node, value, name)
         case list() if isinstance(value, list | tuple) and len(value) == len(node):
             for index, child in enumerate(node):
-                yield from _read_node(child, value[index], below(name, index))
+                yield from _read_node(child, value[index], child_path(name, index))
         case Choice() | Grid():
-            readings = [list(_read_node(child, value, option(name, index))) for index, child in enumerate(node.options)]
+            readings = [
+                list(_read_node(child, value, option_path(name, index))) for index, child in enumerate(node.options)
+            ]
             distances = [max((_DISTANCES[type(reading)] for reading in row), default=0) for row in readings]
             if (nearest := min(distances)) == _MISMATCH_DISTANCE:
-                yield Misfit(name, repr(node), value)
+                yield ParameterMismatch(name, repr(node), value)
             else:
                 index = distances.index(nearest)
-                yield Found(name, node, index)
+                yield ParameterFound(name, node, index)
                 yield from readings[index]
         case Float() | Integer() | Normal():
             if is_number(value) and node.contains(value):
-                yield Found(name, node, int(value) if isinstance(node, Integer) else float(value))
+                yield ParameterFound(name, node, int(value) if isinstance(node, Integer) else float(value))
             else:
-                yield Misfit(name, repr(node), value)
+                yield ParameterMismatch(name, repr(node), value)
         case SampleFrom():
-            yield Found(name, node, value)
+            yield ParameterFound(name, node, value)
         case _:  # a constant, or a value of another JSON type
-            if not is_same(node, value):
-                yield Misfit(name, repr(node), value)
+            if not are_json_equal(node, value):
+                yield ParameterMismatch(name, repr(node), value)
 
 
-def _read_object(node: Mapping[str, object], value: Mapping[str, object], name: str) -> Iterator[Reading]:
+def _read_object(node: Mapping[str, object], value: Mapping[str, object], name: str) -> Iterator[ParameterReading]:
     for key, child in node.items():
         if key in value:
-            yield from _read_node(child, value[key], below(name, key))
+            yield from _read_node(child, value[key], child_path(name, key))
         else:
-            yield Missing(below(name, key))
+            yield ParameterMissing(child_path(name, key))
     for key in value:
         if key not in node:
-            yield Misfit(below(name, key), f"one of {sorted(node)}", value[key])
+            yield ParameterMismatch(child_path(name, key), f"one of {sorted(node)}", value[key])
 
 
 # Initial points: the user's configurations that a search tries first.
@@ -332,32 +340,32 @@ def _read_object(node: Mapping[str, object], value: Mapping[str, object], name: 
 InitialPoint = Mapping[str, object]
 
 
-def valid_points(points: Sequence[InitialPoint]) -> tuple[dict[str, object], ...]:
+def validate_points(points: Sequence[InitialPoint]) -> tuple[dict[str, object], ...]:
     """Return a copy of `points_to_evaluate` as plain JSON.
 
     Raises:
         InvalidInput: a point is not an object of plain values.
     """
-    copies = [frozen(point, f"points_to_evaluate[{index}]") for index, point in enumerate(points)]
+    copies = [freeze(point, f"points_to_evaluate[{index}]") for index, point in enumerate(points)]
     for index, point in enumerate(copies):
-        if not isinstance(point, dict) or any(domains_in(point)):
+        if not isinstance(point, dict) or any(find_domains(point)):
             raise InvalidInput(
                 f"points_to_evaluate[{index}]: expected a configuration of plain values, found {points[index]!r}"
             )
     return tuple(cast("list[dict[str, object]]", copies))
 
 
-def fixed_by(point: InitialPoint, space: Mapping[str, object]) -> dict[str, object]:
+def fixed_parameters(point: InitialPoint, space: Mapping[str, object]) -> dict[str, object]:
     """Return the values and option indexes that the point fixes, by parameter name.
 
     Raises:
         InvalidInput: the point is outside of the space.
     """
-    readings = list(read(space, point))
+    readings = list(read_config(space, point))
     for reading in readings:
-        if isinstance(reading, Misfit):
+        if isinstance(reading, ParameterMismatch):
             raise InvalidInput(
-                f"points_to_evaluate: {reading.name}: expected {reading.expected}, found {reading.found!r}, "
+                f"points_to_evaluate: {reading.name}: expected {reading.expected}, found {reading.actual!r}, "
                 f"in {dict(point)!r}; correct the point, or widen the space"
             )
-    return {reading.name: reading.drawn for reading in readings if isinstance(reading, Found)}
+    return {reading.name: reading.value for reading in readings if isinstance(reading, ParameterFound)}

@@ -17,12 +17,12 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias, cast
 
 from prefect_tune.core.errors import InvalidInput, UnsafePayload
-from prefect_tune.core.metrics import is_number, shown
+from prefect_tune.core.metrics import is_number, short_repr
 from prefect_tune.core.search import domains
-from prefect_tune.core.search.domains import Branch, Choice, Domain, Float, Grid, Integer, Normal, SampleFrom, frozen
-from prefect_tune.core.search.space import below, option, valid_space
+from prefect_tune.core.search.domains import Branch, Choice, Domain, Float, Grid, Integer, Normal, SampleFrom, freeze
+from prefect_tune.core.search.space import child_path, option_path, validate_space
 from prefect_tune.core.values import HasJsonForm, Json, canonical_json
-from prefect_tune.registry import BUILT_IN, FIELDS
+from prefect_tune.registry import BUILT_IN_MODULES, OPTION_FIELDS
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
@@ -44,7 +44,7 @@ _RANGES: Mapping[str, Callable[..., Domain]] = {
     )
 }
 _FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_FORMS = {
+JSON_FORMS = {
     "choice": '{"choice": [option, ...]} or {"choice": {"options": [...], "weights": [...]}}',
     "grid_search": '{"grid_search": [value, ...]}',
     "sample_from": '{"sample_from": "package.module:name"}',
@@ -63,7 +63,7 @@ _DISTRIBUTION_BY_FIELDS = {
         (SampleFrom, "sample_from"),
     )
 }
-_OPTION_CLASS_BY_FIELDS = {frozenset(names.split()): name for name, names in FIELDS.items()}
+_OPTION_CLASS_BY_FIELDS = {frozenset(names.split()): name for name, names in OPTION_FIELDS.items()}
 _CONSTANT_HINT = 'If it is a value of your configuration, write {"constant": ...}'
 _MIN_SIMILARITY = 0.8
 _NO_ARGUMENTS: Mapping[str, object] = {}
@@ -80,7 +80,7 @@ def space_from_json(document: Mapping[str, object], load: FunctionLoader | None 
     """
     if not isinstance(document, Mapping):
         raise InvalidInput(f'space: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}, found {document!r}')
-    return valid_space(_SpaceReader(load).read_parameters(document, ""))
+    return validate_space(_SpaceReader(load).read_parameters(document, ""))
 
 
 def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
@@ -89,7 +89,7 @@ def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
     Raises:
         InvalidInput: the space is invalid, or a function of `sample_from` cannot be imported by name.
     """
-    return {key: node_to_json(node, below("", key)) for key, node in valid_space(space).items()}
+    return {key: node_to_json(node, child_path("", key)) for key, node in validate_space(space).items()}
 
 
 class _SpaceReader:
@@ -99,7 +99,7 @@ class _SpaceReader:
         self._load = load
 
     def read_parameters(self, node: Mapping[str, object], where: str) -> dict[str, object]:
-        return {key: self.read_node(child, below(where, str(key))) for key, child in node.items()}
+        return {key: self.read_node(child, child_path(where, str(key))) for key, child in node.items()}
 
     def read_node(self, node: object, where: str) -> object:
         match node:
@@ -109,14 +109,14 @@ class _SpaceReader:
                 _reject_option_object(node, where)
                 return self.read_parameters(node, where)
             case list() | tuple():
-                return [self.read_node(child, below(where, index)) for index, child in enumerate(node)]
+                return [self.read_node(child, child_path(where, index)) for index, child in enumerate(node)]
             case _:
-                return frozen(node, where)
+                return freeze(node, where)
 
     def _read_domain(self, keyword: str, argument: object, where: str) -> object:
         match keyword, argument:
             case "constant", _:
-                return frozen(argument, where)
+                return freeze(argument, where)
             case "space", Mapping():
                 return self.read_parameters(argument, where)
             case "sample_from", str():
@@ -135,7 +135,7 @@ class _SpaceReader:
                 raise _domain_error(keyword, argument, where)
 
     def _read_options(self, options: Sequence[object], where: str) -> list[object]:
-        return [self.read_node(child, option(where, index)) for index, child in enumerate(options)]
+        return [self.read_node(child, option_path(where, index)) for index, child in enumerate(options)]
 
     def _load_function(self, path: str, where: str) -> Function:
         if not _FUNCTION_PATH.fullmatch(path):
@@ -153,25 +153,25 @@ def _domain_keyword(node: Mapping[Any, object]) -> str | None:
     if len(node) != 1:
         return None
     key, argument = next(iter(node.items()))
-    if key in _FORMS:
+    if key in JSON_FORMS:
         return str(key)
     is_call = isinstance(key, str) and isinstance(argument, list)
-    return key if is_call and get_close_matches(key, _FORMS, 1, _MIN_SIMILARITY) else None
+    return key if is_call and get_close_matches(key, JSON_FORMS, 1, _MIN_SIMILARITY) else None
 
 
 def _reject_option_object(node: Mapping[str, object], where: str) -> None:
     """Raise if `node` is an option object: a scheduler in JSON form, or only the fields of an option class."""
-    if len(node) == 1 and (name := next(iter(node))) in FIELDS and isinstance(node[name], Mapping):
+    if len(node) == 1 and (name := next(iter(node))) in OPTION_FIELDS and isinstance(node[name], Mapping):
         raise InvalidInput(f"{where}: expected a value or a distribution, found a {name}: {_CONSTANT_HINT}")
-    if (name := class_of_fields(node)) in _DISTRIBUTION_BY_FIELDS.values() or (name and len(node) > 1):
-        form = _FORMS.get(name.partition(" ")[0], "")
+    if (name := match_option_class(node)) in _DISTRIBUTION_BY_FIELDS.values() or (name and len(node) > 1):
+        form = JSON_FORMS.get(name.partition(" ")[0], "")
         raise InvalidInput(
-            f"{where}: found the fields of a {name} without its class: {shown(dict(node))}. It was sent by a client "
-            f"without this release of prefect-tune; pass its JSON form{form and f', such as {form}'}. {_CONSTANT_HINT}"
+            f"{where}: found the fields of a {name} without its class: {short_repr(dict(node))}. A client "
+            f"without this release sent it; pass its JSON form{form and f', such as {form}'}. {_CONSTANT_HINT}"
         )
 
 
-def class_of_fields(node: Mapping[str, object]) -> str:
+def match_option_class(node: Mapping[str, object]) -> str:
     """Return the name of the option class with exactly the fields of a dict; empty if there is none."""
     has_numbers = all(is_number(node[name]) for name in ("low", "high", "mean", "sd") if name in node)
     if not has_numbers or not isinstance(node.get("options", []), list | tuple):
@@ -179,16 +179,16 @@ def class_of_fields(node: Mapping[str, object]) -> str:
     return (_DISTRIBUTION_BY_FIELDS | _OPTION_CLASS_BY_FIELDS).get(frozenset(node), "")
 
 
-def distribution_in(node: object) -> Mapping[str, object] | None:
+def find_distribution(node: object) -> Mapping[str, object] | None:
     """Return the first distribution, in JSON form or without its class, in a plain value; None if there is none."""
     if isinstance(node, Mapping):
-        return node if is_distribution(node) else distribution_in(list(node.values()))
-    return next(filter(None, map(distribution_in, node)), None) if isinstance(node, list) else None
+        return node if is_distribution(node) else find_distribution(list(node.values()))
+    return next(filter(None, map(find_distribution, node)), None) if isinstance(node, list) else None
 
 
 def is_distribution(node: Mapping[str, object]) -> bool:
     """Return whether `node` is a distribution in a space; `{"choice": "adam"}` only resembles one."""
-    if class_of_fields(node) in _DISTRIBUTION_BY_FIELDS.values():
+    if match_option_class(node) in _DISTRIBUTION_BY_FIELDS.values():
         return True
     if _domain_keyword(node) in (None, "constant", "space"):
         return False
@@ -202,10 +202,12 @@ def is_distribution(node: Mapping[str, object]) -> bool:
 
 
 def _domain_error(keyword: str, argument: object, where: str) -> InvalidInput:
-    match = get_close_matches(keyword, _FORMS, 1, _MIN_SIMILARITY)[0]
-    start = "expected" if keyword in _FORMS else f"unknown distribution {keyword!r}; did you mean {match!r}? Expected"
+    match = get_close_matches(keyword, JSON_FORMS, 1, _MIN_SIMILARITY)[0]
+    start = (
+        "expected" if keyword in JSON_FORMS else f"unknown distribution {keyword!r}; did you mean {match!r}? Expected"
+    )
     return InvalidInput(
-        f"{where}: {start} {_FORMS[match]}, found {{{keyword!r}: {argument!r}}}; if {keyword!r} "
+        f"{where}: {start} {JSON_FORMS[match]}, found {{{keyword!r}: {argument!r}}}; if {keyword!r} "
         f'is a name in your configuration, write {{"space": {{"{keyword}": ...}}}}'
     )
 
@@ -230,7 +232,7 @@ def node_to_json(node: object, where: str) -> Json:
     """Return the JSON of a part of a valid space. Raises like `space_to_json`."""
     match node:
         case Float() | Integer() | Normal():
-            keyword, arguments = node.call
+            keyword, arguments = node.constructor_call
             return {keyword: list(arguments)}
         case Grid():
             return {"grid_search": _options_to_json(node, where)}
@@ -241,17 +243,19 @@ def node_to_json(node: object, where: str) -> Json:
         case SampleFrom():
             return {"sample_from": _function_path(node, where)}
         case dict():
-            document = {key: node_to_json(child, below(where, key)) for key, child in node.items()}
-            is_ambiguous = _domain_keyword(node) or class_of_fields(node) or not node.keys().isdisjoint(FIELDS)
+            document = {key: node_to_json(child, child_path(where, key)) for key, child in node.items()}
+            is_ambiguous = (
+                _domain_keyword(node) or match_option_class(node) or not node.keys().isdisjoint(OPTION_FIELDS)
+            )
             return {"space": document} if is_ambiguous else document
         case list():
-            return [node_to_json(child, below(where, index)) for index, child in enumerate(node)]
+            return [node_to_json(child, child_path(where, index)) for index, child in enumerate(node)]
         case _:
             return cast("Json", node)
 
 
 def _options_to_json(node: Branch, where: str) -> list[Json]:
-    return [node_to_json(child, option(where, index)) for index, child in enumerate(node.options)]
+    return [node_to_json(child, option_path(where, index)) for index, child in enumerate(node.options)]
 
 
 def _function_path(node: SampleFrom, where: str) -> str:
@@ -266,7 +270,7 @@ def _function_path(node: SampleFrom, where: str) -> str:
 
 # Option objects: the name of the class, and its fields: `{"ASHA": {"max_t": 81}}`.
 
-_MODULE_BY_CLASS = {name: module for kind in BUILT_IN.values() for name, module in kind.items()}
+_MODULE_BY_CLASS = {name: module for kind in BUILT_IN_MODULES.values() for name, module in kind.items()}
 
 
 class NamedOptions(HasJsonForm):
@@ -274,11 +278,11 @@ class NamedOptions(HasJsonForm):
 
     __slots__ = ()
 
-    def json_form(self) -> object:
+    def to_json_form(self) -> object:
         """Return the name of the class with the options that differ from their defaults."""
         name, options = type(self).__name__, cast("Any", self)
         if not is_dataclass(options) or not type(self).__module__.startswith(_MODULE_BY_CLASS.get(name, "no module")):
-            return super().json_form()
+            return super().to_json_form()
         form: dict[str, dict[str, object]] = {name: {}}
         for field in fields(options):
             value = getattr(options, field.name)
@@ -290,7 +294,7 @@ class NamedOptions(HasJsonForm):
         try:
             canonical_json(form)
         except (TypeError, ValueError):
-            return super().json_form()
+            return super().to_json_form()
         return form
 
 

@@ -11,13 +11,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
+from prefect_tune.core.display_text import format_size
 from prefect_tune.core.errors import InvalidInput, ObjectNotFound, UnknownVersion
-from prefect_tune.core.shown_text import shown_size
-from prefect_tune.core.storage.layout import numbered_paths
+from prefect_tune.core.storage.layout import list_document_paths
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.core.values import Value, canonical_json, digest_of, parse
+from prefect_tune.core.values import Value, canonical_json, digest_of, parse_json
 
-DOCUMENT_BYTES = 512 * 1024 * 1024
+MAX_DOCUMENT_BYTES = 512 * 1024 * 1024
 """No larger document is written; a larger object is damaged or foreign, and is not read."""
 _FIRST_READ_BYTES = 4 * 1024 * 1024
 _MAX_LISTINGS = 10
@@ -56,7 +56,7 @@ def seal(value: Document) -> bytes:
 
     Raises:
         InvalidInput: it holds a value that JSON cannot represent (a NaN, an object, infinite nesting), or is larger
-            than `DOCUMENT_BYTES`.
+            than `MAX_DOCUMENT_BYTES`.
     """
     return _encode_value(value)[1]
 
@@ -68,11 +68,11 @@ def seal_and_read_back(value: _Value) -> tuple[bytes, _Value]:
         InvalidInput: `value` cannot be written, or could not be read back.
     """
     bare, sealed = _encode_value(value)
-    return sealed, parse(type(value), bare, InvalidInput, type(value).__name__)
+    return sealed, parse_json(type(value), bare, InvalidInput, type(value).__name__)
 
 
 def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buffer:
-    """Return a complete object of at most `DOCUMENT_BYTES`; raise `error` for a larger one, which is not read.
+    """Return a complete object of at most `MAX_DOCUMENT_BYTES`; raise `error` for a larger one, which is not read.
 
     Raises:
         ObjectNotFound: there is no object.
@@ -83,9 +83,9 @@ def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buff
     size_bytes = store.size(path)
     if size_bytes is None:
         raise ObjectNotFound(f"{path}: no such object")
-    if size_bytes > DOCUMENT_BYTES:
-        limit = shown_size(DOCUMENT_BYTES)
-        raise error(f"{path}: expected a document of at most {limit}, found {shown_size(size_bytes)}; it was not read")
+    if size_bytes > MAX_DOCUMENT_BYTES:
+        limit = format_size(MAX_DOCUMENT_BYTES)
+        raise error(f"{path}: expected a document of at most {limit}, found {format_size(size_bytes)}; it was not read")
     return store.read(path, length=size_bytes)
 
 
@@ -98,13 +98,15 @@ def read_sealed(store: ObjectStore, model: type[_Sealed], path: str, error: type
     return unseal(model, data, path, error)
 
 
-def read_newest(store: ObjectStore, model: type[_Sealed], folder: str, error: type[Exception]) -> _Sealed | None:
+def read_newest_document(
+    store: ObjectStore, model: type[_Sealed], folder: str, error: type[Exception]
+) -> _Sealed | None:
     """Read the last numbered document in `folder`; None if there is none. Raises like `unseal`.
 
     For documents whose writer deletes the previous one: if a listed document is missing, a newer one exists.
     """
     for _ in range(_MAX_LISTINGS):
-        if not (paths := numbered_paths(store, folder)):
+        if not (paths := list_document_paths(store, folder)):
             return None
         if (document := read_sealed(store, model, paths[-1], error)) is not None:
             return document
@@ -118,13 +120,15 @@ def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception
         UnknownVersion: a release that is too new or too old wrote it.
     Any other problem is raised as `error`.
     """
-    body, bare = verified(model, data, where, error)
+    body, bare = verify_document(model, data, where, error)
     if body["version"] != model.current_version:
-        bare = canonical_json(upgraded(model, body, where, error))
-    return parse(model, bare, error, where)
+        bare = canonical_json(upgrade_document(model, body, where, error))
+    return parse_json(model, bare, error, where)
 
 
-def verified(model: type[Document], data: Buffer, where: str, error: type[Exception]) -> tuple[dict[str, Any], bytes]:
+def verify_document(
+    model: type[Document], data: Buffer, where: str, error: type[Exception]
+) -> tuple[dict[str, Any], bytes]:
     """Return the JSON of a sealed `model` as it was written, without its digest, decoded and as bytes.
 
     The fields are not checked. A newer version is reported before the digest is checked: it may be sealed differently,
@@ -163,7 +167,7 @@ def verified(model: type[Document], data: Buffer, where: str, error: type[Except
     return body, bare
 
 
-def upgraded(model: type[Document], body: dict[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
+def upgrade_document(model: type[Document], body: dict[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
     """Convert the verified JSON of a `model` to the current version. Its fields are not checked.
 
     Raises `error` if the JSON does not have the form of its version.
@@ -182,8 +186,8 @@ def _encode_value(value: Value) -> tuple[bytes, bytes]:
         bare, sealed = _encode_body(value.model_dump(mode="json"))
     except (ValueError, TypeError, RecursionError) as invalid:
         raise InvalidInput(f"{type(value).__name__}: cannot be stored as JSON: {invalid}") from invalid
-    if len(sealed) > DOCUMENT_BYTES:
-        limit, size = shown_size(DOCUMENT_BYTES), shown_size(len(sealed))
+    if len(sealed) > MAX_DOCUMENT_BYTES:
+        limit, size = format_size(MAX_DOCUMENT_BYTES), format_size(len(sealed))
         raise InvalidInput(
             f"{type(value).__name__}: expected at most {limit} of JSON, found {size}: put large values into files, "
             "and pack very many small files into an archive"
@@ -212,12 +216,12 @@ _SIGNATURE_KEY = "signature"
 _SIGNATURE_FORMAT = "hmac-sha256-v1"
 
 
-def signed(settings: Mapping[str, object], experiment: str, key: bytes) -> dict[str, object]:
+def add_signature(settings: Mapping[str, object], experiment: str, key: bytes) -> dict[str, object]:
     """Return `settings` with their signature by `key` for `experiment`."""
-    return {**unsigned(settings), _SIGNATURE_KEY: _compute_signature(settings, experiment, key)}
+    return {**strip_signature(settings), _SIGNATURE_KEY: _compute_signature(settings, experiment, key)}
 
 
-def unsigned(settings: Mapping[str, object]) -> dict[str, object]:
+def strip_signature(settings: Mapping[str, object]) -> dict[str, object]:
     """Return `settings` without a signature."""
     return {name: value for name, value in settings.items() if name != _SIGNATURE_KEY}
 
@@ -227,7 +231,7 @@ def has_signature(settings: Mapping[str, object]) -> bool:
     return _SIGNATURE_KEY in settings
 
 
-def is_signed(settings: Mapping[str, object], experiment: str, key: bytes) -> bool:
+def has_valid_signature(settings: Mapping[str, object], experiment: str, key: bytes) -> bool:
     """Return whether `settings` have a valid signature by `key` for `experiment`."""
     signature = settings.get(_SIGNATURE_KEY)
     expected = _compute_signature(settings, experiment, key).encode()
@@ -235,5 +239,7 @@ def is_signed(settings: Mapping[str, object], experiment: str, key: bytes) -> bo
 
 
 def _compute_signature(settings: Mapping[str, object], experiment: str, key: bytes) -> str:
-    document = canonical_json({"format": _SIGNATURE_FORMAT, "experiment": experiment, "settings": unsigned(settings)})
+    document = canonical_json(
+        {"format": _SIGNATURE_FORMAT, "experiment": experiment, "settings": strip_signature(settings)}
+    )
     return f"{_SIGNATURE_FORMAT}:{hmac.digest(key, document, 'sha256').hex()}"

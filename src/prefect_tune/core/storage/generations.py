@@ -8,7 +8,8 @@ is final once the marker of generation N + 1 exists, and deletes bytes only afte
                        first/generations/0000000002.json  the state after a deletion
     first/2/journal/…  first/generations/0000000002.json  the name is used again
 
-- **Current generation**: the highest marker, or 1. A process looks it up once (`current_journal`), then uses its keys.
+- **Current generation**: the highest marker, or 1. A process looks it up once (`find_current_journal`), then uses its
+  keys.
 - **A late writer** of an ended generation writes into a folder that no current experiment uses. It detects the deletion
   because *after* creating an entry it checks for the journal's first entry, which is deleted before anything else. If
   the first entry still exists, no deletion had begun, so the conditional create has fenced off earlier owners: see
@@ -26,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Literal
 
+from prefect_tune.core.display_text import did_you_mean
 from prefect_tune.core.errors import (
     AlreadyExists,
     InvalidInput,
@@ -34,11 +36,10 @@ from prefect_tune.core.errors import (
     TuneError,
     UnknownVersion,
 )
-from prefect_tune.core.shown_text import did_you_mean
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
-from prefect_tune.core.storage.layout import Generation, JournalKey, number_in, numbered
-from prefect_tune.core.storage.object_store import Listed, ObjectStore, create_or_recognize
-from prefect_tune.core.values import valid_name
+from prefect_tune.core.storage.layout import Generation, JournalKey, document_number, document_path
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
+from prefect_tune.core.values import validate_name
 
 
 class GenerationMarker(Document):
@@ -68,35 +69,35 @@ def claim_name(store: ObjectStore, experiment: str, call: str) -> bool:
     Raises:
         CommitUnknown: the target did not say whether it wrote; call again.
     """
-    journal = current_journal(store, experiment)
+    journal = find_current_journal(store, experiment)
     try:
-        create_or_recognize(store, journal.unnamed_call, seal(UnnamedCall(call=call)))
+        create_or_recognize(store, journal.unnamed_call_path, seal(UnnamedCall(call=call)))
     except AlreadyExists:
         return False
     return True
 
 
-def call_that_has(store: ObjectStore, experiment: str) -> str | None:
+def read_claiming_call(store: ObjectStore, experiment: str) -> str | None:
     """Return the call to which the experiment belongs; empty if it was deleted, None if no call has claimed it."""
-    journal = current_journal(store, experiment)
-    if (claim := read_sealed(store, UnnamedCall, journal.unnamed_call, JournalCorrupt)) is not None:
+    journal = find_current_journal(store, experiment)
+    if (claim := read_sealed(store, UnnamedCall, journal.unnamed_call_path, JournalCorrupt)) is not None:
         return claim.call
     return "" if journal.generation > 1 else None
 
 
-def current_generation(store: ObjectStore, experiment: str) -> Generation:
+def find_current_generation(store: ObjectStore, experiment: str) -> Generation:
     """Return the current generation of a name. One listing."""
     folder = _marker_folder(experiment)
-    return max((1, *(number_in(folder, item.path) or 1 for item in store.list(folder))))
+    return max((1, *(document_number(folder, item.path) or 1 for item in store.list(folder))))
 
 
-def current_journal(store: ObjectStore, experiment: str) -> JournalKey:
+def find_current_journal(store: ObjectStore, experiment: str) -> JournalKey:
     """Return the key of the current journal of an experiment's name; the journal may be empty.
 
     Raises:
         UnknownVersion: a development version of prefect-tune wrote the experiment.
     """
-    key = JournalKey(experiment=experiment, generation=current_generation(store, experiment))
+    key = JournalKey(experiment=experiment, generation=find_current_generation(store, experiment))
     if key.generation == 1 and store.size(_legacy_first_entry_path(experiment)) is not None:
         raise UnknownVersion(
             f"experiment {experiment!r} was written by a development version of prefect-tune, before its first "
@@ -106,14 +107,14 @@ def current_journal(store: ObjectStore, experiment: str) -> JournalKey:
     return key
 
 
-def is_deleted(store: ObjectStore, journal: JournalKey) -> bool:
+def is_generation_deleted(store: ObjectStore, journal: JournalKey) -> bool:
     """Return whether the generation of the journal has ended. One listing."""
-    return current_generation(store, journal.experiment) > journal.generation
+    return find_current_generation(store, journal.experiment) > journal.generation
 
 
 def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
     """Raise Superseded if the generation of the journal has ended. One listing, and then a read."""
-    if is_deleted(store, journal):
+    if is_generation_deleted(store, journal):
         by = ""
         with suppress(TuneError):  # for the message only: a later deletion may have deleted the marker
             if marker := read_sealed(store, GenerationMarker, _marker_path(journal, 1), JournalCorrupt):
@@ -121,7 +122,7 @@ def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
         raise Superseded(f"{journal}: the experiment was deleted{by}. Stop here: another one may use its name now")
 
 
-def require_not_of_before(store: ObjectStore, journal: JournalKey, writer: str) -> None:
+def reject_earlier_writer(store: ObjectStore, journal: JournalKey, writer: str) -> None:
     """Raise Superseded if `writer` wrote an earlier, deleted generation of the name. At most one read.
 
     Raises:
@@ -150,7 +151,7 @@ def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str,
         CommitUnknown: the target did not say whether it wrote; call again.
         JournalCorrupt: the marker of the generation is damaged.
     """
-    if is_deleted(store, journal):
+    if is_generation_deleted(store, journal):
         return
     all_writers = dict.fromkeys((*_read_earlier_writers(store, journal), *writers))
     marker = GenerationMarker(generation=journal.generation + 1, at=at, deleted_by=by, writers=tuple(all_writers))
@@ -158,18 +159,18 @@ def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str,
         store.create(_marker_path(journal, 1), seal(marker))
 
 
-def objects_before(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[Listed]:
+def list_earlier_objects(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[ListedObject]:
     """Return the objects of earlier generations of a name, and their markers. No request for generation 1."""
     if generation == 1:
         return ()
     return [
-        item for item in store.list(valid_name(experiment)) if (_generation_of(item.path) or generation) < generation
+        item for item in store.list(validate_name(experiment)) if (_generation_of(item.path) or generation) < generation
     ]
 
 
-def delete_objects_before(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[Listed]:
-    """Delete and return the `objects_before` a current or ended generation; first entries are deleted first."""
-    earlier_objects = objects_before(store, experiment, generation)
+def delete_earlier_objects(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[ListedObject]:
+    """Delete and return the `list_earlier_objects` a current or ended generation; first entries are deleted first."""
+    earlier_objects = list_earlier_objects(store, experiment, generation)
     first_entries = {JournalKey(experiment=experiment, generation=n).entry_path(1) for n in range(1, generation)}
     for is_first in (True, False):
         if paths := [item.path for item in earlier_objects if (item.path in first_entries) is is_first]:
@@ -182,7 +183,7 @@ def _generation_of(path: str) -> Generation | None:
     experiment, _, inner = path.partition("/")
     first, _, rest = inner.partition("/")
     if first == _MARKER_FOLDER and "/" not in rest:
-        return number_in(f"{experiment}/{_MARKER_FOLDER}", path)
+        return document_number(f"{experiment}/{_MARKER_FOLDER}", path)
     return int(first) if rest and first.isascii() and first.isdecimal() and not first.startswith("0") else None
 
 
@@ -190,26 +191,26 @@ _MARKER_FOLDER = "generations"
 
 
 def _marker_folder(experiment: str) -> str:
-    return f"{valid_name(experiment)}/{_MARKER_FOLDER}"
+    return f"{validate_name(experiment)}/{_MARKER_FOLDER}"
 
 
 def _marker_path(journal: JournalKey, offset: int = 0) -> str:
-    return numbered(_marker_folder(journal.experiment), journal.generation + offset)
+    return document_path(_marker_folder(journal.experiment), journal.generation + offset)
 
 
 def _legacy_first_entry_path(experiment: str) -> str:
-    return numbered(f"{valid_name(experiment)}/journal", 1)
+    return document_path(f"{validate_name(experiment)}/journal", 1)
 
 
 # List the experiments on a target.
 
 
-def experiment_names(store: ObjectStore) -> Sequence[str]:
+def list_experiment_names(store: ObjectStore) -> Sequence[str]:
     """Return the names of the experiments on `store`, sorted."""
-    return names_among(item.path for item in store.list(""))
+    return find_experiment_names(item.path for item in store.list(""))
 
 
-def names_among(paths: Iterable[str]) -> Sequence[str]:
+def find_experiment_names(paths: Iterable[str]) -> Sequence[str]:
     """Return the names of the experiments among the objects at `paths`: the folders with a journal's first entry.
 
     Includes experiments of a development version, which cannot be loaded.
@@ -237,7 +238,7 @@ def _find_current_generations(paths: Iterable[str]) -> dict[str, Generation]:
     return generations
 
 
-def names_with_dead_objects(paths: Iterable[str]) -> Sequence[str]:
+def find_names_with_garbage(paths: Iterable[str]) -> Sequence[str]:
     """Return the names of the experiments that have objects of earlier generations among `paths`."""
     existing = set(paths)
     current = _find_current_generations(existing)
@@ -245,9 +246,9 @@ def names_with_dead_objects(paths: Iterable[str]) -> Sequence[str]:
     return sorted({name for name, path in paths_by_name if (_generation_of(path) or current[name]) < current[name]})
 
 
-def no_experiment(store: ObjectStore, name: str, uri: str) -> str:
+def no_experiment_message(store: ObjectStore, name: str, uri: str) -> str:
     """Return the message that `store` at `uri` has no experiment `name`; it suggests a similar name if there is one."""
     hint = ""
     with suppress(TuneError):  # the hint is optional
-        hint = did_you_mean(name, experiment_names(store))
+        hint = did_you_mean(name, list_experiment_names(store))
     return f"there is no experiment {name!r} at {uri}{hint}"

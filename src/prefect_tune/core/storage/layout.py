@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from prefect_tune.core.storage.object_store import ObjectStore, is_inside, is_too_long
-from prefect_tune.core.values import Digest, TrialId, Value, valid_name
+from prefect_tune.core.storage.object_store import ObjectStore, is_normalized_path, is_path_too_long
+from prefect_tune.core.values import Digest, TrialId, Value, validate_name
 
 if TYPE_CHECKING:
     from prefect_tune.core.journal_events import CheckpointRef
@@ -43,9 +43,9 @@ _NUMBERED = re.compile(r"[0-9]{10}(-[0-9]{10})?\.(json|parquet)")
 
 
 def _check_portable_path(path: str) -> str:
-    if not is_inside(path) or "\\" in path:
+    if not is_normalized_path(path) or "\\" in path:
         raise ValueError(f"path {path!r} is not a plain relative path")
-    if is_too_long(path):
+    if is_path_too_long(path):
         raise ValueError(f"path {path[:40]!r}…: expected names of at most 255 bytes, 4096 in all")
     return path
 
@@ -73,40 +73,40 @@ class JournalKey(Value):
 
     @property
     def folder(self) -> str:
-        return f"{valid_name(self.experiment)}/{self.generation}"
+        return f"{validate_name(self.experiment)}/{self.generation}"
 
     @property
-    def unnamed_call(self) -> str:
+    def unnamed_call_path(self) -> str:
         """The path of the document with the unnamed call to which this experiment belongs."""
         return f"{self.folder}/unnamed-call.json"
 
     @property
-    def entries(self) -> str:
+    def entries_folder(self) -> str:
         return f"{self.folder}/journal"
 
     @property
-    def snapshots(self) -> str:
+    def snapshots_folder(self) -> str:
         return f"{self.folder}/snapshots"
 
     @property
-    def live(self) -> str:
+    def live_folder(self) -> str:
         return f"{self.folder}/live"
 
     def request_path(self, number: int) -> str:
         """Return the path of stop request `number` (from 1), which another process sends to the experiment."""
-        return numbered(f"{self.folder}/requests", number)
+        return document_path(f"{self.folder}/requests", number)
 
     def live_status_path(self, term: int, number: int) -> str:
         """Return the path of live status `number` (from 1) of the owner of `term`; only the newest one is kept."""
-        return f"{self.live}/{_pad_number(term)}-{_pad_number(number)}.json"
+        return f"{self.live_folder}/{_pad_number(term)}-{_pad_number(number)}.json"
 
     def entry_path(self, number: int) -> str:
         """Return the path of entry `number` (from 1)."""
-        return numbered(self.entries, number)
+        return document_path(self.entries_folder, number)
 
     def snapshot_path(self, number: int) -> str:
         """Return the path of the snapshot of the experiment after entry `number`."""
-        return numbered(self.snapshots, number, "jsonl")
+        return document_path(self.snapshots_folder, number, "jsonl")
 
 
 def _pad_number(number: int) -> str:
@@ -114,30 +114,30 @@ def _pad_number(number: int) -> str:
     return f"{number:0{_DIGIT_COUNT}d}"
 
 
-def numbered(folder: str, number: int, kind: str = "json") -> str:
+def document_path(folder: str, number: int, kind: str = "json") -> str:
     """Return the path of document `number` in `folder`."""
     return f"{folder}/{_pad_number(number)}.{kind}"
 
 
-def number_in(folder: str, path: str, kind: str = "json") -> int | None:
+def document_number(folder: str, path: str, kind: str = "json") -> int | None:
     """Return the number of the document at `path` in `folder`; None for a foreign file."""
     stem, _, suffix = path.removeprefix(f"{folder}/").partition(".")
     is_number = stem.isascii() and stem.isdecimal() and len(stem) == _DIGIT_COUNT
     return int(stem) if suffix == kind and is_number else None
 
 
-def numbered_paths(store: ObjectStore, folder: str) -> Sequence[str]:
+def list_document_paths(store: ObjectStore, folder: str) -> Sequence[str]:
     """Return the paths of the objects in `folder` whose names are one number or two, sorted."""
     return [listed.path for listed in store.list(folder) if _NUMBERED.fullmatch(listed.path.removeprefix(f"{folder}/"))]
 
 
-def delete_numbered(store: ObjectStore, before: str) -> None:
+def delete_older_documents(store: ObjectStore, before: str) -> None:
     """Delete the objects with lower numbers than `before` in its folder; other files stay."""
-    if paths := [path for path in numbered_paths(store, before.rpartition("/")[0]) if path < before]:
+    if paths := [path for path in list_document_paths(store, before.rpartition("/")[0]) if path < before]:
         store.delete(paths)
 
 
-NEVER_ARTIFACTS = (
+NON_ARTIFACT_PATTERNS = (
     "./checkpoint_-00001*",
     "./checkpoint_tmp*",
     "./save_to_object*",
@@ -147,7 +147,7 @@ NEVER_ARTIFACTS = (
 """Patterns of files that trainables of older APIs leave at the top of their directory, and that are no artifacts."""
 
 
-def is_excluded(path: str, patterns: Sequence[str]) -> bool:
+def matches_any_pattern(path: str, patterns: Sequence[str]) -> bool:
     """Return whether the file at `path` (relative to a trial's directory, with slashes) matches one of the patterns.
 
     A shell pattern (`*`, `?`, `[...]`; `*` also matches slashes) matches files and folders; everything in an excluded
@@ -167,7 +167,7 @@ def is_excluded(path: str, patterns: Sequence[str]) -> bool:
     )
 
 
-def below(root_uri: str, folder: str) -> str:
+def join_uri(root_uri: str, folder: str) -> str:
     """Return the URI of a folder or file on a target; the query options of the target's URI stay at the end."""
     root, mark, options = root_uri.partition("?")
     return f"{root if root.endswith('/') else f'{root}/'}{folder}{mark}{options}"
@@ -190,56 +190,56 @@ class TrialKey(Value):
 
     @property
     def folder(self) -> str:
-        return f"{valid_name(self.experiment)}/{self.generation}/trials/{valid_name(self.trial)}"
+        return f"{validate_name(self.experiment)}/{self.generation}/trials/{validate_name(self.trial)}"
 
     @property
-    def of_experiment(self) -> JournalKey:
+    def journal_key(self) -> JournalKey:
         """The key of the experiment's journal."""
         return JournalKey(experiment=self.experiment, generation=self.generation)
 
     @property
-    def blobs(self) -> str:
+    def blobs_folder(self) -> str:
         return f"{self.folder}/blobs"
 
     @property
-    def checkpoints(self) -> str:
+    def checkpoints_folder(self) -> str:
         return f"{self.folder}/checkpoints"
 
     @property
-    def artifacts(self) -> str:
+    def artifacts_folder(self) -> str:
         return f"{self.folder}/artifacts"
 
     def checkpoint_key(self, checkpoint: CheckpointRef) -> CheckpointKey:
         """Return the key of the manifest of a checkpoint of this trial; for a clone, the key of its origin."""
         if (origin := checkpoint.origin) is not None:
-            folder = self.of_experiment.trial_key(origin.trial)
+            folder = self.journal_key.trial_key(origin.trial)
             return CheckpointKey(trial=folder, step=origin.step, sequence=origin.sequence)
         return CheckpointKey(trial=self, step=checkpoint.step, sequence=checkpoint.sequence)
 
     @property
-    def answers(self) -> str:
+    def answers_folder(self) -> str:
         return f"{self.folder}/answers"
 
     def answer_path(self, attempt: int, step: int) -> str:
         """Return the path of the reply to an attempt that waits at `step`; step 0 is for an unsolicited message."""
-        return f"{self.answers}/{attempt:06d}-{_pad_number(step)}.json"
+        return f"{self.answers_folder}/{attempt:06d}-{_pad_number(step)}.json"
 
     def outbox_path(self, outbox: int, post: int) -> str:
         """Return the path of a post (from 1) in an outbox of the trial (from 1)."""
-        return numbered(f"{self.outboxes}/{_pad_number(outbox)}", post)
+        return document_path(f"{self.outboxes_folder}/{_pad_number(outbox)}", post)
 
     @property
-    def outboxes(self) -> str:
+    def outboxes_folder(self) -> str:
         return f"{self.folder}/outbox"
 
     @property
-    def nodes(self) -> str:
+    def nodes_folder(self) -> str:
         """The folder of the objects that the nodes of an attempt write for one another."""
         return f"{self.folder}/nodes"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:
         """Return the path of a blob first written by the save with this sequence."""
-        return f"{self.blobs}/{digest}-{_pad_number(sequence)}"
+        return f"{self.blobs_folder}/{digest}-{_pad_number(sequence)}"
 
 
 class NodesKey(Value):
@@ -250,7 +250,7 @@ class NodesKey(Value):
 
     @property
     def folder(self) -> str:
-        return f"{self.trial.nodes}/{self.attempt:06d}"
+        return f"{self.trial.nodes_folder}/{self.attempt:06d}"
 
     @property
     def address_path(self) -> str:
@@ -264,7 +264,7 @@ class NodesKey(Value):
     @classmethod
     def from_path(cls, trial: TrialKey, path: str) -> NodesKey | None:
         """Return the attempt whose nodes wrote the object at `path`; None for a foreign file."""
-        attempt = path.removeprefix(f"{trial.nodes}/").partition("/")[0]
+        attempt = path.removeprefix(f"{trial.nodes_folder}/").partition("/")[0]
         if not (attempt.isascii() and attempt.isdecimal()):
             return None
         key = cls(trial=trial, attempt=int(attempt))
@@ -287,7 +287,7 @@ class CheckpointKey(Value):
 
     @property
     def folder(self) -> str:
-        return f"{self.trial.checkpoints}/{self.name}"
+        return f"{self.trial.checkpoints_folder}/{self.name}"
 
     @property
     def manifest_path(self) -> str:
@@ -301,7 +301,9 @@ class CheckpointKey(Value):
     @classmethod
     def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:
         """Return the key whose manifest is stored at `path`; None for a foreign file."""
-        step, _, sequence = path.removeprefix(f"{trial.checkpoints}/").removesuffix(f"/{MANIFEST}").partition("-")
+        step, _, sequence = (
+            path.removeprefix(f"{trial.checkpoints_folder}/").removesuffix(f"/{MANIFEST}").partition("-")
+        )
         if not (step.isdecimal() and sequence.isdecimal()):
             return None
         key = cls(trial=trial, step=int(step), sequence=int(sequence))
@@ -314,12 +316,12 @@ def blob_sequence(path: str) -> int:
     return int(sequence) if sequence.isascii() and sequence.isdecimal() else -1
 
 
-Rows: TypeAlias = Literal["trials", "reports"]
+ResultsTable: TypeAlias = Literal["trials", "reports"]
 
 
-def results_path(experiment: JournalKey, rows: Rows, number: int) -> str:
+def results_path(experiment: JournalKey, rows: ResultsTable, number: int) -> str:
     """Return the path of the Parquet file with the results after entry `number` of the journal.
 
     The journal is enough to recreate it, so only the file with the highest number is kept.
     """
-    return numbered(f"{experiment.folder}/results/{rows}", number, "parquet")
+    return document_path(f"{experiment.folder}/results/{rows}", number, "parquet")

@@ -20,47 +20,47 @@ _Out = TypeVar("_Out")
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-def is_inside(path: str) -> bool:
+def is_normalized_path(path: str) -> bool:
     """Return whether a relative path is normalized and stays in its folder: no empty part, '.', '..' or NUL."""
     return not any(part in ("", ".", "..") for part in path.split("/")) and "\0" not in path
 
 
-def is_too_long(path: str) -> bool:
+def is_path_too_long(path: str) -> bool:
     """Return whether a relative path is too long for file systems: a name of over 255 bytes, or over 4096 in all."""
     if len(path) < 64:  # no character has more than 4 bytes
         return False
     return len(path.encode()) > 4096 or any(len(part.encode()) > 255 for part in path.split("/"))
 
 
-TEMPORARY = ".tmp"
+TEMPORARY_FOLDER = ".tmp"
 """The folder below a store's root for unpublished files; never listed, and not a valid path."""
 
 
-def checked_path(path: str) -> str:
-    """Return `path` if it can name an object: relative, normalized, `/`-separated, outside `TEMPORARY`.
+def validate_path(path: str) -> str:
+    """Return `path` if it can name an object: relative, normalized, `/`-separated, outside `TEMPORARY_FOLDER`.
 
     Raises:
-        InvalidInput: the path could lead out of the store, is not normalized, or is in `TEMPORARY`.
+        InvalidInput: the path could lead out of the store, is not normalized, or is in `TEMPORARY_FOLDER`.
     """
-    if not is_inside(path):
+    if not is_normalized_path(path):
         raise InvalidInput(f"{path!r}: expected a relative path without empty parts, '.', '..' and NUL")
-    if path.partition("/")[0] == TEMPORARY:
-        raise InvalidInput(f"{path!r}: {TEMPORARY!r} is reserved for unpublished files; choose another name")
+    if path.partition("/")[0] == TEMPORARY_FOLDER:
+        raise InvalidInput(f"{path!r}: {TEMPORARY_FOLDER!r} is reserved for unpublished files; choose another name")
     return path
 
 
-def checked_folder(prefix: str) -> str:
+def validate_folder(prefix: str) -> str:
     """Return `prefix` without its trailing slash if it can name a folder; the empty text is the root.
 
     Raises:
-        InvalidInput: see `checked_path`.
+        InvalidInput: see `validate_path`.
     """
     folder = prefix.removesuffix("/")
-    return checked_path(folder) if folder else ""
+    return validate_path(folder) if folder else ""
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedObject:
     """One object in a listing: its path relative to the store's root, and its size."""
 
     path: str
@@ -124,7 +124,7 @@ class ObjectStore(Protocol):
         """Return the size in bytes; None if the target answered that there is no object."""
         ...
 
-    def list(self, prefix: str, *, after: str = "") -> Sequence[Listed]:
+    def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
         """Return every object below the folder `prefix`, recursively, sorted by path; only paths after `after`."""
         ...
 
@@ -142,7 +142,7 @@ class ObjectStore(Protocol):
 
 # Create an object only if absent, resolve an unknown outcome, and refuse non-owners if the create is not atomic.
 
-ONE_WRITER = (
+SINGLE_WRITER_ERROR = (
     "expected a target with atomic create-if-absent, found one without it: there, two writers can overwrite each "
     "other, and the target cannot show whether an owner is running. Stop every run on it, copy it to a target with "
     "create-if-absent (`prefect-tune blocks check TARGET` tests it), and repeat the command there"
@@ -180,4 +180,4 @@ def require_conditional_create(store: ObjectStore, where: object) -> None:
         StoreRefused: the target supports only one writer. Nothing was written.
     """
     if not store.conditional_create:
-        raise StoreRefused(f"{where}: only its owner may write there: {ONE_WRITER}")
+        raise StoreRefused(f"{where}: only its owner may write there: {SINGLE_WRITER_ERROR}")

@@ -40,44 +40,44 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from prefect_tune.core.messages.process_messages import FORK, IMPORT, READY, ImportRequest
-from prefect_tune.core.shown_text import first_line, plural
+from prefect_tune.core.display_text import first_line, pluralize
+from prefect_tune.core.messages.process_messages import FORK_REQUEST, IMPORT_REQUEST, TEMPLATE_READY, ImportRequest
 from prefect_tune.linux import (
     adopt_orphans,
     children_of,
+    close_other_descriptors,
     command_of,
     die_with_parent,
     drain_pipe,
-    keep_only,
-    open_descriptors,
-    other_thread_names,
+    list_descriptors,
+    list_other_threads,
+    open_pidfds,
+    open_sigchld_pipe,
     poll_readable,
     send_signal,
     set_process_name,
-    sigchld_pipe,
-    while_alive,
 )
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
-from prefect_tune.runtime.load_named import load_trainable, names_for_spawned, prepend_import_path
+from prefect_tune.runtime.load_named import load_names_for_spawn, load_trainable, prepend_import_path
 from prefect_tune.runtime.processes.process_reset import (
     flush_output,
     forget_exit_handlers,
-    noting_import,
-    print_logs_of_run,
+    install_printing_loggers,
+    recording_import_effects,
     reset_process_state,
 )
 from prefect_tune.runtime.processes.trial_process import (
-    Life,
-    forks_end,
+    MainFunction,
+    exit_forked_children,
     ignore_group_signals,
-    remember_source,
-    run_forever,
-    serve,
-    take_numbers,
+    pop_program_arguments,
+    record_source_digest,
+    run_and_exit,
+    serve_attempts,
     train_as_rank,
     warm_up,
 )
-from prefect_tune.runtime.ranks import is_copy_for_rank
+from prefect_tune.runtime.ranks import is_relaunched_as_rank
 from prefect_tune.runtime.trial_errors import text_of
 
 # Cluster schedulers and terminals send these to all processes of a job; fork server and subreaper ignore them.
@@ -107,8 +107,8 @@ class _ForkRequest:
     output: int
     status: int
     """Socket for `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
-    command: bytes = FORK
-    """`FORK` for a trial's process; `IMPORT` for a template, which receives its fork requests on `channel`."""
+    command: bytes = FORK_REQUEST
+    """`FORK_REQUEST` for a trial's process; `IMPORT_REQUEST` for a template, which gets fork requests on `channel`."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -119,9 +119,9 @@ class _ForkRequest:
             os.close(descriptor)
 
 
-def fork_server_main(control_fd: int, supervisor: int) -> Life | None:
+def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
     """Serve fork requests on `control_fd` until its other side is closed or the supervisor exits."""
-    supervisor_fds = while_alive(supervisor)
+    supervisor_fds = open_pidfds(supervisor)
     if os.getppid() != supervisor:
         return None  # the supervisor exited before the pidfd was opened
     set_process_name(b"tune-forkserver")
@@ -129,11 +129,11 @@ def fork_server_main(control_fd: int, supervisor: int) -> Life | None:
     return _serve_forks(socket.socket(fileno=control_fd), supervisor_fds)
 
 
-def _serve_forks(control: socket.socket, supervisor_fds: Collection[int]) -> Life | None:
+def _serve_forks(control: socket.socket, supervisor_fds: Collection[int]) -> MainFunction | None:
     """Fork a process for each request."""
     adopt_orphans()  # adopts the children of a killed subreaper
     original_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED_SIGNALS}
-    sigchld_fd = sigchld_pipe()
+    sigchld_fd = open_sigchld_pipe()
     subreapers: set[int] = set()
     gc.freeze()  # else garbage collections in the children would copy shared memory pages
     fds = [control.fileno(), sigchld_fd, *supervisor_fds]
@@ -175,13 +175,13 @@ def _reap_subreapers(sigchld_fd: int, subreapers: set[int]) -> bool:
 # The subreaper.
 
 
-def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], handlers: _Handlers) -> Life | None:
+def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], handlers: _Handlers) -> MainFunction | None:
     """Fork the trial's process, wait for its exit, end its descendants, and report its wait status."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
-    keep_only(*request.descriptors, *supervisor_fds)
+    close_other_descriptors(*request.descriptors, *supervisor_fds)
     set_process_name(b"tune-subreaper")
     adopt_orphans()
-    sigchld_fd, subreaper = sigchld_pipe(), os.getpid()
+    sigchld_fd, subreaper = open_sigchld_pipe(), os.getpid()
     if (trial := _fork_child(request)) == 0:
         return partial(_child_main, request, subreaper, handlers)
     if trial > 0:
@@ -241,7 +241,7 @@ def _reap_children() -> bool:
 # The trial's process, or a template.
 
 
-def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> Life | None:
+def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> MainFunction | None:
     """Serve trials; or be a template: import a trainable, then, if that is safe, serve forks for its trials.
 
     First, the process is set up as if it had been started by exec.
@@ -250,17 +250,17 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> L
     die_with_parent()
     if os.getppid() != subreaper:
         return None  # the subreaper exited before prctl was called
-    set_process_name(b"tune-template" if request.command == IMPORT else b"trial")
+    set_process_name(b"tune-template" if request.command == IMPORT_REQUEST else b"trial")
     os.dup2(request.output, 1)
     os.dup2(request.output, 2)
-    keep_only(request.channel)
+    close_other_descriptors(request.channel)
     os.set_inheritable(request.channel, False)  # noqa: FBT003 - takes no keyword arguments
     signal.set_wakeup_fd(-1)
     for number, handler in {**handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
-    if request.command == FORK:
+    if request.command == FORK_REQUEST:
         forget_exit_handlers()
-        serve(Connection(request.channel))
+        serve_attempts(Connection(request.channel))
         return None
     ignore_group_signals()
     control = socket.socket(fileno=request.channel)
@@ -270,10 +270,10 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> L
     with os.fdopen(files[0], "rb") as file:
         import_request = ImportRequest.model_validate_json(file.read())
     reset_process_state(import_request.environment)
-    print_logs_of_run()
+    install_printing_loggers()
     reason = _preload_trainable(import_request)
-    control.send((reason or READY).encode("utf-8", "replace")[:_MAX_STATUS_BYTES])
-    return None if reason else partial(_serve_forks, control, while_alive(import_request.supervisor))
+    control.send((reason or TEMPLATE_READY).encode("utf-8", "replace")[:_MAX_STATUS_BYTES])
+    return None if reason else partial(_serve_forks, control, open_pidfds(import_request.supervisor))
 
 
 def _fork_child(request: _ForkRequest) -> int:
@@ -337,13 +337,13 @@ _GC_OFF_THRESHOLD = 1 << 30  # allocations until the next garbage collection
 
 def _preload_trainable(request: ImportRequest) -> str | None:
     """Import the trainable; return why this process must not be forked, or None if it may be forked."""
-    before, gc_threshold = open_descriptors(), gc.get_threshold()
+    before, gc_threshold = list_descriptors(), gc.get_threshold()
     prepend_import_path(request.import_path)
     gc.set_threshold(_GC_OFF_THRESHOLD)  # collections during an import free nothing and take a sixth of its CPU time
     try:
-        with noting_import(), forks_end():
+        with recording_import_effects(), exit_forked_children():
             trainable = load_trainable(request.trainable)
-            remember_source(trainable)
+            record_source_digest(trainable)
             _warm_up_optimizer(trainable)
     except BaseException as error:  # noqa: BLE001 - anything that the user's module raises, including SystemExit
         return f"its import raised {type(error).__name__}: {first_line(text_of(error))}"
@@ -355,7 +355,7 @@ def _preload_trainable(request: ImportRequest) -> str | None:
         return f"it imports {' and '.join(unsafe)}, which cannot be forked"
     if threads := _python_thread_names():
         return f"its import started threads that still run: {', '.join(threads)}"
-    if left_open := sorted(kind for number, kind in open_descriptors().items() if before.get(number) != kind):
+    if left_open := sorted(kind for number, kind in list_descriptors().items() if before.get(number) != kind):
         return f"its import left open: {', '.join(left_open)}"
     return None
 
@@ -375,10 +375,10 @@ def _warm_up_optimizer(trainable: object) -> None:
 
 def _running_thread_names() -> list[str]:
     """Return the names of the other threads: Python's and those of libraries."""
-    if not (others := [name for name in other_thread_names() if name not in _FORK_SAFE_THREADS]):
+    if not (others := [name for name in list_other_threads() if name not in _FORK_SAFE_THREADS]):
         return []
     unnamed = others.count("")
-    unnamed_text = [plural(unnamed, "unnamed library thread", "unnamed library threads")] * bool(unnamed)
+    unnamed_text = [pluralize(unnamed, "unnamed library thread", "unnamed library threads")] * bool(unnamed)
     return _python_thread_names() or sorted({f"a library's {name}" for name in others if name}) + unnamed_text
 
 
@@ -386,9 +386,9 @@ def _python_thread_names() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
 
-if __name__ == "__main__" and is_copy_for_rank() and sys.argv[2:3] != [str(os.getppid())]:
+if __name__ == "__main__" and is_relaunched_as_rank() and sys.argv[2:3] != [str(os.getppid())]:
     train_as_rank()
 elif __name__ == "__main__":
-    run_forever(partial(fork_server_main, *take_numbers()))
+    run_and_exit(partial(fork_server_main, *pop_program_arguments()))
 elif __name__ == "__mp_main__":  # in a process that a trial has started by `spawn`
-    globals().update(names_for_spawned())
+    globals().update(load_names_for_spawn())

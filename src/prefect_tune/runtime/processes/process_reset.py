@@ -1,6 +1,6 @@
 """Give a forked or reused process the state of a process that was newly started for its trial.
 
-    import (`noting_import` records the variables, directory and seeds that the module sets)
+    import (`recording_import_effects` records the variables, directory and seeds that the module sets)
       └─► fork, or the next trial of a kept class ──► `reset_process_state`: set the trial's state, then the record
 
 Never: two trials that draw the same numbers from a generator that the module did not seed; a trial that lacks the
@@ -52,8 +52,8 @@ _import_effects: _ImportEffects | None = None
 def reset_process_state(new: ProcessEnvironment) -> None:
     """Set the environment, working directory and temporary directory, and reseed the random generators.
 
-    Settings made by the import of the trainable are kept: see `noting_import`. The state of the trainable itself (its
-    object, its modules) is not reset: `reset_config` does that.
+    Settings made by the import of the trainable are kept: see `recording_import_effects`. The state of the trainable
+    itself (its object, its modules) is not reset: `reset_config` does that.
     """
     environment = {_encode_latin1(name): _encode_latin1(value) for name, value in new.environment.items()}
     for name in os.environb.keys() - environment.keys():
@@ -82,13 +82,13 @@ def _encode_latin1(characters: str) -> bytes:
     return characters.encode("latin-1")
 
 
-def has_noted_import() -> bool:
-    """Return whether `noting_import` has completed in this process or in the process from which it was forked."""
+def has_import_effects() -> bool:
+    """Return whether `recording_import_effects` has completed in this process or in its parent."""
     return _import_effects is not None
 
 
 @contextmanager
-def noting_import() -> Iterator[None]:
+def recording_import_effects() -> Iterator[None]:
     """Record the changes that the block, an import of the trainable's module, makes to this process.
 
     Each `reset_process_state` makes them again: else a trial in a fork or in a reused process would lack the variables
@@ -187,7 +187,7 @@ _printing_handler = _PrintingHandler()
 _printing_handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
 
 
-def print_logs_of_run() -> None:
+def install_printing_loggers() -> None:
     """Make `get_run_logger()` and the loggers of PREFECT_LOGGING_EXTRA_LOGGERS print, before or after Prefect's import.
 
     The level is INFO, unless a logger has its own level. A second call has no effect.

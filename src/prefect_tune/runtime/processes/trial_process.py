@@ -26,41 +26,41 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias, cast
 
 from prefect_tune.core.experiment.stoppers import Never, Stopper
-from prefect_tune.core.journal_events import AttemptEnded, Finished
+from prefect_tune.core.journal_events import AttemptEnded, TrialFinished
 from prefect_tune.core.messages.process_messages import ProcessEnvironment, Start, StartReceived, TrialEnded
 from prefect_tune.core.values import digest_of
-from prefect_tune.runtime.group_session import joined_session, session_of
+from prefect_tune.runtime.group_session import join_as_rank, make_session
 from prefect_tune.runtime.load_named import (
-    load_named,
+    load_by_name,
+    load_names_for_spawn,
     load_trainable,
-    names_for_spawned,
-    offer_to_spawned,
-    pickled,
+    pickle_to_hex,
     prepend_import_path,
+    write_trainable_for_spawn,
 )
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.processes.process_reset import (
     flush_output,
     free_memory,
-    has_noted_import,
-    noting_import,
-    print_logs_of_run,
+    has_import_effects,
+    install_printing_loggers,
+    recording_import_effects,
     reset_process_state,
     run_exit_handlers,
 )
-from prefect_tune.runtime.ranks import SCRIPT, claim_process, is_copy_for_rank
+from prefect_tune.runtime.ranks import SCRIPT_ENV, claim_process, is_relaunched_as_rank
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import (
+    StopTraining,
     Trainable,
-    TrialOver,
-    enter,
+    activate_session,
     require_no_coroutine,
-    require_saves,
+    require_save_checkpoint,
     require_trainable_class,
 )
-from prefect_tune.runtime.trial_errors import NotLoaded, failure_message, was_raised_by_signal_handler
+from prefect_tune.runtime.trial_errors import TrainableLoadError, failure_message, was_raised_by_signal_handler
 
-Life: TypeAlias = "Callable[[], Life | None]"
+MainFunction: TypeAlias = "Callable[[], MainFunction | None]"
 _PARENT_POLL_SECONDS = 0.5
 TrainFunction = Callable[[Mapping[str, object]], Mapping[str, object] | None]
 
@@ -78,14 +78,14 @@ class _ReadyTrainable:
     """The digest of its source at the time of the import."""
 
 
-def take_numbers() -> tuple[int, int]:
+def pop_program_arguments() -> tuple[int, int]:
     """Return the two numbers of the command line and remove them: `sys.argv` is then that of the user's script."""
     numbers = int(sys.argv[1]), int(sys.argv[2])
     sys.argv[:] = sys.argv[3:]
     return numbers
 
 
-def run_forever(life: Life | None) -> NoReturn:
+def run_and_exit(life: MainFunction | None) -> NoReturn:
     """Run a process's main function, then the main function that it returns, and so on; then exit.
 
     A forked child returns its own main function, so that it does not run on its parent's stack. Remaining threads and
@@ -108,17 +108,17 @@ def main(channel_fd: int, supervisor: int) -> None:
     """Serve attempts on the inherited descriptor, in a process that was not forked."""
     threading.Thread(target=_kill_group_after_parent_exit, args=(supervisor,), daemon=True).start()
     faulthandler.enable(all_threads=False)  # that thread's stack would displace the trial's last output
-    serve(Connection(channel_fd))
+    serve_attempts(Connection(channel_fd))
 
 
-def train(channel: Connection) -> None:
+def serve_one_attempt(channel: Connection) -> None:
     """Run the attempt of the channel's first message in this thread, and send its end on the channel."""
     connection = SupervisorConnection(channel)
     start = cast("Start", connection.receive())
     _AttemptRunner(connection, whole_process=False).run(start.model_copy(update={"waits": False}))
 
 
-def serve(channel: Connection) -> None:
+def serve_attempts(channel: Connection) -> None:
     """Run attempts one after another, as long as the trainable can be reused.
 
     Return without a message if the trainable declines the next trial, or if the channel is closed.
@@ -141,11 +141,11 @@ def train_as_rank() -> None:
     The process exits like a script, with its exit handlers.
     """
     ignore_group_signals()
-    sys.argv[:1] = [os.environ[SCRIPT]]
-    session = cast("TrialSession", joined_session("a copy of the trial's program"))
+    sys.argv[:1] = [os.environ[SCRIPT_ENV]]
+    session = cast("TrialSession", join_as_rank("a copy of the trial's program"))
     start = session.start.model_copy(update={"waits": False})
     attempts = _AttemptRunner(session.connection, whole_process=True)
-    session.end(attempts.train(session, load_trainable(start.trainable), start))
+    session.send_end(attempts.train(session, load_trainable(start.trainable), start))
 
 
 def warm_up() -> None:
@@ -154,8 +154,8 @@ def warm_up() -> None:
         experiment="warm-up",
         trial="warm-up",
         attempt=1,
-        trainable=pickled(lambda _config: {"loss": 1.0}),
-        stopper=pickled(Never()),
+        trainable=pickle_to_hex(lambda _config: {"loss": 1.0}),
+        stopper=pickle_to_hex(Never()),
         import_path=(),
         config={},
         directory="",
@@ -164,7 +164,7 @@ def warm_up() -> None:
     parent_end, child_end = socket.socketpair()
     with Connection(parent_end.detach()) as sender, Connection(child_end.detach()) as receiver:
         sender.send_bytes(start.model_dump_json().encode())
-        train(receiver)
+        serve_one_attempt(receiver)
 
 
 def _receive_start(connection: SupervisorConnection) -> Start | None:
@@ -192,7 +192,7 @@ class _AttemptRunner:
         self._session: TrialSession | None = None
         self._kept_trainable: _ReadyTrainable | None = None
         if whole_process:
-            print_logs_of_run()
+            install_printing_loggers()
             _silence_stopped_threads()
 
     def run(self, start: Start) -> bool:
@@ -219,7 +219,7 @@ class _AttemptRunner:
         if self._session is None:  # the trainable or the stopper could not be loaded
             self._connection.send(end)
         else:
-            self._session.end(end)
+            self._session.send_end(end)
 
     def clean_up_kept_trainable(self) -> None:
         """Call `cleanup` of a trainable that is kept for another trial."""
@@ -229,30 +229,32 @@ class _AttemptRunner:
     def _run_attempt(self, start: Start) -> TrialEnded:
         kept = self._kept_trainable
         prepend_import_path(start.import_path)
-        must_record = start.waits and not has_noted_import()  # for the next trial of this process
+        must_record = start.waits and not has_import_effects()  # for the next trial of this process
         try:
-            with forks_end(), noting_import() if must_record and kept is None else nullcontext():
+            with exit_forked_children(), recording_import_effects() if must_record and kept is None else nullcontext():
                 trainable = kept or load_trainable(start.trainable)
-            stopper = cast("Stopper", load_named(start.stopper))
+            stopper = cast("Stopper", load_by_name(start.stopper))
         except Exception as error:
-            raise NotLoaded(f"{type(error).__name__}: {error}") from error
-        self._session = session = session_of(self._connection, start, stopper)
-        enter(session, whole_process=self._whole_process)
+            raise TrainableLoadError(f"{type(error).__name__}: {error}") from error
+        self._session = session = make_session(self._connection, start, stopper)
+        activate_session(session, whole_process=self._whole_process)
         if self._whole_process:
-            claim_process(start, session.lead)
-            offer_to_spawned(start.trainable)
-        if (reason := session.why_stop()) is not None:  # an earlier attempt committed the last step, but not its end
-            return TrialEnded(outcome=Finished(trial=start.trial, reason=reason), waits=kept is not None)
+            claim_process(start, session.become_rank0)
+            write_trainable_for_spawn(start.trainable)
+        if (
+            reason := session.find_stop_reason()
+        ) is not None:  # an earlier attempt committed the last step, but not its end
+            return TrialEnded(outcome=TrialFinished(trial=start.trial, reason=reason), waits=kept is not None)
         try:
-            session.ask_first()
+            session.wait_for_pending_decision()
             return self.train(session, trainable, start)
-        except TrialOver as over:
+        except StopTraining as over:
             return self._make_end(over)
 
     def train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
-        with forks_end():
+        with exit_forked_children():
             if isinstance(trainable, type):
-                require_saves(require_trainable_class(trainable), start.cadence)
+                require_save_checkpoint(require_trainable_class(trainable), start.cadence)
                 made: Trainable = trainable()
                 made.setup(dict(start.config))
                 return self._train_class(session, _ReadyTrainable(made, _source_digest(trainable)), start)
@@ -261,32 +263,32 @@ class _AttemptRunner:
                     raise _ResetDeclined
                 return self._train_class(session, trainable, start)
         function = cast("TrainFunction", trainable)
-        session.loaded(_source_digest(function))
-        session.begin()
+        session.send_trainable_loaded(_source_digest(function))
+        session.start_training_clock()
         returned = None
         try:
-            with forks_end():
+            with exit_forked_children():
                 returned = function(dict(start.config))
         except SystemExit as error:
-            if isinstance(error, TrialOver) or error.code not in (None, 0) or was_raised_by_signal_handler(error):
+            if isinstance(error, StopTraining) or error.code not in (None, 0) or was_raised_by_signal_handler(error):
                 raise
         require_no_coroutine(returned)
         return session.finish(returned)
 
     def _train_class(self, session: TrialSession, ready: _ReadyTrainable, start: Start) -> TrialEnded:
         self._kept_trainable = None
-        session.loaded(ready.source_digest)
+        session.send_trainable_loaded(ready.source_digest)
         trainable = ready.trainable
         if start.restored:
             trainable.load_checkpoint(start.restored)
         try:
-            with forks_end():  # a forked child must not run `cleanup`
-                session.begin()
+            with exit_forked_children():  # a forked child must not run `cleanup`
+                session.start_training_clock()
                 while True:
                     metrics = trainable.step()
                     require_no_coroutine(metrics)
                     session.report_step(metrics, trainable.save_checkpoint)
-        except TrialOver as over:
+        except StopTraining as over:
             can_be_reset = type(trainable).reset_config is not Trainable.reset_config
             is_alone = session.start.rank.world_size == 1  # else `torch.distributed` and a launcher may still be active
             if start.waits and not isinstance(over.outcome, AttemptEnded) and can_be_reset and is_alone:
@@ -296,12 +298,12 @@ class _AttemptRunner:
             if self._kept_trainable is None:
                 trainable.cleanup()
 
-    def _make_end(self, over: TrialOver) -> TrialEnded:
+    def _make_end(self, over: StopTraining) -> TrialEnded:
         return TrialEnded(outcome=over.outcome, waits=self._kept_trainable is not None)
 
 
 @contextmanager
-def forks_end() -> Iterator[None]:
+def exit_forked_children() -> Iterator[None]:
     """Exit forked children that return from the trainable or its import: they must not send the trial's end."""
     trial, code = os.getpid(), 1
     try:
@@ -324,7 +326,7 @@ _source_digests: dict[int, tuple[object, str]] = {}
 """Trainables imported before a fork, by `id`, with the digest of their source: the file may change afterwards."""
 
 
-def remember_source(trainable: object) -> None:
+def record_source_digest(trainable: object) -> None:
     """Record the current digest of the trainable's source, for this process and its forks."""
     _source_digests[id(trainable)] = trainable, _source_digest(cast("type | TrainFunction", trainable))
 
@@ -339,11 +341,11 @@ def _source_digest(trainable: type | TrainFunction) -> str:
 
 
 def _silence_stopped_threads() -> None:
-    """Print no traceback if `TrialOver` ends a thread: the attempt's end is already reported."""
+    """Print no traceback if `StopTraining` ends a thread: the attempt's end is already reported."""
     original_hook = threading.excepthook
 
     def handle_thread_error(arguments: threading.ExceptHookArgs) -> None:
-        if not isinstance(arguments.exc_value, TrialOver):
+        if not isinstance(arguments.exc_value, StopTraining):
             original_hook(arguments)
 
     threading.excepthook = handle_thread_error
@@ -404,9 +406,9 @@ def _restore_handlers() -> None:
     _unblock_signals()
 
 
-if __name__ == "__main__" and is_copy_for_rank() and sys.argv[2:3] != [str(os.getppid())]:
+if __name__ == "__main__" and is_relaunched_as_rank() and sys.argv[2:3] != [str(os.getppid())]:
     train_as_rank()
 elif __name__ == "__main__":
-    run_forever(partial(main, *take_numbers()))
+    run_and_exit(partial(main, *pop_program_arguments()))
 elif __name__ == "__mp_main__":
-    globals().update(names_for_spawned())
+    globals().update(load_names_for_spawn())

@@ -37,7 +37,7 @@ from filelock import FileLock, Timeout
 from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, StoreRefused
 from prefect_tune.linux import boot_id, is_linux
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.staging import METADATA_FILE, replace_file, seal_of
+from prefect_tune.stores.local.staging import METADATA_FILE, directory_seal, replace_file
 from prefect_tune.stores.posix_store import remove_tree
 
 _log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
     try:
         lock.acquire(deadline.remaining_seconds, poll_interval=_LOCK_POLL_INTERVAL_SECONDS)
     except Timeout as timeout:
-        raise deadline.exceeded(f"waiting for {name}, which another process or thread uses") from timeout
+        raise deadline.exceeded_error(f"waiting for {name}, which another process or thread uses") from timeout
     try:
         os.utime(lock.lock_file)  # the time of its last use
         yield folder
@@ -207,18 +207,18 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
 class DirectoryContent:
     """The content that a directory should have.
 
-    `bytes_named` identifies fixed bytes. `source_named` identifies a source that may change: another process's fetch
+    `content_id` identifies fixed bytes. `source_id` identifies a source that may change: another process's fetch
     from this source is used only if it ended after this request began.
     """
 
-    bytes_named: str
-    source_named: str
+    content_id: str
+    source_id: str
     fetch: Callable[[Path, bytes | None], None]
     """Creates the directory at the given path, which must not exist, with this metadata; on an error, creates none."""
-    verifies: Callable[[Path], bool]
+    matches: Callable[[Path], bool]
     """Returns whether a directory has exactly these bytes, and `metadata`."""
     metadata: bytes | None = None
-    """The content of the metadata file, which may change; None if `bytes_named` covers it."""
+    """The content of the metadata file, which may change; None if `content_id` covers it."""
 
 
 @contextmanager
@@ -231,16 +231,16 @@ def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]
         DeadlineExceeded: another process was still fetching at the deadline.
         Exception: `content.fetch` raised it.
     """
-    name = f"the copy {content.bytes_named}"
+    name = f"the copy {content.content_id}"
     with ScratchDirectory() as scratch:
         directory = scratch / "files"
         with locked_folder(name, deadline) as folder:
             copy, seal = folder / "copy", folder / "seal"
-            if not (copy.is_dir() and seal.exists() and seal.read_text(encoding="ascii") == seal_of(copy)):
+            if not (copy.is_dir() and seal.exists() and seal.read_text(encoding="ascii") == directory_seal(copy)):
                 _remove_unlocked_directories(folder.parent, "*", unused_for=_MAX_UNUSED_AGE)
                 remove_tree(folder)  # a reader changed it, or a killed process did not finish it
                 content.fetch(copy, None)
-                seal.write_text(seal_of(copy), encoding="ascii")
+                seal.write_text(directory_seal(copy), encoding="ascii")
             shutil.copytree(copy, directory, copy_function=_link_or_copy)
         if content.metadata is not None:
             (directory / METADATA_FILE).unlink(missing_ok=True)  # other readers may have other metadata
@@ -286,10 +286,10 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
             for path in destination.parent.glob(f".{glob.escape(destination.name)}.{'[0-9a-f]' * 32}"):
                 shutil.rmtree(path, ignore_errors=True)
         if destination.exists() and any(destination.iterdir()):
-            is_unchanged = note.get("seal") == seal_of(destination)
-            is_newer = note.get("source") == content.source_named and note["done_at_seconds"] >= requested_at_seconds
-            has_content = is_unchanged and (note["bytes"] == content.bytes_named or is_newer)
-            if not has_content and not content.verifies(destination):
+            is_unchanged = note.get("seal") == directory_seal(destination)
+            is_newer = note.get("source") == content.source_id and note["done_at_seconds"] >= requested_at_seconds
+            has_content = is_unchanged and (note["bytes"] == content.content_id or is_newer)
+            if not has_content and not content.matches(destination):
                 raise DestinationInUse(
                     f"{destination}: not empty, and not this checkpoint: remove it, or choose another"
                 )
@@ -300,7 +300,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
             destination.parent.mkdir(parents=True, exist_ok=True)
             (folder / "note").write_text(json.dumps({"unfinished": True}))
             content.fetch(destination, content.metadata)
-        note = {"bytes": content.bytes_named, "source": content.source_named, "seal": seal_of(destination)}
+        note = {"bytes": content.content_id, "source": content.source_id, "seal": directory_seal(destination)}
         (folder / "note").write_text(json.dumps({**note, "done_at_seconds": time.monotonic()}))
 
 

@@ -22,12 +22,12 @@ from uuid import uuid4
 from prefect_tune.core.checkpoints.manifest import (
     CHUNK_BYTES,
     ChunkRef,
+    FileRange,
     FileRef,
     FileStat,
     Manifest,
-    Piece,
-    Source,
-    newest_metadata,
+    StagedDirectory,
+    read_newest_metadata,
 )
 from prefect_tune.core.errors import (
     CheckpointCorrupt,
@@ -37,9 +37,9 @@ from prefect_tune.core.errors import (
     StagedFilesChanged,
     StoreUnavailable,
 )
-from prefect_tune.core.restore import restore
-from prefect_tune.core.storage.documents import DOCUMENT_BYTES
-from prefect_tune.core.storage.object_store import Listed, ObjectStore, is_inside, is_too_long
+from prefect_tune.core.restore import restore_files
+from prefect_tune.core.storage.documents import MAX_DOCUMENT_BYTES
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, is_normalized_path, is_path_too_long
 from prefect_tune.core.values import digest_of
 from prefect_tune.stores.parallel_map import parallel_map
 from prefect_tune.stores.posix_store import sync_folder
@@ -49,7 +49,7 @@ _FileStatus: TypeAlias = tuple[int, int, int, int]
 
 
 class StagedFiles:
-    """A `Source` of a local directory: listed once, read by position, never written."""
+    """A `StagedDirectory` of a local directory: listed once, read by position, never written."""
 
     def __init__(self, directory: Path) -> None:
         """List `directory`.
@@ -73,9 +73,9 @@ class StagedFiles:
                 f"{self.directory}: {sorted(names)[:3] or 'its directories'} changed while it was being saved"
             )
 
-    def read_into(self, piece: Piece, buffer: memoryview) -> None:
+    def read_into(self, piece: FileRange, buffer: memoryview) -> None:
         file = self.files[piece.file]
-        with naming_unreadable(self.directory):
+        with raising_read_errors(self.directory):
             descriptor = os.open(f"{self.directory}/{file.path}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             done = 0
@@ -94,7 +94,7 @@ def _list_directory(directory: Path) -> tuple[dict[str, _FileStatus], tuple[str,
     """Return the files below `directory`, sorted, and its empty directories."""
     files: dict[str, _FileStatus] = {}
     empty_directories: list[str] = []
-    with naming_unreadable(directory):
+    with raising_read_errors(directory):
         _scan_directory(str(directory), "", files, empty_directories)
     return dict(sorted(files.items())), tuple(sorted(empty_directories))
 
@@ -107,7 +107,7 @@ _SHOWN_CHARACTERS = 200
 
 
 @contextmanager
-def naming_unreadable(directory: Path) -> Iterator[None]:
+def raising_read_errors(directory: Path) -> Iterator[None]:
     """Convert errors of files below `directory` to the user's errors, with the path.
 
     Raises:
@@ -167,7 +167,7 @@ def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
         raise InvalidInput(f"{path}: neither a file nor a directory, so it cannot be saved")
 
 
-def has_same_files(manifest: Manifest, source: Source) -> bool:
+def has_same_files(manifest: Manifest, source: StagedDirectory) -> bool:
     """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
 
     It reads the directory and nothing from the target.
@@ -182,12 +182,12 @@ def has_same_files(manifest: Manifest, source: Source) -> bool:
         return False
     indexes = {file.path: index for index, file in enumerate(source.files)}
     chunks = (
-        (Piece(indexes[file.path], offset, chunk.length), chunk)
+        (FileRange(indexes[file.path], offset, chunk.length), chunk)
         for file in manifest.files
-        for offset, chunk in file.placed_chunks()
+        for offset, chunk in file.chunks_with_offset()
     )
 
-    def has_same_digest(pair: tuple[Piece, ChunkRef]) -> bool:
+    def has_same_digest(pair: tuple[FileRange, ChunkRef]) -> bool:
         buffer = memoryview(bytearray(pair[0].length))
         source.read_into(pair[0], buffer)
         return digest_of(buffer) == pair[1].digest
@@ -195,7 +195,7 @@ def has_same_files(manifest: Manifest, source: Source) -> bool:
     return all(parallel_map(has_same_digest, chunks))
 
 
-def holds_exactly(manifest: Manifest, directory: Path) -> bool:
+def matches_manifest(manifest: Manifest, directory: Path) -> bool:
     """Read `directory`; return whether its files and folders equal those of `manifest`, byte for byte."""
     try:
         return has_same_files(manifest, StagedFiles(directory))
@@ -225,7 +225,7 @@ def _write_range(path: str, offset: int, data: memoryview) -> None:
 
 
 @contextmanager
-def restored_directory(manifest: Manifest, destination: Path) -> Iterator[DirectorySink]:
+def restoring_directory(manifest: Manifest, destination: Path) -> Iterator[DirectorySink]:
     """Yield a sink for the files of `manifest`; at the end of the block rename their directory to `destination`.
 
     Raises:
@@ -273,9 +273,9 @@ def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None 
     because the files are complete.
     """
     try:
-        metadata = newest_metadata(store, folder)
+        metadata = read_newest_metadata(store, folder)
         if metadata is None and manifest and manifest.about.metadata:
-            metadata = written_metadata(store, manifest)
+            metadata = read_committed_metadata(store, manifest)
     except CheckpointCorrupt as damaged:
         warnings.warn(f"the copy lacks metadata that was set after the commit: {damaged}", stacklevel=2)
         return None
@@ -295,7 +295,7 @@ def manifest_of_copy(manifest: Manifest, metadata: bytes | None) -> Manifest:
     )
 
 
-def fetch_committed(
+def fetch_checkpoint(
     store: ObjectStore, manifest: Manifest, destination: Path, *, metadata: bytes | None = None
 ) -> None:
     """Download the checkpoint of `manifest` to `destination`, with `metadata` as its metadata file; verify every byte.
@@ -304,27 +304,27 @@ def fetch_committed(
         CheckpointCorrupt: bytes are missing or altered; `destination` is not created.
     """
     copy = manifest_of_copy(manifest, metadata)
-    with restored_directory(copy, destination) as sink:
+    with restoring_directory(copy, destination) as sink:
         if metadata is not None:
             sink.write(len(copy.files) - 1, 0, memoryview(metadata))
             copy = copy.model_copy(update={"files": copy.files[:-1]})
-        restore(store, copy, sink)
+        restore_files(store, copy, sink)
 
 
-def written_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object]:
+def read_committed_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object]:
     """Return the metadata that the checkpoint was committed with."""
     files = tuple(file for file in manifest.files if file.path == METADATA_FILE)
     if not files:
         return dict(manifest.about.metadata)
-    if files[0].size_bytes > DOCUMENT_BYTES:
-        raise CheckpointCorrupt(f"{METADATA_FILE}: {files[0].size_bytes} bytes, expected at most {DOCUMENT_BYTES}")
-    return {**read_metadata(read_committed(store, manifest, files[0]), METADATA_FILE), **manifest.about.metadata}
+    if files[0].size_bytes > MAX_DOCUMENT_BYTES:
+        raise CheckpointCorrupt(f"{METADATA_FILE}: {files[0].size_bytes} bytes, expected at most {MAX_DOCUMENT_BYTES}")
+    return {**read_metadata(read_committed_file(store, manifest, files[0]), METADATA_FILE), **manifest.about.metadata}
 
 
-def read_committed(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytearray:
+def read_committed_file(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytearray:
     """Return the verified bytes of the chunks of `file`, which is a file of `manifest` or a part of one."""
     sink = _MemorySink(file.size_bytes)
-    restore(store, manifest.model_copy(update={"files": (file,)}), sink)
+    restore_files(store, manifest.model_copy(update={"files": (file,)}), sink)
     return sink.data
 
 
@@ -359,14 +359,14 @@ def read_metadata(data: bytes | bytearray, where: str) -> dict[str, object]:
 class PlainTree:
     """Files with sizes, and folders. All paths are relative to one folder and stay inside it."""
 
-    files: tuple[Listed, ...]
+    files: tuple[ListedObject, ...]
     folders: tuple[str, ...]
 
 
-def fetch_plain(
-    store: ObjectStore, folder: str, destination: Path, *, without: str = "", metadata: bytes | None = None
+def fetch_plain_directory(
+    store: ObjectStore, folder: str, destination: Path, *, excluded_folder: str = "", metadata: bytes | None = None
 ) -> None:
-    """Download all files below `folder`, but not below `without`, to `destination`; add `metadata` as metadata file.
+    """Download all files below `folder`, but not below `excluded_folder`, to `destination`; add `metadata` as a file.
 
     There are no digests: it checks the sizes, and that the listing is the same before and after.
 
@@ -375,7 +375,7 @@ def fetch_plain(
         CheckpointCorrupt: a name leads out of the directory, or is both a file and a folder.
         StoreUnavailable: a file was shorter than listed, or the directory changed: fetch again.
     """
-    tree = plain_tree(store, folder, without=without)
+    tree = list_plain_tree(store, folder, excluded_folder=excluded_folder)
 
     def copy_range(file_range: tuple[str, int, int]) -> None:
         name, offset, length = file_range
@@ -401,38 +401,38 @@ def fetch_plain(
         )
         for _ in store.map(copy_range, file_ranges):
             pass
-        if plain_tree(store, folder, without=without) != tree:
+        if list_plain_tree(store, folder, excluded_folder=excluded_folder) != tree:
             raise StoreUnavailable(f"{folder or 'the directory'}: changed while it was read; read it again")
         if metadata is not None:
             (building / METADATA_FILE).write_bytes(metadata)
 
 
-def plain_tree(store: ObjectStore, folder: str, *, without: str = "") -> PlainTree:
+def list_plain_tree(store: ObjectStore, folder: str, *, excluded_folder: str = "") -> PlainTree:
     """List the files and folders below `folder`, and check that no name leads out of it.
 
     Raises:
-        CheckpointNotFound, CheckpointCorrupt: see `fetch_plain`.
+        CheckpointNotFound, CheckpointCorrupt: see `fetch_plain_directory`.
     """
     start = f"{folder}/" if folder else ""
     objects = [entry for entry in store.list(folder) if entry.path.rstrip("/") != folder]
-    listed = [entry for entry in objects if not (without and entry.path.startswith(f"{without}/"))]
+    listed = [entry for entry in objects if not (excluded_folder and entry.path.startswith(f"{excluded_folder}/"))]
     if not listed:
         raise CheckpointNotFound(f"{folder or 'the root of the target'}: there are no files")
     by_path = {entry.path.removeprefix(start).rstrip("/"): entry for entry in listed}
     folders = {str(parent) for path in by_path for parent in PurePosixPath(path).parents} - {"."}
     for path, entry in by_path.items():
-        if not is_inside(path) or "\\" in path:
+        if not is_normalized_path(path) or "\\" in path:
             raise CheckpointCorrupt(f"{entry.path!r}: the name leads out of {folder or 'its directory'}")
-        if is_too_long(path):
+        if is_path_too_long(path):
             raise CheckpointCorrupt(f"{path[:40]!r}…: the name is longer than 255 bytes, or the path longer than 4096")
         if path in folders and entry.size_bytes:
             raise CheckpointCorrupt(f"{entry.path!r}: is both a file of {entry.size_bytes} bytes and a folder")
     folders |= {path for path, entry in by_path.items() if path not in folders and _is_folder_marker(store, entry)}
-    files = (Listed(path, by_path[path].size_bytes) for path in sorted(by_path.keys() - folders))
+    files = (ListedObject(path, by_path[path].size_bytes) for path in sorted(by_path.keys() - folders))
     return PlainTree(tuple(files), tuple(sorted(folders)))
 
 
-def _is_folder_marker(store: ObjectStore, listed: Listed) -> bool:
+def _is_folder_marker(store: ObjectStore, listed: ListedObject) -> bool:
     """Return whether this is an empty object `folder/`, by which some clients mark a folder.
 
     Some clients do not list the closing slash. Then an empty file has a size under its listed name, a marker has none.
@@ -443,7 +443,7 @@ def _is_folder_marker(store: ObjectStore, listed: Listed) -> bool:
 # Local directories: detect changes, copy a directory, replace a directory or a file atomically.
 
 
-def seal_of(directory: Path) -> str:
+def directory_seal(directory: Path) -> str:
     """Return a digest of a directory's names, sizes, modification times and inodes; every write changes it.
 
     Raises:

@@ -1,7 +1,7 @@
 """Text for display: escape unsafe characters, format counts, durations and sizes, suggest similar names.
 
-`readable` is for stored text: JSON, the journal, Prefect's database. `visible` is for displayed text: each terminal,
-page, notebook, artifact, log line and error message passes text from a target through it.
+`make_readable` is for stored text: JSON, the journal, Prefect's database. `make_visible` is for displayed text: each
+terminal, page, notebook, artifact, log line and error message passes text from a target through it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 """Control characters (C0 except tab and newline, C1), bidirectional marks, line separators, and surrogates."""
 
 
-def visible(text: object) -> str:
+def make_visible(text: object) -> str:
     r"""Return a text, or the sentence of a reason, with control characters escaped like `\x1b`; tabs and newlines stay.
 
     So text from a target can neither control a terminal nor reorder the characters around it.
@@ -26,9 +26,9 @@ def visible(text: object) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
-def visible_line(text: str) -> str:
-    """Return `text` like `visible`, but on one line."""
-    return visible(" ".join(text.splitlines()))
+def make_visible_line(text: str) -> str:
+    """Return `text` like `make_visible`, but on one line."""
+    return make_visible(" ".join(text.splitlines()))
 
 
 def shorten(text: str, max_length: int) -> str:
@@ -37,11 +37,11 @@ def shorten(text: str, max_length: int) -> str:
 
 
 def first_line(text: object) -> str:
-    """Return the first non-blank line of a text or of a reason, made `visible`."""
-    return visible(str(text).strip().partition("\n")[0])
+    """Return the first non-blank line of a text or of a reason, made `make_visible`."""
+    return make_visible(str(text).strip().partition("\n")[0])
 
 
-def is_unicode(text: str) -> bool:
+def is_utf8_encodable(text: str) -> bool:
     """Return whether UTF-8 can encode `text`: not if it has a lone surrogate, like some file names."""
     try:
         text.encode()
@@ -50,7 +50,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def readable(text: str) -> str:
+def make_readable(text: str) -> str:
     r"""Return `text` in a form that every JSON reader accepts, with at most 100,000 characters.
 
     Surrogates, and NULs, which PostgreSQL does not store, are escaped like `\udcff` and `\x00`. The middle of a long
@@ -58,15 +58,15 @@ def readable(text: str) -> str:
     """
     if len(text) > _MAX_LENGTH:
         text = f"{text[:_HALF_LENGTH]}\n[{len(text) - 2 * _HALF_LENGTH} characters left out]\n{text[-_HALF_LENGTH:]}"
-    escaped = text if is_unicode(text) else text.encode(errors="backslashreplace").decode()
+    escaped = text if is_utf8_encodable(text) else text.encode(errors="backslashreplace").decode()
     escaped = escaped.replace("\0", "\\x00")
-    return escaped if len(escaped) <= _MAX_LENGTH else readable(escaped)
+    return escaped if len(escaped) <= _MAX_LENGTH else make_readable(escaped)
 
 
 # Counts, durations and sizes.
 
 
-def plural(count: int, one: str, many: str) -> str:
+def pluralize(count: int, one: str, many: str) -> str:
     """Return `count` followed by `one` if it is 1, else by `many`: `"3 trials are"`."""
     return f"{count:,} {one if count == 1 else many}"
 
@@ -93,17 +93,17 @@ def format_span(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.001 else "0 s"
 
 
-def shown_size(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     """Format a size in binary units: `12.5 MiB`."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":
             break
         size /= 1024
-    return f"{shown_amount(size)} {unit}"
+    return f"{format_amount(size)} {unit}"
 
 
-def shown_amount(amount: float, digits: int = 3) -> str:
+def format_amount(amount: float, digits: int = 3) -> str:
     """Format an amount of at least 0.0001 with `digits` digits, or all digits before the point: `0.531`, `1,023`."""
     return f"{amount:.{digits}g}" if amount < 10**digits - 0.5 else f"{amount:,.0f}"
 
@@ -111,7 +111,7 @@ def shown_amount(amount: float, digits: int = 3) -> str:
 # Suggest the known name that is most similar to an unknown one, at the end of an error message.
 
 
-def nearest(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str | None:
+def find_nearest_name(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str | None:
     """Return the name most similar to `name` in `names`, ignoring case; None if none is similar, or `name` is in it.
 
     Args:
@@ -124,18 +124,18 @@ def nearest(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str
 
 def did_you_mean(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str:
     """Return `; did you mean 'name'?`, or an empty text if no known name is similar enough."""
-    match = nearest(name, names, min_similarity)
+    match = find_nearest_name(name, names, min_similarity)
     return f"; did you mean {match!r}?" if match else ""
 
 
-def did_you_mean_or_has(name: str, names: Iterable[str]) -> str:
+def did_you_mean_or_list(name: str, names: Iterable[str]) -> str:
     """Return `did you mean 'name'?`, or `it has` and all known names if none is similar."""
     known_names = list(names)
-    match = nearest(name, known_names)
+    match = find_nearest_name(name, known_names)
     return f"did you mean {match!r}?" if match else f"it has {', '.join(known_names) or 'nothing'}"
 
 
-def other_signature(function: Callable[..., object], argument_count: int) -> str:
+def signature_if_mismatched(function: Callable[..., object], argument_count: int) -> str:
     """Return the name and parameters of a function that does not accept this many positional arguments.
 
     Empty if it accepts them, or if its parameters are unknown, like those of some C functions. Only a wrapper's own

@@ -24,21 +24,21 @@ from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, SyncConfig
-from prefect_tune.clock import new_write_id
+from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import SaveOvertaken, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Trial, after
+from prefect_tune.core.experiment.trial_transitions import Trial, apply_trial_event
 from prefect_tune.core.journal.outbox import Post, read_post, write_post
-from prefect_tune.core.journal_events import AttemptEvent, Owner, Reported
-from prefect_tune.core.messages.process_messages import Leave, Proceed, Start
+from prefect_tune.core.journal_events import AttemptEvent, Owner, StepReported
+from prefect_tune.core.messages.process_messages import ContinueTraining, Start, StopTrial
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import Stamp, StepReport
+from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.journal_access import JournalWriter
-from prefect_tune.storage_retries import READ_TIMEOUT, on_target
+from prefect_tune.storage_retries import READ_TIMEOUT, with_store
 
-Answer: TypeAlias = Proceed | Leave
-_UNREAD_POSTS = 1000
+Answer: TypeAlias = ContinueTraining | StopTrial
+_MAX_UNREAD_POSTS = 1000
 
 
 class TrialJournal(ABC):
@@ -52,11 +52,11 @@ class TrialJournal(ABC):
         """The trial after its last durable events."""
 
     @abstractmethod
-    def report(self, event: Reported) -> None:
+    def add_report(self, event: StepReported) -> None:
         """Journal a report with the next events, or soon. Never blocks."""
 
     @abstractmethod
-    def unjournaled(self, step: int) -> Sequence[StepReport]:
+    def unjournaled_reports(self, step: int) -> Sequence[StepReport]:
         """Return the reports up to `step` that may not be durable yet."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class TrialJournal(ABC):
     def flush(self) -> None:
         """Journal the queued reports. Raises the same errors as `write`."""
 
-    def flush_period(self, sync: SyncConfig) -> timedelta:
+    def flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return the time until the next call of `flush`."""
         return sync.sync_period
 
@@ -86,10 +86,10 @@ class EventsSubmitted:
     events: tuple[AttemptEvent, ...]
     is_awaited: bool
     """Whether the attempt waits for the entry; mere reports can wait for the next entry of any kind."""
-    written: Future[Experiment] = field(default_factory=Future)
+    entry_written: Future[Experiment] = field(default_factory=Future)
 
 
-class SubmittedEvents(TrialJournal):
+class SubmittingJournal(TrialJournal):
     """Submits the events of an attempt to the driver of its search."""
 
     def __init__(self, trial: Trial, submit: Callable[[EventsSubmitted], None]) -> None:
@@ -97,14 +97,14 @@ class SubmittedEvents(TrialJournal):
         self._submit = submit
         self._reports: deque[tuple[StepReport, Future[Experiment]]] = deque()  # read by another thread, as a copy
 
-    def report(self, event: Reported) -> None:
+    def add_report(self, event: StepReported) -> None:
         submitted = EventsSubmitted(event.trial, (event,), is_awaited=False)
         while self._reports and _is_durable(self._reports[0][1]):  # entries are written in the order of the reports
             self._reports.popleft()
-        self._reports.append((event.report, submitted.written))
+        self._reports.append((event.report, submitted.entry_written))
         self._submit(submitted)
 
-    def unjournaled(self, step: int) -> Sequence[StepReport]:
+    def unjournaled_reports(self, step: int) -> Sequence[StepReport]:
         return [report for report, written in self._reports.copy() if report.step <= step and not _is_durable(written)]
 
     def flush(self) -> None:
@@ -114,7 +114,7 @@ class SubmittedEvents(TrialJournal):
         del up_to  # all reports are already submitted
         submitted = EventsSubmitted(self.trial.trial, tuple(events), is_awaited=True)
         self._submit(submitted)
-        self.trial = submitted.written.result().trial(self.trial.trial)
+        self.trial = submitted.entry_written.result().trial(self.trial.trial)
 
 
 def _is_durable(written: Future[Experiment]) -> bool:
@@ -126,15 +126,15 @@ class _BufferedJournal(TrialJournal):
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial)
-        self._queued_reports: list[Reported] = []
-        self._pending_entry: tuple[tuple[AttemptEvent, ...], Stamp] | None = None
+        self._queued_reports: list[StepReported] = []
+        self._pending_entry: tuple[tuple[AttemptEvent, ...], WriteStamp] | None = None
 
-    def report(self, event: Reported) -> None:
+    def add_report(self, event: StepReported) -> None:
         self._queued_reports.append(event)
 
-    def unjournaled(self, step: int) -> Sequence[StepReport]:
+    def unjournaled_reports(self, step: int) -> Sequence[StepReport]:
         pending = self._pending_entry[0] if self._pending_entry is not None else ()
-        reports = (event.report for event in (*pending, *self._queued_reports) if isinstance(event, Reported))
+        reports = (event.report for event in (*pending, *self._queued_reports) if isinstance(event, StepReported))
         return [report for report in reports if report.step <= step]
 
     def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
@@ -142,7 +142,7 @@ class _BufferedJournal(TrialJournal):
         reports = [event for event in self._queued_reports if up_to is None or event.report.step <= up_to]
         del self._queued_reports[: len(reports)]  # the attempt's thread only appends
         if all_events := (*reports, *events):
-            self._pending_entry = all_events, new_write_id()
+            self._pending_entry = all_events, new_write_stamp()
             self._write_pending_entry()
 
     def flush(self) -> None:
@@ -155,13 +155,13 @@ class _BufferedJournal(TrialJournal):
             try:
                 self.trial = self._write_events(events, stamp)
             except SaveOvertaken:  # nothing was written: queue the reports again
-                self._queued_reports[:0] = [event for event in events if isinstance(event, Reported)]
+                self._queued_reports[:0] = [event for event in events if isinstance(event, StepReported)]
                 self._pending_entry = None
                 raise
             self._pending_entry = None
 
     @abstractmethod
-    def _write_events(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
+    def _write_events(self, events: Sequence[AttemptEvent], stamp: WriteStamp) -> Trial:
         """Write the events unless they are already written; return the trial after them."""
 
 
@@ -177,61 +177,63 @@ class Outbox(_BufferedJournal):
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
-        """Whether the post `_UNREAD_POSTS` before the last one still exists: a search deletes received posts."""
+        """Whether the post `_MAX_UNREAD_POSTS` before the last one still exists: a search deletes received posts."""
 
-    def flush_period(self, sync: SyncConfig) -> timedelta:
+    def flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return how often to post, so that the search sees the newest step; less often if no search reads posts."""
         live, sync_period = sync.live_period, sync.sync_period
-        if live is None or (self._has_unread_posts and sync_period < _UNREAD_POSTS / 2 * live):  # still often enough
+        if live is None or (
+            self._has_unread_posts and sync_period < _MAX_UNREAD_POSTS / 2 * live
+        ):  # still often enough
             return sync_period
         return min(sync_period, live)
 
-    def is_closed(self, store: ObjectStore) -> bool:
+    def check_closed(self, store: ObjectStore) -> bool:
         """Return whether an owner has ended this attempt, and will reject its next post. Sends one request."""
         post = read_post(store, self._key, self._outbox, self._post_count + 1)
         return post is not None and bool(post.closed_by)
 
-    def _write_events(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
+    def _write_events(self, events: Sequence[AttemptEvent], stamp: WriteStamp) -> Trial:
         trial = self.trial
         for event in events:
-            trial = after(trial, event)
+            trial = apply_trial_event(trial, event)
         post = Post(write_id=stamp.write_id, at=stamp.at, events=tuple(events))
-        on_target(self._target, lambda store: write_post(store, self._key, self._outbox, self._post_count + 1, post))
+        with_store(self._target, lambda store: write_post(store, self._key, self._outbox, self._post_count + 1, post))
         self._post_count += 1
-        earlier = self._post_count - _UNREAD_POSTS
-        if earlier > 1 and (self._has_unread_posts or not self._post_count % _UNREAD_POSTS):  # post 1 always exists
+        earlier = self._post_count - _MAX_UNREAD_POSTS
+        if earlier > 1 and (self._has_unread_posts or not self._post_count % _MAX_UNREAD_POSTS):  # post 1 always exists
             # Ignore errors: the post itself is durable.
             with suppress(TuneError, OSError), self._target.open(timeout=READ_TIMEOUT) as store:
                 self._has_unread_posts = store.size(self._key.outbox_path(self._outbox, earlier)) is not None
         return trial
 
 
-class WrittenEntries(_BufferedJournal):
+class WritingJournal(_BufferedJournal):
     """Writes the events of an attempt as entries of its experiment's journal."""
 
     def __init__(self, trial: str, journal_writer: JournalWriter) -> None:
         super().__init__(journal_writer.experiment.trial(trial))
         self._journal_writer = journal_writer
 
-    def _write_events(self, events: Sequence[AttemptEvent], stamp: Stamp) -> Trial:
+    def _write_events(self, events: Sequence[AttemptEvent], stamp: WriteStamp) -> Trial:
         return self._journal_writer.write(events, stamp).trial(self.trial.trial)
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerAwaited:
+class DecisionAwaited:
     """A trial waits for a decision about the report of a step."""
 
     trial: str
     report: StepReport
 
 
-TrialMessage: TypeAlias = AnswerAwaited | EventsSubmitted
+TrialMessage: TypeAlias = DecisionAwaited | EventsSubmitted
 
 
-class SearchLink(ABC):
-    """The attempt's side of the connection. Decisions that arrive before `connect` are kept until then."""
+class SearchChannel(ABC):
+    """The attempt's side of the connection. Decisions that arrive before `subscribe` are kept until then."""
 
-    asks_by_report = False
+    requests_decisions_by_report = False
     """Whether the search learns only from the journaled report that the trial waits for a decision."""
 
     def __init__(self) -> None:
@@ -247,29 +249,31 @@ class SearchLink(ABC):
         return None
 
     @abstractmethod
-    def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
+    def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
         """Return the journal for the attempt's events. Raises Superseded if the experiment was deleted."""
 
     @abstractmethod
-    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
+    def open_process(
+        self, start: Start, log: Log, environment: Mapping[str, str]
+    ) -> AbstractContextManager[TrialChannel]:
         """Open a process in which the attempt trains."""
 
     @abstractmethod
-    def ask(self, report: StepReport) -> None:
+    def request_decision(self, report: StepReport) -> None:
         """Tell the search that the trial waits for a decision about this report. Never blocks."""
 
-    def watch(self) -> None:  # noqa: B027 - within one process, a stop request sets `stop`
+    def start_polling(self) -> None:  # noqa: B027 - within one process, a stop request sets `stop`
         """Start to poll for stop requests, before the attempt trains."""
 
-    def connect(self, on_answer: Callable[[Answer], None]) -> None:
+    def subscribe(self, on_answer: Callable[[Answer], None]) -> None:
         """Call `on_answer` with each decision, including those that arrived before."""
         with self._guard:
             self._on_answer = on_answer
             for answer in self._early_answers:
                 on_answer(answer)
 
-    def answer(self, answer: Answer) -> None:
-        """Deliver a decision to the trial, immediately or at `connect`."""
+    def send_decision(self, answer: Answer) -> None:
+        """Deliver a decision to the trial, immediately or at `subscribe`."""
         with self._guard:
             if self._on_answer is None:
                 self._early_answers.append(answer)
@@ -280,25 +284,27 @@ class SearchLink(ABC):
         """Release the resources: the attempt is over."""
 
 
-class InProcessLink(SearchLink):
+class InProcessChannel(SearchChannel):
     """Connects an attempt to a search in the same process: calls `receive` with each message, in the same thread."""
 
     def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         super().__init__()
         self.trial = trial
-        self._journal: SubmittedEvents | None = None
+        self._journal: SubmittingJournal | None = None
         self._pool = pool
         self._receive = receive
 
-    def process(self, start: Start, log: Log, environment: Mapping[str, str]) -> AbstractContextManager[TrialChannel]:
-        return self._pool.process(start, log, environment, self.stop)
+    def open_process(
+        self, start: Start, log: Log, environment: Mapping[str, str]
+    ) -> AbstractContextManager[TrialChannel]:
+        return self._pool.open_process(start, log, environment, self.stop)
 
-    def open_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
+    def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
         """Return the journal of the trial; a retry of the task gets the same journal."""
         del spec
         if self._journal is None:
-            self._journal = SubmittedEvents(request.trial, self._receive)
+            self._journal = SubmittingJournal(request.trial, self._receive)
         return self._journal
 
-    def ask(self, report: StepReport) -> None:
-        self._receive(AnswerAwaited(self.trial, report))
+    def request_decision(self, report: StepReport) -> None:
+        self._receive(DecisionAwaited(self.trial, report))
