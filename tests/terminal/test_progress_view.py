@@ -193,7 +193,7 @@ _PAUSED_AT_4 = {"phase": Phase.PAUSED, "step": 5, "checkpoints": (CheckpointRef(
         ([{"phase": Phase.RUNNING, "step": 2}], {"trial_count": None}, None),
         ([{**_PAUSED_AT_4, "phase": Phase.PENDING}], {}, 6 + 10),
         ([_PAUSED_AT_4], {}, 6 + 10),
-        ([{"phase": Phase.RUNNING, "step": 2}], {"resumes_all_paused_trials": False}, None),
+        ([{"phase": Phase.RUNNING, "step": 2}], {"resumes_all_paused": False}, None),
     ],
 )
 def test_the_remaining_steps_are_unknown_where_trials_are_promoted_or_the_search_has_no_end(

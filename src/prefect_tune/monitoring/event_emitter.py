@@ -362,7 +362,7 @@ class EventEmitter(SearchObserver):
 def emitting_events(
     emitter: EventEmitter, stop: threading.Event, before: Experiment | None = None
 ) -> Iterator[EventEmitter]:
-    """Emit the start of a run, due events while it lasts, and its outcome on exit; see `EventEmitter.start`."""
+    """Emit the start of a run, due events while it lasts, and its outcome on exit; see `EventEmitter.emit_start`."""
     ended = threading.Event()
 
     def emit_until_end() -> None:

@@ -69,7 +69,7 @@ class ObserverGroup(SearchObserver):
 
 
 class SearchRecorder(SearchObserver):
-    """Applies each event to the one `SearchView` of a run; `read` may be called from any thread.
+    """Applies each event to the one `SearchView` of a run; `read_search_snapshot` may be called from any thread.
 
     It must be the first observer, since the others read it.
     """

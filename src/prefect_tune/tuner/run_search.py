@@ -451,9 +451,10 @@ def read_warm_starts(
     """Read the finished trials of the source experiments that are new to `experiment`; they may still run.
 
     Args:
-        names: the sources, from `parse_warm_start`. target: the target of `experiment`. own: the experiment that
-        warm-starts. known_state: the state of `experiment` when its journal was checked; None to read it here. Sources
-        that this state
+        names: the sources, from `parse_warm_start`.
+        target: the target of `experiment`.
+        experiment: the experiment that warm-starts.
+        loaded: the state of `experiment` when its journal was checked; None to read it here. Sources that this state
             names are not read, even if the journal has changed since.
 
     Raises:
@@ -466,16 +467,16 @@ def read_warm_starts(
     earlier_sources = (loaded or read_experiment_to_resume(target, experiment)).warm_starts
     for name in names:
         if name not in earlier_sources:
-            location, _, experiment = name.rpartition("/")
+            location, _, source_name = name.rpartition("/")
             source_target = resolve_target(location) if location else target
-            source_uri = ExperimentAddress(source_target.uri, experiment).experiment_uri
+            source_uri = ExperimentAddress(source_target.uri, source_name).experiment_uri
             if source_uri == ExperimentAddress(target.uri, experiment).experiment_uri:
                 raise InvalidInput(
                     f"warm_start: {experiment!r} is the search itself, which has its own trials: pass other experiments"
                 )
-            state = read_experiment_to_resume(source_target, experiment)
+            state = read_experiment_to_resume(source_target, source_name)
             if not state.number:
-                raise InvalidInput(f"warm_start: {missing_experiment_message(source_target, experiment)}")
+                raise InvalidInput(f"warm_start: {missing_experiment_message(source_target, source_name)}")
             trials = (
                 PriorTrial(
                     trial=trial.trial, config=trial.config, report=last_report(trial), stopped=trial.past[-1].stopped
