@@ -169,8 +169,8 @@ def _require_larger_limits(
         raise InvalidInput("steps: the stop criterion of this run is code, so a number cannot change it")
     if limits.scheduler_max_steps and choice.steps > max(limits.scheduler_max_steps, limits.steps):
         raise InvalidInput(
-            f"steps: the scheduler ends each trial at step {limits.scheduler_max_steps}, the form has {choice.steps}: "
-            "a run of the deployment resume can pass a scheduler with a larger max_t"
+            f"steps: the scheduler ends each trial at step {limits.scheduler_max_steps}, but the form has "
+            f"{choice.steps}; a run of the deployment resume can pass a scheduler with a larger max_t"
         )
 
 

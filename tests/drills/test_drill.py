@@ -227,7 +227,7 @@ def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_expl
         made.append(run)
         return third
 
-    monkeypatch.setattr(Drill, "train", train)
+    monkeypatch.setattr(Drill, "train_run", train)
     target = pt.LocalTarget(path=str(tmp_path / "target"))
     with target.open(timeout=timedelta(seconds=60)) as store:
         runs = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ).compare(undisturbed, killed)

@@ -119,7 +119,7 @@ def test_the_state_of_the_generator_of_a_gpu_changes_with_each_draw() -> None:
 
 
 def test_the_drill_does_not_initialize_cuda() -> None:
-    code = "import torch; from prefect_tune.drills.probe import states; assert dict(states({}))['global torch']"
+    code = "import torch; from prefect_tune.drills import probe; assert dict(probe.collect_states({}))['global torch']"
     subprocess.run([sys.executable, "-c", f"{code}; assert not torch.cuda.is_initialized()"], check=True)
 
 
@@ -153,10 +153,10 @@ def test_the_part_of_this_rank_is_read_of_a_distributed_tensor() -> None:
     code = """
 from torch import distributed, ones
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-from prefect_tune.drills.probe import states
+from prefect_tune.drills.probe import collect_states
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 first, second = (distribute_tensor(ones(4) * each, init_device_mesh("cpu", (1,)), [Shard(0)]) for each in (1, 2))
-found = dict(states({"first": first, "second": second, "like_first": ones(4)}))
+found = dict(collect_states({"first": first, "second": second, "like_first": ones(4)}))
 assert found["state first"] == found["state like_first"] != found["state second"], found
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

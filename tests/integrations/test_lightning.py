@@ -65,7 +65,7 @@ def test_a_training_resumed_from_any_of_its_checkpoints_reports_and_ends_as_undi
         resumed = Reports({}, 0, tmp_path, restored_step=step)
         end_of_resumed = run(kind, limit, every_steps, resumed)
         assert resumed.metrics == {later: undisturbed.metrics[later] for later in undisturbed.metrics if later > step}
-        assert resumed.may_lack == {later: undisturbed.may_lack[later] for later in undisturbed.metrics if later > step}
+        assert resumed.allow_missing == {n: undisturbed.allow_missing[n] for n in undisturbed.metrics if n > step}
         if step < len(undisturbed.metrics):  # Lightning does not begin a training that has reached its limit
             assert flat(end_of_resumed) == flat(end)
 

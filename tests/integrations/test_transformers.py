@@ -125,11 +125,11 @@ def test_a_training_resumed_from_any_of_its_checkpoints_reports_as_undisturbed(
     train(model, undisturbed)
     expected = learned_by(undisturbed)
     assert ["eval_loss" in metrics for metrics in expected.values()] == [False, False, True, True, True]
-    assert [*undisturbed.may_lack.values()] == [True, True, False, False, False]
+    assert [*undisturbed.allow_missing.values()] == [True, True, False, False, False]
     for step in (1, 3):
         train(model, resumed := Reports({}, 0, tmp_path, restored_step=step))
         assert learned_by(resumed) == {later: expected[later] for later in expected if later > step}
-        assert resumed.may_lack == {later: undisturbed.may_lack[later] for later in expected if later > step}
+        assert resumed.allow_missing == {later: undisturbed.allow_missing[later] for later in expected if later > step}
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ class Undisturbed:
     steps: int
     directory: Path
     step: int = 0
-    trains_here: bool = True
+    is_own_process: bool = True
 
     def report_step(
-        self, metrics: Mapping[str, object], save: Callable[[str], None], *, may_lack: bool = False
+        self, metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False
     ) -> None:
-        del metrics, may_lack
+        del metrics, allow_missing
         if self.step == self.steps:
             raise StopTraining(TrialPaused(trial="trial", reason="it was over before"))
         self.step += 1
@@ -47,18 +47,18 @@ class Undisturbed:
     def save_last_step(self, save: Callable[[str], None]) -> None:
         """The last step is saved already."""
 
-    def restored(self) -> None:
+    def checkpoint_directory(self) -> None:
         return None
 
-    def is_asked_to_stop(self) -> bool:
+    def poll_stop_request(self) -> bool:
         return False
 
-    def new_directory(self) -> Path:
+    def make_checkpoint_directory(self) -> Path:
         directory = self.directory.with_name(f"{self.directory.name}-{self.step}")
         directory.mkdir()
         return directory
 
-    def info(self) -> TrialInfo:
+    def trial_info(self) -> TrialInfo:
         return TrialInfo("undisturbed", "undisturbed", 1, self.directory, self.config, 0, 1, 0, self)
 
 
@@ -69,17 +69,17 @@ class Reports(Undisturbed):
     restored_step: int = 0
     pause_at: int | None = None
     metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    may_lack: dict[int, bool] = field(default_factory=dict)
+    allow_missing: dict[int, bool] = field(default_factory=dict)
     """Whether a report may lack the metric of the search."""
 
     def __post_init__(self) -> None:
         self.step = self.restored_step
 
-    def report_step(self, metrics: Mapping[str, Any], save: Any, *, may_lack: bool = False) -> None:
+    def report_step(self, metrics: Mapping[str, Any], save: Any, *, allow_missing: bool = False) -> None:
         if self.step == self.pause_at:
             raise StopTraining(TrialPaused(trial="trial", reason="it was paused before"))
         self.step += 1
-        self.may_lack[self.step] = may_lack
+        self.allow_missing[self.step] = allow_missing
         self.metrics[self.step] = {name: float(value) for name, value in metrics.items()}
         place = self.directory / str(self.step)
         place.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ class Reports(Undisturbed):
         if self.step == self.pause_at:
             raise StopTraining(TrialPaused(trial="trial", reason="paused"))
 
-    def restored(self) -> Any:
+    def checkpoint_directory(self) -> Any:
         return str(self.directory / str(self.restored_step)) if self.restored_step else None
 
 

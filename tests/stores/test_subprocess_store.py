@@ -42,7 +42,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SubprocessStore
         yield store
 
 
-class TestIsolatedStore(StoreContract):
+class TestSubprocessStore(StoreContract):
     @pytest.fixture
     def store(self, shared: SubprocessStore) -> Iterator[SubprocessStore]:
         yield shared
@@ -237,9 +237,9 @@ def test_a_child_does_not_import_prefect(tmp_path: Path) -> None:
 ORPHAN = """
 import sys
 from functools import partial
-from prefect_tune.stores.subprocess_store import IsolatedStore
+from prefect_tune.stores.subprocess_store import SubprocessStore
 from tests.fakes.stores.slow_stores import MoodyStore
-store = IsolatedStore(partial(MoodyStore, sys.argv[1]), max_children=1)
+store = SubprocessStore(partial(MoodyStore, sys.argv[1]), max_children=1)
 print(store.read("pid").decode(), flush=True)
 store.put("drip", b"")
 """

@@ -62,7 +62,7 @@ class Record:
     waited: float
     """Seconds between the previous step and this step: the training waited, mostly for its save."""
     states: Mapping[str, str]
-    """A value or a digest, by kind and name; see `probe.states`."""
+    """A value or a digest, by kind and name; see `probe.collect_states`."""
 
     @property
     def resumed_from(self) -> int:

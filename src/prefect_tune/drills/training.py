@@ -72,7 +72,7 @@ def main() -> None:
 
     threading.Thread(target=_exit_with_drill, daemon=True).start()
     options: dict[str, Any] = json.loads(sys.argv[1])
-    plan = replace(RunPlan.from_environment(), search=os.getpid())
+    plan = replace(RunPlan.from_environment(), search_pid=os.getpid())
     os.environ |= plan.to_environment()
     target = resolve_target(options["target"])
     try:

@@ -66,7 +66,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     """Report each epoch, save at the flow's `checkpoint` interval and at the end, and resume from the last save.
 
     ```python
-    model.fit(images, labels, epochs=20, initial_epoch=restored_epoch(), callbacks=[TuneReportCheckpointCallback()])
+    model.fit(images, labels, epochs=20, initial_epoch=get_initial_epoch(), callbacks=[TuneReportCheckpointCallback()])
     ```
 
     Restores weights, the optimizer's state, the seeds of layers, and the global generators of Python, NumPy and
@@ -104,7 +104,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
         if epoch != self._epochs:
-            raise InvalidInput(f"model.fit: pass initial_epoch=restored_epoch(), {self._epochs} here; found {epoch}")
+            raise InvalidInput(f"model.fit: pass initial_epoch=get_initial_epoch(), {self._epochs} here; found {epoch}")
         if self._restored_random_state is not None:  # building the model has advanced the generators: reset them
             _set_random_state(self._restored_random_state)
             self._restored_random_state = None

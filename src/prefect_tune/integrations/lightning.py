@@ -63,7 +63,7 @@ class TuneReportCheckpointCallback(Callback):
 
     ```python
     trainer = Trainer(callbacks=[TuneReportCheckpointCallback(every_steps=10)], enable_checkpointing=False)
-    trainer.fit(model, loader, ckpt_path=restored_checkpoint(), weights_only=True)
+    trainer.fit(model, loader, ckpt_path=get_checkpoint_path(), weights_only=True)
     ```
 
     The state is Lightning's own plus the random generators, which Lightning does not save. The data must resume at its
@@ -167,7 +167,7 @@ class TuneReportCheckpointCallback(Callback):
         signals = self._trainer._signal_connector
         signals._register_signal(signal.SIGTERM, signals._original_handlers[signal.SIGTERM])
         if get_checkpoint_path() is not None and self._restored_state is None:
-            raise InvalidInput("trainer.fit: the trial resumes from a checkpoint: pass ckpt_path=restored_checkpoint()")
+            raise InvalidInput("trainer.fit: the trial resumes from a checkpoint: pass ckpt_path=get_checkpoint_path()")
         on_run_start()
         if self._restored_state is None:
             return

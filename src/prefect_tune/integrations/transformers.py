@@ -42,7 +42,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
     ```python
     trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[
         TuneReportCheckpointCallback(every_steps=50)], train_dataset=data)
-    trainer.train(resume_from_checkpoint=restored_checkpoint())
+    trainer.train(resume_from_checkpoint=get_checkpoint_path())
     ```
 
     Each report is saved, even if the flow's `checkpoint` interval is longer: the Trainer saves only at its own save
@@ -103,7 +103,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
                 "load; pass `peft.get_peft_model(model, config)`"
             )
         if get_checkpoint_path() is not None and state.global_step == 0:
-            raise InvalidInput("trainer.train: the trial resumes: pass resume_from_checkpoint=restored_checkpoint()")
+            raise InvalidInput("trainer.train: the trial resumes: pass resume_from_checkpoint=get_checkpoint_path()")
         for logs in state.log_history:  # after a resume, reports also include the metrics of an earlier evaluation
             self._metrics.update({name: value for name, value in logs.items() if name != "step"})
         if (directory := get_checkpoint_path()) is not None and isinstance(model, PreTrainedModel):

@@ -62,14 +62,14 @@ class Experiment:
 
     def _end(self, proposals: SearchState, number: int) -> None:
         """Report twice, then finish; each seventh trial fails, and each fifth is stopped after its first report."""
-        reports = [StepReport(step=step, metrics=metrics(self.configs[number], step)) for step in (1, 2)]
+        one, two = [StepReport(step=step, metrics=metrics(self.configs[number], step)) for step in (1, 2)]
         acts: list[tuple[str, tuple[Any, ...]]]
         if number % 7 == 6:
             acts = [("failed", (number, None))]
         elif number % 5 == 4:
-            acts = [("reported", (number, reports[0])), ("stopped", (number,)), ("ended", (number, reports[0]))]
+            acts = [("on_report", (number, one)), ("on_trial_stopped", (number,)), ("on_trial_ended", (number, one))]
         else:
-            acts = [("reported", (number, reports[0])), ("ended", (number, reports[1]))]
+            acts = [("on_report", (number, one)), ("on_trial_ended", (number, two))]
         for act, arguments in acts:
             self.events.append((act, arguments))
             _tell(proposals, act, arguments)
@@ -83,7 +83,7 @@ def metrics(config: Config, step: int = 1) -> dict[str, object]:
 
 def _tell(proposals: SearchState, act: str, arguments: tuple[Any, ...]) -> None:
     match act:
-        case "ended" | "failed":
+        case "on_trial_ended" | "failed":
             proposals.on_trial_ended(*arguments, failed=act == "failed")
         case _:
             getattr(proposals, act)(*arguments)
