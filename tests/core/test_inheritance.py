@@ -103,7 +103,7 @@ def test_a_save_that_a_guest_has_overtaken_is_quarantined_and_retires_nothing(se
 def test_the_suite_notices_when_a_save_that_was_overtaken_is_committed(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_lines(monkeypatch, trial_transitions._apply_commit, {"if is_overtaken(trial, sequence):": "if False:"})
+    break_lines(monkeypatch, trial_transitions._apply_commit, {"if predates_quarantine(trial, sequence):": "if False:"})
     overtaken_commit(search)
     assert keys(search)[-1].step == 4
 

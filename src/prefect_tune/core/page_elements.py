@@ -80,7 +80,7 @@ _MAX_VALUES = 60
 
 
 def make_values_table(name: str, values: Mapping[str, object]) -> Table:
-    """Return a table of `flat` parameters or metrics: the first 60, and the number of others."""
+    """Return a table of `values`, parameters or metrics: the first 60, and the number of others."""
     shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in values.items()}
     rows = [(shorten(make_visible_line(key), 60), shorten(make_visible_line(text), 300)) for key, text in shown.items()]
     more = [("", f"and {len(rows) - _MAX_VALUES} more")] if len(rows) > _MAX_VALUES else []

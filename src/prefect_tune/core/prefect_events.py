@@ -39,7 +39,7 @@ class BestModelTracker:
     """
 
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
-        """Args: experiment: its state before the first call of `on_commit` or `ended`; it sets the best so far."""
+        """Args: experiment: its state before the first `on_commit` or `on_trial_ended`; it sets the best so far."""
         self._objective = objective
         self._experiment = experiment.key
         self._losses: Losses | None = None

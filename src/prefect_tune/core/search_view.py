@@ -291,7 +291,7 @@ class SearchView:
 
     @property
     def best(self) -> tuple[str, Losses] | None:
-        """The trial with the best last report, by the rule of `ranked`; None if no trial can be compared."""
+        """The trial with the best last report, by the rule of `rank_trials`; None if no trial can be compared."""
         if self._best is None and self._losses:
             trials = (trial for trial in self._experiment.trials if trial in self._losses)  # in the order of proposal
             best = min(trials, key=self._losses.__getitem__)

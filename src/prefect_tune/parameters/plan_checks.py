@@ -1,7 +1,7 @@
 """Check a plan before anything is written, also against the journal that it resumes, and derive what a run needs.
 
 A `require_` function raises; a `log_` or `warn_of_` function warns about what may not be intended.
-`with_added_samples` computes the number of samples, `trial_spec` the specification of the trials.
+`with_added_samples` computes the number of samples, `make_trial_spec` the specification of the trials.
 """
 
 from __future__ import annotations
@@ -568,7 +568,7 @@ def make_single_trial_spec(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Sto
     """Return the specification of a trial whose attempts write the experiment's journal, and its stop criterion.
 
     Raises:
-        InvalidInput: the criterion is for a search of many trials; or see `trial_spec` and `require_valid_sync`.
+        InvalidInput: the criterion is for a search of many trials; or see `make_trial_spec` and `require_valid_sync`.
     """
     stopper = plan.stopper
     if wrong := experiment_stoppers(stopper):

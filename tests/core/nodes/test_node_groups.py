@@ -119,7 +119,7 @@ def test_a_save_without_the_part_of_a_node_says_which_one_and_why() -> None:
     with pytest.raises(PartMissing, match="node 2, 3 did not add its part in time"):
         joined(store, {"a": b""}, 1, 2, 3)
     with pytest.raises(PartMissing, match="node 2 is gone"):
-        joined(store, {"a": b""}, 1, 2, lost=lambda: {2: "is gone", 1: "is gone too, and its part is there"})
+        joined(store, {"a": b""}, 1, 2, lost_nodes=lambda: {2: "is gone", 1: "is gone too, and its part is there"})
     refuse_part(store, SAVE, (NODES, 2, TERM), "its disk is full")
     with pytest.raises(PartMissing, match="node 2 cannot add its part: its disk is full"):
         joined(store, {"a": b""}, 1, 2)

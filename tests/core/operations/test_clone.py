@@ -284,7 +284,7 @@ def dies(story: str) -> Sequence[str]:
 MUTANTS: Mapping[str, Mutant] = {
     "delete what clones need": Mutant(
         partial(dies, "the source continues"),
-        {trial_transitions.is_deletable_checkpoint: {" or is_held(state, key)": ""}},
+        {trial_transitions.is_deletable_checkpoint: {" or is_cloned_checkpoint(state, key)": ""}},
     ),
     "count nothing as needed by clones": Mutant(
         partial(dies, "the source continues"),

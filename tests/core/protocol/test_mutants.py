@@ -195,7 +195,7 @@ MUTANTS = {
             commit.require_stored: {"if not uploaded:": "if True:"},
             commit.commit_checkpoint: {
                 "batches =": "LATER.clear(); batches =",
-                "return Save(": "[at.put(path, of) for at, path, of in LATER]; return Save(",
+                "return SaveResult(": "[at.put(path, of) for at, path, of in LATER]; return SaveResult(",
             },
         },
     ),
@@ -219,11 +219,11 @@ MUTANTS = {
     ),
     "no term check": Mutant(
         meeting_owners,
-        {journal._apply_non_owner_entry: {"how = f": "return load(store, experiment.key)\n    how = f"}},
+        {journal._apply_non_owner_entry: {"how = f": "return load_experiment(store, experiment.key)\n    how = f"}},
     ),
     "collect before the entry": Mutant(
         every_death,
-        {Session.acknowledge: {"self.append([*reports": "self.collect_early(new, going); self.append([*reports"}},
+        {Session.acknowledge: {"self.append(": "self.collect_early(new, going); self.append("}},
     ),
     "reuse any orphan": Mutant(
         every_late_deletion, {commit.find_reusable_bytes: {"blob_sequence(path) >= collected_up_to": "True"}}
@@ -248,7 +248,7 @@ MUTANTS = {
         {trial_transitions.is_deletable_checkpoint: {" and key.sequence < state.collected_up_to": ""}},
     ),
     "collect what live ones share": Mutant(
-        every_death, {trial_gc.delete_retired_objects: {" - _reachable(store, trial, state)": ""}}
+        every_death, {trial_gc.delete_retired_objects: {" - _find_reachable_blobs(store, trial, state)": ""}}
     ),
     "collect the manifest first": Mutant(
         every_death,

@@ -83,7 +83,7 @@ def replayed(fresh: Schedule, history: list[RecordedCall]) -> Schedule:
     for call in history:
         if call.name != "on_search_exhausted":
             call.to(fresh)
-    last = [call.name for call in history if call.name in {"added", "on_search_exhausted"}][-1:]
+    last = [call.name for call in history if call.name in {"on_trial_added", "on_search_exhausted"}][-1:]
     if last == ["on_search_exhausted"]:
         fresh.on_search_exhausted()
     return fresh
@@ -100,7 +100,7 @@ def test_at_every_point_one_that_is_told_the_history_is_in_the_same_state(
     for cut in range(len(recorded.calls) + 1):
         fresh = replayed(scheduler.begin(LOSS, world.seed), recorded.calls[:cut])
         if cut:
-            by_then = [call.arguments[0] for call in recorded.calls[:cut] if call.name == "added"]
+            by_then = [call.arguments[0] for call in recorded.calls[:cut] if call.name == "on_trial_added"]
             assert would_answer(fresh, by_then) == recorded.calls[cut - 1].state
         for call in recorded.calls[cut:]:
             assert call.to(fresh) == call.answer

@@ -458,8 +458,8 @@ def test_a_repetition_that_is_tried_again_counts_once_and_the_mean_is_told_again
 
 def test_what_others_found_is_told_to_the_search_that_is_repeated_without_the_count() -> None:
     class Learning(RecordingProposals):
-        def learn(self, config: Mapping[str, object], last: StepReport, *, stopped: bool) -> bool:
-            self._ended.append((dict(config), last, stopped))
+        def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
+            self._ended.append((dict(config), report, stopped))
             return True
 
     class Search(RecordingSearch):

@@ -415,7 +415,7 @@ def send_part(
     sender: tuple[NodesKey, int, int],
     reuse: ReusableBytes,
 ) -> None:
-    """Send a node's files of the checkpoint `key`, then its part; `of` is the attempt, the node's number and the term.
+    """Send a node's files of the checkpoint `key`, then its part; `sender` is the attempt, node number and term.
 
     Raises:
         StoreUnavailable, CommitUnknown: the next try reuses the blobs that were sent.

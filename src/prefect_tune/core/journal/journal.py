@@ -15,7 +15,7 @@ for any number of processes that do not know of each other, without locks, lease
   appends after it.
 - **Write id.** A create may be refused because its first try succeeded unnoticed: the same write id means success.
 - **Deletion.** An entry counts once its writer has seen the first entry after creating its own: see `generations`.
-- **Order.** An entry is durable before its effect: replies to trials and deletions of bytes come after `append`.
+- **Order.** An entry is durable before its effect: replies to trials and deletions of bytes come after `append_events`.
 
 Never: replace or delete an entry, except with its whole experiment; write an entry after a missing one, which an
 unmounted disk would accept; treat an unknown outcome as success or failure.

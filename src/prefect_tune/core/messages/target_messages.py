@@ -397,7 +397,7 @@ class SendPart(Value):
     parent: CheckpointKey | None
     """The newest live checkpoint, whose bytes are not sent again."""
     collected_up_to: int
-    """See `commit.reusable`."""
+    """See `commit.find_reusable_bytes`."""
 
 
 class NodeStopping(Value):

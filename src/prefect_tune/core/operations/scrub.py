@@ -57,7 +57,7 @@ def quarantine(
     Checkpoints that were retired meanwhile are left out. Idempotent.
 
     Raises:
-        JournalCorrupt, UnknownVersion: see `load`.
+        JournalCorrupt, UnknownVersion: see `load_experiment`.
         StoreUnavailable, CommitUnknown: call again.
     """
 

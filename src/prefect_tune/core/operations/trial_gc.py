@@ -116,7 +116,7 @@ def find_leftover_manifests(
     """Return keys of manifests on the target that are not checkpoints: retired but not deleted, or never committed.
 
     Includes manifests that clones still need: they are checked again later. Excludes manifests at or after the trial's
-    barrier: they may belong to a running save. `listed` are the objects in `trial.checkpoints`.
+    barrier: they may belong to a running save. `listed` are the objects in `trial.checkpoints_folder`.
     """
     limit = max(state.settled_from, state.collected_up_to)
     if limit <= 1:
@@ -133,8 +133,8 @@ def find_orphan_blobs(
     """Return the blobs to which neither a live checkpoint nor a clone refers, and which no save will ever reuse.
 
     They are left by interrupted saves and by deletions of unreadable manifests, and may be deleted at any time.
-    Excludes blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in `trial.blobs`, or
-    the remaining candidates among them.
+    Excludes blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in
+    `trial.blobs_folder`, or the remaining candidates among them.
 
     Raises:
         CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable.

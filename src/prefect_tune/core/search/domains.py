@@ -408,7 +408,7 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
 def as_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
     """Return part of a configuration or space with its dataclasses and mappings as dicts, and plain scalars.
 
-    Domains stay unchanged, and so do values that are not JSON, which `frozen` rejects.
+    Domains stay unchanged, and so do values that are not JSON, which `freeze` rejects.
 
     Raises:
         InvalidInput: a mapping has two keys that are equal as text.
