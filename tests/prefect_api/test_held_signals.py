@@ -118,7 +118,7 @@ def _stubborn() -> None:
         print("trains", flush=True)
         time.sleep(300)
 
-    ThreadPoolExecutor().submit(run_interruptible, work, grace=timedelta(seconds=300), request_period=_PERIOD).result()
+    ThreadPoolExecutor().submit(run_interruptible, work, grace=timedelta(seconds=300), poll_interval=_PERIOD).result()
 
 
 _COUNTS = {"in_two_threads": 2, "beside_one_in_the_main_thread": 2}
@@ -209,7 +209,7 @@ def test_without_a_signal_the_handlers_are_those_of_before() -> None:
     with ThreadPoolExecutor() as threads:
         assert (
             threads.submit(
-                run_interruptible, lambda stop: stop.is_set(), grace=timedelta(0), request_period=_PERIOD
+                run_interruptible, lambda stop: stop.is_set(), grace=timedelta(0), poll_interval=_PERIOD
             ).result()
             is False
         )

@@ -111,8 +111,8 @@ def _is_scheduled_state(state: State[Any]) -> bool:
     return state.type is StateType.SCHEDULED
 
 
-# *Suspend* of a flow run: detect it, prevent it from interrupting tasks, and add an input form.  To ask upstream: a
-# public `is_flow_run_suspended()`; a context in which tasks still run, so that a suspended run can save;
+# *Suspend* of a flow run: detect it, prevent it from interrupting tasks, and add an input form. To ask upstream: a
+# public `is_suspended()`; a context in which tasks still run, so that a suspended run can save;
 # `suspend_flow_run` for a run that is already Suspended; and that form and state are set in one request.
 
 _SUSPENSION_FIELD = "flow_run_suspension_request"

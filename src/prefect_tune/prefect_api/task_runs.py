@@ -57,9 +57,9 @@ def mark_task_runs_crashed(
 
     Args:
         owner_run: the flow run, as named in a journal; ignored if it is not the id of a run.
-        is_dead: whether a task run that has not ended is to be set.
+        is_lost: whether a task run that has not ended is to be set.
         successor: the name of the new owner, for the message of the new states.
-        has_ended: whether the process of the flow run is known to have ended; else the server is queried.
+        has_owner_exited: whether the process of the flow run is known to have ended; else the server is queried.
     """
     with (
         suppress(PrefectException, httpx.HTTPError, OSError, RuntimeError, ValueError),

@@ -339,7 +339,7 @@ def started(drivers: Drivers, flow: Flow, target: LocalTarget, attempts: Attempt
     config = {"witness": str(attempts.witness), "gate": str(attempts.gate), "seconds": 1000}
     options |= {} if flow == "durable_trainable" else {"num_samples": 1, "max_concurrent_trials": 1}
     trainable = "tests.trainables.processes.forked:daemonizes"
-    return drivers.start(trainable, config, flow=flow, target=target, experiment="find_orphan_blobs", **options)
+    return drivers.start(trainable, config, flow=flow, target=target, experiment="orphans", **options)
 
 
 def living(pids: set[int]) -> set[int]:

@@ -67,7 +67,7 @@ def train(config): pass
 
 @pytest.fixture
 def importers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_prefect_server: None) -> Callable[[], set[int]]:
-    """Make `models_here`, `needs_more` and `iter_leaves` importable; return the processes that imported the first."""
+    """Make `models_here`, `needs_more` and `leaves` importable; return the processes that imported the first."""
     del no_prefect_server
     witness, project = tmp_path / "witness", tmp_path / "project"
     project.mkdir()
@@ -93,7 +93,7 @@ _NO_TRAINABLES = [
     ("models_here:OfRay", r"trainable OfRay: expected a subclass of pt.Trainable"),
     (
         "leaves:Net",
-        r"module 'iter_leaves' .*: SystemExit: no data set \(raised in .*leaves.py, line 2\)\. Run .* `if __name__ == ",
+        r"module 'leaves' .*: SystemExit: no data set \(raised in .*leaves.py, line 2\)\. Run .* `if __name__ == ",
     ),
     (
         "needs_more:Nett",
