@@ -102,7 +102,7 @@ def acquire_experiment(
         key: the experiment's journal, from `read_experiment_by_name`.
         owner: the flow run and process that take ownership; superseded owners name it in messages.
         stamp: write id and time of the entry that records the new owner.
-        known: the experiment, if the caller has just read it; saves a second read.
+        loaded: the experiment, if the caller has just read it; saves a second read.
 
     Raises:
         ResumeFailed: the journal is damaged or has an unknown version. Nothing was started.

@@ -278,7 +278,7 @@ def _set_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None
         args=(mark_task_runs_crashed, dead_owner.flow_run, make_attempt_filter(dead_owner, run_count)),
         kwargs={
             "successor": successor,
-            "has_ended": is_same_run or has_process_ended(dead_owner),
+            "has_owner_exited": is_same_run or has_process_ended(dead_owner),
         },
         name="settle-dead-attempts",
         daemon=True,

@@ -138,7 +138,7 @@ def find_code_choices(settings: Mapping[str, object], earlier_sources: Collectio
 
     Args:
         settings: the settings in the journal.
-        known_sources: the experiments that the search has already warm-started from: it does not open them again.
+        earlier_sources: the experiments that the search has already warm-started from: it does not open them again.
 
     Raises:
         InvalidInput: the search space in the settings is invalid.

@@ -46,7 +46,7 @@ def work(stop):
 
 graceful_stop.get_run_logger = logging.getLogger
 try:
-    graceful_stop.interruptible(work, grace=timedelta(hours=1), request_period=timedelta(seconds=5))
+    graceful_stop.run_interruptible(work, grace=timedelta(hours=1), poll_interval=timedelta(seconds=5))
 except KeyboardInterrupt:
     print("caught")
 """

@@ -85,7 +85,7 @@ class FakeChannel:
         time.sleep(0.01)
         return None
 
-    def tell(self, message: ToTrial) -> None:
+    def send(self, message: ToTrial) -> None:
         self.sent.append(message)
 
     def end(self) -> ProcessEnd:
@@ -101,19 +101,19 @@ class FakeCommitWorker:
 
     log: logging.Logger = field(default_factory=logging.getLogger)
     error: BaseException | None = None
-    code: str = ""
+    source_digest: str = ""
     noted: list[tuple[int, bool]] = field(default_factory=list)
     """The steps, and whether each was noted as one that asks."""
     flushes: int = 0
     uploads: list[Callable[[], None]] = field(default_factory=list)
 
-    def note(self, report: StepReport, *, asks: bool) -> None:
-        self.noted.append((report.step, asks))
+    def queue_report(self, report: StepReport, *, awaits_decision: bool) -> None:
+        self.noted.append((report.step, awaits_decision))
 
-    def flush(self) -> None:
+    def queue_flush(self) -> None:
         self.flushes += 1
 
-    def save(self, save: GroupSave, committed: Callable[[int], None], _failed: object) -> None:
+    def queue_save(self, save: GroupSave, committed: Callable[[int], None], _failed: object) -> None:
         self.uploads.append(lambda: committed(save.done.report.step))
 
 
@@ -288,8 +288,8 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
                 link.send_decision(make_leave("enough", save=True))
             return super().receive(patience)
 
-        def tell(self, message: ToTrial) -> None:
-            super().tell(message)
+        def send(self, message: ToTrial) -> None:
+            super().send(message)
             assert len(self.sent) < 100, "the supervisor waits for ever"
 
     found = supervise(Channel([LOADED, step(1)]), FakeCommitWorker(), spec, link)
@@ -347,8 +347,8 @@ def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
     counted: list[tuple[list[Reason], bool]] = []
 
     class Channel(FakeChannel):
-        def tell(self, message: ToTrial) -> None:
-            super().tell(message)
+        def send(self, message: ToTrial) -> None:
+            super().send(message)
             counted.append(([*supervisor._failed_saves], supervisor._has_pending_saves))
 
     group = RankGroup(cast("Sequence[TrialChannel]", [Channel([])]))
@@ -534,11 +534,11 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
     class Impatient(GroupMetrics):
         """Its time is a number of looks, so that a slow machine has as much of it."""
 
-        def restart(self) -> None:
+        def restart_timeout(self) -> None:
             super().restart_timeout()
             self.looks = 0
 
-        def overdue(self) -> Reason | None:
+        def overdue_reason(self) -> Reason | None:
             self.looks += 1
             return make_reason("metrics-late") if self.looks > 30 else None
 

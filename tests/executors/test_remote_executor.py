@@ -506,7 +506,7 @@ def test_a_search_of_the_same_name_after_a_deletion_imports_the_trainable_anew(
     @contextmanager
     def worker_pool(search: Hashable, _reuse: Reuse) -> Iterator[Any]:
         pools.append(search)
-        yield SimpleNamespace(process=lambda *_: nullcontext())
+        yield SimpleNamespace(open_process=lambda *_: nullcontext())
 
     monkeypatch.setattr(remote_executor, "shared_pool", worker_pool)
     start, log = cast("Start", None), logging.getLogger("a run")

@@ -102,8 +102,8 @@ def test_what_a_path_does_not_lead_to_has_none(tmp_path: Path, monkeypatch: pyte
 def test_what_a_script_defines_has_none_and_what_it_imports_has_one(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(MODULE)
     (tmp_path / "script.py").write_text(
-        "from nets import Net\nfrom prefect_tune.runtime.load_named import import_path_of\n"
-        "class Own: pass\nprint(import_path_of(Net), import_path_of(Own))\n"
+        "from nets import Net\nfrom prefect_tune.runtime.load_named import importable_name_of\n"
+        "class Own: pass\nprint(importable_name_of(Net), importable_name_of(Own))\n"
     )
     script = [sys.executable, str(tmp_path / "script.py")]
     assert subprocess.check_output(script, text=True, cwd=tmp_path.parent) == "nets:Net None\n"

@@ -222,7 +222,7 @@ def test_nothing_else_stands(past: tuple[PolicyEvent, ...]) -> None:
 @pytest.mark.parametrize("trial", [None, "00000", "00001"], ids=["all", "one", "refused"])
 def test_a_reason_gives_the_terminal_no_commands(trial: str | None, caplog: pytest.LogCaptureFixture) -> None:
     class Asking(StopSource):
-        def take(self) -> Sequence[StopRequest]:
+        def take_requests(self) -> Sequence[StopRequest]:
             return [StopRequest(write_id="w", at="", reason="enough\x1b]0;title\x07", term=0, trial=trial)]
 
     policy = random_policy()

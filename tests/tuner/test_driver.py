@@ -400,7 +400,7 @@ def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: L
     class Faulty(PostingExecutor):
         polls = 0
 
-        def poll(self, patience: object) -> Sequence[object]:  # type: ignore[override]  # the fake returns the same
+        def poll_messages(self, patience: object) -> Sequence[object]:  # type: ignore[override]  # as the fake returns
             self.polls += 1
             first = self.attempts[0]
             if self.polls == 2:
@@ -412,7 +412,7 @@ def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: L
                 except Superseded:
                     replies.append("refused")
                 first.exits()
-            return super().poll(patience)  # type: ignore[arg-type]  # as above
+            return super().poll_messages(patience)  # type: ignore[arg-type]  # as above
 
     executor = Faulty(act)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
@@ -434,7 +434,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
     class Stops(planned_search._Interrupts):
         taken = 0
 
-        def take(self) -> Sequence[StopRequest]:
+        def take_requests(self) -> Sequence[StopRequest]:
             self.taken += 1
             asked = StopRequest(write_id="w", at="", reason="by a person", term=2, trial="00001")
             whole = StopRequest(write_id="x", at="", reason="by a person", term=2)

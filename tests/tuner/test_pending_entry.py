@@ -301,9 +301,9 @@ class Scripted(PostingExecutor):
     def _begin(self, attempt: RemoteAttempt) -> None:
         self._parts = self._script(attempt)
 
-    def poll(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, patience: timedelta) -> list[Message]:
         next(self._parts, None)
-        return super().poll(patience)
+        return super().poll_messages(patience)
 
 
 def saves(attempt: RemoteAttempt, step: int, *retires: int) -> CheckpointKey:

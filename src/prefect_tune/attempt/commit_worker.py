@@ -354,7 +354,7 @@ class CommitWorker:
         """Queue a report, to be journaled with the next commit or after `sync_period`.
 
         Args:
-            asks: whether the trial waits for a decision about the journaled report.
+            awaits_decision: whether the trial waits for a decision about the journaled report.
         """
         self._journal.add_report(StepReported(trial=self._spec.trial.trial, report=report, asks=awaits_decision))
 

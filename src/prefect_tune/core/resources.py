@@ -88,7 +88,7 @@ def divide_into_slots(machine: Machine, needed: Resources, max_slots: int | None
     A whole GPU belongs to one slot. Fractions are assigned so that each GPU has one slot before any has two.
 
     Args:
-        at_most: the maximum number of slots; None for no limit.
+        max_slots: the maximum number of slots; None for no limit.
 
     Raises:
         InvalidInput: the machine lacks the resources for a single trial.

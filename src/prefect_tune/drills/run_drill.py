@@ -111,7 +111,7 @@ def run_drill(
         target: where the runs store their checkpoints and journals.
         environment: the environment of the training processes, with the address of a Prefect API.
         keep: whether to keep what the runs write to the target.
-        tracks: the drill appends a function for each run, which returns the progress of the run.
+        progress_readers: the drill appends a function for each run, which returns the progress of the run.
         on_activity: called with a line when an activity begins: what it is and how long it usually takes.
 
     Raises:

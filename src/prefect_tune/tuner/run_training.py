@@ -151,9 +151,9 @@ def observing_run(
         spec: how its trials are trained.
         estimate: the expected number of trials and steps, and the time budget.
         stop: set when the run is requested to stop.
-        runs: returns whether a trial is running now.
-        before: see `EventEmitter.start`.
-        emits: whether the run emits events.
+        is_running: returns whether a trial is running now.
+        state_before: see `EventEmitter.emit_start`.
+        emits_events: whether the run emits events.
     """
     target, log, recorder = spec.target, get_run_logger(), SearchRecorder(state)
     search_log = SearchLog(recorder, estimate.objective, target.uri, log)

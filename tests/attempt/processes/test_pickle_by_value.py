@@ -139,17 +139,17 @@ def with_closure():
 if __name__ == "__main__":
     from datetime import timedelta
     from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-    from prefect_tune.attempt.trial_spec import pickled_or_path
+    from prefect_tune.attempt.trial_spec import serialize_for_trial
     from tests.fakes.trial_processes import messages_of, start_of
 
     with TrialProcessPool(slots=1, reuse="auto") as pool:
-        with pool.process(start_of(train, sys.argv[1]), logging.getLogger()) as channel:
+        with pool.open_process(start_of(train, sys.argv[1]), logging.getLogger()) as channel:
             *reports, end = messages_of(channel)
     rejected = {}
     for function in (uses_variable, uses_executor, uses_steps, uses_file, uses_thread, uses_event, uses_semaphore,
                      uses_queue, uses_relabeled, uses_missing, uses_holder, uses_program, with_closure()):
         try:
-            pickled_or_path(function)
+            serialize_for_trial(function)
         except Exception as error:
             rejected[function.__name__] = f"{type(error).__name__}: {error}"
     metrics = [dict(each.report.metrics) for each in reports if each.type == "step-done"]

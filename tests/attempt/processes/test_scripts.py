@@ -62,12 +62,12 @@ if __name__ == "__main__":
         for x in (1, 2):
             of_class = start_of(Digits, folder, {"x": x}, steps=1, cadence=Cadence())
             for start in (start_of(train, folder, {"x": x}), of_class):
-                with pool.process(start, logging.getLogger()) as channel:
+                with pool.open_process(start, logging.getLogger()) as channel:
                     said = [channel.receive(timedelta(seconds=60))]
                     while said[-1] is None or said[-1].type != "trial-ended":
                         said.append(channel.receive(timedelta(seconds=60)))
                         if getattr(said[-1], "checkpoint", None):
-                            channel.tell(CheckpointSaved(step=1))
+                            channel.send(CheckpointSaved(step=1))
                 steps = [dict(each.report.metrics) for each in said if each and each.type == "step-done"]
                 print(json.dumps([said[-1].raised and str(said[-1].outcome.reason), *steps]))
 """
@@ -176,7 +176,7 @@ if __name__ == "__main__":
 
     for reuse in ("auto", "never"):
         with tempfile.TemporaryDirectory() as folder, TrialProcessPool(slots=1, reuse=reuse) as pool:
-            with pool.process(start_of(train, folder), logging.getLogger()) as channel:
+            with pool.open_process(start_of(train, folder), logging.getLogger()) as channel:
                 *reports, end = messages_of(channel)
         metrics = [dict(each.report.metrics) for each in reports if each.type == "step-done"]
         print(json.dumps([getattr(end, "message", ""), metrics]))

@@ -472,7 +472,7 @@ def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: F
         sys.path.insert(0, {str(tmp_path)!r})
         from prefect_tune.attempt.processes.process_pool import TrialProcessPool
         pool = TrialProcessPool(slots=1, reuse="auto")
-        pool.prepare("{module.name}:train", logging.getLogger())
+        pool.start_import("{module.name}:train", logging.getLogger())
         time.sleep(600)
     """)
     supervisor = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", code])

@@ -281,7 +281,7 @@ def test_what_a_function_with_a_second_copy_returns_is_its_last_step_and_every_s
 
 
 def test_a_framework_with_another_number_of_processes_than_the_trial_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pt.TrialFailed, match="Trainer: expected 1 process, as the trial has, found 2"):
+    with pytest.raises(pt.TrialFailed, match="Trainer: expected 1 process, like the trial, found 2"):
         launched(tmp_path, trains_with_two, {})
 
 

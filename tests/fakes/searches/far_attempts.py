@@ -66,7 +66,7 @@ class FarMachines:
 
         return wait
 
-    def withdraw(self) -> None:
+    def cancel_unstarted(self) -> None:
         self.is_withdrawn = True
 
     def end(self, trial: str) -> None:

@@ -103,9 +103,9 @@ class FarSearch:
         self._happens.popleft()()
         return False
 
-    def take(self) -> Sequence[StopRequest]:
+    def take_requests(self) -> Sequence[StopRequest]:
         asked, self._asked = self._asked, []
         return asked
 
-    def journaled(self, count: int) -> None:
+    def on_requests_journaled(self, count: int) -> None:
         del count
