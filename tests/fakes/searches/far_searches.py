@@ -84,7 +84,7 @@ class FarSearch:
         self._happens.extend(happens)
         with (
             suppress(Death),
-            patch.object(driver, "_PATIENCE", timedelta(seconds=0.02)),
+            patch.object(driver, "_POLL_TIMEOUT", timedelta(seconds=0.02)),
             patch.object(driver, "stop_and_wait", lambda *_: None),  # a dead process stops no trial
         ):
             self._driver.run(self)

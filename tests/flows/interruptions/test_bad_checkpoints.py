@@ -66,7 +66,7 @@ def test_damaged_checkpoints_are_put_aside_loudly_and_the_newest_whole_one_is_us
     trained.run(steps=20)
     assert trained.acts("loaded") == [newest]
     assert len(trained.trial.quarantined) == len(damaged)
-    assert "step 15 cannot be restored" in trained.loudly()
+    assert "quarantined step 15: cannot be restored" in trained.loudly()
     _require_identical(trained, 20)
 
 
