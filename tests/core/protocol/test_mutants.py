@@ -316,7 +316,7 @@ MUTANTS = {
         every_death,
         {
             experiment._apply_owner_change: {
-                '"opened_at": number': '"opened_at": number, "trials": TrialMap.of(each.model_copy('
+                '"opened_at": number': '"opened_at": number, "trials": TrialMap.from_trials(each.model_copy('
                 'update={"settled_from": each.next_sequence + 1}) for each in experiment.trials.values())'
             }
         },
