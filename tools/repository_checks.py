@@ -82,7 +82,7 @@ def locks() -> Iterator[str]:
 def extras() -> Iterator[str]:
     """Yield the errors of a missing package that name no extra which brings it."""
     source = "\n".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-    named = re.findall(r"""missing\(error, "(\w+)"((?:, "\w+")*)\)""", source)
+    named = re.findall(r"""missing_extra_error\(error, "(\w+)"((?:, "\w+")*)\)""", source)
     asked = [(extra, re.findall(r"\w+", modules) or [extra]) for extra, modules in named]
     asked += [(extra, [module]) for module, extra in re.findall(r"""require_package\("(\w+)", "(\w+)\"""", source)]
     asked += [(name.removeprefix("prefect-"), [name]) for name in re.findall(r'NamedBlocks\("([\w-]+)"', source)]
