@@ -193,7 +193,7 @@ class NodesMissingError(Exception):
 
 
 class OtherNodes:
-    """The nodes of an attempt besides node 0. Enter the context, then call `begin`."""
+    """The nodes of an attempt besides node 0. Enter the context, then call `gather_nodes`."""
 
     def __init__(
         self, spec: TrialSpec, start: Start, term: int, restored: CheckpointKey | None, secret: str, log: Log

@@ -42,7 +42,7 @@ _MAX_UNREAD_POSTS = 1000
 
 
 class TrialJournal(ABC):
-    """Journals the events of one attempt in order. One other thread may call `report` concurrently."""
+    """Journals the events of one attempt in order. One other thread may call `add_report` concurrently."""
 
     deletes_retired = True
     """Whether the attempt deletes the checkpoints that it retires; else the owner does, after it journals this."""

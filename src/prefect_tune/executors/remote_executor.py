@@ -333,7 +333,7 @@ class RemoteExecutor:
         threading.Thread(target=copy_context().run, args=(wait_for_end,), daemon=True).start()
 
     def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        """Write a decision for the trial to the target with the next `poll`; do nothing if its attempt has ended."""
+        """Write a decision to the target with the next `poll_messages`; do nothing if its attempt has ended."""
         attempt = self._attempts.get(trial)
         if attempt is None:
             return

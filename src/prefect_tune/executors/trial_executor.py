@@ -134,7 +134,7 @@ def stop_and_wait(
 
     `journal` is called with the events since the last call, which may be empty.
 
-    If attempts survive their search, do nothing: the next owner continues them. Raises errors of `TrialExecutor.stop`.
+    If attempts survive their search, do nothing: the next owner continues them. Raises errors of `stop_all`.
     """
     if executor.is_detached:
         return

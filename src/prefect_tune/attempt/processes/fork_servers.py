@@ -197,7 +197,7 @@ class ForkServer:
             )
 
     def fork(self, request: bytes = FORK_REQUEST, channel: socket.socket | None = None) -> ForkedProcess | None:
-        """Return a new process; see `ForkedProcess.request`."""
+        """Return a new process; see `ForkedProcess.fork`."""
         self._has_requests = True
         return ForkedProcess.fork(self.control, request, channel)
 

@@ -48,11 +48,11 @@ _NO_REPORT_NOTE = "no report yet; if the trial hangs here, but not with reuse='n
 
 
 class TrialProcessPool:
-    """A pool of trial processes. Enter the context, then call `process`, from any number of threads.
+    """A pool of trial processes. Enter the context, then call `open_process`, from any number of threads.
 
     On Linux, processes are forked from a fork server that has imported the modules that every trial needs or, depending
-    on `reuse`, from a template that has also imported the trainable's module. `prepare` or the first `process` starts
-    these. Other systems start a new process each time.
+    on `reuse`, from a template that has also imported the trainable's module. `start_import` or the first
+    `open_process` starts these. Other systems start a new process each time.
     If the `reset_config` of a class trainable accepts the next trial's configuration, that trial is trained in the same
     process and with the same object, without `cleanup` and `setup`. A function always gets a new process. A process
     that failed, was interrupted or declined is not reused.
@@ -87,7 +87,7 @@ class TrialProcessPool:
         self.fork_servers.close(is_used=is_used)
 
     def end_idle_processes(self, *, keep_count: int = 0) -> None:
-        """End the processes that are idle longest, until at most `slots` are left, including those in use."""
+        """End the processes that are idle longest, until at most `keep_count` are left, including those in use."""
         with self._guard:
             surplus = max(0, self._used_count + len(self._idle) - keep_count)
             to_end, self._idle = self._idle[:surplus], self._idle[surplus:]
