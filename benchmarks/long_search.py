@@ -110,7 +110,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
     wall, cpu = meter.began
     return {
         "trials": len(results.trials),
-        "entries": results.experiment.number,
+        "entries": results.experiment.entry_count,
         "reports": executor.report_count,
         "first": meter.at_first,
         "seconds": time.perf_counter() - wall,

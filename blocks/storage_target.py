@@ -424,7 +424,7 @@ class TargetCheck:
     ok: bool
     message: str
     conditional_create: bool
-    may_pass: bool = False
+    may_be_temporary: bool = False
     """Whether the error may be temporary: no answer from the target, or not in time."""
 
 
@@ -445,7 +445,7 @@ def check_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
         message = f"{'' if hint is None else f'{hint}; '}could not {step}: {error}"
         may_pass = isinstance(error, StoreUnavailable | CommitUnknown)
         message = _format_message(target, message)
-        return TargetCheck(ok=False, message=message, conditional_create=False, may_pass=may_pass)
+        return TargetCheck(ok=False, message=message, conditional_create=False, may_be_temporary=may_pass)
     return _make_check_result(target, is_conditional=is_conditional, refuses_duplicate=refuses_duplicate)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from prefect_tune.core.display_text import first_line, pluralize, shorten
 from prefect_tune.core.errors import TrialFailed
@@ -13,6 +13,7 @@ from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.summary import format_recomputed_steps, format_status
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint_key
 from prefect_tune.core.page_elements import Cell, Table, Text, Verbatim, make_values_table, render_notebook_cell
+from prefect_tune.core.renamed import Renamed
 from prefect_tune.core.values import ExperimentName, Number, WholeNumber, flatten
 from prefect_tune.parameters.forms import (
     ConfigField,
@@ -30,8 +31,10 @@ __all__ = ["TrialResult", "durable_trainable"]
 
 
 @dataclass(frozen=True)
-class TrialResult:
+class TrialResult(Renamed):
     """The state of a `trial` of an `experiment` when its flow run ends."""
+
+    _renamed: ClassVar[Mapping[str, str]] = {"wasted_steps": "recomputed_steps"}
 
     experiment: str
     trial: str
@@ -47,16 +50,16 @@ class TrialResult:
     """The newest committed checkpoint; None if none was committed."""
     attempts: int
     """Number of attempts, over all runs."""
-    wasted_steps: int
+    recomputed_steps: int
     """Known number of steps that were trained again."""
-    wasted_at_least: bool
-    """Whether `wasted_steps` is a lower bound: a run was lost together with its last reports."""
+    recomputed_is_lower_bound: bool
+    """Whether `recomputed_steps` is a lower bound: a run was lost together with its last reports."""
 
     def _repr_html_(self) -> str:
         """Return the result for a notebook."""
         facts: dict[str, Cell] = {
             "trained": f"{self.step:,} steps in {pluralize(self.attempts, 'attempt', 'attempts')}",
-            "recomputed": format_recomputed_steps(self.wasted_steps, at_least=self.wasted_at_least),
+            "recomputed": format_recomputed_steps(self.recomputed_steps, at_least=self.recomputed_is_lower_bound),
             "reason": shorten(first_line(self.reason), 300),
             "checkpoint": Verbatim(str(self.checkpoint)) if self.checkpoint else "none",
         }
@@ -143,13 +146,13 @@ def durable_trainable(
     spec, trial = outcome
     return TrialResult(
         experiment=spec.trial.experiment,
-        trial=trial.trial,
+        trial=trial.id,
         status=trial.status,
         reason=trial.reason,
         step=trial.step,
         metrics=trial.metrics,
         checkpoint=spec.target.checkpoint(key) if (key := newest_checkpoint_key(spec.trial, trial)) else None,
         attempts=trial.attempt,
-        wasted_steps=trial.wasted_steps,
-        wasted_at_least=trial.wasted_at_least,
+        recomputed_steps=trial.recomputed_steps,
+        recomputed_is_lower_bound=trial.recomputed_is_lower_bound,
     )

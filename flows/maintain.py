@@ -68,8 +68,8 @@ def maintain(
         quarantine: whether to quarantine damaged checkpoints, so that no trial resumes from them. Release them with
             `prefect-tune verify --release`.
         collect: whether to delete retired checkpoints and the remains of interrupted saves.
-        retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Always kept are pinned and
-            cloned checkpoints, each trial's newest, the best checkpoint, and all checkpoints of the best trial.
+        retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Always kept are cloned
+            checkpoints, each trial's newest, the best checkpoint, and all checkpoints of the best trial.
             Default: keep all.
         time_budget_seconds: seconds after which no further work begins; each day begins with a different experiment.
             Default: no limit.

@@ -152,7 +152,7 @@ def resume(
             make_plan(source)  # raise before the fork exists
         experiment = fork_experiment(resolved, request).name
     state = read_experiment_to_resume(resolved, experiment)
-    if not state.number:
+    if not state.entry_count:
         raise ResumeFailed(f"nothing was started: {missing_experiment_message(resolved, experiment)}")
     require_search(state, resolved.uri)
     plan = make_plan(state)

@@ -25,30 +25,30 @@ __all__ = ["train_trial"]
 
 
 @flow(name="train-trial", flow_run_name="train {parameters.trial.trial} · attempt {attempt}", persist_result=False)
-def train_trial(parameters: TrialSpec, orders: dict[str, Any], attempt: int, node: int = 0) -> State[Any]:
+def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: int = 0) -> State[Any]:
     """Train one attempt of a trial. The journal records how it ends; the state of the flow run is for display only.
 
     With `nodes_per_trial`, each node has its own flow run; only the run of node 0 posts to the outbox.
 
     Args:
-        parameters: the specification, from `spec_to_parameters`.
-        orders: the request for this attempt, from `request_to_parameters`.
+        spec: the specification, from `spec_to_parameters`.
+        request: the request for this attempt, from `request_to_parameters`.
         attempt: the number of the attempt, part of the paths of its answers on the target.
         node: the number of this run's node, from 0.
     """
-    spec, request = parameters, parse_request(orders)
-    train = partial(run_interruptible, grace=spec.grace, poll_interval=spec.sync.request_period)
+    attempt_request = parse_request(request)
+    train = partial(run_interruptible, grace=spec.grace_period, poll_interval=spec.sync.request_period)
     with isolated_run_context(), TrialProcessPool(slots=0) as pool:
         pool.start_import(
-            spec.trainable, get_run_logger(), request.environment
+            spec.trainable, get_run_logger(), attempt_request.environment
         )  # the import overlaps opening the journal
         link = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool)
         if node:
             log, tasks = get_run_logger(), PrefectAttemptTasks(spec)
             return make_node_state(
-                train(lambda stop: train_node(spec, request, node, link.use_stop_event(stop), tasks, log))
+                train(lambda stop: train_node(spec, attempt_request, node, link.use_stop_event(stop), tasks, log))
             )
-        end_state = train(partial(_train_attempt, spec, request, link))
+        end_state = train(partial(_train_attempt, spec, attempt_request, link))
     # The state's name is part of Prefect's event: keep a standard name, which automations can match.
     return State(type=end_state.type, message=f"{end_state.name}: {end_state.message}")
 

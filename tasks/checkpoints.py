@@ -331,8 +331,8 @@ class _Save:
             self._target, trial, save, self._args.retention or Retention(), time.monotonic() - started_at, self._log
         )
         events: list[Event] = [*self._new_reports(state), committed, *quarantined]
-        state = write_if_unchanged(self._target, state, trial.trial, events)
-        if not is_live_checkpoint(state.trial(trial.trial), save.manifest.key):
+        state = write_if_unchanged(self._target, state, trial.id, events)
+        if not is_live_checkpoint(state.trial(trial.id), save.manifest.key):
             raise SaveOvertaken(f"step {self._report.step}: a checkpoint was quarantined during the save")
         log_commit(save, self._log)
         log_damage(save, quarantined, self._log)
@@ -360,7 +360,7 @@ class _Save:
                     return existing
         problem = "it is committed with other files" if existing else f"the newest checkpoint is of step {newest.step}"
         raise AlreadyCommitted(
-            f"step {step} of trial {trial.trial!r} in experiment {state.name!r} at {self._target.uri}: {problem}. "
+            f"step {step} of trial {trial.id!r} in experiment {state.name!r} at {self._target.uri}: {problem}. "
             "Nothing was written: call pt.restore_checkpoint first and continue after the step that it returns; "
             f"or go back with pt.delete_checkpoint(step={newest.step}); or choose another trial name"
         )
@@ -397,7 +397,7 @@ class _Save:
                 self._target,
                 CheckpointKey(trial=self._folder, step=self._report.step, sequence=trial.next_sequence),
                 self._args.directory,
-                about.model_copy(update={"metadata": self._args.metadata}),
+                about.model_copy(update={"user_metadata": self._args.metadata}),
                 trial,
                 # The sequence grows with each commit, so no process has to count commits.
                 reverification=Reverification(trial.next_sequence, SyncConfig().verify_reused_every),
@@ -405,7 +405,9 @@ class _Save:
             )
         except AlreadyCommitted as error:
             # After this entry, no owner adopts a save that began earlier; the next attempt deletes the save.
-            write_if_unchanged(self._target, state, trial.trial, [CheckpointsRetired(trial=trial.trial, retires=())])
+            write_if_unchanged(
+                self._target, state, trial.id, [CheckpointsRetired(trial=trial.id, retired_sequences=())]
+            )
             raise SaveOvertaken(f"step {self._report.step}: an earlier save of this step was not journaled") from error
 
     def _delete_retired(self, state: Experiment, keys: Sequence[CheckpointKey]) -> None:
@@ -489,7 +491,7 @@ def _restore_newest(args: RestoreArguments, state: Experiment, trial: Trial | No
                 step=checkpoint.step,
                 metrics=checkpoint.metrics,
             )
-    if trial is None or not (trial.checkpoints or trial.lost_checkpoints):
+    if trial is None or not (trial.checkpoints or trial.lost_checkpoint_count):
         return None
     raise ResumeFailed(
         f"trial {args.trial!r} of {args.experiment!r} at {args.target.uri}: all its committed checkpoints are "
@@ -575,7 +577,7 @@ def delete_checkpoint(
         checkpoints = (*current.checkpoints, *(lost.checkpoint for lost in current.quarantined_checkpoints))
         if to_retire := [checkpoint for checkpoint in checkpoints if checkpoint.step == args.step]:
             retired = CheckpointsRetired(
-                trial=args.trial, retires=tuple(checkpoint.sequence for checkpoint in to_retire)
+                trial=args.trial, retired_sequences=tuple(checkpoint.sequence for checkpoint in to_retire)
             )
             state = write_if_unchanged(args.target, state, args.trial, [retired, *rollback_events(current, to_retire)])
             return state, [folder.checkpoint_key(checkpoint) for checkpoint in to_retire]
@@ -588,7 +590,7 @@ def delete_checkpoint(
     existing = read_experiment_raising_refusals(
         args.target, args.experiment
     )  # before taking ownership, which would create it
-    if not existing.number:
+    if not existing.entry_count:
         raise InvalidInput(f"{missing_experiment_message(args.target, args.experiment)}. Nothing was deleted")
     if args.trial not in existing.trials:
         where = f"experiment {args.experiment!r} at {args.target.uri}"

@@ -299,10 +299,10 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """
     with _open_store_for_fork(target, request) as store:
         destination = _load_experiment(store, request.into)
-        if destination.origin is not None and destination.is_whole and _matches_request(destination, request):
+        if destination.origin is not None and destination.is_complete and _matches_request(destination, request):
             return destination
         origin = _load_experiment(store, request.experiment)
-        if not origin.number:
+        if not origin.entry_count:
             raise ResumeFailed(f"nothing was started: {no_experiment_message(store, request.experiment, target.uri)}")
         past = _load_past(store, request, origin, destination)
         settings: Mapping[str, object] = {"seed": seed_from_name(request.experiment), **strip_signature(past.settings)}
@@ -328,7 +328,7 @@ def load_fork_source(target: StorageTarget, request: ForkRequest) -> Experiment 
         with _open_store_for_fork(target, request) as store:
             destination = _load_experiment(store, request.into)
             origin = _load_experiment(store, request.experiment)
-            if destination.number or not origin.number:
+            if destination.entry_count or not origin.entry_count:
                 return None
             return _load_past(store, request, origin, destination).experiment
 
@@ -403,11 +403,11 @@ def publish_results(
     Raises:
         StoreUnavailable, CommitUnknown: all retries failed.
     """
-    metadata = {"experiment": experiment.name, "entry": str(experiment.number), "digest": experiment.digest}
+    metadata = {"experiment": experiment.name, "entry": str(experiment.entry_count), "digest": experiment.digest}
     if objective is not None:
         metadata["objective"] = objective.model_dump_json()
     paths: dict[ResultsTable, str] = {
-        rows: results_path(experiment.key, rows, experiment.number) for rows in COLUMN_VERSIONS
+        rows: results_path(experiment.key, rows, experiment.entry_count) for rows in COLUMN_VERSIONS
     }
     with target.open(timeout=timedelta(minutes=5)) as store:
         reports = curves or read_curves(store, experiment)

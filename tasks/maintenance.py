@@ -100,7 +100,7 @@ def prune_checkpoints(
     """
     with target.open(timeout=_TIMEOUT) as store:
         retirements = retire_unkept_checkpoints(store, journal, policy, new_write_stamp(), dry_run=dry_run)
-        return sum(len(retirement.retires) for retirement in retirements)
+        return sum(len(retirement.retired_sequences) for retirement in retirements)
 
 
 @task(name="collect-garbage", task_run_name="collect {journal.experiment}", **TASK_RETRY_OPTIONS)

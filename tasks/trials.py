@@ -85,7 +85,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchChannel) -
     """
     ignore_broken_log_pipe()
     log: Log = get_run_logger()
-    if spec.of_search:  # in a search, each log message names the trial
+    if spec.proposed_by_search:  # in a search, each log message names the trial
         log = TrialLog(log, f"trial {spec.trial.trial}")
     link.start_polling()  # a stop request may arrive during a wait for a slot, other nodes or an import
     with (
@@ -182,7 +182,9 @@ def run_trial(
     if result.phase is not Phase.FINISHED:
         with isolated_run_context():  # else uploads would wait for the concurrency slots of this task's tags
             result, outcome = run_interruptible(
-                lambda stop: _run_attempt(spec, state, stop), grace=spec.grace, poll_interval=spec.sync.request_period
+                lambda stop: _run_attempt(spec, state, stop),
+                grace=spec.grace_period,
+                poll_interval=spec.sync.request_period,
             )
         if isinstance(outcome, AttemptEnded) and outcome.cause is not Cause.PREEMPTED:
             where = f"trial {args.trial!r} of experiment {state.name!r} at {spec.target.uri}"
@@ -216,11 +218,11 @@ def _run_attempt(spec: TrialSpec, state: Experiment, stop: threading.Event) -> t
         name, trial = spec.trial.trial, state.trial(spec.trial.trial)
         curve = (
             tuple(ReportReader(spec.target, state.key).read_reports(trial))
-            if spec.needs_curve and trial.checkpoints
+            if spec.needs_history and trial.checkpoints
             else ()
         )
         journal = WritingJournal(name, JournalWriter(spec.target, state, make_trial_entry_writer(name)))
         with retrying_refusals(), closing(link):
-            request = AttemptRequest(search_term=state.term, trial=trial, curve=curve)
+            request = AttemptRequest(search_term=state.term, trial=trial, reports=curve)
             ended = Attempt(spec, request, link, PrefectAttemptTasks(spec), run_log()).run_with_journal(journal)
     return ended.trial, ended.outcome

@@ -59,7 +59,7 @@ _BY_AUTOMATION = _scheduled("AwaitingRetry", "State changed by Automation 3")
 
 
 def test_a_run_that_nothing_came_of_is_not_started_again_by_itself() -> None:
-    assert _run_from(Running(), Crashed(), _BY_AUTOMATION, restarts=4).by_hand is False
+    assert _run_from(Running(), Crashed(), _BY_AUTOMATION, restarts=4).is_manual is False
     with pytest.raises(CrashLoop, match="restarted 5 times in a row"):
         _run_from(Running(), Crashed(), _BY_AUTOMATION, restarts=5)
 
@@ -79,7 +79,7 @@ def test_a_run_that_nothing_came_of_is_not_started_again_by_itself() -> None:
     ids=lambda states: f"{states[0].name}, {states[1].message or states[1].name}",
 )
 def test_a_person_may_start_it_again_as_often_as_they_like(states: list[State[Any]]) -> None:
-    assert _run_from(Running(), *states, restarts=99).by_hand is True
+    assert _run_from(Running(), *states, restarts=99).is_manual is True
 
 
 def _last_run(*states: State[Any]) -> UUID:
@@ -105,6 +105,6 @@ def test_a_scheduled_run_does_not_take_an_experiment_from_the_living(states: lis
 
 @pytest.mark.parametrize("states", [[Running(), Crashed()], [Running(), Completed()]], ids=["crashed", "completed"])
 def test_a_scheduled_run_goes_on_where_the_last_one_has_ended(states: list[State[Any]]) -> None:
-    assert owning(str(_last_run(*states)), 0, scheduled=True).by_hand is False
-    assert owning(str(uuid4()), 0, scheduled=True).by_hand is False  # the server no longer has that run
-    assert owning("a forged id", 0, scheduled=True).by_hand is False
+    assert owning(str(_last_run(*states)), 0, scheduled=True).is_manual is False
+    assert owning(str(uuid4()), 0, scheduled=True).is_manual is False  # the server no longer has that run
+    assert owning("a forged id", 0, scheduled=True).is_manual is False

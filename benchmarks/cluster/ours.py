@@ -37,10 +37,10 @@ def _main(work: Work, act: str) -> None:
 
 def _outcome(results: pt.Results, work: Work) -> Outcome:
     trials = results.trials.values()
-    complete = [each for each in trials if each.step == work.steps and each.trial not in results.errors]
+    complete = [each for each in trials if each.step == work.steps and each.id not in results.errors]
     wanted = list(range(1, work.steps + 1))
     reported = [each for each in trials if [report.step for report in results.curve(each)] == wanted]
-    readable = [is_good for each in trials for is_good in _readable(results, each.trial)]
+    readable = [is_good for each in trials for is_good in _readable(results, each.id)]
     return Outcome(len(complete), len(reported), len(readable), readable.count(False))
 
 

@@ -71,12 +71,12 @@ def write_history(trial_count: int) -> History:
     state = journal.acquire_ownership(entries.store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(0))
     for say in _search(trial_count):
         state = entries.watch(partial(_next, entries.store, state, say(state)))
-        if is_snapshot_due(state, state.number - 1):
+        if is_snapshot_due(state, state.entry_count - 1):
             snapshots.watch(partial(write_snapshot, snapshots.store, state))
         interval, last = snapshot_interval(state), _ENTRIES_OF_A_TRIAL * trial_count
-        if (state.number + 1) % interval == 0 and state.number + interval >= last:
+        if (state.entry_count + 1) % interval == 0 and state.entry_count + interval >= last:
             break
-    count = state.number
+    count = state.entry_count
     return History(
         objects={**entries.store.objects, **snapshots.store.objects},
         trials=len(state.trials),
@@ -132,7 +132,7 @@ class _Watched:
 
 
 def _next(store: MemoryStore, state: Experiment, events: Sequence[Event]) -> Experiment:
-    return journal.append_events(store, state, events, new_stamp(state.number + 1))
+    return journal.append_events(store, state, events, new_stamp(state.entry_count + 1))
 
 
 def _search(trial_count: int) -> Iterator[_Say]:

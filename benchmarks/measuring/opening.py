@@ -66,7 +66,7 @@ def _load(store: ObjectStore) -> Experiment:
 
 def _own(store: ObjectStore) -> Experiment:
     opened = journal.acquire_ownership(store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99))
-    if is_snapshot_due(opened, opened.number - 1):
+    if is_snapshot_due(opened, opened.entry_count - 1):
         write_snapshot(store, opened)
     return opened
 

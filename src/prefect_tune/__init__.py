@@ -293,10 +293,15 @@ _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() fo
 _MODULE_BY_NAME |= {name: module for kind in _BUILT_IN.values() for name, module in kind.items()}
 
 
+_HINTS = {"Proposals": "; it is now called pt.SearchState"} | dict.fromkeys(
+    ("CSVLogger", "JSONLogger"), "; use pt.FileLogger(directory, file_format)"
+)
+
+
 def __getattr__(name: str) -> object:
     """Import a public name on first use."""
     if name not in __all__:
-        hint = "; use pt.FileLogger(directory, file_format)" if name in {"CSVLogger", "JSONLogger"} else ""
+        hint = _HINTS.get(name, "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     collects = gc.isenabled()
     gc.disable()  # useless collections would take a sixth of the import time of Prefect

@@ -135,22 +135,22 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
 
 
 def _newest_checkpoint_path(experiment: JournalKey, trial: Trial) -> str | None:
-    key = newest_checkpoint_key(experiment.trial_key(trial.trial), trial)
+    key = newest_checkpoint_key(experiment.trial_key(trial.id), trial)
     return key.folder if key else None
 
 
 _Columns: TypeAlias = Mapping[str, tuple[str, Callable[[JournalKey, Trial], object]]]
 """The columns of every experiment: the Arrow type, and a function of the experiment's key and a trial."""
 _FIRST: _Columns = {
-    "trial": ("string", lambda _, trial: trial.trial),
+    "trial": ("string", lambda _, trial: trial.id),
     "status": ("string", lambda _, trial: str(trial.status)),
     "step": ("int64", lambda _, trial: trial.step),
 }
 _LAST: _Columns = {
     "trained_seconds": ("float64", lambda _, trial: trial.measured_seconds),
     "attempts": ("int64", lambda _, trial: trial.attempt),
-    "wasted_steps": ("int64", lambda _, trial: trial.wasted_steps),
-    "wasted_at_least": ("bool", lambda _, trial: trial.wasted_at_least),
+    "recomputed_steps": ("int64", lambda _, trial: trial.recomputed_steps),
+    "recomputed_is_lower_bound": ("bool", lambda _, trial: trial.recomputed_is_lower_bound),
     "checkpoints": ("int64", lambda _, trial: len(trial.checkpoints)),
     "checkpoint": ("string", _newest_checkpoint_path),
     "cause": ("string", lambda _, trial: trial.cause and str(trial.cause)),
@@ -191,7 +191,7 @@ def _make_column(column: list[Any]) -> pa.Array:
 
 def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
     """Return the valid reports, one per row, from the published file of exactly this state, or from the journal."""
-    path = results_path(experiment.key, "reports", experiment.number)
+    path = results_path(experiment.key, "reports", experiment.entry_count)
     try:
         table = from_parquet(read_document(store, path, JournalCorrupt), experiment.digest)
     except (ObjectNotFound, JournalCorrupt):  # a file that is too large was not written by this package
@@ -209,5 +209,5 @@ def curves_to_arrow(experiment: Experiment, curves: LearningCurves) -> pa.Table:
 def read_curves(store: ObjectStore, experiment: Experiment) -> LearningCurves:
     """Return the curves of all trials up to the experiment's last entry."""
     return LearningCurves(
-        entry for entry, _ in iter_entries(store, experiment.key) if entry.number <= experiment.number
+        entry for entry, _ in iter_entries(store, experiment.key) if entry.number <= experiment.entry_count
     )

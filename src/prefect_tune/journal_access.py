@@ -95,7 +95,7 @@ class JournalWriter:
 def append_entry(store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp) -> Experiment:
     """Write the next entry, and a snapshot after it if one is due. Raises like `journal.append_events`."""
     after = append_events(store, experiment, events, stamp)
-    if is_snapshot_due(after, experiment.number):
+    if is_snapshot_due(after, experiment.entry_count):
         write_snapshot(store, after)
     return after
 
@@ -215,7 +215,7 @@ def acquire_and_adopt(
 
 def adopt_unjournaled_saves(store: ObjectStore, opened: Experiment, stamp: WriteStamp) -> Experiment:
     """Journal the saves that the previous owner has not journaled, unless this term has done so already."""
-    if opened.adopted_in == opened.term:
+    if opened.last_adopting_term == opened.term:
         return opened
     adopted = make_adoption_events(store, opened, last=read_last_reports(store, opened))
     return append_entry(store, opened, adopted, stamp)

@@ -7,10 +7,11 @@ and is rejected while a run may own the experiment.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
+from typing import ClassVar
 
 from httpx import HTTPError
 from prefect.artifacts import MarkdownArtifact
@@ -38,6 +39,7 @@ from prefect_tune.core.messages.target_messages import ExperimentView, read_live
 from prefect_tune.core.operations.delete_experiment import delete_generation, find_generation_to_delete
 from prefect_tune.core.operations.scrub import DailyShare
 from prefect_tune.core.page_elements import Heading, Table, Text, Verbatim
+from prefect_tune.core.renamed import Renamed
 from prefect_tune.core.storage.generations import (
     find_current_journal,
     is_generation_deleted,
@@ -83,8 +85,8 @@ class SkippedWork:
     """Work that this run cannot do, or leaves to the next run, and why."""
 
     experiment: str
-    what: str
-    why: str
+    work: str
+    reason: str
 
 
 @dataclass(slots=True)
@@ -105,12 +107,12 @@ class ExperimentMaintenance:
     collected_bytes: int = 0
     undecided_count: int = 0
     """Unreferenced objects that a running save may still use."""
-    not_looked_at: list[SkippedWork] = field(default_factory=list)
+    skipped: list[SkippedWork] = field(default_factory=list)
 
     def skip(self, work: str, reason: str) -> None:
         """Record and log skipped work."""
         get_run_logger().warning("%s: skipped %s: %s", self.experiment, work, reason)
-        self.not_looked_at.append(SkippedWork(self.experiment, work, reason))
+        self.skipped.append(SkippedWork(self.experiment, work, reason))
 
     @property
     def action_summary(self) -> str:
@@ -124,14 +126,20 @@ class ExperimentMaintenance:
 
 
 @dataclass(frozen=True, slots=True)
-class MaintenanceReport:
+class MaintenanceReport(Renamed):
     """The findings and actions of a run of `pt.maintain`."""
+
+    _renamed: ClassVar[Mapping[str, str]] = {
+        "not_looked_at": "skipped",
+        "damaged": "damaged_checkpoints",
+        "alarm": "damage_message",
+    }
 
     target: str
     """The target's URI."""
     experiments: tuple[ExperimentMaintenance, ...]
     """The findings and actions by experiment."""
-    not_looked_at: tuple[SkippedWork, ...]
+    skipped: tuple[SkippedWork, ...]
     """Work that failed, or for which there was no time, and why."""
     dry_run: bool
     """Whether the run wrote and deleted nothing."""
@@ -157,9 +165,7 @@ class MaintenanceReport:
         verified_bytes = sum(experiment.verified_bytes for experiment in self.experiments)
         would = "would be " if self.dry_run else ""
         pruned_count = sum(experiment.pruned_count for experiment in self.experiments)
-        skipped_text = (
-            f"; {pluralize(len(self.not_looked_at), 'item', 'items')} not checked" if self.not_looked_at else ""
-        )
+        skipped_text = f"; {pluralize(len(self.skipped), 'item', 'items')} not checked" if self.skipped else ""
         deleted_text = f", {format_size(self.collected_bytes)} {would}deleted"
         if self.dry_run and pruned_count:  # checkpoints share bytes: only a deletion shows how many become free
             deleted_text = f"; their bytes and {format_size(self.collected_bytes)} more would be deleted"
@@ -198,7 +204,7 @@ def format_report(report: MaintenanceReport) -> str:
         quarantine_text = ", quarantined" if damage.is_quarantined else ""
         rows.append((damage.experiment, subject, f"damaged{quarantine_text}: {_shorten_text(damage.damage)}"))
     rows += [(item.experiment, "", item.action_summary) for item in report.experiments]
-    rows += [(item.experiment, item.what, f"not checked: {_shorten_text(item.why)}") for item in report.not_looked_at]
+    rows += [(item.experiment, item.work, f"not checked: {_shorten_text(item.reason)}") for item in report.skipped]
     state = "damage" if report.damaged_checkpoints else "no damage found"
     hidden_count = len(rows) - _MAX_ROWS
     return render_markdown(
@@ -239,7 +245,7 @@ def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], toda
             maintained.append(maintain_experiment(options, name))
         else:
             unstarted.append(SkippedWork(name, "everything", "the time budget was spent"))
-    skipped = [item for upkeep in maintained for item in upkeep.not_looked_at]
+    skipped = [item for upkeep in maintained for item in upkeep.skipped]
     return MaintenanceReport(options.target.uri, tuple(maintained), (*unstarted, *skipped), dry_run=options.dry_run)
 
 
@@ -379,7 +385,7 @@ def delete_experiment(
         trials: Collection[str] = ()
         if not is_generation_deleted(store, journal):  # otherwise, an interrupted deletion has left objects
             state = load_experiment(store, journal)
-            if not (even_if_running or state.is_removed):
+            if not (even_if_running or state.is_being_deleted):
                 _require_no_run(store, state, resolved)
             trials = state.trials
         objects, folder = list_earlier_objects(store, experiment, journal.generation + 1), f"{journal.folder}/trials/"
@@ -406,7 +412,7 @@ def _require_no_run(store: ObjectStore, state: Experiment, target: StorageTarget
     A search between two trials has no running trial; a killed process stops publishing. This check misses a search in
     its first second, and a search with `live_period_seconds=None` while none of its trials runs.
     """
-    last, live = read_next_entry(store, state.key, state.number - 1), read_live_status(store, state)
+    last, live = read_next_entry(store, state.key, state.entry_count - 1), read_live_status(store, state)
     as_of = max(live.at if live else "", last.at if last else "")
     freshness = freshness_of(ExperimentView(state, as_of, live), datetime.now(UTC))
     freshness = replace(freshness, is_running=freshness.is_running or live is not None)

@@ -268,7 +268,7 @@ def render_results_html(report: ReportInput, read_curves: ReadCurves, read_cost:
     blocks = [*headline_section(report), *best_trial_section(report)]
     try:
         curves = read_curves(
-            [trial.trial for trial in sample_trials([*report.ranking] or report.trials, MAX_CURVES)], metrics
+            [trial.id for trial in sample_trials([*report.ranking] or report.trials, MAX_CURVES)], metrics
         )
     except TuneError as error:
         blocks.append(Text([f"The learning curves could not be read: {first_line(str(error))}"], kind="legend"))

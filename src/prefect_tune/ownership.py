@@ -102,7 +102,7 @@ def check_target(target: StorageTarget) -> TargetCheck:
         StoreUnavailable: the target did not answer.
     """
     check = target.check(timeout=timedelta(seconds=30))
-    if check.may_pass:
+    if check.may_be_temporary:
         raise StoreUnavailable(check.message)
     if not check.ok:
         raise StoreRefused(check.message)
@@ -198,7 +198,7 @@ def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
         return owner
     with suppress(PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
         if was_started_by_user(client.read_flow_run_states(UUID(owner.flow_run))):
-            return owner.model_copy(update={"by_hand": True})
+            return owner.model_copy(update={"is_manual": True})
     if state.restarts >= max_restarts:
         raise CrashLoop(
             f"experiment {state.name!r}: this run was restarted {state.restarts} times in a row, and each time it "
@@ -272,7 +272,7 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
             state = read_experiment_raising_refusals(target, experiment)
             if not is_same_writer(state.owner, writer):
                 require_continuable(state)
-                if state.settings or any(trial.of_search for trial in state.trials.values()):
+                if state.settings or any(trial.proposed_by_search for trial in state.trials.values()):
                     raise InvalidInput(
                         f"experiment {experiment!r} at {target.uri} is a search, which writes its own journal: "
                         "expected a new name, or an experiment of these tasks. Nothing was written: choose another "
@@ -285,7 +285,7 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
                         require_one_process(target.uri)
                     opening = OwnershipRequest(writer, new_write_stamp(), require_not_owned, loaded=state)
                     return acquire_and_adopt_with_retries(target, state.key, opening)
-            elif state.adopted_in == state.term:
+            elif state.last_adopting_term == state.term:
                 return state
             else:  # a task of this run has begun the takeover, and was killed or is still running
                 with suppress(Superseded):
@@ -335,7 +335,7 @@ def append_entry_among_writers(
                 return append_entry(store, state, events, stamp)
             except Superseded:
                 state = load_experiment(store, state_before.key)
-            newer_entries = read_entries(store, state_before.key, state_before.number)
+            newer_entries = read_entries(store, state_before.key, state_before.entry_count)
             if any(entry.write_id == stamp.write_id for entry in newer_entries):
                 return state
             if not is_same_writer(state.owner, state_before.owner or current_writer()):
@@ -420,7 +420,7 @@ def attempt_start_events(
 def _restart_events(trial: Trial, reason: Reason) -> Sequence[Event]:
     """Return the events that end the running attempt of `trial` and begin the next one at its newest checkpoint."""
     return [
-        AttemptEnded(trial=trial.trial, cause=Cause.PREEMPTED, reason=reason),
+        AttemptEnded(trial=trial.id, cause=Cause.PREEMPTED, reason=reason),
         make_attempt_started(trial, utc_now()),
     ]
 

@@ -106,7 +106,7 @@ def load_results(
     storage = resolve_existing(target)
     with storage.open(timeout=_TIMEOUT) as store:
         state = load_experiment(store, find_current_journal(store, experiment))
-        if not state.number:
+        if not state.entry_count:
             raise InvalidInput(no_experiment_message(store, experiment, storage.uri))
     return Results(state, storage, _choose_objective(objective_from_settings(state.settings), metric, mode))
 
@@ -182,7 +182,7 @@ class Results:
     @cached_property
     def errors(self) -> Mapping[str, str]:
         """The error of each errored trial, by name."""
-        return {trial.trial: trial.reason for trial in self.trials.values() if trial.status is Status.ERRORED}
+        return {trial.id: trial.reason for trial in self.trials.values() if trial.status is Status.ERRORED}
 
     @cached_property
     def cost(self) -> ExperimentCost:
@@ -253,7 +253,7 @@ class Results:
         else:
             curves = self._read_metric_curves(objective.metrics)
             ranking = sort_by_losses(
-                (trial, score_reports(curves.get(trial.trial, ()), objective, scope)) for trial in trials
+                (trial, score_reports(curves.get(trial.id, ()), objective, scope)) for trial in trials
             )
         if not ranking:
             curves = self._read_metric_curves(objective.metrics)
@@ -279,7 +279,7 @@ class Results:
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
         """Return the learning curve of a trial: one report per step, without reports that a retry has replaced."""
-        return self._curves.curve_of(self._require_trial(trial).trial)
+        return self._curves.curve_of(self._require_trial(trial).id)
 
     @cached_property
     def _curves(self) -> LearningCurves:
@@ -289,7 +289,7 @@ class Results:
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
         """Return the newest committed checkpoint of a trial; None if it has none."""
         (current,) = self._reload_trials(trial)
-        key = newest_checkpoint_key(self.experiment.trial_key(current.trial), current)
+        key = newest_checkpoint_key(self.experiment.trial_key(current.id), current)
         return self.target.checkpoint(key) if key else None
 
     def export(
@@ -316,12 +316,12 @@ class Results:
             InvalidInput: the directory has other content, which stays unchanged; or there is no such trial.
         """
         (current,) = self._reload_trials(self.best if trial is None else trial)
-        keys = live_checkpoint_keys(self.experiment.trial_key(current.trial), current)
+        keys = live_checkpoint_keys(self.experiment.trial_key(current.id), current)
         matching_keys = [key for key in keys if step in (None, key.step)]
         if not matching_keys:
             steps = ", ".join(str(key.step) for key in keys) or "none"
             step_text = "" if step is None else f" of step {step}"
-            raise CheckpointNotFound(f"trial {current.trial}: there is no checkpoint{step_text}; there are: {steps}")
+            raise CheckpointNotFound(f"trial {current.id}: there is no checkpoint{step_text}; there are: {steps}")
         export_checkpoint(self.target, self.experiment, current, matching_keys[-1], directory, plain=plain)
         return os.fspath(directory)
 
@@ -346,9 +346,7 @@ class Results:
             InvalidInput: there is no metric to compare by, or no such trial.
         """
         objective = self._require_objective(metric, mode)
-        saved = {
-            current.trial: rank_checkpoints(current.checkpoints, objective) for current in self._reload_trials(trial)
-        }
+        saved = {current.id: rank_checkpoints(current.checkpoints, objective) for current in self._reload_trials(trial)}
         losses = ((name, compute_losses(refs[0].metrics, objective)) for name, refs in saved.items() if refs)
         for name, _ in sort_by_losses(losses)[:1]:
             folder = self.experiment.trial_key(name)
@@ -362,10 +360,10 @@ class Results:
             return trials
         with self.target.open(timeout=_TIMEOUT) as store:
             state = load_experiment(store, self.experiment.key)
-        return [state.trials.get(trial_.trial, trial_) for trial_ in trials]
+        return [state.trials.get(trial_.id, trial_) for trial_ in trials]
 
     def _require_trial(self, trial: str | Trial) -> Trial:
-        return require_trial(self.experiment, trial.trial if isinstance(trial, Trial) else trial)
+        return require_trial(self.experiment, trial.id if isinstance(trial, Trial) else trial)
 
     # --------------------------------------------------------------------------------------------------- tables
 
@@ -426,7 +424,7 @@ class Results:
         best = ""
         if self.objective is not None and (ranking := rank_trials(self.trials.values(), self.objective)):
             values = ", ".join(f"{name} {get_metric(ranking[0][0].metrics, name)}" for name in self.objective.metrics)
-            best = f", {best_label(self.objective)}: {ranking[0][0].trial} with {values}"
+            best = f", {best_label(self.objective)}: {ranking[0][0].id} with {values}"
         counts = format_counts(count_by_status(self.experiment))
         return f"Results(experiment={self.experiment.name!r}, trials: {counts}{best})"
 
@@ -445,7 +443,7 @@ def no_ranking_reason(trials: Collection[Trial], objective: Objective, scope: Sc
     for trial in trials:
         for name in objective.metrics:
             if kind := describe_non_number(value := get_metric(trial.metrics, name)):
-                return f"trial {trial.trial} reported {name!r} as {kind}, not as a number: {short_repr(value)}"
+                return f"trial {trial.id} reported {name!r} as {kind}, not as a number: {short_repr(value)}"
     names = sorted({name for trial in trials for name in flatten(trial.metrics)})
     if scope == "last" and names and any(score_reports(reports, objective, "all") for reports in curves.values()):
         return f"the last reports have {names}; scope='all' compares all reports"
@@ -490,16 +488,16 @@ def export_checkpoint(
         InvalidInput: the directory has other content, which stays unchanged.
         CheckpointNotFound, CheckpointCorrupt: see `Checkpoint.to_directory`.
     """
-    folder = experiment.trial_key(trial.trial)
+    folder = experiment.trial_key(trial.id)
     ref = next(ref for ref in reversed(trial.checkpoints) if folder.checkpoint_key(ref) == key)
     config: Mapping[str, object] = trial.config
     with target.open(timeout=_TIMEOUT) as store:
         manifest = read_manifest(store, key)
         paths = [*(file.path for file in manifest.files), *manifest.empty_directories]
         taken_names = {path.partition("/")[0] for path in paths}
-        if trial.cloned is not None:  # an exploit has changed the configuration
+        if trial.last_clone_sequence is not None:  # an exploit has changed the configuration
             entries = read_entries(store, experiment.key)
-            config = config_of_checkpoint(entries, trial.trial, ref.sequence)
+            config = config_of_checkpoint(entries, trial.id, ref.sequence)
     names = {name: _choose_free_name(name, taken_names) for name in (_CONFIG_FILE, _METRICS_FILE)}
     contents = {names[_CONFIG_FILE]: _encode_json(config), names[_METRICS_FILE]: _encode_json(ref.metrics)}
     folder_path = Path(directory).expanduser()

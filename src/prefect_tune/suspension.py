@@ -90,7 +90,7 @@ ResumeAction: TypeAlias = Literal["continue", "extend", "other checkpoint", "sto
 class ResumeChoice(Value):
     """The chosen way to resume. A number of 0 leaves its limit unchanged."""
 
-    way: ResumeAction = "continue"
+    action: ResumeAction = "continue"
     samples: int = Field(default=0, ge=0)
     """The new total of samples."""
     steps: int = Field(default=0, ge=0)
@@ -133,18 +133,20 @@ def parse_choice(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeCh
         raise argument_error(error) from error
     requested, current = choice.model_dump(include=_NUMBER_FIELDS), limits.model_dump(include=_NUMBER_FIELDS)
     changed = [name for name, value in requested.items() if value not in {0, current[name]}]
-    if changed and choice.way != "extend":
+    if changed and choice.action != "extend":
         numbers = ", ".join(f"{name} {requested[name]:g} (now {current[name]:g})" for name in changed)
-        raise InvalidInput(f"{choice.way}: changes no numbers, but the form has {numbers}; choose extend to use them")
-    newest_step = max(limits.checkpoints, default=0)
-    if choice.way != "other checkpoint" and choice.checkpoint not in {0, newest_step}:
         raise InvalidInput(
-            f"{choice.way}: uses the newest checkpoint, of step {newest_step}; the form has step {choice.checkpoint}; "
+            f"{choice.action}: changes no numbers, but the form has {numbers}; choose extend to use them"
+        )
+    newest_step = max(limits.checkpoints, default=0)
+    if choice.action != "other checkpoint" and choice.checkpoint not in {0, newest_step}:
+        raise InvalidInput(
+            f"{choice.action}: uses the newest checkpoint, of step {newest_step}; form: step {choice.checkpoint}; "
             "choose other checkpoint to resume from that step"
         )
-    if choice.way == "extend":
+    if choice.action == "extend":
         _require_larger_limits(choice, limits, requested, current)
-    if choice.way == "other checkpoint" and choice.checkpoint not in limits.checkpoints:
+    if choice.action == "other checkpoint" and choice.checkpoint not in limits.checkpoints:
         steps = ", ".join(map(str, limits.checkpoints)) or "none"
         raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({steps}), found {choice.checkpoint}")
     return choice
@@ -263,7 +265,7 @@ _MAX_SHOWN_STEPS = 20
 class _SearchForm(RunInput):
     """How to continue the search."""
 
-    way: Literal["continue", "extend", "stop here"] = Field(
+    action: Literal["continue", "extend", "stop here"] = Field(
         default="continue",
         title="How to continue",
         description="continue: with the same settings. extend: with the larger numbers below. stop here: train no "
@@ -281,7 +283,7 @@ class _SearchForm(RunInput):
 class _TrainingForm(RunInput):
     """How to continue the training."""
 
-    way: Literal["continue", "extend", "other checkpoint", "stop here"] = Field(
+    action: Literal["continue", "extend", "other checkpoint", "stop here"] = Field(
         default="continue",
         title="How to continue",
         description="continue: from the newest checkpoint. extend: with the larger numbers below. other checkpoint: "
@@ -320,7 +322,7 @@ def _fill_form(form: InputForm, page: str, **defaults: float) -> InputForm:
 def format_form(state: Experiment, uri: str, objective: Objective | None, code: str, retry_reason: str = "") -> str:
     """Return the text above the resume form: the state of the experiment."""
     trials, facts = list(state.trials.values()), list[str]()
-    if len(trials) != 1 or trials[0].of_search:
+    if len(trials) != 1 or trials[0].proposed_by_search:
         facts.append(f"trials: {len(trials)} ({format_counts(count_by_status(state))})")
     if objective is not None and (compared := rank_trials(trials, objective)):
         best = compared[0][0]
@@ -407,7 +409,7 @@ def current_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int]
 
 def extend_stop_by_choice(stop: object, choice: ResumeChoice) -> object:
     """Return the stop criterion of a trial, extended if the choice is "extend"."""
-    if choice.way != "extend":
+    if choice.action != "extend":
         return stop
     limits = current_limits(stop)
     steps = choice.steps if choice.steps > limits.steps else 0
@@ -473,7 +475,7 @@ def first_iteration(turn: RunIteration, question: ResumeQuestion, shown: FormTex
         return turn
     plan, target = turn.plan, turn.plan.target
     state = turn.loaded_experiment or with_retries(lambda: read_experiment_to_resume(target, plan.experiment))
-    if not state.number:
+    if not state.entry_count:
         missing = missing_experiment_message(target, plan.experiment)
         advice = "Nothing was started: start a new flow run to train from step 0"
         raise ResumeFailed(f"this run was suspended, and now {missing}: deleted, or another target? {advice}")
@@ -487,7 +489,7 @@ def first_iteration(turn: RunIteration, question: ResumeQuestion, shown: FormTex
             suspend_with_form(form(refusal))
         choices.append(answer.choice)
         plan = question.extend_plan(plan, answer.choice)
-    return RunIteration(plan, state, answer, is_stopping=bool(choices) and choices[-1].way == "stop here")
+    return RunIteration(plan, state, answer, is_stopping=bool(choices) and choices[-1].action == "stop here")
 
 
 def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: Experiment) -> None:
@@ -597,7 +599,7 @@ def _count_samples(plan: SearchPlan) -> int:
 
 
 def _extend_search(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
-    if choice.way != "extend":
+    if choice.action != "extend":
         return plan
     return plan.with_changes(
         num_samples=choice.samples if choice.samples > _count_samples(plan) else plan.num_samples,
@@ -618,11 +620,11 @@ SEARCH_QUESTION = ResumeQuestion(_search_limits, _extend_search, _make_search_fo
 
 def _checkpoint_refusal(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str | None:
     """Return why the training cannot resume from the chosen checkpoint; None if it can, or none was chosen."""
-    if choice.way != "other checkpoint":
+    if choice.action != "other checkpoint":
         return None
     (trial,) = state.trials.values()
     ref = _find_checkpoint(trial, choice.checkpoint)
-    damage = find_checkpoint_damage(target, state.trial_key(trial.trial).checkpoint_key(ref))
+    damage = find_checkpoint_damage(target, state.trial_key(trial.id).checkpoint_key(ref))
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
@@ -636,10 +638,10 @@ def answer_events(spec: TrialSpec, state: Experiment, turn: RunIteration) -> Seq
     trial, choice, events = state.trials.get(spec.trial.trial), turn.answer.choice, list[Event]([turn.answer.event])
     if trial is None:
         return events
-    name = trial.trial
-    if choice.way == "stop here" and trial.phase not in ENDED_PHASES:
+    name = trial.id
+    if choice.action == "stop here" and trial.phase not in ENDED_PHASES:
         events.append(TrialFinished(trial=name, reason=STOPPED_ON_RESUME, kind=FinishKind.STOPPED))
-    elif choice.way == "other checkpoint":  # a clone makes an earlier checkpoint the newest; later checkpoints stay
+    elif choice.action == "other checkpoint":  # a clone makes an earlier checkpoint the newest; later checkpoints stay
         step = choice.checkpoint
         clone = make_clone_ref(trial, _find_checkpoint(trial, step), name)
         events.append(TrialRequeued(trial=name, reason=make_reason("goes-back", step=step)))
@@ -654,7 +656,7 @@ def _find_checkpoint(trial: Trial, step: int) -> CheckpointRef:
     refs = [ref for ref in trial.checkpoints if ref.step == step]
     if not refs:
         raise CheckpointNotFound(
-            f"trial {trial.trial!r}: the checkpoint of step {step} was deleted; press Retry to choose again"
+            f"trial {trial.id!r}: the checkpoint of step {step} was deleted; press Retry to choose again"
         )
     return refs[-1]
 
@@ -685,7 +687,7 @@ def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, t
         return ""
     try:
         with target.open(timeout=timedelta(seconds=30)) as store:
-            saved = read_manifest(store, key).about.fingerprint.get("code", "")
+            saved = read_manifest(store, key).metadata.fingerprint.get("code", "")
     except TuneError:  # the target cannot be read now
         return ""
     if not saved or saved == digest:

@@ -152,7 +152,7 @@ def similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
 
 def misspelling_warning(target: StorageTarget, state: Experiment, trial: str) -> str:
     """Return a warning that the experiment or trial does not exist, if its name may be misspelled; "" otherwise."""
-    if not state.number:
+    if not state.entry_count:
         hint = similar_experiment_hint(target, state.name)
         return f"There is no experiment {state.name!r} at {target.uri}{hint}" if hint else ""
     hint = _similar_name_hint(trial, state.trials) if trial not in state.trials else ""
@@ -223,9 +223,9 @@ class TrialState(Value):
     """The steps of all its checkpoints, oldest first."""
     attempts: int
     """The number of attempts begun, in all flow runs."""
-    wasted_steps: int
+    recomputed_steps: int
     """The number of steps known to be trained again."""
-    wasted_at_least: bool
+    recomputed_is_lower_bound: bool
     """Whether there may be more: a run vanished, and its last reports are lost."""
     config: Mapping[str, Any]
     """The trial's configuration; empty if none was passed."""
@@ -262,10 +262,10 @@ def make_committed_checkpoint(
 
 def make_trial_state(target: StorageTarget, experiment: JournalKey, trial: Trial) -> TrialState:
     """Return the public state of a trial."""
-    folder, newest = experiment.trial_key(trial.trial), newest_checkpoint(trial)
+    folder, newest = experiment.trial_key(trial.id), newest_checkpoint(trial)
     return TrialState(
         experiment=experiment.experiment,
-        trial=trial.trial,
+        trial=trial.id,
         status=trial.status,
         reason=trial.reason,
         step=trial.step,
@@ -273,8 +273,8 @@ def make_trial_state(target: StorageTarget, experiment: JournalKey, trial: Trial
         checkpoint=make_committed_checkpoint(target, folder, newest) if newest else None,
         checkpoint_steps=tuple(kept.step for kept in trial.checkpoints),
         attempts=trial.attempt,
-        wasted_steps=trial.wasted_steps,
-        wasted_at_least=trial.wasted_at_least,
+        recomputed_steps=trial.recomputed_steps,
+        recomputed_is_lower_bound=trial.recomputed_is_lower_bound,
         config=trial.config,
     )
 
@@ -284,7 +284,7 @@ def make_experiment_state(target: StorageTarget, experiment: Experiment) -> Expe
     return ExperimentState(
         experiment=experiment.name,
         uri=join_uri(target.uri, experiment.name),
-        entry=experiment.number,
+        entry=experiment.entry_count,
         owner=str(experiment.owner or ""),
         trials={name: make_trial_state(target, experiment.key, trial) for name, trial in experiment.trials.items()},
     )

@@ -44,7 +44,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_for(target: StorageTarget, sync: SyncConfig | None = None) -> TrialSpec:
-    return TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync or SyncConfig())
+    return TrialSpec(
+        target=target, trial=TRIAL, trainable="", stopper="", needs_history=False, sync=sync or SyncConfig()
+    )
 
 
 def attempt_of(spec: TrialSpec, directory: Path) -> TrialArtifacts:

@@ -236,7 +236,7 @@ def lose(commit_worker: CommitWorker) -> None:
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[CommitHarness]:
     target = FaultyTarget(path=str(tmp_path / "target"))
-    plan = TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False)
+    plan = TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_history=False)
     yield CommitHarness(plan, tmp_path)
     INJECTED.wrong = INJECTED.after = lambda _path: None
     INJECTED.hidden = ()
@@ -267,7 +267,7 @@ def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the
     commit_worker.queue_end(ended(Cause.TRAINABLE, "its checkpoint cannot be saved"))
     commit_worker.close()
     state = harness.state()
-    assert (state.phase, state.user_failures, state.machine_failures) == (Phase.PENDING, 1, 0)
+    assert (state.phase, state.trainable_failures, state.machine_failures) == (Phase.PENDING, 1, 0)
     assert state.reason == "its checkpoint cannot be saved"
     assert harness.committed == []
     assert harness.reported() == [1, 2], "the last reports are journaled with the failure"
@@ -341,7 +341,7 @@ def test_a_save_beside_which_another_task_deletes_an_older_checkpoint_is_saved_a
                 append_events(
                     store,
                     load_experiment(store, TRIAL.journal_key),
-                    [CheckpointsRetired(trial="trial", retires=(1,))],
+                    [CheckpointsRetired(trial="trial", retired_sequences=(1,))],
                     new_write_stamp(),
                 )
 
@@ -508,7 +508,7 @@ def test_the_report_at_which_a_trial_asks_says_so(harness: CommitHarness) -> Non
     commit_worker.queue_report(report(3))
     lose(commit_worker)
     events = [event for entry in harness.entries() for event in entry.events]
-    asks = {event.report.step: event.asks for event in events if isinstance(event, StepReported)}
+    asks = {event.report.step: event.awaits_decision for event in events if isinstance(event, StepReported)}
     assert asks == {1: False, 2: True, 3: False}
 
 
@@ -544,7 +544,7 @@ def training(tmp_path: Path) -> Iterator[tuple[CommitHarness, CommitWorker]]:
     target = FaultyTarget(path=str(tmp_path / "target"))
     sync = SyncConfig(verify_reused_every=EVERY)
     harness = CommitHarness(
-        TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_curve=False, sync=sync), tmp_path
+        TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_history=False, sync=sync), tmp_path
     )
     commit_worker = harness.attempt()
     saves(harness, commit_worker, 1, 2)

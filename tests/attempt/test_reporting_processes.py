@@ -90,9 +90,12 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProce
         assert isinstance(next_of(channel), TrainableLoaded)
         assert [next_of(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # each is a step
         assert channel.receive(_SOON) is None
-        channel.send(ContinueTraining(milestone=5))
+        channel.send(ContinueTraining(decision_step=5))
         asks = [next_of(channel) for _ in range(2)]
-        assert [(each.report.step, each.asks) for each in asks if isinstance(each, StepDone)] == [(4, False), (5, True)]
+        assert [(each.report.step, each.awaits_decision) for each in asks if isinstance(each, StepDone)] == [
+            (4, False),
+            (5, True),
+        ]
         assert channel.receive(_SOON) is None
         leave = make_leave("enough", save=False)
         channel.send(leave)

@@ -53,7 +53,7 @@ from prefect_tune.storage_retries import stop_retries_on
 from tests.fakes.outcomes import make_failure, make_leave
 from tests.long_cases import long_after
 
-LOADED = TrainableLoaded(pid=1, code="")
+LOADED = TrainableLoaded(pid=1, source_digest="")
 KILLED = ProcessEnd(signal="SIGKILL")
 DONE = TrialFinished(trial="t", reason="done")
 RETURNED = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
@@ -124,15 +124,15 @@ def spec(tmp_path: Path) -> TrialSpec:
         trial=TrialKey(experiment="e", generation=1, trial="t"),
         trainable="",
         stopper="",
-        needs_curve=False,
-        grace=timedelta(seconds=0.3),
-        silence=timedelta(seconds=0.3),
+        needs_history=False,
+        grace_period=timedelta(seconds=0.3),
+        silence_timeout=timedelta(seconds=0.3),
     )
 
 
 def step(number: int, *, saves: bool = False) -> StepDone:
     report = StepReport(step=number, metrics={})
-    return StepDone(report=report, checkpoint="/tmp/none" if saves else None, moved=saves)
+    return StepDone(report=report, checkpoint="/tmp/none" if saves else None, is_owned_by_supervisor=saves)
 
 
 LAST = step(1, saves=True).model_copy(update={"finish_reason": "its criterion is met"})
@@ -186,13 +186,13 @@ def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the
     spec: TrialSpec, process_end: ProcessEnd, cause: Cause, at_start: bool
 ) -> None:
     found = outcome_of(spec, [LOADED], process_end)
-    assert (found.cause, found.at_start) == (cause, at_start)
+    assert (found.cause, found.before_first_step) == (cause, at_start)
 
 
 def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
     for says in ([], [LOADED, step(1)]):
         found = outcome_of(spec, says, ProcessEnd(signal="SIGSEGV"))
-        assert (found.cause, found.at_start) == (Cause.TRAINABLE, False)
+        assert (found.cause, found.before_first_step) == (Cause.TRAINABLE, False)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_process_that_is_killed_during_its_save_is_the_machines_failure_though
 def test_a_target_that_fails_is_the_machines_failure(spec: TrialSpec) -> None:
     commit_worker = FakeCommitWorker(error=StoreRefused("AccessDenied"))
     found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=commit_worker)
-    assert (found.cause, found.at_start) == (Cause.MACHINE, False)
+    assert (found.cause, found.before_first_step) == (Cause.MACHINE, False)
     assert found.reason == make_reason("write-failed", error="StoreRefused: AccessDenied")
 
 
@@ -252,7 +252,7 @@ def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(s
     failure = make_failure("found no metric 'loss'", Cause.BAD_METRIC)
     leave = StopTrial(outcome=failure, save=False)
     channel = FakeChannel(
-        [LOADED, StepDone(report=StepReport(step=2, metrics={}), asks=True), TrialEnded(outcome=failure)]
+        [LOADED, StepDone(report=StepReport(step=2, metrics={}), awaits_decision=True), TrialEnded(outcome=failure)]
     )
     assert supervise(channel, FakeCommitWorker(), spec, asking) == failure
     assert channel.sent == [leave]
@@ -298,12 +298,12 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
 
 def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
     asking = InProcessChannel(
-        "t", lambda _: asking.send_decision(ContinueTraining(milestone=None)), TrialProcessPool(slots=1)
+        "t", lambda _: asking.send_decision(ContinueTraining(decision_step=None)), TrialProcessPool(slots=1)
     )
     says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]
     channel = FakeChannel(says)
     assert supervise(channel, FakeCommitWorker(), spec, asking) == DONE
-    assert channel.sent == [ContinueTraining(milestone=None)]
+    assert channel.sent == [ContinueTraining(decision_step=None)]
 
 
 @pytest.mark.parametrize(("saves", "code"), [(True, "upload-unfinished"), (False, "no-checkpoint")])
@@ -314,7 +314,7 @@ def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing
     asked.stop.set()
     channel = FakeChannel([LOADED, step(1, saves=saves)])
     found = supervise(channel, FakeCommitWorker(), spec, asked)
-    assert (found.cause, found.at_start) == (Cause.PREEMPTED, False)
+    assert (found.cause, found.before_first_step) == (Cause.PREEMPTED, False)
     assert found.reason == make_reason(code, seconds=0.3)
     assert channel.sent == [CheckpointAndStop()]
 
@@ -515,7 +515,7 @@ def test_of_another_node_no_process_is_measured_and_no_kill_explained_with_the_m
     spec: TrialSpec,
 ) -> None:
     with subprocess.Popen(["sleep", "60"]) as of_same_number:
-        here, loaded = (TrainableLoaded(code="", pid=pid) for pid in (os.getpid(), of_same_number.pid))
+        here, loaded = (TrainableLoaded(source_digest="", pid=pid) for pid in (os.getpid(), of_same_number.pid))
         channels = cast("Sequence[TrialChannel]", [FakeChannel([here, *[0.01] * 9]), FakeChannel([loaded], KILLED)])
         meter, worker = OutOfMemory(), cast("CommitWorker", FakeCommitWorker())
         try:
@@ -544,7 +544,7 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
 
     monkeypatch.setattr(attempt_supervisor, "GroupMetrics", Impatient)
     reported = RankMetrics(step=1, metrics={"loss": 1.0})
-    directed = RankCommand(step=1, saves=False, stop=False, over=None)
+    directed = RankCommand(step=1, save=False, stop=False, outcome=None)
     first = FakeChannel([LOADED, reported, *[0.001] * 180, directed, TrialEnded(outcome=DONE)])
     second = FakeChannel([*[0.001] * 120, LOADED, reported, TrialEnded(outcome=DONE)])
     group = RankGroup(cast("Sequence[TrialChannel]", [first, second]))

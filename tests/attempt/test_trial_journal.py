@@ -204,7 +204,7 @@ def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_a
     def launch(spec: TrialSpec, request: AttemptRequest, link: SearchChannel, ended: OnAttemptEnd) -> None:
         @contextmanager
         def slot(**_options: object) -> Iterator[None]:
-            waiting.add(request.trial.trial)
+            waiting.add(request.trial.id)
             if not link.stop.wait(0.01):
                 raise TimeoutError
             yield
@@ -225,7 +225,7 @@ def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_a
 def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() -> None:
     """The manifest of the next save has them: if that has no entry either, the next owner adopts them with it."""
     submitted: list[EventsSubmitted] = []
-    journal = SubmittingJournal(Trial(trial=TRIAL.trial, config={}), submitted.append)
+    journal = SubmittingJournal(Trial(id=TRIAL.trial, config={}), submitted.append)
     second = REPORTED.model_copy(update={"report": StepReport(step=2, metrics={"loss": 0.5})})
     journal.add_report(REPORTED)
     submitted[0].entry_written.set_exception(StoreUnavailable("503"))
@@ -236,7 +236,7 @@ def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() 
 def test_a_report_looks_at_few_of_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[object] = []
     monkeypatch.setattr(search_channel, "_is_durable", looks.append)
-    journal = SubmittingJournal(Trial(trial=TRIAL.trial, config={}), lambda _: None)
+    journal = SubmittingJournal(Trial(id=TRIAL.trial, config={}), lambda _: None)
     for step in range(1, 101):
         journal.add_report(StepReported(trial=TRIAL.trial, report=StepReport(step=step, metrics={})))
     assert len(looks) < 100

@@ -73,7 +73,7 @@ def test_a_search_begun_in_the_form_is_watched_suspended_and_resumed_with_a_larg
     ui.picture("4-report-at-the-end")
     trials = search.trials()
     assert [(each.status, each.step) for each in trials.values()] == [(Status.COMPLETED, STEPS)] * 6
-    assert sum(each.wasted_steps for each in trials.values()) == 0
+    assert sum(each.recomputed_steps for each in trials.values()) == 0
     assert all(trials[name].attempt == 2 for name, step in saved.items() if step >= LINGERS_AT)
 
 
@@ -101,7 +101,7 @@ def test_a_search_whose_process_was_killed_goes_on_when_its_run_is_retried(
     assert installation.run(run).run_count == 2
     trials = search.trials().values()
     assert [(each.status, each.step, each.attempt) for each in trials] == [(Status.COMPLETED, STEPS, 2)] * 2
-    assert all(each.wasted_steps <= SAVED_EVERY for each in trials)
+    assert all(each.recomputed_steps <= SAVED_EVERY for each in trials)
 
 
 def test_a_cancelled_search_goes_on_by_the_resume_form_and_tries_again_what_errored(
@@ -135,7 +135,7 @@ def test_a_cancelled_search_goes_on_by_the_resume_form_and_tries_again_what_erro
     ui.picture("9-report-of-what-was-resumed")
     trials = search.trials().values()
     assert [(each.status, each.step, each.attempt) for each in trials] == [(Status.COMPLETED, STEPS, 2)] * 2
-    assert sum(each.wasted_steps for each in trials) <= 2  # of the one that errored
+    assert sum(each.recomputed_steps for each in trials) <= 2  # of the one that errored
 
 
 def _lingering(search: Search) -> int:

@@ -127,14 +127,14 @@ def test_the_last_output_is_shown_where_a_trial_fails_and_logs_prints_that_of_ea
 def test_a_trial_is_shown_with_each_checkpoint_that_it_exploited(run: Run, tmp_path: Path) -> None:
     searching = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=1)
     state = searching.run(space={"x": pt.uniform(0, 1)}, scheduler=pt.PBT(2, {"x": pt.uniform(0, 1)}))
-    changed = [each for each in state.trials.values() if each.cloned is not None]
+    changed = [each for each in state.trials.values() if each.last_clone_sequence is not None]
     assert changed
     for trial in changed[:2]:
-        shown = json.loads(run("show", tmp_path, "e", "--trial", trial.trial, "--json").out)["exploited"]
+        shown = json.loads(run("show", tmp_path, "e", "--trial", trial.id, "--json").out)["exploited"]
         last = shown[-1]
-        assert last["source"] != trial.trial
+        assert last["source"] != trial.id
         assert (last["changed"].keys(), last["changed"]["x"][1]) == ({"x"}, trial.config["x"])
-        words = run("show", tmp_path, "e", "--trial", trial.trial).out
+        words = run("show", tmp_path, "e", "--trial", trial.id).out
         assert words.count(" of trial ") == len(shown)
 
 

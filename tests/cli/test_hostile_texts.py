@@ -73,7 +73,9 @@ def target(tmp_path: Path) -> Path:
         record(TrialAdded(trial=name, config={HOSTILE: HOSTILE, "x": f"{HOSTILE}{number}"}))
         record(AttemptStarted(trial=name, attempt=1, from_step=0))
         metrics = {"loss": 1.0 + number, HOSTILE: 2.0 - number, "text": HOSTILE}
-        key = CheckpointKey(trial=TrialKey(experiment="e", generation=1, trial=name), step=1, sequence=state.number)
+        key = CheckpointKey(
+            trial=TrialKey(experiment="e", generation=1, trial=name), step=1, sequence=state.entry_count
+        )
         committed(store, write(tmp_path / f"staged-{name}", {"file": b"x"}), key, metrics=metrics)
         ref = CheckpointRef(step=1, sequence=key.sequence, metrics=metrics)
         record(
@@ -85,7 +87,7 @@ def target(tmp_path: Path) -> Path:
     use = AttemptUsage(seconds=PhaseSeconds(), output=f"{HOSTILE}\n{HOSTILE} printed")
     record(
         AttemptEnded(
-            trial="lost", cause=Cause.MACHINE, reason=Reason(code=HOSTILE, arguments={HOSTILE: HOSTILE}), use=use
+            trial="lost", cause=Cause.MACHINE, reason=Reason(code=HOSTILE, arguments={HOSTILE: HOSTILE}), usage=use
         )
     )
     record(StopRequested(reason=HOSTILE, request="r"))

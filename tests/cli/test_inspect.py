@@ -78,7 +78,7 @@ def test_one_trial_of_a_search_is_shown_with_all_that_is_known(run: Run, moods: 
 
 def test_where_the_best_trial_has_errored_it_says_so_wherever_it_is_named(run: Run, tmp_path: Path) -> None:
     write_search(tmp_path / "target", "rates", {"00000": 0.5, "00001": 0.25}, errored="00001")
-    assert pt.load_results(tmp_path / "target", "rates").best.trial == "00001"
+    assert pt.load_results(tmp_path / "target", "rates").best.id == "00001"
     assert "(00001, errored)" in run("ls", tmp_path / "target").out
     assert json.loads(run("ls", tmp_path / "target", "--json").out)[0]["best_status"] == "errored"
     page = run("report", tmp_path / "target", "rates").out

@@ -48,7 +48,7 @@ def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
     done = search(MOODY, *options, "--num-samples", 1)
     assert done.code == 3
     assert "in a mood" in done.out
-    then = pt.load_results(tmp_path, "e").experiment.number
+    then = pt.load_results(tmp_path, "e").experiment.entry_count
     (tmp_path / "mended").touch()
     only = run("resume", tmp_path, "e", "--only-errored", "--num-samples", 2, "--json")
     assert json.loads(only.out)["trials_by_status"] == {"completed": 1}

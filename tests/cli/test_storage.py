@@ -435,7 +435,7 @@ def test_an_interrupted_deletion_is_finished(target: Path, run: Run) -> None:
     )
     assert "digits" in run("ls", target).out  # killed here: it is still there, and cannot be resumed
     end_generation(store, state.key, at="", by="a script")
-    store.delete([state.key.entry_path(number) for number in range(1, state.number)])  # or here
+    store.delete([state.key.entry_path(number) for number in range(1, state.entry_count)])  # or here
     assert "no experiments" in run("ls", target).out
     assert run("delete", target, "digits", "--yes").code == 0
     assert is_gone(target / "digits")

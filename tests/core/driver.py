@@ -151,7 +151,7 @@ class Session:
             return
         left = retried(lambda: collecting.find_leftover_manifests(self.store, KEY, self.trial))
         if self.clearing == "careful" and any(key.sequence >= self.trial.collected_up_to for key in left):
-            self.append([CheckpointsRetired(trial=KEY.trial, retires=())])
+            self.append([CheckpointsRetired(trial=KEY.trial, retired_sequences=())])
         self.collect(left)
 
     def start(self) -> None:
@@ -222,8 +222,8 @@ class Session:
         new = CheckpointRef(
             step=manifest.step,
             sequence=manifest.sequence,
-            metrics=manifest.about.metrics,
-            trained_seconds=manifest.about.trained_seconds,
+            metrics=manifest.metadata.metrics,
+            trained_seconds=manifest.metadata.trained_seconds,
             size_bytes=manifest.size_bytes,
         )
         live = (*self.trial.checkpoints, new)
@@ -232,7 +232,11 @@ class Session:
         reports = [StepReported(trial=KEY.trial, report=report) for report in self.waiting]
         stay = [KEY.checkpoint_key(each) for each in self.trial.checkpoints if each.sequence not in going]
         self.append(
-            [*reports, CheckpointCommitted(trial=KEY.trial, checkpoint=new, retires=going), *self._damaged(stay)]
+            [
+                *reports,
+                CheckpointCommitted(trial=KEY.trial, checkpoint=new, retired_sequences=going),
+                *self._damaged(stay),
+            ]
         )
         self.commit_count += 1
         self.witness.acknowledged.append((new.step, new.sequence))
@@ -251,7 +255,7 @@ class Session:
     def collect_early(self, new: CheckpointRef, going: tuple[int, ...]) -> None:
         """Delete retired checkpoints before they are journaled as retired: for a mutant that the tests must detect."""
         reports = [StepReported(trial=KEY.trial, report=report) for report in self.waiting]
-        events = [*reports, CheckpointCommitted(trial=KEY.trial, checkpoint=new, retires=going)]
+        events = [*reports, CheckpointCommitted(trial=KEY.trial, checkpoint=new, retired_sequences=going)]
         state = reduce(apply_trial_event, events, self.trial)
         doomed = [
             CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence)
@@ -271,7 +275,7 @@ class Session:
 
     def append(self, events: Sequence[Event]) -> None:
         stamp = self.witness.stamp()
-        before = self.experiment.number
+        before = self.experiment.entry_count
         self.experiment = retried(lambda: journal.append_events(self.store, self.experiment, events, stamp))
         if is_snapshot_due(self.experiment, before):
             write_snapshot(self.store, self.experiment)
@@ -380,7 +384,10 @@ def _acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> I
     events = [event for entry in entries for event in entry.events]
     committed = {(e.checkpoint.step, e.checkpoint.sequence) for e in events if isinstance(e, CheckpointCommitted)}
     gone = {
-        sequence for e in events if isinstance(e, CheckpointCommitted | CheckpointsRetired) for sequence in e.retires
+        sequence
+        for e in events
+        if isinstance(e, CheckpointCommitted | CheckpointsRetired)
+        for sequence in e.retired_sequences
     }
     live = {(each.step, each.sequence) for each in trial.checkpoints}
     for step, sequence in witness.acknowledged:
@@ -461,7 +468,7 @@ def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
     needed = {key.manifest_path for key in live} | {path for each in manifests for path in each.blob_paths()}
     found = {each.path for each in collecting.find_orphan_blobs(store, KEY, trial)}
     found |= {each.path for each in list_node_objects_up_to(store, KEY, trial.attempt)}
-    settled = trial.model_copy(update={"settled_from": 10**9})  # no save is under way at the end
+    settled = trial.model_copy(update={"adopted_up_to": 10**9})  # no save is under way at the end
     found |= {key.manifest_path for key in collecting.find_leftover_manifests(store, KEY, settled)}
     reusable = {each.path for each in store.list(KEY.blobs_folder) if blob_sequence(each.path) >= trial.collected_up_to}
     return sorted(each for each in set(_objects(store)) - needed - found - reusable if not _aside(each, trial))
@@ -476,4 +483,4 @@ def _readable(store: ObjectStore, key: CheckpointKey) -> Iterator[Manifest]:
 def _aside(path: str, trial: Trial) -> bool:
     """Quarantined checkpoints are kept for inspection; the trial lists them."""
     key = CheckpointKey.from_manifest_path(KEY, path)
-    return key is not None and key.sequence in trial.quarantined
+    return key is not None and key.sequence in trial.quarantined_sequences

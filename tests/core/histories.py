@@ -77,13 +77,13 @@ def next_event(experiment: Experiment, trial: str) -> Event:
         return StepReported(trial=trial, report=StepReport(step=known.step + 1, metrics={"loss": 1 / (known.step + 1)}))
     old = tuple(each.sequence for each in known.checkpoints[:-3])
     new = CheckpointRef(step=known.step, sequence=known.next_sequence)
-    return CheckpointCommitted(trial=trial, checkpoint=new, retires=old)
+    return CheckpointCommitted(trial=trial, checkpoint=new, retired_sequences=old)
 
 
 def next_state(store: ObjectStore, experiment: Experiment, trials: Sequence[str]) -> Experiment:
     """Write the next entry: one event for each of the trials, or no event."""
     events = [next_event(experiment, trial) for trial in dict.fromkeys(trials)] or [CheckpointsAdopted()]
-    return journal.append_events(store, experiment, events, stamp(f"{experiment.number + 1}"))
+    return journal.append_events(store, experiment, events, stamp(f"{experiment.entry_count + 1}"))
 
 
 def fold(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:

@@ -8,7 +8,7 @@ from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import load_experiment
-from prefect_tune.core.journal_events import AttemptStarted, DecisionMade, ExperimentConfigured, Pinned, TrialFinished
+from prefect_tune.core.journal_events import AttemptStarted, DecisionMade, ExperimentConfigured, TrialFinished
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.storage.generations import find_current_journal
@@ -32,11 +32,11 @@ class SmallAttempt(Attempt):
     """Has the `content` of each step."""
 
     def files(self, step: int) -> Files:
-        return content(self.trial.trial, step)
+        return content(self.trial.id, step)
 
     def start(self) -> AttemptStarted:
         started = super().start()
-        assert not started.from_step or self.head == content(self.trial.trial, started.from_step)["head"]
+        assert not started.from_step or self.head == content(self.trial.id, started.from_step)["head"]
         return started
 
 
@@ -64,10 +64,6 @@ class SmallSearch(Search):
         attempt = self.attempts[trial]
         attempt.trial = self.trial(trial)
         self.append(attempt.train())
-
-    def pin(self, trial: str, *, step: int) -> None:
-        ref = next(ref for ref in self.trial(trial).checkpoints if ref.step == step)
-        self.append(Pinned(trial=trial, sequence=ref.sequence))
 
     def decide(self, trial: str) -> None:
         known = self.trial(trial)
@@ -101,7 +97,7 @@ def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial])
     """Return the live checkpoints of these trials of `experiment` that are damaged or have other bytes."""
     found = []
     for trial in trials.values():
-        folder = find_current_journal(store, experiment).trial_key(trial.trial)
+        folder = find_current_journal(store, experiment).trial_key(trial.id)
         for key in (folder.checkpoint_key(ref) for ref in trial.checkpoints):
             try:
                 if restored(store, read_manifest(store, key)) != content(key.trial.trial, key.step):

@@ -87,7 +87,7 @@ def overtaken_commit(search: Search, *retires: int) -> None:
     begun = CheckpointRef(step=4, sequence=search.trial("s").next_sequence)
     maintains(search, keys(search)[0])
     report = StepReported(trial="s", report=StepReport(step=4, metrics={}))
-    search.append(report, CheckpointCommitted(trial="s", checkpoint=begun, retires=retires))
+    search.append(report, CheckpointCommitted(trial="s", checkpoint=begun, retired_sequences=retires))
 
 
 def test_a_save_that_a_guest_has_overtaken_is_quarantined_and_retires_nothing(search: Search) -> None:

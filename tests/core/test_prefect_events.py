@@ -51,7 +51,7 @@ from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 
 T = "00000"
-ADDED = TrialAdded(trial=T, config={}, of_search=True)
+ADDED = TrialAdded(trial=T, config={}, proposed_by_search=True)
 STARTED = AttemptStarted(trial=T, attempt=1, from_step=0)
 LONG = "x" * 1000
 
@@ -90,11 +90,17 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
         TrialFinished(trial=T, reason="done"),
     )
     started, saved, finished = payloads(ADDED, STARTED, *trained, end)
-    assert started == {"name": "prefect-tune.started", **content(STARTED)}
-    assert saved == {"name": "prefect-tune.committed", **content(committed(2, 3))}
+    assert started == {"name": "prefect-tune.attempt-started", **content(STARTED)}
+    assert saved == {"name": "prefect-tune.checkpoint-committed", **content(committed(2, 3))}
     of_trial = {"status": "completed", "attempt": 1, "step": 2, "metrics": {"loss": 0.5}}
-    wasted = {"wasted_steps": 0, "wasted_at_least": False}
-    assert finished == {"name": "prefect-tune.finished", **content(end), "reason_code": None, **of_trial, **wasted}
+    wasted = {"recomputed_steps": 0, "recomputed_is_lower_bound": False}
+    assert finished == {
+        "name": "prefect-tune.trial-finished",
+        **content(end),
+        "reason_code": None,
+        **of_trial,
+        **wasted,
+    }
 
 
 def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
@@ -106,7 +112,11 @@ def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
     assert (restored["attempt"], restored["from_step"]) == (2, 1)
     spent = make_reason("max-failures", failures=1, limit=0, error="division by zero")
     (errored,) = payloads(ADDED, STARTED, TrialErrored(trial=T, cause=Cause.TRAINABLE, reason=spent))[1:]
-    assert (errored["name"], errored["cause"], errored["status"]) == ("prefect-tune.gave-up", "user", "errored")
+    assert (errored["name"], errored["cause"], errored["status"]) == (
+        "prefect-tune.trial-errored",
+        "trainable",
+        "errored",
+    )
     assert (errored["reason"], errored["reason_code"]) == (str(spent), "max-failures")
 
 
@@ -122,14 +132,26 @@ def test_a_reinstatement_has_a_name_of_its_own() -> None:
         CheckpointQuarantined(trial=T, sequence=3, quarantined=False),
     ]
     found = payloads(ADDED, STARTED, reported(1), committed(1, 3), *again)[2:]
-    assert [each["name"] for each in found] == ["prefect-tune.quarantined", "prefect-tune.reinstated"]
+    assert [each["name"] for each in found] == [
+        "prefect-tune.checkpoint-quarantined",
+        "prefect-tune.checkpoint-reinstated",
+    ]
 
 
 def test_every_turn_of_a_trial_is_emitted() -> None:
     pause, end = TrialPaused(trial=T, reason="others"), TrialFinished(trial=T, reason="enough")
-    assert names(ADDED, STARTED, reported(1), pause, TrialResumed(trial=T)) == ["started", "paused", "resumed"]
+    assert names(ADDED, STARTED, reported(1), pause, TrialResumed(trial=T)) == [
+        "attempt-started",
+        "trial-paused",
+        "trial-resumed",
+    ]
     more = TrialRequeued(trial=T, reason="more")
-    assert names(ADDED, STARTED, pause, end, more) == ["started", "paused", "finished", "requeued"]
+    assert names(ADDED, STARTED, pause, end, more) == [
+        "attempt-started",
+        "trial-paused",
+        "trial-finished",
+        "trial-requeued",
+    ]
 
 
 def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
@@ -142,7 +164,7 @@ def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
 
 def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
     launched, received = AttemptLaunched(trial=T, outbox=1), PostReceived(trial=T, post=1)
-    assert names(ADDED, launched, received, STARTED, *(reported(step) for step in range(1, 99))) == ["started"]
+    assert names(ADDED, launched, received, STARTED, *(reported(step) for step in range(1, 99))) == ["attempt-started"]
     types = {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])}
     assert types > NOT_EMITTED
 
@@ -164,8 +186,11 @@ def test_texts_and_tables_are_short_and_all_is_json() -> None:
 @pytest.mark.parametrize(
     ("event", "labels"),
     [
-        (CheckpointQuarantined(trial=T, sequence=3, reason="sha differs"), {"trial": T, "kills": "false"}),
-        (CheckpointQuarantined(trial=T, sequence=3, reason="it dies", kills=True), {"trial": T, "kills": "true"}),
+        (CheckpointQuarantined(trial=T, sequence=3, reason="sha differs"), {"trial": T, "crashes_trainable": "false"}),
+        (
+            CheckpointQuarantined(trial=T, sequence=3, reason="it dies", crashes_trainable=True),
+            {"trial": T, "crashes_trainable": "true"},
+        ),
         (AttemptEnded(trial=T, cause=Cause.OUT_OF_MEMORY, reason="m"), {"trial": T, "cause": "out-of-memory"}),
         (
             AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-vanished")),

@@ -59,7 +59,7 @@ def observed() -> ObservedExperiment:
 
 def test_an_attempt_on_another_machine_runs_where_its_supervisor_does(observed: ObservedExperiment) -> None:
     started = AttemptStarted(trial="a", attempt=1, from_step=0, at=AT.isoformat(), supervisor=ELSEWHERE)
-    observed.happens(TrialAdded(trial="a", config={}, of_search=True), started)
+    observed.happens(TrialAdded(trial="a", config={}, proposed_by_search=True), started)
     (attempt,) = observed.running().values()
     assert (attempt.attempt, attempt.began_at, attempt.owner) == (1, AT, ELSEWHERE)
 
@@ -111,7 +111,7 @@ def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observ
 
 def test_what_an_earlier_run_trained_is_neither_counted_nor_measured() -> None:
     before = ObservedExperiment()
-    before.happens(TrialAdded(trial="a", config={}, of_search=True))
+    before.happens(TrialAdded(trial="a", config={}, proposed_by_search=True))
     before.view.begin_run(LATER)
     before.happens(AttemptStarted(trial="a", attempt=1, from_step=0, supervisor=ELSEWHERE), at=AT)
     before.happens(*(StepReported(trial="a", report=StepReport(step=step, metrics={})) for step in (1, 2, 3)), at=AT)

@@ -278,8 +278,8 @@ def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> Non
     plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
     said = spec_to_parameters(plan)
     parameters = {
-        "parameters": said,
-        "orders": request_to_parameters(AttemptRequest(search_term=1, trial=Trial(trial="t", config={}))),
+        "spec": said,
+        "request": request_to_parameters(AttemptRequest(search_term=1, trial=Trial(id="t", config={}))),
         "attempt": 1,
     }
     assert said["cadence"]["every_steps"] is None
@@ -289,15 +289,13 @@ def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> Non
 def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration() -> None:
     block = {"$ref": {"block_document_slug": "secret/prod"}}
     template = {"__prefect_kind": "jinja", "template": "{{ 7 * 7 }}"}
-    orders = AttemptRequest(search_term=1, trial=Trial(trial="t", config={"block": block, "template": template}))
+    orders = AttemptRequest(search_term=1, trial=Trial(id="t", config={"block": block, "template": template}))
     context = HydrationContext(render_jinja=True, render_workspace_variables=True)
-    sent = hydrate(
-        {"parameters": {}, "orders": request_to_parameters(orders), "attempt": 1}, context
-    )  # as the server does
+    sent = hydrate({"spec": {}, "request": request_to_parameters(orders), "attempt": 1}, context)  # as the server does
     found: list[object] = []
     visit_collection(sent, found.append, return_data=False)  # as a flow run looks for blocks
     assert not [each for each in found if isinstance(each, dict) and "$ref" in each]
-    assert parse_request(sent["orders"]) == orders
+    assert parse_request(sent["request"]) == orders
 
 
 @pytest.mark.parametrize("kind", [pt.FailurePolicy, pt.Retention, pt.Cadence])

@@ -63,7 +63,7 @@ def test_a_run_killed_in_its_trial_its_search_and_an_upload_ends_as_the_undistur
     assert [(each.victim, each.step, each.resumed_from) for each in report.kills] == [
         ("upload", 2, 0), ("trial", 3, 2), ("search", 5, 4),
     ]  # fmt: skip
-    assert (report.compared_metrics, report.compared_files) == (6, 3 * 5)
+    assert (report.compared_metric_count, report.compared_file_count) == (6, 3 * 5)
     assert "✓ exact: the run that was killed 3 times is the same; " in said
     assert "2 killed" in said
     left = [path for path in target.rglob("*") if path.is_file() and ".tmp" not in path.parts]
@@ -81,7 +81,7 @@ def test_what_was_forgotten_is_named_and_the_flow_fails(
     report = caught.value.report
     assert isinstance(report, pt.DrillReport)
     assert "not exact: first difference at step " in str(caught.value)
-    assert json.loads(json.dumps(report.fields()))["forgotten"][0]["kind"] == "rng"
+    assert json.loads(json.dumps(report.fields()))["unrestored"][0]["kind"] == "rng"
 
 
 @pytest.mark.long

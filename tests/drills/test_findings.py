@@ -39,7 +39,7 @@ MANIFEST = Manifest(
     trial="trial",
     step=2,
     sequence=1,
-    about=CheckpointMetadata(attempt=1, term=1, write_id="w", created_at=""),
+    metadata=CheckpointMetadata(attempt=1, term=1, write_id="w", created_at=""),
     blobs=(),
     files=tuple(FileRef(path=name, size_bytes=0) for name in "abc"),
 )
@@ -170,11 +170,13 @@ def test_what_is_in_the_checkpoint_is_not_said_to_be_forgotten() -> None:
     found = make_drill_report(
         PLAN, "drill-0", RunComparison(undisturbed, killed, None, [at(3, "s.json", "w.1.0")], (), ())
     )
-    assert [each.name for each in found.forgotten] == ["v"]
+    assert [each.name for each in found.unrestored] == ["v"]
 
 
 def test_bytes_that_cannot_be_read_say_nothing_of_the_training_if_all_metrics_are_equal() -> None:
-    unread = Difference(3, FileDifference("m.bin", "", "bytes differ from byte 9 on (12 bytes)", is_of_bytes=True))
+    unread = Difference(
+        3, FileDifference("m.bin", "", "bytes differ from byte 9 on (12 bytes)", is_byte_comparison=True)
+    )
     lines = list(reported([unread]).lines())
     assert lines[0] == f"not exact: first difference at {unread}"
     assert any("the values in them may be equal: to compare them, save arrays, JSON or skops" in each for each in lines)
@@ -194,7 +196,7 @@ LR, CUDA = "optimizer adam.param_groups.0.lr", "global torch.cuda:1"
 
 
 def record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restored: bool = False) -> Record:
-    return Record(step, attempt, is_restored, at=float(step), seconds=0.5, waited=0.1, states=states)
+    return Record(step, attempt, is_restored, ended_at=float(step), seconds=0.5, wait_seconds=0.1, states=states)
 
 
 def run_of(*records: Record) -> DrillRun:
@@ -306,7 +308,7 @@ def test_each_kind_is_said_with_what_to_save(name: str, before: str, after: str 
 def test_what_does_not_change_at_each_step_is_evidence() -> None:
     like = run_of(*(record(step, {"scaler s.scale": "1024" if step < 3 else "2048"}) for step in range(1, 6)))
     (found,) = find_unrestored_states(like, resumed_at(4, like, {"scaler s.scale": "1024"}))
-    assert (found.name, found.found, found.expected) == ("s.scale", "1024", "2048")
+    assert (found.name, found.actual, found.expected) == ("s.scale", "1024", "2048")
 
 
 def test_a_resume_after_the_runs_have_differed_says_nothing_of_what_was_restored() -> None:
@@ -342,7 +344,7 @@ def test_nothing_to_compare_after_the_resume_is_no_exact_run() -> None:
     records = [*run().records[:3], Record(2, 2, True, 3.5, 0.5, 0.0, {})]
     killed = replace(later, records=records)
     found = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], [("m.pt", "w")]))
-    assert (found.is_exact, found.compared_metrics) == (True, 0)
+    assert (found.is_exact, found.compared_metric_count) == (True, 0)
     found = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], ()))
     assert found.verdict == "not deterministic", "no checkpoint holds a result"
 
@@ -414,7 +416,7 @@ def test_what_is_the_same_in_any_training_shows_nothing(
     runs = RunComparison(undisturbed, resumed(undisturbed), None, unstable, unstable, results, generators)
     found = make_drill_report(PLAN, "drill-0", runs)
     assert found.verdict == verdict, list(found.lines())
-    assert found.shows_nothing == (verdict != "exact")
+    assert found.is_inconclusive == (verdict != "exact")
     if verdict != "exact":
         first = generators[0] if generators else unstable[0]
         assert next(found.lines()).startswith(f"not deterministic: two runs differ without a kill, at {first}. ")

@@ -66,7 +66,7 @@ def test_times_and_identifiers_do_not_make_a_training_inexact(
 ) -> None:
     report = drilled(trainable, {}, prefect_server, tmp_path)
     assert report.is_exact, list(report.lines())
-    assert {difference.what.key for difference in report.unstable} == left_out
+    assert {difference.detail.key for difference in report.unstable} == left_out
     assert all(any(f"`{name}`" in line for line in report.lines()) for name in left_out), list(report.lines())
 
 
@@ -85,4 +85,4 @@ def test_ranks_that_save_everything_are_exact_whichever_is_killed(
     )
     assert found.is_exact, list(found.lines())
     assert [(each.victim, each.resumed_from > 0) for each in found.kills][:2] == [("rank", True), ("trial", True)]
-    assert found.compared_files >= 2 * 3, "the files of both ranks"
+    assert found.compared_file_count >= 2 * 3, "the files of both ranks"

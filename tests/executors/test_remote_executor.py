@@ -70,8 +70,8 @@ def executor(target: LocalTarget) -> RemoteExecutor:
 
 def attempt_request(trial: str = TRIAL, *, milestone: int | None = None, outbox: int = 1) -> AttemptRequest:
     """Return the request for an attempt that posts to the trial's outbox of this number."""
-    launched = Trial(trial=trial, config={}, attempt=outbox - 1, outbox=outbox, outbox_count=outbox)
-    return AttemptRequest(search_term=1, trial=launched, milestone=milestone)
+    launched = Trial(id=trial, config={}, attempt=outbox - 1, outbox=outbox, outbox_count=outbox)
+    return AttemptRequest(search_term=1, trial=launched, decision_step=milestone)
 
 
 def steps_of(messages: Sequence[Message]) -> list[tuple[str, int]]:
@@ -136,7 +136,7 @@ def test_a_next_attempt_that_begins_where_it_should_be_decided_about_is_asked_ab
 
     search.live(nothing, attempt.starts, ends, nothing, begins, nothing, nothing)
     assert (again[0].trial.attempt, again[0].trial.outbox) == (2, 2)
-    assert again[0].answer(4) == ContinueTraining(milestone=9)
+    assert again[0].answer(4) == ContinueTraining(decision_step=9)
 
 
 def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
@@ -197,7 +197,7 @@ def test_outboxes_are_read_and_answers_are_written_side_by_side(
         monkeypatch.setattr(PosixStore, name, _after(together, getattr(PosixStore, name)))
     assert steps_of(executor.poll_messages(NOW)) == [(trial, 1) for trial in trials]
     for trial in trials:
-        executor.send_decision(trial, ContinueTraining(milestone=3), 1)
+        executor.send_decision(trial, ContinueTraining(decision_step=3), 1)
     executor.poll_messages(NOW)
 
 
@@ -289,7 +289,10 @@ def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
         close_outbox(store, plan_at(target).trial, 1, 1, "the new one", new_write_stamp())
     newer = Outbox(target, plan_at(target).trial, attempt_request(outbox=2).trial)
     newer.write(
-        [AttemptStarted(trial=TRIAL, attempt=2, from_step=0), StepReported(trial=TRIAL, report=REPORT, asks=True)]
+        [
+            AttemptStarted(trial=TRIAL, attempt=2, from_step=0),
+            StepReported(trial=TRIAL, report=REPORT, awaits_decision=True),
+        ]
     )
     assert [*executor.poll_messages(NOW), *executor.poll_messages(NOW)] == []
     assert [old.answer(step, attempt=2) for step in (0, 1)] == [None, None]
@@ -343,7 +346,7 @@ def test_posts_are_received_in_order_each_once_and_then_deleted_except_the_first
     FarSearch(target, period=NOW).live(nothing, lambda: attempt.reports(4), nothing)
     until(lambda: posts_of(target) == [1])
     assert received(target) == [1, 2, 3, 4, 5]
-    assert all(int(name) <= trial.post for name, trial in deletions.in_folder("outbox"))
+    assert all(int(name) <= trial.last_post for name, trial in deletions.in_folder("outbox"))
 
 
 def test_a_post_that_the_last_search_has_not_journaled_is_received_by_the_next(target: LocalTarget) -> None:
@@ -367,7 +370,8 @@ def test_what_a_remote_attempt_retires_is_deleted_once_that_is_journaled(
     def retires() -> None:
         report = StepReported(trial=TRIAL, report=StepReport(step=2, metrics={}))
         attempt.writes(
-            report, CheckpointCommitted(trial=TRIAL, checkpoint=CheckpointRef(step=2, sequence=2), retires=(1,))
+            report,
+            CheckpointCommitted(trial=TRIAL, checkpoint=CheckpointRef(step=2, sequence=2), retired_sequences=(1,)),
         )
 
     FarSearch(target).live(nothing, attempt.starts, lambda: attempt.saves(1), nothing, retires, nothing, nothing)
@@ -393,7 +397,7 @@ def test_deletions_that_fail_do_not_end_the_search(target: LocalTarget, deletion
 
 
 KEY = TrialKey(experiment="e", generation=1, trial="00000")
-PROCEED = ContinueTraining(milestone=9)
+PROCEED = ContinueTraining(decision_step=9)
 LEAVE = make_leave("enough", save=True, trial=KEY.trial)
 
 
@@ -456,7 +460,7 @@ def test_a_trial_whose_answer_cannot_be_read_saves_and_ends(ends: Ends, damaged:
 
 def test_a_trial_that_waits_for_a_search_whose_successor_has_ended_its_attempt_saves_and_ends(ends: Ends) -> None:
     """A search of a task runner was killed: the next one trains the trial elsewhere, and never answers this attempt."""
-    trial = Trial(trial=KEY.trial, config={}, outbox=1, outbox_count=1)
+    trial = Trial(id=KEY.trial, config={}, outbox=1, outbox_count=1)
     ends.link.make_journal(plan_at(ends.target), AttemptRequest(search_term=1, trial=trial))
     ends.ask(3)
     with ends.target.open(timeout=timedelta(seconds=9)) as store:
@@ -557,19 +561,19 @@ def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_
 @pytest.mark.parametrize(
     ("before", "now", "reports", "answer", "decided"),
     [
-        (ASHA(27, grace_period=3, variant="stopping"), FIFO(), [2, 3], ContinueTraining(milestone=None), []),
+        (ASHA(27, grace_period=3, variant="stopping"), FIFO(), [2, 3], ContinueTraining(decision_step=None), []),
         (
             ASHA(27, grace_period=3, variant="stopping"),
             ASHA(27, grace_period=5, variant="stopping"),
             [2, 3],
-            ContinueTraining(milestone=5),
+            ContinueTraining(decision_step=5),
             [],
         ),
         (
             ASHA(27, grace_period=5, variant="stopping"),
             ASHA(27, grace_period=3, variant="stopping"),
             [2, 3, 4, 5],
-            ContinueTraining(milestone=9),
+            ContinueTraining(decision_step=9),
             [5],
         ),
     ],
@@ -588,7 +592,7 @@ def test_one_that_asks_where_an_earlier_owner_wanted_it_to_is_answered_by_todays
     resumed = FarSearch(target, now)
     state = resumed.live(nothing, lambda: attempt.reports(*reports, asks=True), nothing, nothing)
     assert attempt.answer(reports[-1]) == answer
-    assert [each.report.step for each in state.trial(TRIAL).past if each.report] == decided
+    assert [each.report.step for each in state.trial(TRIAL).policy_events if each.report] == decided
 
 
 class Exploiting(Scheduler):
@@ -625,7 +629,7 @@ def test_one_that_was_to_exploit_another_and_got_no_answer_leaves_for_it(
 
     monkeypatch.setattr(RemoteExecutor, "send_decision", dies)
     died = FarSearch(target, Exploiting()).live(nothing, attempt.starts, lambda: attempt.saves(2, asks=True), nothing)
-    assert (died.trial(TRIAL).exploits is not None, attempt.answer(2)) == (True, None)
+    assert (died.trial(TRIAL).pending_exploit is not None, attempt.answer(2)) == (True, None)
     monkeypatch.undo()
     FarSearch(target, Exploiting()).live(nothing, nothing)
     assert attempt.answer(2) == StopTrial(outcome=TrialPaused(trial=TRIAL, reason="better"), save=False)

@@ -209,7 +209,7 @@ def _trained(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[st
         "step": result.step,
         "metrics": dict(result.metrics),
         "attempts": result.attempts,
-        "wasted_steps": result.wasted_steps,
+        "wasted_steps": result.recomputed_steps,
         "checkpoint": result.checkpoint.path if result.checkpoint else None,
     }
 
@@ -221,7 +221,7 @@ def _searched(
 
     flow = tune if runner is None else tune.with_options(task_runner=runner())
     results = flow(*arguments, **options)
-    return {"trials": {each.trial: str(each.status) for each in results.trials.values()}}
+    return {"trials": {each.id: str(each.status) for each in results.trials.values()}}
 
 
 _CALLS: Mapping[Flow, Callable[[Sequence[Any], Mapping[str, Any]], Mapping[str, Any]]] = {

@@ -175,7 +175,7 @@ def require_trained_by_two_nodes(results: Results, target: LocalTarget, *, steps
     [trial] = results.trials.values()
     assert (trial.status, trial.step, trial.attempt) == ("completed", steps, attempts)
     assert trial.metrics["world_size"] == 4
-    checkpoint = results.checkpoint(trial.trial)
+    checkpoint = results.checkpoint(trial.id)
     assert checkpoint is not None
     with checkpoint.as_directory() as directory:
         ranks = {each.name: json.loads(each.read_text())[0] for each in Path(directory).glob("rank-*.json")}

@@ -79,11 +79,11 @@ class Example:
     def undisturbed(self, results: pt.Results) -> Mapping[str, Path]:
         """Train each trial once more, as far as its newest checkpoint; return where its state lies."""
         asked = {
-            each.trial: {
+            each.id: {
                 "trainable": self.trainable,
                 "config": dict(each.config),
                 "steps": each.checkpoints[-1].step,
-                "directory": str(self.folder / "undisturbed" / each.trial),
+                "directory": str(self.folder / "undisturbed" / each.id),
             }
             for each in results.trials.values()
         }

@@ -53,7 +53,7 @@ def test_what_it_forgets_is_named(
     found = drilled(f"{MODULE}:{trainable}", {"forgets": forgets}, prefect_server, tmp_path)
     assert found.verdict == "not exact", list(found.lines())
     assert found.differences[0].step in {3, 4, 5}, "the steps after the resume, until the first save"
-    first = found.forgotten[0]
+    first = found.unrestored[0]
     assert first.kind == kind, list(found.lines())
     assert first.name.removeprefix("made.").startswith(name)
 
@@ -106,7 +106,7 @@ def test_a_training_on_a_gpu_that_saves_everything_is_exact(
 def test_the_generator_of_a_gpu_is_named(trainable: str, prefect_server: str, tmp_path: Path) -> None:
     found = drilled(f"{MODULE}:{trainable}", {"device": "cuda", "forgets": "cuda"}, prefect_server, tmp_path)
     assert found.verdict == "not exact", list(found.lines())
-    assert str(found.forgotten[0]).startswith("torch's generator of cuda:0, after step "), list(found.lines())
+    assert str(found.unrestored[0]).startswith("torch's generator of cuda:0, after step "), list(found.lines())
 
 
 @on_gpu

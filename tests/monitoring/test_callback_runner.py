@@ -54,29 +54,29 @@ class Recorder(pt.Callback):
         self.events.append(("setup", search))
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
-        self.events.append(("start", trial.trial, started.from_step))
+        self.events.append(("start", trial.id, started.from_step))
 
     def on_trial_restore(self, trial: Trial, started: AttemptStarted) -> None:
-        self.events.append(("restore", trial.trial, started.from_step))
+        self.events.append(("restore", trial.id, started.from_step))
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         self.steps += 1
-        self.events.append(("result", trial.trial, report.step, report.metrics))
+        self.events.append(("result", trial.id, report.step, report.metrics))
 
     def on_trial_save(self, trial: Trial, checkpoint: CheckpointRef) -> None:
-        self.events.append(("save", trial.trial, checkpoint.step))
+        self.events.append(("save", trial.id, checkpoint.step))
 
     def on_checkpoint(self, trial: Trial, checkpoint: CheckpointRef) -> None:
-        self.events.append(("checkpoint", trial.trial, checkpoint.step))
+        self.events.append(("checkpoint", trial.id, checkpoint.step))
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        self.events.append(("recover", trial.trial, ended.cause))
+        self.events.append(("recover", trial.id, ended.cause))
 
     def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
-        self.events.append(("complete", trial.trial, finished.reason))
+        self.events.append(("complete", trial.id, finished.reason))
 
     def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
-        self.events.append(("error", trial.trial, gave_up.cause))
+        self.events.append(("error", trial.id, gave_up.cause))
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
         self.events.append(("end", {name: str(each.status) for name, each in trials.items()}))

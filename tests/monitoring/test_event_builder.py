@@ -53,7 +53,10 @@ def step(trial: str, sequence: int, loss: float, *, at: int) -> list[Event]:
 
 
 def begun(trial: str) -> list[Event]:
-    return [TrialAdded(trial=trial, config={}, of_search=True), AttemptStarted(trial=trial, attempt=1, from_step=0)]
+    return [
+        TrialAdded(trial=trial, config={}, proposed_by_search=True),
+        AttemptStarted(trial=trial, attempt=1, from_step=0),
+    ]
 
 
 class Story:
@@ -139,7 +142,7 @@ def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_s
 def test_a_commit_materializes_the_asset_of_its_trial_and_a_better_one_that_of_the_best_model() -> None:
     saved, made, best, known, model = Story().goes(*begun("00000"), *step("00000", 2, 0.5, at=1))[1:]
     key = "s3://bucket/runs/first/1/trials/00000/checkpoints"
-    assert (saved.event, upstream(saved)) == ("prefect-tune.committed", [key])
+    assert (saved.event, upstream(saved)) == ("prefect-tune.checkpoint-committed", [key])
     assert (made.event, made.resource["prefect.resource.id"]) == ("prefect.asset.materialization.succeeded", key)
     assert made.payload["metrics"] == {"loss": 0.5}
     assert made.payload["manifest"] == "first/1/trials/00000/checkpoints/0000000001-0000000002/manifest.json"
@@ -173,7 +176,7 @@ def test_the_best_model_is_made_from_the_warm_starts_and_the_origin_of_its_searc
     places = ["s3://bucket/runs/earlier", "gs://other/place/theirs"]
     named = ("earlier", "gcs-target/prod/theirs", "gs://other/place/theirs")
     sources = [
-        WarmStart(source=each, place=at, trials=()) for each, at in zip(named, [*places, places[1]], strict=True)
+        WarmStart(source=each, location=at, trials=()) for each, at in zip(named, [*places, places[1]], strict=True)
     ]
     first, second = (ExperimentConfigured(settings={}, warm_starts=tuple(each)) for each in (sources[:1], sources[1:]))
     for event in (ExperimentForked(origin=origin), first, second):
@@ -222,7 +225,7 @@ def test_an_event_about_the_whole_experiment_has_its_resource_and_is_not_limited
     story = Story()
     story.emitter._allowance = TokenBucket(0, 0)
     (asked,) = story.goes(StopRequested(reason="enough"))
-    assert (asked.event, asked.resource) == ("prefect-tune.stop-asked", PLACE.resource)
+    assert (asked.event, asked.resource) == ("prefect-tune.stop-requested", PLACE.resource)
     assert asked.payload["reason"] == "enough"
 
 

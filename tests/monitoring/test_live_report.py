@@ -105,7 +105,7 @@ def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
     (report,) = artifacts("report-reported")
     said = str(report.data)
     assert report.flow_run_id is not None
-    best = f"{format_cell(results.best.metrics['error'])} (trial {results.best.trial})"
+    best = f"{format_cell(results.best.metrics['error'])} (trial {results.best.id})"
     assert f"**Best error: {best} · 4 of 4 trials done" in said
     assert said.count("](data:image/svg+xml;base64,") >= 3
     assert said.count("/runs/task-run/") >= 4
@@ -159,10 +159,10 @@ class Looks(pt.Callback):
         self.task_runs: set[object] = set()
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        if trial.trial == "00000" and report.step == 2:
+        if trial.id == "00000" and report.step == 2:
             until(self._look, seconds=240, what=lambda: f"{left_by('watched')}")
             self.goes_on.touch()
-        elif trial.trial == "00000" and report.step > 2:
+        elif trial.id == "00000" and report.step > 2:
             self._look()
 
     def _look(self) -> bool:

@@ -161,7 +161,7 @@ def test_a_search_in_a_terminal_is_a_table_that_is_gone_in_the_end(prefect_serve
     assert "digits" in shown
     assert "2 running" in shown
     assert "at step 1" in shown
-    assert shown.rstrip().endswith(f"best {pt.load_results(tmp_path, 'digits', metric='error').best.trial}")
+    assert shown.rstrip().endswith(f"best {pt.load_results(tmp_path, 'digits', metric='error').best.id}")
 
 
 def _all_of(master: int) -> str:
@@ -218,15 +218,15 @@ class LoggedSearch:
 
     def goes(self, *events: Event) -> None:
         for event in events:
-            state = apply_event(self.state, event, self.state.number + 1)
-            self.state = state.model_copy(update={"number": state.number + 1})
+            state = apply_event(self.state, event, self.state.entry_count + 1)
+            self.state = state.model_copy(update={"number": state.entry_count + 1})
             self.recorder.on_event(event, self.state)
             self.log.on_event(event, self.state)
 
 
 def logged(caplog: pytest.LogCaptureFixture, *events: Event, of_search: bool = True) -> Sequence[str]:
     """The lines logged for these events of one trial."""
-    LoggedSearch().goes(TrialAdded(trial=T, config=CONFIG, of_search=of_search), *events)
+    LoggedSearch().goes(TrialAdded(trial=T, config=CONFIG, proposed_by_search=of_search), *events)
     return caplog.messages
 
 
@@ -283,7 +283,8 @@ def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFix
     search = LoggedSearch("accuracy", "max")
     for trial in ("00001", "00002"):
         search.goes(
-            TrialAdded(trial=trial, config={}, of_search=True), AttemptStarted(trial=trial, attempt=1, from_step=0)
+            TrialAdded(trial=trial, config={}, proposed_by_search=True),
+            AttemptStarted(trial=trial, attempt=1, from_step=0),
         )
     for step, accuracy in ((1, 0.95), (2, 0.9)):
         search.goes(StepReported(trial="00001", report=StepReport(step=step, metrics={"accuracy": accuracy})))
@@ -304,13 +305,13 @@ def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFix
     tracker = TrackedProgress(search.state, outlook, 0.0, datetime.now(UTC))
     assert "; best: trial 00001, accuracy 0.9" in line(tracker.read_state(1.0))
     results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), outlook.objective)
-    assert results.best.trial == "00001"
+    assert results.best.id == "00001"
 
 
 def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch()
     for trial in ("00001", T, "00004"):
-        search.goes(TrialAdded(trial=trial, config={"lr": 0.5}, of_search=True), started_of(trial))
+        search.goes(TrialAdded(trial=trial, config={"lr": 0.5}, proposed_by_search=True), started_of(trial))
     search.goes(*TRAINED[1:], TrialPaused(trial="00001", reason="turn"))
     copy = make_clone_ref(search.state.trial("00001"), SAVED, T)
     search.goes(CheckpointCloned(trial="00001", checkpoint=copy, source=T, config={"lr": 0.6}, reason="behind"))
@@ -330,9 +331,11 @@ def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     search = LoggedSearch()
-    search.goes(TrialAdded(trial="00001", config={}, of_search=True), started_of("00001"))
+    search.goes(TrialAdded(trial="00001", config={}, proposed_by_search=True), started_of("00001"))
     search.goes(StepReported(trial="00001", report=StepReport(step=9, metrics={"loss": 0.1})))
-    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), *TRAINED, TrialPaused(trial=T, reason="rung"))
+    search.goes(
+        TrialAdded(trial=T, config=CONFIG, proposed_by_search=True), *TRAINED, TrialPaused(trial=T, reason="rung")
+    )
     assert caplog.messages[-1].endswith("loss 0.5 (best: 0.1, trial 00001): rung")
     search.goes(
         AttemptEnded(trial="00001", cause=Cause.MACHINE, reason=make_reason("owner-vanished")), started_of("00001", 2)
@@ -343,7 +346,7 @@ def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost
 
 def test_a_lost_attempt_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     search = LoggedSearch(metric=None)
-    search.goes(TrialAdded(trial=T, config={}, of_search=True), *TRAINED)
+    search.goes(TrialAdded(trial=T, config={}, proposed_by_search=True), *TRAINED)
     caplog.clear()
     search.log.on_attempt_lost(search.state.trial(T), "StoreUnavailable: s3://bucket: timed out\nTraceback")
     search.goes(VANISHED, started(2, SAVED), VANISHED)
@@ -363,7 +366,7 @@ def test_a_table_does_not_hide_that_trials_of_an_earlier_run_resume(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     search = LoggedSearch()
-    search.goes(TrialAdded(trial=T, config=CONFIG, of_search=True), *TRAINED, ASKED)
+    search.goes(TrialAdded(trial=T, config=CONFIG, proposed_by_search=True), *TRAINED, ASKED)
     assert notices(caplog) == []
     search.begins()
     search.goes(started(2, SAVED))

@@ -177,4 +177,4 @@ def test_an_interrupted_search_says_how_to_resume_it_and_resumes(kernel: Kernel,
     again = kernel.run(code.replace("'step': 4", "'step': 6"))
     assert "done after" in again.html
     trials = pt.load_results(folder / "runs", "stopped").trials.values()
-    assert [(each.status, each.attempt, each.wasted_steps) for each in trials] == [("completed", 2, 0)] * 2
+    assert [(each.status, each.attempt, each.recomputed_steps) for each in trials] == [("completed", 2, 0)] * 2

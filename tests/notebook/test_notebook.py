@@ -80,7 +80,9 @@ def every_html(tmp_path: Path) -> dict[str, str]:
     points = {"a": {"loss": [(1.0, 1.0), (2.0, 0.5)]}, "b": {"loss": [(1.0, 1.0), (2.0, 0.5)]}}
     checkpoint = pt.Checkpoint(write(tmp_path / "plain", {EVIL.replace("/", "_"): b"x"}) / "<script>")
     results = render_results_html(report_on(search, f"s3://{EVIL}"), lambda _trials, _metrics: points, lambda: NO_COST)
-    result = pt.TrialResult("e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0, wasted_at_least=False)
+    result = pt.TrialResult(
+        "e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0, recomputed_is_lower_bound=False
+    )
     return {
         "running": render_progress_html(state(), SearchEnding.RUNNING, ""),
         "failed": render_progress_html(state(stop_reason=EVIL), SearchEnding.FAILED, EVIL),
@@ -160,15 +162,17 @@ def test_a_trial_shows_its_history_and_its_whole_error() -> None:
     search = asha(4)
     pruned = next(each for each in search.state.trials.values() if each.status is Status.PRUNED)
     html = Tags(pruned._repr_html_()).text
-    assert f"Trial {pruned.trial} · pruned @{pruned.step}" in html
+    assert f"Trial {pruned.id} · pruned @{pruned.step}" in html
     assert f"step {pruned.step}: stop, " in html
     saved = next(each for each in search.state.trials.values() if each.checkpoints)
-    assert f"results.checkpoint('{saved.trial}')" in Tags(saved._repr_html_()).text
+    assert f"results.checkpoint('{saved.id}')" in Tags(saved._repr_html_()).text
     broken = trial(1, Phase.ERRORED, end_reason=make_reason("raised", text="no", traceback="Traceback\n  line 3"))
     assert "Traceback\n  line 3" in Tags(broken._repr_html_()).text
 
 
-@pytest.mark.parametrize("name", ["past", "of_search", "fingerprint", "user_failures", "outbox", "clones"])
+@pytest.mark.parametrize(
+    "name", ["policy_events", "proposed_by_search", "fingerprint", "trainable_failures", "outbox", "clones"]
+)
 def test_a_trial_prints_nothing_internal(name: str) -> None:
     search = asha(3)
     for each in search.state.trials.values():

@@ -141,14 +141,14 @@ def spec(tmp_path: Path) -> TrialSpec:
         trial=TrialKey(experiment=NAME, generation=1, trial="trial"),
         trainable="",
         stopper="",
-        needs_curve=False,
+        needs_history=False,
         fingerprint=trainable_fingerprint("some.module:Model"),
     )
 
 
 def known(**fingerprint: str) -> Experiment:
     """A training with a journal."""
-    trial = Trial(trial="trial", config={}, fingerprint=fingerprint)
+    trial = Trial(id="trial", config={}, fingerprint=fingerprint)
     return empty_experiment(first_generation(NAME)).model_copy(update={"trials": TrialMap.from_trials([trial])})
 
 
@@ -181,7 +181,7 @@ def test_a_search_is_no_training(spec: TrialSpec) -> None:
 
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
 def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(spec: TrialSpec, stopper: Stopper) -> None:
-    done = Trial(trial="trial", config={}, phase=Phase.FINISHED, step=7, metrics={"done": True})
+    done = Trial(id="trial", config={}, phase=Phase.FINISHED, step=7, metrics={"done": True})
     assert meets_stop_criterion(done, stopper, ReportReader(spec.target, spec.trial.journal_key))
 
 

@@ -72,7 +72,7 @@ def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> Non
 def test_of_many_trials_no_more_curves_are_drawn_than_can_be_seen() -> None:
     report_input = asha(200).report_input()
     assert len(report_input.snapshot.curves) == MAX_CURVES
-    best = report_input.best_trials[0].trial
+    best = report_input.best_trials[0].id
     assert best in report_input.snapshot.curves
     assert best in said(draw_learning_curves(report_input))
 

@@ -51,7 +51,7 @@ def test_a_search_has_everything_in_its_order() -> None:
     page = markdown(asha(40).report_input(expected=50))
     best = asha(40).report_input().best_trials[0]
     assert headings(page) == [
-        f"Best trial: {best.trial}",
+        f"Best trial: {best.id}",
         "Learning curves",
         "Parameters",
         "Timeline",
@@ -61,9 +61,9 @@ def test_a_search_has_everything_in_its_order() -> None:
         "Runs",
         "Settings",
     ]
-    assert f"**Best loss: {format_cell(best.metrics['loss'])} (trial {best.trial}) · 40 of 50 trials done" in page
+    assert f"**Best loss: {format_cell(best.metrics['loss'])} (trial {best.id}) · 40 of 50 trials done" in page
     assert page.count("](http://ui/runs/flow-run/run-") >= 40
-    assert f"prefect-tune export s3://bucket/runs rates DIRECTORY --trial {best.trial}" in page
+    assert f"prefect-tune export s3://bucket/runs rates DIRECTORY --trial {best.id}" in page
     assert f"The newest checkpoint, of step {best.checkpoints[-1].step}, and the command" in page
 
 
@@ -72,7 +72,7 @@ def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
     page = markdown(there)
     assert "prefect-tune export 's3://runs/digits?endpoint_url=http://minio:9000&region=eu' rates DIRECTORY" in page
     best = newest_checkpoint_key(
-        TrialKey(experiment="rates", generation=1, trial=there.best_trials[0].trial), there.best_trials[0]
+        TrialKey(experiment="rates", generation=1, trial=there.best_trials[0].id), there.best_trials[0]
     )
     assert best is not None
     assert f"\ns3://runs/digits/{best.folder}?endpoint_url=http://minio:9000&region=eu\n" in page

@@ -69,7 +69,7 @@ def count_in(checkpoint: pt.Checkpoint | None) -> str:
 
 def test_any_metric_and_mode_can_be_asked_for(results: pt.Results) -> None:
     assert results.best.config == {"losses": [8.0, 8.0, 2.0], "model": {"depth": 2}}
-    assert results.best_trial("loss", "max").trial == A
+    assert results.best_trial("loss", "max").id == A
     with pytest.raises(pt.InvalidInput, match="none of its 4 trials has reported accuracy"):
         results.best_trial("accuracy")
     with pytest.raises(pt.InvalidInput, match="scope 'first'"):
@@ -83,12 +83,12 @@ def test_a_mode_without_a_metric_is_that_of_the_search_or_refused(results: pt.Re
         results.best_trial(mode="max")
     with pytest.raises(pt.InvalidInput, match="mode 'max' without a metric: the search has min loss"):
         pt.load_results(target, "e", mode="max")
-    assert pt.load_results(target, "e", metric="loss", mode="max").best_trial(mode="max").trial == A
+    assert pt.load_results(target, "e", metric="loss", mode="max").best_trial(mode="max").id == A
 
 
 @pytest.mark.parametrize("scope", ["last", "all", "last-5-avg"])
 def test_a_nested_metric_is_named_by_its_way(scope: Scope, results: pt.Results) -> None:
-    assert results.best_trial("eval/size", "max", scope=scope).trial == A
+    assert results.best_trial("eval/size", "max", scope=scope).id == A
     assert count_in(results.best_checkpoint(A, "eval/size", "max")) == "3"
     assert count_in(results.best_checkpoint(C, ["loss", "eval/size"], ["min", "min"])) == "2"  # losses 5, 4, 4
     with pytest.raises(pt.InvalidInput, match="none of its 4 trials has reported eval/lost"):
@@ -104,15 +104,15 @@ def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> N
     results = pt.Results(
         search.state, pt.LocalTarget(path=str(tmp_path)), objective_from_settings(search.state.settings)
     )
-    assert [each.trial for each in results.best_trials] == ["b", "c"]
+    assert [each.id for each in results.best_trials] == ["b", "c"]
     assert results.best is results.best_trials[0]
     assert results.best is find_best_trial(search.state)  # what `ls` and `export` name
-    assert results.best.trial == search.report_input().ranking[0].trial  # what the report names
+    assert results.best.id == search.report_input().ranking[0].id  # what the report names
 
 
 def test_what_the_search_was_for_is_known_from_its_journal(target: Path, tmp_path: Path) -> None:
-    assert pt.load_results(target, "e").best.trial == B
-    assert pt.load_results(target, "e", metric="loss", mode="max").best.trial == A
+    assert pt.load_results(target, "e").best.id == B
+    assert pt.load_results(target, "e", metric="loss", mode="max").best.id == A
     write_experiment(tmp_path / "target", "of-no-search", [1])
     with pytest.raises(pt.InvalidInput, match=r"no metric to compare by; .* Pass one: results.best_trial"):
         _ = pt.load_results(tmp_path / "target", "of-no-search").best
@@ -138,9 +138,9 @@ def test_the_best_checkpoint_is_of_the_best_report_of_all_trials_and_the_one_tha
 ) -> None:
     best = results.best_checkpoint()
     assert best is not None
-    assert f"/{results.best_trial(scope='all').trial}/" in best.path
+    assert f"/{results.best_trial(scope='all').id}/" in best.path
     assert count_in(best) == "1"
-    assert results.best.trial != results.best_trial(scope="all").trial
+    assert results.best.id != results.best_trial(scope="all").id
     assert count_in(results.best_checkpoint(metric="eval/size", mode="max")) == "3"
     saves = results.trials[C].checkpoints  # of losses 5, 4, 4: of equal ones the older stays
     kept = [
@@ -163,7 +163,7 @@ def test_tables_have_a_row_for_each_trial_or_each_report(results: pt.Results) ->
     assert [row["trial"] for row in trials] == [A, B, C, BROKEN]
     assert [row["status"] for row in trials] == ["completed"] * 3 + ["errored"]
     assert [row["loss"] for row in trials] == [9.0, 2.0, 4.0, None]
-    assert {"config/losses", "config/model/depth", "eval/size", "attempts", "wasted_steps", "checkpoint"} <= set(
+    assert {"config/losses", "config/model/depth", "eval/size", "attempts", "recomputed_steps", "checkpoint"} <= set(
         trials[0]
     )
     reports = results.to_arrow("reports").to_pylist()
@@ -234,7 +234,7 @@ def test_a_metric_with_the_name_of_a_column_is_compared_and_drawn_by_what_was_re
         search.state, pt.LocalTarget(path=str(tmp_path)), objective_from_settings(search.state.settings)
     )
     vars(results)["_reports"] = reports_to_arrow(curves)
-    assert (results.best.trial, results.best_trial(scope="all").trial) == ("b", "a")
+    assert (results.best.id, results.best_trial(scope="all").id) == ("b", "a")
     assert results._read_points(["a"], ["step"]) == {"a": {"step": [(1, 9.0), (2, 1.0)]}}
 
 
@@ -378,7 +378,7 @@ def test_a_metric_that_some_reports_have_is_not_said_to_be_in_none(tmp_path: Pat
     assert "no last report of its 2 trials has loss as a number: the last reports have ['accuracy']; scope='all'" in (
         no_best(tmp_path / "a")
     )
-    assert pt.load_results(tmp_path / "a", "e").best_trial(scope="all").trial == "00000"
+    assert pt.load_results(tmp_path / "a", "e").best_trial(scope="all").id == "00000"
     write_curves(tmp_path / "b", "e", [[{"loss": "0.5"}]], ["loss"])
     assert "no last report of its 1 trials has loss as a number: trial 00000 reported 'loss' as text" in (
         no_best(tmp_path / "b")

@@ -98,9 +98,9 @@ def test_a_step_whose_save_raises_is_reported_and_asks_nothing(tmp_path: Path) -
     session.connection.send = sent.append  # type: ignore[method-assign, assignment]  # it is a fake
     with pytest.raises(ZeroDivisionError):
         session.report_step({"loss": 1.0}, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]  # it returns nothing
-    assert [(done.report.step, done.checkpoint, done.asks) for done in sent if isinstance(done, StepDone)] == [
-        (1, None, False)
-    ]
+    assert [
+        (done.report.step, done.checkpoint, done.awaits_decision) for done in sent if isinstance(done, StepDone)
+    ] == [(1, None, False)]
 
 
 def test_a_report_may_lack_the_metric_of_the_search_only_where_its_caller_says_so(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 ) -> None:
     monkeypatch.setattr(run_training, "get_run_logger", lambda: logging.getLogger("a run"))
     caplog.set_level(logging.INFO)
-    ended = Trial(trial="trial", config={}, phase=Phase.FINISHED, end_reason="done\x1b]0;title\x07")
+    ended = Trial(id="trial", config={}, phase=Phase.FINISHED, end_reason="done\x1b]0;title\x07")
     state = Experiment(key=JournalKey(experiment="e", generation=1), trials=TrialMap.from_trials([ended]))
     spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"))
     run_training._log_resume_point(spec, spec, state, is_finished=True)
@@ -61,7 +61,7 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 
 
 def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
-    errored = Trial(trial="00000", config={}, phase=Phase.ERRORED, end_reason="ValueError: \x1b]0;title\x07")
+    errored = Trial(id="00000", config={}, phase=Phase.ERRORED, end_reason="ValueError: \x1b]0;title\x07")
     place = SimpleNamespace(name="e", uri="s3://b", settings={})
     found = SimpleNamespace(experiment=place, target=place, trials={"0": errored}, errors={"00000": errored.reason})
     said = run_search._all_errored_message(found, 0)
@@ -71,7 +71,7 @@ def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
 def test_the_log_of_a_quarantined_checkpoint_gives_the_terminal_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     bad = QuarantinedCheckpoint(checkpoint=CheckpointRef(step=3, sequence=1), since=1, reason="bad\x1b]0;title\x07")
     trial_attempt._log_quarantined_checkpoints(
-        Trial(trial="t", config={}, quarantined_checkpoints=(bad,)), logging.getLogger("a run")
+        Trial(id="t", config={}, quarantined_checkpoints=(bad,)), logging.getLogger("a run")
     )
     assert "bad\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
@@ -97,7 +97,7 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
 
 def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> None:
     damaged = DamagedCheckpoint("e", "t", 1, "e/1/trials/t", HOSTILE, is_quarantined=True)
-    upkeep = ExperimentMaintenance("e", damaged=[damaged], not_looked_at=[SkippedWork("e", HOSTILE, HOSTILE)])
+    upkeep = ExperimentMaintenance("e", damaged=[damaged], skipped=[SkippedWork("e", HOSTILE, HOSTILE)])
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]
     for shown in (

@@ -57,7 +57,7 @@ from tests.fakes.outcomes import make_failure
 from tests.fakes.searches.far_attempts import plan_at
 
 ME = Owner(name="it", host="h", pid=1)
-LAUNCHED = Trial(trial="00000", config={"x": 1}, outbox=1, outbox_count=1)
+LAUNCHED = Trial(id="00000", config={"x": 1}, outbox=1, outbox_count=1)
 _MINUTE = timedelta(minutes=1)
 
 

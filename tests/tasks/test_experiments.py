@@ -70,7 +70,7 @@ def test_opening_again_after_a_lost_reply_is_opening_once(
     elif arrives == "never":
         bucket.on_its_way.clear()
     opened = acquire_experiment.fn(target, first_generation("e"), ME, STAMP)
-    assert (opened.number, opened.term, opened.owner, opened.adopted_in) == (2, 1, ME, 1)
+    assert (opened.entry_count, opened.term, opened.owner, opened.last_adopting_term) == (2, 1, ME, 1)
     assert journal.load_experiment(bucket, first_generation("e")) == opened
     assert acquire_experiment.fn(target, first_generation("e"), ME, STAMP) == opened
 
@@ -128,11 +128,11 @@ def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(request: pytest.F
         trial=TrialKey(experiment="e", generation=1, trial="t"),
         trainable="",
         stopper="",
-        needs_curve=False,
+        needs_history=False,
     )
 
     def losing(state: Experiment) -> Experiment:
-        trial = state.trial("t").model_copy(update={"lost_checkpoints": lost})
+        trial = state.trial("t").model_copy(update={"lost_checkpoint_count": lost})
         return state.model_copy(update={"trials": {"t": trial}})
 
     state = _with_quarantined(bucket, losing)

@@ -54,7 +54,7 @@ def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.C
     table = borderless_table("name")
     table.add_row(*plain_cells([ATTACK]))
     config = {ATTACK: 1, "y": ATTACK}
-    trials = [Trial(trial=name, config={**config, "x": name}) for name in ("a", "b")]
+    trials = [Trial(id=name, config={**config, "x": name}) for name in ("a", "b")]
     print_parts(ATTACK, table, facts_table({ATTACK: {ATTACK: [ATTACK]}}), *trials_table(trials, [ATTACK]))
     said = capsys.readouterr().out
     assert r"\x1b]0;title\x07" in said

@@ -58,7 +58,7 @@ class Search:
 
     def happens(self, *events: Event) -> None:
         for event in events:
-            self.experiment = apply_event(self.experiment, event, self.experiment.number + 1)
+            self.experiment = apply_event(self.experiment, event, self.experiment.entry_count + 1)
             self.tracker.happens(event, self.experiment)
 
     def begins(self, *trials: str) -> None:
@@ -93,10 +93,10 @@ def test_the_best_so_far_is_known_as_soon_as_it_is_reported(search: Search) -> N
     search.begins("0", "1")
     search.reports("0", 1, 0.5)
     search.reports("1", 1, 0.4)
-    assert search.tracker.read_state(1.0).best.trial == "1"
+    assert search.tracker.read_state(1.0).best.id == "1"
     search.reports("0", 2, 0.3)
     best = search.tracker.read_state(1.0).best
-    assert (best.trial, best.step, best.metrics) == ("0", 2, {"loss": 0.3})
+    assert (best.id, best.step, best.metrics) == ("0", 2, {"loss": 0.3})
 
 
 def test_a_report_that_the_journal_tells_again_counts_once(search: Search) -> None:
@@ -200,7 +200,7 @@ def test_the_remaining_steps_are_unknown_where_trials_are_promoted_or_the_search
     trials: list[dict[str, object]], known: dict[str, object], steps: float | None
 ) -> None:
     estimate = replace(SearchEstimate("e", trial_count=2, step_count=10), **known)
-    made = [Trial(trial=str(number), config={}, **facts) for number, facts in enumerate(trials)]
+    made = [Trial(id=str(number), config={}, **facts) for number, facts in enumerate(trials)]
     assert remaining_steps(made, estimate) == steps
 
 
@@ -219,7 +219,7 @@ def test_a_population_resumes_all_that_it_pauses_and_a_promotion_search_some() -
 
 def trial(number: int, phase: Phase) -> Trial:
     config = {"lr": 10.0**-number, "model": {"depth": number}, "same": "always", "name": f"[bold]{'x' * 30}"}
-    return Trial(trial=f"{number:05d}", config=config, phase=phase, step=number, metrics={"loss": number / 7})
+    return Trial(id=f"{number:05d}", config=config, phase=phase, step=number, metrics={"loss": number / 7})
 
 
 def state(running: int = 2, finished: int = 3, **changes: object) -> ProgressState:

@@ -135,7 +135,7 @@ def propose(untrusted: Untrusted) -> None:
     with untrusted.target.open(timeout=timedelta(seconds=9)) as store:
         state = load_experiment(store, KEY)
         state = append_events(
-            store, state, [TrialAdded(trial="00000", config={"x": 1.0}, of_search=True)], next(stamps)
+            store, state, [TrialAdded(trial="00000", config={"x": 1.0}, proposed_by_search=True)], next(stamps)
         )
         decided = DecisionMade(trial="00000", report=StepReport(step=1, metrics={"loss": 1.0}), decision=Continue())
         append_events(store, state, [decided], next(stamps))

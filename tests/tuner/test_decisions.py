@@ -176,18 +176,18 @@ def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> N
 
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
-ADDED = PolicyEvent(order=1, what="added")
+ADDED = PolicyEvent(order=1, kind="added")
 ALL = [Phase.PENDING, Phase.RUNNING, Phase.PAUSED, Phase.FINISHED]
 
 
 def decided(decision: Decision) -> PolicyEvent:
-    return PolicyEvent(order=2, what="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
+    return PolicyEvent(order=2, kind="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
 
 
 def policy_of(trial: Trial) -> SearchPolicy:
     schedule = ASHA(max_t=27, grace_period=3, reduction_factor=3, variant="stopping").begin(LOSS, 0)
     policy = SearchPolicy(RandomSearch(1).begin({}, LOSS, 0), schedule)
-    for each in trial.past:
+    for each in trial.policy_events:
         policy.record(trial, each) if each.report is None else policy.decide(trial, each.report)
     return policy
 
@@ -195,7 +195,7 @@ def policy_of(trial: Trial) -> SearchPolicy:
 @pytest.mark.parametrize("decision", [Stop(reason="slow"), Pause(reason="waits")])
 @pytest.mark.parametrize("status", ALL)
 def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status: Phase) -> None:
-    trial = Trial(trial="00000", config={}, phase=status, past=(ADDED, decided(decision)))
+    trial = Trial(id="00000", config={}, phase=status, policy_events=(ADDED, decided(decision)))
     found = pending_decision(trial)
     if status in (Phase.PENDING, Phase.RUNNING):
         assert found is not None
@@ -208,10 +208,10 @@ def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status
 
 @pytest.mark.parametrize(
     "past",
-    [(ADDED,), (ADDED, decided(Continue())), (ADDED, decided(Pause(reason="")), PolicyEvent(order=3, what="resumed"))],
+    [(ADDED,), (ADDED, decided(Continue())), (ADDED, decided(Pause(reason="")), PolicyEvent(order=3, kind="resumed"))],
 )
 def test_nothing_else_stands(past: tuple[PolicyEvent, ...]) -> None:
-    trial = Trial(trial="00000", config={}, past=past)
+    trial = Trial(id="00000", config={}, policy_events=past)
     assert pending_decision(trial) is None
     assert policy_of(trial).next_milestone(trial) == (3 if past == (ADDED,) else 9)
 

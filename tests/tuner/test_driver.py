@@ -244,11 +244,11 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
 
     def act(attempt: RemoteAttempt) -> None:
         attempt.starts()
-        train(attempt, attempt.request.milestone)
+        train(attempt, attempt.request.decision_step)
 
     def answer(attempt: RemoteAttempt, said: ContinueTraining | StopTrial) -> None:
         if isinstance(said, ContinueTraining):
-            train(attempt, said.milestone)
+            train(attempt, said.decision_step)
             return
         attempt.posts(cast("TrialFinished", said.outcome))
         if len(executors) > 1:
@@ -282,7 +282,7 @@ def test_a_clone_is_journaled_before_its_attempt_starts_and_has_the_bytes_of_its
         spec, request = next(
             (spec, request)
             for spec, request in requests
-            if request.trial.trial == clone.trial and newest_checkpoint(request.trial) == clone.checkpoint
+            if request.trial.id == clone.trial and newest_checkpoint(request.trial) == clone.checkpoint
         )
         origin = clone.checkpoint.origin
         assert origin is not None

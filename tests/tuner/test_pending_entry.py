@@ -319,7 +319,7 @@ def saves(attempt: RemoteAttempt, step: int, *retires: int) -> CheckpointKey:
     ref = CheckpointRef(sequence=key.sequence, **report.model_dump())
     attempt.posts(
         StepReported(trial=attempt.trial, report=report),
-        CheckpointCommitted(trial=attempt.trial, checkpoint=ref, retires=retires),
+        CheckpointCommitted(trial=attempt.trial, checkpoint=ref, retired_sequences=retires),
     )
     return key
 
@@ -331,7 +331,7 @@ def quarantined_by_guest(target: LocalTarget, key: CheckpointKey) -> None:
 def require_bytes(target: LocalTarget, state: Experiment) -> None:
     for trial in state.trials.values():
         for ref in trial.checkpoints:
-            path = state.trial_key(trial.trial).checkpoint_key(ref).manifest_path
+            path = state.trial_key(trial.id).checkpoint_key(ref).manifest_path
             assert with_store(target, lambda store, path=path: store.size(path)) is not None, (
                 f"{path} is live in the journal, and deleted"
             )
@@ -395,4 +395,4 @@ def test_a_retried_task_adopts_what_its_first_try_had_not(tmp_path: Path, monkey
         with pytest.raises(KeyboardInterrupt):
             ensure_ownership(target, "e")
     state = ensure_ownership(target, "e")
-    assert state.adopted_in == state.term
+    assert state.last_adopting_term == state.term

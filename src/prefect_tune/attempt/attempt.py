@@ -193,7 +193,7 @@ class Attempt:
                 # Raises `Superseded` if another process owns the trial, and may have retired the checkpoint.
                 journal.write([CheckpointQuarantined(trial=name, sequence=newest.sequence, reason=reason)])
                 self.log.error("quarantined step %d: cannot be restored: %s", key.step, error)  # noqa: TRY400 - no trace: it is handled
-        if lost := journal.trial.lost_checkpoints:
+        if lost := journal.trial.lost_checkpoint_count:
             raise ResumeFailed(
                 f"trial {name!r} of {spec.trial.experiment!r} at {spec.target.uri}: all its {lost} committed "
                 "checkpoints are damaged or crash the trainable. Nothing was restarted from zero: repair the damaged "
@@ -208,13 +208,13 @@ class Attempt:
         journal.write([make_attempt_started(journal.trial, self.meter.began_at).model_copy(update=origin)])
         trial, newest = journal.trial, newest_checkpoint(journal.trial)
         curve: Sequence[StepReport] = ()
-        if newest is not None and spec.needs_curve:
-            curve = tuple(report for report in request.curve if report.step <= newest.step)
+        if newest is not None and spec.needs_history:
+            curve = tuple(report for report in request.reports if report.step <= newest.step)
         elif newest is not None:
             curve = (newest.report,)
         return Start(
             experiment=spec.trial.experiment,
-            trial=trial.trial,
+            trial=trial.id,
             attempt=trial.attempt,
             trainable=spec.trainable,
             stopper=spec.stopper,
@@ -222,13 +222,13 @@ class Attempt:
             config=trial.config,
             directory=str(scratch / "artifacts"),
             staging=str(scratch / "staging"),
-            restored=str(restored) if restored else None,
+            restored_directory=str(restored) if restored else None,
             from_step=trial.step,
             trained_seconds=trial.trained_seconds,
-            curve=curve,
+            reports=curve,
             cadence=spec.cadence,
-            overlap=spec.sync.commit == "async",
-            milestone=request.milestone,
+            async_commit=spec.sync.commit == "async",
+            decision_step=request.decision_step,
             saves_first=request.saves_first,
             metrics_from=spec.metrics_from,
             required_metrics=spec.required_metrics,
@@ -258,7 +258,7 @@ def make_attempt_started(trial: Trial, at: str | None = None) -> AttemptStarted:
     """Return the event that starts the next attempt of `trial`, from its newest checkpoint, at the time `at`."""
     newest = newest_checkpoint(trial)
     return AttemptStarted(
-        trial=trial.trial,
+        trial=trial.id,
         attempt=trial.attempt + 1,
         from_step=newest.step if newest else 0,
         from_sequence=newest.sequence if newest else None,
@@ -275,13 +275,13 @@ class ReportReader:
 
     def read_reports(self, trial: Trial) -> Sequence[StepReport]:
         """Return the reports of a trial up to its last journaled step."""
-        reports = self._curves.curve_of(trial.trial)
+        reports = self._curves.curve_of(trial.id)
         if not reports or reports[-1].step < trial.step:
             with self._target.open(timeout=timedelta(minutes=5)) as store:
                 for entry in read_entries(store, self._journal, self._last_entry_number):
                     self._curves.add_entry(entry)
                     self._last_entry_number = entry.number
-        return [report for report in self._curves.curve_of(trial.trial) if report.step <= trial.step]
+        return [report for report in self._curves.curve_of(trial.id) if report.step <= trial.step]
 
 
 def meets_stop_criterion(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
@@ -331,7 +331,7 @@ def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_ter
 
     If this process has logged the same error for another trial of this experiment and owner, log one line.
     """
-    text = append_last_output(failure.reason, failure.use.output if failure.use else "")
+    text = append_last_output(failure.reason, failure.usage.output if failure.usage else "")
     if failure.cause is Cause.PREEMPTED or "\n" not in text:
         return
     key = failure.reason.model_dump_json() if isinstance(failure.reason, Reason) else failure.reason

@@ -111,9 +111,9 @@ def make_commit_events(
     retired = checkpoints_to_retire(trial, new, policy)
     retires = tuple(ref.sequence for ref in retired)
     committed = CheckpointCommitted(
-        trial=trial.trial,
+        trial=trial.id,
         checkpoint=new,
-        retires=retires,
+        retired_sequences=retires,
         sent_bytes=save.sent_bytes,
         upload_seconds=round(upload_seconds, 3),
     )
@@ -126,7 +126,7 @@ def make_commit_events(
     except TuneError as error:
         log.warning("earlier checkpoints may share the damage, but could not be checked: %s", error)
     quarantined = [
-        CheckpointQuarantined(trial=trial.trial, sequence=at.sequence, reason=text) for at, text in reasons.items()
+        CheckpointQuarantined(trial=trial.id, sequence=at.sequence, reason=text) for at, text in reasons.items()
     ]
     return committed, quarantined, to_delete
 
@@ -145,7 +145,7 @@ def log_damage(save: SaveResult, quarantined: Sequence[CheckpointQuarantined], l
 
 def log_commit(save: SaveResult, log: Log, suppressed_count: int = 0) -> None:
     """Log a committed checkpoint with its first metrics and size; `suppressed_count` commits before were not logged."""
-    size_bytes, metrics = save.manifest.size_bytes, save.manifest.about.metrics
+    size_bytes, metrics = save.manifest.size_bytes, save.manifest.metadata.metrics
     new = "" if save.sent_bytes >= size_bytes else f", {format_size(save.sent_bytes)} of it new"
     named = "".join(f", {name} {format_value(value)}" for name, value in list(flatten(metrics).items())[:_MAX_METRICS])
     others = f"; {pluralize(suppressed_count, 'other', 'others')} since the last line" if suppressed_count else ""
@@ -356,7 +356,9 @@ class CommitWorker:
         Args:
             awaits_decision: whether the trial waits for a decision about the journaled report.
         """
-        self._journal.add_report(StepReported(trial=self._spec.trial.trial, report=report, asks=awaits_decision))
+        self._journal.add_report(
+            StepReported(trial=self._spec.trial.trial, report=report, awaits_decision=awaits_decision)
+        )
 
     def queue_save(
         self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]
@@ -405,7 +407,7 @@ class CommitWorker:
 
     def _write_end(self) -> None:
         if self._journal.trial.phase is Phase.RUNNING and self.outcome is not None:
-            self.outcome = self.outcome.model_copy(update={"use": self._meter.get_usage()})
+            self.outcome = self.outcome.model_copy(update={"usage": self._meter.get_usage()})
             self._write_entry([self.outcome])
 
     def _run_queue(self) -> None:
@@ -446,7 +448,7 @@ class CommitWorker:
             saved, to_delete = self._commit_checkpoint(save, directory)
         except PartMissing as missing:
             failed(FailedSave(done, make_reason("part-missing", error=str(missing))))
-            remove_directory(directory if done.moved else None)
+            remove_directory(directory if done.is_owned_by_supervisor else None)
             return
         committed(done.report.step)
         # Log the first commit, then at most one in 10 s: a trainable may save at each of many short steps.
@@ -457,7 +459,7 @@ class CommitWorker:
             log_commit(saved, self.log, self._suppressed_log_count)
             self._last_log_at, self._suppressed_log_count = now, 0
         self._artifacts.on_commit()
-        remove_directory(directory if done.moved else None)
+        remove_directory(directory if done.is_owned_by_supervisor else None)
         self._delete_retired(to_delete)
 
     def _commit_checkpoint(self, save: GroupSave, directory: Path) -> tuple[SaveResult, Sequence[CheckpointKey]]:
@@ -470,7 +472,7 @@ class CommitWorker:
         while True:
             start = time.monotonic()
             if predates_quarantine(self._journal.trial, self._journal.trial.next_sequence):
-                self._write_entry([CheckpointsRetired(trial=name, retires=())], up_to=0)
+                self._write_entry([CheckpointsRetired(trial=name, retired_sequences=())], up_to=0)
             saved = self._upload_checkpoint(done.report, directory, save.nodes)
             seconds = time.monotonic() - start
             event, quarantined, retired = make_commit_events(
@@ -484,14 +486,14 @@ class CommitWorker:
                 log_damage(saved, quarantined, self.log)
                 if not is_quarantined_checkpoint(self._journal.trial, saved.manifest.key):
                     if done.finish_reason is not None:
-                        finished = TrialFinished(trial=name, reason=done.finish_reason, use=self._meter.get_usage())
+                        finished = TrialFinished(trial=name, reason=done.finish_reason, usage=self._meter.get_usage())
                         self._write_entry([finished], up_to=0)
                     return saved, [*overtaken, *retired]
                 journaled_sequences = (saved.manifest.sequence,)
             warning = "other checkpoints of the trial changed while step %d was saved: saving it again"
             self.log.warning(warning, saved.manifest.step)
             # After this entry no owner adopts or reuses the overtaken save, so it can be deleted.
-            self._write_entry([CheckpointsRetired(trial=name, retires=journaled_sequences)], up_to=0)
+            self._write_entry([CheckpointsRetired(trial=name, retired_sequences=journaled_sequences)], up_to=0)
             overtaken.append(saved.manifest.key)  # it retired nothing
 
     def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SaveResult:

@@ -112,9 +112,9 @@ class SubmittingJournal(TrialJournal):
 
     def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
         del up_to  # all reports are already submitted
-        submitted = EventsSubmitted(self.trial.trial, tuple(events), is_awaited=True)
+        submitted = EventsSubmitted(self.trial.id, tuple(events), is_awaited=True)
         self._submit(submitted)
-        self.trial = submitted.entry_written.result().trial(self.trial.trial)
+        self.trial = submitted.entry_written.result().trial(self.trial.id)
 
 
 def _is_durable(written: Future[Experiment]) -> bool:
@@ -173,7 +173,7 @@ class Outbox(_BufferedJournal):
     def __init__(self, target: StorageTarget, key: TrialKey, trial: Trial) -> None:
         super().__init__(trial)
         if trial.outbox is None:
-            raise ValueError(f"trial {trial.trial!r} has no outbox")
+            raise ValueError(f"trial {trial.id!r} has no outbox")
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
@@ -216,7 +216,7 @@ class WritingJournal(_BufferedJournal):
         self._journal_writer = journal_writer
 
     def _write_events(self, events: Sequence[AttemptEvent], stamp: WriteStamp) -> Trial:
-        return self._journal_writer.write(events, stamp).trial(self.trial.trial)
+        return self._journal_writer.write(events, stamp).trial(self.trial.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,14 +190,14 @@ class _Supervisor:
         self._loaded.add(rank)
         if len(self._loaded) >= self._group.world_size:
             self._last_message_at = time.monotonic()
-        self._commit_worker.source_digest = message.code
+        self._commit_worker.source_digest = message.source_digest
 
     def _on_directive(self, directive: RankCommand) -> None:
-        if directive.saves:
+        if directive.save:
             self._saves.expect_save(directive.step)
         self._metrics.on_rank_command(directive.step)
         self._group.send_to_others(directive)
-        if not directive.saves:
+        if not directive.save:
             self._saves.finish_step(directive.step)
 
     def _reset_collectors(self) -> None:
@@ -218,14 +218,14 @@ class _Supervisor:
                 "step, so that all ranks save and end together",
                 ", ".join(map(str, early)),
             )
-        flushes = done.asks and self._channel.requests_decisions_by_report
+        flushes = done.awaits_decision and self._channel.requests_decisions_by_report
         self._commit_worker.queue_report(done.report, awaits_decision=flushes)
         if done.checkpoint is not None:
             self._submit_checkpoint(done)
         if flushes:
             self._commit_worker.queue_flush()
-        self._awaits_decision = done.asks
-        if done.asks:
+        self._awaits_decision = done.awaits_decision
+        if done.awaits_decision:
             self._channel.request_decision(done.report)
 
     def _on_answer(self, answer: Answer) -> None:
@@ -262,9 +262,9 @@ class _Supervisor:
         self._group.stop_receiving(rank)
         self._ended_ranks.add(rank)
         # Fields that the trial's process must not decide: the trial, its resource usage, a failure's first step.
-        outcome = message.outcome.model_copy(update={"trial": self._spec.trial.trial, "use": None})
+        outcome = message.outcome.model_copy(update={"trial": self._spec.trial.trial, "usage": None})
         if isinstance(outcome, AttemptEnded):
-            outcome = outcome.model_copy(update={"at_start": False})
+            outcome = outcome.model_copy(update={"before_first_step": False})
             if message.raised:
                 self._on_rank_failure(rank, outcome, after_end=message.after_end)
                 return
@@ -341,7 +341,7 @@ class _Supervisor:
     def _make_failure(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
         is_loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
         at_start = cause is Cause.TRAINABLE and is_loaded and self._steps == 0
-        return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, at_start=at_start)
+        return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, before_first_step=at_start)
 
     def _rank_name(self, rank: int) -> int | None:
         """Return the rank to name in a reason; None for a single rank, and for the launching process."""
@@ -389,10 +389,10 @@ class _Supervisor:
             return self._check_grace()
         if self._has_pending_saves or self._awaits_decision:
             return None  # it may wait for an upload, which has its own timeout, or for a decision
-        if self._spec.silence is None or self._last_message_at is None:
+        if self._spec.silence_timeout is None or self._last_message_at is None:
             return None
         elapsed = timedelta(seconds=time.monotonic() - self._last_message_at)
-        if elapsed <= self._spec.silence:
+        if elapsed <= self._spec.silence_timeout:
             return None
         return self._make_failure(Cause.MACHINE, make_reason("silent", seconds=elapsed.total_seconds()))
 
@@ -456,7 +456,7 @@ class _Supervisor:
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
             self._group.send(CheckpointAndStop())
-        grace = self._spec.grace
+        grace = self._spec.grace_period
         if timedelta(seconds=time.monotonic() - self._stop_requested_at) <= grace:
             return (
                 self._make_failure(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_work_abandoned() else None

@@ -39,7 +39,7 @@ class TrialSpec:
     trainable: str
     """An import path or a pickle, from `serialize_for_trial`."""
     stopper: str
-    needs_curve: bool
+    needs_history: bool
     """Whether the stopper needs more than the last report."""
     cadence: Cadence = field(default_factory=Cadence)
     retention: Retention = field(default_factory=Retention)
@@ -55,9 +55,9 @@ class TrialSpec:
     min_nodes: int | None = None
     """The smallest number of nodes with which an attempt may start; None: all nodes."""
     metrics_from: MetricsSource = "rank 0"
-    grace: timedelta = timedelta(seconds=25)
+    grace_period: timedelta = timedelta(seconds=25)
     """How long a trial may take to save after a stop request."""
-    silence: timedelta | None = None
+    silence_timeout: timedelta | None = None
     """How long a trial may train without a report before it is considered hung; None: no limit."""
     tags: tuple[str, ...] = ()
     """Tags of the task run of each attempt; Prefect's tag-based concurrency limits apply to it."""
@@ -65,7 +65,7 @@ class TrialSpec:
     """Prefect's global concurrency limits; an attempt holds a slot in each of them."""
     required_metrics: tuple[str, ...] = ()
     """The metrics that the search needs in each report."""
-    of_search: bool = False
+    proposed_by_search: bool = False
     """Whether a search proposed the trial."""
 
 
@@ -79,9 +79,9 @@ class AttemptRequest:
     """The trial, which waits for the attempt; without its history."""
     experiment_id: str = ""
     """The id of the requesting experiment; empty, and not checked, in the process of the search."""
-    curve: tuple[StepReport, ...] = ()
+    reports: tuple[StepReport, ...] = ()
     """The reports up to the newest checkpoint, if the stopper needs them."""
-    milestone: int | None = None
+    decision_step: int | None = None
     """The step at which the trial waits for a decision."""
     saves_first: bool = False
     """Whether the trial commits a checkpoint of that step before it waits."""

@@ -238,7 +238,7 @@ def open_store_and_load_experiment(target: str, experiment: str) -> Iterator[tup
     """Open a target for reading, and load an experiment. Raises `InvalidInput` if the experiment does not exist."""
     with open_store_readonly(target) as store:
         state = load_experiment(store, find_current_journal(store, experiment))
-        if not state.number:
+        if not state.entry_count:
             raise InvalidInput(no_experiment_message(store, experiment, resolve_existing_target(target).uri))
         yield store, state
 
@@ -250,7 +250,7 @@ def select_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
 
 def last_entry_time(store: ObjectStore, state: Experiment) -> str:
     """Return when the last entry of the journal was written."""
-    last = read_next_entry(store, state.key, state.number - 1)
+    last = read_next_entry(store, state.key, state.entry_count - 1)
     return last.at if last else ""
 
 

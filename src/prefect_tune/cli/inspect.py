@@ -138,7 +138,7 @@ def _experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple
             experiment_kind(state),
             trials=count_by_status(state),
             best={name: get_metric(best.metrics, name) for name in metrics} if best else None,
-            best_trial=best.trial if best else None,
+            best_trial=best.id if best else None,
             best_status=str(best.status) if best else None,
             written_at=last_write,
         )
@@ -155,7 +155,7 @@ _TIME_FIELDS = ("attempt_began_at", "reported_at")
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best trial first; or all details of one trial."""
     with open_store_and_load_experiment(target, experiment) as (store, state):
-        if state.number <= _MAX_VERIFIED_ENTRIES:  # a damaged entry may be hidden by a later snapshot
+        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # a damaged entry may be hidden by a later snapshot
             try:
                 read_entries(store, state.key)
             except JournalCorrupt as error:
@@ -166,8 +166,8 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
             return
         selected = next(iter(select_trials(state, trial)), None)
         extra: dict[str, object] = {}
-        if selected is not None and selected.cloned is not None and trial is not None:
-            exploits = list_exploits(read_entries(store, state.key), selected.trial)
+        if selected is not None and selected.last_clone_sequence is not None and trial is not None:
+            exploits = list_exploits(read_entries(store, state.key), selected.id)
             extra["exploited"] = [asdict(exploit) for exploit in exploits]
         if selected is not None and selected.phase in (Phase.PENDING, Phase.ERRORED):  # its last attempt failed
             output = _read_outputs(store, state, selected).get(selected.attempt)
@@ -175,7 +175,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     state, now = view.experiment, datetime.now(UTC)
     fresh, cost = freshness_of(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
     selected = next(iter(select_trials(state, trial)), None)
-    attempts = cost.attempts_by_trial().get(selected.trial, ()) if selected is not None else ()
+    attempts = cost.attempts_by_trial().get(selected.id, ()) if selected is not None else ()
     facts = _trial_facts(view, selected, attempts) if selected is not None else {}
     facts |= {name: value for name, value in extra.items() if value}
     if as_json:
@@ -213,7 +213,7 @@ def logs(
         else:
             print(f"attempt {attempt}: {append_last_output(output.reason, output.last_output or '(none is stored)')}")
     if not outputs:
-        print(f"trial {trials[0].trial} has not begun")
+        print(f"trial {trials[0].id} has not begun")
 
 
 def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -> None:
@@ -238,7 +238,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
             **fresh.json_fields(),
             "settings": settings_for_display(state.settings),
             "cost": cost_fields(cost),
-            "trials": [_trial_facts(view, trial, attempts.get(trial.trial, ())) for trial in trials],
+            "trials": [_trial_facts(view, trial, attempts.get(trial.id, ())) for trial in trials],
         }
         print(json.dumps(shown, indent=2))
         return
@@ -250,7 +250,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
     if resume_with and fresh.is_stale:
         head["resume with"] = resume_with
     shown_trials = trials[:_MAX_TRIALS]
-    running = [view.running_attempt(trial.trial) for trial in shown_trials]
+    running = [view.running_attempt(trial.id) for trial in shown_trials]
     extra = {}
     if any(running):
         extra["host"] = [(attempt.host or "") if attempt else "" for attempt in running]
@@ -264,7 +264,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
         print_parts(f"and {len(trials) - _MAX_TRIALS} more; --json prints all")
     if sentence := format_cost(cost):
         print_parts("", facts_table({"cost": sentence}), "", cost_table(cost))
-    errored = sorted((trial for trial in trials if trial.status is Status.ERRORED), key=lambda trial: trial.trial)
+    errored = sorted((trial for trial in trials if trial.status is Status.ERRORED), key=lambda trial: trial.id)
     if causes := group_trials_by_error(errored):
         table = borderless_table("errored", "reason")
         for cause, alike in causes[:_MAX_ERRORS]:
@@ -273,7 +273,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
         if len(causes) > _MAX_ERRORS:
             print_parts(f"and {len(causes) - _MAX_ERRORS} more errors; --json prints all")
         if _has_traceback(first := causes[0][1][0]):
-            print_parts(f"--trial {first.trial} prints its traceback")
+            print_parts(f"--trial {first.id} prints its traceback")
 
 
 def _format_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
@@ -296,8 +296,8 @@ def _format_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) 
         changes = [f"{name} {format_value(old)} → {format_value(new)}" for name, (old, new) in changed]
         from_step = f"step {exploit['step']} of trial {exploit['source']}"
         exploits.append(f"{from_step}: {', '.join(changes)}" if changes else from_step)
-    readable = {**facts, **shown, "wasted_steps": trial.recomputed_steps_text, "exploited": "\n".join(exploits)}
-    hidden = ("wasted_at_least", "cost", "last_output")
+    readable = {**facts, **shown, "recomputed_steps": trial.recomputed_steps_text, "exploited": "\n".join(exploits)}
+    hidden = ("recomputed_is_lower_bound", "cost", "last_output")
     return {name: value for name, value in readable.items() if facts.get(name) not in (None, "") and name not in hidden}
 
 
@@ -311,16 +311,16 @@ class _AttemptOutput:
 def _read_outputs(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[int, _AttemptOutput]:
     """Return the output of each attempt of a trial."""
     outputs: dict[int, _AttemptOutput] = {}
-    name, number = trial.trial, trial.attempt
+    name, number = trial.id, trial.attempt
     for event in (event for entry in read_entries(store, state.key) for event in entry.events):
         match event:
-            case AttemptStarted(trial=trial.trial, attempt=number):
+            case AttemptStarted(trial=trial.id, attempt=number):
                 outputs[number] = _AttemptOutput(number)
             case AttemptEnded(reason=reason) | TrialFinished(reason=reason) | TrialPaused(reason=reason) if (
                 event.trial == name
             ):
                 if number not in outputs or outputs[number].reason is None:  # only the first end counts
-                    outputs[number] = _AttemptOutput(number, str(reason), event.use.output if event.use else "")
+                    outputs[number] = _AttemptOutput(number, str(reason), event.usage.output if event.usage else "")
             case _:
                 pass
     return outputs
@@ -341,12 +341,12 @@ def _format_owner(state: Experiment) -> str:
 
 
 def _trial_facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, Any]:
-    attempt, fields = view.running_attempt(trial.trial), trial_fields(trial)
+    attempt, fields = view.running_attempt(trial.id), trial_fields(trial)
     config = fields.pop("config")
     return {
         **fields,
         "checkpoints": [checkpoint.step for checkpoint in trial.checkpoints],
-        "quarantined": len(trial.quarantined),
+        "quarantined": len(trial.quarantined_sequences),
         "host": attempt.host if attempt else None,
         "attempt_began_at": attempt.began_at if attempt else None,
         "reported_at": attempt.reported_at if attempt else None,
@@ -382,7 +382,7 @@ def report(
     now = fresh.as_of or datetime.now(UTC)
     search = SearchView(state)
     for entry in entries:
-        if entry.number <= state.number:
+        if entry.number <= state.entry_count:
             search.apply_entry(entry)
     for name in state.trials:
         if (attempt := view.running_attempt(name)) and attempt.report:

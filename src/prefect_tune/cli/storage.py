@@ -97,11 +97,11 @@ def _checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -> Ite
 
     List the target for quarantined saves that were never committed.
     """
-    folder = state.trial_key(trial.trial)
+    folder = state.trial_key(trial.id)
     keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
     for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
         keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
-    if missing := set(trial.quarantined) - set(keys):
+    if missing := set(trial.quarantined_sequences) - set(keys):
         listed = (
             CheckpointKey.from_manifest_path(folder, stored.path) for stored in store.list(folder.checkpoints_folder)
         )
@@ -113,17 +113,17 @@ def _checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -> Ite
             row_status = status
             if status == "live":  # a running trial may have retired the checkpoint since the journal was read
                 row_status = "damaged" if is_checkpoint_live(store, key) else "retired"
-            yield _CheckpointRow(trial.trial, key.step, row_status, path=key.folder)
+            yield _CheckpointRow(trial.id, key.step, row_status, path=key.folder)
             continue
         yield _CheckpointRow(
-            trial.trial,
+            trial.id,
             key.step,
             status,
-            created_at=manifest.about.created_at,
+            created_at=manifest.metadata.created_at,
             size_bytes=manifest.size_bytes,
             file_count=len(manifest.files),
-            attempt=manifest.about.attempt,
-            metrics=manifest.about.metrics,
+            attempt=manifest.metadata.attempt,
+            metrics=manifest.metadata.metrics,
             path=key.folder,
         )
 
@@ -171,8 +171,8 @@ def _verify_trials(
     store: ObjectStore, state: Experiment, trials: Sequence[Trial]
 ) -> Iterator[tuple[str, InspectedCheckpoint]]:
     for trial in trials:
-        for key in live_checkpoint_keys(state.trial_key(trial.trial), trial):
-            yield from ((trial.trial, inspected) for inspected in inspect_live_checkpoint(store, key))
+        for key in live_checkpoint_keys(state.trial_key(trial.id), trial):
+            yield from ((trial.id, inspected) for inspected in inspect_live_checkpoint(store, key))
 
 
 def _release_step(
@@ -180,7 +180,7 @@ def _release_step(
 ) -> Iterator[tuple[str, InspectedCheckpoint]]:
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is intact."""
     keys = {
-        trial.trial: state.trial_key(trial.trial).checkpoint_key(quarantined.checkpoint)
+        trial.id: state.trial_key(trial.id).checkpoint_key(quarantined.checkpoint)
         for trial in trials
         for quarantined in trial.quarantined_checkpoints
         if quarantined.checkpoint.step == step
@@ -240,12 +240,12 @@ def export(
             raise InvalidInput(
                 f"experiment {state.name!r}: none of its {len(trials)} trials is the best; choose one: --trial"
             )
-        live = live_checkpoint_keys(state.trial_key(chosen.trial), chosen)
+        live = live_checkpoint_keys(state.trial_key(chosen.id), chosen)
         key = next((key for key in reversed(live) if step in (None, key.step)), None)
         if key is None:
             steps = ", ".join(str(key.step) for key in live) or "none"
             of_step = "" if step is None else f" of step {step}"
-            where = f"experiment {state.name!r}" + (f", trial {chosen.trial!r}" if is_search(state) else "")
+            where = f"experiment {state.name!r}" + (f", trial {chosen.id!r}" if is_search(state) else "")
             errored = ", which has errored" if chosen.status is Status.ERRORED else ""
             raise CheckpointNotFound(f"{where}{errored}: there is no checkpoint{of_step}; available steps: {steps}")
     names = export_checkpoint(resolve_existing(target), state, chosen, key, directory, plain=plain)
@@ -255,7 +255,7 @@ def export(
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
-    label = f"{chosen.trial}{' (errored)' if chosen.status is Status.ERRORED else ''} " if is_search(state) else ""
+    label = f"{chosen.id}{' (errored)' if chosen.status is Status.ERRORED else ''} " if is_search(state) else ""
     print(f"{label}step {key.step} is in {directory}")
 
 
@@ -277,7 +277,7 @@ def gc(
     It keeps quarantined checkpoints until the trial retires them: they can be released.
     """
     with open_store_and_load_experiment(target, experiment) as (store, state):
-        trial_names = None if trial is None else [trial.trial for trial in select_trials(state, trial)]
+        trial_names = None if trial is None else [trial.id for trial in select_trials(state, trial)]
         garbage = collect_experiment_garbage(store, state, new_write_stamp(), only=trial_names, dry_run=not delete)
     if as_json:
         leftovers = {

@@ -33,7 +33,7 @@ class Owner(Value):
     flow_run: str | None = None
     task_run: str | None = None
     """The id of the task run, if the attempt is one."""
-    by_hand: bool = False
+    is_manual: bool = False
     """Whether the user resumed this run, so that it does not count as a restart after a crash."""
     attempt: int = 0
     """For a user's own flow: how often its run was started."""
@@ -61,7 +61,6 @@ class CheckpointRef(Value):
     metrics: Mapping[str, Any] = Field(default_factory=dict)
     trained_seconds: float = 0.0
     size_bytes: int = 0
-    pinned: bool = False
     origin: CheckpointOrigin | None = None
     """For a clone, the cloned checkpoint; None for a checkpoint with its own manifest."""
 
@@ -113,7 +112,7 @@ class WarmStart(Value):
 
     source: str
     """The experiment as the user named it: by its name, or `target/name`."""
-    place: str | None = None
+    location: str | None = None
     """Its location in events and assets: normalized, and without secrets; None if unknown."""
     trials: tuple[PriorTrial, ...]
 
@@ -130,14 +129,14 @@ class TrialAdded(TrialEvent):
     type: Literal["trial-added"] = "trial-added"
     config: Mapping[str, object]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
-    of_search: bool = False
+    proposed_by_search: bool = False
     """Whether a search proposed it; False for a single training, and in a user's own flow."""
 
 
 class AttemptStarted(TrialEvent):
     """An attempt begins, from a checkpoint or from scratch. Steps reported after that checkpoint are trained again."""
 
-    type: Literal["started"] = "started"
+    type: Literal["attempt-started"] = "attempt-started"
     attempt: int
     from_step: int
     from_sequence: int | None = None
@@ -152,21 +151,21 @@ class AttemptStarted(TrialEvent):
 class StepReported(TrialEvent):
     """A step was trained."""
 
-    type: Literal["reported"] = "reported"
+    type: Literal["step-reported"] = "step-reported"
     report: StepReport
-    asks: bool = False
+    awaits_decision: bool = False
     """Whether the trial waits for the search to decide whether it continues."""
 
 
 class CheckpointCommitted(TrialEvent):
     """A checkpoint is committed: its manifest was created, and its owner was still the owner afterwards.
 
-    `retires` has the sequences of the checkpoints that this entry retires; their bytes are deleted only after it.
+    `retired_sequences` has the sequences of the checkpoints that this entry retires; their bytes are deleted after it.
     """
 
-    type: Literal["committed"] = "committed"
+    type: Literal["checkpoint-committed"] = "checkpoint-committed"
     checkpoint: CheckpointRef
-    retires: tuple[int, ...] = ()
+    retired_sequences: tuple[int, ...] = ()
     sent_bytes: int | None = None
     """The bytes that were not on the target yet; None if unknown."""
     upload_seconds: float | None = None
@@ -183,8 +182,8 @@ class CheckpointsRetired(TrialEvent):
     has ended, so that no save is running.
     """
 
-    type: Literal["retired"] = "retired"
-    retires: tuple[int, ...]
+    type: Literal["checkpoints-retired"] = "checkpoints-retired"
+    retired_sequences: tuple[int, ...]
 
 
 class CheckpointQuarantined(TrialEvent):
@@ -195,22 +194,14 @@ class CheckpointQuarantined(TrialEvent):
     the damage.
     """
 
-    type: Literal["quarantined"] = "quarantined"
+    type: Literal["checkpoint-quarantined"] = "checkpoint-quarantined"
     sequence: int
     reason: AnyReason = ""
-    kills: bool = False
+    crashes_trainable: bool = False
     """Whether it is quarantined because it crashes the trainable, although its bytes are undamaged."""
     quarantined: bool = True
-    by_guest: bool = False
+    by_non_owner: bool = False
     """In a fork, whose entry holds the origin's events: whether a non-owner of the origin wrote this event."""
-
-
-class Pinned(TrialEvent):
-    """Retention keeps the checkpoint, or (`pinned=False`) no longer has to."""
-
-    type: Literal["pinned"] = "pinned"
-    sequence: int
-    pinned: bool = True
 
 
 class CheckpointCloned(TrialEvent):
@@ -220,7 +211,7 @@ class CheckpointCloned(TrialEvent):
     origin, whose bytes stay, retired or not, as long as a trial has a clone of it.
     """
 
-    type: Literal["cloned"] = "cloned"
+    type: Literal["checkpoint-cloned"] = "checkpoint-cloned"
     checkpoint: CheckpointRef
     source: TrialId
     """The exploited trial; its checkpoint may itself be a clone."""
@@ -231,7 +222,7 @@ class CheckpointCloned(TrialEvent):
 class AttemptLaunched(TrialEvent):
     """An attempt was requested on another machine: it posts its events to an outbox (see `core/journal/outbox`)."""
 
-    type: Literal["launched"] = "launched"
+    type: Literal["attempt-launched"] = "attempt-launched"
     outbox: int
     """The number of the outbox, from 1: each outbox is used once."""
 
@@ -239,7 +230,7 @@ class AttemptLaunched(TrialEvent):
 class PostReceived(TrialEvent):
     """The events of a post from the trial's outbox follow in this entry."""
 
-    type: Literal["received"] = "received"
+    type: Literal["post-received"] = "post-received"
     post: int
     """The number of the post. Posts are received in order, without gaps."""
 
@@ -256,16 +247,16 @@ class AttemptEnded(TrialEvent):
     type: Literal["attempt-ended"] = "attempt-ended"
     cause: Cause
     reason: AnyReason
-    at_start: bool = False
+    before_first_step: bool = False
     """Whether it died before its first step without being asked to end: the restored checkpoint may be the cause."""
-    use: AnyUsage | None = None
+    usage: AnyUsage | None = None
     """The resource usage of the attempt; None if unknown."""
 
 
 class TrialErrored(TrialEvent):
     """The trial errored: the retry budget of this cause is spent."""
 
-    type: Literal["gave-up"] = "gave-up"
+    type: Literal["trial-errored"] = "trial-errored"
     cause: Cause
     reason: AnyReason
 
@@ -273,39 +264,39 @@ class TrialErrored(TrialEvent):
 class TrialFinished(TrialEvent):
     """The trial is finished: a stop criterion was met, or the trainable returned."""
 
-    type: Literal["finished"] = "finished"
+    type: Literal["trial-finished"] = "trial-finished"
     reason: AnyReason
     kind: FinishKind = FinishKind.CRITERION
-    use: AnyUsage | None = None
+    usage: AnyUsage | None = None
     """The resource usage of its attempt; None if unknown, or if it did not train."""
 
 
 class TrialRequeued(TrialEvent):
     """An ended trial continues: it gets more steps, or another try."""
 
-    type: Literal["requeued"] = "requeued"
+    type: Literal["trial-requeued"] = "trial-requeued"
     reason: AnyReason
 
 
 class TrialPaused(TrialEvent):
     """The scheduler gives the slot to another trial: this one has saved, if it could, and waits to be resumed."""
 
-    type: Literal["paused"] = "paused"
+    type: Literal["trial-paused"] = "trial-paused"
     reason: AnyReason
-    use: AnyUsage | None = None
+    usage: AnyUsage | None = None
     """The resource usage of its attempt; None if unknown, or if it did not train."""
 
 
 class TrialResumed(TrialEvent):
     """The scheduler gives a paused trial a slot again."""
 
-    type: Literal["resumed"] = "resumed"
+    type: Literal["trial-resumed"] = "trial-resumed"
 
 
 class DecisionMade(TrialEvent):
     """The scheduler's decision on a trial at a milestone; journaled before it is carried out."""
 
-    type: Literal["decided"] = "decided"
+    type: Literal["decision-made"] = "decision-made"
     report: StepReport
     decision: Decision
 
@@ -343,7 +334,6 @@ AnyTrialEvent: TypeAlias = (
     | CheckpointCommitted
     | CheckpointsRetired
     | CheckpointQuarantined
-    | Pinned
     | CheckpointCloned
     | AttemptEnded
     | TrialErrored
@@ -368,7 +358,7 @@ Writer: TypeAlias = Literal["owner", "guest"]
 class OwnerChanged(Value):
     """A new owner begins a new term; the next write of every older owner fails."""
 
-    type: Literal["opened"] = "opened"
+    type: Literal["owner-changed"] = "owner-changed"
     experiment: ExperimentName
     generation: Generation
     term: int
@@ -383,20 +373,20 @@ class CheckpointsAdopted(Value):
     A manifest of an earlier term that is neither listed here nor journaled is abandoned: it is not a checkpoint.
     """
 
-    type: Literal["adopted"] = "adopted"
+    type: Literal["checkpoints-adopted"] = "checkpoints-adopted"
     checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
-    reached: Mapping[str, int] = Field(default_factory=dict)
+    last_known_steps: Mapping[str, int] = Field(default_factory=dict)
     """By running trial, the last known step of its lost attempt; 0 if none is known."""
     trained_seconds: Mapping[str, float] = Field(default_factory=dict)
     """By running trial, its training time up to that step, if known; for the cost only."""
-    seen_at: str | None = None
+    last_seen_at: str | None = None
     """The time of the last owner's live status, by its clock; None if it left none. For the cost only."""
 
 
 class ExperimentConfigured(Value):
     """The parameters of the experiment as JSON, the samples that a run adds, and earlier experiments to start from."""
 
-    type: Literal["configured"] = "configured"
+    type: Literal["experiment-configured"] = "experiment-configured"
     settings: Mapping[str, object]
     """The parameters, for a resume by name."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
@@ -414,7 +404,7 @@ class StopRequested(Value):
     A stopped trial is finished. A stopped experiment ends for its present owner; the next owner continues it.
     """
 
-    type: Literal["stop-asked"] = "stop-asked"
+    type: Literal["stop-requested"] = "stop-requested"
     reason: AnyReason
     trial: TrialId | None = None
     """None for the whole experiment."""
@@ -427,7 +417,7 @@ class StopRequested(Value):
 class FormAnswered(Value):
     """The user has chosen how a suspended run continues; the same entry holds the resulting events."""
 
-    type: Literal["answered"] = "answered"
+    type: Literal["form-answered"] = "form-answered"
     key: Message
     """The key of the form, which is answered once."""
     answer: Mapping[str, object]
@@ -448,7 +438,7 @@ class ExperimentForked(Value):
     That entry completes the fork, and also holds all events of the origin up to the forked entry.
     """
 
-    type: Literal["forked"] = "forked"
+    type: Literal["experiment-forked"] = "experiment-forked"
     origin: ForkOrigin
     trials: Mapping[TrialId, ForkedTrial] | None = None
 
@@ -456,7 +446,7 @@ class ExperimentForked(Value):
 class DeletionStarted(Value):
     """The whole experiment is about to be deleted: no other process can become its owner, except to delete it."""
 
-    type: Literal["deletion"] = "deletion"
+    type: Literal["deletion-started"] = "deletion-started"
 
 
 Event: TypeAlias = Annotated[
@@ -480,7 +470,7 @@ class Entry(Document):
     """One numbered, immutable record of the journal: a group of events, chained to the previous entry."""
 
     format: Literal["prefect-tune/journal"] = "prefect-tune/journal"
-    version: Literal[4] = 4
+    version: Literal[5] = 5
     number: int
     term: int
     write_id: str

@@ -48,19 +48,19 @@ class BestModelTracker:
         for trial in experiment.trials.values():
             ended = [trial.metrics] if trial.phase in ENDED_PHASES else []
             for metrics in [*(checkpoint.metrics for checkpoint in trial.checkpoints), *ended]:
-                self._record_if_best(trial.trial, metrics)
+                self._record_if_best(trial.id, metrics)
 
     def on_commit(self, trial: Trial) -> BestImproved | None:
         """Return the event if the trial's newest checkpoint is better than all earlier models; otherwise None."""
-        if (newest := newest_checkpoint(trial)) is None or not self._record_if_best(trial.trial, newest.metrics):
+        if (newest := newest_checkpoint(trial)) is None or not self._record_if_best(trial.id, newest.metrics):
             return None
-        key = self._experiment.trial_key(trial.trial).checkpoint_key(newest)
-        return self._make_improvement(trial.trial, newest.step, newest.metrics, key.manifest_path)
+        key = self._experiment.trial_key(trial.id).checkpoint_key(newest)
+        return self._make_improvement(trial.id, newest.step, newest.metrics, key.manifest_path)
 
     def on_trial_ended(self, trial: Trial) -> BestImproved | None:
         """Return the event if the trial's last step, saved or not, is better than all earlier ones; otherwise None."""
-        is_best = self._record_if_best(trial.trial, trial.metrics)
-        return self._make_improvement(trial.trial, trial.step, trial.metrics, None) if is_best else None
+        is_best = self._record_if_best(trial.id, trial.metrics)
+        return self._make_improvement(trial.id, trial.step, trial.metrics, None) if is_best else None
 
     def _record_if_best(self, trial: str, metrics: Metrics) -> bool:
         """Return whether a result is better than all earlier ones, and record it if so."""
@@ -83,7 +83,7 @@ def find_best_checkpoints(experiment: Experiment, objective: Objective | None) -
     """
     if objective is None:
         return {}
-    by_trial = {t.trial: rank_checkpoints(t.checkpoints, objective)[:1] for t in experiment.trials.values()}
+    by_trial = {t.id: rank_checkpoints(t.checkpoints, objective)[:1] for t in experiment.trials.values()}
     best = [(trial, ref, compute_losses(ref.metrics, objective)) for trial, refs in by_trial.items() for ref in refs]
     best_losses = min((losses for _, _, losses in best if losses is not None), default=None)
     return {trial: ref.sequence for trial, ref, losses in best if losses == best_losses}
@@ -93,13 +93,13 @@ PAYLOAD_VERSION = 2
 """The version of the payloads: increased when a field is renamed or changes its meaning, but not for a new field."""
 NOT_EMITTED = frozenset(
     (
-        *("decided", "opened", "reported", "trial-added"),
-        *("retired", "slot-freed", "launched", "received", "outbox-closed"),
-        *("adopted", "configured", "forked", "deletion"),
+        *("decision-made", "owner-changed", "step-reported", "trial-added"),
+        *("checkpoints-retired", "slot-freed", "attempt-launched", "post-received", "outbox-closed"),
+        *("checkpoints-adopted", "experiment-configured", "experiment-forked", "deletion-started"),
     )
 )
 """Types of journal events that are not emitted: they are too frequent, or only the journal needs them."""
-LABEL_FIELDS = ("trial", "status", "cause", "reason_code", "kind", "kills", "end")
+LABEL_FIELDS = ("trial", "status", "cause", "reason_code", "kind", "crashes_trainable", "end")
 """Fields of a payload that are also labels of the event's resource: automations can match labels, but not payloads."""
 _MAX_TEXT_LENGTH = 500
 _MAX_ITEM_COUNT = 20
@@ -158,7 +158,7 @@ def event_name(event: Event) -> str:
     """Return the name of the Prefect event of a journal event: its type, except for reinstatements."""
     match event:
         case CheckpointQuarantined(quarantined=False):
-            return "prefect-tune.reinstated"
+            return "prefect-tune.checkpoint-reinstated"
         case _:
             return f"prefect-tune.{event.type}"
 
@@ -172,12 +172,12 @@ def event_payload(event: Event | ExperimentEvent, after: Trial | None = None) ->
     fields = event.model_dump(mode="json", exclude={"type"})
     if (reason := getattr(event, "reason", None)) is not None:
         fields |= {"reason": str(reason), "reason_code": get_reason_code(reason)}
-    if isinstance(use := getattr(event, "use", None), GroupUsage):
-        fields["use"] |= {"ends": [{**end.model_dump(), "how": str(end.how)} for end in use.ends]}
+    if isinstance(use := getattr(event, "usage", None), GroupUsage):
+        fields["usage"] |= {"ends": [{**end.model_dump(), "how": str(end.how)} for end in use.ends]}
     if isinstance(event, StopRequested) and event.refused is not None:
         fields["refused"] = str(event.refused)
     if after is not None and isinstance(event, AttemptEnded | TrialErrored | TrialFinished | TrialPaused):
-        outcome = {"attempt", "step", "metrics", "wasted_steps", "wasted_at_least"}
+        outcome = {"attempt", "step", "metrics", "recomputed_steps", "recomputed_is_lower_bound"}
         fields |= {"status": after.status.value, **after.model_dump(mode="json", include=outcome)}
     return {"version": PAYLOAD_VERSION, **{name: abbreviate(value) for name, value in fields.items()}}
 

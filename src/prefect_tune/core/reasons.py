@@ -25,7 +25,7 @@ class Cause(StrEnum):
     """The machine, the worker or the target failed, not the trial."""
     PREEMPTED = "preempted"
     """The attempt was asked to stop, and stopped gracefully: not a failure."""
-    TRAINABLE = "user"
+    TRAINABLE = "trainable"
     """The user's code raised."""
     IMPORT = "import"
     """The trainable could not be loaded: a retry does not help."""

@@ -50,7 +50,7 @@ class OutdatedStateError(TuneError):
     """The passed state of the trial is outdated: checkpoints in it were retired. Repeat with the `current` state."""
 
     def __init__(self, current: Trial) -> None:
-        super().__init__(f"trial {current.trial!r}: its journal has retired checkpoints that this call needed")
+        super().__init__(f"trial {current.id!r}: its journal has retired checkpoints that this call needed")
         self.current = current
 
 
@@ -62,7 +62,7 @@ def load_current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
         JournalCorrupt, UnknownVersion: see `load_experiment`.
     """
     state = load_experiment(store, trial.journal_key)
-    if state.is_removed or trial.trial not in state.trials:
+    if state.is_being_deleted or trial.trial not in state.trials:
         raise Superseded(f"{trial.folder}: its experiment is being deleted, or was deleted. Stop here")
     return state.trial(trial.trial)
 
@@ -90,7 +90,7 @@ def is_checkpoint_live(store: ObjectStore, key: CheckpointKey) -> bool:
         state = load_experiment(store, key.trial.journal_key)
     except Superseded:
         return False
-    return not state.is_removed and any(is_live_checkpoint(trial, key) for trial in state.trials.values())
+    return not state.is_being_deleted and any(is_live_checkpoint(trial, key) for trial in state.trials.values())
 
 
 @contextmanager
@@ -120,10 +120,10 @@ def _is_checkpoint_retired(store: ObjectStore, key: CheckpointKey) -> bool:
         state = load_experiment(store, key.trial.journal_key)
     except Superseded:  # its experiment was deleted
         return True
-    if not state.number:  # a copy without a journal, or a deleted experiment
+    if not state.entry_count:  # a copy without a journal, or a deleted experiment
         return store.size(key.manifest_path) is None or is_generation_deleted(store, key.trial.journal_key)
     trial = state.trials.get(key.trial.trial)
-    return state.is_removed or (trial is not None and is_deletable_checkpoint(trial, key))
+    return state.is_being_deleted or (trial is not None and is_deletable_checkpoint(trial, key))
 
 
 # Read a checkpoint back, and verify every byte on the way; unverified bytes are never returned.
@@ -188,7 +188,7 @@ def verify_files(store: ObjectStore, manifest: Manifest) -> None:
 
 def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
     """Return the journal's reference to the checkpoint of `manifest`."""
-    about = manifest.about
+    about = manifest.metadata
     return CheckpointRef(
         step=manifest.step,
         sequence=manifest.sequence,
@@ -205,7 +205,7 @@ def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
 # starts the trial again, and journals it as adopted.
 #
 # The sequence increases with each save of a trial and with each attempt. So the unjournaled save of the last attempt
-# has a sequence from the trial's `settled_from` on. After the entry that adopts it, or adopts none, no such save can
+# has a sequence from the trial's `adopted_up_to` on. After the entry that adopts it, or adopts none, no such save can
 # become a checkpoint. Saves of earlier attempts are not adopted: their owner had abandoned them. An attempt with an
 # open outbox posts its saves itself.
 
@@ -233,15 +233,17 @@ def make_adoption_events(
     for trial, (manifest, damaged) in zip(running, saves, strict=True):
         events += damaged
         if manifest is not None:
-            adopted[trial.trial] = (make_checkpoint_ref(manifest),)
-            reports = (report for report in manifest.about.reports if report.step > trial.step)
-            events += [StepReported(trial=trial.trial, report=report) for report in reports]
-        events.append(AttemptEnded(trial=trial.trial, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
-    last_steps = {trial.trial: 0 for trial in running}
+            adopted[trial.id] = (make_checkpoint_ref(manifest),)
+            reports = (report for report in manifest.metadata.reports if report.step > trial.step)
+            events += [StepReported(trial=trial.id, report=report) for report in reports]
+        events.append(AttemptEnded(trial=trial.id, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
+    last_steps = {trial.id: 0 for trial in running}
     last_steps |= {name: max(report.step, last_steps.get(name, 0)) for name, report in last.reports.items()}
     trained_seconds = {name: report.trained_seconds for name, report in last.reports.items()}
     return [
-        CheckpointsAdopted(checkpoints=adopted, reached=last_steps, trained_seconds=trained_seconds, seen_at=last.at),
+        CheckpointsAdopted(
+            checkpoints=adopted, last_known_steps=last_steps, trained_seconds=trained_seconds, last_seen_at=last.at
+        ),
         *events,
     ]
 
@@ -251,7 +253,7 @@ def _find_unjournaled_save(
 ) -> tuple[Manifest | None, Sequence[CheckpointQuarantined]]:
     """Return the newest unjournaled save of a trial's last attempt, and the newer, damaged saves."""
     damaged: list[CheckpointQuarantined] = []
-    folder = experiment.trial_key(trial.trial)
+    folder = experiment.trial_key(trial.id)
     keys = (CheckpointKey.from_manifest_path(folder, listed.path) for listed in store.list(folder.checkpoints_folder))
     candidates = [key for key in keys if key and can_commit_save(trial, key.sequence)]
     for key in sorted(candidates, key=lambda key: (key.sequence, key.step), reverse=True):
@@ -264,8 +266,8 @@ def _find_unjournaled_save(
         except CheckpointCorrupt as corrupt:
             if key.sequence > trial.next_sequence + 1:
                 continue  # of no attempt; quarantining it would reject all saves with a lower sequence
-            damaged.append(CheckpointQuarantined(trial=trial.trial, sequence=key.sequence, reason=str(corrupt)))
+            damaged.append(CheckpointQuarantined(trial=trial.id, sequence=key.sequence, reason=str(corrupt)))
             continue
-        if manifest.about.attempt == trial.attempt:  # the owner has abandoned the saves of earlier attempts
+        if manifest.metadata.attempt == trial.attempt:  # the owner has abandoned the saves of earlier attempts
             return manifest, damaged
     return None, damaged

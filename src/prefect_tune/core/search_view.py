@@ -240,13 +240,13 @@ class SearchView:
         if experiment.owner is not None and (not self._ownerships or self._ownerships[-1].term != experiment.term):
             self._ownerships.append(OwnershipPeriod(experiment.term, experiment.owner, at, at))
         for trial in experiment.trials.values():
-            self._compare_trial(trial.trial)
-            index = self._newest.get(trial.trial)
+            self._compare_trial(trial.id)
+            index = self._newest.get(trial.id)
             if index is not None:
                 self._attempts[index] = replace(self._attempts[index], is_earlier=True)
             elif trial.status is Status.RUNNING:
                 self._add_attempt(
-                    AttemptPeriod(trial.trial, trial.attempt, at, trial.step, trial.step, None, at, is_earlier=True)
+                    AttemptPeriod(trial.id, trial.attempt, at, trial.step, trial.step, None, at, is_earlier=True)
                 )
 
     def apply_entry(self, entry: Entry) -> None:
@@ -343,7 +343,7 @@ class SearchView:
                 self._curves.pop(event.trial, None)
                 self._add_points(event.trial, copy.step, copy.metrics)
             case AttemptEnded() | TrialFinished() | TrialPaused() | TrialErrored():
-                if isinstance(use := getattr(event, "use", None), GroupUsage):
+                if isinstance(use := getattr(event, "usage", None), GroupUsage):
                     self._update_attempt(event.trial, rank_ends=use.ends)
                 end = event.cause if isinstance(event, AttemptEnded) else type(event)
                 self._end_attempt(event.trial, end, at)

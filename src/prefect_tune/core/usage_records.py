@@ -97,9 +97,9 @@ class AttemptRecord(Value):
     """The seconds at its end or, if its end has none, at its last known step."""
     saved_seconds: Seconds = 0.0
     """The training time of this attempt up to its last commit."""
-    use: AnyUsage | None = None
+    usage: AnyUsage | None = None
     """The usage at its end; None for an attempt that runs, or was lost."""
-    is_over: bool = False
+    has_ended: bool = False
     is_lost: bool = False
     """Whether its training after the last commit is lost: the same steps are trained again."""
 
@@ -114,11 +114,13 @@ class AttemptRecord(Value):
             seconds = self.seconds.add_seconds("training", trained_seconds)
         return self.model_copy(update={"seconds": seconds, "saved_seconds": seconds.training})
 
-    def with_end(self, use: AttemptUsage | None, trained_seconds: float, *, is_lost: bool) -> AttemptRecord:
+    def with_end(self, usage: AttemptUsage | None, trained_seconds: float, *, is_lost: bool) -> AttemptRecord:
         """Return the record after the attempt's end; `trained_seconds` is the training time since the last commit."""
-        seconds = use.seconds if use else self.seconds.add_seconds("training", trained_seconds)
-        use = use.model_copy(update={"output": ""}) if use and use.output else use  # only the event has the output
-        return self.model_copy(update={"use": use, "seconds": seconds, "is_over": True, "is_lost": is_lost})
+        seconds = usage.seconds if usage else self.seconds.add_seconds("training", trained_seconds)
+        usage = (
+            usage.model_copy(update={"output": ""}) if usage and usage.output else usage
+        )  # only the event has the output
+        return self.model_copy(update={"usage": usage, "seconds": seconds, "has_ended": True, "is_lost": is_lost})
 
 
 class RunRecord(Value):

@@ -153,7 +153,7 @@ _ALERTS = (
         "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
         _INTRO + "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: "
         "{{ event.payload.reason }}",
-        {"prefect-tune.quarantined"},
+        {"prefect-tune.checkpoint-quarantined"},
         match={**_PACKAGE_EVENTS, f"{_TAG}.kills": "false"},
     ),
     _make_alert(

@@ -55,11 +55,11 @@ class Record:
     step: int
     attempt: int
     is_restored: bool
-    at: float
+    ended_at: float
     """The time of day at the end of the step, in seconds."""
     seconds: float
     """The duration of the step."""
-    waited: float
+    wait_seconds: float
     """Seconds between the previous step and this step: the training waited, mostly for its save."""
     states: Mapping[str, str]
     """A value or a digest, by kind and name; see `probe.collect_states`."""
@@ -167,12 +167,14 @@ def find_kills(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
     """Yield the kills of a run, and how it resumed after each."""
     trained = [record for record in records if not record.is_restored]
     for victim, killed_at in plan.read_kills():
-        attempt = next((record.attempt for record in reversed(trained) if record.at <= killed_at), 1)
+        attempt = next((record.attempt for record in reversed(trained) if record.ended_at <= killed_at), 1)
         # After a kill of another rank, rank 0 may continue training until it is ended.
-        index = next((i for i, later in enumerate(trained) if later.at > killed_at and later.attempt > attempt), None)
+        index = next(
+            (i for i, later in enumerate(trained) if later.ended_at > killed_at and later.attempt > attempt), None
+        )
         if index is not None:
             next_record, step = trained[index], trained[index - 1].step if index else 0
-            yield Kill(victim, step, next_record.step - 1, next_record.at - killed_at)
+            yield Kill(victim, step, next_record.step - 1, next_record.ended_at - killed_at)
 
 
 # ---------------------------------------------------------------------------------------------- compare two runs
@@ -183,26 +185,26 @@ class Difference:
     """A difference between two runs after the same step."""
 
     step: int
-    what: FileDifference
+    detail: FileDifference
 
     @property
     def location(self) -> ValueLocation:
         """The file and the key, which identify the value at every step."""
-        return self.what.file, self.what.path or self.what.key
+        return self.detail.file, self.detail.path or self.detail.key
 
     @property
     def is_missing_in_one_run(self) -> bool:
         """Whether one of the runs lacks the report, the checkpoint or the file."""
-        return self.location in {(METRICS, ""), (CHECKPOINTS, "")} or self.what.what in {MISSING, UNEXPECTED}
+        return self.location in {(METRICS, ""), (CHECKPOINTS, "")} or self.detail.description in {MISSING, UNEXPECTED}
 
     def __str__(self) -> str:
         """Format the step, the place and the difference."""
         texts = {
-            METRICS: f"metric `{self.what.key}`: {self.what.what}",
-            CHECKPOINTS: self.what.what,
-            GENERATORS: f"random generator `{self.what.key}`: {self.what.what}",
+            METRICS: f"metric `{self.detail.key}`: {self.detail.description}",
+            CHECKPOINTS: self.detail.description,
+            GENERATORS: f"random generator `{self.detail.key}`: {self.detail.description}",
         }
-        return f"step {self.step}: {texts.get(self.what.file, self.what)}"
+        return f"step {self.step}: {texts.get(self.detail.file, self.detail)}"
 
 
 def compare_runs(store: ObjectStore, expected: DrillRun, actual: DrillRun) -> Sequence[Difference]:
@@ -231,7 +233,7 @@ def compare_runs(store: ObjectStore, expected: DrillRun, actual: DrillRun) -> Se
 def first_difference_by_location(differences: Sequence[Difference]) -> Sequence[Difference]:
     """Return the first difference at each place, by step."""
     first: dict[tuple[str, str], Difference] = {}
-    for difference in sorted(differences, key=lambda difference: (difference.step, difference.what.file != METRICS)):
+    for difference in sorted(differences, key=lambda difference: (difference.step, difference.detail.file != METRICS)):
         first.setdefault(difference.location, difference)
     return list(first.values())
 
@@ -244,7 +246,7 @@ def find_changes(store: ObjectStore, run: DrillRun) -> Mapping[ValueLocation, Ma
     changes: dict[ValueLocation, dict[int, object]] = {}
     for before, after in pairwise(sorted(run.manifests)):
         for detail in _compare_manifests(store, run.manifests[before], run.manifests[after]):
-            if detail.what not in {MISSING, UNEXPECTED}:
+            if detail.description not in {MISSING, UNEXPECTED}:
                 history = changes.setdefault(Difference(after, detail).location, {})
                 history[before], history[after] = detail.scalars
     return changes
@@ -292,7 +294,7 @@ def find_result_locations(
         undisturbed: the undisturbed run.
         generators: the generators without a seed from which the run draws.
     """
-    in_files = {diff.location: diff for diff in unstable if diff.what.file != METRICS}
+    in_files = {diff.location: diff for diff in unstable if diff.detail.file != METRICS}
     candidates = changes.keys() if len(undisturbed.manifests) > 1 else in_files.keys()
     metrics_are_the_same = (
         not generators
@@ -311,18 +313,18 @@ def find_result_locations(
 
 
 def _can_be_ignored(difference: Difference, run: DrillRun, *, metrics_are_the_same: bool) -> bool:
-    scalars = difference.what.scalars
+    scalars = difference.detail.scalars
     if None in scalars:
         return False
     if all(isinstance(value, str | date | TimeOfDay | UUID) for value in scalars):
         return True
     if all(_is_time_of_day(value, run) for value in scalars):
         return True
-    return metrics_are_the_same and not is_list_element(difference.what.path)
+    return metrics_are_the_same and not is_list_element(difference.detail.path)
 
 
 def _is_time_of_day(value: object, run: DrillRun) -> bool:
-    times = [record.at for record in run.records]
+    times = [record.ended_at for record in run.records]
     if not times or not isinstance(value, int | float):
         return False
     begin, end = min(times) - _CLOCK_MARGIN_SECONDS, time.time()
@@ -391,9 +393,9 @@ def _is_measured_time(history: ValueHistory, run: DrillRun) -> bool:
     numbers = [(float(value), record) for value, record in pairs]  # type: ignore[arg-type]  # as checked above
     if all(_is_time_of_day(value, run) for value, _ in numbers):
         return True
-    if all(0 <= value <= record.seconds + record.waited + _TIMER_MARGIN_SECONDS for value, record in numbers):
+    if all(0 <= value <= record.seconds + record.wait_seconds + _TIMER_MARGIN_SECONDS for value, record in numbers):
         return True
-    growths = [(later[0] - value, later[1].at - record.at) for (value, record), later in pairwise(numbers)]
+    growths = [(later[0] - value, later[1].ended_at - record.ended_at) for (value, record), later in pairwise(numbers)]
     return len(growths) > 1 and all(0.5 * elapsed <= growth <= 1.5 * elapsed for growth, elapsed in growths)
 
 

@@ -77,7 +77,7 @@ def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDiffe
             return differences
     sizes = [path.stat().st_size for path in (expected, actual)]
     size = f"{sizes[0]:,} bytes" if sizes[0] == sizes[1] else f"{sizes[1]:,}, expected {sizes[0]:,} bytes"
-    return [FileDifference(name, "", f"bytes differ ({size})", is_of_bytes=True)]
+    return [FileDifference(name, "", f"bytes differ ({size})", is_byte_comparison=True)]
 
 
 # --------------------------------------------------------------------------------------------------------- formats

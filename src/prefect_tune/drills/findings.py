@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from statistics import median
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from prefect_tune.core.display_text import format_size, pluralize
 from prefect_tune.core.errors import TuneError
+from prefect_tune.core.renamed import Renamed
 from prefect_tune.drills.evidence import (
     CHECKPOINTS,
     Difference,
@@ -66,7 +67,7 @@ class UnrestoredState:
     """The attribute or variable, or the library of a global generator."""
     step: int
     """The step from which the run resumed."""
-    found: str
+    actual: str
     expected: str
     is_local: bool = False
     """Whether it is a local variable of a function: then both values are from the next step."""
@@ -78,9 +79,9 @@ class UnrestoredState:
             generator, call = _GLOBAL_GENERATORS.get(self.name, of_gpu)
             return f"{generator}, after step {self.step}: save {call}, and set it on a resume"
         later = " one step later" if self.is_local else ""
-        values = f" ({self.found}, expected {self.expected}{later})"
-        if _is_digest(self.found) or _is_digest(self.expected):
-            values = f" ({_ABSENT})" if self.found == _ABSENT else ""
+        values = f" ({self.actual}, expected {self.expected}{later})"
+        if _is_digest(self.actual) or _is_digest(self.expected):
+            values = f" ({_ABSENT})" if self.actual == _ABSENT else ""
         noun = "a local variable" if self.is_local and self.kind == "state" else _KIND_NOUNS[self.kind]
         return f"{noun}, `{self.name}`{values}, after step {self.step}: {_ADVICE.get(self.kind, 'save and load it')}"
 
@@ -135,15 +136,15 @@ def _select_causes(
     """Return the states that may cause all differences one step after a resume."""
     results = {repr(value) for _, value in iter_scalars(metrics) if isinstance(value, float)}
     unsaved = [state for state in states if state.name.partition(".")[0] not in saved]
-    plain = [state for state in unsaved if state.found not in results]
+    plain = [state for state in unsaved if state.actual not in results]
     metrics_held = [replace(state, kind="metric") for state in unsaved if state.kind in {"value", "state"}]
-    causes = [state for state in states if _is_cause(state) and state.found not in results]
+    causes = [state for state in states if _is_cause(state) and state.actual not in results]
     return causes or plain or metrics_held or unsaved or states
 
 
 def _is_cause(state: UnrestoredState) -> bool:
     """Whether the state is no result of other differences: one step later sums are, generators and counts are not."""
-    return state.kind in {"global", "rng"} or not (_is_digest(state.found) or state.kind == "value")
+    return state.kind in {"global", "rng"} or not (_is_digest(state.actual) or state.kind == "value")
 
 
 def _iter_differing_states(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[UnrestoredState]:
@@ -172,7 +173,7 @@ def _select_one_per_object(states: Sequence[UnrestoredState], *, has_one_optimiz
     first: dict[tuple[str, str], UnrestoredState] = {}
     if has_one_optimizer and any(state.kind == "schedule" for state in states):
         states = [state for state in states if not (state.kind == "optimizer" and state.name.endswith(".lr"))]
-    for state in sorted(states, key=lambda state: _is_digest(state.found)):
+    for state in sorted(states, key=lambda state: _is_digest(state.actual)):
         owner = state.name if state.kind in {"global", "rng"} else state.name.partition(".")[0]
         first.setdefault((state.kind, owner), state)
     return list(first.values())
@@ -211,7 +212,7 @@ class RunComparison(NamedTuple):
 class SaveCosts:
     """The costs of a save of the undisturbed run; medians."""
 
-    saves: int
+    save_count: int
     seconds: float
     """The time of an upload."""
     blocked_seconds: float
@@ -230,13 +231,15 @@ class SaveAdvice:
     """Seconds of training between two saves; Daly (2006)."""
     steps: int
     """The same interval in steps of this training."""
-    lost_share: float
+    lost_time_share: float
     """The share of the time lost to saves, failures and restarts."""
 
 
 @dataclass(frozen=True)
-class DrillReport:
+class DrillReport(Renamed):
     """The report of a drill."""
+
+    _renamed: ClassVar[Mapping[str, str]] = {"forgotten": "unrestored", "shows_nothing": "is_inconclusive"}
 
     name: str
     """The common prefix of the names of its experiments."""
@@ -245,21 +248,21 @@ class DrillReport:
     verdict: Verdict
     """`exact`; `not exact`; or `not deterministic`, if two runs differ without a kill."""
     steps: int
-    compared_metrics: int
+    compared_metric_count: int
     """The number of compared metric values."""
-    compared_files: int
+    compared_file_count: int
     """The number of compared checkpoint files."""
     kills: Sequence[Kill]
     """The kills of the run, and how it resumed."""
-    missed_kills: int
+    missed_kill_count: int
     """The number of planned kills that did not happen: no step or upload began after their step."""
     differences: Sequence[Difference]
     """The first difference of each metric, file, tensor or key, by step, without the differences in `unstable`."""
     unstable: Sequence[Difference]
     """The differences that occur without a kill too: values that training changes first."""
-    shows_nothing: bool
+    is_inconclusive: bool
     """Whether the equal values would be equal in any training, such as counts of steps."""
-    forgotten: Sequence[UnrestoredState]
+    unrestored: Sequence[UnrestoredState]
     """The states that were probably not restored."""
     save: SaveCosts | None
     """None if nothing was saved."""
@@ -275,7 +278,7 @@ class DrillReport:
         """Return the report as JSON values."""
         fields: dict[str, Any] = {**asdict(self), "is_exact": self.is_exact}
         for diff in (*fields["differences"], *fields["unstable"]):
-            del diff["what"]["path"], diff["what"]["scalars"]  # only for comparisons
+            del diff["detail"]["path"], diff["detail"]["scalars"]  # only for comparisons
         return fields
 
     def lines(self) -> Iterator[str]:
@@ -288,7 +291,7 @@ class DrillReport:
         without_kills = _summarize(self.unstable)
         if self.verdict == "not deterministic":  # the headline has the first difference
             yield from _format_list("differs without a kill too: ", without_kills[1:], _MAX_SHOWN_IGNORED)
-            if self.shows_nothing:
+            if self.is_inconclusive:
                 yield f"  the rest is equal, but shows little of the training: {self._format_compared()}"
         else:
             yield from _format_list("differs without a kill too, and is ignored: ", without_kills, _MAX_SHOWN_IGNORED)
@@ -302,15 +305,15 @@ class DrillReport:
     def _format_causes(self) -> Iterator[str]:
         no_effect = f"no effect in {self.steps} steps, but not restored"
         prefix = no_effect if self.is_exact else "probably not restored"
-        for state in self.forgotten:
+        for state in self.unrestored:
             yield f"  {prefix}: {state}"
-        if self.verdict == "not exact" and not self.forgotten:
+        if self.verdict == "not exact" and not self.unrestored:
             yield self._format_hint()
 
     def _format_hint(self) -> str:
         if all(diff.location == (CHECKPOINTS, "") for diff in self.differences):
             return "  everything in both runs is equal: save a checkpoint at the same steps after a resume, too"
-        if all(diff.what.is_of_bytes for diff in self.differences):
+        if all(diff.detail.is_byte_comparison for diff in self.differences):
             return (
                 "  all metrics are equal, and only bytes of files that the drill cannot read differ; the values in "
                 "them may be equal: to compare them, save arrays, JSON or skops, or use PartialFitTrainable"
@@ -326,7 +329,7 @@ class DrillReport:
             return f"exact: the run that was killed {times} is the same; {self._format_compared()}"
         if self.verdict == "not deterministic":
             first = self.unstable[0]
-            is_named = first.what.what in {MISSING, UNEXPECTED}
+            is_named = first.detail.description in {MISSING, UNEXPECTED}
             return (
                 f"not deterministic: two runs differ without a kill, at {first}. To show that a resume is exact, first "
                 "make both runs equal: "
@@ -335,8 +338,8 @@ class DrillReport:
         return f"not exact: first difference at {_summarize(self.differences)[0]}"
 
     def _format_compared(self) -> str:
-        metrics = pluralize(self.compared_metrics, "metric value", "metric values")
-        files = pluralize(self.compared_files, "checkpoint file", "checkpoint files")
+        metrics = pluralize(self.compared_metric_count, "metric value", "metric values")
+        files = pluralize(self.compared_file_count, "checkpoint file", "checkpoint files")
         return f"{metrics} and {files} of {self.steps} steps compared"
 
     def _format_costs(self) -> Iterator[str]:
@@ -347,8 +350,8 @@ class DrillReport:
                 f"  kill of {_VICTIMS[kill.victim]} after step {kill.step}: resumed from step {kill.resumed_from}, "
                 f"{repeated}, next step done after {kill.seconds:.1f} s{kept_text}"
             )
-        if self.missed_kills:
-            missed_text = pluralize(self.missed_kills, "kill was", "kills were")
+        if self.missed_kill_count:
+            missed_text = pluralize(self.missed_kill_count, "kill was", "kills were")
             yield f"  {missed_text} not made: no step or upload began after their step"
         if self.save is not None:
             save = self.save
@@ -360,7 +363,8 @@ class DrillReport:
             advice = self.advice
             yield (
                 f"  with a failure every {advice.hours_between_failures:g} h: save every {advice.seconds:.0f} s "
-                f"({pluralize(advice.steps, 'step', 'steps')}), which loses the least time, {advice.lost_share:.1%}"
+                f"({pluralize(advice.steps, 'step', 'steps')}), which loses the least time, "
+                f"{advice.lost_time_share:.1%}"
             )
 
 
@@ -375,7 +379,7 @@ def _summarize(differences: Sequence[Difference]) -> Sequence[str]:
     """Return the differences as texts, with one text for all differences within one list."""
     lists: dict[tuple[str, str], list[Difference]] = {}
     for diff in differences:
-        lists.setdefault((diff.what.file, re.sub(r"(\.|^)\d+(\.\d+)*$", "", diff.what.key)), []).append(diff)
+        lists.setdefault((diff.detail.file, re.sub(r"(\.|^)\d+(\.\d+)*$", "", diff.detail.key)), []).append(diff)
     return [
         f"{diffs[0]}" if len(diffs) == 1 else f"{diffs[0]}; the first of {len(diffs):,} values of `{name or file}`"
         for (file, name), diffs in lists.items()
@@ -394,7 +398,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
     if max(undisturbed.manifests, default=0) > resumed_at >= max(killed.manifests, default=0):
         ignored -= {(CHECKPOINTS, "")}  # none was saved after a resume
     remaining = [diff for diff in differences if diff.location not in ignored]
-    saved = {part for diff in differences for part in re.split(r"[./]", f"{diff.what.file}.{diff.what.key}")}
+    saved = {part for diff in differences for part in re.split(r"[./]", f"{diff.detail.file}.{diff.detail.key}")}
     differs_at = remaining[0].step if remaining else None
     forgotten = find_unrestored_states(undisturbed, killed, again, saved, differs_at)
     # Differences between two undisturbed runs matter if they are in a checkpoint and training changes the values.
@@ -421,17 +425,17 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
         trainable=plan.trainable,
         verdict=verdict,
         steps=plan.steps,
-        compared_metrics=sum(map(len, compared.values())),
-        compared_files=sum(len(undisturbed.manifests[step].files) for step in both),
+        compared_metric_count=sum(map(len, compared.values())),
+        compared_file_count=sum(len(undisturbed.manifests[step].files) for step in both),
         # The undisturbed run sent all new bytes; the upload after the resume sent only bytes missing on the target.
         kills=[
             replace(kill, kept_bytes=kept.get(kill.step, 0) if kill.victim == "upload" else 0) for kill in killed.kills
         ],
-        missed_kills=len(plan.kills) - len(killed.kills),
+        missed_kill_count=len(plan.kills) - len(killed.kills),
         differences=remaining,
         unstable=unstable,
-        shows_nothing=bool(doubts),
-        forgotten=[state for state in forgotten if remaining or state.kind in _LASTING_KINDS],
+        is_inconclusive=bool(doubts),
+        unrestored=[state for state in forgotten if remaining or state.kind in _LASTING_KINDS],
         save=save_costs,
         advice=_make_advice(plan, undisturbed, killed, save_costs),
     )
@@ -472,9 +476,9 @@ def _measure_saves(run: DrillRun) -> SaveCosts | None:
     if not run.saves:
         return None
     saved = {save.step for save in run.saves}
-    waited = [record.waited for record in run.records if record.step - 1 in saved] or [0.0]
+    waited = [record.wait_seconds for record in run.records if record.step - 1 in saved] or [0.0]
     return SaveCosts(
-        saves=len(run.saves),
+        save_count=len(run.saves),
         seconds=median(save.upload_seconds for save in run.saves),
         blocked_seconds=median(waited),
         size_bytes=int(median(save.size_bytes for save in run.saves)),

@@ -221,9 +221,9 @@ class _Probe:
             "step": step,
             "attempt": trial.attempt,
             "restored": is_restored,
-            "at": self._ended,
+            "ended_at": self._ended,
             "seconds": self._ended - self._began,
-            "waited": self._waited,
+            "wait_seconds": self._waited,
             "states": dict(collect_states(objects)),
         }
         with self._plan.records_path.open("a", encoding="utf-8") as file:

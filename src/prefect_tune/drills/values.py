@@ -37,9 +37,9 @@ class FileDifference:
     """Its path in the checkpoint."""
     key: str
     """The tensor, array, column, or path in JSON; empty if the file is compared as a whole."""
-    what: str
+    description: str
     """For example `1 of 4,096 values, max |Δ| 2e-09`, or `5, expected 7`."""
-    is_of_bytes: bool = False
+    is_byte_comparison: bool = False
     """Whether the bytes of the whole file were compared, because its values cannot be read."""
     path: str = ""
     """The key as a unique text, if different from `key`."""
@@ -48,7 +48,7 @@ class FileDifference:
 
     def __str__(self) -> str:
         """Format the file, the key and the difference."""
-        return ", ".join([f"`{self.file}`", *([f"`{self.key}`"] if self.key else []), self.what])
+        return ", ".join([f"`{self.file}`", *([f"`{self.key}`"] if self.key else []), self.description])
 
 
 def compare_values(expected: object, actual: object, name: str) -> Sequence[FileDifference]:

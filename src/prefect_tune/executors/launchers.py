@@ -210,8 +210,8 @@ class DeploymentLauncher:
         if spec.nodes_per_trial > 1:
             request = replace(request, secret=secrets.token_hex(16))
         parameters: dict[str, object] = {
-            "parameters": spec_to_parameters(spec),
-            "orders": request_to_parameters(request),
+            "spec": spec_to_parameters(spec),
+            "request": request_to_parameters(request),
             "attempt": attempt,
         }
         # The key is unique among targets, and among later experiments of the same name.
@@ -219,7 +219,7 @@ class DeploymentLauncher:
         key = f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
         first = self._find_or_create_run(spec, parameters, key)
         # An earlier owner may have started node 0: the other nodes need the same secret.
-        parameters = {**parameters, "orders": first.parameters.get("orders", parameters["orders"])}
+        parameters = {**parameters, "request": first.parameters.get("request", parameters["request"])}
         others = [
             self._find_or_create_run(spec, {**parameters, "node": node}, f"{key}/node {node}")
             for node in range(1, spec.nodes_per_trial)

@@ -313,14 +313,14 @@ class RemoteExecutor:
         trial = request.trial
         number = trial.attempt + (trial.phase is not Phase.RUNNING)
         if trial.outbox is None:
-            raise ValueError(f"trial {trial.trial!r} has no outbox")
+            raise ValueError(f"trial {trial.id!r} has no outbox")
         with_store(self._target, lambda store: delete_stale_answer(store, spec.trial, number), _SEARCH_TIMEOUT)
         if self._experiment_id is None:  # tells a late attempt that its experiment was deleted
             self._experiment_id = experiment_id(self._target, spec.trial.journal_key)
         link = RemoteSearchChannel(self._target, spec.trial, number, request.search_term, spec.reuse)
         wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), link, number)
-        attempt = _RemoteAttempt(spec, number, request.milestone, trial.outbox, trial.post)
-        self._attempts[trial.trial] = attempt
+        attempt = _RemoteAttempt(spec, number, request.decision_step, trial.outbox, trial.last_post)
+        self._attempts[trial.id] = attempt
 
         def wait_for_end() -> None:
             error: BaseException | None = None
@@ -328,7 +328,7 @@ class RemoteExecutor:
                 wait()
             except BaseException as launch_error:  # noqa: BLE001  the driver handles any error of an attempt
                 error = launch_error
-            self._exits.put((attempt, AttemptExited(trial.trial, error)))
+            self._exits.put((attempt, AttemptExited(trial.id, error)))
 
         threading.Thread(target=copy_context().run, args=(wait_for_end,), daemon=True).start()
 
@@ -338,7 +338,7 @@ class RemoteExecutor:
         if attempt is None:
             return
         if isinstance(decision, ContinueTraining):
-            attempt.milestone = decision.milestone
+            attempt.milestone = decision.decision_step
         self._queued_replies.append(attempt.make_reply(UNSOLICITED_STEP if step is None else step, decision))
 
     def stop_all(self) -> None:
@@ -422,11 +422,11 @@ class RemoteExecutor:
             match event:
                 case AttemptStarted(from_step=step) if attempt.needs_decision_at(step):  # it may wait at its milestone
                     messages.append(RemoteAttemptStarted(trial))
-                case StepReported(report=report, asks=True) if attempt.needs_decision_at(report.step):
+                case StepReported(report=report, awaits_decision=True) if attempt.needs_decision_at(report.step):
                     messages.append(DecisionAwaited(trial, report))
-                case StepReported(report=report, asks=True):  # its request is older than the latest decision
+                case StepReported(report=report, awaits_decision=True):  # its request is older than the latest decision
                     self._queued_replies.append(
-                        attempt.make_reply(report.step, ContinueTraining(milestone=attempt.milestone))
+                        attempt.make_reply(report.step, ContinueTraining(decision_step=attempt.milestone))
                     )
                 case _:
                     pass

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.renamed import reject_renamed_functions
 from prefect_tune.integrations.common import (
     MetricNames,
     find_sibling_callbacks,
@@ -28,6 +29,9 @@ try:
     import numpy as np
 except ModuleNotFoundError as error:
     raise missing_extra_error(error, "keras", "keras", "numpy") from error
+
+__getattr__ = reject_renamed_functions(__name__, {"restored_epoch": "get_initial_epoch"})
+
 
 __all__ = ["TuneReportCheckpointCallback", "get_initial_epoch", "load_variables"]
 

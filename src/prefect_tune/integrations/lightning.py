@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.renamed import reject_renamed_functions
 from prefect_tune.integrations.common import (
     MetricNames,
     get_checkpoint_directory,
@@ -32,6 +33,9 @@ except ModuleNotFoundError as error:
     raise missing_extra_error(error, "lightning", "lightning", "torch") from error
 
 from prefect_tune.integrations.torch import ResumableLoader, random_state, set_random_state
+
+__getattr__ = reject_renamed_functions(__name__, {"restored_checkpoint": "get_checkpoint_path"})
+
 
 __all__ = ["TuneReportCheckpointCallback", "get_checkpoint_path"]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.renamed import reject_renamed_functions
 from prefect_tune.integrations.common import (
     MetricNames,
     get_checkpoint_directory,
@@ -24,6 +25,9 @@ try:
     from transformers import PreTrainedModel, TrainerCallback
 except ModuleNotFoundError as error:
     raise missing_extra_error(error, "transformers") from error
+
+__getattr__ = reject_renamed_functions(__name__, {"restored_checkpoint": "get_checkpoint_path"})
+
 
 __all__ = ["TuneReportCheckpointCallback", "get_checkpoint_path"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.core.renamed import reject_renamed_functions
 from prefect_tune.integrations.common import (
     MetricNames,
     find_sibling_callbacks,
@@ -24,6 +25,9 @@ try:
     import xgboost as xgb
 except ModuleNotFoundError as error:
     raise missing_extra_error(error, "xgboost") from error
+
+__getattr__ = reject_renamed_functions(__name__, {"continuing": "remaining_rounds"})
+
 
 __all__ = ["TuneReportCheckpointCallback", "load_booster", "remaining_rounds", "train"]
 

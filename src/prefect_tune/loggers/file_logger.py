@@ -201,8 +201,8 @@ class RowLogger(FolderLogger):
 
     def close_rows(self, trial: Trial) -> None:
         """Sync the rows of an ended trial to the disk."""
-        self.rows_of(trial.trial).sync()
-        del self._rows[trial.trial]
+        self.rows_of(trial.id).sync()
+        del self._rows[trial.id]
 
     def get_state(self) -> Mapping[str, object] | None:
         for rows in self._rows.values():
@@ -244,8 +244,8 @@ class FileLogger(RowLogger):
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         config = json.dumps(dict(trial.config), indent=2)
-        replace_file(self.make_trial_folder(trial.trial) / "params.json", config.encode())
-        self.rows_of(trial.trial).remove_rows_after(started.from_step)
+        replace_file(self.make_trial_folder(trial.id) / "params.json", config.encode())
+        self.rows_of(trial.id).remove_rows_after(started.from_step)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        self.rows_of(trial.trial).write_row(trial.trial, report)
+        self.rows_of(trial.id).write_row(trial.id, report)

@@ -122,19 +122,19 @@ class MLflowLogger(Callback):
             run.log_last(last_report(trial))
             run.set_tag("prefect_tune.reason", reason)
             run.terminate(status)
-        del self._runs[trial.trial]
+        del self._runs[trial.id]
 
     @contextmanager
     def _trial_run(self, trial: Trial) -> Iterator[_TrialRun]:
         """Yield the trial's run; after an error, search for it again, since a user may have deleted it."""
-        if trial.trial not in self._runs:
-            name = f"{self._search.experiment}/{self._search.generation}/{trial.trial}"
+        if trial.id not in self._runs:
+            name = f"{self._search.experiment}/{self._search.generation}/{trial.id}"
             tags = {**self._tags, _TRIAL_TAG: name}
-            self._runs[trial.trial] = _TrialRun(self._client, self._experiment_id, tags, trial)
+            self._runs[trial.id] = _TrialRun(self._client, self._experiment_id, tags, trial)
         try:
-            yield self._runs[trial.trial]
+            yield self._runs[trial.id]
         except Exception:
-            del self._runs[trial.trial]
+            del self._runs[trial.id]
             raise
 
 
@@ -145,7 +145,7 @@ class _TrialRun:
         self._client = client
         query = f"tags.`{_TRIAL_TAG}` = '{tags[_TRIAL_TAG]}'"
         runs: Sequence[Run] = client.search_runs([experiment_id], query, order_by=["attributes.start_time ASC"])
-        run = runs[0] if runs else client.create_run(experiment_id, run_name=trial.trial, tags=dict(tags))
+        run = runs[0] if runs else client.create_run(experiment_id, run_name=trial.id, tags=dict(tags))
         self._id = str(run.info.run_id)
         if not run.data.params and (config := flatten(trial.config)):
             from mlflow.entities import Param
@@ -234,22 +234,22 @@ class TensorBoardLogger(FolderLogger):
         self._files: OrderedDict[str, _EventFile] = OrderedDict()  # least recently used first
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
-        self._close_event_file(trial.trial)
-        self._open_event_file(trial.trial, started.from_step + 1)
+        self._close_event_file(trial.id)
+        self._open_event_file(trial.id, started.from_step + 1)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        file = self._files.get(trial.trial) or self._open_event_file(trial.trial, report.step)
-        self._files.move_to_end(trial.trial)
+        file = self._files.get(trial.id) or self._open_event_file(trial.id, report.step)
+        self._files.move_to_end(trial.id)
         file.write_scalars(report.step, _select_numbers(report.metrics))
 
     def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
         del finished
         self._write_hparams(trial)
-        self._close_event_file(trial.trial)
+        self._close_event_file(trial.id)
 
     def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
         del gave_up
-        self._close_event_file(trial.trial)
+        self._close_event_file(trial.id)
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
         del trials
@@ -275,7 +275,7 @@ class TensorBoardLogger(FolderLogger):
     def _write_hparams(self, trial: Trial) -> None:
         from tensorboardX.summary import hparams
 
-        file = self._files.get(trial.trial) or self._open_event_file(trial.trial, trial.step + 1)
+        file = self._files.get(trial.id) or self._open_event_file(trial.id, trial.step + 1)
         config = flatten(trial.config)
         plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in config.items()}
         for summary in hparams(plain, _select_numbers(trial.metrics)):
@@ -343,18 +343,18 @@ class WandbLogger(RowLogger):
         self._runs: OrderedDict[str, WandbRun] = OrderedDict()  # least recently used first
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
-        self.rows_of(trial.trial).remove_rows_after(started.from_step)
-        self._close_run(trial.trial, 0)
+        self.rows_of(trial.id).remove_rows_after(started.from_step)
+        self._close_run(trial.id, 0)
         self._open_run(trial)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        rows = self.rows_of(trial.trial)
+        rows = self.rows_of(trial.id)
         if report.step <= rows.last_step:
             rows.remove_rows_after(report.step - 1)
-            self._close_run(trial.trial, 0)
-        run = self._runs.get(trial.trial) or self._open_run(trial)
-        self._runs.move_to_end(trial.trial)
-        _log_row(run, rows.write_row(trial.trial, report))
+            self._close_run(trial.id, 0)
+        run = self._runs.get(trial.id) or self._open_run(trial)
+        self._runs.move_to_end(trial.id)
+        _log_row(run, rows.write_row(trial.id, report))
 
     def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
         del finished
@@ -370,9 +370,9 @@ class WandbLogger(RowLogger):
             self._close_run(trial, 0)
 
     def _end_run(self, trial: Trial, exit_code: int) -> None:
-        if trial.trial not in self._runs:
+        if trial.id not in self._runs:
             self._open_run(trial)
-        self._close_run(trial.trial, exit_code)
+        self._close_run(trial.id, exit_code)
         self.close_rows(trial)
 
     def _open_run(self, trial: Trial) -> WandbRun:
@@ -381,20 +381,20 @@ class WandbLogger(RowLogger):
 
         while len(self._runs) >= _MAX_OFFLINE_RUNS:
             self._close_run(next(iter(self._runs)), 0)
-        name = f"{self._folder.name}-{trial.trial}"
+        name = f"{self._folder.name}-{trial.id}"
         run = wandb.init(
             mode="offline",
             reinit="create_new",  # other runs, also the user's own, stay active
             id=name,
-            name=trial.trial,
+            name=trial.id,
             group=self._folder.name,
             project=self._project or self._folder.name,
             dir=str(self._folder),
             config=dict(trial.config),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True),
         )
-        self._runs[trial.trial] = run
-        for row in self.rows_of(trial.trial).read_lines():
+        self._runs[trial.id] = run
+        for row in self.rows_of(trial.id).read_lines():
             _log_row(run, row)
         for other in (self._folder / "wandb").glob(f"offline-run-*/run-{name}.wandb"):
             if other.parent != Path(run.dir).parent:

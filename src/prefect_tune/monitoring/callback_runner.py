@@ -202,7 +202,7 @@ class CallbackThread(SearchObserver):
         elif self._is_behind:
             self._deliver_missed_entries(item.experiment)
         else:
-            self._delivered_entry = item.experiment.number
+            self._delivered_entry = item.experiment.entry_count
 
     def _deliver_missed_entries(self, experiment: Experiment) -> None:
         """Deliver the journal entries that the callback has not received; retry later if the journal cannot be read."""
@@ -217,7 +217,7 @@ class CallbackThread(SearchObserver):
             self._log.warning("callback %s: missed events will be delivered later: %s", self._name, error)
             return
         for entry in entries:
-            if entry.number <= experiment.number:
+            if entry.number <= experiment.entry_count:
                 for event in entry.events:
                     self._deliver_event(event, experiment)
                 self._delivered_entry = entry.number

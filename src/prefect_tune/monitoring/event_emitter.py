@@ -192,7 +192,7 @@ class AssetEventBuilder:
         """
         if better.manifest is None:
             return
-        warm_starts = list(experiment.warm_start_places[:_MAX_SOURCES])
+        warm_starts = list(experiment.warm_start_locations[:_MAX_SOURCES])
         origin = experiment.origin.experiment if experiment.origin else None
         forked = [ExperimentAddress(self._address.target_uri, origin).best_model_key] if origin else []
         upstream = [self._checkpoints_uri(better.trial), *forked, *(f"{uri}/best" for uri in warm_starts)]
@@ -264,9 +264,9 @@ class EventEmitter(SearchObserver):
         if before is None:
             return
         for earlier in before.trials.values():
-            trial = after.trial(earlier.trial)
+            trial = after.trial(earlier.id)
             if earlier.phase is Phase.RUNNING and trial.phase is Phase.PENDING:
-                ended = AttemptEnded(trial=earlier.trial, cause=trial.cause or Cause.MACHINE, reason=trial.end_reason)
+                ended = AttemptEnded(trial=earlier.id, cause=trial.cause or Cause.MACHINE, reason=trial.end_reason)
                 self._emit_events(self._make_events(ended, before, after))
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
@@ -350,11 +350,9 @@ class EventEmitter(SearchObserver):
             name = event_name(event)
             if trial is not None:
                 asset = (
-                    self._asset_events.make_asset_resources(trial.trial)
-                    if isinstance(event, CheckpointCommitted)
-                    else []
+                    self._asset_events.make_asset_resources(trial.id) if isinstance(event, CheckpointCommitted) else []
                 )
-                resource, related = address.trial_resource(trial.trial), [address.related_resource, *asset]
+                resource, related = address.trial_resource(trial.id), [address.related_resource, *asset]
         return PrefectEvent(name, {**resource, **event_labels(payload)}, related, payload)
 
 
@@ -380,7 +378,7 @@ def emitting_events(
         emitter.emit_end("failed", f"{type(error).__name__}: {error}")
         raise
     else:
-        reason = emitter.experiment.ends or ("asked to stop" if stop.is_set() else "")
+        reason = emitter.experiment.stop_reason or ("asked to stop" if stop.is_set() else "")
         emitter.emit_end("stopped" if reason else "finished", str(reason))
     finally:
         ended.set()

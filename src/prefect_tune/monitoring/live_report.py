@@ -239,7 +239,7 @@ class ReportObserver(SearchObserver):
         self._recorder = recorder
         self._outlook = outlook
         self._log = log
-        self._last_earlier_entry = experiment.number
+        self._last_earlier_entry = experiment.entry_count
         self._lacks_earlier_runs = not snapshot.is_complete
         if self._lacks_earlier_runs:
             recorder.expect_earlier_entries()
@@ -334,7 +334,7 @@ class ReportObserver(SearchObserver):
             )
 
     def _describe_progress(self, trial: Trial, snapshot: SearchSnapshot) -> str:
-        report, steps = snapshot.newest_report(trial.trial), self._outlook.step_count
+        report, steps = snapshot.newest_report(trial.id), self._outlook.step_count
         step = max(trial.step, report.step if report else 0)
         return f"step {step}{f' of {steps}' if steps else ''}, {trial.status}"
 

@@ -152,12 +152,12 @@ class SearchLog(SearchObserver):
         self._objective = objective
         self._uri = uri
         self._log = log
-        self._recomputed_steps = {trial.trial: trial.wasted_steps for trial in experiment.trials.values()}
+        self._recomputed_steps = {trial.id: trial.recomputed_steps for trial in experiment.trials.values()}
         self._lost_trials: set[str] = set()  # trials whose lost attempt is logged but not yet journaled
         self._unfinished_trials = {  # trials that an earlier run began, and neither ended nor paused
-            trial.trial
+            trial.id
             for trial in experiment.trials.values()
-            if trial.of_search and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
+            if trial.proposed_by_search and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
         }
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
@@ -168,7 +168,7 @@ class SearchLog(SearchObserver):
 
     def on_attempt_lost(self, trial: Trial, reason: str) -> None:
         if trial.phase is Phase.RUNNING:
-            self._lost_trials.add(trial.trial)
+            self._lost_trials.add(trial.id)
             text = f"crashed in attempt {trial.attempt}: {first_line(reason)}"
         else:
             text = f"crashed before attempt {trial.attempt + 1} began: {first_line(reason)}"
@@ -183,10 +183,10 @@ class SearchLog(SearchObserver):
         text, level, is_notice = "", logging.INFO, False
         match event:
             case AttemptStarted():
-                is_earlier = trial.outbox is not None and trial.search_term < experiment.term
+                is_earlier = trial.outbox is not None and trial.launch_term < experiment.term
                 text = self._describe_start(event, trial, is_earlier=is_earlier)
-                is_notice = trial.trial in self._unfinished_trials
-                self._unfinished_trials.discard(trial.trial)
+                is_notice = trial.id in self._unfinished_trials
+                self._unfinished_trials.discard(trial.id)
             case CheckpointCloned(source=source):
                 text = f"continues from trial {source}, step {trial.step}: {format_config(trial) or _NO_PARAMETERS}"
             case TrialFinished(reason=reason):
@@ -195,8 +195,8 @@ class SearchLog(SearchObserver):
                 text = self._describe_end(Status.PAUSED, reason, trial, experiment.key)
             case AttemptEnded(cause=Cause.PREEMPTED, reason=reason):
                 text = self._describe_end(Status.INTERRUPTED, reason, trial, experiment.key)
-            case AttemptEnded(reason=Reason(code="owner-vanished")) if trial.trial in self._lost_trials:
-                self._lost_trials.discard(trial.trial)
+            case AttemptEnded(reason=Reason(code="owner-vanished")) if trial.id in self._lost_trials:
+                self._lost_trials.discard(trial.id)
             case AttemptEnded(reason=Reason(code="owner-vanished")):
                 text, level = f"crashed in attempt {trial.attempt}: the run that trained it was killed", logging.WARNING
             case TrialErrored(reason=reason):
@@ -207,20 +207,22 @@ class SearchLog(SearchObserver):
             self._log_line(trial, text, level, is_notice=is_notice)
 
     def _log_line(self, trial: Trial, text: str, level: int, *, is_notice: bool = False) -> None:
-        line = make_visible(f"trial {trial.trial} {text}" if trial.of_search else f"the trial {text}")
+        line = make_visible(f"trial {trial.id} {text}" if trial.proposed_by_search else f"the trial {text}")
         self.notes.append(Note(datetime.now(UTC).astimezone(), line, is_problem=level >= logging.WARNING))
         self._log.log(level, "%s", line, extra=NOTICE if is_notice else None)
 
     def _describe_start(self, event: AttemptStarted, trial: Trial, *, is_earlier: bool) -> str:
-        repeated = trial.wasted_steps - self._recomputed_steps.get(trial.trial, 0)
-        self._recomputed_steps[trial.trial] = trial.wasted_steps
+        repeated = trial.recomputed_steps - self._recomputed_steps.get(trial.id, 0)
+        self._recomputed_steps[trial.id] = trial.recomputed_steps
         if is_earlier:
             config = format_config(trial) or _NO_PARAMETERS
             return f"began attempt {event.attempt} in an earlier run: {config}"
         if event.attempt == 1:
             return f"begins: {format_config(trial) or _NO_PARAMETERS}"
         lost = (
-            f"; {format_recomputed_steps(repeated, at_least=trial.wasted_at_least)} trained again" if repeated else ""
+            f"; {format_recomputed_steps(repeated, at_least=trial.recomputed_is_lower_bound)} trained again"
+            if repeated
+            else ""
         )
         again = f"attempt {event.attempt}{lost}"
         if event.from_sequence is None:
@@ -245,16 +247,16 @@ class SearchLog(SearchObserver):
             names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
             metrics = _format_metrics(trial.metrics, names)
         best = self._recorder.best
-        if self._objective is not None and best is not None and trial.of_search and has_losses:
+        if self._objective is not None and best is not None and trial.proposed_by_search and has_losses:
             label, (name, losses) = best_label(self._objective), best
             value = losses[0] if self._objective.modes[0] == "min" else -losses[0]
             other = f"{label}: {format_value(value)}, trial {name}"
-            compared = f" ({label} so far)" if name == trial.trial else f" ({other})"
+            compared = f" ({label} so far)" if name == trial.id else f" ({other})"
         return f"{end} at step {trial.step}{metrics}{compared}: {first_line(reason)}{saved}"
 
     def _describe_checkpoint(self, end: str, trial: Trial, experiment: JournalKey) -> str:
         """Describe the newest checkpoint; for a paused or pruned trial, only if it differs from the last step."""
-        key = newest_checkpoint_key(experiment.trial_key(trial.trial), trial)
+        key = newest_checkpoint_key(experiment.trial_key(trial.id), trial)
         if key is None:
             return "; no checkpoint"
         if end in {Status.PAUSED, Status.PRUNED}:

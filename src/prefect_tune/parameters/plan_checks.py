@@ -63,7 +63,7 @@ def require_same_search(state: Experiment, settings: Mapping[str, object]) -> No
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_continuable(state)
-    if not all(trial.of_search for trial in state.trials.values()):
+    if not all(trial.proposed_by_search for trial in state.trials.values()):
         raise InvalidInput(f"experiment {state.name!r} {_resume_advice(state)}; or choose another experiment name")
     for name, option in OPTIONS.items():
         before, now = _effective_setting(name, state.settings), _effective_setting(name, settings)
@@ -89,7 +89,7 @@ def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
 def _was_metric_used(state: Experiment) -> bool:
     """Return whether a decision or proposal may have used the metric; False if it is misspelt: no report has it."""
     objective, trials = objective_from_settings(state.settings), state.trials.values()
-    if objective is None or any(record.what == "decided" for trial in trials for record in trial.past):
+    if objective is None or any(record.kind == "decided" for trial in trials for record in trial.policy_events):
         return True
     return all(any(get_metric(record.metrics, name) is not None for record in trials) for name in objective.metrics)
 
@@ -129,7 +129,7 @@ def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[st
     """
     require_continuable(state)
     where = f"experiment {state.name!r} at {spec.target.uri}"
-    if state.settings or any(trial.of_search for trial in state.trials.values()):
+    if state.settings or any(trial.proposed_by_search for trial in state.trials.values()):
         raise InvalidInput(f"{where} is a search: resume it with pt.resume(...), or choose another experiment name")
     trial = state.trials.get(spec.trial.trial)
     if trial is None:
@@ -153,11 +153,11 @@ def require_continuable(state: Experiment) -> None:
     Raises:
         ResumeFailed: the experiment is a fork whose copying was interrupted, or is being deleted.
     """
-    if state.is_removed:
+    if state.is_being_deleted:
         raise ResumeFailed(
             f"experiment {state.name!r} is being deleted: finish the deletion, or choose another experiment name"
         )
-    if not state.is_whole:
+    if not state.is_complete:
         raise ResumeFailed(
             f"experiment {state.name!r} is an incomplete fork of {state.origin}: the fork was interrupted; "
             "repeat the fork with the same name to complete it"
@@ -183,9 +183,9 @@ def require_presence(
     if resume.presence == "auto":
         return state
     state = state or read_experiment_to_resume(target, experiment)
-    if resume.presence == "must" and not state.number:
+    if resume.presence == "must" and not state.entry_count:
         raise ResumeFailed(f"nothing was started: {missing_experiment_message(target, experiment)}")
-    if resume.presence == "never" and state.number:
+    if resume.presence == "never" and state.entry_count:
         raise InvalidInput(
             f"experiment {experiment!r} at {target.uri} already exists, with {len(state.trials)} trials, but "
             "resume='never' (or False) requires a new one: use another name; experiments are never overwritten"
@@ -539,13 +539,13 @@ def make_trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
         trial=TrialKey(experiment=plan.experiment, generation=1, trial="any"),
         fingerprint=plan.fingerprint,
         stopper=serialize_for_trial(stopper),
-        needs_curve=stopper.needs_history,
+        needs_history=stopper.needs_history,
         cadence=plan.checkpoint or Cadence(),
-        grace=timedelta(seconds=plan.grace_period_seconds),
-        silence=None if silence_seconds is None else timedelta(seconds=silence_seconds),
+        grace_period=timedelta(seconds=plan.grace_period_seconds),
+        silence_timeout=None if silence_seconds is None else timedelta(seconds=silence_seconds),
         tags=tuple(dict.fromkeys([*(plan.trial_tags or ()), *sorted(get_caller_tags())])),
         required_metrics=plan.objective.metrics if plan.objective and not plan.allow_missing_metric else (),
-        of_search=True,
+        proposed_by_search=True,
     )
 
 
@@ -576,7 +576,7 @@ def make_single_trial_spec(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Sto
             f"stop: {wrong[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
         )
     spec = make_trial_spec(plan, stopper)
-    spec = replace(spec, trial=spec.trial.journal_key.trial_key(trial), of_search=False)
+    spec = replace(spec, trial=spec.trial.journal_key.trial_key(trial), proposed_by_search=False)
     require_valid_sync(spec)
     return spec, stopper
 

@@ -110,7 +110,7 @@ class ReportInput:
     @cached_property
     def ranking(self) -> Sequence[Trial]:
         """The trials that can be compared, the best first."""
-        by_name = {trial.trial: trial for trial in self.trials}
+        by_name = {trial.id: trial for trial in self.trials}
         return [by_name[name] for name in self.losses]
 
     @cached_property
@@ -118,13 +118,13 @@ class ReportInput:
         """The best trial, or the Pareto front with several metrics; empty if no trial can be compared."""
         if self.objective is None or len(self.objective.metrics) == 1:
             return self.ranking[:1]
-        by_name = {trial.trial: trial for trial in self.trials}
+        by_name = {trial.id: trial for trial in self.trials}
         return [by_name[name] for name in pareto_front(self.losses.items())]
 
     @cached_property
     def first_trials(self) -> Sequence[Trial]:
         """The first 50 trials: the best first, then trials that cannot be compared."""
-        others = (trial for trial in self.trials if trial.trial not in self.losses)
+        others = (trial for trial in self.trials if trial.id not in self.losses)
         return [*self.ranking, *others][:MAX_TRIALS]
 
     @cached_property
@@ -144,12 +144,12 @@ class ReportInput:
 
     def run_url_of(self, trial: Trial) -> str | None:
         """Return the URL of the run of a trial's last attempt."""
-        owner = self.owners.get(trial.trial)
+        owner = self.owners.get(trial.id)
         return self.run_url(owner) if owner else None
 
     def host_of(self, trial: Trial) -> str | None:
         """Return the host that runs a trial; None if the trial is not running."""
-        owner = self.owners.get(trial.trial)
+        owner = self.owners.get(trial.id)
         return owner.host if owner and trial.status is Status.RUNNING else None
 
     @cached_property
@@ -178,7 +178,7 @@ class ReportInput:
         costs, seconds = self.snapshot.costs, self.cost.seconds
         measured = [trial.measured_seconds for trial in self.trials]
         trained = None if None in measured else sum(filter(None, measured))
-        wasted, steps = sum(trial.wasted_steps for trial in self.trials), sum(trial.step for trial in self.trials)
+        wasted, steps = sum(trial.recomputed_steps for trial in self.trials), sum(trial.step for trial in self.trials)
         return Totals(
             trained_seconds=trained,
             useful_seconds=seconds[Category.TRAINING] if trained and self.cost.attempts else trained,
@@ -187,7 +187,7 @@ class ReportInput:
             attempts_lost=sum(attempt.is_lost for attempt in self.snapshot.attempts),
             attempts_failed=sum(attempt.status is Status.ERRORED for attempt in self.snapshot.attempts),
             wasted_steps=wasted,
-            wasted_at_least=any(trial.wasted_at_least for trial in self.trials),
+            wasted_at_least=any(trial.recomputed_is_lower_bound for trial in self.trials),
             wasted_seconds=None if trained is None else trained / max(1, steps) * wasted,
             checkpoints_committed=costs.commit_count,
             committed_bytes=costs.committed_bytes,
@@ -248,7 +248,7 @@ def make_report_input(
     """Return a report's data; `snapshot` has the curves of `select_curve_trials`; `objective`: default the search's."""
     experiment = snapshot.experiment
     objective = objective or objective_from_settings(experiment.settings)
-    trials = [apply_report(trial, snapshot.newest_report(trial.trial)) for trial in experiment.trials.values()]
+    trials = [apply_report(trial, snapshot.newest_report(trial.id)) for trial in experiment.trials.values()]
     configs = [flatten(trial.config) for trial in trials]
     names = list(dict.fromkeys(name for config in configs for name in config))[:_MAX_PARAMETERS]
     columns = {name: [config.get(name) for config in configs] for name in names}
@@ -259,7 +259,7 @@ def make_report_input(
         objective,
         snapshot,
         trials,
-        losses={trial.trial: losses for trial, losses in rank_trials(trials, objective)},
+        losses={trial.id: losses for trial, losses in rank_trials(trials, objective)},
         run_url=run_url,
         expected_trial_count=expected_trial_count,
         age=age,
@@ -280,7 +280,7 @@ def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
 def select_curve_trials(experiment: Experiment) -> Sequence[str]:
     """Return the trials whose learning curves are drawn: the best and some others."""
     ordered = sort_trials(list(experiment.trials.values()), objective_from_settings(experiment.settings))
-    return [trial.trial for trial in sample_trials(ordered, MAX_CURVES)]
+    return [trial.id for trial in sample_trials(ordered, MAX_CURVES)]
 
 
 def _read_domains(space: object) -> Mapping[str, object]:
@@ -309,15 +309,15 @@ def _iter_domains(node: object, name: str) -> Iterator[tuple[str, object]]:
 def trial_fields(trial: Trial) -> dict[str, object]:
     """Return a trial as JSON, for the commands `show` and `report`."""
     return {
-        "trial": trial.trial,
+        "trial": trial.id,
         "status": str(trial.status),
         "reason": trial.reason,
         "step": trial.step,
         "metrics": dict(trial.metrics),
         "config": dict(trial.config),
         "attempts": trial.attempt,
-        "wasted_steps": trial.wasted_steps,
-        "wasted_at_least": trial.wasted_at_least,
+        "recomputed_steps": trial.recomputed_steps,
+        "recomputed_is_lower_bound": trial.recomputed_is_lower_bound,
         "trained_seconds": trial.measured_seconds,
     }
 
@@ -328,7 +328,7 @@ def report_fields(report: ReportInput) -> dict[str, object]:
     def make_trial_rows(trials: Sequence[Trial]) -> Sequence[Mapping[str, object]]:
         rows = []
         for trial in trials:
-            key = newest_checkpoint_key(state.key.trial_key(trial.trial), trial)
+            key = newest_checkpoint_key(state.key.trial_key(trial.id), trial)
             checkpoint = {"checkpoint": key.folder if key else None, "checkpoint_step": key.step if key else None}
             run = {"run": report.run_url_of(trial), "host": report.host_of(trial)}
             rows.append({**trial_fields(trial), "error": format_error(trial.end_reason), **checkpoint, **run})
@@ -373,6 +373,6 @@ def report_fields(report: ReportInput) -> dict[str, object]:
         "runs": runs[-MAX_RUNS:],
         "cost": asdict(report.totals),
         "settings": settings_for_display(state.settings),
-        "ended_because": str(state.ends),
-        "is_whole": report.snapshot.is_complete,
+        "ended_because": str(state.stop_reason),
+        "is_complete": report.snapshot.is_complete,
     }

@@ -125,7 +125,7 @@ def headline_section(report: ReportInput) -> Iterator[Block]:
             ("time", f"{periods[0].began_at:%Y-%m-%d %H:%M:%S} to {report.now:%Y-%m-%d %H:%M:%S} UTC"),
             ("elapsed", format_span(report.elapsed_seconds) + runs),
         ]
-    rows += [("as of", report.age), ("ended early", shorten(first_line(report.experiment.ends), 200))]
+    rows += [("as of", report.age), ("ended early", shorten(first_line(report.experiment.stop_reason), 200))]
     yield Table((), [row for row in rows if row[1]])
     if not report.snapshot.is_complete:
         yield Text(["Curves, times and costs cover only this run; ", Verbatim("prefect-tune report"), " covers all."])
@@ -137,7 +137,7 @@ def _format_headline(report: ReportInput) -> str:
     if len(report.best_trials) == 1 and report.objective is not None:
         name, best = report.objective.metrics[0], report.best_trials[0]
         value = format_cell(get_metric(best.metrics, name))
-        parts.append(f"Best {name}: {value} (trial {best_trial_name(best.trial, best.status)})")
+        parts.append(f"Best {name}: {value} (trial {best_trial_name(best.id, best.status)})")
     elif report.best_trials:
         parts.append(f"{len(report.best_trials)} trials on the Pareto front")
     if not report.is_search and report.trials:
@@ -162,7 +162,7 @@ def best_trial_section(report: ReportInput) -> Iterator[Block]:
     if len(report.best_trials) != 1 and (report.is_search or not report.trials):
         return
     best = report.best_trials[0] if len(report.best_trials) == 1 else report.trials[0]
-    yield Heading(f"Best trial: {best_trial_name(best.trial, best.status)}" if report.best_trials else "The trial")
+    yield Heading(f"Best trial: {best_trial_name(best.id, best.status)}" if report.best_trials else "The trial")
     attempts, trained = pluralize(best.attempt, "attempt", "attempts"), best.measured_seconds
     effort = f"in {attempts}" if trained is None else f"after {format_span(trained)} of training in {attempts}"
     rows: list[tuple[str, Cell]] = [
@@ -183,9 +183,9 @@ def best_trial_section(report: ReportInput) -> Iterator[Block]:
         constants = [f"{name} {shorten(format_cell(value), 60)}" for name, value in report.constants.items()]
         more = f" and {len(constants) - _MAX_PARAMETERS} more" if len(constants) > _MAX_PARAMETERS else ""
         yield Text([f"The same in every trial: {', '.join(constants[:_MAX_PARAMETERS])}{more}."])
-    key = newest_checkpoint_key(report.experiment.key.trial_key(best.trial), best)
+    key = newest_checkpoint_key(report.experiment.key.trial_key(best.id), best)
     if key is not None:
-        option = f" --trial {best.trial}" if report.is_search else ""
+        option = f" --trial {best.id}" if report.is_search else ""
         export = f"prefect-tune export {quote(report.uri)} {report.experiment.name} DIRECTORY{option}"
         yield Text([f"The newest checkpoint, of step {key.step:,}, and the command to download it:"])
         yield Code(f"{join_uri(report.uri, key.folder)}\n{export}", "text")
@@ -230,13 +230,13 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
     """Return the columns of the table of trials, with as many parameters as fit."""
     trials, metrics = report.first_trials, report.objective.metrics if report.objective else ()
     columns: list[Column] = [
-        ("trial", [_make_link_cell(trial.trial, report.run_url_of(trial)) for trial in trials]),
+        ("trial", [_make_link_cell(trial.id, report.run_url_of(trial)) for trial in trials]),
         ("status", [format_status(trial.status, trial.step) for trial in trials]),
         ("step", [f"{trial.step:,}" for trial in trials]),
     ]
     if len(metrics) > 1:
-        on_front = {trial.trial for trial in report.best_trials}
-        columns.append(("Pareto front", ["yes" if trial.trial in on_front else "no" for trial in trials]))
+        on_front = {trial.id for trial in report.best_trials}
+        columns.append(("Pareto front", ["yes" if trial.id in on_front else "no" for trial in trials]))
     hosts = [report.host_of(trial) for trial in trials]
     if any(hosts):
         columns.append(("host", [shorten(host or "", _MAX_CELL) for host in hosts]))
@@ -292,15 +292,15 @@ def errors_section(report: ReportInput) -> Iterator[Block]:
     count = sum(trial.status is Status.ERRORED for trial in report.trials)
     causes = [format_error(trial.end_reason) for trial in errors]
     if len(set(causes)) > 1:
-        first = {cause: trial.trial for cause, trial in reversed(list(zip(causes, errors, strict=True)))}
+        first = {cause: trial.id for cause, trial in reversed(list(zip(causes, errors, strict=True)))}
         causes = [
-            cause if first[cause] == trial.trial else f"the same error as trial {first[cause]}"
+            cause if first[cause] == trial.id else f"the same error as trial {first[cause]}"
             for cause, trial in zip(causes, errors, strict=True)
         ]
     yield Heading(f"Errors ({count})")
     yield from _make_compact_table(
         [
-            ("trial", [_make_link_cell(trial.trial, report.run_url_of(trial)) for trial in errors]),
+            ("trial", [_make_link_cell(trial.id, report.run_url_of(trial)) for trial in errors]),
             ("step", [f"{trial.step:,}" for trial in errors]),
             ("reason", [shorten(cause, 200) for cause in causes]),
         ]
@@ -308,7 +308,7 @@ def errors_section(report: ReportInput) -> Iterator[Block]:
     if count > len(errors):
         yield Text([f"And {count - len(errors):,} more."])
     if "\n" in (reason := errors[0].reason.strip()):
-        yield Text([f"Trial {errors[0].trial}:"])
+        yield Text([f"Trial {errors[0].id}:"])
         yield Code(reason[-_MAX_TRACEBACK_CHARACTERS:], language="text")
 
 

@@ -315,9 +315,7 @@ def draw_learning_curves(report: ReportInput) -> str | None:
 def _draw_curves(drawing: Drawing, frame: Frame, report: ReportInput, metric: str, *, is_small: bool = False) -> None:
     curves = {trial: points[metric] for trial, points in report.snapshot.curves.items() if points.get(metric)}
     if is_small and len(curves) > MAX_SMALL_PANEL_CURVES:
-        first = [
-            trial.trial for trial in sample_trials(report.ranking, MAX_SMALL_PANEL_CURVES) if trial.trial in curves
-        ]
+        first = [trial.id for trial in sample_trials(report.ranking, MAX_SMALL_PANEL_CURVES) if trial.id in curves]
         curves = {trial: curves[trial] for trial in list(dict.fromkeys([*first, *curves]))[:MAX_SMALL_PANEL_CURVES]}
     x = fit_scale([step for points in curves.values() for step, _ in points], frame.left, frame.right, is_log=False)
     x = replace(x, has_integer_ticks=True)
@@ -327,8 +325,8 @@ def _draw_curves(drawing: Drawing, frame: Frame, report: ReportInput, metric: st
         trial: [(x.position_of(step), y.position_of(value)) for step, value in points]
         for trial, points in curves.items()
     }
-    ranked = [trial.trial for trial in report.ranking if trial.trial in lines]
-    best = [trial.trial for trial in report.best_trials if trial.trial in lines]
+    ranked = [trial.id for trial in report.ranking if trial.id in lines]
+    best = [trial.id for trial in report.best_trials if trial.id in lines]
     runners_up = [trial for trial in ranked[:_MAX_NAMED_CURVES] if trial not in best] if len(best) <= 1 else []
     others = [trial for trial in ranked if trial not in best and trial not in runners_up]
     unranked = [trial for trial in lines if trial not in report.losses]
@@ -392,14 +390,14 @@ def draw_parallel_coordinates(report: ReportInput) -> str | None:
     positions = [frame.left + index * (frame.right - frame.left) / (len(axes) - 1) for index in range(len(axes))]
     trials = sample_trials(report.ranking, _MAX_LINES)
     lines = [
-        [(x, axis.position_of(trial.trial, frame)) for axis, x in zip(axes, positions, strict=True)] for trial in trials
+        [(x, axis.position_of(trial.id, frame)) for axis, x in zip(axes, positions, strict=True)] for trial in trials
     ]
-    best = {trial.trial for trial in report.best_trials}
+    best = {trial.id for trial in report.best_trials}
     good_count = max(1, len(trials) // 5)
     drawing.lines(reversed(lines[good_count:]), Pen(BLUE, 1, FAINT if len(lines) > 40 else PALE))
-    good = [line for line, trial in zip(lines[:good_count], trials, strict=False) if trial.trial not in best]
+    good = [line for line, trial in zip(lines[:good_count], trials, strict=False) if trial.id not in best]
     drawing.lines(good, _GOOD_PEN)
-    drawing.lines([line for line, trial in zip(lines, trials, strict=True) if trial.trial in best], _BEST_PEN)
+    drawing.lines([line for line, trial in zip(lines, trials, strict=True) if trial.id in best], _BEST_PEN)
     for axis, x in zip(axes, positions, strict=True):
         drawing.line([(x, frame.top), (x, frame.bottom)], Pen(GREY, 1, 0.8))
         drawing.text((x, frame.top - 22), axis.name[-22:], f'{SMALL_TEXT} {ANCHOR_MIDDLE} font-weight="600"')
@@ -417,12 +415,12 @@ def draw_parallel_coordinates(report: ReportInput) -> str | None:
 
 def make_axes(report: ReportInput, frame: Frame) -> Sequence[Axis]:
     """Return the axes of the first differing parameters and of the metrics."""
-    names = [trial.trial for trial in report.trials]
+    names = [trial.id for trial in report.trials]
     columns = ((name, dict(zip(names, values, strict=True))) for name, values in report.differing_parameters.items())
     parameters = [_make_axis(name, values, frame, is_log=report.has_log_scale(name)) for name, values in columns]
     axes = [axis for axis in parameters if axis is not None][: _MAX_AXES - 1]
     for metric in report.objective.metrics if report.objective else ():
-        values = {trial.trial: report.objective_values(trial.trial).get(metric) for trial in report.ranking}
+        values = {trial.id: report.objective_values(trial.id).get(metric) for trial in report.ranking}
         if (axis := _make_axis(metric, values, frame)) is not None:
             axes.append(axis)
     return axes
@@ -584,7 +582,7 @@ def _draw_attempts(
     drawing: Drawing, report: ReportInput, lanes: Sequence[tuple[str, Sequence[_AttemptBar]]], row: float, bottom: float
 ) -> None:
     """Draw each attempt as a bar in the style of its final status, and a legend of the statuses."""
-    trials = {trial.trial: trial for trial in report.trials}
+    trials = {trial.id: trial for trial in report.trials}
     height, drawn_statuses = max(1.0, row - 3), set[Status]()
     for index, (name, bars) in enumerate(lanes):
         y = _TOP + index * row

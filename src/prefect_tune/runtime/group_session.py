@@ -117,7 +117,7 @@ def _connect_to_supervisor(rank: RankInfo, address: str, call: str) -> tuple[Sup
     match connection.receive():
         case Start() as start:
             return connection, start
-        case JoinRejected(why=reason):
+        case JoinRejected(reason=reason):
             raise InvalidInput(f"{call}: {reason}")
         case other:
             raise InvalidInput(f"{call}: expected the trial's start message, received a {other.type} message")

@@ -67,7 +67,7 @@ def claim_process(start: Start, become_rank0: Callable[[int], None]) -> None:
     os.environ[_TRIAL_PROCESS_ENV] = f"{os.getpid()} {start.trial}"
     for name in _INHERITED_VARIABLES:
         os.environ.pop(name, None)
-    os.environ |= {**start.rank.variables, RANK_SOCKET_ENV: start.ranks_at, SCRIPT_ENV: "".join(sys.argv[:1])}
+    os.environ |= {**start.rank.variables, RANK_SOCKET_ENV: start.rank_socket, SCRIPT_ENV: "".join(sys.argv[:1])}
     if not _has_audit_hook:  # only an audit hook sees all ways of starting a process; it cannot be removed
         _has_audit_hook = True
         sys.addaudithook(_on_audit_event)

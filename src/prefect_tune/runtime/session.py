@@ -182,7 +182,7 @@ class TrialSession:
         self._return_timer: threading.Timer | None = None
         self.start = start
         self._stopper = stopper
-        self._reports: list[StepReport] = list(start.curve)
+        self._reports: list[StepReport] = list(start.reports)
         self._trained_seconds = start.trained_seconds
         self._resumed_at = time.monotonic()
         self._loaded_at: float | None = None
@@ -194,7 +194,7 @@ class TrialSession:
         self._stop_error: StopTraining | None = None
         self._stop_reason: AnyReason | None = None
         self._stop_reason_step: int | None = None
-        self._milestone = start.milestone
+        self._milestone = start.decision_step
         self._awaits_decision = False
         self._stop_decision: StopTrial | None = None
         self._mean_metrics: MeanMetrics | None = None
@@ -241,7 +241,9 @@ class TrialSession:
         if self._is_group_leader:
             if not saves:
                 self._is_stop_sent_to_ranks = self.is_stop_requested
-            self._send_message(RankCommand(step=self.step, saves=saves, stop=self._is_stop_sent_to_ranks, over=outcome))
+            self._send_message(
+                RankCommand(step=self.step, save=saves, stop=self._is_stop_sent_to_ranks, outcome=outcome)
+            )
 
     def poll_stop_request(self) -> bool:
         self._require_own_process("pt.get_trial().should_checkpoint")
@@ -255,7 +257,7 @@ class TrialSession:
         return self.is_stop_requested
 
     def checkpoint_directory(self) -> Path | None:
-        return Path(self.start.restored) if self.start.restored else None
+        return Path(self.start.restored_directory) if self.start.restored_directory else None
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
         """Report a step of the function API with its checkpoint; raise `StopTraining` if the trial must end."""
@@ -266,7 +268,7 @@ class TrialSession:
                 self.send_step(report)
             elif directory.parent == Path(os.path.realpath(self.start.staging)):
                 self.send_checkpoint(report, directory, moved=True)
-            elif self.start.overlap or self.start.rank.world_size > 1:
+            elif self.start.async_commit or self.start.rank.world_size > 1:
                 self._wait_for_upload()
                 with self._timing_save():
                     copied = copy_directory(directory, self.make_checkpoint_directory())
@@ -428,7 +430,7 @@ class TrialSession:
         return None
 
     def send_step(self, report: StepReport) -> None:
-        self._send_message(StepDone(report=report, asks=self._awaits_decision, seconds=self.phase_seconds()))
+        self._send_message(StepDone(report=report, awaits_decision=self._awaits_decision, seconds=self.phase_seconds()))
 
     def send_checkpoint(
         self, report: StepReport, directory: Path, *, moved: bool, reason: AnyReason | None = None
@@ -436,17 +438,26 @@ class TrialSession:
         """Send a step and its checkpoint; with `moved`, the supervisor owns `directory`; else wait for the commit."""
         self._wait_for_upload()
         path, seconds, asks = str(directory), self.phase_seconds(), self._awaits_decision
-        done = StepDone(report=report, checkpoint=path, moved=moved, asks=asks, finish_reason=reason, seconds=seconds)
+        done = StepDone(
+            report=report,
+            checkpoint=path,
+            is_owned_by_supervisor=moved,
+            awaits_decision=asks,
+            finish_reason=reason,
+            seconds=seconds,
+        )
         self._send_message(done)
         self._uploading_step = report.step
-        if not (moved and self.start.overlap):
+        if not (moved and self.start.async_commit):
             self._wait_for_upload()
 
     def send_late_checkpoint(self, report: StepReport, directory: Path) -> None:
         """Send the checkpoint of a step that was already reported, and wait for its commit."""
         self._wait_for_upload()
         path, seconds = str(directory), self.phase_seconds()
-        self._send_message(StepDone(report=report, checkpoint=path, moved=True, is_reported=True, seconds=seconds))
+        self._send_message(
+            StepDone(report=report, checkpoint=path, is_owned_by_supervisor=True, is_reported=True, seconds=seconds)
+        )
         self._uploading_step = report.step
         self._wait_for_upload()
 
@@ -506,7 +517,7 @@ class TrialSession:
         """Send that the trainable is loaded."""
         self._loaded_at = time.monotonic()
         self._waiting_seconds = 0.0  # a wait before this point is part of the startup
-        self._send_message(TrainableLoaded(pid=self._pid, code=code))
+        self._send_message(TrainableLoaded(pid=self._pid, source_digest=code))
 
     def send_end(self, message: TrialEnded) -> None:
         """Send the end of the attempt. Only the first end is sent, and no message after it."""
@@ -573,7 +584,7 @@ class TrialSession:
                 self._saved_step = min(self._saved_step, step - 1)  # save the next step, or the end
             case CheckpointAndStop():
                 self.is_stop_requested = True
-            case ContinueTraining(milestone=milestone):
+            case ContinueTraining(decision_step=milestone):
                 self._milestone, self._awaits_decision = milestone, False
             case StopTrial() as leave:
                 self._stop_decision, self._awaits_decision = leave, False
@@ -664,9 +675,9 @@ class WorkerRankSession(TrialSession):
                             f"found a report of step {self.step}. Every rank must call pt.report once in each step, "
                             "with or without a checkpoint"
                         )
-                    if command.over is not None:
-                        raise self._record_stop(StopTraining(command.over))
-                    if not command.saves:
+                    if command.outcome is not None:
+                        raise self._record_stop(StopTraining(command.outcome))
+                    if not command.save:
                         break
                     if save is not None:
                         self._send_part(self._write_checkpoint(save))

@@ -337,7 +337,7 @@ def checkpoint_html(location: LocalDirectory | TargetFolder, timeout: timedelta)
                 manifest = resolved.manifest(store)
             if manifest:
                 title = f"Checkpoint of step {manifest.step}, trial {manifest.trial} of {manifest.experiment}"
-                about, size = manifest.about, format_size(sum(file.size_bytes for file in manifest.files))
+                about, size = manifest.metadata, format_size(sum(file.size_bytes for file in manifest.files))
                 rows += [
                     ("step", f"{manifest.step:,}"),
                     ("size", f"{size} in {pluralize(len(manifest.files), 'file', 'files')}"),

@@ -100,7 +100,7 @@ def format_value(value: object) -> str:
 def format_trial(trial: Trial, metrics: Iterable[str]) -> str:
     """Return the name of a trial and these metrics: `trial 00003, errored, loss 0.25`."""
     values = ", ".join(f"{name} {format_value(get_metric(trial.metrics, name))}" for name in metrics)
-    return f"trial {best_trial_name(trial.trial, trial.status)}, {values}"
+    return f"trial {best_trial_name(trial.id, trial.status)}, {values}"
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
@@ -148,7 +148,7 @@ def group_trials_by_error(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequen
 def format_trial_names(trials: Sequence[Trial]) -> str:
     """Return the names of the first trials and the number of others: `00000, 00001, 00002 and 5 more`."""
     more = len(trials) - _MAX_NAMED_TRIALS
-    names = ", ".join(trial.trial for trial in trials[:_MAX_NAMED_TRIALS])
+    names = ", ".join(trial.id for trial in trials[:_MAX_NAMED_TRIALS])
     return f"{names} and {more} more" if more > 0 else names
 
 
@@ -357,7 +357,11 @@ def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
     use = cost.usage.model_dump(mode="json", exclude={"seconds", "output"}) if cost.usage else {}
     if cost.rank_ends:
         use["ends"] = [{**end.model_dump(mode="json"), "how": str(end.how)} for end in cost.rank_ends]
-    identity = {"attempt": cost.attempt, "began_at": cost.began_at.isoformat(), "is_bounded": cost.is_bounded}
+    identity = {
+        "attempt": cost.attempt,
+        "began_at": cost.began_at.isoformat(),
+        "is_begin_clamped": cost.is_begin_clamped,
+    }
     return {**identity, "seconds": _round_seconds(cost.seconds), **use}
 
 

@@ -129,7 +129,7 @@ class ProgressReader:
         outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
         objective = outlook.objective
         newest = [
-            apply_report(trial, snapshot.newest_report(trial.trial)) if trial.phase is Phase.RUNNING else trial
+            apply_report(trial, snapshot.newest_report(trial.id)) if trial.phase is Phase.RUNNING else trial
             for trial in trials
         ]
         if objective is None:  # the trials that ended last
@@ -137,7 +137,12 @@ class ProgressReader:
         else:
             best_first = [trial for trial, _ in rank_trials(newest, objective)]
         others = [trial for trial in best_first if trial.phase is not Phase.RUNNING]
-        steps = (past.report.step for trial in trials for past in trial.past if past.report and past.what == "decided")
+        steps = (
+            past.report.step
+            for trial in trials
+            for past in trial.policy_events
+            if past.report and past.kind == "decided"
+        )
         counts = Counter(trial.status for trial in trials)
         comparable_count = sum(trial.status is Status.COMPLETED for trial in others)
         return ProgressState(
@@ -145,13 +150,15 @@ class ProgressReader:
             elapsed=elapsed,
             counts=counts,
             reports_per_second=self._update_rate(now, snapshot.counts.reports),
-            time_left=None if experiment.ends else self._estimate_time_left(elapsed, newest, snapshot.counts.steps),
+            time_left=None
+            if experiment.stop_reason
+            else self._estimate_time_left(elapsed, newest, snapshot.counts.steps),
             rungs=dict(sorted(Counter(steps).items())),
             running=[trial for trial in newest if trial.phase is Phase.RUNNING],
             others=others,
             best=next(iter(best_first), None),
             notes=tuple(self._notes),
-            stop_reason=str(experiment.ends),
+            stop_reason=str(experiment.stop_reason),
             incomparable_count=counts[Status.COMPLETED] - comparable_count if objective else 0,
             has_started_attempt=bool(snapshot.running or snapshot.counts.ended_attempts),
         )
@@ -204,7 +211,7 @@ def share_of_search(
     """Return the completed share of the search's training; None if its number of trials is unknown."""
     if outlook.trial_count is None:
         return None
-    done = sum(share_of_trial(trial, newest(trial.trial), outlook) for trial in trials)
+    done = sum(share_of_trial(trial, newest(trial.id), outlook) for trial in trials)
     return min(1.0, done / max(1, outlook.trial_count, len(trials)))
 
 
@@ -253,7 +260,7 @@ def fit_columns(
     A column whose name is already taken gets a prefix.
     """
     columns: dict[str, list[str]] = {
-        "trial": [trial.trial for trial in trials],
+        "trial": [trial.id for trial in trials],
         "status": [format_status(trial.status, trial.step) for trial in trials],
         "step": [str(trial.step) for trial in trials],
     }

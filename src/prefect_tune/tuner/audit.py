@@ -357,9 +357,9 @@ class _Derivation:
             self._warm_starts += event.warm_starts
         if self._policy is None:
             return
-        if after.past_count > before.past_count and not isinstance(event, ExperimentConfigured):
+        if after.policy_event_count > before.policy_event_count and not isinstance(event, ExperimentConfigured):
             trial = after.trial(str(getattr(event, "trial", "")))
-            for past_event in trial.past[before.past_count - after.past_count :]:
+            for past_event in trial.policy_events[before.policy_event_count - after.policy_event_count :]:
                 self._policy.record(trial, past_event)
         if isinstance(event, TrialRequeued):
             self._search_end_reason = self._policy.end_reason()  # the error of a requeued trial no longer counts
@@ -394,7 +394,7 @@ class _Derivation:
         return None
 
     def _expect_added_trial(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> _Finding:
-        if reason := before.ends or self._search_end_reason:
+        if reason := before.stop_reason or self._search_end_reason:
             return _Expectation((), f"no new trial: the search ends: {reason}")
         if (paused := policy.schedule.next_trial_to_resume()) is not None:
             return _Expectation([TrialResumed(trial=paused)])
@@ -414,7 +414,7 @@ class _Derivation:
 
     def _expect_decision(self, policy: SearchPolicy, trial: Trial, event: DecisionMade, plan: _AuditPlan) -> _Finding:
         milestone = step = event.report.step
-        last = self._reports.get(trial.trial)
+        last = self._reports.get(trial.id)
         if self._are_milestones_known(trial, plan):
             due_step = policy.next_milestone(trial)
             if pending_decision(trial) is not None or due_step is None or step < due_step:
@@ -426,7 +426,7 @@ class _Derivation:
             expected = event.model_copy(update={"report": last})
             if not are_equivalent(event, expected):
                 return _Expectation([expected])
-        self._decisions[trial.trial] = (milestone, event.report)
+        self._decisions[trial.id] = (milestone, event.report)
         try:
             decision = policy.decide(trial, event.report)
         except BadMetric as error:
@@ -436,7 +436,7 @@ class _Derivation:
 
     def _are_milestones_known(self, trial: Trial, plan: _AuditPlan) -> bool:
         """Return whether the attempt got its milestones from this plan's scheduler, and that scheduler is known."""
-        is_ours = trial.outbox is None or self._plans.get(trial.search_term) is plan
+        is_ours = trial.outbox is None or self._plans.get(trial.launch_term) is plan
         return is_ours and "scheduler" not in plan.unknown
 
     def _check_missed_decision(
@@ -444,8 +444,8 @@ class _Derivation:
     ) -> _Finding:
         """Return the missing decision if the attempt has passed a milestone without a decision."""
         step = event.report.step
-        last, self._reports[trial.trial] = self._reports.get(trial.trial), event.report
-        milestone, decided_report = self._decisions.get(trial.trial, (step, None))
+        last, self._reports[trial.id] = self._reports.get(trial.id), event.report
+        milestone, decided_report = self._decisions.get(trial.id, (step, None))
         if decided_report is not None and decided_report.step == step:
             expected = event.model_copy(update={"report": decided_report})
             return None if are_equivalent(event, expected) else _Expectation([expected])
@@ -461,7 +461,7 @@ class _Derivation:
     def _expect_resume(self, policy: SearchPolicy, trial: Trial, event: TrialResumed, plan: _AuditPlan) -> _Finding:
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
-        if policy.should_resume(trial) or policy.schedule.next_trial_to_resume() == trial.trial:
+        if policy.should_resume(trial) or policy.schedule.next_trial_to_resume() == trial.id:
             return _Expectation([event])
         _signal_search_exhausted(policy, plan)
         paused_trial = policy.schedule.next_trial_to_resume()
@@ -514,11 +514,11 @@ def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Finding:
 
     A user may also restart a trial from one of its own checkpoints, with its own configuration.
     """
-    if event.source == trial.trial and event.config is None:
+    if event.source == trial.id and event.config is None:
         return None
-    if (exploit := trial.exploits) is None:
+    if (exploit := trial.pending_exploit) is None:
         return _Expectation((), "no clone: the scheduler decided no exploit for this trial")
-    source = trial.trial if event.source == trial.trial else exploit.source
+    source = trial.id if event.source == trial.id else exploit.source
     expected_values = {"source": source, "config": exploit.config, "reason": exploit.reason}
     return _Expectation([event.model_copy(update=expected_values)])
 
@@ -531,11 +531,11 @@ def _signal_search_exhausted(policy: SearchPolicy, plan: _AuditPlan) -> None:
 
 def _early_finishes(before: Experiment, trial: Trial) -> Sequence[TrialFinished]:
     """Return the ends of a trial that its scheduler has decided and the user has requested."""
-    decision, stop_reason = pending_decision(trial), before.stops.get(trial.trial)
+    decision, stop_reason = pending_decision(trial), before.pending_stops.get(trial.id)
     stop = decision.decision if decision is not None else None
-    finishes = [finish_event(trial.trial, stop)] if isinstance(stop, Stop) else []
+    finishes = [finish_event(trial.id, stop)] if isinstance(stop, Stop) else []
     if stop_reason is not None:
-        finishes.append(TrialFinished(trial=trial.trial, reason=stop_reason, kind=FinishKind.STOPPED))
+        finishes.append(TrialFinished(trial=trial.id, reason=stop_reason, kind=FinishKind.STOPPED))
     return finishes
 
 
@@ -549,7 +549,7 @@ def _describe_next_decision(trial: Trial, milestone: int | None) -> str:
 def _format_event(event: Event, *others: Event) -> str:
     """Return the event's type, and its values that differ from the first event of this type in `others`."""
     reference = next((candidate.model_dump(mode="json") for candidate in others if candidate.type == event.type), {})
-    omitted_fields = set() if reference else {"report", "fingerprint", "of_search"}
+    omitted_fields = set() if reference else {"report", "fingerprint", "proposed_by_search"}
     fields = event.model_dump(mode="json", exclude={"type", *omitted_fields})
     shown_fields = {name: value for name, value in fields.items() if not reference or value != reference.get(name)}
     values = ", ".join(f"{name} {json.dumps(value)}" for name, value in shown_fields.items() if reference or value)

@@ -98,15 +98,15 @@ class FailureHandler:
         """
         if isinstance(error, _TARGET_ERRORS) and is_machine_budget_spent(trial, self._limits.options.failure_policy):
             raise error
-        if cause is Cause.IMPORT and trial.of_search and not self.has_trained:
-            self._import_failure = self._import_failure or f"trial {trial.trial}: {first_line(trial.reason)}"
+        if cause is Cause.IMPORT and trial.proposed_by_search and not self.has_trained:
+            self._import_failure = self._import_failure or f"trial {trial.id}: {first_line(trial.reason)}"
             self._stop_handler.is_stopping = True
             return
         if not isinstance(decide_after_failure(trial, cause, self._limits.options.failure_policy), FailTrial | EndRun):
-            name, reason = f"trial {trial.trial}: " if trial.of_search else "", first_line(trial.reason)
+            name, reason = f"trial {trial.id}: " if trial.proposed_by_search else "", first_line(trial.reason)
             next_try = "the next run retries it" if self._stop_handler.is_stopping else "retrying"
             self._log.warning("%sattempt %d failed (%s), %s: %s", name, trial.attempt, cause, next_try, reason)
-        self.retry_or_give_up(trial.trial, cause)
+        self.retry_or_give_up(trial.id, cause)
 
     def retry_or_give_up(self, trial: str, cause: Cause) -> None:
         """Retry a trial from its newest good checkpoint within its retry budgets; otherwise give it up."""
@@ -115,10 +115,10 @@ class FailureHandler:
             case RetryTrial() | EndRun():
                 self._ready_queue.append(trial)
             case QuarantineCheckpoint(sequence=sequence, reason=reason):
-                name = f"trial {trial}: " if state.of_search else ""
+                name = f"trial {trial}: " if state.proposed_by_search else ""
                 self._log.error("%scheckpoint quarantined: %s", name, first_line(reason))
                 self._pending_entry.add_event(
-                    CheckpointQuarantined(trial=trial, sequence=sequence, reason=reason, kills=True)
+                    CheckpointQuarantined(trial=trial, sequence=sequence, reason=reason, crashes_trainable=True)
                 )
                 self._ready_queue.append(trial)
             case FailTrial(reason=reason):
@@ -133,9 +133,9 @@ class FailureHandler:
         """
         if should_reset_budgets(trial, self._limits.options.failure_policy):
             self._pending_entry.add_event(retry_event(trial))
-            self._ready_queue.append(trial.trial)
+            self._ready_queue.append(trial.id)
         else:
-            self.retry_or_give_up(trial.trial, cause)
+            self.retry_or_give_up(trial.id, cause)
 
     def on_attempt_lost(self, trial: str, error: BaseException | None) -> None:
         """Count an attempt that ended without writing its end as a machine failure; retry the trial or give it up.
@@ -212,7 +212,7 @@ class DecisionHandler:
         """Decide a milestone that was reported before a crash, without training the step again."""
         trial = self._pending_entry.state.trial(name)
         milestone = self._policy.next_milestone(trial)
-        if milestone is None or trial.step < milestone or trial.exploits is not None:
+        if milestone is None or trial.step < milestone or trial.pending_exploit is not None:
             return  # the trial has not reached the milestone, or its weights are about to be replaced
         if trial.phase is not Phase.PENDING or not is_last_step_saved(trial):
             return
@@ -252,7 +252,7 @@ class DecisionHandler:
                 assert_never(never)
 
     def _make_continue_answer(self, name: str) -> ContinueTraining:
-        return ContinueTraining(milestone=self._policy.next_milestone(self._pending_entry.state.trial(name)))
+        return ContinueTraining(decision_step=self._policy.next_milestone(self._pending_entry.state.trial(name)))
 
     def _send_after_write(self, name: str, answer: ContinueTraining | StopTrial, step: int) -> None:
         self._pending_entry.after_write(lambda: self._executor.send_decision(name, answer, step))

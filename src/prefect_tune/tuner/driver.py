@@ -122,7 +122,9 @@ class Driver:
         self._pending_entry = PendingEntry(
             journal_writer, policy, observer, spec.sync.sync_period, self._background_worker
         )
-        self._curves = ReportReader(journal_writer.target, journal_writer.experiment.key) if spec.needs_curve else None
+        self._curves = (
+            ReportReader(journal_writer.target, journal_writer.experiment.key) if spec.needs_history else None
+        )
         self._stop_handler = StopHandler(limits, policy, executor, self._pending_entry, self._close_outbox, log)
         self._ready_queue: deque[str] = deque()
         self._failure_handler = FailureHandler(limits, self._pending_entry, self._stop_handler, self._ready_queue, log)
@@ -149,7 +151,7 @@ class Driver:
         except BaseException:
             self._pending_entry.drop_actions()
             with suppress(TuneError):  # raise the error that ended the search instead
-                stop_and_wait(self._executor, self._spec.grace, self._journal_submitted_events)
+                stop_and_wait(self._executor, self._spec.grace_period, self._journal_submitted_events)
             raise
         finally:
             self._background_worker.close()
@@ -235,16 +237,24 @@ class Driver:
             return self._resume_without_new_trials()
         match self._policy.suggest():
             case Proposed(config=config):
-                spec, trial = self._spec, trial_id(self._policy.proposed_count) if self._spec.of_search else ONLY_TRIAL
+                spec, trial = (
+                    self._spec,
+                    trial_id(self._policy.proposed_count) if self._spec.proposed_by_search else ONLY_TRIAL,
+                )
                 self._put_event(
-                    TrialAdded(trial=trial, config=config, fingerprint=spec.fingerprint, of_search=spec.of_search)
+                    TrialAdded(
+                        trial=trial,
+                        config=config,
+                        fingerprint=spec.fingerprint,
+                        proposed_by_search=spec.proposed_by_search,
+                    )
                 )
                 return trial
             case Wait():
                 is_busy = len(self._executor) or self._pending_entry.has_waiters
                 return None if is_busy else self._resume_without_new_trials()
             case Exhausted(reason=reason):
-                if self._spec.of_search:
+                if self._spec.proposed_by_search:
                     are_fewer = len(self._state.trials) < (self._limits.options.trial_count or math.inf)
                     self._log.info("no more trials: %s", reason, extra=NOTICE if are_fewer else None)
                 self._is_search_exhausted = True
@@ -279,9 +289,9 @@ class Driver:
         trial = self._state.trial(name)
         request = AttemptRequest(
             search_term=self._state.term,
-            trial=trial.model_copy(update={"past": (), "records": ()}),
-            curve=tuple(self._curves.read_reports(trial)) if self._curves is not None and trial.checkpoints else (),
-            milestone=milestone,
+            trial=trial.model_copy(update={"policy_events": (), "attempt_records": ()}),
+            reports=tuple(self._curves.read_reports(trial)) if self._curves is not None and trial.checkpoints else (),
+            decision_step=milestone,
             saves_first=self._policy.schedule.saves_first,
         )
         self._executor.start_attempt(replace(self._spec, trial=self._state.trial_key(name)), request)
@@ -291,15 +301,15 @@ class Driver:
 
         The new configuration trains at least one step, so that it produces every metric that is shown with it.
         """
-        if (exploit := trial.exploits) is None:
+        if (exploit := trial.pending_exploit) is None:
             return
-        for source in (exploit.source, trial.trial):
+        for source in (exploit.source, trial.id):
             ref = clonable_checkpoint(self._state.trial(source), self._limits.options.stopper.step_count)
             if ref is not None:
                 copy = make_clone_ref(trial, ref, source)
                 config, reason = exploit.config, exploit.reason
                 self._put_event(
-                    CheckpointCloned(trial=trial.trial, checkpoint=copy, source=source, config=config, reason=reason)
+                    CheckpointCloned(trial=trial.id, checkpoint=copy, source=source, config=config, reason=reason)
                 )
                 return
             self._log.warning("trial %s has no checkpoint from which another step can be trained", source)
@@ -307,15 +317,15 @@ class Driver:
     def _resend_answers(self, name: str) -> None:
         """Resend what an attempt may have missed: a request to stop, and the answer for its present step."""
         trial = self._state.trial(name)
-        if name in self._state.stops:
+        if name in self._state.pending_stops:
             self._stop_handler.send_stop(name)
         if not trial.step:
             return  # the trial has not reported yet; step 0 is the key of answers that no trial waits for
         milestone = self._policy.next_milestone(trial)
-        if milestone is not None and trial.step >= milestone and trial.exploits is None:
+        if milestone is not None and trial.step >= milestone and trial.pending_exploit is None:
             self._decision_handler.answer_report(name, last_report(trial))
         else:
-            self._decision_handler.send_decision(name, trial.exploits or Continue(), trial.step)
+            self._decision_handler.send_decision(name, trial.pending_exploit or Continue(), trial.step)
 
     # --------------------------------------------------------------------------------------------- the trials
 
@@ -345,7 +355,7 @@ class Driver:
             name = attempt_exit.trial
             self._executor.remove_attempt(name)
             (since, began), trial = self._slot_starts.pop(name), self._state.trial(name)
-            if trial.of_search:  # a single training has no slots
+            if trial.proposed_by_search:  # a single training has no slots
                 number, held_seconds = max(trial.attempt, self._previous_attempts[name] + 1), time.monotonic() - began
                 self._put_event(SlotFreed(trial=name, attempt=number, since=since, seconds=round(held_seconds, 3)))
             self._handle_attempt_exit(attempt_exit)
@@ -365,7 +375,7 @@ class Driver:
     def _journal_post(self, name: str, number: int, events: Sequence[AttemptEvent]) -> None:
         """Journal a post of an attempt on another machine; then delete it, and the checkpoints that it retires."""
         before = self._state.trial(name)
-        if before.outbox is None or number != before.post + 1:
+        if before.outbox is None or number != before.last_post + 1:
             return  # the post was received when the outbox was closed
         try:
             self._pending_entry.add_events([PostReceived(trial=name, post=number), *events])
@@ -395,7 +405,7 @@ class Driver:
         Only the written entry decides: a non-owner may have quarantined a checkpoint, so that none was retired.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
-        if not clones or self._state.trial(before.trial).checkpoints is before.checkpoints:
+        if not clones or self._state.trial(before.id).checkpoints is before.checkpoints:
             return
 
         def delete_collectable_origins() -> None:
@@ -409,7 +419,7 @@ class Driver:
         trial, write_stamp, owner = self._state.trial(name), new_write_stamp(), str(self._state.owner)
         return with_store(
             self._target,
-            lambda store: close_outbox(store, self._state.trial_key(name), outbox, trial.post, owner, write_stamp),
+            lambda store: close_outbox(store, self._state.trial_key(name), outbox, trial.last_post, owner, write_stamp),
             _IO_TIMEOUT,
         )
 
@@ -419,7 +429,7 @@ class Driver:
         if trial.outbox is None:
             return
         closed = self._fence_attempt(name, trial.outbox)
-        for number, post in enumerate(closed.posts, trial.post + 1):
+        for number, post in enumerate(closed.posts, trial.last_post + 1):
             self._journal_post(name, number, post.events)
         if closed.damage:
             self._log.error("trial %s: %s. Later posts are ignored", name, closed.damage)
@@ -431,7 +441,7 @@ class Driver:
     def _has_queued_attempt(self, name: str) -> bool:
         """Return whether an earlier run has launched an attempt that has not begun, and that this run reattaches to."""
         trial = self._state.trial(name)
-        is_open = trial.outbox is not None and trial.post == 0
+        is_open = trial.outbox is not None and trial.last_post == 0
         return self._executor.is_detached and is_open and trial.phase is Phase.PENDING
 
     def _end_vanished_attempt(self, name: str) -> None:
@@ -455,37 +465,39 @@ class Driver:
         self._close_outbox(attempt_exit.trial)
         trial = self._state.trial(attempt_exit.trial)
         has_begun = trial.attempt > self._previous_attempts.pop(attempt_exit.trial)
-        if self._failure_handler.give_up_if_undecidable(trial.trial):
+        if self._failure_handler.give_up_if_undecidable(trial.id):
             pass
-        elif attempt_exit.error is not None and not (trial.of_search and isinstance(attempt_exit.error, Exception)):
+        elif attempt_exit.error is not None and not (
+            trial.proposed_by_search and isinstance(attempt_exit.error, Exception)
+        ):
             raise attempt_exit.error  # such as KeyboardInterrupt; any error ends a single training
         elif isinstance(attempt_exit.error, AttemptCancelledError) and trial.phase not in ENDED_PHASES:
-            self._stop_handler.stop_trial(trial.trial, StopRequested(trial=trial.trial, reason=str(attempt_exit.error)))
+            self._stop_handler.stop_trial(trial.id, StopRequested(trial=trial.id, reason=str(attempt_exit.error)))
         elif isinstance(attempt_exit.error, ResumeFailed | InvalidInput):
             reason = make_reason("raised", text=str(attempt_exit.error))
-            self._failure_handler.give_up(trial.trial, Cause.TRAINABLE, reason)
-        elif trial.trial in self._state.stops:
-            self._stop_handler.finish_trial(trial.trial)
+            self._failure_handler.give_up(trial.id, Cause.TRAINABLE, reason)
+        elif trial.id in self._state.pending_stops:
+            self._stop_handler.finish_trial(trial.id)
         elif trial.phase is Phase.PENDING and trial.cause is not None and has_begun:
             self._failure_handler.on_attempt_failed(trial, trial.cause, attempt_exit.error)
         elif trial.phase is Phase.PENDING and self._stop_handler.is_stopping:
-            self._ready_queue.append(trial.trial)  # the attempt was stopped before it began
+            self._ready_queue.append(trial.id)  # the attempt was stopped before it began
         elif trial.phase in (Phase.PENDING, Phase.RUNNING):
-            self._failure_handler.on_attempt_lost(trial.trial, attempt_exit.error)
+            self._failure_handler.on_attempt_lost(trial.id, attempt_exit.error)
         else:
             self._resume_if_due(trial)
 
     def _resume_if_due(self, trial: Trial) -> None:
         """Resume a paused trial that exploits another one, or whose pause the scheduler does not know."""
         if self._policy.should_resume(trial):
-            self._put_event(TrialResumed(trial=trial.trial))
-            self._ready_queue.append(trial.trial)
+            self._put_event(TrialResumed(trial=trial.id))
+            self._ready_queue.append(trial.id)
 
     # ------------------------------------------------------------------------------------------------ a resume
 
     def _recover_trials(self) -> None:
         """Prepare the trials that an earlier owner left unfinished, so that they can continue."""
-        errored = {trial.trial for trial in self._state.trials.values() if trial.phase is Phase.ERRORED}
+        errored = {trial.id for trial in self._state.trials.values() if trial.phase is Phase.ERRORED}
         # Before requeuing: a trial whose end is still unread may have to be extended too.
         self._journal_unread_posts(list(self._unfinished_trials().values()))
         self._requeue_ended_trials()
@@ -501,8 +513,8 @@ class Driver:
 
         def read_next_posts(trial: Trial, context: Context) -> Sequence[Post] | None:
             """Return the next posts of a trial from its last outbox, which is open; None if one cannot be read."""
-            folder, outbox = self._state.trial_key(trial.trial), trial.outbox_count
-            read_trial_posts = partial(read_posts, trial=folder, outbox=outbox, after=trial.post)
+            folder, outbox = self._state.trial_key(trial.id), trial.outbox_count
+            read_trial_posts = partial(read_posts, trial=folder, outbox=outbox, after=trial.last_post)
             try:
                 return context.run(with_store, self._target, read_trial_posts, _IO_TIMEOUT)
             except (JournalCorrupt, UnknownVersion):
@@ -514,12 +526,12 @@ class Driver:
             unread_trials: list[str] = []
             for trial, posts in zip(trials, results, strict=True):
                 if posts is None:
-                    self._close_outbox(trial.trial)
+                    self._close_outbox(trial.id)
                     continue
-                for number, post in enumerate(posts, trial.post + 1):
-                    self._journal_post(trial.trial, number, post.events)
+                for number, post in enumerate(posts, trial.last_post + 1):
+                    self._journal_post(trial.id, number, post.events)
                 if len(posts) == MAX_POSTS_PER_READ:
-                    unread_trials.append(trial.trial)
+                    unread_trials.append(trial.id)
             if unread_trials:
                 self._pending_entry.write(may_wait=False)
             trials = [self._state.trial(name) for name in unread_trials]
@@ -528,7 +540,7 @@ class Driver:
         """Return the trials that continue, without the trials that the scheduler has paused."""
         phases = (Phase.PENDING, Phase.RUNNING)
         trials = self._state.trials.values()
-        return {trial.trial: trial for trial in trials if trial.phase in phases or self._policy.should_resume(trial)}
+        return {trial.id: trial for trial in trials if trial.phase in phases or self._policy.should_resume(trial)}
 
     def _recover_trial(self, name: str) -> None:
         trial = self._state.trial(name)
@@ -537,7 +549,7 @@ class Driver:
             self._start_attempt(name, reattaches=True)  # the attempt outlived its search, and needs no free slot
             return
         self._end_vanished_attempt(name)
-        if name in self._state.stops:
+        if name in self._state.pending_stops:
             self._close_outbox(name)
             self._stop_handler.finish_trial(name)
             return

@@ -131,7 +131,7 @@ class PendingEntry:
         """
         states = [self.state]
         for event in events:
-            states.append(apply_event(states[-1], event, self._journal_writer.experiment.number + 1))
+            states.append(apply_event(states[-1], event, self._journal_writer.experiment.entry_count + 1))
         for event, state in zip(events, states[1:], strict=True):
             self._apply_event(event, state)
 
@@ -156,15 +156,19 @@ class PendingEntry:
     def _apply_event(self, event: Event, state: Experiment) -> None:
         state_before, self.state = self.state, state
         # The sender of a stop request polls the journal for the answer, and then for the end.
-        self._has_stop_change |= state.stop_requests != state_before.stop_requests or state.stops != state_before.stops
+        self._has_stop_change |= (
+            state.stop_requests != state_before.stop_requests or state.pending_stops != state_before.pending_stops
+        )
         name = str(getattr(event, "trial", ""))
         trial, trial_before = state.trials.get(name), state_before.trials.get(name)
         if trial is not None and (trial_before is None or trial_before.status is not trial.status):
             self._status_changed_at = self._status_changed_at or time.monotonic()
         self._unwritten.append(event)
         self.observer.on_event(event, state)
-        if state.past_count > state_before.past_count:
-            for past_event in state.trial(name).past[state_before.past_count - state.past_count :]:
+        if state.policy_event_count > state_before.policy_event_count:
+            for past_event in state.trial(name).policy_events[
+                state_before.policy_event_count - state.policy_event_count :
+            ]:
                 self._policy.record(state.trial(name), past_event)
         if trial is not None and isinstance(event, TrialEvent):
             self._policy.record_training_time(name, trial.trained_seconds)
@@ -195,7 +199,7 @@ class PendingEntry:
             status_changed_at is not None and now - status_changed_at >= _STATUS_DELAY.total_seconds()
         )
         if self._unwritten and (is_needed or is_due or not may_wait):
-            number_before = self._journal_writer.experiment.number
+            number_before = self._journal_writer.experiment.entry_count
             try:
                 while self._unwritten:
                     self._retried_write = self._retried_write or (len(self._unwritten), new_write_stamp())

@@ -162,7 +162,7 @@ def log_already_finished(plan: SearchPlan, state_before: Experiment, state_after
         and all(trial.phase is Phase.FINISHED for trial in state_before.trials.values())
         and all(state_after.trials[name].attempt == trial.attempt for name, trial in state_before.trials.items())
         and len(state_after.trials) == len(state_before.trials)
-        and not state_after.ends
+        and not state_after.stop_reason
         and plan.effective_rerun_errored != "only"
     ):
         log.info(
@@ -279,7 +279,7 @@ def _run_search_iteration(turn: RunIteration) -> Results:
             return final_state
 
     with guarding_ownership(turn):
-        final_state = run_interruptible(search, grace=spec.grace, poll_interval=spec.sync.request_period)
+        final_state = run_interruptible(search, grace=spec.grace_period, poll_interval=spec.sync.request_period)
         return Results(final_state, plan.target, objective)
 
 
@@ -475,16 +475,19 @@ def read_warm_starts(
                     f"warm_start: {experiment!r} is the search itself, which has its own trials: pass other experiments"
                 )
             state = read_experiment_to_resume(source_target, source_name)
-            if not state.number:
+            if not state.entry_count:
                 raise InvalidInput(f"warm_start: {missing_experiment_message(source_target, source_name)}")
             trials = (
                 PriorTrial(
-                    trial=trial.trial, config=trial.config, report=last_report(trial), stopped=trial.past[-1].stopped
+                    trial=trial.id,
+                    config=trial.config,
+                    report=last_report(trial),
+                    stopped=trial.policy_events[-1].stopped,
                 )
                 for trial in state.trials.values()
                 if trial.phase is Phase.FINISHED and trial.step
             )
-            warm_starts.append(WarmStart(source=name, place=source_uri, trials=tuple(trials)))
+            warm_starts.append(WarmStart(source=name, location=source_uri, trials=tuple(trials)))
     return warm_starts
 
 
@@ -539,14 +542,14 @@ def search_failed_error(results: Results, state_before: Experiment | None) -> Se
 
 def _all_errored_message(results: Results, skipped: int) -> str:
     name, count = results.experiment.name, len(results.trials)
-    causes = group_trials_by_error([trial for trial in results.trials.values() if trial.trial in results.errors])
+    causes = group_trials_by_error([trial for trial in results.trials.values() if trial.id in results.errors])
     (cause, (first, *_)), *others = causes
     if count == 1:
         summary = f"its only trial errored: {cause}"
     elif not others:
         summary = f"{len(results.errors)} of {count} trials errored, all with: {cause}"
     else:
-        parts = [f"{len(trials)} with: {cause} (such as {trials[0].trial})" for cause, trials in causes[:_MAX_CAUSES]]
+        parts = [f"{len(trials)} with: {cause} (such as {trials[0].id})" for cause, trials in causes[:_MAX_CAUSES]]
         if (more := len(causes) - _MAX_CAUSES) > 0:
             parts.append(pluralize(more, "other error", "other errors"))
         summary = f"{count} of {count} trials errored: {'; '.join(parts)}"
@@ -567,4 +570,4 @@ def _all_errored_message(results: Results, skipped: int) -> str:
     error = root_error(first.end_reason)
     if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process died
         return message
-    return f"{message}. Traceback: prefect-tune show {results.target.cli_argument} {name} --trial {first.trial}"
+    return f"{message}. Traceback: prefect-tune show {results.target.cli_argument} {name} --trial {first.id}"

@@ -130,7 +130,7 @@ def _run_training_iteration(
         return state
 
     with TrialProcessPool(slots=0) as pool, guarding_ownership(turn):
-        return run_interruptible(train, grace=spec.grace, poll_interval=spec.sync.request_period)
+        return run_interruptible(train, grace=spec.grace_period, poll_interval=spec.sync.request_period)
 
 
 @contextmanager

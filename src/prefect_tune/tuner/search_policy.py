@@ -45,14 +45,14 @@ def pending_decision(trial: Trial) -> PolicyEvent | None:
 
     This happens when an owner dies between a decision and its effect.
     """
-    last_event = trial.past[-1] if trial.past else None
+    last_event = trial.policy_events[-1] if trial.policy_events else None
     is_stop_or_pause = last_event is not None and isinstance(last_event.decision, Stop | Pause)
     return last_event if is_stop_or_pause and trial.phase in (Phase.PENDING, Phase.RUNNING) else None
 
 
 def retry_event(trial: Trial) -> TrialRequeued:
     """Return the event that requeues a failed trial with fresh retry budgets."""
-    return TrialRequeued(trial=trial.trial, reason=make_reason("retried", error=root_error(trial.end_reason)))
+    return TrialRequeued(trial=trial.id, reason=make_reason("retried", error=root_error(trial.end_reason)))
 
 
 def finish_event(trial: str, stop: Stop) -> TrialFinished:
@@ -63,7 +63,7 @@ def finish_event(trial: str, stop: Stop) -> TrialFinished:
 
 def extension_event(trial: Trial) -> TrialRequeued:
     """Return the event that requeues a finished trial that does not meet today's stop criterion."""
-    return TrialRequeued(trial=trial.trial, reason=make_reason("extended", step=trial.step))
+    return TrialRequeued(trial=trial.id, reason=make_reason("extended", step=trial.step))
 
 
 class SearchPolicy:
@@ -96,14 +96,14 @@ class SearchPolicy:
 
     def replay(self, experiment: Experiment) -> None:
         """Replay the history of an experiment to the search, the scheduler and the stoppers, in the journal's order."""
-        history = [(past_event, trial) for trial in experiment.trials.values() for past_event in trial.past]
+        history = [(past_event, trial) for trial in experiment.trials.values() for past_event in trial.policy_events]
         for past_event, trial in sorted(history, key=lambda pair: pair[0].order):
-            if past_event.what == "decided" and past_event.report is not None:
+            if past_event.kind == "decided" and past_event.report is not None:
                 self.decide(trial, past_event.report)  # the journal already has the decision
             else:
                 self.record(trial, past_event)
         for trial in experiment.trials.values():
-            self.record_training_time(trial.trial, trial.trained_seconds)
+            self.record_training_time(trial.id, trial.trained_seconds)
 
     def record_training_time(self, trial: str, trained_seconds: float) -> None:
         """Record the training time of a trial, which may have grown."""
@@ -129,11 +129,11 @@ class SearchPolicy:
         Raises:
             BadMetric: the report lacks the metric that the scheduler compares.
         """
-        self._search_state.on_report(trial_number(trial.trial), report)
-        decision = self.schedule.decide(TrialReport(trial.trial, report))
+        self._search_state.on_report(trial_number(trial.id), report)
+        decision = self.schedule.decide(TrialReport(trial.id, report))
         exploited = decision.source if isinstance(decision, Exploit) else None
-        self._decision_steps[trial.trial] = report.step if exploited is None else self._decision_steps.get(exploited, 0)
-        (self._paused.add if isinstance(decision, Pause) else self._paused.discard)(trial.trial)
+        self._decision_steps[trial.id] = report.step if exploited is None else self._decision_steps.get(exploited, 0)
+        (self._paused.add if isinstance(decision, Pause) else self._paused.discard)(trial.id)
         return decision
 
     def is_paused_by_scheduler(self, trial: str) -> bool:
@@ -146,7 +146,7 @@ class SearchPolicy:
     def should_resume(self, trial: Trial) -> bool:
         """Return whether to resume a trial at once: its pause is for an exploit, or not by the scheduler."""
         return trial.phase is Phase.PAUSED and (
-            trial.exploits is not None or not self.is_paused_by_scheduler(trial.trial)
+            trial.pending_exploit is not None or not self.is_paused_by_scheduler(trial.id)
         )
 
     def next_milestone(self, trial: Trial) -> int | None:
@@ -157,29 +157,29 @@ class SearchPolicy:
         last_decision = pending_decision(trial)
         if last_decision is not None and last_decision.report is not None:
             return last_decision.report.step
-        return self.schedule.next_milestone(trial.trial, self._decision_steps.get(trial.trial, 0))
+        return self.schedule.next_milestone(trial.id, self._decision_steps.get(trial.id, 0))
 
     def record(self, trial: Trial, past_event: PolicyEvent) -> None:
         """Record an event of the journal, new or replayed; `trial` is the state after the event."""
-        number = trial_number(trial.trial)
-        match past_event.what:
+        number = trial_number(trial.id)
+        match past_event.kind:
             case "added":
-                proposed = trial.proposed or trial.config
-                self._stopper_state.on_trial_added(trial.trial)
+                proposed = trial.original_config or trial.config
+                self._stopper_state.on_trial_added(trial.id)
                 if number == self.proposed_count:
                     if self._suggested_number != number:
                         self._search_state.restore_trial(number, proposed)
                     self.proposed_count += 1
-                self.schedule.on_trial_added(trial.trial, proposed)
+                self.schedule.on_trial_added(trial.id, proposed)
             case "resumed":
-                self._paused.discard(trial.trial)
-                self.schedule.on_trial_resumed(trial.trial)
+                self._paused.discard(trial.id)
+                self.schedule.on_trial_resumed(trial.id)
             case "ended":
-                self._paused.discard(trial.trial)
-                self.schedule.on_trial_ended(trial.trial)
+                self._paused.discard(trial.id)
+                self.schedule.on_trial_ended(trial.id)
                 if past_event.stopped:
                     self._search_state.on_trial_stopped(number)
                 self._search_state.on_trial_ended(number, past_event.report, failed=past_event.failed)
-                self._stopper_state.on_trial_ended(trial.trial, past_event.report, failed=past_event.failed)
+                self._stopper_state.on_trial_ended(trial.id, past_event.report, failed=past_event.failed)
             case "decided":
                 pass  # `decide` has recorded it

@@ -131,7 +131,9 @@ class StopHandler:
         self._pending_entry.after_write(lambda: self._executor.send_decision(trial, leave))
 
     def _make_stop_finish(self, trial: str) -> TrialFinished:
-        return TrialFinished(trial=trial, reason=self._pending_entry.state.stops[trial], kind=FinishKind.STOPPED)
+        return TrialFinished(
+            trial=trial, reason=self._pending_entry.state.pending_stops[trial], kind=FinishKind.STOPPED
+        )
 
     def _journal_experiment_stop(self, event: StopRequested) -> None:
         self._log.warning("%s: every trial saves and ends, and can be resumed", make_visible(event.reason))
@@ -325,7 +327,7 @@ class _StopRequestSender:
 
         def load_state(store: ObjectStore) -> Experiment:
             state = load_experiment(store, self._journal)
-            if not state.number:
+            if not state.entry_count:
                 raise InvalidInput(no_experiment_message(store, state.name, self._target.uri))
             return state
 
@@ -336,7 +338,7 @@ class _StopRequestSender:
                 "SIGTERM; it saves, and can be resumed"
             )
         if self._trial is not None:
-            self._trial = require_trial(state, self._trial).trial
+            self._trial = require_trial(state, self._trial).id
         return state
 
     def _send_to_attempts(self, state: Experiment) -> None:
@@ -344,15 +346,15 @@ class _StopRequestSender:
         if state.settings.get("trials") != "deployment":
             return
         for trial in [state.trial(self._trial)] if self._trial else state.trials.values():
-            if trial.trial in self._sent_to or trial.phase in ENDED_PHASES or trial.outbox is None:
+            if trial.id in self._sent_to or trial.phase in ENDED_PHASES or trial.outbox is None:
                 continue
-            finish = TrialFinished(trial=trial.trial, reason=self._reason, kind=FinishKind.STOPPED)
+            finish = TrialFinished(trial=trial.id, reason=self._reason, kind=FinishKind.STOPPED)
             command = StopTrial(outcome=finish, save=True) if self._trial else CheckpointAndStop()
-            key, attempt = state.trial_key(trial.trial), trial.attempt + (trial.phase is not Phase.RUNNING)
+            key, attempt = state.trial_key(trial.id), trial.attempt + (trial.phase is not Phase.RUNNING)
             with_store(
                 self._target, partial(send_answer, trial=key, attempt=attempt, step=UNSOLICITED_STEP, reply=command)
             )
-            self._sent_to.add(trial.trial)
+            self._sent_to.add(trial.id)
 
     def _end_message(self, state: Experiment) -> str | None:
         """Return how the trial, or the last run of the search, has ended; None if it has not.
@@ -362,11 +364,11 @@ class _StopRequestSender:
         """
         if self._trial is not None:
             trial = state.trial(self._trial)
-            end = f"trial {trial.trial} is {trial.status} at step {trial.step}: {trial.reason}"
+            end = f"trial {trial.id} is {trial.status} at step {trial.step}: {trial.reason}"
             return end if trial.phase in ENDED_PHASES else None
         if any(trial.phase not in ENDED_PHASES for trial in state.trials.values()):
             return None
-        path = results_path(state.key, "trials", state.number)
+        path = results_path(state.key, "trials", state.entry_count)
         published = with_store(
             self._target, lambda store: [trial.path for trial in store.list(path.rpartition("/")[0])]
         )

@@ -119,7 +119,7 @@ class Cluster:
         with self.target.open(timeout=_MINUTE) as store:
             trial = self.trial()
             assert trial.outbox is not None
-            assert not close_outbox(store, TRIAL, trial.outbox, trial.post, "the test", new_write_stamp()).posts
+            assert not close_outbox(store, TRIAL, trial.outbox, trial.last_post, "the test", new_write_stamp()).posts
             self.search = write_entry_directly(self.target, self.search, [OutboxClosed(trial="00000")])
             self.search = write_entry_directly(self.target, self.search, make_adoption_events(store, self.search))
 
@@ -128,8 +128,8 @@ class Cluster:
         trial = self.search.trial("00000")
         if trial.outbox is not None:
             with self.target.open(timeout=_MINUTE) as store:
-                posts = read_posts(store, TRIAL, trial.outbox, trial.post)
-            for number, post in enumerate(posts, trial.post + 1):
+                posts = read_posts(store, TRIAL, trial.outbox, trial.last_post)
+            for number, post in enumerate(posts, trial.last_post + 1):
                 events = [PostReceived(trial="00000", post=number), *post.events]
                 self.search = write_entry_directly(self.target, self.search, events)
         return self.search.trial("00000")
@@ -168,7 +168,7 @@ def spec_of(folder: Path, **options: Any) -> TrialSpec:
             "stopper": serialize_for_trial(as_stopper({"step": STEPS})),
             "needs_curve": False,
             "cadence": pt.Cadence(every_steps=2),
-            "of_search": True,
+            "proposed_by_search": True,
             "nodes_per_trial": 2,
             **options,
         }

@@ -249,7 +249,7 @@ def test_a_node_waits_for_no_answer_of_a_node_0_that_is_stopped(
     monkeypatch.setattr(nodes, "_JOIN_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(nodes, "NODE_TIMEOUT", timedelta(seconds=3))
     spec, key = spec_of(tmp_path), NodesKey(trial=TRIAL, attempt=1)
-    request = AttemptRequest(search_term=1, trial=Trial(trial="00000", config={}), secret="of attempt 1")
+    request = AttemptRequest(search_term=1, trial=Trial(id="00000", config={}), secret="of attempt 1")
     ended: Future[object] = Future()
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = NodeAddress(host="127.0.0.1", port=stopped.getsockname()[1], request="")
@@ -301,7 +301,7 @@ def test_the_end_of_a_second_process_of_a_node_is_not_that_of_the_node(
 def test_what_a_node_sends_as_soon_as_it_begins_is_received(
     node_0: OtherNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = TrainableLoaded(pid=1, code="")
+    loaded = TrainableLoaded(pid=1, source_digest="")
     send = node_0._broadcast
 
     def send_and_wait(message: NodeMessage) -> None:

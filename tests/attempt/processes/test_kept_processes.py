@@ -189,7 +189,7 @@ def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
         until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
         channel.send(StopTrial(outcome=paused, save=False))
         (ended,) = messages_of(channel)
-    assert (ended.outcome, ended.waits) == (paused, True)
+    assert (ended.outcome, ended.awaits_reuse) == (paused, True)
     trained(2)
     assert acts(witness) == ["setup 1", "reset 2"]
 
@@ -219,7 +219,7 @@ def test_in_a_thread_of_the_flow_none_is_kept(tmp_path: Path, witness: Path) -> 
     with trial_in_thread(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
         ended = messages_of(channel)[-1]
         channel.end()
-    assert not ended.waits
+    assert not ended.awaits_reuse
     assert acts(witness) == ["setup 1", "cleanup 1"]
 
 

@@ -97,7 +97,7 @@ def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Con
     near, _ = wire
     channel = TrialChannel(near, Body())
     near.close()  # as another thread does that ends the trial's process
-    channel.send(ContinueTraining(milestone=None))
+    channel.send(ContinueTraining(decision_step=None))
 
 
 @pytest.mark.parametrize("opened", [started_process, trial_in_thread])
@@ -129,8 +129,8 @@ def outcome_of(pool: TrialProcessPool, folder: Path, trainable: object, **config
         trial=TrialKey(experiment="e", generation=1, trial="t"),
         trainable="",
         stopper="",
-        needs_curve=False,
-        silence=timedelta(minutes=10),
+        needs_history=False,
+        silence_timeout=timedelta(minutes=10),
     )
     commit_worker: Any = FakeCommitWorker()
     with pool.open_process(start_of(trainable, folder, config), LOG) as channel:

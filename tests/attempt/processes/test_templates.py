@@ -348,7 +348,7 @@ def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_s
         for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
             module.write(body)
             with pool.open_process(module.start(), log_to(recorder)) as channel:
-                codes += [each.code for each in messages_of(channel) if isinstance(each, TrainableLoaded)]
+                codes += [each.source_digest for each in messages_of(channel) if isinstance(each, TrainableLoaded)]
     assert codes[0]
     assert codes == codes[:1] * 2
 

@@ -172,7 +172,7 @@ def runs_into_its_limit(_config: Mapping[str, object]) -> None:
 
 def outcome_of(trainable: object, folder: Path) -> Outcome:
     target, key = LocalTarget(path=str(folder)), TrialKey(experiment="e", generation=1, trial="t")
-    spec = TrialSpec(target=target, trial=key, trainable="", stopper="", needs_curve=False)
+    spec = TrialSpec(target=target, trial=key, trainable="", stopper="", needs_history=False)
     with supervised_process(start_of(trainable, folder), logging.getLogger()) as channel:
         return supervise(channel, FakeCommitWorker(), spec, line())
 

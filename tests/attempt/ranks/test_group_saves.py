@@ -17,7 +17,7 @@ from prefect_tune.core.values import StepReport
 
 
 def done(step: int, directory: str = "/nowhere/0") -> StepDone:
-    return StepDone(report=StepReport(step=step, metrics={}), checkpoint=directory, moved=True)
+    return StepDone(report=StepReport(step=step, metrics={}), checkpoint=directory, is_owned_by_supervisor=True)
 
 
 def part(step: int, directory: str | None) -> CheckpointPart:

@@ -195,7 +195,7 @@ def test_a_group_that_is_asked_to_stop_saves_one_step_and_continues_from_it(tmp_
         processes_per_trial=2,
     )
     [again] = result.trials.values()
-    assert (again.status, again.step, again.wasted_steps) == ("completed", trial.step + 3, 0)
+    assert (again.status, again.step, again.recomputed_steps) == ("completed", trial.step + 3, 0)
 
 
 def test_ranks_obey_a_scheduler_that_pauses_and_stops(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_the_bytes_of_a_damaged_blob_are_not_taken_from_another_blob_that_was_no
     damaged = shared_blobs(newest(session))[0]
     rot(store, damaged)
     digest = damaged.rpartition("/")[2].partition("-")[0]
-    left_by_an_interrupted_save = KEY.blob_path(digest, session.experiment.number - 1)
+    left_by_an_interrupted_save = KEY.blob_path(digest, session.experiment.entry_count - 1)
     store.put(left_by_an_interrupted_save, bytes(store.read(damaged)))
     saves(session)
     assert left_by_an_interrupted_save not in newest(session).blob_paths()

@@ -238,7 +238,7 @@ def _with_a_long_chunk(body: Any) -> None:
         pytest.param(lambda body: body["blobs"][0].update(path="journal/0000000001.json"), id="no blob"),
         pytest.param(lambda body: body.update(step="one"), id="a step that is no number"),
         pytest.param(lambda body: body.update(extra=1), id="an unknown field"),
-        pytest.param(lambda body: body.pop("about"), id="a field that is missing"),
+        pytest.param(lambda body: body.pop("metadata"), id="a field that is missing"),
         pytest.param(lambda body: body.update(format="another/format"), id="another format"),
         pytest.param(lambda body: body.update(version=0), id="a version before the first"),
         pytest.param(lambda body: body.update(version="1"), id="a version that is no number"),
@@ -296,7 +296,7 @@ def test_an_entry_without_its_manifest_is_said_to_be_corruption(left: MemoryStor
     session.open()
     session.start()
     assert session.trial.checkpoints == ()
-    assert len(session.trial.quarantined) == 2
+    assert len(session.trial.quarantined_sequences) == 2
 
 
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_it_used(left: MemoryStore) -> None:
@@ -313,8 +313,8 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_it_used(lef
 
     session.start()
 
-    assert session.trial.quarantined == (second.sequence,)
-    assert (session.trial.step, session.trial.started_from) == (1, first.sequence)
+    assert session.trial.quarantined_sequences == (second.sequence,)
+    assert (session.trial.step, session.trial.restored_sequence) == (1, first.sequence)
     session.train()
     session.save()
     newest = session.trial.checkpoints[-1]

@@ -19,8 +19,8 @@ from tests.fakes.stores.memory_files import restored
 from tests.fakes.stores.memory_store import MemoryStore
 
 GOLDEN = Path(__file__).parent / "golden"
-VERSIONS = [GOLDEN / "version-4"]
-REJECTED = [GOLDEN / "version-1", GOLDEN / "version-2", GOLDEN / "version-3"]
+VERSIONS = [GOLDEN / "version-5"]
+REJECTED = [GOLDEN / "version-1", GOLDEN / "version-2", GOLDEN / "version-3", GOLDEN / "version-4"]
 JOURNAL = first_generation("e")
 BACKBONE = b"never changed, and shared by every checkpoint..."
 HEADS = {2: "0a754341bb102ada", 4: "387431e3211fe770", 5: "6cdff9cbacdab7b7"}
@@ -39,7 +39,7 @@ def test_what_an_unreleased_version_wrote_is_rejected_with_one_sentence(version:
         journal.load_experiment(state(version), JOURNAL)
     number = version.name.removeprefix("version-")
     unread = (
-        f"of version {number}; this prefect-tune reads version 4 only. "
+        f"of version {number}; this prefect-tune reads version 5 only. "
         "Read it with the older prefect-tune that wrote it"
     )
     assert str(rejected.value).endswith(unread)
@@ -50,12 +50,12 @@ def test_todays_code_reads_what_was_written_then(version: Path) -> None:
     experiment = journal.load_experiment(state(version), JOURNAL)
     trial = experiment.trial("t")
 
-    assert (experiment.number, experiment.term, str(experiment.owner)) == (19, 2, "second (pid 1 on here)")
-    assert (trial.phase, trial.attempt, trial.step, trial.wasted_steps) == (Phase.RUNNING, 4, 5, 1)
+    assert (experiment.entry_count, experiment.term, str(experiment.owner)) == (18, 2, "second (pid 1 on here)")
+    assert (trial.phase, trial.attempt, trial.step, trial.recomputed_steps) == (Phase.RUNNING, 4, 5, 1)
     assert trial.config == {"width": 3}
     assert trial.metrics == {"head": HEADS[5]}
-    assert [(each.step, each.pinned) for each in trial.checkpoints] == [(2, True), (4, False), (5, False)]
-    assert (trial.quarantined, trial.collected_up_to) == ((7,), 9)
+    assert [each.step for each in trial.checkpoints] == [4, 5]
+    assert (trial.quarantined_sequences, trial.collected_up_to) == ((7,), 9)
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
@@ -71,14 +71,14 @@ def test_what_was_saved_then_is_restored_today(version: Path) -> None:
             "logs/steps": b"." * each.step,
         }
         assert manifest.empty_directories == ("none",)
-        assert manifest.about.metrics == {"head": HEADS[each.step]}
+        assert manifest.metadata.metrics == {"head": HEADS[each.step]}
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 def test_the_history_of_then_is_whole(version: Path) -> None:
     store = state(version)
     entries = journal.read_entries(store, JOURNAL)
-    assert [entry.number for entry in entries] == list(range(1, 20))
+    assert [entry.number for entry in entries] == list(range(1, 19))
     assert [report.step for report in LearningCurves(entries).curve_of("t")] == [1, 2, 3, 4, 5]
     store.delete([path for path in store.objects if "/snapshots/" in path])
     assert journal.load_experiment(store, JOURNAL) == journal.load_experiment(state(version), JOURNAL)

@@ -39,7 +39,7 @@ class _Experiment:
         return WriteStamp(write_id=f"w{self.stamps}", at="now")
 
     def open(self, flow_run: str | None, *, by_hand: bool = False) -> Experiment:
-        owner = Owner(name="a run", host="here", pid=1, flow_run=flow_run, by_hand=by_hand)
+        owner = Owner(name="a run", host="here", pid=1, flow_run=flow_run, is_manual=by_hand)
         return acquire_ownership(self.store, first_generation("e"), owner, self.stamp())
 
     def write(self, *events: Event) -> Experiment:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from prefect_tune.core.journal_events import AttemptEnded, Cause, CheckpointQuarantined, Pinned, TrialRequeued
+from prefect_tune.core.journal_events import AttemptEnded, Cause, CheckpointQuarantined, TrialRequeued
 from prefect_tune.core.reasons import make_reason
 from tests.core.driver import KEY, Session, Witness
 from tests.core.histories import snapshots_every
@@ -26,7 +26,6 @@ def golden_run() -> MemoryStore:
     for _ in range(3):
         first.train()
         first.save()
-    first.append([Pinned(trial=KEY.trial, sequence=first.trial.checkpoints[0].sequence)])
     first.train()
     first.publish()  # then the first owner dies
     second = Session(store, witness, owner="second")
@@ -37,7 +36,9 @@ def golden_run() -> MemoryStore:
     second.append(
         [CheckpointQuarantined(trial=KEY.trial, sequence=second.trial.checkpoints[-1].sequence, reason="poison")]
     )
-    second.append([AttemptEnded(trial=KEY.trial, cause=Cause.TRAINABLE, reason="ValueError: x", at_start=True)])
+    second.append(
+        [AttemptEnded(trial=KEY.trial, cause=Cause.TRAINABLE, reason="ValueError: x", before_first_step=True)]
+    )
     second.start()
     second.finish()
     second.append([TrialRequeued(trial=KEY.trial, reason=make_reason("extended", step=second.trial.step))])

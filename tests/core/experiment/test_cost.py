@@ -54,7 +54,7 @@ def opened(term: int, seconds: float, slots: int | None = 2) -> OwnerChanged:
 
 
 def added(trial: str = "t") -> TrialAdded:
-    return TrialAdded(trial=trial, config={}, of_search=False)
+    return TrialAdded(trial=trial, config={}, proposed_by_search=False)
 
 
 def started(attempt: int, seconds: float | None, step: int = 0, sequence: int | None = None) -> AttemptStarted:
@@ -104,7 +104,7 @@ ALL = {"start": 2.0, "restoring": 1.0, "training": 10.0, "saving": 3.0, "waiting
 def test_an_attempt_that_ends_in_order_has_each_second_where_it_was_measured_and_the_rest_is_idle() -> None:
     found = cost(
         *(opened(1, 0), added(), started(1, 1), reported(4, 10)),
-        *(TrialFinished(trial="t", reason="enough", use=used(**ALL)), freed(1, 0.5, 20)),
+        *(TrialFinished(trial="t", reason="enough", usage=used(**ALL)), freed(1, 0.5, 20)),
     )
 
     assert seconds(found) == {**ALL, "start": 2.5, "ending": 0.5 + 1.5, "idle": 21.0}
@@ -119,8 +119,13 @@ def test_what_a_lost_attempt_did_after_its_last_commit_is_trained_again_until_th
     at_commit = PhaseSeconds(start=2, training=4)
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 1), reported(4, 4), committed(4, 4, 4.0, at_commit)),
-        *(reported(6, 6), opened(2, 100, slots=1), CheckpointsAdopted(reached={"t": 7}, seen_at=at(12)), lost()),
-        *(started(2, 101, 4, 4), TrialFinished(trial="t", reason="", use=used(training=2)), freed(2, 101, 2)),
+        *(
+            reported(6, 6),
+            opened(2, 100, slots=1),
+            CheckpointsAdopted(last_known_steps={"t": 7}, last_seen_at=at(12)),
+            lost(),
+        ),
+        *(started(2, 101, 4, 4), TrialFinished(trial="t", reason="", usage=used(training=2)), freed(2, 101, 2)),
     )
 
     # 12 s of the first run, of which 1 s precedes the attempt; 3 s of the second one.
@@ -131,10 +136,10 @@ def test_what_a_lost_attempt_did_after_its_last_commit_is_trained_again_until_th
 def test_a_killed_attempt_without_a_commit_trains_its_reported_time_again_and_the_rest_is_its_start() -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 0), reported(2, 5)),
-        *(opened(2, 100, slots=1), CheckpointsAdopted(reached={"t": 2}, seen_at=at(8)), lost()),
+        *(opened(2, 100, slots=1), CheckpointsAdopted(last_known_steps={"t": 2}, last_seen_at=at(8)), lost()),
     )
     assert seconds(found) == {"start": 3, "lost": 5}
-    published = CheckpointsAdopted(reached={"t": 3}, trained_seconds={"t": 6.0}, seen_at=at(8))
+    published = CheckpointsAdopted(last_known_steps={"t": 3}, trained_seconds={"t": 6.0}, last_seen_at=at(8))
     known = cost(*(opened(1, 0, slots=1), added(), started(1, 0), opened(2, 100, slots=1), published, lost()))
     assert seconds(known) == {"start": 2, "lost": 6}
 
@@ -143,7 +148,7 @@ def test_a_commit_that_is_adopted_counts_what_was_trained_for_it() -> None:
     adopted = CheckpointRef(step=4, sequence=5, trained_seconds=7.0)
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 0), committed(2, 4, 3.0, PhaseSeconds(start=1, training=3))),
-        *(opened(2, 100, slots=1), CheckpointsAdopted(checkpoints={"t": (adopted,)}, seen_at=at(9)), lost()),
+        *(opened(2, 100, slots=1), CheckpointsAdopted(checkpoints={"t": (adopted,)}, last_seen_at=at(9)), lost()),
     )
     assert seconds(found) == {"start": 1, "training": 7, "lost": 1}
 
@@ -151,7 +156,7 @@ def test_a_commit_that_is_adopted_counts_what_was_trained_for_it() -> None:
 def test_an_attempt_that_fails_loses_what_follows_its_last_commit_and_one_that_saved_in_order_loses_nothing() -> None:
     begun = (opened(1, 0, slots=1), added(), started(1, 0), reported(2, 4))
     saved = committed(2, 4, 4.0, PhaseSeconds(training=4))
-    failed = AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason="", use=used(training=6))
+    failed = AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason="", usage=used(training=6))
     stopped = failed.model_copy(update={"cause": Cause.PREEMPTED})
 
     assert seconds(cost(*begun, saved, failed, freed(1, 0, 6))) == {"training": 4, "lost": 2}
@@ -163,7 +168,7 @@ def test_an_attempt_that_fails_loses_what_follows_its_last_commit_and_one_that_s
 def test_a_pause_without_a_checkpoint_is_lost_once_the_trial_starts_again_from_nothing() -> None:
     paused = (
         *(opened(1, 0, slots=1), added(), started(1, 0), reported(2, 4)),
-        *(TrialPaused(trial="t", reason="", use=used(training=4)), freed(1, 0, 4)),
+        *(TrialPaused(trial="t", reason="", usage=used(training=4)), freed(1, 0, 4)),
     )
     again = (TrialResumed(trial="t"), started(2, 5), freed(2, 5, 1))
 
@@ -184,7 +189,7 @@ def test_attempts_of_one_slot_follow_one_another() -> None:
     """A task that Prefect retries trains two attempts in the slot of one request."""
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 1), reported(1, 1), lost()),
-        *(started(2, 4), TrialFinished(trial="t", reason="", use=used(training=3)), freed(2, 0, 8)),
+        *(started(2, 4), TrialFinished(trial="t", reason="", usage=used(training=3)), freed(2, 0, 8)),
     )
     assert [each.total_seconds for each in found.attempts] == [3, 4]
     assert seconds(found) == {"start": 2, "lost": 1, "training": 3, "ending": 1, "idle": 1}
@@ -192,8 +197,14 @@ def test_attempts_of_one_slot_follow_one_another() -> None:
 
 def test_an_attempt_that_outlives_its_search_adds_the_time_between_the_runs() -> None:
     found = cost(
-        *(opened(1, 0, slots=1), added(), started(1, 0), opened(2, 10, slots=1), CheckpointsAdopted(seen_at=at(4))),
-        *(TrialFinished(trial="t", reason="", use=used(start=1, training=13)), freed(1, 10, 5)),
+        *(
+            opened(1, 0, slots=1),
+            added(),
+            started(1, 0),
+            opened(2, 10, slots=1),
+            CheckpointsAdopted(last_seen_at=at(4)),
+        ),
+        *(TrialFinished(trial="t", reason="", usage=used(start=1, training=13)), freed(1, 10, 5)),
     )
     assert seconds(found) == {"start": 1, "training": 13, "idle": 1}
     assert (found.slot_seconds, sum(each.seconds for each in found.runs)) == (15, 4 + 5)
@@ -202,8 +213,14 @@ def test_an_attempt_that_outlives_its_search_adds_the_time_between_the_runs() ->
 def test_a_clock_that_jumps_between_two_runs_adds_nothing_to_an_attempt_that_outlives_its_search() -> None:
     hours = 8 * 3600
     found = cost(
-        *(opened(1, 0, slots=1), added(), started(1, 0), opened(2, hours, slots=1), CheckpointsAdopted(seen_at=at(4))),
-        *(TrialFinished(trial="t", reason="", use=used(start=1, training=13)), freed(1, hours, 5)),
+        *(
+            opened(1, 0, slots=1),
+            added(),
+            started(1, 0),
+            opened(2, hours, slots=1),
+            CheckpointsAdopted(last_seen_at=at(4)),
+        ),
+        *(TrialFinished(trial="t", reason="", usage=used(start=1, training=13)), freed(1, hours, 5)),
     )
     assert [each.total_seconds for each in found.attempts] == [14]
 
@@ -212,31 +229,31 @@ def test_a_clock_that_jumps_between_two_runs_adds_nothing_to_an_attempt_that_out
 def test_the_begin_of_an_attempt_by_another_machines_clock_is_kept_within_its_slot(offset: float) -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, offset + 1)),
-        *(TrialFinished(trial="t", reason="", use=used(training=4)), freed(1, 0, 6)),
+        *(TrialFinished(trial="t", reason="", usage=used(training=4)), freed(1, 0, 6)),
     )
     assert sum(seconds(found).values()) == 6
-    assert [each.is_bounded for each in found.attempts] == [True]
+    assert [each.is_begin_clamped for each in found.attempts] == [True]
     same = cost(
-        opened(1, 0, slots=1), added(), started(1, 1), TrialFinished(trial="t", reason="", use=used()), freed(1, 0, 6)
+        opened(1, 0, slots=1), added(), started(1, 1), TrialFinished(trial="t", reason="", usage=used()), freed(1, 0, 6)
     )
-    assert [each.is_bounded for each in same.attempts] == [False]
+    assert [each.is_begin_clamped for each in same.attempts] == [False]
 
 
 @pytest.mark.parametrize("offset", [-3600, 8 * 3600])
 def test_a_lost_attempt_whose_machine_has_another_clock_is_kept_within_its_run(offset: float) -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, offset + 1), reported(2, 4)),
-        *(opened(2, 100, slots=1), CheckpointsAdopted(reached={"t": 2}, seen_at=at(8)), lost()),
+        *(opened(2, 100, slots=1), CheckpointsAdopted(last_known_steps={"t": 2}, last_seen_at=at(8)), lost()),
     )
     assert found.slot_seconds <= 110
-    assert [each.is_bounded for each in found.attempts] == [True]
+    assert [each.is_begin_clamped for each in found.attempts] == [True]
 
 
 def test_a_run_that_begins_before_the_last_one_by_the_clock_has_its_own_attempts() -> None:
     found = cost(
         *(opened(1, 3600, slots=1), added(), started(1, 3601), reported(2, 4)),
-        *(opened(2, 100, slots=1), CheckpointsAdopted(reached={"t": 2}, seen_at=at(3608)), lost()),
-        *(started(2, 101), TrialFinished(trial="t", reason="", use=used(training=2)), freed(2, 101, 2)),
+        *(opened(2, 100, slots=1), CheckpointsAdopted(last_known_steps={"t": 2}, last_seen_at=at(3608)), lost()),
+        *(started(2, 101), TrialFinished(trial="t", reason="", usage=used(training=2)), freed(2, 101, 2)),
     )
     assert [each.seconds for each in found.runs] == [8, 3]
     assert found.slot_seconds == 11
@@ -245,7 +262,7 @@ def test_a_run_that_begins_before_the_last_one_by_the_clock_has_its_own_attempts
 def test_a_slot_that_is_freed_before_its_attempt_is_known_belongs_to_that_attempt() -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), freed(1, 0, 6), started(1, 2)),
-        TrialFinished(trial="t", reason="", use=used(training=4)),
+        TrialFinished(trial="t", reason="", usage=used(training=4)),
     )
     assert seconds(found) == {"start": 2, "training": 4}
     assert seconds(cost(opened(1, 0, slots=1), added(), freed(1, 0, 6))) == {"start": 6}
@@ -254,13 +271,13 @@ def test_a_slot_that_is_freed_before_its_attempt_is_known_belongs_to_that_attemp
 def test_a_clock_that_differs_changes_no_sum() -> None:
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 0)),
-        *(TrialFinished(trial="t", reason="", use=used(start=2, training=10)), freed(1, 0, 6)),
+        *(TrialFinished(trial="t", reason="", usage=used(start=2, training=10)), freed(1, 0, 6)),
     )
     assert seconds(found) == {"start": 1, "training": 5}
 
 
 def test_steps_of_a_finished_trial_that_are_trained_again_are_lost_and_an_end_is_booked_once() -> None:
-    finished = TrialFinished(trial="t", reason="", use=used(training=4))
+    finished = TrialFinished(trial="t", reason="", usage=used(training=4))
     found = cost(
         *(opened(1, 0, slots=1), added(), started(1, 0), reported(2, 4), finished, freed(1, 0, 4)),
         *(
@@ -290,7 +307,7 @@ def test_an_attempt_whose_times_are_not_known_is_left_out(time: str | None) -> N
 
 def test_a_journal_without_times_has_attempts_of_what_they_measured_and_no_idle_slots() -> None:
     untimed = opened(1, 0).model_copy(update={"at": None})
-    found = cost(untimed, added(), started(1, 0), TrialFinished(trial="t", reason="", use=used(training=3)))
+    found = cost(untimed, added(), started(1, 0), TrialFinished(trial="t", reason="", usage=used(training=3)))
     assert seconds(found) == {"training": 3}
     assert found.runs == []
     assert seconds(cost(untimed, added(), started(1, 0), lost())) == {}
@@ -319,7 +336,7 @@ def test_each_category_has_a_key_and_says_what_it_means() -> None:
 def test_the_ends_of_ranks_are_journaled_with_the_end_of_an_attempt() -> None:
     ends = (RankEnd(ranks=(1,), how="exited with code 3", is_cause=True),)
     event = AttemptEnded(
-        trial="t", cause=Cause.TRAINABLE, reason="x", use=GroupUsage(seconds=PhaseSeconds(), ends=ends)
+        trial="t", cause=Cause.TRAINABLE, reason="x", usage=GroupUsage(seconds=PhaseSeconds(), ends=ends)
     )
     read = AttemptEnded.model_validate_json(event.model_dump_json())
     assert read == event
@@ -328,10 +345,10 @@ def test_the_ends_of_ranks_are_journaled_with_the_end_of_an_attempt() -> None:
 
 
 def test_the_measures_of_a_single_process_have_no_field_of_ranks() -> None:
-    alone = TrialFinished(trial="t", reason="", use=used(training=1))
-    assert alone.use is not None
-    assert alone.use.model_dump().keys() == AttemptUsage.model_fields.keys()
-    assert alone.use.model_dump()["seconds"].keys() == PhaseSeconds.model_fields.keys()
+    alone = TrialFinished(trial="t", reason="", usage=used(training=1))
+    assert alone.usage is not None
+    assert alone.usage.model_dump().keys() == AttemptUsage.model_fields.keys()
+    assert alone.usage.model_dump()["seconds"].keys() == PhaseSeconds.model_fields.keys()
     assert TrialFinished.model_validate_json(alone.model_dump_json()) == alone
 
 
@@ -343,7 +360,7 @@ def test_the_cost_is_printed_in_a_sentence_and_shown_in_a_notebook_as_a_table() 
         started(1, 0),
         reported(4, 8.0),
         committed(1, 1, 8.0),
-        TrialFinished(trial="t", reason="done", use=trained),
+        TrialFinished(trial="t", reason="done", usage=trained),
         freed(1, 0, 10),
         until=10,
     )

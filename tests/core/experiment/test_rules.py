@@ -81,11 +81,6 @@ def test_a_checkpoint_stays_when_one_rule_keeps_it(policy: Retention, stay: list
     assert [each.sequence for each in SAVES if each.sequence not in sequences_to_retire(SAVES, policy)] == stay
 
 
-def test_a_pinned_checkpoint_stays() -> None:
-    saves = [SAVES[0].model_copy(update={"pinned": True}), *SAVES[1:]]
-    assert sequences_to_retire(saves, Retention(last=1)) == (2, 3, 4, 5)
-
-
 @pytest.mark.parametrize(
     ("policy", "sequences", "going"),
     [
@@ -153,11 +148,11 @@ def gives_up(code: str, **arguments: object) -> FailTrial:
         (Cause.PREEMPTED, {"machine_failures": 99}, FailurePolicy(), EndRun()),
         (Cause.MACHINE, {"machine_failures": 10}, FailurePolicy(), RetryTrial()),
         (Cause.MACHINE, {"machine_failures": 11}, FailurePolicy(), gives_up("max-machine-failures", failures=11)),
-        (Cause.TRAINABLE, {"user_failures": 1}, FailurePolicy(), gives_up("max-failures", failures=1, limit=0)),
-        (Cause.TRAINABLE, {"user_failures": 2}, FailurePolicy(max_failures=2), RetryTrial()),
+        (Cause.TRAINABLE, {"trainable_failures": 1}, FailurePolicy(), gives_up("max-failures", failures=1, limit=0)),
+        (Cause.TRAINABLE, {"trainable_failures": 2}, FailurePolicy(max_failures=2), RetryTrial()),
         (
             Cause.TRAINABLE,
-            {"user_failures": 3},
+            {"trainable_failures": 3},
             FailurePolicy(max_failures=2),
             gives_up("max-failures", failures=3, limit=2),
         ),
@@ -165,39 +160,41 @@ def gives_up(code: str, **arguments: object) -> FailTrial:
         (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="out-of-memory")),
         (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="bad-metric")),
         (Cause.BAD_STOP, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="bad-stop")),
-        (Cause.MACHINE, {"started_from": 7, "same_start": 2}, FailurePolicy(), RetryTrial()),
+        (Cause.MACHINE, {"restored_sequence": 7, "consecutive_start_failures": 2}, FailurePolicy(), RetryTrial()),
         (
             Cause.MACHINE,
-            {"started_from": 7, "same_start": 3},
+            {"restored_sequence": 7, "consecutive_start_failures": 3},
             FailurePolicy(),
             QuarantineCheckpoint(7, make_reason("died-at-start", attempts=3, error=BOOM)),
         ),
-        (Cause.MACHINE, {"started_from": None, "same_start": 3}, FailurePolicy(), RetryTrial()),
+        (Cause.MACHINE, {"restored_sequence": None, "consecutive_start_failures": 3}, FailurePolicy(), RetryTrial()),
     ],
 )
 def test_a_failure_is_tried_again_while_its_budget_lasts(
     cause: Cause, counts: dict[str, object], policy: FailurePolicy, expected: FailureDecision
 ) -> None:
-    found = decide_after_failure(Trial(trial="t", config={}, end_reason=BOOM).model_copy(update=counts), cause, policy)
+    found = decide_after_failure(Trial(id="t", config={}, end_reason=BOOM).model_copy(update=counts), cause, policy)
     assert found == expected
     assert not isinstance(found, FailTrial) or root_error(found.reason) == BOOM
 
 
 def errored(name: str, error: AnyReason, step: int = 0, **fields: object) -> Trial:
     known: dict[str, Any] = {
-        "trial": name,
+        "id": name,
         "config": {},
         "phase": Phase.ERRORED,
         "attempt": 1,
         "end_reason": error,
         "step": step,
-        "records": (AttemptRecord(attempt=1, began_at="2026-01-01T00:00:05Z", seconds=PhaseSeconds(training=1)),),
+        "attempt_records": (
+            AttemptRecord(attempt=1, began_at="2026-01-01T00:00:05Z", seconds=PhaseSeconds(training=1)),
+        ),
     }
     return Trial(**{**known, **fields})
 
 
 def begun(name: str, at: str) -> Trial:
-    return errored(name, "", phase=Phase.RUNNING, records=(AttemptRecord(attempt=1, began_at=at),))
+    return errored(name, "", phase=Phase.RUNNING, attempt_records=(AttemptRecord(attempt=1, began_at=at),))
 
 
 KEY_ERROR = make_reason("raised", type="KeyError", text="'x'", traceback="Trace")
@@ -236,7 +233,7 @@ POLICY = FailurePolicy(max_failures=99)
 
 def saved(*steps: int) -> Trial:
     checkpoints = tuple(CheckpointRef(step=step, sequence=step) for step in steps)
-    return Trial(trial="t", config={}, attempt=1, step=steps[-1], checkpoints=checkpoints)
+    return Trial(id="t", config={}, attempt=1, step=steps[-1], checkpoints=checkpoints)
 
 
 def died(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, FailureDecision]:
@@ -245,10 +242,10 @@ def died(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, FailureD
     assert newest is not None
     begun = AttemptStarted(trial="t", attempt=trial.attempt + 1, from_step=newest.step, from_sequence=newest.sequence)
     trial = apply_trial_event(trial, begun)
-    trial = apply_trial_event(trial, AttemptEnded(trial="t", cause=cause, reason="boom", at_start=at_start))
+    trial = apply_trial_event(trial, AttemptEnded(trial="t", cause=cause, reason="boom", before_first_step=at_start))
     found = decide_after_failure(trial, cause, POLICY)
     if isinstance(found, QuarantineCheckpoint):
-        aside = CheckpointQuarantined(trial="t", sequence=found.sequence, reason=found.reason, kills=True)
+        aside = CheckpointQuarantined(trial="t", sequence=found.sequence, reason=found.reason, crashes_trainable=True)
         trial = apply_trial_event(trial, aside)
     return trial, found
 
@@ -265,7 +262,7 @@ def test_deaths_of_machines_spend_their_budget_and_put_no_checkpoint_aside() -> 
     trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.MACHINE, at_start=False)
     assert get_reason_code(found.reason) == "max-machine-failures"
     assert [each.step for each in trial.checkpoints] == [10, 20, 30, 40]
-    assert trial.quarantined == ()
+    assert trial.quarantined_sequences == ()
 
 
 def test_one_checkpoint_at_most_is_put_aside_for_killing_the_trainable() -> None:
@@ -275,7 +272,7 @@ def test_one_checkpoint_at_most_is_put_aside_for_killing_the_trainable() -> None
 
 
 def test_a_commit_clears_the_checkpoint_that_was_put_aside_before_it() -> None:
-    trial = saved(10, 20).model_copy(update={"blamed_checkpoints": 1, "phase": Phase.RUNNING})
+    trial = saved(10, 20).model_copy(update={"quarantined_since_commit": 1, "phase": Phase.RUNNING})
     trial = apply_trial_event(trial, CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=30, sequence=30)))
     trial = trial.model_copy(update={"phase": Phase.PENDING})
     verdicts = []
@@ -288,13 +285,13 @@ def test_a_commit_clears_the_checkpoint_that_was_put_aside_before_it() -> None:
 def test_a_damaged_checkpoint_is_blamed_for_no_death() -> None:
     """The damage was found before the checkpoint was loaded."""
     trial = apply_trial_event(saved(10, 20), CheckpointQuarantined(trial="t", sequence=20, reason="damaged"))
-    assert (trial.blamed_checkpoints, trial.lost_checkpoints) == (0, 1)
+    assert (trial.quarantined_since_commit, trial.lost_checkpoint_count) == (0, 1)
 
 
 def test_a_damaged_manifest_that_was_never_a_commit_is_no_lost_checkpoint() -> None:
-    trial = Trial(trial="t", config={}, attempt=1, step=3, phase=Phase.RUNNING)
+    trial = Trial(id="t", config={}, attempt=1, step=3, phase=Phase.RUNNING)
     trial = apply_trial_event(trial, CheckpointQuarantined(trial="t", sequence=7, reason="torn manifest"))
-    assert (trial.quarantined, trial.lost_checkpoints) == ((7,), 0)
+    assert (trial.quarantined_sequences, trial.lost_checkpoint_count) == ((7,), 0)
 
 
 # -------------------------------------------------------------------------------------------- stoppers

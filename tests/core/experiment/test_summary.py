@@ -66,36 +66,36 @@ def test_a_report_without_the_metric_is_passed_over(missing: dict[str, object]) 
 
 def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed_is_the_better() -> None:
     metrics_by_trial = {"a": {"loss": 2.0}, "b": {}, "c": {"loss": 1.0}, "d": {"loss": "text"}, "e": {"loss": 1.0}}
-    trials = [Trial(trial=name, config={}, metrics=metrics) for name, metrics in metrics_by_trial.items()]
-    assert [(each.trial, losses) for each, losses in rank_trials(trials, LOSS)] == [
+    trials = [Trial(id=name, config={}, metrics=metrics) for name, metrics in metrics_by_trial.items()]
+    assert [(each.id, losses) for each, losses in rank_trials(trials, LOSS)] == [
         ("c", (1,)),
         ("e", (1,)),
         ("a", (2,)),
     ]
-    assert [each.trial for each in sort_trials(trials, LOSS)] == ["c", "e", "a", "b", "d"]
+    assert [each.id for each in sort_trials(trials, LOSS)] == ["c", "e", "a", "b", "d"]
     assert rank_trials(trials, None) == []
     assert sort_trials(trials, None) == trials
 
 
 def test_of_equals_a_clone_comes_after_the_trial_that_made_the_report_until_it_has_made_one_itself() -> None:
     saved, copy = (CheckpointRef(step=4, sequence=number, metrics={"loss": 1.0}) for number in (7, 9))
-    source = Trial(trial="b", config={}, metrics=saved.metrics, step=4, checkpoints=(saved,))
+    source = Trial(id="b", config={}, metrics=saved.metrics, step=4, checkpoints=(saved,))
     clone = apply_trial_event(
-        Trial(trial="a", config={"lr": 1}),
+        Trial(id="a", config={"lr": 1}),
         CheckpointCloned(trial="a", checkpoint=copy, source="b", config={"lr": 2}, reason="behind"),
     )
     started = apply_trial_event(clone, AttemptStarted(trial="a", attempt=1, from_step=4, from_sequence=9))
     for each in (clone, started):
-        assert [found.trial for found, _ in rank_trials([each, source], LOSS)] == ["b", "a"]
+        assert [found.id for found, _ in rank_trials([each, source], LOSS)] == ["b", "a"]
     own = apply_report(started, StepReport(step=5, metrics={"loss": 1.0}))
-    assert [found.trial for found, _ in rank_trials([own, source], LOSS)] == ["a", "b"]
+    assert [found.id for found, _ in rank_trials([own, source], LOSS)] == ["a", "b"]
     worse = source.model_copy(update={"metrics": {"loss": 2.0}, "step": 5})
-    assert [found.trial for found, _ in rank_trials([clone, worse], LOSS)] == ["a", "b"]
+    assert [found.id for found, _ in rank_trials([clone, worse], LOSS)] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("step", "loss"), [(1, 2.0), (2, 2.0), (3, 0.5)])
 def test_a_trial_is_shown_with_a_report_only_if_that_is_newer(step: int, loss: float) -> None:
-    trial = Trial(trial="t", config={}, step=2, metrics={"loss": 2.0}, trained_seconds=20.0)
+    trial = Trial(id="t", config={}, step=2, metrics={"loss": 2.0}, trained_seconds=20.0)
     report = StepReport(step=step, metrics={"loss": 0.5}, trained_seconds=10.0 * step)
     seen = apply_report(trial, report)
     assert (seen.step, seen.metrics, seen.trained_seconds) == (max(2, step), {"loss": loss}, 10.0 * max(2, step))

@@ -41,7 +41,6 @@ from prefect_tune.core.journal_events import (
     FinishKind,
     ForkedTrial,
     OutboxClosed,
-    Pinned,
     PostReceived,
     SlotFreed,
     StepReported,
@@ -59,58 +58,57 @@ from tests.fakes.searches.journal_builder import JournalBuilder
 
 PENDING, RUNNING, PAUSED, FINISHED, ERRORED = Phase
 SAVED = CheckpointRef(step=3, sequence=7, metrics={"loss": 0.5}, trained_seconds=30.0)
-BASE = Trial(trial="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), next_sequence=8, trained_seconds=50.0)
+BASE = Trial(id="t", config={}, attempt=1, step=5, checkpoints=(SAVED,), next_sequence=8, trained_seconds=50.0)
 
 ORIGIN = CheckpointOrigin(trial="u", step=2, sequence=4)
 COPY = CheckpointRef(step=2, sequence=8, metrics={"loss": 0.3}, trained_seconds=20.0, origin=ORIGIN)
 
 EVENTS: Mapping[str, AnyTrialEvent] = {
-    "started": AttemptStarted(trial="t", attempt=2, from_step=3, from_sequence=7),
-    "reported": StepReported(trial="t", report=StepReport(step=6, metrics={"loss": 0.1})),
-    "committed": CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=5, sequence=8)),
-    "retired": CheckpointsRetired(trial="t", retires=()),
-    "quarantined": CheckpointQuarantined(trial="t", sequence=7, reason="damaged"),
-    "pinned": Pinned(trial="t", sequence=7),
-    "cloned": CheckpointCloned(trial="t", checkpoint=COPY, source="u", config={"rate": 2}, reason="behind"),
+    "attempt-started": AttemptStarted(trial="t", attempt=2, from_step=3, from_sequence=7),
+    "step-reported": StepReported(trial="t", report=StepReport(step=6, metrics={"loss": 0.1})),
+    "checkpoint-committed": CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=5, sequence=8)),
+    "checkpoints-retired": CheckpointsRetired(trial="t", retired_sequences=()),
+    "checkpoint-quarantined": CheckpointQuarantined(trial="t", sequence=7, reason="damaged"),
+    "checkpoint-cloned": CheckpointCloned(trial="t", checkpoint=COPY, source="u", config={"rate": 2}, reason="behind"),
     "attempt-ended": AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason="ValueError"),
-    "gave-up": TrialErrored(trial="t", cause=Cause.TRAINABLE, reason="spent"),
-    "finished": TrialFinished(trial="t", reason="enough", kind=FinishKind.RETURNED),
-    "requeued": TrialRequeued(trial="t", reason="more"),
-    "paused": TrialPaused(trial="t", reason="rung 3"),
-    "resumed": TrialResumed(trial="t"),
-    "decided": DecisionMade(trial="t", report=StepReport(step=3, metrics={"loss": 0.5}), decision=Continue()),
-    "launched": AttemptLaunched(trial="t", outbox=3),
-    "received": PostReceived(trial="t", post=5),
+    "trial-errored": TrialErrored(trial="t", cause=Cause.TRAINABLE, reason="spent"),
+    "trial-finished": TrialFinished(trial="t", reason="enough", kind=FinishKind.RETURNED),
+    "trial-requeued": TrialRequeued(trial="t", reason="more"),
+    "trial-paused": TrialPaused(trial="t", reason="rung 3"),
+    "trial-resumed": TrialResumed(trial="t"),
+    "decision-made": DecisionMade(trial="t", report=StepReport(step=3, metrics={"loss": 0.5}), decision=Continue()),
+    "attempt-launched": AttemptLaunched(trial="t", outbox=3),
+    "post-received": PostReceived(trial="t", post=5),
     "outbox-closed": OutboxClosed(trial="t"),
     "slot-freed": SlotFreed(trial="t", attempt=1, since="2026-11-26T03:00:00+00:00", seconds=2.5),
 }
-OF_AN_OUTBOX = ("launched", "received", "outbox-closed")
+OF_AN_OUTBOX = ("attempt-launched", "post-received", "outbox-closed")
 LEGAL = {
-    (PENDING, "started"): RUNNING,
-    (PENDING, "gave-up"): ERRORED,
-    (PENDING, "finished"): FINISHED,
-    (RUNNING, "reported"): RUNNING,
-    (RUNNING, "committed"): RUNNING,
+    (PENDING, "attempt-started"): RUNNING,
+    (PENDING, "trial-errored"): ERRORED,
+    (PENDING, "trial-finished"): FINISHED,
+    (RUNNING, "step-reported"): RUNNING,
+    (RUNNING, "checkpoint-committed"): RUNNING,
     (RUNNING, "attempt-ended"): PENDING,
-    (RUNNING, "gave-up"): ERRORED,
-    (RUNNING, "finished"): FINISHED,
-    (FINISHED, "requeued"): PENDING,
-    (FINISHED, "gave-up"): ERRORED,
-    (ERRORED, "requeued"): PENDING,
-    (PENDING, "requeued"): PENDING,
-    (RUNNING, "paused"): PAUSED,
-    (PAUSED, "resumed"): PENDING,
-    (PAUSED, "finished"): FINISHED,
-    (PAUSED, "gave-up"): ERRORED,
-    (PENDING, "paused"): PAUSED,
-    (PENDING, "resumed"): PENDING,
-    (RUNNING, "resumed"): RUNNING,
-    (PENDING, "cloned"): PENDING,
-    (PAUSED, "cloned"): PAUSED,
+    (RUNNING, "trial-errored"): ERRORED,
+    (RUNNING, "trial-finished"): FINISHED,
+    (FINISHED, "trial-requeued"): PENDING,
+    (FINISHED, "trial-errored"): ERRORED,
+    (ERRORED, "trial-requeued"): PENDING,
+    (PENDING, "trial-requeued"): PENDING,
+    (RUNNING, "trial-paused"): PAUSED,
+    (PAUSED, "trial-resumed"): PENDING,
+    (PAUSED, "trial-finished"): FINISHED,
+    (PAUSED, "trial-errored"): ERRORED,
+    (PENDING, "trial-paused"): PAUSED,
+    (PENDING, "trial-resumed"): PENDING,
+    (RUNNING, "trial-resumed"): RUNNING,
+    (PENDING, "checkpoint-cloned"): PENDING,
+    (PAUSED, "checkpoint-cloned"): PAUSED,
     **{
         (status, event): status
         for status in Phase
-        for event in ("retired", "quarantined", "pinned", "decided", "slot-freed", *OF_AN_OUTBOX)
+        for event in ("checkpoints-retired", "checkpoint-quarantined", "decision-made", "slot-freed", *OF_AN_OUTBOX)
     },
 }
 
@@ -122,10 +120,10 @@ def of(status: Phase, **changes: object) -> Trial:
 @pytest.mark.parametrize("name", EVENTS)
 @pytest.mark.parametrize("status", Phase)
 def test_every_pair_of_status_and_event_is_legal_or_refused(status: Phase, name: str) -> None:
-    outbox = 2 if name in ("received", "outbox-closed") else None
+    outbox = 2 if name in ("post-received", "outbox-closed") else None
     if (status, name) in LEGAL:
         assert (
-            apply_trial_event(of(status, outbox=outbox, outbox_count=2, post=4), EVENTS[name]).phase
+            apply_trial_event(of(status, outbox=outbox, outbox_count=2, last_post=4), EVENTS[name]).phase
             is LEGAL[status, name]
         )
     else:
@@ -140,12 +138,20 @@ def test_every_event_of_a_trial_is_in_that_table() -> None:
 @pytest.mark.parametrize("status", Phase)
 def test_a_trial_of_a_fork_has_its_own_checkpoints_and_is_not_running(status: Phase) -> None:
     clone = Clone(step=3, sequence=7, trial="u", clone_sequence=4)
-    origin = of(status, cloned=7, quarantined=(6,), collected_up_to=5, lost_checkpoints=1, started_from=7, outbox=2)
+    origin = of(
+        status,
+        last_clone_sequence=7,
+        quarantined_sequences=(6,),
+        collected_up_to=5,
+        lost_checkpoint_count=1,
+        restored_sequence=7,
+        outbox=2,
+    )
     forked = apply_fork(origin.model_copy(update={"clones": (clone,)}), ForkedTrial(checkpoints=(COPY,)))
     assert forked.phase is (PENDING if status is RUNNING else status)
     assert (forked.checkpoints, forked.clones, forked.outbox, forked.step) == ((COPY,), (clone,), None, 5)
-    assert (forked.cloned, forked.quarantined, forked.started_from) == (None, (), None)
-    assert (forked.next_sequence, forked.settled_from, forked.collected_up_to) == (8, 8, 8)
+    assert (forked.last_clone_sequence, forked.quarantined_sequences, forked.restored_sequence) == (None, (), None)
+    assert (forked.next_sequence, forked.adopted_up_to, forked.collected_up_to) == (8, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -164,33 +170,33 @@ def test_an_outbox_is_used_once_and_its_posts_are_received_in_order(
     event: AnyTrialEvent, outbox: int | None, post: int
 ) -> None:
     with pytest.raises(IllegalTransition, match="cannot follow outbox"):
-        apply_trial_event(of(RUNNING, outbox=outbox, outbox_count=2, post=post), event)
+        apply_trial_event(of(RUNNING, outbox=outbox, outbox_count=2, last_post=post), event)
 
 
 def test_saves_attempts_and_limits_count_the_sequence_up() -> None:
-    trial = apply_trial_event(of(PENDING), EVENTS["started"])
-    assert (trial.next_sequence, trial.settled_from) == (9, 9), "an earlier attempt may still save"
+    trial = apply_trial_event(of(PENDING), EVENTS["attempt-started"])
+    assert (trial.next_sequence, trial.adopted_up_to) == (9, 9), "an earlier attempt may still save"
     trial = apply_trial_event(trial, CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=5, sequence=9)))
     assert (trial.next_sequence, trial.collected_up_to) == (10, 0)
-    trial = apply_trial_event(trial, CheckpointsRetired(trial="t", retires=()))
+    trial = apply_trial_event(trial, CheckpointsRetired(trial="t", retired_sequences=()))
     assert (trial.next_sequence, trial.collected_up_to) == (11, 11)
-    trial = apply_adoption(trial, CheckpointsAdopted(reached={"t": 5}))
-    assert (trial.next_sequence, trial.settled_from) == (12, 12)
-    first = apply_trial_event(Trial(trial="n", config={}), AttemptStarted(trial="n", attempt=1, from_step=0))
-    assert (first.next_sequence, first.settled_from) == (1, 1)
+    trial = apply_adoption(trial, CheckpointsAdopted(last_known_steps={"t": 5}))
+    assert (trial.next_sequence, trial.adopted_up_to) == (12, 12)
+    first = apply_trial_event(Trial(id="n", config={}), AttemptStarted(trial="n", attempt=1, from_step=0))
+    assert (first.next_sequence, first.adopted_up_to) == (1, 1)
 
 
 def test_an_attempt_elsewhere_may_still_hand_over_its_saves_when_an_owner_vanished() -> None:
-    lost = apply_adoption(of(RUNNING, outbox=1), CheckpointsAdopted(reached={"t": 9}))
-    assert (lost.next_sequence, lost.settled_from, lost.vanished) == (8, 1, False)
+    lost = apply_adoption(of(RUNNING, outbox=1), CheckpointsAdopted(last_known_steps={"t": 9}))
+    assert (lost.next_sequence, lost.adopted_up_to, lost.is_owner_lost) == (8, 1, False)
 
 
 def test_an_attempt_goes_on_from_its_checkpoint_and_counts_what_it_does_again() -> None:
-    started = apply_trial_event(of(PENDING), EVENTS["started"])
+    started = apply_trial_event(of(PENDING), EVENTS["attempt-started"])
 
     assert (started.attempt, started.step, started.metrics, started.trained_seconds) == (2, 3, {"loss": 0.5}, 30)
-    assert started.wasted_steps == 2
-    assert started.started_from == 7
+    assert started.recomputed_steps == 2
+    assert started.restored_sequence == 7
 
 
 @pytest.mark.parametrize(
@@ -214,9 +220,9 @@ def test_no_attempt_starts_from_anything_but_a_live_checkpoint(
 
 def test_a_trial_without_any_checkpoint_starts_from_nothing() -> None:
     started = apply_trial_event(
-        of(PENDING, checkpoints=(), quarantined=(7,)), AttemptStarted(trial="t", attempt=2, from_step=0)
+        of(PENDING, checkpoints=(), quarantined_sequences=(7,)), AttemptStarted(trial="t", attempt=2, from_step=0)
     )
-    assert (started.step, started.metrics, started.wasted_steps) == (0, {}, 5)
+    assert (started.step, started.metrics, started.recomputed_steps) == (0, {}, 5)
 
 
 @pytest.mark.parametrize("step", [5, 4, 0])
@@ -230,9 +236,9 @@ def test_no_step_is_counted_twice(step: int) -> None:
     [
         pytest.param(7, {}, id="as old as a live one"),
         pytest.param(6, {}, id="older than a live one"),
-        pytest.param(8, {"quarantined": (8,)}, id="quarantined"),
+        pytest.param(8, {"quarantined_sequences": (8,)}, id="quarantined"),
         pytest.param(8, {"collected_up_to": 9}, id="begun before the last retirement"),
-        pytest.param(8, {"settled_from": 9}, id="of an earlier attempt"),
+        pytest.param(8, {"adopted_up_to": 9}, id="of an earlier attempt"),
     ],
 )
 def test_a_save_that_was_overtaken_is_never_committed(sequence: int, changes: Mapping[str, object]) -> None:
@@ -246,38 +252,31 @@ def test_a_save_that_was_overtaken_is_never_committed(sequence: int, changes: Ma
 def test_a_commit_draws_the_line_only_if_it_retires() -> None:
     new = CheckpointRef(step=5, sequence=8)
     kept = apply_trial_event(of(RUNNING), CheckpointCommitted(trial="t", checkpoint=new))
-    retired = apply_trial_event(of(RUNNING), CheckpointCommitted(trial="t", checkpoint=new, retires=(7,)))
+    retired = apply_trial_event(of(RUNNING), CheckpointCommitted(trial="t", checkpoint=new, retired_sequences=(7,)))
 
     assert (kept.checkpoints, kept.collected_up_to) == ((SAVED, new), 0)
     assert (retired.checkpoints, retired.collected_up_to) == ((new,), 9)
 
 
 def test_a_retirement_draws_the_line_even_for_nothing() -> None:
-    line = apply_trial_event(of(PENDING), CheckpointsRetired(trial="t", retires=()))
+    line = apply_trial_event(of(PENDING), CheckpointsRetired(trial="t", retired_sequences=()))
     assert (line.checkpoints, line.collected_up_to) == ((SAVED,), 9)
 
 
 def test_a_commit_is_progress_and_clears_the_machines_failures_but_not_the_users() -> None:
-    failing = of(RUNNING, machine_failures=3, user_failures=2, same_start=2)
-    committed = apply_trial_event(failing, EVENTS["committed"])
+    failing = of(RUNNING, machine_failures=3, trainable_failures=2, consecutive_start_failures=2)
+    committed = apply_trial_event(failing, EVENTS["checkpoint-committed"])
     adopted = apply_adoption(failing, CheckpointsAdopted(checkpoints={"t": (CheckpointRef(step=5, sequence=8),)}))
 
     for trial in (committed, adopted):
-        assert (trial.machine_failures, trial.user_failures, trial.same_start) == (0, 2, 0)
+        assert (trial.machine_failures, trial.trainable_failures, trial.consecutive_start_failures) == (0, 2, 0)
 
 
 def test_what_is_quarantined_is_not_gone_on_from_and_nothing_of_it_is_reused() -> None:
-    aside = apply_trial_event(of(PENDING), EVENTS["quarantined"])
+    aside = apply_trial_event(of(PENDING), EVENTS["checkpoint-quarantined"])
 
     assert newest_checkpoint(aside) is None
-    assert (aside.quarantined, aside.collected_up_to) == ((7,), 9)
-
-
-def test_a_pin_can_be_set_and_taken_away() -> None:
-    pinned = apply_trial_event(of(PENDING), Pinned(trial="t", sequence=7))
-    assert [each.pinned for each in pinned.checkpoints] == [True]
-    assert apply_trial_event(pinned, Pinned(trial="t", sequence=7, pinned=False)).checkpoints == (SAVED,)
-    assert apply_trial_event(pinned, Pinned(trial="t", sequence=8)).checkpoints == pinned.checkpoints
+    assert (aside.quarantined_sequences, aside.collected_up_to) == ((7,), 9)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +293,7 @@ def test_a_pin_can_be_set_and_taken_away() -> None:
 )
 def test_each_failure_is_counted_in_one_budget_or_in_none(cause: Cause, machine: int, user: int) -> None:
     ended = apply_trial_event(of(RUNNING), AttemptEnded(trial="t", cause=cause, reason="why"))
-    assert (ended.machine_failures, ended.user_failures, ended.reason) == (machine, user, "why")
+    assert (ended.machine_failures, ended.trainable_failures, ended.reason) == (machine, user, "why")
 
 
 def test_a_running_trial_has_no_reason_although_an_earlier_attempt_ended_for_one() -> None:
@@ -310,15 +309,21 @@ def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happe
         trial = apply_trial_event(
             trial, AttemptStarted(trial="t", attempt=trial.attempt + 1, from_step=3, from_sequence=7)
         )
-        died = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="", at_start=True)
+        died = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="", before_first_step=True)
         trial = apply_trial_event(trial, died)
-        assert trial.same_start == count
+        assert trial.consecutive_start_failures == count
     elsewhere = trial.model_copy(update={"checkpoints": (CheckpointRef(step=2, sequence=5),)})
     assert (
-        apply_trial_event(elsewhere, AttemptStarted(trial="t", attempt=5, from_step=2, from_sequence=5)).same_start == 0
+        apply_trial_event(
+            elsewhere, AttemptStarted(trial="t", attempt=5, from_step=2, from_sequence=5)
+        ).consecutive_start_failures
+        == 0
     )
     later = apply_trial_event(trial, AttemptStarted(trial="t", attempt=5, from_step=3, from_sequence=7))
-    assert apply_trial_event(later, AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason="")).same_start == 0
+    assert (
+        apply_trial_event(later, AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason="")).consecutive_start_failures
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,37 +340,42 @@ def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
     reached: int | None, wasted: int, *, elsewhere: bool, at_least: bool
 ) -> None:
     """The journal has steps up to 5, and a checkpoint of step 3."""
-    lost = CheckpointsAdopted(reached={} if reached is None else {"t": reached})
+    lost = CheckpointsAdopted(last_known_steps={} if reached is None else {"t": reached})
     ended = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="lost")
     trial = apply_trial_event(apply_adoption(of(RUNNING, outbox=1 if elsewhere else None), lost), ended)
     trial = apply_trial_event(trial, started := AttemptStarted(trial="t", attempt=2, from_step=3, from_sequence=7))
-    assert (trial.wasted_steps, trial.wasted_at_least) == (wasted, at_least)
+    assert (trial.recomputed_steps, trial.recomputed_is_lower_bound) == (wasted, at_least)
     again = apply_trial_event(trial, ended)
     again = apply_trial_event(again, started.model_copy(update={"attempt": 3}))
-    assert (again.wasted_steps, again.wasted_at_least) == (wasted, at_least)  # counted once
+    assert (again.recomputed_steps, again.recomputed_is_lower_bound) == (wasted, at_least)  # counted once
     number = f"{'at least ' * at_least}{wasted}"
     assert trial.recomputed_steps_text == number
     words = f"{number} steps"
-    assert format_recomputed_steps(trial.wasted_steps, at_least=trial.wasted_at_least) == words
+    assert format_recomputed_steps(trial.recomputed_steps, at_least=trial.recomputed_is_lower_bound) == words
     assert f", {words} trained again" in trial._repr_html_()
 
 
 @pytest.mark.parametrize(("at_least", "words"), [(True, "none known"), (False, "0")])
 def test_no_wasted_step_is_not_at_least_none(*, at_least: bool, words: str) -> None:
-    assert of(RUNNING).model_copy(update={"wasted_at_least": at_least}).recomputed_steps_text == words
+    assert of(RUNNING).model_copy(update={"recomputed_is_lower_bound": at_least}).recomputed_steps_text == words
 
 
 def test_giving_up_and_finishing_say_why() -> None:
-    assert apply_trial_event(of(RUNNING), EVENTS["gave-up"]).reason == "spent"
-    finished = apply_trial_event(of(RUNNING), EVENTS["finished"])
+    assert apply_trial_event(of(RUNNING), EVENTS["trial-errored"]).reason == "spent"
+    finished = apply_trial_event(of(RUNNING), EVENTS["trial-finished"])
     assert (finished.reason, finished.finish_kind) == ("enough", FinishKind.RETURNED)
-    assert apply_trial_event(finished, EVENTS["requeued"]).finish_kind is None
+    assert apply_trial_event(finished, EVENTS["trial-requeued"]).finish_kind is None
 
 
 def test_who_is_requeued_has_fresh_budgets() -> None:
-    spent = of(ERRORED, user_failures=4, machine_failures=11, same_start=3)
-    again = apply_trial_event(spent, EVENTS["requeued"])
-    assert (again.user_failures, again.machine_failures, again.same_start, again.reason) == (0, 0, 0, "more")
+    spent = of(ERRORED, trainable_failures=4, machine_failures=11, consecutive_start_failures=3)
+    again = apply_trial_event(spent, EVENTS["trial-requeued"])
+    assert (again.trainable_failures, again.machine_failures, again.consecutive_start_failures, again.reason) == (
+        0,
+        0,
+        0,
+        "more",
+    )
 
 
 def test_the_newest_checkpoint_has_a_key_on_the_target() -> None:
@@ -375,14 +385,14 @@ def test_the_newest_checkpoint_has_a_key_on_the_target() -> None:
 
 
 def test_a_clone_is_where_the_trial_goes_on_from_and_no_budget_is_renewed() -> None:
-    failing = of(PENDING, machine_failures=3, user_failures=2, wasted_steps=1)
-    cloned = apply_trial_event(failing, EVENTS["cloned"])
+    failing = of(PENDING, machine_failures=3, trainable_failures=2, recomputed_steps=1)
+    cloned = apply_trial_event(failing, EVENTS["checkpoint-cloned"])
 
     assert (cloned.step, cloned.metrics, cloned.trained_seconds) == (2, {"loss": 0.3}, 20)
     assert (cloned.config, cloned.reason, cloned.checkpoints) == ({"rate": 2}, "behind", (SAVED, COPY))
-    assert (cloned.machine_failures, cloned.user_failures, cloned.wasted_steps) == (3, 2, 1)
+    assert (cloned.machine_failures, cloned.trainable_failures, cloned.recomputed_steps) == (3, 2, 1)
     started = apply_trial_event(cloned, AttemptStarted(trial="t", attempt=2, from_step=2, from_sequence=8))
-    assert (started.phase, started.step, started.wasted_steps) == (RUNNING, 2, 1)
+    assert (started.phase, started.step, started.recomputed_steps) == (RUNNING, 2, 1)
 
 
 def test_a_clone_without_a_configuration_leaves_the_trial_its_own() -> None:
@@ -392,7 +402,7 @@ def test_a_clone_without_a_configuration_leaves_the_trial_its_own() -> None:
 
 def test_a_clone_that_was_overtaken_is_none() -> None:
     with pytest.raises(IllegalTransition, match="has sequence 8"):
-        apply_trial_event(of(PENDING, collected_up_to=9), EVENTS["cloned"])
+        apply_trial_event(of(PENDING, collected_up_to=9), EVENTS["checkpoint-cloned"])
 
 
 def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
@@ -404,7 +414,7 @@ def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
         False,
         False,
     )
-    trial = apply_trial_event(trial, CheckpointsRetired(trial="t", retires=(7,)))
+    trial = apply_trial_event(trial, CheckpointsRetired(trial="t", retired_sequences=(7,)))
     assert (is_live_checkpoint(trial, key), is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (
         False,
         True,
@@ -413,7 +423,7 @@ def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
     trial = trial.model_copy(update={"clones": ()})
     assert (is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (False, True)
     origin = CheckpointOrigin(trial=key.trial.trial, step=key.step, sequence=key.sequence)
-    other = Trial(trial="u", config={}, checkpoints=(CheckpointRef(step=3, sequence=4, origin=origin),))
+    other = Trial(id="u", config={}, checkpoints=(CheckpointRef(step=3, sequence=4, origin=origin),))
     assert is_live_checkpoint(other, key)
     assert folder.journal_key.trial_key("u").checkpoint_key(other.checkpoints[0]) == key
 
@@ -466,8 +476,8 @@ BY_ADA = (StopRequested(trial="t", reason="stopped by ada"), finishes(FinishKind
         ),
         ([EVENTS["attempt-ended"], AGAIN], "running", "running"),
         ([EVENTS["attempt-ended"], AGAIN, PAUSE, RESUME], "pending", "pending"),
-        ([PAUSE, RESUME, EVENTS["finished"], EVENTS["requeued"]], "pending", "pending"),
-        ([EVENTS["attempt-ended"], EVENTS["gave-up"]], "errored", "errored"),
+        ([PAUSE, RESUME, EVENTS["trial-finished"], EVENTS["trial-requeued"]], "pending", "pending"),
+        ([EVENTS["attempt-ended"], EVENTS["trial-errored"]], "errored", "errored"),
     ],
 )
 def test_a_status_follows_from_the_events_of_a_trial(events: list[AnyTrialEvent], status: str, label: str) -> None:
@@ -486,7 +496,7 @@ def test_before_its_first_step_a_trial_is_pending_or_interrupted_at_no_step() ->
 def test_a_target_holds_the_phases_that_earlier_releases_wrote() -> None:
     """These literals are stored on targets and never change."""
     assert [str(each) for each in Phase] == ["pending", "running", "paused", "finished", "errored"]
-    written = Trial(trial="t", config={}, phase=Phase.FINISHED).model_dump_json()
+    written = Trial(id="t", config={}, phase=Phase.FINISHED).model_dump_json()
     assert json.loads(written)["phase"] == "finished"
     assert Trial.model_validate_json(written).status is Status.COMPLETED
 
@@ -495,4 +505,4 @@ def test_every_phase_has_a_status_and_every_status_a_word_of_its_own() -> None:
     assert [str(each) for each in Status] == [
         *("completed", "pruned", "interrupted", "errored", "running", "paused", "pending")
     ]
-    assert {Trial(trial="t", config={}, phase=phase).status for phase in Phase} <= set(Status)
+    assert {Trial(id="t", config={}, phase=phase).status for phase in Phase} <= set(Status)

@@ -168,7 +168,7 @@ def test_who_lost_to_an_entry_that_opens_nothing_learns_the_number_of_the_owner(
 GUESTS: Sequence[NonOwnerEvent] = [
     CheckpointQuarantined(trial="t", sequence=3, reason="damaged"),
     CheckpointQuarantined(trial="t", sequence=3, quarantined=False),
-    CheckpointsRetired(trial="t", retires=()),
+    CheckpointsRetired(trial="t", retired_sequences=()),
 ]
 
 
@@ -177,7 +177,7 @@ def test_an_owner_continues_after_the_entry_of_a_guest() -> None:
     owner = running(store)
     journal.append_as_non_owner(store, first_generation("e"), lambda _: GUESTS, stamp("guest"))
     after = journal.append_events(store, owner, [report(1)], stamp("c"))
-    assert (after.number, after.term) == (5, 1)
+    assert (after.entry_count, after.term) == (5, 1)
     assert [entry.writer for entry in journal.read_entries(store, first_generation("e"))] == [
         *["owner"] * 3,
         "guest",
@@ -187,7 +187,7 @@ def test_an_owner_continues_after_the_entry_of_a_guest() -> None:
 
 def guest_entry(owner: Experiment, *events: Event) -> bytes:
     """An entry that someone else put after the owner's last one, and called a guest's."""
-    place = {"number": owner.number + 1, "term": owner.term, "previous": owner.digest}
+    place = {"number": owner.entry_count + 1, "term": owner.term, "previous": owner.digest}
     return seal(Entry.model_validate({**place, "write_id": "x", "at": "now", "writer": "guest", "events": events}))
 
 
@@ -198,7 +198,9 @@ def guest_entry(owner: Experiment, *events: Event) -> bytes:
         pytest.param([report(1)], id="a report"),
         pytest.param([*GUESTS, TrialFinished(trial="t", reason="enough")], id="an end beside what it may write"),
         pytest.param([OwnerChanged(experiment="e", generation=1, term=2, owner=YOU)], id="an opening"),
-        pytest.param([CheckpointQuarantined(trial="t", sequence=3, reason="it dies", kills=True)], id="blame"),
+        pytest.param(
+            [CheckpointQuarantined(trial="t", sequence=3, reason="it dies", crashes_trainable=True)], id="blame"
+        ),
     ],
 )
 def test_an_entry_of_a_guest_with_anything_else_is_damage_for_owner_and_reader(events: Sequence[Event]) -> None:
@@ -283,7 +285,7 @@ def test_a_take_over_races_with_a_live_writer_until_it_wins(*, opens: bool) -> N
     mine = take_over(store, ME, "late")
 
     assert mine.owner == ME
-    assert mine.number == 3 + 5 + 1
+    assert mine.entry_count == 3 + 5 + 1
     assert load(store) == mine
 
 
@@ -490,9 +492,9 @@ def test_an_entry_knows_its_place() -> None:
 def some_history(entries: int) -> MemoryStore:
     store = MemoryStore()
     state = opened(store)
-    while state.number < entries:
-        state = next_state(store, state, [f"t{state.number * 3 % 7}"])
-        if state.number == 20:
+    while state.entry_count < entries:
+        state = next_state(store, state, [f"t{state.entry_count * 3 % 7}"])
+        if state.entry_count == 20:
             write_snapshot(store, state)
     return store
 
@@ -502,7 +504,7 @@ def test_who_has_just_read_an_experiment_opens_it_by_its_last_entry() -> None:
     known = load(store)
     before = store.operations["read"]
     after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=known)
-    assert (after.number, after.trials) == (24, known.trials)
+    assert (after.entry_count, after.trials) == (24, known.trials)
     # It reads past the last known entry, verifies that entry, and looks up the previous owner.
     assert store.operations["read"] - before == 3
 
@@ -517,13 +519,13 @@ def test_what_was_written_since_it_was_read_is_not_missed() -> None:
 def test_what_was_read_of_a_journal_that_is_another_one_now_is_forgotten() -> None:
     known, other = load(some_history(23)), some_history(22)
     after = journal.acquire_ownership(other, JOURNAL, ME, stamp("next"), loaded=known)
-    assert after.number == 23
+    assert after.entry_count == 23
 
 
 def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request_and_a_look_for_a_deletion() -> None:
     store = MemoryStore()
     after = journal.acquire_ownership(store, JOURNAL, ME, stamp("first"), loaded=empty_experiment(JOURNAL))
-    assert after.number == 1
+    assert after.entry_count == 1
     assert store.operations == {"create": 1, "list": 1}
 
 
@@ -531,7 +533,7 @@ def test_a_journal_that_is_not_empty_after_all_is_read_by_its_snapshot() -> None
     store = some_history(23)
     whole, before = load(store), store.operations["read"]
     after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=empty_experiment(JOURNAL))
-    assert (after.number, after.trials) == (24, whole.trials)
+    assert (after.entry_count, after.trials) == (24, whole.trials)
     assert store.operations["read"] - before <= 8
 
 
@@ -543,7 +545,7 @@ def test_a_first_entry_that_a_listing_hides_is_found() -> None:
     store = Lags()
     first = opened(store)
     after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=empty_experiment(JOURNAL))
-    assert (after.number, after.term) == (2, first.term + 1)
+    assert (after.entry_count, after.term) == (2, first.term + 1)
 
 
 # ------------------------------------------------------------------------------------------- a missing journal

@@ -38,9 +38,9 @@ def run(store: MemoryStore, entries: int, *, key: JournalKey = JOURNAL, names: S
     """A history with a snapshot after every tenth entry."""
     state = opened(store, key)
     with snapshots_every(10):
-        while state.number < entries:
-            state = next_state(store, state, [names[state.number * 3 % len(names)]])
-            if is_snapshot_due(state, state.number - 1):
+        while state.entry_count < entries:
+            state = next_state(store, state, [names[state.entry_count * 3 % len(names)]])
+            if is_snapshot_due(state, state.entry_count - 1):
                 write_snapshot(store, state)
     return state
 
@@ -105,7 +105,10 @@ def test_snapshots_may_come_in_any_order_late_twice_or_never(moves: list[list[st
         states.append(state := next_state(store, state, trials))
     for late in data.draw(st.lists(st.sampled_from(states), max_size=len(states))):
         write_snapshot(store, late)
-        kept = {late.number, *(number for number in kept if number > late.number)}  # it deletes only earlier ones
+        kept = {
+            late.entry_count,
+            *(number for number in kept if number > late.entry_count),
+        }  # it deletes only earlier ones
         assert list_snapshots(store, JOURNAL) == sorted(kept, reverse=True)
         loaded = journal.load_experiment(store, JOURNAL)
         assert loaded == state == fold(store)
@@ -119,7 +122,9 @@ DAMAGES = [
     pytest.param(lambda data: data[:-9], id="torn"),
     pytest.param(lambda data: data[: data.index(b"\n")], id="torn after its first line"),
     pytest.param(lambda data: data.replace(b'"running"', b'"pending"'), id="altered"),
-    pytest.param(lambda data: data.replace(b'"opened_at":1', b'"opened_at":2'), id="its first line altered"),
+    pytest.param(
+        lambda data: data.replace(b'"owner_since_entry":1', b'"owner_since_entry":2'), id="its first line altered"
+    ),
     pytest.param(lambda data: data + b"\n", id="longer"),
     pytest.param(lambda data: data.replace(b'"version":1', b'"version":2', 1), id="of a newer version"),
 ]
@@ -140,7 +145,7 @@ def test_a_bad_snapshot_costs_time_and_nothing_else(damage: Callable[[bytes], by
     assert store.operations["read"] == 1 + entries + 1
 
     write_snapshot(store, later := opened(store, write_id="later"))
-    assert list_snapshots(store, JOURNAL) == [later.number]
+    assert list_snapshots(store, JOURNAL) == [later.entry_count]
     assert journal.load_experiment(store, JOURNAL) == later
 
 
@@ -235,7 +240,7 @@ def test_an_owner_at_work_deletes_the_snapshot_that_a_reader_has_just_listed() -
         def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
             if self.owner is not None and "/snapshots/" in path:
                 owner, self.owner = self.owner, None
-                while owner.number < 31:
+                while owner.entry_count < 31:
                     owner = next_state(self, owner, ["t1"])
                 write_snapshot(self, owner)
             return super().read(path, offset=offset, length=length)
@@ -244,7 +249,7 @@ def test_an_owner_at_work_deletes_the_snapshot_that_a_reader_has_just_listed() -
     store.owner = run(store, 29)
     store.operations.clear()
     loaded = journal.load_experiment(store, JOURNAL)
-    assert (loaded.number, loaded) == (31, fold(store))
+    assert (loaded.entry_count, loaded) == (31, fold(store))
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no answer"), StoreRefused("403")])
@@ -260,7 +265,7 @@ def test_a_target_that_fails_at_a_snapshot_does_not_end_the_run(error: Exception
     state = opened(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryStore, method, fail)
-        while state.number < 9:
+        while state.entry_count < 9:
             state = next_state(store, state, ["t"])
             write_snapshot(store, state)
     assert journal.load_experiment(store, JOURNAL) == state
@@ -270,7 +275,7 @@ def test_a_target_that_fails_at_a_snapshot_does_not_end_the_run(error: Exception
 
 
 def trial(name: str, step: int = 0) -> Trial:
-    return Trial(trial=name, config={}, step=step)
+    return Trial(id=name, config={}, step=step)
 
 
 def test_trials_are_a_mapping_in_the_order_in_which_they_were_added() -> None:

@@ -108,19 +108,19 @@ def test_a_reply_that_is_lost_is_no_second_request() -> None:
 
 def test_a_trial_that_is_asked_to_stop_is_known_until_it_has_ended() -> None:
     state = after_request(running(), request(trial="a"))
-    assert (dict(state.stops), state.stop_requests, state.ends) == ({"a": "enough"}, ("w",), "")
-    assert apply_event(state, TrialFinished(trial="b", reason="done"), 3).stops == {"a": "enough"}
-    assert apply_event(state, TrialFinished(trial="a", reason="enough", kind=FinishKind.STOPPED), 3).stops == {}
-    assert apply_event(state, TrialErrored(trial="a", cause=Cause.TRAINABLE, reason="no"), 3).stops == {}
+    assert (dict(state.pending_stops), state.stop_requests, state.stop_reason) == ({"a": "enough"}, ("w",), "")
+    assert apply_event(state, TrialFinished(trial="b", reason="done"), 3).pending_stops == {"a": "enough"}
+    assert apply_event(state, TrialFinished(trial="a", reason="enough", kind=FinishKind.STOPPED), 3).pending_stops == {}
+    assert apply_event(state, TrialErrored(trial="a", cause=Cause.TRAINABLE, reason="no"), 3).pending_stops == {}
 
 
 def test_a_stop_of_the_experiment_ends_it_for_the_owner_it_was_for_and_no_later_one() -> None:
     state = after_request(running(), request())
-    assert state.ends == "enough"
+    assert state.stop_reason == "enough"
     later = apply_event(state, OwnerChanged(experiment="e", generation=1, term=2, owner=OWNER), 3)
-    assert later.ends == ""
+    assert later.stop_reason == ""
     stale = after_request(later, request("late", term=1))
-    assert (stale.ends, stale.stop_requests) == ("", ("w", "late"))
+    assert (stale.stop_reason, stale.stop_requests) == ("", ("w", "late"))
     outdated = make_reason("request-outdated", owner=1, successor=2)
     assert make_stop_event(later, request("late", term=1)).refused == outdated
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_done_is_heard_and_comes_to_nothing(asked: StopRequest, r
     noted = make_stop_event(state, asked)
     then = apply_event(state, noted, 4)
     assert noted.refused == refused
-    assert (then.stops, len(then.stop_requests)) == ({}, 2)
+    assert (then.pending_stops, len(then.stop_requests)) == ({}, 2)
 
 
 def test_an_ended_trial_cannot_be_asked_to_stop() -> None:
@@ -364,12 +364,12 @@ START = Start(
     config={"width": 3, "nested": {"x": [1, None]}},
     directory="/d",
     staging="/s",
-    restored=None,
+    restored_directory=None,
     from_step=0,
     trained_seconds=0.0,
-    curve=(REPORT,),
+    reports=(REPORT,),
     cadence=Cadence(every_steps=2),
-    overlap=True,
+    async_commit=True,
 )
 
 
@@ -383,13 +383,13 @@ def test_the_trial_hears_what_the_supervisor_said(said: Value) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        TrainableLoaded(pid=7, code="abc"),
-        StepDone(report=REPORT, checkpoint="/staging/3", moved=True),
+        TrainableLoaded(pid=7, source_digest="abc"),
+        StepDone(report=REPORT, checkpoint="/staging/3", is_owned_by_supervisor=True),
         StepDone(report=REPORT),
         CheckpointPart(step=3, directory="/staging/3"),
         RankMetrics(step=3, metrics={"loss": 0.5}),
         TrialEnded(outcome=TrialFinished(trial="t", reason="enough", kind=FinishKind.RETURNED)),
-        TrialEnded(outcome=TrialPaused(trial="t", reason=make_reason("turn-over", step=3)), waits=True),
+        TrialEnded(outcome=TrialPaused(trial="t", reason=make_reason("turn-over", step=3)), awaits_reuse=True),
         TrialEnded(outcome=make_failure("x", Cause.TRAINABLE, type="ValueError", traceback="..."), raised=True),
     ],
 )

@@ -105,7 +105,7 @@ def adds(node: int) -> Callable[[Session], None]:
 
     def act(session: Session) -> None:
         assert isinstance(session, GroupSession)
-        key = CheckpointKey(trial=KEY, step=session.waiting[-1].step, sequence=session.experiment.number)
+        key = CheckpointKey(trial=KEY, step=session.waiting[-1].step, sequence=session.experiment.entry_count)
         with suppress(Superseded):
             session.send(session.store, node, key)
 

@@ -74,7 +74,7 @@ def test_a_part_without_a_manifest_is_found_when_its_attempt_is_over() -> None:
     group = old_group(2)
     adds(1)(group)
     left = {each.path for each in list_node_objects_up_to(group.store, KEY, group.trial.attempt)}
-    save = SAVE.model_copy(update={"step": group.waiting[-1].step, "sequence": group.experiment.number})
+    save = SAVE.model_copy(update={"step": group.waiting[-1].step, "sequence": group.experiment.entry_count})
     assert left == {group.nodes.part_path(save, 1)}
     assert not list_node_objects_up_to(group.store, KEY, group.trial.attempt - 1)
 
@@ -89,7 +89,7 @@ def node_sends(store: MemoryStore, node: int, files: Files, nodes: NodesKey = NO
 def joined(store: MemoryStore, first: Files, *of_nodes: int, **wanted: object) -> Files:
     """Join the parts of nodes to the files of node 0; return the files that a reader finds."""
     about = CheckpointMetadata(attempt=2, term=TERM, write_id="w", created_at="")
-    manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=ReusableBytes()), about=about)
+    manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=ReusableBytes()), metadata=about)
     lost = {"lost_nodes": dict, **wanted}
     parts_wanted = ExpectedParts(NODES, TERM, of_nodes, too_late, **lost)  # type: ignore[arg-type]  # one field
     return restored(store, merge_parts(store, parts_wanted, manifest))

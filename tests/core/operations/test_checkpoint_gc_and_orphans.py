@@ -178,7 +178,7 @@ def test_a_manifest_without_an_entry_is_adopted_with_the_reports_it_carries() ->
 
     adopted, *rest = make_adoption_events(new.store, new.experiment)
 
-    about = manifest.about
+    about = manifest.metadata
     assert adopted == CheckpointsAdopted(
         checkpoints={
             "t": (
@@ -191,7 +191,7 @@ def test_a_manifest_without_an_entry_is_adopted_with_the_reports_it_carries() ->
                 ),
             )
         },
-        reached={"t": 0},
+        last_known_steps={"t": 0},
     )
     assert rest[:-1] == [StepReported(trial="t", report=report) for report in reports]
     assert rest[-1] == AttemptEnded(trial="t", cause=Cause.MACHINE, reason=make_reason("owner-vanished"))
@@ -228,7 +228,7 @@ def test_without_anything_to_adopt_the_attempt_still_ends(steps: int) -> None:
     adopted, ended = make_adoption_events(
         new.store, new.experiment, last=LastKnownReports({"t": StepReport(step=7, metrics={})}, at="now")
     )
-    assert adopted == CheckpointsAdopted(reached={"t": 7}, trained_seconds={"t": 0.0}, seen_at="now")
+    assert adopted == CheckpointsAdopted(last_known_steps={"t": 7}, trained_seconds={"t": 0.0}, last_seen_at="now")
     assert isinstance(ended, AttemptEnded)
 
 

@@ -60,7 +60,7 @@ def test_a_clone_is_one_entry_and_no_object() -> None:
     before = dict(scene.store.objects)
     scene.search.clone("c", "s")
     (entry,) = set(scene.store.objects) - set(before)
-    assert entry == scene.search.journal.entry_path(scene.search.state.number)
+    assert entry == scene.search.journal.entry_path(scene.search.state.entry_count)
     assert newest(scene, "c") == newest(scene, "s")
 
 

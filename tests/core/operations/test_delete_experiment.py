@@ -95,14 +95,14 @@ def test_whoever_runs_it_writes_no_more_and_nobody_forks_it() -> None:
     old = search_of_three(store)
     with suppress(Crash):
         removed(DyingStore(store, 2, Way.CRASH_BEFORE, only=WRITES), "old")
-    assert load_experiment(store, first_generation("old")).is_removed
+    assert load_experiment(store, first_generation("old")).is_being_deleted
     with pytest.raises(Superseded):
         old.add("d")
     with pytest.raises(InvalidInput, match="'old' is being deleted: there is nothing to fork"):
         load_fork_point(store, first_generation("old"), None)
     other = SmallSearch(store, "other")
     origin = load_fork_point(store, first_generation("other"), None).origin
-    assert other.state.number
+    assert other.state.entry_count
     with pytest.raises(InvalidInput, match="'old' is being deleted: use another name"):
         begin_fork(store, first_generation("old"), origin, OWNER, WriteStamp(write_id="w", at=""))
 
@@ -146,7 +146,7 @@ def test_a_fork_of_what_is_deleted_meanwhile_says_so_and_is_not_made() -> None:
     search_of_three(store)
     with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed; delete it"):
         forked(Meanwhile(store, is_a_copy, lambda: removed(store, "old")))
-    assert not load_experiment(store, first_generation("new")).is_whole
+    assert not load_experiment(store, first_generation("new")).is_complete
     removed(store, "new", "n")
     assert left(store) == set()
 
@@ -283,7 +283,7 @@ def _of_experiment(store: MemoryStore, name: str) -> list[str]:
         found = load_experiment(store, find_current_journal(store, name))
     except TuneError:
         return []
-    if not found.number or found.is_removed or not found.is_whole:
+    if not found.entry_count or found.is_being_deleted or not found.is_complete:
         return []
     return unreadable(store, name, found.trials)
 

@@ -62,8 +62,15 @@ def forked(store: object, number: int | None = None, name: str = "new", write_id
 
 def known(trial: Trial) -> dict[str, object]:
     """The fields of a trial that do not locate its bytes, and do not say what it cost its origin."""
-    elsewhere = {"records", "checkpoints", "collected_up_to", "settled_from", "started_from", "quarantined"}
-    checkpoints = [(each.step, each.metrics, each.pinned) for each in trial.checkpoints]
+    elsewhere = {
+        "attempt_records",
+        "checkpoints",
+        "collected_up_to",
+        "adopted_up_to",
+        "restored_sequence",
+        "quarantined_sequences",
+    }
+    checkpoints = [(each.step, each.metrics) for each in trial.checkpoints]
     running = {"phase": Phase.PENDING} if trial.phase is Phase.RUNNING else {}
     return {**trial.model_dump(exclude=elsewhere), "checkpoints": checkpoints, **running}
 
@@ -74,16 +81,16 @@ def what_is_known(experiment: Experiment) -> list[dict[str, object]]:
 
 def test_a_fork_of_every_entry_is_the_origin_as_of_that_entry() -> None:
     store = MemoryStore()
-    last = search_of_three(store).state.number
+    last = search_of_three(store).state.entry_count
     for number in range(1, last + 1):
         then, _ = load_at(store, first_generation("old"), number)
         made = forked(store, number, f"new-{number}")
         assert load_experiment(store, first_generation(f"new-{number}")) == made.experiment
-        assert made.experiment.past_count == then.past_count
+        assert made.experiment.policy_event_count == then.policy_event_count
         assert made.experiment.settings == then.settings
         lost = {trial: {each.step for each in refs} for trial, refs in made.lost_checkpoints.items()}
         for before, now in zip(then.trials.values(), made.experiment.trials.values(), strict=True):
-            left = [each for each in before.checkpoints if each.step not in lost.get(before.trial, ())]
+            left = [each for each in before.checkpoints if each.step not in lost.get(before.id, ())]
             assert known(now) == known(before.model_copy(update={"checkpoints": tuple(left)}))
         assert unreadable(store, f"new-{number}", made.experiment.trials) == []
 
@@ -91,10 +98,10 @@ def test_a_fork_of_every_entry_is_the_origin_as_of_that_entry() -> None:
 def test_of_a_trial_that_goes_on_a_fork_has_what_it_had_by_then() -> None:
     store = MemoryStore()
     old = search_of_three(store)
-    number = old.state.number
+    number = old.state.entry_count
     old.step("b")
     trials = forked(store, number).experiment.trials
-    assert [(trial.trial, trial.phase, trial.step) for trial in trials.values()] == [
+    assert [(trial.id, trial.phase, trial.step) for trial in trials.values()] == [
         ("a", Phase.FINISHED, 3),
         ("b", Phase.PENDING, 3),
         ("c", Phase.PENDING, 0),
@@ -152,7 +159,7 @@ def test_a_clone_is_one_in_the_fork_too_and_keeps_its_origin_there() -> None:
 def test_what_is_set_aside_in_the_origin_since_is_not_copied() -> None:
     store = MemoryStore()
     old = search_of_three(store)
-    number, bad = old.state.number, old.state.trial("b").checkpoints[-1]
+    number, bad = old.state.entry_count, old.state.trial("b").checkpoints[-1]
     old.append(CheckpointQuarantined(trial="b", sequence=bad.sequence, reason="damaged"))
     made = forked(store, number)
     assert made.lost_checkpoints == {"b": [bad]}
@@ -188,9 +195,9 @@ def test_metadata_that_was_set_after_the_save_is_in_the_forks_manifest() -> None
     key = old.key("b").checkpoint_key(old.state.trial("b").checkpoints[-1])
     revise_metadata(store, key.metadata_folder, lambda _: {"note": "best"}, initial={}, write_id="m")
     new = forked(store).experiment
-    assert read_manifest(store, new.trial_key("b").checkpoint_key(new.trial("b").checkpoints[-1])).about.metadata == {
-        "note": "best"
-    }
+    assert read_manifest(
+        store, new.trial_key("b").checkpoint_key(new.trial("b").checkpoints[-1])
+    ).metadata.user_metadata == {"note": "best"}
 
 
 def test_a_fork_and_its_running_origin_go_on_side_by_side_and_keep_each_others_bytes() -> None:
@@ -217,7 +224,7 @@ def test_a_fork_and_its_running_origin_go_on_side_by_side_and_keep_each_others_b
 def test_what_the_origin_has_deleted_since_is_said_and_the_newest_that_is_left_is_used() -> None:
     store = MemoryStore()
     old = search_of_three(store)
-    number = old.state.number
+    number = old.state.entry_count
     old.step("b")
     gone = find_deleted_checkpoints(store, load_fork_point(store, first_generation("old"), number))
     made = forked(store, number)
@@ -229,14 +236,14 @@ def test_what_the_origin_has_deleted_since_is_said_and_the_newest_that_is_left_i
 def test_a_trial_of_which_nothing_is_left_begins_anew_and_that_is_legal() -> None:
     store = MemoryStore()
     old = search_of_three(store)
-    number = old.state.number
+    number = old.state.entry_count
     for _ in range(3):
         old.step("b")
     assert [each.step for each in forked(store, number).lost_checkpoints["b"]] == [1, 2]
     new = SmallSearch(store, "new")
     new.begin("b")
     new.step("b")
-    assert (new.state.trial("b").step, new.state.trial("b").wasted_steps) == (1, 3)
+    assert (new.state.trial("b").step, new.state.trial("b").recomputed_steps) == (1, 3)
 
 
 def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
@@ -244,15 +251,12 @@ def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
     old = search_of_three(store)
     old.append(StopRequested(trial="b", reason="no good", request="r"), StopRequested(reason="enough"))
     made = forked(store).experiment
-    assert (old.state.stop_requests, old.state.stops, old.state.ends) == (("r",), {"b": "no good"}, "enough")
-    assert (made.stop_requests, made.stops, made.ends) == ((), {}, "")
-
-
-def test_a_pinned_checkpoint_is_pinned_in_the_fork() -> None:
-    store = MemoryStore()
-    search_of_three(store).pin("b", step=2)
-    made = forked(store).experiment.trial("b")
-    assert [(ref.step, ref.pinned) for ref in made.checkpoints] == [(1, False), (2, True)]
+    assert (old.state.stop_requests, old.state.pending_stops, old.state.stop_reason) == (
+        ("r",),
+        {"b": "no good"},
+        "enough",
+    )
+    assert (made.stop_requests, made.pending_stops, made.stop_reason) == ((), {}, "")
 
 
 def test_what_is_something_already_does_not_become_a_fork() -> None:
@@ -261,7 +265,7 @@ def test_what_is_something_already_does_not_become_a_fork() -> None:
     origin = load_fork_point(store, first_generation("old"), 2).origin
     for state in (old.state, forked(store).experiment):
         with pytest.raises(IllegalTransition, match="it already has trials or an origin"):
-            apply_event(state, ExperimentForked(origin=origin), state.number + 1)
+            apply_event(state, ExperimentForked(origin=origin), state.entry_count + 1)
 
 
 def test_a_fork_can_be_forked() -> None:
@@ -286,7 +290,7 @@ def test_a_fork_can_be_forked() -> None:
 
 def test_a_fork_that_is_there_already_stays_as_it_is() -> None:
     store = MemoryStore()
-    number = search_of_three(store).state.number
+    number = search_of_three(store).state.entry_count
     forked(store, number)
     new = SmallSearch(store, "new")
     new.begin("b")
@@ -324,7 +328,7 @@ def test_of_two_who_make_the_same_fork_one_owns_it() -> None:
     second = begin_fork(store, first_generation("new"), past.origin, OWNER, other)
     with pytest.raises(Superseded):
         complete_fork(store, past, first, one)
-    assert complete_fork(store, past, second, other).experiment.is_whole
+    assert complete_fork(store, past, second, other).experiment.is_complete
     assert unreadable(store, "new", load_experiment(store, first_generation("new")).trials) == []
 
 
@@ -339,7 +343,7 @@ def test_a_fork_that_is_cut_short_is_not_forked() -> None:
 
 def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_on_every: int) -> int:
     world = MemoryStore()
-    number = search_of_three(world).state.number
+    number = search_of_three(world).state.entry_count
     begun = dict(world.objects)
     origin = load_experiment(world, first_generation("old"))
     counting = DyingStore(world, 0, only=only)

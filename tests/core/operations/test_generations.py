@@ -270,8 +270,8 @@ def some_history(owner: Owner) -> MemoryStore:
     """Return a journal of 12 entries, the last one by another owner, and a snapshot of it."""
     store = MemoryStore()
     state = journals.acquire_ownership(store, JOURNAL, owner, WriteStamp(write_id="open", at=""))
-    while state.number < 11:
-        state = next_state(store, state, [f"t{state.number}"])
+    while state.entry_count < 11:
+        state = next_state(store, state, [f"t{state.entry_count}"])
     write_snapshot(store, state)
     journals.acquire_ownership(store, JOURNAL, OWNER, WriteStamp(write_id="later", at=""))
     return store

@@ -139,7 +139,7 @@ def test_where_one_is_damaged_all_others_of_its_trial_are_read_too(trained: Sess
 
 def test_what_is_retired_while_it_is_read_is_not_damaged(trained: Session) -> None:
     (oldest, *_), before = keys(trained), trained.experiment
-    trained.append([CheckpointsRetired(trial=KEY.trial, retires=(oldest.sequence,))])
+    trained.append([CheckpointsRetired(trial=KEY.trial, retired_sequences=(oldest.sequence,))])
     trained.collect([oldest])
     assert inspect_live_checkpoint(trained.store, oldest) == []
     found = inspect_checkpoints(trained.store, before)

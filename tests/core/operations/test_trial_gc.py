@@ -15,7 +15,6 @@ from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
     CheckpointsRetired,
-    Pinned,
     TrialFinished,
     TrialRequeued,
 )
@@ -272,10 +271,10 @@ def test_one_entry_has_the_limits_of_all_trials() -> None:
         stray = CheckpointKey(trial=scene.search.key(name), step=9, sequence=attempt.trial.next_sequence)
         attempt.upload(stray, {"head": b"nobodys"})
         scene.search.append(TrialFinished(trial=name, reason="enough"))
-    number = scene.search.state.number
+    number = scene.search.state.entry_count
     collects(scene)
     state = load_experiment(scene.store, SEARCH)
-    assert state.number == number + 1
+    assert state.entry_count == number + 1
     assert [trial.collected_up_to for trial in state.trials.values()] == [
         scene.search.trial("s").next_sequence + 1,
         scene.search.trial("c").next_sequence + 1,
@@ -283,7 +282,7 @@ def test_one_entry_has_the_limits_of_all_trials() -> None:
     ]
 
 
-def test_pruning_keeps_the_newest_and_what_is_pinned_and_bytes_that_a_clone_has() -> None:
+def test_pruning_keeps_the_newest_and_bytes_that_a_clone_has() -> None:
     scene = ended_and_cloned()
     assert len(scene.search.trial("s").checkpoints) == 2
     prunes(scene)
@@ -291,9 +290,8 @@ def test_pruning_keeps_the_newest_and_what_is_pinned_and_bytes_that_a_clone_has(
     assert promises_broken(scene.store, scene.chronicle) == []
 
     scene = ended()
-    scene.search.append(Pinned(trial="s", sequence=scene.search.trial("s").checkpoints[0].sequence))
     prunes(scene)
-    assert [ref.step for ref in reopened(scene).trial("s").checkpoints] == [2, 3]
+    assert [ref.step for ref in reopened(scene).trial("s").checkpoints] == [3]
 
 
 def test_nothing_is_pruned_while_a_trial_continues_here_or_elsewhere() -> None:
@@ -338,7 +336,7 @@ def test_what_was_put_aside_is_gone_on_from_by_nobody_and_its_bytes_stay() -> No
     doubts(scene)
     trial = reopened(scene).trial("s")
     assert trial.checkpoints == ()
-    assert trial.lost_checkpoints == 1
+    assert trial.lost_checkpoint_count == 1
     assert [each.reason for each in trial.quarantined_checkpoints] == ["doubted"]
     assert blobs <= set(scene.store.objects)
     assert min_reusable_sequence(trial) > trial.collected_up_to
@@ -404,7 +402,7 @@ def test_what_is_aside_is_not_deleted_whoever_asks() -> None:
     bad = newest(scene)
     doubts(scene)
     search = reopened(scene)
-    search.append(CheckpointsRetired(trial="s", retires=()))
+    search.append(CheckpointsRetired(trial="s", retired_sequences=()))
     before = dict(scene.store.objects)
     key, trial = search.key("s"), search.trial("s")
     assert trial_gc.delete_retired_objects(scene.store, key, trial, [bad]) == 0
@@ -471,7 +469,7 @@ def answered(scene: Scene, *attempts: int) -> None:
     key = scene.search.key("s")
     for attempt in attempts:
         for step in (0, 3):
-            send_answer(scene.store, key, attempt, step, ContinueTraining(milestone=4))
+            send_answer(scene.store, key, attempt, step, ContinueTraining(decision_step=4))
     scene.store.objects[f"{key.answers_folder}/README"] = b"foreign"
     scene.store.objects[f"{key.answers_folder}/1-3.json"] = b"foreign, too"
 

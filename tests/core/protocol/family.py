@@ -112,7 +112,9 @@ class Family(RuleBasedStateMachine):
         """Quarantine the trial's checkpoints, as if they killed the trainable."""
         search = self._waiting(name)
         for ref in search.trial(name).checkpoints:
-            search.append(CheckpointQuarantined(trial=name, sequence=ref.sequence, reason="poison", kills=True))
+            search.append(
+                CheckpointQuarantined(trial=name, sequence=ref.sequence, reason="poison", crashes_trainable=True)
+            )
         self.chronicle.acknowledged.pop(name, None)
 
     def _turn(self, name: str, what: str) -> None:
@@ -160,9 +162,9 @@ class Family(RuleBasedStateMachine):
     def receive(self, which: int, *, clears: bool) -> None:
         name = list(self.there)[which % len(self.there)]
         doomed = self.search.receive(name)
-        assert self.search.trial(name).model_dump(exclude={"post", "records", "clones", "search_term"}) == (
-            self.there[name].trial.model_dump(exclude={"post", "records", "clones", "search_term"})
-        )
+        assert self.search.trial(name).model_dump(
+            exclude={"last_post", "attempt_records", "clones", "launch_term"}
+        ) == (self.there[name].trial.model_dump(exclude={"last_post", "attempt_records", "clones", "launch_term"}))
         if clears:
             self.search.clear(doomed)
 
@@ -299,7 +301,7 @@ class Family(RuleBasedStateMachine):
         for key, files in self.forks.items():
             made = load_experiment(self.store, key)
             live = {
-                made.trial_key(trial.trial).checkpoint_key(ref)
+                made.trial_key(trial.id).checkpoint_key(ref)
                 for trial in made.trials.values()
                 for ref in trial.checkpoints
             }

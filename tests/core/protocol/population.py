@@ -102,12 +102,12 @@ class Attempt:
             self.head = retried(lambda: restored(self.store, manifest))["head"]
         step, sequence = (newest.step, newest.sequence) if newest else (0, None)
         return AttemptStarted(
-            trial=self.trial.trial, attempt=self.trial.attempt + 1, from_step=step, from_sequence=sequence
+            trial=self.trial.id, attempt=self.trial.attempt + 1, from_step=step, from_sequence=sequence
         )
 
     def train(self) -> StepReported:
         """Train a step, and return its report."""
-        step, name = self.trial.step + 1, self.trial.trial
+        step, name = self.trial.step + 1, self.trial.id
         self.head = blake2b(self.head + f"{name} {self.owner}".encode(), digest_size=8).digest()
         return StepReported(
             trial=name, report=StepReport(step=step, metrics={"step": step}, trained_seconds=float(step))
@@ -121,7 +121,7 @@ class Attempt:
         new = CheckpointRef(step=step, sequence=key.sequence, metrics=report.metrics, trained_seconds=float(step))
         ending = checkpoints_to_retire(self.trial, new, self.retention)
         retires = tuple(ref.sequence for ref in ending)
-        return CheckpointCommitted(trial=self.trial.trial, checkpoint=new, retires=retires), ending
+        return CheckpointCommitted(trial=self.trial.id, checkpoint=new, retired_sequences=retires), ending
 
     def files(self, step: int) -> Files:
         return {"backbone": BACKBONE, "cycle": 24 * (b"A" if step % 3 == 1 else b"B"), "head": self.head}
@@ -167,7 +167,7 @@ class Attempt:
         reported = self.train()
         committed, _ = self.publish(reported.report)
         self.post(reported, committed)
-        self.chronicle.acknowledged[self.trial.trial] = self.trial.checkpoints[-1].sequence
+        self.chronicle.acknowledged[self.trial.id] = self.trial.checkpoints[-1].sequence
 
     def on(self, store: ObjectStore, chronicle: Chronicle) -> Attempt:
         return replace(self, store=store, chronicle=chronicle)
@@ -213,7 +213,7 @@ class Search:
         self.append(*retried(lambda: make_adoption_events(self.store, self.state)))
 
     def add(self, *names: str) -> None:
-        self.append(*(TrialAdded(trial=name, config={"width": 3}, of_search=True) for name in names))
+        self.append(*(TrialAdded(trial=name, config={"width": 3}, proposed_by_search=True) for name in names))
 
     # ------------------------------------------------------------------------------------ attempts here
 
@@ -260,7 +260,7 @@ class Search:
             left = retried(lambda name=name: find_leftover_manifests(self.store, self.key(name), self.trial(name)))
             trial = self.trial(name)
             if trial.outbox is None and any(key.sequence >= trial.collected_up_to for key in left):
-                self.append(CheckpointsRetired(trial=name, retires=()))
+                self.append(CheckpointsRetired(trial=name, retired_sequences=()))
             self.clear(left)
 
     def end(self, name: str, cause: Cause = Cause.PREEMPTED) -> None:
@@ -273,7 +273,7 @@ class Search:
         if (ref := clonable_checkpoint(self.trial(source))) is None:
             return
         origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
-        copy = ref.model_copy(update={"sequence": self.trial(name).next_sequence, "origin": origin, "pinned": False})
+        copy = ref.model_copy(update={"sequence": self.trial(name).next_sequence, "origin": origin})
         self.append(CheckpointCloned(trial=name, checkpoint=copy, source=source, config={"width": 4}, reason="behind"))
         self.chronicle.acknowledged[name] = copy.sequence
 
@@ -290,19 +290,19 @@ class Search:
         if (outbox := trial.outbox) is None:
             return []
         if closes:
-            closed = retried(lambda: close_outbox(self.store, key, outbox, trial.post, self.owner, stamp))
+            closed = retried(lambda: close_outbox(self.store, key, outbox, trial.last_post, self.owner, stamp))
             posts = closed.posts
         else:
-            posts = retried(lambda: read_posts(self.store, key, outbox, trial.post))
+            posts = retried(lambda: read_posts(self.store, key, outbox, trial.last_post))
         events: list[Event] = []
-        for number, post in enumerate(posts, trial.post + 1):
+        for number, post in enumerate(posts, trial.last_post + 1):
             events += [PostReceived(trial=name, post=number), *post.events]
         if closes:
             events.append(OutboxClosed(trial=name))
         if not events:
             return []
         self.append(*events)
-        received = [(key, outbox, number) for number, _ in enumerate(posts, trial.post + 1)]
+        received = [(key, outbox, number) for number, _ in enumerate(posts, trial.last_post + 1)]
         retried(lambda: delete_posts(self.store, received))
         refs = {ref.sequence: ref for ref in trial.checkpoints}
         refs |= {
@@ -333,7 +333,7 @@ def trials_with_posts(store: ObjectStore, state: Experiment) -> Mapping[str, Tri
     for name, known in state.trials.items():
         trial = known
         if trial.outbox is not None:
-            for post in read_posts(store, state.trial_key(name), trial.outbox, trial.post):
+            for post in read_posts(store, state.trial_key(name), trial.outbox, trial.last_post):
                 trial = reduce(apply_trial_event, post.events, trial)
         trials[name] = trial
     return trials
@@ -348,7 +348,7 @@ def promises_broken(store: ObjectStore, chronicle: Chronicle, journal: JournalKe
         return [f"I6: the journal does not hold together: {error}"]
     broken = []
     for trial in (trial for known in trials.values() for trial in known.values()):
-        broken += _unreadable(store, chronicle, state.trial_key(trial.trial), trial)
+        broken += _unreadable(store, chronicle, state.trial_key(trial.id), trial)
     for name, trial in trials["posted"].items():
         newest = chronicle.acknowledged.get(name, 0)
         known = (*trial.checkpoints, *(each.checkpoint for each in trial.quarantined_checkpoints))
@@ -362,7 +362,7 @@ def _unreadable(store: ObjectStore, chronicle: Chronicle, key: TrialKey, trial: 
         try:
             files = restored(store, read_manifest(store, checkpoint))
         except TuneError as broken:
-            yield f"I1: {checkpoint.folder} is live in {trial.trial} and cannot be restored: {broken}"
+            yield f"I1: {checkpoint.folder} is live in {trial.id} and cannot be restored: {broken}"
             continue
         if files != chronicle.saved[checkpoint.folder]:
             yield f"I2: {checkpoint.folder} holds bytes that no attempt saved: {files}"
@@ -420,7 +420,7 @@ def _leaks(store: ObjectStore, search: Search, name: str) -> Iterator[str]:
         path for own in keys for path in read_manifest(store, own).blob_paths()
     }
     found = {blob.path for blob in find_orphan_blobs(store, key, trial)}
-    settled = trial.model_copy(update={"settled_from": 10**9})  # a later attempt's, or that of maintenance
+    settled = trial.model_copy(update={"adopted_up_to": 10**9})  # a later attempt's, or that of maintenance
     found |= {old.manifest_path for old in find_leftover_manifests(store, key, settled)}
     found |= _quarantined_manifests(store, key, trial)
     young = {blob.path for blob in store.list(key.blobs_folder) if blob_sequence(blob.path) >= trial.collected_up_to}
@@ -446,4 +446,4 @@ def _quarantined_manifests(store: ObjectStore, key: TrialKey, trial: Trial) -> s
         (listed.path, CheckpointKey.from_manifest_path(key, listed.path))
         for listed in store.list(key.checkpoints_folder)
     )
-    return {path for path, own in keys if own and own.sequence in trial.quarantined}
+    return {path for path, own in keys if own and own.sequence in trial.quarantined_sequences}

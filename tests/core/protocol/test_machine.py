@@ -31,7 +31,6 @@ from prefect_tune.core.journal_events import (
     CheckpointsRetired,
     ExperimentForked,
     ForkedTrial,
-    Pinned,
     Writer,
 )
 from prefect_tune.core.restore import read_manifest
@@ -54,7 +53,6 @@ class Model:
     """The expected state, in plain values."""
 
     live: list[Save] = field(default_factory=list)
-    pinned: set[Save] = field(default_factory=set)
     files: dict[Save, list[Files]] = field(default_factory=dict)
     unsure: Save | None = None
     """An interrupted save: the next owner decides whether it counts."""
@@ -65,7 +63,7 @@ class Model:
     status: str = "pending"
 
     def keep_the_last_two(self) -> list[Save]:
-        return [each for each in self.live if each in self.live[-2:] or each in self.pinned]
+        return self.live[-2:]
 
 
 class Trial(RuleBasedStateMachine):
@@ -241,22 +239,12 @@ class Trial(RuleBasedStateMachine):
         self.model.step = self.model.live[-1][0] if self.model.live else 0
         assert self.owner.trial.step == self.model.step
 
-    @precondition(lambda self: self.model.live and not self.model.unsure)
-    @rule(which=st.integers(0, 5), pinned=st.booleans())
-    def pin(self, which: int, *, pinned: bool) -> None:
-        owner = self._alive()
-        if not self.model.live:
-            return  # all checkpoints were found damaged
-        save = self.model.live[which % len(self.model.live)]
-        owner.append([Pinned(trial=KEY.trial, sequence=save[1], pinned=pinned)])
-        (self.model.pinned.add if pinned else self.model.pinned.discard)(save)
-
     @precondition(lambda self: self.owner and len(self.model.live) > 1)
     @rule()
     def retire_the_oldest(self) -> None:
         owner = self._alive()
         step, sequence = self.model.live.pop(0)
-        owner.append([CheckpointsRetired(trial=KEY.trial, retires=(sequence,))])
+        owner.append([CheckpointsRetired(trial=KEY.trial, retired_sequences=(sequence,))])
         owner.collect([CheckpointKey(trial=KEY, step=step, sequence=sequence)])
 
     # ---------------------------------------------------------------------------- superseded owners and damage

@@ -132,9 +132,9 @@ def some_snapshot(entries: int, number: int, *trials: str) -> MemoryStore:
     """A history with this number of entries, and a snapshot of it after entry `number`."""
     store = MemoryStore()
     state = opened(store)
-    while state.number < entries:
-        state = next_state(store, state, [trials[state.number // 4 % len(trials)]])
-        if state.number == number:
+    while state.entry_count < entries:
+        state = next_state(store, state, [trials[state.entry_count // 4 % len(trials)]])
+        if state.entry_count == number:
             write_snapshot(store, state)
     return store
 

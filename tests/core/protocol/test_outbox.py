@@ -90,7 +90,7 @@ class World:
             state = load_experiment(store, KEY)
             if opens:
                 state = _repeated(lambda: acquire_ownership(store, KEY, owner(name), stamp(name)))
-            outbox, received = state.trial("t").outbox, state.trial("t").post
+            outbox, received = state.trial("t").outbox, state.trial("t").last_post
             if outbox is None:
                 return
             if closes:
@@ -99,7 +99,7 @@ class World:
                 posts = read_posts(store, TRIAL, 1, received)
             events = events_of(posts, received, closes=closes)
             state = _repeated(lambda: append_events(store, state, events, stamp(f"{name}-in")))
-            delete_posts(store, [(TRIAL, 1, number) for number in range(received + 1, state.trial("t").post + 1)])
+            delete_posts(store, [(TRIAL, 1, number) for number in range(received + 1, state.trial("t").last_post + 1)])
 
     def require_kept(self) -> Experiment:
         """Check, after a last owner has closed the outbox, that each acknowledged post is journaled once, in order."""

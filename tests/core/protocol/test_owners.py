@@ -57,7 +57,7 @@ def test_an_unreadable_foreign_manifest_with_a_huge_sequence_does_not_end_the_co
     old.store.create(foreign.manifest_path, b"of another program")
     takes_over_and_saves(old)
     new = load_experiment(old.store, JOURNAL).trial(KEY.trial)
-    assert (new.attempt, new.quarantined) == (2, ())
+    assert (new.attempt, new.quarantined_sequences) == (2, ())
     assert new.checkpoints[-1].step == new.step == 3
 
 

@@ -50,7 +50,7 @@ class _Journal:
         self.write(AttemptStarted(trial=trial, attempt=1, from_step=0))
 
     def save(self, step: int, staged: Path, size: int, more: Mapping[str, bytes]) -> None:
-        key = CheckpointKey(trial=self.state.trial_key("trial"), step=step, sequence=self.state.number)
+        key = CheckpointKey(trial=self.state.trial_key("trial"), step=step, sequence=self.state.entry_count)
         metrics = {"loss": 1 / step}
         files = {"model/weights.bin": bytes([step]) * size, "state.json": b"%d" % step, **more}
         committed(self.store, write(staged, files), key, metrics=metrics)
@@ -127,5 +127,5 @@ def write_curves(
 def after(state: Experiment, events: Sequence[Event]) -> Experiment:
     """Return the experiment after these events, each an entry of its own."""
     for event in events:
-        state = apply_event(state, event, state.number + 1)
+        state = apply_event(state, event, state.entry_count + 1)
     return state

@@ -38,7 +38,9 @@ _REQUEST = timedelta(seconds=9)
 
 def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialSpec:
     key = TrialKey(experiment="e", generation=1, trial=trial)
-    return TrialSpec(target=target, trial=key, trainable=trainable, stopper="", needs_curve=False, of_search=True)
+    return TrialSpec(
+        target=target, trial=key, trainable=trainable, stopper="", needs_history=False, proposed_by_search=True
+    )
 
 
 class FarMachines:
@@ -56,7 +58,7 @@ class FarMachines:
     ) -> Callable[[], object]:
         del line
         trial = spec.trial.trial
-        self.started.append((trial, attempt, request.milestone))
+        self.started.append((trial, attempt, request.decision_step))
         self.requests.append(request)
         over, waiting = self._ends[trial] = threading.Event(), Future()
 
@@ -92,7 +94,7 @@ class FarAttempt:
         self._key = TrialKey(experiment="e", generation=1, trial=trial)
         require_experiment(target, self._key.journal_key)
         known = read_experiment(target, self._key.journal_key).trials.get(trial)
-        state = known or Trial(trial=trial, config={})
+        state = known or Trial(id=trial, config={})
         if state.outbox is None:
             state = state.model_copy(update={"outbox": state.outbox_count + 1, "outbox_count": state.outbox_count + 1})
         self.journal = Outbox(target, self._key, state)
@@ -110,12 +112,12 @@ class FarAttempt:
         """Post each step; with `asks`, the last one asks the search for a decision."""
         for step in steps:
             asks_here = asks and step == steps[-1]
-            self.writes(StepReported(trial=self._key.trial, report=_report(step), asks=asks_here))
+            self.writes(StepReported(trial=self._key.trial, report=_report(step), awaits_decision=asks_here))
 
     def saves(self, step: int, *, asks: bool = False) -> None:
         """Report a step, and commit its checkpoint."""
         ref = CheckpointRef(sequence=self.trial.next_sequence, **_report(step).model_dump())
-        reported = StepReported(trial=self._key.trial, report=_report(step), asks=asks)
+        reported = StepReported(trial=self._key.trial, report=_report(step), awaits_decision=asks)
         self.writes(reported, CheckpointCommitted(trial=self._key.trial, checkpoint=ref))
 
     def writes(self, *events: AttemptEvent) -> None:

@@ -52,7 +52,7 @@ class InstantExecutor:
         self._started(trial)
         self._trials[trial] = simulated = self._attempt(request.trial)
         self._inbox.append(simulated.begin())
-        self._train(simulated, request.milestone, saves=request.saves_first)
+        self._train(simulated, request.decision_step, saves=request.saves_first)
 
     def _attempt(self, trial: Trial) -> _Attempt:
         return _Attempt(trial)
@@ -63,7 +63,7 @@ class InstantExecutor:
         if isinstance(decision, StopTrial):
             self._inbox.extend(simulated.leave(decision))
         else:
-            self._train(simulated, decision.milestone, saves=simulated.saves_first)
+            self._train(simulated, decision.decision_step, saves=simulated.saves_first)
 
     def _train(self, simulated: _Attempt, milestone: int | None, *, saves: bool) -> None:
         simulated.saves_first = saves
@@ -94,7 +94,7 @@ class _Attempt:
 
     def __init__(self, state: Trial) -> None:
         self.state = state
-        self.trial = state.trial
+        self.trial = state.id
         self.saves_first = False
         newest = newest_checkpoint(state)
         self.step = newest.step if newest else 0
@@ -133,7 +133,7 @@ class _Attempt:
 
     def _committed(self) -> CheckpointCommitted:
         ref = CheckpointRef(sequence=self.state.next_sequence, size_bytes=1 << 26, **self._report().model_dump())
-        return CheckpointCommitted(trial=self.trial, checkpoint=ref, retires=self.retired_by(ref))
+        return CheckpointCommitted(trial=self.trial, checkpoint=ref, retired_sequences=self.retired_by(ref))
 
     def retired_by(self, new: CheckpointRef) -> tuple[int, ...]:
         """Return what a checkpoint retires: nothing."""

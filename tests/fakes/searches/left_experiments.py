@@ -139,10 +139,10 @@ def _runs(entries: Sequence[Entry], until: datetime) -> Iterator[_Span]:
     """Yield the first and the last entry of each owner, or the last sign of life that was seen of a killed one."""
     terms = sorted({each.term for each in entries})
     seen = {
-        terms[terms.index(each.term) - 1]: datetime.fromisoformat(event.seen_at)
+        terms[terms.index(each.term) - 1]: datetime.fromisoformat(event.last_seen_at)
         for each in entries
         for event in each.events
-        if event.type == "adopted" and event.seen_at
+        if event.type == "checkpoints-adopted" and event.last_seen_at
     }
     for term in terms:
         mine = [datetime.fromisoformat(each.at) for each in entries if each.term == term and each.writer == "owner"]

@@ -41,8 +41,8 @@ class WrittenEntries:
             raise self.error
         self.entries.append(tuple(events))
         for event in events:
-            state = apply_event(state, event, state.number + 1)
-        return state.model_copy(update={"number": state.number + 1})
+            state = apply_event(state, event, state.entry_count + 1)
+        return state.model_copy(update={"number": state.entry_count + 1})
 
 
 def random_policy() -> SearchPolicy:

@@ -83,7 +83,7 @@ class UnreliableExecutor(InstantExecutor):
         self._trials[trial] = failing = self._attempt(request.trial)
         self._inbox.append(failing.begin())
         reason = f"failed {request.attempt}"
-        self._end(trial, AttemptEnded(trial=trial, cause=cause, reason=reason, at_start=True))
+        self._end(trial, AttemptEnded(trial=trial, cause=cause, reason=reason, before_first_step=True))
 
     def _attempt(self, trial: Trial) -> _Attempt:
         return _RetiringAttempt(trial, self._retention)
@@ -169,7 +169,10 @@ class _Interrupts(StopSource):
 
 def began_elsewhere(target: LocalTarget, *events: AttemptEvent) -> Experiment:
     """An experiment with one trial, whose first attempt has posted events that no search has received."""
-    added = [TrialAdded(trial="00000", config={"x": 0.5}, of_search=True), AttemptLaunched(trial="00000", outbox=1)]
+    added = [
+        TrialAdded(trial="00000", config={"x": 0.5}, proposed_by_search=True),
+        AttemptLaunched(trial="00000", outbox=1),
+    ]
     search = acquire_and_adopt_with_retries(
         target, JournalKey(experiment="e", generation=1), OwnershipRequest(current_owner(), new_write_stamp())
     )

@@ -20,10 +20,10 @@ class RemoteAttempt:
     """One attempt; a test has it post, ask and exit."""
 
     def __init__(self, spec: TrialSpec, request: AttemptRequest) -> None:
-        self.spec, self.request, self.trial = spec, request, request.trial.trial
+        self.spec, self.request, self.trial = spec, request, request.trial.id
         self.outbox = Outbox(spec.target, spec.trial, request.trial)
         self.messages: list[Message] = []
-        self.read = request.trial.post
+        self.read = request.trial.last_post
         self.is_readable = True
         """Whether the search sees new posts."""
 
@@ -36,7 +36,7 @@ class RemoteAttempt:
     def saves(self, step: int, *retires: int, loss: float = 1.0) -> None:
         report = StepReport(step=step, metrics={"loss": loss})
         ref = CheckpointRef(sequence=self.outbox.trial.next_sequence, **report.model_dump())
-        saved = CheckpointCommitted(trial=self.trial, checkpoint=ref, retires=retires)
+        saved = CheckpointCommitted(trial=self.trial, checkpoint=ref, retired_sequences=retires)
         self.posts(StepReported(trial=self.trial, report=report), saved)
 
     def asks(self) -> None:
@@ -82,7 +82,7 @@ class PostingExecutor:
         return trial in self._running
 
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
-        attempt = self._running[request.trial.trial] = RemoteAttempt(spec, request)
+        attempt = self._running[request.trial.id] = RemoteAttempt(spec, request)
         self.attempts.append(attempt)
         self._act(attempt)
 

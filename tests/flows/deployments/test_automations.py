@@ -78,7 +78,7 @@ class TestInstalled:
     """The automations on the server after `install_automations`."""
 
     def test_all_are_installed_by_their_names_and_taken_away_again_and_nobody_elses_are_touched(self) -> None:
-        trigger = EventTrigger(expect={"prefect-tune.finished"}, posture="Reactive", threshold=1)
+        trigger = EventTrigger(expect={"prefect-tune.trial-finished"}, posture="Reactive", threshold=1)
         own = Automation(name="prefect-tune: the user's own", trigger=trigger, actions=[DoNothing()]).create()
         before = found()
         assert install_automations() == automation_names()
@@ -190,7 +190,7 @@ def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_i
 def test_a_damaged_checkpoint_is_alerted_and_one_that_attempts_die_from_is_not() -> None:
     trigger = all_automations(timedelta(seconds=90))[CORRUPT].trigger
     for kills in (False, True):
-        event = CheckpointQuarantined(trial="00000", sequence=3, reason="it is bad", kills=kills)
+        event = CheckpointQuarantined(trial="00000", sequence=3, reason="it is bad", crashes_trainable=kills)
         resource = {"prefect.resource.id": "prefect-tune.trial.s3://b/e/00000", **event_labels(event_payload(event))}
         assert trigger.match.matches(Resource(resource)) is not kills
 
@@ -219,9 +219,10 @@ def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(cl
         pt.tune(Moody, {}, target=target, experiment="searched", metric="loss", num_samples=1, stop={"step": 1})
 
         corrupt = Feed(clean, f"{target.uri}/alone").until(
-            lambda events: any(each["event"] == "prefect-tune.quarantined" for each in events), "prefect-tune."
+            lambda events: any(each["event"] == "prefect-tune.checkpoint-quarantined" for each in events),
+            "prefect-tune.",
         )
-        assert [each["event"] for each in corrupt].count("prefect-tune.quarantined") == 1
+        assert [each["event"] for each in corrupt].count("prefect-tune.checkpoint-quarantined") == 1
         automation = found()[CORRUPT]["id"]
         Feed(clean, automation).until(len, "prefect.automation.action.executed")
         until(lambda: runs_of(client, deployment), seconds=60, what=lambda: "a run of the deployment")

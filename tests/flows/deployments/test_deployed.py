@@ -230,7 +230,7 @@ def test_objects_that_lost_their_classes_fail_the_run_before_anything_is_written
         state = ended(client, name, begun(client, name, **parameters))
         assert state.is_failed()
         assert "InvalidInput" in str(state.message), state.message
-    assert not experiment_at(local_target, "lost").number
+    assert not experiment_at(local_target, "lost").entry_count
 
 
 def test_a_distribution_in_the_config_of_a_single_training_fails_the_run(
@@ -242,7 +242,7 @@ def test_a_distribution_in_the_config_of_a_single_training_fails_the_run(
     state = ended(client, name, run)
     assert state.is_failed()
     assert "config: expected values, found distribution" in str(state.message)
-    assert not experiment_at(local_target, "single").number
+    assert not experiment_at(local_target, "single").entry_count
 
 
 @pytest.mark.long
@@ -264,4 +264,4 @@ def test_what_has_no_json_form_is_an_error_of_the_client(client: SyncPrefectClie
     name = echoing("tune", "refused", local_target)
     with pytest.raises(ValueError, match="cannot be imported by name"):
         sent(client, name, space={"x": pt.sample_from(lambda config: config["y"]), "y": 1})
-    assert not experiment_at(local_target, "refused").number
+    assert not experiment_at(local_target, "refused").entry_count

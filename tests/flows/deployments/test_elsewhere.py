@@ -185,7 +185,7 @@ def test_two_machines_train_and_after_one_has_lost_its_power_they_go_on_bit_for_
             striking.join()
         [trial] = results.trials.values()
         assert (trial.status, trial.step, trial.attempt) == ("completed", RANK_STEPS, 2), [each.log() for each in nodes]
-        checkpoint = results.checkpoint(trial.trial)
+        checkpoint = results.checkpoint(trial.id)
         assert checkpoint is not None
         with checkpoint.as_directory() as directory:
             assert CASES["ddp"][1](Path(directory)) == undisturbed

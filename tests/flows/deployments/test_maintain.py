@@ -115,7 +115,7 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
     report = maintain(str(target), verify="all", retention=pt.Retention(last=1))
     small = next(each for each in report.experiments if each.experiment == "small")
     assert (small.damaged, small.verified_count, small.pruned_count) == ([], 8, 6)
-    assert [each.what for each in small.not_looked_at] == [manifest]
+    assert [each.work for each in small.skipped] == [manifest]
     assert next(each for each in report.experiments if each.experiment == "digits").verified_count == 6
 
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_a_newer_release_is_refused_and_never_quarantined(target
     newest.write_bytes(written.replace(b'"version":2', b'"version":3'))
     report = maintain(str(target), verify="all")
     assert report.damaged_checkpoints == []
-    assert {"upgrade prefect-tune" in each.why for each in report.not_looked_at} == {True}
+    assert {"upgrade prefect-tune" in each.reason for each in report.skipped} == {True}
     newest.write_bytes(written)
     assert maintain(str(target), verify="all").verified_count == 6
     assert live(target) == _STEPS
@@ -155,7 +155,7 @@ def test_a_damaged_journal_is_reported_each_time_and_the_others_are_looked_after
     again = found.value.report
     assert isinstance(again, MaintenanceReport)
     assert [each.folder for each in again.damaged_checkpoints] == ["digits/1/journal"]
-    assert {each.experiment for each in again.not_looked_at} == {"digits"}
+    assert {each.experiment for each in again.skipped} == {"digits"}
     assert again.verified_count == 1
 
 
@@ -184,9 +184,9 @@ def test_a_run_on_each_day_reads_everything_in_as_many_days_as_the_share_says(
 def test_what_the_limits_leave_is_in_the_report(target: Path) -> None:
     report = maintain(str(target), verify="all", max_verify_bytes=1)
     assert report.verified_count == 1
-    assert [each.what for each in report.not_looked_at] == ["5 checkpoints of this sample"]
+    assert [each.work for each in report.skipped] == ["5 checkpoints of this sample"]
     none = maintain(str(target), time_budget_seconds=1e-9)
-    assert [(each.what, each.why) for each in none.not_looked_at] == [("everything", "the time budget was spent")]
+    assert [(each.work, each.reason) for each in none.skipped] == [("everything", "the time budget was spent")]
 
 
 # ------------------------------------------------------------------------------------------------- repairs

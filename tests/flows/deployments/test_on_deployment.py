@@ -42,7 +42,7 @@ from tests.fakes.searches.far_attempts import plan_at
 
 def request_of(attempt: int) -> AttemptRequest:
     """Return the request for an attempt of a trial whose attempts have an outbox each."""
-    trial = Trial(trial="00000", config={}, attempt=attempt - 1, outbox=attempt, outbox_count=attempt)
+    trial = Trial(id="00000", config={}, attempt=attempt - 1, outbox=attempt, outbox_count=attempt)
     return AttemptRequest(search_term=1, trial=trial)
 
 

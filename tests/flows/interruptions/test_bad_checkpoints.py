@@ -65,7 +65,7 @@ def test_damaged_checkpoints_are_put_aside_loudly_and_the_newest_whole_one_is_us
         _DAMAGE[damage](trained, step)
     trained.run(steps=20)
     assert trained.acts("loaded") == [newest]
-    assert len(trained.trial.quarantined) == len(damaged)
+    assert len(trained.trial.quarantined_sequences) == len(damaged)
     assert "quarantined step 15: cannot be restored" in trained.loudly()
     _require_identical(trained, 20)
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_kills_whoever_loads_it_is_put_aside_after_three_death
     assert result.step == 20
     assert trouble.acts("loaded") == [10, 10, 10, 5]
     assert "checkpoint quarantined" in trouble.loudly()
-    assert len(trouble.trial.quarantined) == 1
+    assert len(trouble.trial.quarantined_sequences) == 1
 
 
 @pytest.mark.long
@@ -113,7 +113,7 @@ def test_deaths_by_the_machine_put_no_checkpoint_aside(trouble: Trouble) -> None
     trouble.run(steps=10)
     trouble.run(steps=20)
     assert trouble.acts("loaded") == [10] * 5
-    assert trouble.trial.quarantined == ()
+    assert trouble.trial.quarantined_sequences == ()
 
 
 @pytest.mark.long

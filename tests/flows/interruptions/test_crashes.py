@@ -159,7 +159,7 @@ class _Search:
 
     def table(self, name: str) -> Mapping[str, Any]:
         trials = experiment_at(self.target, name).trials.values()
-        return {each.trial: (each.config["row"], str(each.status), each.step, dict(each.metrics)) for each in trials}
+        return {each.id: (each.config["row"], str(each.status), each.step, dict(each.metrics)) for each in trials}
 
 
 def _killed_until_done(search: _Search, name: str, *, kills: int, seed: int) -> int:

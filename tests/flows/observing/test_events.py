@@ -96,8 +96,8 @@ def test_every_payload_is_by_the_schema(runs: Sequence[Events], target: LocalTar
             "attempt",
             "step",
             "metrics",
-            "wasted_steps",
-            "wasted_at_least",
+            "recomputed_steps",
+            "recomputed_is_lower_bound",
         }
 
 

@@ -113,4 +113,4 @@ def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
 
 def _wasted(target: LocalTarget) -> list[tuple[int, bool]]:
     found = shown(target)
-    return [(each["wasted_steps"], each["wasted_at_least"]) for each in found.get("trials", [found])]
+    return [(each["recomputed_steps"], each["recomputed_is_lower_bound"]) for each in found.get("trials", [found])]

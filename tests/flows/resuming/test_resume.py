@@ -56,7 +56,7 @@ def objects(target: LocalTarget, below: str = "") -> Mapping[str, bytes]:
 
 
 def table(experiment: Experiment) -> Sequence[tuple[object, ...]]:
-    return [(each.trial, each.config, str(each.status), each.step) for each in experiment.trials.values()]
+    return [(each.id, each.config, str(each.status), each.step) for each in experiment.trials.values()]
 
 
 def configs(results: pt.Results) -> Sequence[Mapping[str, object]]:
@@ -73,7 +73,7 @@ def test_and_that_from_whichever_entry(local_target: LocalTarget) -> None:
     described = next(
         entry.number for entry in entries_at(local_target, "old") if isinstance(entry.events[0], ExperimentConfigured)
     )
-    for number in range(described, old.experiment.number + 1):
+    for number in range(described, old.experiment.entry_count + 1):
         new = pt.resume("old", target=local_target, fork=f"new-{number}", at=number)
         assert table(new.experiment) == table(old.experiment), number
 
@@ -98,7 +98,7 @@ def test_what_the_origin_has_deleted_since_is_said_and_refused_where_that_is_ask
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
     searched(local_target, num_samples=1, retention=pt.Retention(last=1))
-    number = experiment_at(local_target, "old").number
+    number = experiment_at(local_target, "old").entry_count
     searched(local_target, num_samples=1, retention=pt.Retention(last=1), stop={"step": 6})
     before = objects(local_target)
     fork = {"target": local_target, "fork": "new", "at": number, "stop": {"step": 4}}
@@ -108,7 +108,7 @@ def test_what_the_origin_has_deleted_since_is_said_and_refused_where_that_is_ask
     new = pt.resume("old", **fork)
     assert "trial 00000: the origin has deleted trial 00000, step 3 since" in caplog.text
     (trial,) = new.trials.values()
-    assert (trial.step, trial.wasted_steps) == (4, 3)
+    assert (trial.step, trial.recomputed_steps) == (4, 3)
 
 
 def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
@@ -116,12 +116,12 @@ def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
 ) -> None:
     searched(local_target, num_samples=1, callbacks=[Diary()])
     (trial,) = (state := experiment_at(local_target, "old")).trials.values()
-    damaged = dict.fromkeys(live_checkpoint_keys(state.trial_key(trial.trial), trial), "damaged")
+    damaged = dict.fromkeys(live_checkpoint_keys(state.trial_key(trial.id), trial), "damaged")
     with local_target.open(timeout=READ_TIMEOUT) as store:
         quarantine(store, state.key, damaged, new_write_stamp())
     new = pt.resume("old", target=local_target, fork="new", stop={"step": 4})
     assert [each.step for each in new.trials.values()] == [4]
-    said = f"trial {trial.trial}: all {len(damaged)} of its checkpoints are quarantined\n"  # it has ended
+    said = f"trial {trial.id}: all {len(damaged)} of its checkpoints are quarantined\n"  # it has ended
     assert caplog.text.count(said) == 1
     assert "the journal cannot store callback objects" in caplog.text
 
@@ -211,7 +211,7 @@ def test_a_search_learns_from_earlier_experiments_once_and_remembers_when_they_a
     whole = searched(local_target, "whole", **warm)
     assert len(whole.trials) == 6
     folders = [f"{local_target.uri}/first", f"{elsewhere.uri}/second", f"{local_target.uri}/copy"]
-    assert list(whole.experiment.warm_start_places) == folders
+    assert list(whole.experiment.warm_start_locations) == folders
     assert sorted(whole.experiment.warm_starts) == sorted(["first", "copy", f"{elsewhere.path}/second"])
     cut = searched(local_target, "cut", **{**warm, "search": {"OptunaSearch": {"num_samples": 2}}})
     for name in ("first", "copy"):

@@ -139,9 +139,9 @@ def _opened(trained: Trouble) -> Experiment:
 
 
 def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_does(trained: Trouble) -> None:
-    plan = TrialSpec(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_curve=False)
+    plan = TrialSpec(target=trained.target, trial=_TRIAL, trainable="", stopper="", needs_history=False)
     answered = FormAnswered(key="form", answer=_BACK, flow_run="run")
-    choice = ResumeChoice(way="other checkpoint", checkpoint=5)
+    choice = ResumeChoice(action="other checkpoint", checkpoint=5)
     turn = RunIteration(trained.plan(None), answer=NewAnswer(choice, answered))
     opened = _opened(trained)
     back = write_entry_directly(trained.target, opened, answer_events(plan, opened, turn)).trial("trial")
@@ -180,4 +180,4 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
     left_run.within(start)
     (answer,) = [turn.answer for turn in turns]
     assert answer is not None
-    assert answer.choice == ResumeChoice(way="other checkpoint", checkpoint=10)
+    assert answer.choice == ResumeChoice(action="other checkpoint", checkpoint=10)

@@ -140,7 +140,7 @@ class _Requests(UnreliableExecutor):
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         newest = newest_checkpoint(request.trial)
         if newest is not None and newest.origin is not None:
-            self.exploits.append((spec.trial.trial, newest.origin.trial, request.milestone))
+            self.exploits.append((spec.trial.trial, newest.origin.trial, request.decision_step))
         super().start_attempt(spec, request)
 
     exploits: list[tuple[str, str, int | None]]
@@ -155,12 +155,12 @@ def test_after_an_exploit_a_trial_is_compared_an_interval_after_its_sources_last
     state = PlannedSearch(local_target, slots=1, executor=executor).run(
         space=SPACE, num_samples=2, scheduler=SCHEDULERS["pbt"]
     )
-    past = [each for trial in state.trials.values() for each in trial.past if each.report is not None]
+    past = [each for trial in state.trials.values() for each in trial.policy_events if each.report is not None]
     compared: dict[str, int] = {}
     decided = []
     for each in sorted(past, key=lambda each: each.order):
-        trial = next(name for name, known in state.trials.items() if each in known.past)
-        if each.what == "decided" and each.report is not None:
+        trial = next(name for name, known in state.trials.items() if each in known.policy_events)
+        if each.kind == "decided" and each.report is not None:
             exploit = each.decision if isinstance(each.decision, Exploit) else None
             compared[trial] = compared[exploit.source] if exploit else each.report.step
             decided += [(trial, exploit.source, compared[trial] + 2)] if exploit else []
@@ -267,7 +267,7 @@ def after(*events: Event) -> bool:
     state = reduce(
         lambda found, event: apply_event(found, event, 1), (TrialAdded(trial="t", config={}), *events), EMPTY
     )
-    return state.trial("t").past[-1].stopped
+    return state.trial("t").policy_events[-1].stopped
 
 
 EMPTY = empty_experiment(first_generation("e"))

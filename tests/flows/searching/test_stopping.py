@@ -115,14 +115,14 @@ def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without
     results, outcome = slow.search_while(lambda: stop("e", target=slow.target, reason="the machine is needed"))
     assert outcome.status == "stopped"
     assert outcome.message == "experiment 'e' has ended; 2 of its 2 trials can be resumed"
-    require_stop_request(results.experiment.ends, "the machine is needed")
+    require_stop_request(results.experiment.stop_reason, "the machine is needed")
     assert {each.status for each in results.trials.values()} == {Status.INTERRUPTED}
     assert all(0 < each.step == saved_step(results, name) < 20 for name, each in results.trials.items())
     resumed = slow.search(step_seconds=0)
-    assert [(each.status, each.step, each.wasted_steps) for each in resumed.trials.values()] == [
+    assert [(each.status, each.step, each.recomputed_steps) for each in resumed.trials.values()] == [
         (Status.COMPLETED, 20, 0)
     ] * 2
-    assert (slow.trained(), resumed.experiment.ends) == (40, "")
+    assert (slow.trained(), resumed.experiment.stop_reason) == (40, "")
 
 
 @pytest.mark.long
@@ -140,7 +140,7 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
     assert (stopped.status, stopped.finish_kind) == (Status.INTERRUPTED, FinishKind.STOPPED)
     assert stopped.step < 27  # the smallest budget may allow it a step
     assert (other.status, other.finish_kind, other.step) == (Status.COMPLETED, FinishKind.CRITERION, 27)
-    assert (len(results.experiment.stop_requests), results.experiment.ends) == (2, "")
+    assert (len(results.experiment.stop_requests), results.experiment.stop_reason) == (2, "")
 
 
 @pytest.mark.long

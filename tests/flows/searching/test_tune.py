@@ -50,7 +50,7 @@ def test_every_point_of_a_grid_is_trained_and_the_best_one_is_found(tmp_path: Pa
 def test_a_trial_whose_process_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     results = searched(tmp_path, space={"fails": "kill", "until": str(tmp_path / "killed")})
     (trial,) = results.trials.values()
-    assert (trial.status, trial.step, trial.attempt, trial.wasted_steps) == (Status.COMPLETED, 3, 2, 0)
+    assert (trial.status, trial.step, trial.attempt, trial.recomputed_steps) == (Status.COMPLETED, 3, 2, 0)
 
 
 def careless(config: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ def test_a_function_reports_saves_and_goes_on_from_its_checkpoint(trouble: Troub
     trouble.trainable = "tests.trainables.troublesome:count"
     assert trouble.run(steps=13, isolation="thread").step == 13
     result = trouble.run(steps=22, isolation="thread")
-    assert (result.step, result.metrics["count"], result.wasted_steps) == (22, 22, 3)
+    assert (result.step, result.metrics["count"], result.recomputed_steps) == (22, 22, 3)
     assert trouble.acts("loaded") == [10]
 
 

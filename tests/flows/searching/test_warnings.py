@@ -40,7 +40,10 @@ def planned(trainable: Any = train, **options: Any) -> SearchPlan:
 def searched(then: SearchPlan, *news: Event) -> Experiment:
     """An experiment of three trials with this plan."""
     name = then.trainable.__name__
-    added = [TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, of_search=True) for n in range(3)]
+    added = [
+        TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, proposed_by_search=True)
+        for n in range(3)
+    ]
     return after(empty_experiment(first_generation("e")), [ExperimentConfigured(settings=then.settings), *added, *news])
 
 

@@ -103,7 +103,11 @@ def test_a_quarantined_checkpoint_is_deleted_with_its_bytes_and_cannot_be_releas
     assert [each.checkpoint.step for each in trial_of(caller).quarantined_checkpoints] == [2]
     assert caller.delete_checkpoints(2) > 0
     left = trial_of(caller)
-    assert (left.quarantined_checkpoints, left.quarantined, [each.step for each in left.checkpoints]) == ((), (), [1])
+    assert (left.quarantined_checkpoints, left.quarantined_sequences, [each.step for each in left.checkpoints]) == (
+        (),
+        (),
+        [1],
+    )
     assert sum("manifest" in path for path in caller.bucket.objects) == 1
     assert caller.delete_checkpoints(2) == 0
     caller.begin("later").save_checkpoint(2, "otherwise")
@@ -210,7 +214,7 @@ def test_a_running_trial_whose_newest_checkpoints_are_deleted_is_at_the_one_befo
     assert restored is not None
     assert restored.step == 3
     assert (gone_back.step, gone_back.metrics, gone_back.status) == (3, {"loss": 1 / 3}, Status.RUNNING)
-    assert (gone_back.attempt, gone_back.wasted_steps) == (3, 2)
+    assert (gone_back.attempt, gone_back.recomputed_steps) == (3, 2)
     caller.save_checkpoint(5, "otherwise", metrics={"loss": 9.0})  # the trial continues and saves every second step
     trained_on = trial_of(caller)
     assert (trained_on.step, trained_on.metrics) == (5, {"loss": 9.0})
@@ -251,7 +255,7 @@ def test_reports_of_steps_that_a_later_run_trains_again_are_journaled(caller: Ca
     pt.restore_experiment_state.fn(target=caller.target, experiment="e")
     caller.sync(reports={2: {"loss": 0.3}})
     trial = trial_of(caller)
-    assert (trial.step, trial.metrics, trial.attempt, trial.wasted_steps) == (2, {"loss": 0.3}, 2, 2)
+    assert (trial.step, trial.metrics, trial.attempt, trial.recomputed_steps) == (2, {"loss": 0.3}, 2, 2)
     assert losses(caller) == {1: 1.0, 2: 0.3}
 
 

@@ -181,7 +181,7 @@ def test_steps_that_were_reported_and_not_saved_are_trained_again_in_a_new_attem
     caller.sync(reports={2: {"loss": 0.5}, 3: {"loss": 0.4}})
     caller.save_checkpoint(2)  # the same flow run, resumed after a suspension, restarts from its checkpoint
     trial = caller.state().trial("trial")
-    assert (trial.attempt, trial.step, trial.wasted_steps) == (2, 2, 2)
+    assert (trial.attempt, trial.step, trial.recomputed_steps) == (2, 2, 2)
 
 
 def test_a_search_is_not_written_to(caller: Caller, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_damaged(
     assert restored is not None
     assert (restored.step, files_in(restored.directory)) == (4, files_in(caller.directory(4)))
     trial = caller.state().trial("trial")
-    assert (trial.quarantined, trial.lost_checkpoints) == ((), 0)
+    assert (trial.quarantined_sequences, trial.lost_checkpoint_count) == ((), 0)
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 

@@ -44,7 +44,7 @@ def test_a_trial_is_trained_to_its_end_and_returned_at_once_afterwards(caller: C
     caller.begin("later")
     assert run(tmp_path, {"rate": 0.5}) == done
     further = run(tmp_path, {"rate": 0.5}, stop={"step": 6})
-    assert (further.step, further.attempts, further.wasted_steps) == (6, 2, 0)
+    assert (further.step, further.attempts, further.recomputed_steps) == (6, 2, 0)
 
 
 @pytest.mark.usefixtures("caller")

@@ -463,7 +463,9 @@ class RankGroup:
             self.world_size = rank.world_size
         elif rank.rank in self._channels or rank.world_size != self.world_size:
             conflict = "that rank" if rank.world_size == self.world_size else f"{self.world_size} ranks"
-            channel.send(JoinRejected(why=f"rank {rank.rank} of {rank.world_size}: this trial already has {conflict}"))
+            channel.send(
+                JoinRejected(reason=f"rank {rank.rank} of {rank.world_size}: this trial already has {conflict}")
+            )
             return None
         self._channels[rank.rank] = self._open_channels[rank.rank] = channel
         self._pids[rank.rank] = join.pid
@@ -627,7 +629,7 @@ def open_rank_group(
         with suppress(OSError):  # without sockets in the file system, a launcher in the trial cannot have ranks
             joins, ranks_at = _JoinSocket(directory), str(directory / "ranks")
             resources.callback(joins.close)
-        start = start.model_copy(update={"ranks_at": ranks_at})
+        start = start.model_copy(update={"rank_socket": ranks_at})
         if joins is not None:
             joins.start = start
         group = RankGroup([resources.enter_context(open_channel(start))], joins)
@@ -649,7 +651,7 @@ def _make_start_messages(start: Start, placement: Placement, rendezvous: Mapping
             **rendezvous,
         }
         named = RankInfo(rank=rank, world_size=placement.world_size, local_rank=local_rank, variables=variables)
-        yield start.model_copy(update={"rank": named, "waits": False})
+        yield start.model_copy(update={"rank": named, "reusable": False})
 
 
 def find_free_port(address: str = "") -> int:

@@ -125,7 +125,7 @@ class TrialProcessPool:
             if self._grows:
                 self._slots = max(self._slots, self._used_count)
         try:
-            start = start.model_copy(update={"waits": start.waits and self._slots > 0})
+            start = start.model_copy(update={"reusable": start.reusable and self._slots > 0})
             request = _ProcessRequest(start, log, key, stop or threading.Event())
             channel = _PooledChannel(self, request, self._take_idle_process(key))
             try:
@@ -264,7 +264,7 @@ class _PooledChannel(TrialChannel):
             return None
         self._has_reported |= message is not None and not isinstance(message, TrainableLoaded)
         self._is_reused &= message is None or isinstance(message, TrainableLoaded)
-        self.is_reusable = isinstance(message, TrialEnded) and message.waits
+        self.is_reusable = isinstance(message, TrialEnded) and message.awaits_reuse
         self._leased.is_exiting |= isinstance(message, TrialEnded)
         if isinstance(message, TrainableLoaded):
             self._wait_log = WaitLog(self._request.log, _NO_REPORT_NOTE, _FIRST_REPORT_NOTE_DELAY)

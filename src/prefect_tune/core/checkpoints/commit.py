@@ -179,7 +179,7 @@ def commit_checkpoint(
     batches = list(pack_ranges(split_files(source.files)))
     blobs = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
     uploaded = _collect_sizes(blobs)
-    manifest = Manifest(**_layout_fields(key, source, blobs), about=about)
+    manifest = Manifest(**_layout_fields(key, source, blobs), metadata=about)
     unverified: dict[str, FailedBlob] = {}
     if reverification is not None:
         due_reads = _select_due_reads(manifest, reuse, reverification)
@@ -194,7 +194,7 @@ def commit_checkpoint(
         replaced = store.map(lambda group: _store_group(store, key, source, group, intact), compress(batches, affected))
         blobs = [*compress(blobs, map(not_, affected)), *replaced]
         uploaded |= _collect_sizes(blobs)
-        manifest = Manifest(**_layout_fields(key, source, blobs), about=about)
+        manifest = Manifest(**_layout_fields(key, source, blobs), metadata=about)
     source.require_unchanged()
     require_stored(store, key.trial.blobs_folder, uploaded)
     stored = publish_manifest(store, key, finalize_manifest(manifest) if finalize_manifest else manifest)
@@ -291,7 +291,7 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
         create_or_recognize(store, key.manifest_path, seal(manifest))
     except AlreadyExists as exists:
         stored = read_sealed(store, Manifest, key.manifest_path, CheckpointCorrupt)
-        if stored is None or stored.about.write_id != manifest.about.write_id:
+        if stored is None or stored.metadata.write_id != manifest.metadata.write_id:
             raise AlreadyCommitted(f"{key.manifest_path}: holds a checkpoint of another write") from exists
         return stored  # an earlier try of this save, which reused other blobs
     return manifest

@@ -168,7 +168,7 @@ class CheckpointMetadata(Value):
     created_at: str
     parent: str | None = None
     metrics: Mapping[str, object] = Field(default_factory=dict)
-    metadata: Mapping[str, object] = Field(default_factory=dict)
+    user_metadata: Mapping[str, object] = Field(default_factory=dict)
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     trained_seconds: float = 0.0
     reports: tuple[StepReport, ...] = ()
@@ -229,11 +229,11 @@ class FileLayout(Value):
 
 
 class Manifest(FileLayout, Document):
-    """A committed checkpoint: its metadata (`about`) and its contents."""
+    """A committed checkpoint: its metadata (`metadata`) and its contents."""
 
     format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
-    version: Literal[2] = 2
-    about: CheckpointMetadata
+    version: Literal[3] = 3
+    metadata: CheckpointMetadata
 
 
 # Read the bytes of a manifest from the store in few requests, and verify each chunk against its digest.

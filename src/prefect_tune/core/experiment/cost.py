@@ -72,7 +72,7 @@ class AttemptCost:
     """The seconds of each category except idle."""
     usage: AttemptUsage | None
     """Its processor and memory usage; None if the attempt is running or was lost."""
-    is_bounded: bool = False
+    is_begin_clamped: bool = False
     """Whether its begin, by another clock, was outside its slot or run and was moved to the nearest time in it."""
 
     @property
@@ -176,13 +176,13 @@ def _run_spans(experiment: Experiment, until: datetime) -> Sequence[_RunSpan]:
         _RunSpan(run.term, begin, end, run.slots) for run, begin, end in times if begin is not None and end is not None
     ]
     for trial in experiment.trials.values():
-        for record in trial.records:
+        for record in trial.attempt_records:
             began = parse_time(record.began_at or "")
             if began is None or record.slot_at is not None or not runs:
                 continue  # the run ended later anyway
             index = _run_index(runs, record, began)
             last = _add_seconds(_clamp_begin(runs, index, began), record.seconds.total)
-            if trial.phase is Phase.RUNNING and record is trial.records[-1]:
+            if trial.phase is Phase.RUNNING and record is trial.attempt_records[-1]:
                 index, last = len(runs) - 1, max(last, until)
             runs[index] = replace(runs[index], end=max(runs[index].end, last))
     return runs
@@ -213,14 +213,14 @@ def _add_seconds(time: datetime, seconds: float) -> datetime:
 def _attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> Iterator[AttemptCost]:
     """Yield the cost of each attempt whose times are known."""
     free_at: datetime | None = None
-    for index, record in enumerate(trial.records):
-        following = next(iter(trial.records[index + 1 :]), None)
+    for index, record in enumerate(trial.attempt_records):
+        following = next(iter(trial.attempt_records[index + 1 :]), None)
         is_running = trial.phase is Phase.RUNNING and following is None
         began, slot_at = parse_time(record.began_at or ""), parse_time(record.slot_at or "")
         outlives_run = slot_at is not None and 0 < record.term < record.slot_term
         if slot_at is not None and not outlives_run:
             first = slot_at
-        elif slot_at is not None and record.use is not None:
+        elif slot_at is not None and record.usage is not None:
             # The slot belongs to the last run, and the attempt measured all of its own time.
             first = _add_seconds(slot_at, min(0.0, record.slot_seconds - record.seconds.total))
         elif began is not None:
@@ -242,7 +242,7 @@ def _attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> I
             seconds_before = min(max(0.0, gap), max(0.0, held_seconds - record.seconds.total))
             is_bounded = gap != seconds_before
         seconds = _seconds_by_category(record, seconds_before, held_seconds, is_running=is_running)
-        yield AttemptCost(trial.trial, record.attempt, first, seconds, record.use, is_bounded)
+        yield AttemptCost(trial.id, record.attempt, first, seconds, record.usage, is_bounded)
 
 
 def _slot_end(
@@ -253,7 +253,7 @@ def _slot_end(
     if slot_at is not None:
         return _add_seconds(slot_at, record.slot_seconds)
     measured_end = _add_seconds(first, record.seconds.total)
-    if record.use is not None or not runs:
+    if record.usage is not None or not runs:
         return measured_end
     run = runs[_run_index(runs, record, began or first)]
     if run.slots is None:
@@ -272,7 +272,7 @@ def _seconds_by_category(
     seconds[Category.START] += seconds_before
     rest = held_seconds - sum(seconds.values())
     has_trained = record.seconds.start > 0  # from a commit entry; otherwise the end of its start is unknown
-    if record.use is not None:
+    if record.usage is not None:
         rest_category = Category.ENDING
     elif not has_trained:
         rest_category = Category.START

@@ -75,8 +75,8 @@ class TrialMap(Mapping[str, Trial]):
 
     def with_trial(self, trial: Trial) -> TrialMap:
         """Return a copy in which `trial` replaces its namesake, or is added at the end if it is new."""
-        number = self._numbers.get(trial.trial, len(self._numbers))
-        return TrialMap(self._numbers.insert(trial.trial, number), self._trials.insert(number, trial))
+        number = self._numbers.get(trial.id, len(self._numbers))
+        return TrialMap(self._numbers.insert(trial.id, number), self._trials.insert(number, trial))
 
     def __getitem__(self, trial: str) -> Trial:
         return self._trials[self._numbers[trial]]
@@ -85,7 +85,7 @@ class TrialMap(Mapping[str, Trial]):
         return trial in self._numbers
 
     def __iter__(self) -> Iterator[str]:
-        return (self._trials[number].trial for number in range(len(self._trials)))
+        return (self._trials[number].id for number in range(len(self._trials)))
 
     def __len__(self) -> int:
         return len(self._trials)
@@ -119,14 +119,14 @@ class Experiment(Value):
 
     key: JournalKey
     """The key of the journal."""
-    number: int = 0
+    entry_count: int = 0
     digest: str = ""
     """The digest of the last entry."""
     term: int = 0
     owner: Owner | None = None
-    opened_at: int = 0
+    owner_since_entry: int = 0
     """The number of the entry with which the present owner took over the experiment."""
-    adopted_in: int = 0
+    last_adopting_term: int = 0
     """The last term whose owner adopted the saves that the owner before it had not journaled."""
     settings: Mapping[str, object] = Field(default_factory=dict)
     """The parameters of the run that took it over last; see `ExperimentConfigured`."""
@@ -134,26 +134,26 @@ class Experiment(Value):
     """The number of samples that each run added, in the order of the runs; see `ExperimentConfigured.extensions`."""
     origin: ForkOrigin | None = None
     """The journal entry that it was forked from; None if it is not a fork."""
-    is_whole: bool = True
+    is_complete: bool = True
     """Whether the fork is complete; an incomplete one cannot be resumed."""
-    is_removed: bool = False
+    is_being_deleted: bool = False
     """Whether its deletion has started."""
     warm_starts: Mapping[str, int] = Field(default_factory=dict)
     """The experiments from which its search starts warm, each with the number of the entry that holds their trials."""
-    warm_start_places: tuple[str, ...] = ()
+    warm_start_locations: tuple[str, ...] = ()
     """The locations of `warm_starts` for events and assets, without repetitions, in the order of their entries."""
     stop_requests: tuple[str, ...] = ()
     """The write ids of the journaled stop requests, in order: the first is request 1."""
-    stops: Mapping[str, AnyReason] = Field(default_factory=dict)
+    pending_stops: Mapping[str, AnyReason] = Field(default_factory=dict)
     """The trials that must stop and have not ended yet, each with the reason."""
-    ends: AnyReason = ""
+    stop_reason: AnyReason = ""
     """Why the present owner stops the experiment early; empty if it does not."""
     restarts: int = 0
     """Consecutive automatic restarts of its run without a commit or a decision in between."""
     answers: tuple[FormAnswered, ...] = ()
     """The users' answers to forms, oldest first."""
-    past_count: int = 0
-    """The number of events that a resume replays to search and scheduler; see `Trial.past`."""
+    policy_event_count: int = 0
+    """The number of events that a resume replays to search and scheduler; see `Trial.policy_events`."""
     runs: tuple[RunRecord, ...] = ()
     """When each run owned the experiment, oldest first; see `cost.compute_cost`."""
     trials: TrialMap = Field(default_factory=TrialMap.from_trials)
@@ -196,13 +196,14 @@ def apply_entry(
         misplaced = [
             event.type
             for event in entry.events
-            if not isinstance(event, NonOwnerEvent) or (isinstance(event, CheckpointQuarantined) and event.kills)
+            if not isinstance(event, NonOwnerEvent)
+            or (isinstance(event, CheckpointQuarantined) and event.crashes_trainable)
         ]
         if misplaced or not entry.events:
             names = ", ".join(misplaced) or "none"
             raise JournalCorrupt(f"{where}: expected events that a non-owner may write, found {names}")
     changes_owner = bool(entry.events) and isinstance(entry.events[0], OwnerChanged)
-    expected = (experiment.number + 1, experiment.digest, experiment.term + changes_owner)
+    expected = (experiment.entry_count + 1, experiment.digest, experiment.term + changes_owner)
     if (entry.number, entry.previous, entry.term) != expected:
         raise JournalCorrupt(
             f"{where}: expected number, predecessor and term {expected}, found "
@@ -213,7 +214,7 @@ def apply_entry(
             experiment = (apply_one or apply_event)(experiment, event, entry.number, entry.writer)
     except IllegalTransition as error:
         raise JournalCorrupt(f"{where}: {error}") from error
-    return experiment.model_copy(update={"number": entry.number, "digest": digest})
+    return experiment.model_copy(update={"entry_count": entry.number, "digest": digest})
 
 
 def apply_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
@@ -227,16 +228,16 @@ def apply_event(experiment: Experiment, event: Event, number: int, writer: Write
             return _apply_owner_change(experiment, event, number)
         case CheckpointsAdopted():
             # From now on, unjournaled saves of attempts that ended with their owner cannot become checkpoints.
-            for name in {**event.checkpoints, **event.reached}:
+            for name in {**event.checkpoints, **event.last_known_steps}:
                 experiment = _replace_trial(experiment, apply_adoption(_require_trial(experiment, name), event))
-            runs = extend_previous_run(experiment.runs, event.seen_at)
-            return experiment.model_copy(update={"adopted_in": experiment.term, "runs": runs})
+            runs = extend_previous_run(experiment.runs, event.last_seen_at)
+            return experiment.model_copy(update={"last_adopting_term": experiment.term, "runs": runs})
         case ExperimentConfigured():
             return _apply_configured(experiment, event, number)
         case ExperimentForked():
             return _apply_forked(experiment, event)
         case DeletionStarted():
-            return experiment.model_copy(update={"is_removed": True})
+            return experiment.model_copy(update={"is_being_deleted": True})
         case StopRequested():
             return _apply_stop_request(experiment, event)
         case FormAnswered():
@@ -244,9 +245,10 @@ def apply_event(experiment: Experiment, event: Event, number: int, writer: Write
         case TrialAdded():
             if event.trial in experiment.trials:
                 raise IllegalTransition(f"trial {event.trial!r} was already added")
-            past = PolicyEvent(order=experiment.past_count + 1, what="added")
-            fields = event.model_dump(include={"trial", "config", "fingerprint", "of_search"})
-            return _replace_trial(experiment, Trial.model_validate({**fields, "past": (past,)}), past_count=past.order)
+            past = PolicyEvent(order=experiment.policy_event_count + 1, kind="added")
+            fields = event.model_dump(include={"config", "fingerprint", "proposed_by_search"})
+            trial = Trial.model_validate({"id": event.trial, **fields, "policy_events": (past,)})
+            return _replace_trial(experiment, trial, policy_event_count=past.order)
         case _:
             return _apply_trial_event(experiment, event, writer)
 
@@ -257,8 +259,14 @@ def _apply_owner_change(experiment: Experiment, event: OwnerChanged, number: int
         raise IllegalTransition(f"term {event.term} of {key} cannot follow term {experiment.term} of {experiment.key}")
     previous, flow_run = experiment.owner, event.owner.flow_run
     is_same_run = previous is not None and flow_run is not None and flow_run == previous.flow_run
-    restarts = experiment.restarts + 1 if is_same_run and not event.owner.by_hand else 0
-    opened = {"term": event.term, "owner": event.owner, "opened_at": number, "ends": "", "restarts": restarts}
+    restarts = experiment.restarts + 1 if is_same_run and not event.owner.is_manual else 0
+    opened = {
+        "term": event.term,
+        "owner": event.owner,
+        "owner_since_entry": number,
+        "stop_reason": "",
+        "restarts": restarts,
+    }
     if event.at is not None:
         run = RunRecord(term=event.term, began_at=event.at, slots=event.owner.slots)
         opened["runs"] = (*experiment.runs, run)
@@ -268,13 +276,13 @@ def _apply_owner_change(experiment: Experiment, event: OwnerChanged, number: int
 def _apply_configured(experiment: Experiment, event: ExperimentConfigured, number: int) -> Experiment:
     if repeated := event.extensions.keys() & experiment.extensions.keys():
         raise IllegalTransition(f"run {min(repeated)} has already added its samples")
-    locations = (start.place for start in event.warm_starts if start.place is not None)
+    locations = (start.location for start in event.warm_starts if start.location is not None)
     return experiment.model_copy(
         update={
             "settings": event.settings,
             "extensions": {**experiment.extensions, **event.extensions},
             "warm_starts": {**experiment.warm_starts, **{start.source: number for start in event.warm_starts}},
-            "warm_start_places": tuple(dict.fromkeys((*experiment.warm_start_places, *locations))),
+            "warm_start_locations": tuple(dict.fromkeys((*experiment.warm_start_locations, *locations))),
         }
     )
 
@@ -283,10 +291,10 @@ def _apply_forked(experiment: Experiment, event: ExperimentForked) -> Experiment
     if event.trials is None:
         if experiment.trials or experiment.origin is not None:
             raise IllegalTransition(f"cannot become a fork of {event.origin}: it already has trials or an origin")
-        return experiment.model_copy(update={"origin": event.origin, "is_whole": False})
+        return experiment.model_copy(update={"origin": event.origin, "is_complete": False})
     for name, forked in event.trials.items():
         experiment = _replace_trial(experiment, apply_fork(_require_trial(experiment, name), forked))
-    return experiment.model_copy(update={"is_whole": True})
+    return experiment.model_copy(update={"is_complete": True})
 
 
 def _apply_stop_request(experiment: Experiment, event: StopRequested) -> Experiment:
@@ -295,10 +303,10 @@ def _apply_stop_request(experiment: Experiment, event: StopRequested) -> Experim
     if event.refused is not None:
         return experiment
     if event.trial is None:
-        return experiment.model_copy(update={"ends": event.reason})
+        return experiment.model_copy(update={"stop_reason": event.reason})
     if _require_trial(experiment, event.trial).phase in ENDED_PHASES:
         raise IllegalTransition(f"trial {event.trial!r} has ended and cannot be stopped")
-    return experiment.model_copy(update={"stops": {**experiment.stops, event.trial: event.reason}})
+    return experiment.model_copy(update={"pending_stops": {**experiment.pending_stops, event.trial: event.reason}})
 
 
 def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Writer) -> Experiment:
@@ -307,19 +315,19 @@ def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Wri
     trial, changes = apply_trial_event(before, event, writer), dict[str, object]()
     match event:
         case AttemptStarted(attempt=attempt):
-            trial = _set_terms(trial, attempt, term=experiment.term if trial.outbox is None else trial.search_term)
+            trial = _set_terms(trial, attempt, term=experiment.term if trial.outbox is None else trial.launch_term)
         case AttemptLaunched():
-            trial = trial.model_copy(update={"search_term": experiment.term})
+            trial = trial.model_copy(update={"launch_term": experiment.term})
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
             trial = _set_terms(trial, attempt, slot_term=experiment.term)
             changes["runs"] = extend_last_run(experiment.runs, since, seconds)
         case _:
             pass
-    past = _make_policy_event(experiment.past_count + 1, before, event, trial)
+    past = _make_policy_event(experiment.policy_event_count + 1, before, event, trial)
     if past is not None:
-        trial = trial.model_copy(update={"past": (*trial.past, past)})
-        changes["past_count"] = past.order
-    if isinstance(event, CheckpointCommitted) or (past is not None and past.what in ("decided", "ended")):
+        trial = trial.model_copy(update={"policy_events": (*trial.policy_events, past)})
+        changes["policy_event_count"] = past.order
+    if isinstance(event, CheckpointCommitted) or (past is not None and past.kind in ("decided", "ended")):
         changes["restarts"] = 0
     return _replace_trial(experiment, trial, **changes)
 
@@ -327,15 +335,15 @@ def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Wri
 def _make_policy_event(order: int, before: Trial, event: AnyTrialEvent, changed: Trial) -> PolicyEvent | None:
     match event:
         case DecisionMade(report=report, decision=decision):
-            return PolicyEvent(order=order, what="decided", report=report, decision=decision)
+            return PolicyEvent(order=order, kind="decided", report=report, decision=decision)
         case TrialResumed():
-            return PolicyEvent(order=order, what="resumed")
+            return PolicyEvent(order=order, kind="resumed")
         case TrialRequeued() if before.phase in ENDED_PHASES:
-            return PolicyEvent(order=order, what="added")
+            return PolicyEvent(order=order, kind="added")
         case _ if changed.phase in ENDED_PHASES and before.phase not in ENDED_PHASES:
             return PolicyEvent(
                 order=order,
-                what="ended",
+                kind="ended",
                 report=last_report(changed) if changed.step else None,
                 failed=changed.phase is Phase.ERRORED,
                 stopped=changed.phase is Phase.FINISHED and changed.finish_kind is FinishKind.PRUNED,
@@ -350,8 +358,10 @@ def last_report(trial: Trial) -> StepReport:
 
 
 def _set_terms(trial: Trial, attempt: int, **terms: int) -> Trial:
-    records = (record.model_copy(update=terms) if record.attempt == attempt else record for record in trial.records)
-    return trial.model_copy(update={"records": tuple(records)})
+    records = (
+        record.model_copy(update=terms) if record.attempt == attempt else record for record in trial.attempt_records
+    )
+    return trial.model_copy(update={"attempt_records": tuple(records)})
 
 
 def _require_trial(experiment: Experiment, trial: str) -> Trial:
@@ -361,8 +371,10 @@ def _require_trial(experiment: Experiment, trial: str) -> Trial:
 
 
 def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> Experiment:
-    if trial.trial in experiment.stops and trial.phase in ENDED_PHASES:
-        changes["stops"] = {name: reason for name, reason in experiment.stops.items() if name != trial.trial}
+    if trial.id in experiment.pending_stops and trial.phase in ENDED_PHASES:
+        changes["pending_stops"] = {
+            name: reason for name, reason in experiment.pending_stops.items() if name != trial.id
+        }
     return experiment.model_copy(update={"trials": _update_clone_lists(experiment.trials, trial), **changes})
 
 
@@ -372,7 +384,7 @@ def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
     Raises:
         IllegalTransition: no checkpoint or clone keeps the bytes of a new clone: they may have been deleted.
     """
-    before, trials = trials.get(trial.trial), trials.with_trial(trial)
+    before, trials = trials.get(trial.id), trials.with_trial(trial)
     if (
         before is not None
         and before.checkpoints is trial.checkpoints
@@ -389,7 +401,7 @@ def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
             refs: Sequence[CheckpointRef | Clone] = (*_refs_with_bytes(source), *source.clones)
         if source is None or (clone.step, clone.sequence) not in {(ref.step, ref.sequence) for ref in refs}:
             raise IllegalTransition(
-                f"trial {trial.trial!r}: cannot clone step {clone.step} (sequence {clone.sequence}) of trial "
+                f"trial {trial.id!r}: cannot clone step {clone.step} (sequence {clone.sequence}) of trial "
                 f"{origin!r}: it is no longer a checkpoint"
             )
         trials = trials.with_trial(source.model_copy(update={"clones": (*source.clones, clone)}))
@@ -406,7 +418,7 @@ def _clones_of(trial: Trial | None) -> set[tuple[str, Clone]]:
     if trial is None:
         return set()
     return {
-        (old.trial, Clone(step=old.step, sequence=old.sequence, trial=trial.trial, clone_sequence=ref.sequence))
+        (old.trial, Clone(step=old.step, sequence=old.sequence, trial=trial.id, clone_sequence=ref.sequence))
         for ref in _refs_with_bytes(trial)
         if (old := ref.origin) is not None
     }

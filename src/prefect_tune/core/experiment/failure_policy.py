@@ -81,18 +81,18 @@ def decide_after_failure(trial: Trial, cause: Cause, policy: FailurePolicy) -> F
         return EndRun()
     if (reason := _budget_spent_reason(trial, cause, policy)) is not None:
         return FailTrial(reason)
-    if trial.started_from is None or trial.same_start < policy.quarantine_after:
+    if trial.restored_sequence is None or trial.consecutive_start_failures < policy.quarantine_after:
         return RetryTrial()
-    crashes = {"attempts": trial.same_start, "error": trial.end_reason}
-    if trial.blamed_checkpoints:
+    crashes = {"attempts": trial.consecutive_start_failures, "error": trial.end_reason}
+    if trial.quarantined_since_commit:
         return FailTrial(make_reason("died-at-each-start", **crashes))
-    return QuarantineCheckpoint(trial.started_from, make_reason("died-at-start", **crashes))
+    return QuarantineCheckpoint(trial.restored_sequence, make_reason("died-at-start", **crashes))
 
 
 def end_reason_after_error(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> Reason | None:
     """Return why the error of `trial`, one of `trials`, ends the experiment; None if the experiment continues."""
     if fail_fast:
-        return make_reason("fail-fast", trial=trial.trial, error=summarize_error(trial.end_reason))
+        return make_reason("fail-fast", trial=trial.id, error=summarize_error(trial.end_reason))
     return repeated_error_reason(trials) if fail_fast is None else None
 
 
@@ -121,7 +121,7 @@ def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
 
 def _last_activity_time(trial: Trial) -> datetime:
     """Return when the last attempt of a trial ended; if it has not reported a step yet, when it began."""
-    record = trial.records[-1]
+    record = trial.attempt_records[-1]
     return (parse_time(record.began_at or "") or _UNKNOWN_TIME) + timedelta(seconds=record.seconds.total)
 
 
@@ -152,6 +152,6 @@ def _budget_spent_reason(trial: Trial, cause: Cause, policy: FailurePolicy) -> R
         return make_reason("not-retried", cause=cause.value, error=error)
     if cause is Cause.MACHINE and trial.machine_failures > policy.max_machine_failures:
         return make_reason("max-machine-failures", failures=trial.machine_failures, error=error)
-    if cause is Cause.TRAINABLE and trial.user_failures > policy.max_failures:
-        return make_reason("max-failures", failures=trial.user_failures, limit=policy.max_failures, error=error)
+    if cause is Cause.TRAINABLE and trial.trainable_failures > policy.max_failures:
+        return make_reason("max-failures", failures=trial.trainable_failures, limit=policy.max_failures, error=error)
     return None

@@ -58,7 +58,7 @@ class Cadence(Value):
 class Retention(Value):
     """Which checkpoints are kept: every checkpoint that at least one rule keeps; all without any rule.
 
-    The newest checkpoint and pinned checkpoints are always kept. A checkpoint without the metric is never among
+    The newest checkpoint is always kept. A checkpoint without the metric is never among
     the best; of equally good ones the older is kept, so a new one does not replace it.
 
     Args:
@@ -91,12 +91,9 @@ def sequences_to_retire(checkpoints: Sequence[CheckpointRef], policy: Retention)
     """Return the sequences of the checkpoints that `policy` does not keep; `checkpoints` is oldest first."""
     if policy.keeps_all:
         return ()
-    from prefect_tune.core.experiment.summary import (
-        rank_checkpoints,
-    )  # late: flows import this module without the journal
+    from prefect_tune.core.experiment.summary import rank_checkpoints  # late: flows import this without the journal
 
     kept = {ref.sequence for ref in checkpoints[-(policy.last or 1) :]}
-    kept |= {ref.sequence for ref in checkpoints if ref.pinned}
     kept |= {ref.sequence for ref in checkpoints if policy.every and ref.step % policy.every == 0}
     if (objective := make_objective(policy.metric, policy.mode)) is not None:
         kept |= {ref.sequence for ref in rank_checkpoints(checkpoints, objective)[: policy.best]}

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import pstdev
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from prefect_tune.core.display_text import did_you_mean, signature_if_mismatched
 from prefect_tune.core.errors import BadStop, InvalidInput
@@ -27,6 +27,7 @@ from prefect_tune.core.metrics import (
     to_plain_scalar,
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
+from prefect_tune.core.renamed import Renamed
 from prefect_tune.core.search.objective import Mode, Objective, make_objective
 from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, TrialId, get_metric, iter_leaves
@@ -35,8 +36,10 @@ RAY_EQUIVALENTS = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(s
 """Ray Tune's names of values that every report has, and their equivalents here."""
 
 
-class Stopper(NamedOptions, ABC):
+class Stopper(NamedOptions, Renamed, ABC):
     """Stops a trial. It has no state of its own: it gets every report of the trial's history, oldest first."""
+
+    _renamed: ClassVar[Mapping[str, str]] = {"why_stop": "stop_reason", "looks_back": "needs_history"}
 
     @property
     def needs_history(self) -> bool:
@@ -298,8 +301,10 @@ class StopExperiment:
 StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
-class StopperState(ABC):
+class StopperState(Renamed, ABC):
     """The state of an experiment's stopper, fed live or by the replay of a resume. Each call is O(1)."""
+
+    _renamed: ClassVar[Mapping[str, str]] = {"added": "on_trial_added", "ended": "on_trial_ended"}
 
     def on_trial_added(self, trial: TrialId) -> None:
         """Record a new trial, or an ended one that continues."""

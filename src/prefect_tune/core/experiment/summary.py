@@ -206,7 +206,9 @@ def is_search(state: Experiment) -> bool:
 
 def experiment_kind(state: Experiment) -> str:
     """Return "search" or "training"; any number of trials in the user's own flow is a training."""
-    return "search" if state.settings or any(trial.of_search for trial in state.trials.values()) else "training"
+    return (
+        "search" if state.settings or any(trial.proposed_by_search for trial in state.trials.values()) else "training"
+    )
 
 
 def count_by_status(state: Experiment) -> Mapping[str, int]:
@@ -262,8 +264,8 @@ def _mask_text(value: object) -> object:
 
 def sort_trials(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
     """Return the trials by their last reports, best first; trials that cannot be compared come last."""
-    comparable = {trial.trial: trial for trial, _ in rank_trials(trials, objective)}
-    return [*comparable.values(), *(trial for trial in trials if trial.trial not in comparable)]
+    comparable = {trial.id: trial for trial, _ in rank_trials(trials, objective)}
+    return [*comparable.values(), *(trial for trial in trials if trial.id not in comparable)]
 
 
 def find_best_trial(state: Experiment) -> Trial | None:
@@ -302,12 +304,12 @@ def format_trial_html(trial: Trial) -> str:
     """Return a trial for a notebook, with its history, its newest checkpoint and its whole error."""
     seconds = "" if trial.measured_seconds is None else f" in {trial.measured_seconds:,.1f} s"
     attempts = f", {pluralize(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
-    wasted = format_recomputed_steps(trial.wasted_steps, at_least=trial.wasted_at_least)
+    wasted = format_recomputed_steps(trial.recomputed_steps, at_least=trial.recomputed_is_lower_bound)
     repeated = f", {wasted} trained again" if wasted else ""
     rows: list[tuple[str, Cell]] = [
         ("trained", f"{pluralize(trial.step, 'step', 'steps')}{seconds}{attempts}{repeated}")
     ]
-    history = [text for event in trial.past if (text := _describe_policy_event(event))]
+    history = [text for event in trial.policy_events if (text := _describe_policy_event(event))]
     earlier_count = max(0, len(history) - _MAX_HISTORY_ROWS)
     earlier = [pluralize(earlier_count, "earlier event", "earlier events")] if earlier_count else []
     rows += [("" if index else "history", text) for index, text in enumerate([*earlier, *history[earlier_count:]])]
@@ -317,12 +319,12 @@ def format_trial_html(trial: Trial) -> str:
         others = f"; {len(trial.checkpoints)} are kept" if len(trial.checkpoints) > 1 else ""
         size = f", {format_size(newest.size_bytes)}" if newest.size_bytes else ""
         rows.append(("checkpoint", f"step {newest.step}{size}{others}"))
-        rows.append(("", Verbatim(f"results.checkpoint({trial.trial!r})")))
+        rows.append(("", Verbatim(f"results.checkpoint({trial.id!r})")))
     is_errored = trial.status is Status.ERRORED
     if trial.reason and not is_errored:
         rows.append(("reason", first_line(trial.reason)))
     return render_notebook_cell(
-        Text([f"Trial {trial.trial} · {format_status(trial.status, trial.step)}"], kind="strong"),
+        Text([f"Trial {trial.id} · {format_status(trial.status, trial.step)}"], kind="strong"),
         make_values_table("metric", flatten(trial.metrics)),
         make_values_table("parameter", flatten(trial.config)),
         Table((), [(name, cell if isinstance(cell, Verbatim) else shorten(str(cell), 300)) for name, cell in rows]),
@@ -332,10 +334,10 @@ def format_trial_html(trial: Trial) -> str:
 
 def _describe_policy_event(event: PolicyEvent) -> str:
     prefix = f"step {event.report.step}: " if event.report else ""
-    if event.what == "decided" and event.decision is not None:
+    if event.kind == "decided" and event.decision is not None:
         decision = event.decision
         reason = "" if isinstance(decision, Continue) else f", {first_line(decision.reason)}"
         return f"{prefix}{decision.type}{reason}"
-    if event.what == "resumed":
+    if event.kind == "resumed":
         return f"{prefix}resumed"
     return f"{prefix}failed" if event.failed else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias, assert_never
+from typing import Any, ClassVar, Literal, TypeAlias, assert_never
 
 from pydantic import Field
 
@@ -33,7 +33,6 @@ from prefect_tune.core.journal_events import (
     ForkedTrial,
     OutboxClosed,
     Owner,
-    Pinned,
     PostReceived,
     QuarantinedCheckpoint,
     SlotFreed,
@@ -46,6 +45,7 @@ from prefect_tune.core.journal_events import (
     Writer,
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
+from prefect_tune.core.renamed import Renamed
 from prefect_tune.core.schedulers.base import Decision, Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds, record_slot_freed
@@ -95,7 +95,7 @@ class PolicyEvent(Value):
     """An event that a resume replays to search and scheduler; `order` counts over all trials of the experiment."""
 
     order: int
-    what: Literal["added", "decided", "resumed", "ended"]
+    kind: Literal["added", "decided", "resumed", "ended"]
     report: StepReport | None = None
     """With "decided": the report behind the decision; with "ended": the last report."""
     decision: Decision | None = None
@@ -116,18 +116,20 @@ class Clone(Value):
     """The sequence of the clone in that trial."""
 
 
-class Trial(Value):
+class Trial(Renamed, Value):
     """One configuration being trained, as of the journal's last entry.
 
-    For users: its name `trial`, its `config` and `status`, the `metrics` of its newest `step`, its `checkpoints`
+    For users: its name `id`, its `config` and `status`, the `metrics` of its newest `step`, its `checkpoints`
     (`results.checkpoint` opens the newest), the `reason` of its end, `attempt`, the number of its attempts, and
     `trained_seconds`. The search needs the other fields to continue it.
     """
 
-    trial: TrialId
+    _renamed: ClassVar[Mapping[str, str]] = {"trial": "id", "wasted_steps": "recomputed_steps"}
+
+    id: TrialId
     config: Mapping[str, Any]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
-    of_search: bool = False
+    proposed_by_search: bool = False
     """Whether a search proposed it; False for a single training and in the user's own flow."""
     phase: Phase = Phase.PENDING
     """Its phase, from which its status is derived."""
@@ -140,41 +142,41 @@ class Trial(Value):
     """The training time up to that step, in seconds; also 0 if it was not measured."""
     checkpoints: tuple[CheckpointRef, ...] = ()
     """The live checkpoints, oldest first."""
-    quarantined: tuple[int, ...] = ()
+    quarantined_sequences: tuple[int, ...] = ()
     """Sequences of checkpoints that must not be used."""
     quarantined_checkpoints: tuple[QuarantinedCheckpoint, ...] = ()
     """The quarantined checkpoints that were committed and not retired: their bytes stay, so they can be reinstated."""
-    lost_checkpoints: int = 0
+    lost_checkpoint_count: int = 0
     """The number of committed checkpoints that are quarantined; if no other is left, all progress is lost."""
     next_sequence: int = 1
     """The sequence of its next save. Each save, attempt, and limit for running saves increments it."""
-    settled_from: int = 1
+    adopted_up_to: int = 1
     """Manifests with lower sequences that the journal does not name are abandoned, and never become checkpoints."""
     collected_up_to: int = 0
     """The limit of the last retirement: blobs of earlier saves are reusable only while a checkpoint refers to them."""
     clones: tuple[Clone, ...] = ()
     """Other trials' clones of its live and retired checkpoints, whose bytes stay as long as the clones."""
-    user_failures: int = 0
+    trainable_failures: int = 0
     """Failures of the user's code since the trial was added or requeued."""
     machine_failures: int = 0
     """Failures of the machine since the last commit."""
-    same_start: int = 0
+    consecutive_start_failures: int = 0
     """The number of consecutive attempts from the same checkpoint (or none) that crashed before their first step."""
-    blamed_checkpoints: int = 0
+    quarantined_since_commit: int = 0
     """The number of checkpoints quarantined since the last commit because they crashed the trainable."""
-    started_from: int | None = None
+    restored_sequence: int | None = None
     """The sequence that the last attempt restored; None if it started without a checkpoint."""
-    cloned: int | None = None
+    last_clone_sequence: int | None = None
     """The sequence of the last clone of another trial's checkpoint that it continued from."""
-    wasted_steps: int = 0
+    recomputed_steps: int = 0
     """The number of steps known to have been trained again."""
-    wasted_at_least: bool = False
+    recomputed_is_lower_bound: bool = False
     """Whether there may be more: the owner of an attempt vanished together with its last reports."""
-    reached: int | None = None
+    last_known_step: int | None = None
     """The last step that a vanished owner's attempt is known to have trained; for `wasted_steps`."""
-    reached_seconds: float = 0.0
+    last_known_seconds: float = 0.0
     """The training time up to that step; 0 if unknown. Only the cost depends on it."""
-    vanished: bool = False
+    is_owner_lost: bool = False
     """Whether the owner of its last attempt vanished."""
     end_reason: AnyReason = ""
     """Why the trial or its last attempt ended; empty while it runs. `reason` is its text."""
@@ -186,19 +188,19 @@ class Trial(Value):
     """The number of the open outbox of an attempt on another machine; None if there is none."""
     outbox_count: int = 0
     """The number of outboxes so far; the next outbox gets the next number."""
-    post: int = 0
+    last_post: int = 0
     """The last journaled post of the open outbox."""
-    search_term: int = 0
+    launch_term: int = 0
     """The term of the owner that launched the attempt of the last outbox."""
     supervisor: Owner | None = None
     """The process that supervises its last attempt, on another machine; None if the journal's owner does."""
-    proposed: Mapping[str, object] | None = None
+    original_config: Mapping[str, object] | None = None
     """The configuration it was added with, if it has since exploited another trial."""
-    exploits: Exploit | None = None
+    pending_exploit: Exploit | None = None
     """An exploit that the scheduler decided and the trial has not carried out yet."""
-    past: tuple[PolicyEvent, ...] = ()
+    policy_events: tuple[PolicyEvent, ...] = ()
     """The events that a resume replays to search and scheduler, oldest first."""
-    records: tuple[AttemptRecord, ...] = ()
+    attempt_records: tuple[AttemptRecord, ...] = ()
     """What each of its attempts used, oldest first; see `cost.compute_cost`."""
 
     @property
@@ -219,14 +221,14 @@ class Trial(Value):
     def has_inherited_report(self) -> bool:
         """Whether its last report comes from the trial whose checkpoint it cloned: it has not reported since."""
         newest = newest_checkpoint(self)
-        return newest is not None and (newest.sequence, newest.step) == (self.cloned, self.step)
+        return newest is not None and (newest.sequence, newest.step) == (self.last_clone_sequence, self.step)
 
     @property
     def recomputed_steps_text(self) -> str:
         """The number of its wasted steps: `3`, `at least 3`, or `none known`."""
-        if self.wasted_at_least and not self.wasted_steps:
+        if self.recomputed_is_lower_bound and not self.recomputed_steps:
             return "none known"
-        return f"{'at least ' * self.wasted_at_least}{self.wasted_steps}"
+        return f"{'at least ' * self.recomputed_is_lower_bound}{self.recomputed_steps}"
 
     @property
     def measured_seconds(self) -> float | None:
@@ -235,7 +237,7 @@ class Trial(Value):
 
     def __repr__(self) -> str:
         """Return what users want to know about a trial, on one line."""
-        facts = {"trial": self.trial, "status": str(self.status), "step": self.step}
+        facts = {"trial": self.id, "status": str(self.status), "step": self.step}
         facts |= {"metrics": dict(self.metrics), "config": dict(self.config)}
         if self.status is Status.ERRORED:
             facts["reason"] = first_line(self.reason)
@@ -287,7 +289,7 @@ def clonable_checkpoint(trial: Trial, last_step: int | None = None) -> Checkpoin
 def make_clone_ref(trial: Trial, ref: CheckpointRef, source: str) -> CheckpointRef:
     """Return the reference with which `trial` takes a checkpoint of the trial `source` as its next checkpoint."""
     origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
-    return ref.model_copy(update={"sequence": trial.next_sequence, "origin": origin, "pinned": False})
+    return ref.model_copy(update={"sequence": trial.next_sequence, "origin": origin})
 
 
 def live_checkpoint_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
@@ -307,7 +309,7 @@ def is_quarantined_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
 
 def _is_stored_as(trial: Trial, ref: CheckpointRef, key: CheckpointKey) -> bool:
     stored = ref.origin or ref
-    name = ref.origin.trial if ref.origin is not None else trial.trial
+    name = ref.origin.trial if ref.origin is not None else trial.id
     return (stored.step, stored.sequence, name) == (key.step, key.sequence, key.trial.trial)
 
 
@@ -357,8 +359,8 @@ def can_commit_save(trial: Trial, sequence: int) -> bool:
     False if it began before the last retirement: blobs that it reuses may have been deleted. False if its sequence
     belongs to a checkpoint in the journal or to an earlier attempt: the trial continued without it.
     """
-    last_sequence = max((*(ref.sequence for ref in trial.checkpoints), *trial.quarantined), default=0)
-    return sequence > last_sequence and sequence >= max(trial.settled_from, trial.collected_up_to)
+    last_sequence = max((*(ref.sequence for ref in trial.checkpoints), *trial.quarantined_sequences), default=0)
+    return sequence > last_sequence and sequence >= max(trial.adopted_up_to, trial.collected_up_to)
 
 
 # ------------------------------------------------------------------------------------------------------- transitions
@@ -388,10 +390,14 @@ NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase]
 }
 _PHASE_EVENTS = frozenset(event for _, event in NEXT_PHASE)
 _CLONABLE_PHASES = frozenset({Phase.PENDING, Phase.PAUSED})
-_FRESH_BUDGETS = {"cause": None, "blamed_checkpoints": 0, "user_failures": 0, "machine_failures": 0, "same_start": 0}
-_CheckpointEvent: TypeAlias = (
-    CheckpointCommitted | CheckpointCloned | CheckpointsRetired | CheckpointQuarantined | Pinned
-)
+_FRESH_BUDGETS = {
+    "cause": None,
+    "quarantined_since_commit": 0,
+    "trainable_failures": 0,
+    "machine_failures": 0,
+    "consecutive_start_failures": 0,
+}
+_CheckpointEvent: TypeAlias = CheckpointCommitted | CheckpointCloned | CheckpointsRetired | CheckpointQuarantined
 
 
 def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owner") -> Trial:
@@ -406,24 +412,26 @@ def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owne
         or (isinstance(event, StepReported | CheckpointCommitted) and not is_running)
         or (isinstance(event, CheckpointCloned) and trial.phase not in _CLONABLE_PHASES)
     ):
-        raise IllegalTransition(f"trial {trial.trial!r} is {trial.phase}: event {event.type!r} cannot occur")
+        raise IllegalTransition(f"trial {trial.id!r} is {trial.phase}: event {event.type!r} cannot occur")
     match event:
         case AttemptStarted():
             changed = _apply_attempt_start(trial, event)
         case StepReported(report=report):
             if (changed := apply_report(trial, report)) is trial:
-                where = f"trial {trial.trial!r}"
+                where = f"trial {trial.id!r}"
                 raise IllegalTransition(f"{where}: step {report.step} cannot follow step {trial.step}")
         case AttemptEnded() | TrialErrored() | TrialFinished() | TrialPaused():
             changed = _apply_end(trial, event)
         case TrialRequeued(reason=reason):
             changed = trial.model_copy(update={"end_reason": reason, "finish_kind": None, **_FRESH_BUDGETS})
         case DecisionMade(decision=Exploit() as exploit):
-            changed = trial.model_copy(update={"exploits": exploit})
+            changed = trial.model_copy(update={"pending_exploit": exploit})
         case TrialResumed() | DecisionMade():
-            changed = trial  # the experiment adds them to `past`
+            changed = trial  # the experiment adds them to `policy_events`
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
-            changed = trial.model_copy(update={"records": record_slot_freed(trial.records, attempt, since, seconds)})
+            changed = trial.model_copy(
+                update={"attempt_records": record_slot_freed(trial.attempt_records, attempt, since, seconds)}
+            )
         case AttemptLaunched() | PostReceived() | OutboxClosed():
             changed = _apply_outbox_event(trial, event)
         case _:
@@ -449,14 +457,14 @@ def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
     Raises:
         IllegalTransition: one of the checkpoints is not acceptable (see `can_commit_save`).
     """
-    for checkpoint in event.checkpoints.get(trial.trial, ()):
+    for checkpoint in event.checkpoints.get(trial.id, ()):
         trial = _add_save(trial, checkpoint, None)
-    if (reached := event.reached.get(trial.trial)) is not None:
-        reached_seconds = max(trial.reached_seconds, event.trained_seconds.get(trial.trial, 0.0))
-        changes = {"reached": max(reached, trial.reached or 0), "reached_seconds": reached_seconds}
+    if (reached := event.last_known_steps.get(trial.id)) is not None:
+        reached_seconds = max(trial.last_known_seconds, event.trained_seconds.get(trial.id, 0.0))
+        changes = {"last_known_step": max(reached, trial.last_known_step or 0), "last_known_seconds": reached_seconds}
         if trial.outbox is None:
             settled = trial.next_sequence + 1
-            changes |= {"vanished": True, "next_sequence": settled, "settled_from": settled}
+            changes |= {"is_owner_lost": True, "next_sequence": settled, "adopted_up_to": settled}
         trial = trial.model_copy(update=changes)
     return trial
 
@@ -470,15 +478,15 @@ def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
         update={
             "phase": NEXT_PHASE.get((trial.phase, ExperimentForked), trial.phase),
             "checkpoints": forked.checkpoints,
-            "cloned": None,
+            "last_clone_sequence": None,
             "outbox": None,
-            "quarantined": (),
+            "quarantined_sequences": (),
             "quarantined_checkpoints": (),
-            "lost_checkpoints": 0,
-            "settled_from": trial.next_sequence,
+            "lost_checkpoint_count": 0,
+            "adopted_up_to": trial.next_sequence,
             "collected_up_to": trial.next_sequence,
-            "started_from": None,
-            "records": (),
+            "restored_sequence": None,
+            "attempt_records": (),
         }
     )
 
@@ -492,15 +500,15 @@ def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
     if event.from_step != (start.step if start else 0) or not (start or is_fresh):
         keys = [(ref.step, ref.sequence) for ref in trial.checkpoints]
         raise IllegalTransition(
-            f"trial {trial.trial!r}: cannot start from step {event.from_step}, sequence {event.from_sequence}; "
+            f"trial {trial.id!r}: cannot start from step {event.from_step}, sequence {event.from_sequence}; "
             f"expected one of its checkpoints (step, sequence): {keys}"
         )
     if event.attempt != trial.attempt + 1:
-        raise IllegalTransition(f"trial {trial.trial!r}: attempt {event.attempt} cannot follow {trial.attempt}")
+        raise IllegalTransition(f"trial {trial.id!r}: attempt {event.attempt} cannot follow {trial.attempt}")
     # An earlier attempt whose process was wrongly thought dead may still save; its saves have lower sequences.
     sequence = trial.next_sequence + (trial.attempt > 0)
-    wasted_steps = max(0, max(trial.step, trial.reached or 0) - event.from_step)
-    records, beginning = trial.records, {"attempt": event.attempt, "began_at": event.at}
+    wasted_steps = max(0, max(trial.step, trial.last_known_step or 0) - event.from_step)
+    records, beginning = trial.attempt_records, {"attempt": event.attempt, "began_at": event.at}
     if records and records[-1].attempt == event.attempt:  # it already has a slot
         records = (*records[:-1], records[-1].model_copy(update=beginning))
     else:
@@ -513,25 +521,27 @@ def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
             "step": event.from_step,
             "metrics": start.metrics if start else {},
             "trained_seconds": start.trained_seconds if start else 0.0,
-            "wasted_steps": trial.wasted_steps + wasted_steps,
-            "wasted_at_least": trial.wasted_at_least or trial.vanished,
-            "reached": None,
-            "reached_seconds": 0.0,
-            "vanished": False,
-            "same_start": trial.same_start if event.from_sequence == trial.started_from else 0,
-            "started_from": event.from_sequence,
+            "recomputed_steps": trial.recomputed_steps + wasted_steps,
+            "recomputed_is_lower_bound": trial.recomputed_is_lower_bound or trial.is_owner_lost,
+            "last_known_step": None,
+            "last_known_seconds": 0.0,
+            "is_owner_lost": False,
+            "consecutive_start_failures": trial.consecutive_start_failures
+            if event.from_sequence == trial.restored_sequence
+            else 0,
+            "restored_sequence": event.from_sequence,
             "end_reason": "",
             "next_sequence": sequence,
-            "settled_from": sequence if trial.attempt else trial.settled_from,
+            "adopted_up_to": sequence if trial.attempt else trial.adopted_up_to,
             "supervisor": event.supervisor,
-            "records": records,
+            "attempt_records": records,
         }
     )
 
 
 def _apply_end(trial: Trial, event: AttemptEnded | TrialErrored | TrialFinished | TrialPaused) -> Trial:
     """End the trial or its attempt; the record of an already ended attempt stays."""
-    is_lost, changes, records = False, dict[str, object](), trial.records
+    is_lost, changes, records = False, dict[str, object](), trial.attempt_records
     match event:
         case TrialFinished():
             changes["finish_kind"] = event.kind
@@ -546,27 +556,27 @@ def _apply_end(trial: Trial, event: AttemptEnded | TrialErrored | TrialFinished 
             changes = {
                 "cause": event.cause,
                 "machine_failures": trial.machine_failures + is_machine_failure,
-                "user_failures": trial.user_failures + (is_failure and not is_machine_failure),
-                "same_start": trial.same_start + 1 if event.at_start else 0,
+                "trainable_failures": trial.trainable_failures + (is_failure and not is_machine_failure),
+                "consecutive_start_failures": trial.consecutive_start_failures + 1 if event.before_first_step else 0,
             }
-    if records and not records[-1].is_over:
-        use = None if isinstance(event, TrialErrored) else event.use
-        unsaved = unsaved_seconds(trial, max(trial.trained_seconds, trial.reached_seconds))
+    if records and not records[-1].has_ended:
+        use = None if isinstance(event, TrialErrored) else event.usage
+        unsaved = unsaved_seconds(trial, max(trial.trained_seconds, trial.last_known_seconds))
         records = (*records[:-1], records[-1].with_end(use, unsaved, is_lost=is_lost))
-    return trial.model_copy(update={"end_reason": event.reason, "records": records, **changes})
+    return trial.model_copy(update={"end_reason": event.reason, "attempt_records": records, **changes})
 
 
 def _apply_outbox_event(trial: Trial, event: AttemptLaunched | PostReceived | OutboxClosed) -> Trial:
     match event:
         case AttemptLaunched(outbox=outbox) if trial.outbox is None and outbox == trial.outbox_count + 1:
-            return trial.model_copy(update={"outbox": outbox, "outbox_count": outbox, "post": 0})
-        case PostReceived(post=post) if trial.outbox is not None and post == trial.post + 1:
-            return trial.model_copy(update={"post": post})
+            return trial.model_copy(update={"outbox": outbox, "outbox_count": outbox, "last_post": 0})
+        case PostReceived(post=post) if trial.outbox is not None and post == trial.last_post + 1:
+            return trial.model_copy(update={"last_post": post})
         case OutboxClosed() if trial.outbox is not None:
             return trial.model_copy(update={"outbox": None})
         case _:
             raise IllegalTransition(
-                f"trial {trial.trial!r}: {event!r} cannot follow outbox {trial.outbox} at post {trial.post}; "
+                f"trial {trial.id!r}: {event!r} cannot follow outbox {trial.outbox} at post {trial.last_post}; "
                 f"the last outbox is {trial.outbox_count}"
             )
 
@@ -578,22 +588,16 @@ def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Write
         case CheckpointCloned():
             return _apply_clone(trial, event)
         case CheckpointsRetired():
-            return _retire_checkpoints(trial, event.retires, trial.next_sequence + 1)
+            return _retire_checkpoints(trial, event.retired_sequences, trial.next_sequence + 1)
         case CheckpointQuarantined(quarantined=False):
             return _reinstate_checkpoint(trial, event.sequence)
         case CheckpointQuarantined():
             # Later saves must not reuse its possibly damaged blobs; the owner's running save is not committed.
             limit = trial.next_sequence + 1
-            changes = {"blamed_checkpoints": trial.blamed_checkpoints + event.kills}
-            if writer == "owner" and not event.by_guest:
+            changes = {"quarantined_since_commit": trial.quarantined_since_commit + event.crashes_trainable}
+            if writer == "owner" and not event.by_non_owner:
                 changes |= {"collected_up_to": limit, "next_sequence": limit}
             return _quarantine_checkpoint(trial, event.sequence, event.reason, limit).model_copy(update=changes)
-        case Pinned():
-            checkpoints = tuple(
-                ref.model_copy(update={"pinned": event.pinned}) if ref.sequence == event.sequence else ref
-                for ref in trial.checkpoints
-            )
-            return trial.model_copy(update={"checkpoints": checkpoints})
         case _:
             assert_never(event)
 
@@ -610,8 +614,8 @@ def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
     if predates_quarantine(trial, sequence):
         since = max(quarantined.since for quarantined in trial.quarantined_checkpoints)
         return _quarantine_checkpoint(committed, sequence, make_reason("save-overtaken"), since)
-    if event.retires and not (trial.outbox is not None and predates_quarantine(trial, trial.settled_from)):
-        return _retire_checkpoints(committed, event.retires, sequence + 1)
+    if event.retired_sequences and not (trial.outbox is not None and predates_quarantine(trial, trial.adopted_up_to)):
+        return _retire_checkpoints(committed, event.retired_sequences, sequence + 1)
     return committed
 
 
@@ -620,37 +624,43 @@ def _apply_clone(trial: Trial, event: CheckpointCloned) -> Trial:
     clone = event.checkpoint
     return _add_checkpoint(trial, clone).model_copy(
         update={
-            "cloned": clone.sequence,
+            "last_clone_sequence": clone.sequence,
             "step": clone.step,
             "metrics": clone.metrics,
             "trained_seconds": clone.trained_seconds,
             "config": trial.config if event.config is None else event.config,
-            "proposed": trial.proposed or trial.config,
-            "exploits": None,
+            "original_config": trial.original_config or trial.config,
+            "pending_exploit": None,
             "end_reason": event.reason,
-            "reached": None,
-            "reached_seconds": 0.0,
-            "vanished": False,
+            "last_known_step": None,
+            "last_known_seconds": 0.0,
+            "is_owner_lost": False,
         }
     )
 
 
 def _add_save(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | None) -> Trial:
     """Return the trial with a checkpoint of its own, which resets its machine failures."""
-    records = trial.records
-    if records and not records[-1].is_over:
+    records = trial.attempt_records
+    if records and not records[-1].has_ended:
         record = records[-1].with_commit(seconds, unsaved_seconds(trial, checkpoint.trained_seconds))
         records = (*records[:-1], record)
-    changes = {"records": records, "machine_failures": 0, "same_start": 0, "blamed_checkpoints": 0}
+    changes = {
+        "attempt_records": records,
+        "machine_failures": 0,
+        "consecutive_start_failures": 0,
+        "quarantined_since_commit": 0,
+    }
     return _add_checkpoint(trial, checkpoint).model_copy(update=changes)
 
 
 def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
     if not can_commit_save(trial, checkpoint.sequence):
         raise IllegalTransition(
-            f"trial {trial.trial!r}: the checkpoint of step {checkpoint.step} has sequence {checkpoint.sequence}; "
+            f"trial {trial.id!r}: the checkpoint of step {checkpoint.step} has sequence {checkpoint.sequence}; "
             f"expected one after its checkpoints {[ref.sequence for ref in trial.checkpoints]}, quarantined ones "
-            f"{list(trial.quarantined)}, retirements ({trial.collected_up_to}), earlier attempts ({trial.settled_from})"
+            f"{list(trial.quarantined_sequences)}, retirements ({trial.collected_up_to}), earlier attempts "
+            f"({trial.adopted_up_to})"
         )
     # The supervisor of the save may not know the newest limits.
     next_sequence = max(trial.next_sequence, checkpoint.sequence + 1)
@@ -668,7 +678,7 @@ def _retire_checkpoints(trial: Trial, sequences: tuple[int, ...], limit: int) ->
         update={
             "checkpoints": tuple(ref for ref in trial.checkpoints if ref.sequence not in sequences),
             "quarantined_checkpoints": tuple(item for item in quarantined if item.checkpoint.sequence not in unlisted),
-            "quarantined": tuple(old for old in trial.quarantined if old not in unlisted),
+            "quarantined_sequences": tuple(old for old in trial.quarantined_sequences if old not in unlisted),
             "collected_up_to": limit,
             "next_sequence": max(trial.next_sequence, limit),
         }
@@ -682,9 +692,11 @@ def _quarantine_checkpoint(trial: Trial, sequence: int, reason: AnyReason, since
     return trial.model_copy(
         update={
             "checkpoints": tuple(ref for ref in trial.checkpoints if ref not in refs),
-            "quarantined": trial.quarantined if sequence in trial.quarantined else (*trial.quarantined, sequence),
+            "quarantined_sequences": trial.quarantined_sequences
+            if sequence in trial.quarantined_sequences
+            else (*trial.quarantined_sequences, sequence),
             "quarantined_checkpoints": (*trial.quarantined_checkpoints, *quarantined),
-            "lost_checkpoints": trial.lost_checkpoints + len(refs),
+            "lost_checkpoint_count": trial.lost_checkpoint_count + len(refs),
         }
     )
 
@@ -696,8 +708,8 @@ def _reinstate_checkpoint(trial: Trial, sequence: int) -> Trial:
     return trial.model_copy(
         update={
             "checkpoints": tuple(sorted((*trial.checkpoints, *refs), key=lambda ref: ref.sequence)),
-            "quarantined": tuple(old for old in trial.quarantined if not refs or old != sequence),
+            "quarantined_sequences": tuple(old for old in trial.quarantined_sequences if not refs or old != sequence),
             "quarantined_checkpoints": tuple(item for item in quarantined if item.checkpoint.sequence != sequence),
-            "lost_checkpoints": trial.lost_checkpoints - len(refs),
+            "lost_checkpoint_count": trial.lost_checkpoint_count - len(refs),
         }
     )

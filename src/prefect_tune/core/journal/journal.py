@@ -166,10 +166,10 @@ def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
 
 def _apply_newer_entries(store: ObjectStore, experiment: Experiment) -> Experiment:
     """Apply the entries after `experiment`; if there is none, check that its last entry is unchanged."""
-    number = experiment.number
+    number = experiment.entry_count
     for entry, digest in _iter_entries(store, experiment.key, number):
         experiment = apply_entry(experiment, entry, digest)
-    if number and experiment.number == number:
+    if number and experiment.entry_count == number:
         path = experiment.key.entry_path(number)
         last = _read_if_exists(store, path)
         if last is None or digest_of(last) != experiment.digest:
@@ -191,9 +191,9 @@ def load_at(store: ObjectStore, journal: JournalKey, number: int | None) -> tupl
             entries.append(entry)
             if number == entry.number:
                 break
-    wanted = state.number if number is None else number
-    if not wanted or state.number != wanted:
-        raise InvalidInput(f"{journal}: expected an entry from 1 to {state.number}, found {wanted}")
+    wanted = state.entry_count if number is None else number
+    if not wanted or state.entry_count != wanted:
+        raise InvalidInput(f"{journal}: expected an entry from 1 to {state.entry_count}, found {wanted}")
     return state, entries
 
 
@@ -247,7 +247,7 @@ def _try_append(
     store: ObjectStore, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp, *, writer: Writer = "owner"
 ) -> Experiment:
     entry = Entry(
-        number=experiment.number + 1,
+        number=experiment.entry_count + 1,
         term=experiment.term + any(isinstance(event, OwnerChanged) for event in events),
         previous=experiment.digest,
         write_id=stamp.write_id,
@@ -265,7 +265,7 @@ def _try_append(
 
 def _apply_non_owner_entry(store: ObjectStore, experiment: Experiment, exists: AlreadyExists) -> Experiment:
     """Return the experiment after the existing entry if a non-owner wrote it; raise Superseded otherwise."""
-    path = experiment.key.entry_path(experiment.number + 1)
+    path = experiment.key.entry_path(experiment.entry_count + 1)
     if (data := _read_if_exists(store, path)) is None:
         require_not_deleted(store, experiment.key)
         raise StoreUnavailable(f"{path}: the entry exists, but cannot be read; try again") from exists
@@ -331,8 +331,8 @@ def acquire_ownership(
     lost_race: Superseded | None = None
     for _ in range(_MAX_RACES):
         state = _refresh_state(store, loaded) if loaded else load_experiment(store, journal)
-        if state.opened_at:
-            opening = read_next_entry(store, journal, state.opened_at - 1)
+        if state.owner_since_entry:
+            opening = read_next_entry(store, journal, state.owner_since_entry - 1)
             if opening is not None and opening.write_id == stamp.write_id:
                 return state  # an earlier try of this call succeeded, and its reply was lost
         opened = OwnerChanged(
@@ -343,7 +343,7 @@ def acquire_ownership(
             at=stamp.at,
         )
         events = events_for(state)
-        if state.is_removed and DeletionStarted() not in events:
+        if state.is_being_deleted and DeletionStarted() not in events:
             raise ResumeFailed(f"{journal} is being deleted by {state.owner}: finish the deletion, or use another name")
         try:
             return append_events(store, state, [opened, *events], stamp)
@@ -355,7 +355,7 @@ def acquire_ownership(
 
 def _refresh_state(store: ObjectStore, cached: Experiment) -> Experiment:
     """Apply the entries after `cached`; if the journal does not continue it, it was replaced: load it again."""
-    if not cached.number:
+    if not cached.entry_count:
         return cached  # if a first entry exists by now, writing this one fails, and the journal is read then
     with suppress(JournalCorrupt):
         return _apply_newer_entries(store, cached)
@@ -382,7 +382,7 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
         return decode_entry(_read_required(store, path), path)
 
     def find_owner(term: int) -> Owner | None:
-        numbers = range(1, experiment.opened_at)
+        numbers = range(1, experiment.owner_since_entry)
         opening = read_entry(numbers[bisect_left(numbers, term, key=lambda number: read_entry(number).term)])
         return next((event.owner for event in opening.events if isinstance(event, OwnerChanged)), None)
 
@@ -410,7 +410,7 @@ class _SnapshotHeader(Document):
     """The first line of a snapshot."""
 
     format: Literal["prefect-tune/snapshot"] = "prefect-tune/snapshot"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     digest_of_trials: Digest
     """The digest of the bytes of all other lines."""
     experiment: Experiment
@@ -428,12 +428,12 @@ def snapshot_interval(experiment: Experiment) -> int:
 def is_snapshot_due(experiment: Experiment, before: int) -> bool:
     """Return whether an interval has ended since entry `before`; a non-owner may have written its last entry."""
     interval = snapshot_interval(experiment)
-    return experiment.number // interval > before // interval
+    return experiment.entry_count // interval > before // interval
 
 
 def is_final_snapshot_due(experiment: Experiment) -> bool:
     """Return whether the run should write a snapshot when it ends: at least 200 entries follow the last snapshot."""
-    return experiment.number % snapshot_interval(experiment) >= _MIN_SNAPSHOT_INTERVAL
+    return experiment.entry_count % snapshot_interval(experiment) >= _MIN_SNAPSHOT_INTERVAL
 
 
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
@@ -441,7 +441,7 @@ def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
 
     May be called late, twice, in another thread, in several processes, in any order.
     """
-    key, number = experiment.key, experiment.number
+    key, number = experiment.key, experiment.entry_count
     if len(data := encode_snapshot(experiment)) > MAX_DOCUMENT_BYTES:
         return  # readers reject it
     with suppress(StoreUnavailable, StoreRefused):
@@ -487,8 +487,8 @@ def decode_snapshot(data: Buffer, key: JournalKey, number: int) -> Experiment:
     if digest_of(lines) != body.get("digest_of_trials"):
         raise JournalCorrupt(f"{path}: its trials were altered since they were written ({len(lines)} bytes)")
     experiment = parse_json(_SnapshotHeader, bare, JournalCorrupt, path).experiment
-    if (experiment.key, experiment.number) != (key, number):
-        raise JournalCorrupt(f"{path}: holds {experiment.key} after entry {experiment.number}")
+    if (experiment.key, experiment.entry_count) != (key, number):
+        raise JournalCorrupt(f"{path}: holds {experiment.key} after entry {experiment.entry_count}")
     try:
         trials = _TRIALS.validate_json(b"[" + lines.rstrip(b"\n").replace(b"\n", b",") + b"]")
     except ValidationError as invalid:

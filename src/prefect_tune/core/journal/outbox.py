@@ -45,7 +45,7 @@ class Post(Document):
     """A group of events of an attempt, or the end of its outbox."""
 
     format: Literal["prefect-tune/post"] = "prefect-tune/post"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     write_id: str
     at: str
     events: tuple[Annotated[AttemptEvent, Field(discriminator="type")], ...] = ()
@@ -165,5 +165,5 @@ def list_journaled_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> S
         post
         for folder, posts in outboxes.items()
         for number, post in posts.items()
-        if 1 < number < max(posts) and (folder < newest or (folder == newest and number <= state.post))
+        if 1 < number < max(posts) and (folder < newest or (folder == newest and number <= state.last_post))
     ]

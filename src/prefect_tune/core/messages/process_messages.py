@@ -72,38 +72,38 @@ class Start(Value):
     """The directory for the trial's own files (logs, plots), which are synced as artifacts."""
     staging: PathName
     """The folder in which checkpoint directories are passed to the supervisor."""
-    restored: PathName | None = None
+    restored_directory: PathName | None = None
     from_step: int = 0
     trained_seconds: float = 0.0
-    curve: tuple[StepReport, ...] = ()
+    reports: tuple[StepReport, ...] = ()
     cadence: Cadence = Cadence()
-    overlap: bool = False
+    async_commit: bool = False
     """Whether training continues while a checkpoint is uploaded."""
-    milestone: int | None = None
+    decision_step: int | None = None
     """The step at which the trial waits for the decision whether to continue; None if it never waits."""
     saves_first: bool = False
     """Whether a class trainable saves at the milestone before it waits for the decision."""
-    waits: bool = True
+    reusable: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
     rank: RankInfo = Field(default_factory=RankInfo)
     metrics_from: MetricsSource = "rank 0"
     required_metrics: tuple[str, ...] = ()
     """The metrics of the search that each report of rank 0 must have."""
-    ranks_at: PathName = ""
+    rank_socket: PathName = ""
     """The socket to which ranks of the trainable's own launcher connect; empty if no launcher is allowed."""
 
 
 class CheckpointSaved(Value):
     """The checkpoint of this step is committed."""
 
-    type: Literal["saved"] = "saved"
+    type: Literal["checkpoint-saved"] = "checkpoint-saved"
     step: int
 
 
 class RankJoined(Value):
     """The first message of a rank that the trainable's own launcher started."""
 
-    type: Literal["join"] = "join"
+    type: Literal["rank-joined"] = "rank-joined"
     rank: RankInfo
     pid: int
 
@@ -111,8 +111,8 @@ class RankJoined(Value):
 class JoinRejected(Value):
     """Rejects a `RankJoined`."""
 
-    type: Literal["refused"] = "refused"
-    why: Message
+    type: Literal["join-rejected"] = "join-rejected"
+    reason: Message
 
 
 class SaveFailed(Value):
@@ -125,14 +125,14 @@ class SaveFailed(Value):
 class CheckpointAndStop(Value):
     """End as soon as the state is saved."""
 
-    type: Literal["stop-and-save"] = "stop-and-save"
+    type: Literal["checkpoint-and-stop"] = "checkpoint-and-stop"
 
 
 class ContinueTraining(Value):
     """The decision at a milestone: continue training, and wait again at the next milestone."""
 
-    type: Literal["proceed"] = "proceed"
-    milestone: int | None
+    type: Literal["continue-training"] = "continue-training"
+    decision_step: int | None
 
 
 AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
@@ -141,7 +141,7 @@ AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 class StopTrial(Value):
     """End now: the decision at a milestone, or an unsolicited one."""
 
-    type: Literal["leave"] = "leave"
+    type: Literal["stop-trial"] = "stop-trial"
     outcome: AnyOutcome
     """How the attempt shall end."""
     save: bool
@@ -157,9 +157,9 @@ class StartReceived(Value):
 class TrainableLoaded(Value):
     """The trainable is imported and set up; next it loads its checkpoint, if there is one, and trains."""
 
-    type: Literal["loaded"] = "loaded"
+    type: Literal["trainable-loaded"] = "trainable-loaded"
     pid: int
-    code: str
+    source_digest: str
     """A digest of the trainable's source; empty if the source is not available."""
 
 
@@ -169,11 +169,11 @@ class StepDone(Value):
     type: Literal["step-done"] = "step-done"
     report: StepReport
     checkpoint: PathName | None = None
-    moved: bool = False
+    is_owned_by_supervisor: bool = False
     """Whether the supervisor owns the directory now, and removes it after the commit."""
     is_reported: bool = False
     """Whether the step was already reported, and only its checkpoint is new."""
-    asks: bool = False
+    awaits_decision: bool = False
     """Whether the trial waits for the decision whether to continue."""
     finish_reason: AnyReason | None = None
     """Why the trial finishes with this step, if no decision is needed; journaled together with the checkpoint."""
@@ -184,7 +184,7 @@ class StepDone(Value):
 class CheckpointPart(Value):
     """The part that a rank other than rank 0 adds to the checkpoint of a step; it sends one for each step."""
 
-    type: Literal["part"] = "part"
+    type: Literal["checkpoint-part"] = "checkpoint-part"
     step: int
     directory: PathName | None
     """The rank's files; None if it adds none, or if they are on another node."""
@@ -213,7 +213,7 @@ class MeanMetrics(Value):
 class MilestoneReached(Value):
     """Asks before the first step whether to continue: the step of the restored checkpoint is a milestone."""
 
-    type: Literal["asked"] = "asked"
+    type: Literal["milestone-reached"] = "milestone-reached"
     report: StepReport
 
 
@@ -226,7 +226,7 @@ class TrialEnded(Value):
     """Whether the trainable raised."""
     after_end: bool = False
     """Whether the trainable raised after the trial had ended for this process."""
-    waits: bool = False
+    awaits_reuse: bool = False
     """Whether the process waits to run another trial with the same trainable."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded; None if it was not loaded."""
@@ -240,13 +240,13 @@ class TrialEnded(Value):
 class RankCommand(Value):
     """Rank 0's command to all ranks for one step; the supervisor forwards it to the other ranks."""
 
-    type: Literal["directive"] = "directive"
+    type: Literal["rank-command"] = "rank-command"
     step: int
-    saves: bool = False
+    save: bool = False
     """Whether the ranks save their state now, and wait for another directive. A function decides this itself."""
     stop: bool = False
     """Whether the trial is asked to stop; a function reads it as `should_checkpoint`."""
-    over: AnyOutcome | None = None
+    outcome: AnyOutcome | None = None
     """How the trial ends with this step; None if it continues."""
 
 

@@ -45,7 +45,7 @@ class TrialReply(Document):
     """A reply on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     answer: Annotated[ContinueTraining | StopTrial | CheckpointAndStop, Field(discriminator="type")]
 
 
@@ -181,7 +181,7 @@ def make_stop_event(experiment: Experiment, request: StopRequest) -> StopRequest
     elif (trial := experiment.trials.get(request.trial)) is None:
         refused = make_reason("request-without-trial", trial=request.trial)
     elif trial.phase in ENDED_PHASES:
-        refused = make_reason("request-for-ended-trial", trial=trial.trial, status=trial.status.value)
+        refused = make_reason("request-for-ended-trial", trial=trial.id, status=trial.status.value)
     trial_to_stop = None if refused is not None else request.trial
     return StopRequested(trial=trial_to_stop, reason=request.reason, request=request.write_id, refused=refused)
 
@@ -213,7 +213,7 @@ class LiveStatus(Document):
     """The running trials of one owner at one moment."""
 
     format: Literal["prefect-tune/live-status"] = "prefect-tune/live-status"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     term: int
     owner: Owner | None
     """Distinguishes this owner from the owner of a deleted experiment of the same name."""
@@ -339,7 +339,7 @@ def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> M
 class NodeArrived(Value):
     """The first message of a node: it is ready, and waits for `BeginAttempt`."""
 
-    type: Literal["arrived"] = "arrived"
+    type: Literal["node-arrived"] = "node-arrived"
     node: int
     host: Message
     """Its host name, for display."""
@@ -348,7 +348,7 @@ class NodeArrived(Value):
 class BeginAttempt(Value):
     """All nodes are ready: the attempt begins."""
 
-    type: Literal["begin"] = "begin"
+    type: Literal["begin-attempt"] = "begin-attempt"
     nodes: tuple[int, ...]
     """The participating nodes, node 0 first; their order gives the ranks."""
     address: str
@@ -384,7 +384,7 @@ class FromRank(Value):
 class RankExited(Value):
     """The process of a rank has ended; this is the last message from that rank."""
 
-    type: Literal["rank-gone"] = "rank-gone"
+    type: Literal["rank-exited"] = "rank-exited"
     rank: int
     end: ProcessEnd
 
@@ -409,13 +409,13 @@ class NodeStopping(Value):
 class NodeAlive(Value):
     """Heartbeat of a node that has sent nothing else for a while."""
 
-    type: Literal["alive"] = "alive"
+    type: Literal["node-alive"] = "node-alive"
 
 
 class GroupEnded(Value):
     """The attempt has ended: the node ends its processes."""
 
-    type: Literal["over"] = "over"
+    type: Literal["group-ended"] = "group-ended"
 
 
 _NodeMessage: TypeAlias = (

@@ -46,7 +46,7 @@ def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, 
     """
     if not is_generation_deleted(store, experiment):
         current = load_experiment(store, experiment)
-        if not current.number:
+        if not current.entry_count:
             return 0
         state = acquire_ownership(
             store, experiment, owner, stamp, events_for=lambda _: [DeletionStarted()], loaded=current

@@ -66,7 +66,7 @@ class ForkPoint:
         """The entry from which the fork continues."""
         state = self.experiment
         return ForkOrigin(
-            experiment=state.name, generation=state.key.generation, number=state.number, digest=state.digest
+            experiment=state.name, generation=state.key.generation, number=state.entry_count, digest=state.digest
         )
 
     @property
@@ -93,11 +93,11 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
         JournalCorrupt: its journal is inconsistent.
     """
     state, entries = load_at(store, experiment, number)
-    if state.is_removed:
+    if state.is_being_deleted:
         raise InvalidInput(f"{experiment} is being deleted: there is nothing to fork")
-    if not state.is_whole:
+    if not state.is_complete:
         raise InvalidInput(f"{experiment} is an incomplete fork: fork its origin, or complete it first")
-    if not all(trial.of_search for trial in state.trials.values()):
+    if not all(trial.proposed_by_search for trial in state.trials.values()):
         raise InvalidInput(f"{experiment} is not a search: only searches can be forked")
     past_events, warm_starts = list[Event](), list[WarmStart]()
     for entry in entries:
@@ -106,9 +106,9 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
                 case ExperimentConfigured():
                     warm_starts += event.warm_starts
                 case CheckpointQuarantined() if entry.writer == "guest":  # in the fork, the owner writes it
-                    past_events.append(event.model_copy(update={"by_guest": True}))
+                    past_events.append(event.model_copy(update={"by_non_owner": True}))
                 case CheckpointsAdopted():
-                    past_events.append(event.model_copy(update={"seen_at": None}))  # of a run of the origin
+                    past_events.append(event.model_copy(update={"last_seen_at": None}))  # of a run of the origin
                 case OwnerChanged() | StopRequested() | DeletionStarted() | ExperimentForked(trials=None):
                     pass  # a stop request without effect up to this entry was for the origin
                 case _:
@@ -125,7 +125,7 @@ def find_deleted_checkpoints(store: ObjectStore, point: ForkPoint) -> Mapping[st
 def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[CheckpointKey]:
     """Return the keys of those checkpoints of `state` that `current` uses; a clone has the key of its origin."""
     live = (
-        state.trial_key(trial.trial).checkpoint_key(ref) for trial in state.trials.values() for ref in trial.checkpoints
+        state.trial_key(trial.id).checkpoint_key(ref) for trial in state.trials.values() for ref in trial.checkpoints
     )
     keys_with_trial = ((key, current.trial(key.trial.trial)) for key in dict.fromkeys(live))
     return [
@@ -139,7 +139,7 @@ def _select_lost_refs(state: Experiment, keys: Sequence[CheckpointKey]) -> Mappi
     """Return, by trial, the checkpoints of `state` whose keys are not in `keys`."""
     kept = frozenset(keys)
     lost = {
-        trial.trial: [ref for ref in trial.checkpoints if state.trial_key(trial.trial).checkpoint_key(ref) not in kept]
+        trial.id: [ref for ref in trial.checkpoints if state.trial_key(trial.id).checkpoint_key(ref) not in kept]
         for trial in state.trials.values()
     }
     return {trial: refs for trial, refs in lost.items() if refs}
@@ -156,9 +156,9 @@ def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: 
     """
 
     def events_for(state: Experiment) -> Sequence[Event]:
-        if not state.number:
+        if not state.entry_count:
             return [ExperimentForked(origin=origin)]
-        if state.is_removed:
+        if state.is_being_deleted:
             raise InvalidInput(f"{into} is being deleted: use another name, or finish the deletion first")
         if state.origin != origin:
             actual = f"a fork of {state.origin}" if state.origin else "another experiment"
@@ -178,7 +178,7 @@ def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp:
         Superseded: another process makes the same fork.
         StoreUnavailable, CommitUnknown: call again with the same stamp.
     """
-    if into.is_whole:
+    if into.is_complete:
         return ForkResult(into)
     copied_keys = _copy_checkpoints(store, point, into)
     lost = _select_lost_refs(point.experiment, copied_keys)
@@ -212,8 +212,10 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
             manifest, metadata = read_manifest(store, key), read_newest_metadata(store, key.metadata_folder)
         except (CheckpointNotFound, CheckpointCorrupt):
             return key, None
-        about = manifest.about if metadata is None else manifest.about.model_copy(update={"metadata": metadata})
-        return key, manifest.model_copy(update={"about": about})
+        about = (
+            manifest.metadata if metadata is None else manifest.metadata.model_copy(update={"user_metadata": metadata})
+        )
+        return key, manifest.model_copy(update={"metadata": about})
 
     manifests = {key: manifest for key, manifest in store.map(read_source, sources) if manifest}
     # Paths of blobs are relative to the experiment's folder, so they are the same in both experiments.
@@ -255,6 +257,6 @@ def _load_origin(store: ObjectStore, point: ForkPoint, into: Experiment) -> Expe
     key = point.experiment.key
     with suppress(Superseded):
         current = load_experiment(store, key)
-        if not current.is_removed and current.number >= point.experiment.number:
+        if not current.is_being_deleted and current.entry_count >= point.experiment.entry_count:
             return current
     raise InvalidInput(f"{key} is being deleted: the fork {into.name!r} cannot be completed; delete it, too")

@@ -63,10 +63,10 @@ def quarantine(
 
     def quarantine_events(state: Experiment) -> Sequence[NonOwnerEvent]:
         return [
-            CheckpointQuarantined(trial=trial.trial, sequence=ref.sequence, reason=damaged[key])
+            CheckpointQuarantined(trial=trial.id, sequence=ref.sequence, reason=damaged[key])
             for trial in state.trials.values()
             for ref in trial.checkpoints
-            if (key := state.trial_key(trial.trial).checkpoint_key(ref)) in damaged
+            if (key := state.trial_key(trial.id).checkpoint_key(ref)) in damaged
         ]
 
     after = append_as_non_owner(store, journal, quarantine_events, stamp)
@@ -84,10 +84,10 @@ def reinstate(
 
     def reinstate_events(state: Experiment) -> Sequence[NonOwnerEvent]:
         return [
-            CheckpointQuarantined(trial=trial.trial, sequence=quarantined.checkpoint.sequence, quarantined=False)
+            CheckpointQuarantined(trial=trial.id, sequence=quarantined.checkpoint.sequence, quarantined=False)
             for trial in state.trials.values()
             for quarantined in trial.quarantined_checkpoints
-            if state.trial_key(trial.trial).checkpoint_key(quarantined.checkpoint) in keys
+            if state.trial_key(trial.id).checkpoint_key(quarantined.checkpoint) in keys
         ]
 
     after = append_as_non_owner(store, journal, reinstate_events, stamp)
@@ -170,9 +170,9 @@ def inspect_checkpoints(
     Raises:
         StoreUnavailable, StoreRefused: the whole target cannot be read.
     """
-    trials = () if state.is_removed else state.trials.values()
+    trials = () if state.is_being_deleted else state.trials.values()
     live = list(
-        dict.fromkeys(key for trial in trials for key in live_checkpoint_keys(state.trial_key(trial.trial), trial))
+        dict.fromkeys(key for trial in trials for key in live_checkpoint_keys(state.trial_key(trial.id), trial))
     )
     inspected, unreadable = list[InspectedCheckpoint](), list[UnreadableObject]()
 

@@ -118,12 +118,12 @@ def find_leftover_manifests(
     Includes manifests that clones still need: they are checked again later. Excludes manifests at or after the trial's
     barrier: they may belong to a running save. `listed` are the objects in `trial.checkpoints_folder`.
     """
-    limit = max(state.settled_from, state.collected_up_to)
+    limit = max(state.adopted_up_to, state.collected_up_to)
     if limit <= 1:
         return []  # sequences begin at 1, so no manifest is old enough
     listed = store.list(trial.checkpoints_folder) if listed is None else listed
     keys = (CheckpointKey.from_manifest_path(trial, manifest.path) for manifest in listed)
-    old = (key for key in keys if key and key.sequence < limit and key.sequence not in state.quarantined)
+    old = (key for key in keys if key and key.sequence < limit and key.sequence not in state.quarantined_sequences)
     return [key for key in old if not (is_live_checkpoint(state, key) or is_quarantined_checkpoint(state, key))]
 
 
@@ -249,7 +249,7 @@ def _find_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candid
     if not has_trial_ended(trial) or not trial.attempt:
         return None
     try:
-        new_state = apply_trial_event(trial, CheckpointsRetired(trial=trial.trial, retires=()), "guest")
+        new_state = apply_trial_event(trial, CheckpointsRetired(trial=trial.id, retired_sequences=()), "guest")
         checkpoints = store.list(key.checkpoints_folder)
         blobs = find_orphan_blobs(store, key, new_state)
     except (CheckpointCorrupt, OutdatedStateError, Superseded):
@@ -294,7 +294,9 @@ def collect_experiment_garbage(
 
     def make_barriers(state: Experiment) -> Sequence[CheckpointsRetired]:
         return [
-            CheckpointsRetired(trial=name, retires=()) for name in barrier_names if has_trial_ended(state.trial(name))
+            CheckpointsRetired(trial=name, retired_sequences=())
+            for name in barrier_names
+            if has_trial_ended(state.trial(name))
         ]
 
     results = map_trials(lambda key, trial: _find_candidates(store, key, trial))
@@ -303,9 +305,9 @@ def collect_experiment_garbage(
     if barrier_names and not dry_run:
         state = append_as_non_owner(store, state.key, make_barriers, stamp)
     for limit in make_barriers(state) if dry_run else ():
-        state = apply_event(state, limit, state.number + 1, "guest")
+        state = apply_event(state, limit, state.entry_count + 1, "guest")
     collected = map_trials(
-        lambda key, trial: collect_trial_garbage(store, key, trial, candidates.get(trial.trial), dry_run=dry_run)
+        lambda key, trial: collect_trial_garbage(store, key, trial, candidates.get(trial.id), dry_run=dry_run)
     )
     delete = list_earlier_objects if dry_run else delete_earlier_objects
     return ExperimentGarbage(
@@ -331,7 +333,7 @@ def collect_trial_garbage(
         StoreUnavailable: call again.
     """
     if not trial.attempt:
-        return TrialGarbage(trial.trial)  # added, but never started
+        return TrialGarbage(trial.id)  # added, but never started
     lacks_barrier = candidates is not None and candidates.needs_barrier and not store.conditional_create
     kept = f"some garbage needs an entry in the journal first: {SINGLE_WRITER_ERROR}" if lacks_barrier else None
     checkpoints = store.list(key.checkpoints_folder) if candidates is None else candidates.checkpoints
@@ -343,9 +345,9 @@ def collect_trial_garbage(
         except OutdatedStateError as outdated:  # meanwhile the owner has retired checkpoints
             trial = outdated.current
         except CheckpointCorrupt as corrupt:
-            return TrialGarbage(trial.trial, damage=str(corrupt))
+            return TrialGarbage(trial.id, damage=str(corrupt))
         except Superseded:
-            return TrialGarbage(trial.trial, kept="its experiment is being deleted")
+            return TrialGarbage(trial.id, kept="its experiment is being deleted")
     to_delete = [old for old in leftovers if is_deletable_checkpoint(trial, old)]
     last_ended = trial.attempt if has_trial_ended(trial) else trial.attempt - 1
     messages = [
@@ -357,7 +359,7 @@ def collect_trial_garbage(
         store.delete([listed.path for listed in (*blobs, *messages)])
         _delete_manifests(store, to_delete)
     return TrialGarbage(
-        trial.trial,
+        trial.id,
         checkpoints=tuple(old.step for old in to_delete),
         orphan_count=len(blobs),
         orphan_bytes=sum(blob.size_bytes for blob in blobs),
@@ -373,10 +375,10 @@ def collect_trial_garbage(
 def plan_pruning(experiment: Experiment, policy: Retention) -> Sequence[CheckpointsRetired]:
     """Return the retirements of checkpoints that `policy` does not keep; none unless all trials have ended.
 
-    Pinned checkpoints and the newest one of each trial stay, as do the best trial and the best checkpoint of all.
+    The newest checkpoint of each trial stays, as do the best trial and the best checkpoint of all.
     """
     trials = experiment.trials.values()
-    if experiment.is_removed or not all(has_trial_ended(trial) for trial in trials):
+    if experiment.is_being_deleted or not all(has_trial_ended(trial) for trial in trials):
         return ()
     best, best_saved = (
         find_best_trial(experiment),
@@ -386,9 +388,9 @@ def plan_pruning(experiment: Experiment, policy: Retention) -> Sequence[Checkpoi
     for trial in trials:
         quarantined = quarantined_to_retire(trial.quarantined_checkpoints, trial.checkpoints, policy)
         unwanted = (*sequences_to_retire(trial.checkpoints, policy), *(ref.sequence for ref in quarantined))
-        retires = tuple(sequence for sequence in unwanted if sequence != best_saved.get(trial.trial))
-        if retires and (best is None or trial.trial != best.trial):
-            retirements.append(CheckpointsRetired(trial=trial.trial, retires=retires))
+        retires = tuple(sequence for sequence in unwanted if sequence != best_saved.get(trial.id))
+        if retires and (best is None or trial.id != best.id):
+            retirements.append(CheckpointsRetired(trial=trial.id, retired_sequences=retires))
     return retirements
 
 

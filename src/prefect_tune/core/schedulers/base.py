@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core.reasons import AnyReason
+from prefect_tune.core.renamed import Renamed
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, TrialId, Value
@@ -96,7 +97,7 @@ class Scheduler(NamedOptions, ABC):
         del space
 
 
-class Schedule(ABC):
+class Schedule(Renamed, ABC):
     """The state of a scheduler: a deterministic function of the sequence of calls.
 
     Whenever a slot is free, the driver stops the trials that `next_trial_to_stop` returns, until it returns None. Then
@@ -111,6 +112,15 @@ class Schedule(ABC):
     is `on_trial_resumed`, and a trial that the old scheduler stopped stays stopped.
     """
 
+    _renamed: ClassVar[Mapping[str, str]] = {
+        "added": "on_trial_added",
+        "ended": "on_trial_ended",
+        "resumed": "on_trial_resumed",
+        "exhausted": "on_search_exhausted",
+        "milestone": "next_milestone",
+        "resume_next": "next_trial_to_resume",
+        "stop_next": "next_trial_to_stop",
+    }
     saves_first: ClassVar[bool] = False
     """Whether a trial commits a checkpoint of the same step before `decide` is called, so others can clone it."""
 

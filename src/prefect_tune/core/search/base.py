@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import convert_fields, is_integer_at_least, is_number
+from prefect_tune.core.renamed import Renamed
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, iter_leaves
@@ -61,7 +62,7 @@ class Search(NamedOptions, ABC):
         return None
 
 
-class SearchState(ABC):
+class SearchState(Renamed, ABC):
     """The state of a search: a deterministic function of the sequence of calls.
 
     Trials are numbered from 0 in the order in which they were proposed. A resumed experiment replays the journal to a
@@ -69,6 +70,14 @@ class SearchState(ABC):
     `on_trial_ended`. Then both instances suggest the same: draws for trial `number` come from a generator seeded by
     (seed, number), never from a generator whose state carries over from trial to trial.
     """
+
+    _renamed: ClassVar[Mapping[str, str]] = {
+        "recall": "restore_trial",
+        "learn": "add_prior_trial",
+        "reported": "on_report",
+        "stopped": "on_trial_stopped",
+        "ended": "on_trial_ended",
+    }
 
     @abstractmethod
     def suggest(self, number: int) -> Suggestion:

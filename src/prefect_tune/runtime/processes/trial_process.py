@@ -115,7 +115,7 @@ def serve_one_attempt(channel: Connection) -> None:
     """Run the attempt of the channel's first message in this thread, and send its end on the channel."""
     connection = SupervisorConnection(channel)
     start = cast("Start", connection.receive())
-    _AttemptRunner(connection, whole_process=False).run(start.model_copy(update={"waits": False}))
+    _AttemptRunner(connection, whole_process=False).run(start.model_copy(update={"reusable": False}))
 
 
 def serve_attempts(channel: Connection) -> None:
@@ -143,7 +143,7 @@ def train_as_rank() -> None:
     ignore_group_signals()
     sys.argv[:1] = [os.environ[SCRIPT_ENV]]
     session = cast("TrialSession", join_as_rank("a copy of the trial's program"))
-    start = session.start.model_copy(update={"waits": False})
+    start = session.start.model_copy(update={"reusable": False})
     attempts = _AttemptRunner(session.connection, whole_process=True)
     session.send_end(attempts.train(session, load_trainable(start.trainable), start))
 
@@ -211,9 +211,9 @@ class _AttemptRunner:
         except BaseException as error:  # noqa: BLE001 - the edge of the process: every error becomes a message
             end = failure_message(error, start.trial)
         self._send_end(end)
-        if end.waits:
+        if end.awaits_reuse:
             free_memory()
-        return end.waits
+        return end.awaits_reuse
 
     def _send_end(self, end: TrialEnded) -> None:
         if self._session is None:  # the trainable or the stopper could not be loaded
@@ -229,7 +229,7 @@ class _AttemptRunner:
     def _run_attempt(self, start: Start) -> TrialEnded:
         kept = self._kept_trainable
         prepend_import_path(start.import_path)
-        must_record = start.waits and not has_import_effects()  # for the next trial of this process
+        must_record = start.reusable and not has_import_effects()  # for the next trial of this process
         try:
             with exit_forked_children(), recording_import_effects() if must_record and kept is None else nullcontext():
                 trainable = kept or load_trainable(start.trainable)
@@ -244,7 +244,7 @@ class _AttemptRunner:
         if (
             reason := session.find_stop_reason()
         ) is not None:  # an earlier attempt committed the last step, but not its end
-            return TrialEnded(outcome=TrialFinished(trial=start.trial, reason=reason), waits=kept is not None)
+            return TrialEnded(outcome=TrialFinished(trial=start.trial, reason=reason), awaits_reuse=kept is not None)
         try:
             session.wait_for_pending_decision()
             return self.train(session, trainable, start)
@@ -279,8 +279,8 @@ class _AttemptRunner:
         self._kept_trainable = None
         session.send_trainable_loaded(ready.source_digest)
         trainable = ready.trainable
-        if start.restored:
-            trainable.load_checkpoint(start.restored)
+        if start.restored_directory:
+            trainable.load_checkpoint(start.restored_directory)
         try:
             with exit_forked_children():  # a forked child must not run `cleanup`
                 session.start_training_clock()
@@ -291,7 +291,7 @@ class _AttemptRunner:
         except StopTraining as over:
             can_be_reset = type(trainable).reset_config is not Trainable.reset_config
             is_alone = session.start.rank.world_size == 1  # else `torch.distributed` and a launcher may still be active
-            if start.waits and not isinstance(over.outcome, AttemptEnded) and can_be_reset and is_alone:
+            if start.reusable and not isinstance(over.outcome, AttemptEnded) and can_be_reset and is_alone:
                 self._kept_trainable = ready
             return self._make_end(over)
         finally:
@@ -299,7 +299,7 @@ class _AttemptRunner:
                 trainable.cleanup()
 
     def _make_end(self, over: StopTraining) -> TrialEnded:
-        return TrialEnded(outcome=over.outcome, waits=self._kept_trainable is not None)
+        return TrialEnded(outcome=over.outcome, awaits_reuse=self._kept_trainable is not None)
 
 
 @contextmanager

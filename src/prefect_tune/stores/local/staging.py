@@ -274,7 +274,7 @@ def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None 
     """
     try:
         metadata = read_newest_metadata(store, folder)
-        if metadata is None and manifest and manifest.about.metadata:
+        if metadata is None and manifest and manifest.metadata.user_metadata:
             metadata = read_committed_metadata(store, manifest)
     except CheckpointCorrupt as damaged:
         warnings.warn(f"the copy lacks metadata that was set after the commit: {damaged}", stacklevel=2)
@@ -315,10 +315,13 @@ def read_committed_metadata(store: ObjectStore, manifest: Manifest) -> dict[str,
     """Return the metadata that the checkpoint was committed with."""
     files = tuple(file for file in manifest.files if file.path == METADATA_FILE)
     if not files:
-        return dict(manifest.about.metadata)
+        return dict(manifest.metadata.user_metadata)
     if files[0].size_bytes > MAX_DOCUMENT_BYTES:
         raise CheckpointCorrupt(f"{METADATA_FILE}: {files[0].size_bytes} bytes, expected at most {MAX_DOCUMENT_BYTES}")
-    return {**read_metadata(read_committed_file(store, manifest, files[0]), METADATA_FILE), **manifest.about.metadata}
+    return {
+        **read_metadata(read_committed_file(store, manifest, files[0]), METADATA_FILE),
+        **manifest.metadata.user_metadata,
+    }
 
 
 def read_committed_file(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytearray:

@@ -1,0 +1,38 @@
+"""Reject earlier names of public methods and attributes, and name the new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+
+class Renamed:
+    """A class with renamed members: a subclass that defines an old name, and a read of one, is an error with a hint."""
+
+    __slots__ = ()
+    _renamed: ClassVar[Mapping[str, str]] = {}
+    """The new names by the old ones."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for old, new in cls._renamed.items():
+            if old in vars(cls):
+                raise TypeError(f"{cls.__qualname__}.{old} is now called {new}")
+
+    if not TYPE_CHECKING:  # a type checker would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if new := type(self)._renamed.get(name):  # noqa: SLF001  its own
+                raise AttributeError(f"{type(self).__qualname__}.{name} is now called {new}")
+            return super().__getattr__(name) if hasattr(super(), "__getattr__") else object.__getattribute__(self, name)
+
+
+def reject_renamed_functions(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module's `__getattr__` that names the new name of each function in `renamed`."""
+
+    def get_attribute(name: str) -> Any:
+        if new := renamed.get(name):
+            raise ImportError(f"{module}.{name} is now called {new}")  # an AttributeError would lose its message
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return get_attribute
