@@ -18,10 +18,10 @@ from pathlib import Path
 
 ROOMS = ("src", "blocks", "tasks", "flows", "tools")  # all holds here ...
 BESIDE = ("tests", "benchmarks")  # ... and here the longest file, vague names, a reason for each exemption
-FILE_LINES = 710
+FILE_LINES = 720
 # 65,423 and 78,161 when the refactoring began (one journal, one event view): it lowers both after each step.
-PACKAGE_LINES = 56_150
-TESTS_LINES = 68_990
+PACKAGE_LINES = 56_600
+TESTS_LINES = 69_200
 """They only go down, or up for an issue that says so: a feature brings its lines from somewhere else."""
 
 # Words that say less than the noun of the field: in no name of the package, or of its tests where those are asked too.
