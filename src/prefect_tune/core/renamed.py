@@ -22,7 +22,7 @@ class Renamed:
     if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            if new := type(self)._renamed.get(name):  # noqa: SLF001  its own
+            if new := type(self)._renamed.get(name):  # noqa: SLF001  of its own class
                 raise AttributeError(f"{type(self).__qualname__}.{name} is now called {new}")
             return super().__getattr__(name) if hasattr(super(), "__getattr__") else object.__getattribute__(self, name)
 
