@@ -89,7 +89,7 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
     seconds = iter(range(0, 10_000, 2))  # each write takes 2 s
     pauses: list[float] = []
     running = Search(OFTEN).publisher
-    monkeypatch.setattr(clock, "_run_began", None)  # the clock of a run would read this one, too
+    monkeypatch.setattr(clock, "_run_start", None)  # the clock of a run would read this one, too
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
 
     def is_closed_after(pause: float) -> bool:

@@ -271,7 +271,7 @@ def test_a_clone_is_journaled_before_its_attempt_starts_and_has_the_bytes_of_its
     requests: list[tuple[TrialSpec, AttemptRequest]] = []
 
     class Recording(UnreliableExecutor):
-        def start(self, spec: TrialSpec, request: AttemptRequest) -> None:
+        def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
             requests.append((spec, request))
             super().start_attempt(spec, request)
 
@@ -337,7 +337,7 @@ def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a
 
 def test_an_end_writes_the_snapshot_that_was_lacking(target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefect_tune.tuner.driver.is_final_snapshot_due", lambda written: written.number > 1)
-    monkeypatch.setattr("prefect_tune.tuner.pending_entry.Janitor.write_snapshot", write_snapshot := Mock())
+    monkeypatch.setattr("prefect_tune.tuner.pending_entry.BackgroundWorker.write_snapshot", write_snapshot := Mock())
     state = PlannedSearch(target).run(num_samples=2)
     write_snapshot.assert_called_once_with(state)
 

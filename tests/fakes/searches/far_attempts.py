@@ -46,8 +46,8 @@ def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") ->
 class FarMachines:
     """Starts nothing, and records each request to start an attempt: trial, attempt, milestone."""
 
-    def __init__(self, *, survives_search: bool = True) -> None:
-        self.survives_search = survives_search
+    def __init__(self, *, is_detached: bool = True) -> None:
+        self.is_detached = is_detached
         self.started: list[tuple[str, int, int | None]] = []
         self.requests: list[AttemptRequest] = []
         self.is_withdrawn = False

@@ -56,12 +56,12 @@ class FarSearch:
         *,
         samples: int = 1,
         limits: SearchLimits | None = None,
-        survives_search: bool = True,
+        is_detached: bool = True,
         period: timedelta | None = None,
         executor: TrialExecutor | None = None,
     ) -> None:
         """Args: period: how often the journal is written where nobody waits for an entry."""
-        self.machines = FarMachines(survives_search=survives_search)
+        self.machines = FarMachines(is_detached=is_detached)
         opening = OwnershipRequest(current_owner(), new_write_stamp())
         with target.open(timeout=timedelta(seconds=9)) as store:
             key = find_current_journal(store, "e")
