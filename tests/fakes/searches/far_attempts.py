@@ -54,9 +54,9 @@ class FarMachines:
         self._ends: dict[str, tuple[threading.Event, Future[threading.Thread]]] = {}
 
     def __call__(
-        self, spec: TrialSpec, request: AttemptRequest, line: RemoteSearchChannel, attempt: int
+        self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
     ) -> Callable[[], object]:
-        del line
+        del channel
         trial = spec.trial.trial
         self.started.append((trial, attempt, request.decision_step))
         self.requests.append(request)

@@ -178,7 +178,7 @@ def test_an_import_that_fails_elsewhere_ends_the_search_and_is_tried_again_by_th
         search.machines.end("00000")
         search.machines.end("00001")
 
-    with pytest.raises(TrialFailed, match=r"nothing was trained, .*trial 00000: No module named 'torch'$"):
+    with pytest.raises(TrialFailed, match=r"nothing was trained: .*trial 00000: No module named 'torch'$"):
         search.live(lambda: None, fails, *[lambda: None] * 50)
 
     later = FarSearch(target, samples=9)
