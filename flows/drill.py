@@ -46,6 +46,10 @@ def drill(
     restored. The runs train on this machine, one after another, each attempt in a copy of the working directory, with
     one thread for linear algebra: the number of threads changes the order in which sums are rounded.
 
+    ```python
+    report = pt.drill("prefect_tune.demo.model:Digits", {"width": 32})
+    ```
+
     Args:
         trainable: the code to train: `package.module:Name`.
         config: the configuration of the trainable.
@@ -56,8 +60,7 @@ def drill(
             turns: the trial, the search, the search during an upload, and, with several ranks, a rank other than 0.
         at: kill after these steps instead.
         seed: seed of the draws.
-        save_every: the steps between two saves of a class; a function saves when it reports a checkpoint. Default: a
-            quarter of `steps`.
+        save_every: the steps between two saves of a class; a function saves when it reports one. Default: `steps` / 4.
         hours_between_failures: the mean time between failures, for the advice on how often to save.
         processes_per_trial: how many processes train together; see `pt.durable_trainable`.
         keep: whether to keep the runs' experiments on the target.

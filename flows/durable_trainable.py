@@ -94,6 +94,10 @@ def durable_trainable(
     experiment name, however it is started, resumes from the newest committed checkpoint; if the trial
     has finished, the flow returns its result at once.
 
+    ```python
+    result = pt.durable_trainable(train, {"lr": 0.01}, target="runs", experiment="first-model")
+    ```
+
     Args:
         trainable: the code to train: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
@@ -118,8 +122,7 @@ def durable_trainable(
         metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`, or the `mean` over
             all ranks of each number that every rank reports.
         grace_period_seconds: seconds that the trial may take to save after SIGTERM or a cancellation.
-        silence_timeout_seconds: seconds without a report after which the trial is considered hung and is restarted.
-            Default: never.
+        silence_timeout_seconds: seconds without a report after which a hung trial is restarted. Default: never.
 
     Returns:
         TrialResult: step, metrics and newest checkpoint of the finished trial.
@@ -131,8 +134,7 @@ def durable_trainable(
         ResumeFailed: the experiment exists and cannot be read.
         CrashLoop: automations restarted this run repeatedly, without progress.
         StoreUnavailable: the target did not answer for too long. Run the flow again: it resumes.
-        StoreRefused: the target refuses requests, for example because of wrong credentials: at the start, or for too
-            long. Run the flow again: it resumes.
+        StoreRefused: the target refused requests (wrong credentials) at the start or for too long. Run it again.
     """
     parameters = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except `config`
     parameters.pop("config")

@@ -56,14 +56,17 @@ def maintain(
     run. If the flow finds damage, it first completes all other work, and then fails; the report, an artifact of the
     run, lists all damage. If an object cannot be read, the flow reports it and continues.
 
+    ```python
+    report = pt.maintain("runs", verify="all", retention=pt.Retention(last=1))
+    ```
+
     Args:
         target: the target to maintain: an absolute path or URI, such as `s3://bucket/runs`, the `type/name` of a saved
             block, or the block; in a script also a relative path.
         experiments: names of experiments, or patterns such as `"nightly-*"`. Default: all on the target.
         verify: which checkpoints to read and verify, byte by byte: a `"sample"`, a different one each day;
             `"all"`; or `"none"`.
-        share: the share of the checkpoints in a sample, such as `"1/7"`: with a run each day, every checkpoint is read
-            once in 7 days.
+        share: the share of the checkpoints in a sample, such as `"1/7"`: daily runs read every checkpoint in 7 days.
         max_verify_bytes: after so many bytes of an experiment, read no further checkpoint. Default: no limit.
         quarantine: whether to quarantine damaged checkpoints, so that no trial resumes from them. Release them with
             `prefect-tune verify --release`.
@@ -71,8 +74,7 @@ def maintain(
         retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Always kept are cloned
             checkpoints, each trial's newest, the best checkpoint, and all checkpoints of the best trial.
             Default: keep all.
-        time_budget_seconds: seconds after which no further work begins; each day begins with a different experiment.
-            Default: no limit.
+        time_budget_seconds: seconds after which no work begins; each day begins with another experiment. Default: none.
         dry_run: check and report only; do not change the target.
 
     Returns:

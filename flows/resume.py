@@ -81,6 +81,10 @@ def resume(
     Like `tune` with the same experiment name, but without code: for a form, a schedule or a command line.
     It never creates an experiment: a missing experiment is an error.
 
+    ```python
+    results = pt.resume("digits", target="runs", num_samples=20)
+    ```
+
     Args:
         experiment: name of the experiment on the target.
         target: where the experiment is stored. An absolute path or URI, such as `s3://bucket/runs`, the `type/name` of
@@ -90,16 +94,13 @@ def resume(
         samples_per_run: instead of `num_samples`: how many samples this run adds; see `tune`.
         stop: new stop criterion of the trials, such as `{"step": 200}`: trials that met the old criterion continue.
         rerun_errored: retry errored trials, with their configurations; `only` trains no others.
-        time_budget_seconds: seconds after which all trials save and the run ends; another run continues the search.
-            Default: none.
+        time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
         fork: name of a new experiment: continue under this name, and leave `experiment` unchanged. The target
             copies the checkpoints; `experiment` may be running. An existing fork, as after a retry, is resumed.
-        at: with `fork`: number of the journal entry to fork at; the fork has the trials' progress up to this entry.
-            Default: the last entry.
+        at: with `fork`: number of the journal entry at which the trials' progress is forked. Default: the last entry.
         strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Otherwise a trial continues
             from its newest remaining checkpoint, or from the beginning, and the log says so.
-        space: another space for further trials, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier trials
-            still count as data.
+        space: another space for further trials, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier trials count.
         search: another search algorithm from now on; required if the journal's was an object without a JSON form.
         scheduler: another scheduler from now on, such as `{"ASHA": {"max_t": 81}}`; required in the same case.
         warm_start: experiments whose finished trials the search learns from; see `tune`.
@@ -135,8 +136,7 @@ def resume(
             step; `results` has the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run it again to continue.
-        StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it
-            again to continue.
+        StoreRefused: the target refused requests (wrong credentials) at the start or for too long. Run it again.
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
     resolved = resolve_target(target)

@@ -83,6 +83,11 @@ def tune(
     run with the same experiment name, however it is started, interrupted trials continue from their newest
     committed checkpoints, and the search proposes the same configurations as without the interruption.
 
+    ```python
+    space = {"lr": pt.loguniform(1e-4, 0.1), "layers": pt.choice([1, 2])}
+    results = pt.tune(train, space, target="runs", experiment="digits", metric="loss")
+    ```
+
     Args:
         trainable: `package.module:Name`, installed where the flow runs; in code also the function
             `train(config)` or the subclass of `pt.Trainable` itself.
@@ -96,8 +101,7 @@ def tune(
         experiment: name of the experiment on the target. Reusing a name resumes the experiment. Default: the id of
             the flow run, so that *Retry* resumes. In your own flow, the first call uses the id of the outermost flow
             run, and each further call a name that begins with this id.
-        metric: the reported metric by which trials are compared, such as `loss`, or `eval/loss` if it is nested; or
-            several metrics.
+        metric: the reported metric to compare trials by, such as `loss`, or `eval/loss` if it is nested; or several.
         mode: whether the metric is minimized (`min`) or maximized (`max`); one mode for all metrics, or one for each.
             Default: `min`, with a warning for a name such as `accuracy`.
         num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
@@ -109,16 +113,14 @@ def tune(
             `pt.MaxSteps(100) | pt.MaxFailures(5)`.
         scheduler: stops poor trials early. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
             Default: all trials continue.
-        search: the search algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search, and
-            grids.
+        search: the algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search and grids.
         seed: seed of all random draws, 0 or more. Default: derived from the experiment's name.
-        time_budget_seconds: seconds after which all trials save and the run ends; another run continues the search.
-            Default: none.
+        time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
         max_concurrent_trials: how many trials train at once. Default: one for each CPU, or as many as fit with their
             `resources_per_trial`. The `max_workers` of the flow's thread pool task runner limits both.
-        resources_per_trial: resources of each trial: `{"cpu": 2, "gpu": 1}`; GPUs may be fractional. On this
-            machine trials wait for free resources, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray
-            use them for scheduling.
+        resources_per_trial: resources of each trial: `{"cpu": 2, "gpu": 1}`; GPUs may be fractional. On this machine
+            trials wait for free resources, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray use them for
+            scheduling.
         resources_total: resources of this machine that trials may use, if not all: `{"cpu": 8, "gpu": 2}`.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints of a trial are kept. Default: all.
@@ -136,8 +138,7 @@ def tune(
             each attempt, on the work pool of `trial_deployment`.
         trial_deployment: `flow/deployment` of a deployment of `prefect_tune.flows.train_trial.train_trial`.
         trial_job_variables: job variables of its flow runs, such as CPU and memory, with the names in the work pool.
-        trial_tags: tags of each attempt's task run, and of its flow run as a deployment. Prefect's tag-based
-            concurrency limits apply.
+        trial_tags: tags of each attempt's task run, and of its flow run as a deployment. Prefect's limits by tag apply.
         concurrency_limits: Prefect's global concurrency limits; each attempt waits for and holds a slot of each limit.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
         callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.FileLogger()`.
@@ -152,10 +153,8 @@ def tune(
             all ranks of each number that every rank reports.
         reuse: how trials share the import of the trainable's module. `auto`: one process imports it, and trials are
             forked from it if that is safe; `never`: each trial's process imports it.
-        grace_period_seconds: how long trials may take to save after the search stops, for any reason: increase it if a
-            step takes longer.
-        silence_timeout_seconds: seconds without a report after which a trial is considered hung and is restarted.
-            Default: never.
+        grace_period_seconds: how long trials may take to save after the search stops: increase it if steps are longer.
+        silence_timeout_seconds: seconds without a report after which a hung trial is restarted. Default: never.
 
     Returns:
         Results: the best configuration and its checkpoint, every trial, every error.
@@ -168,8 +167,7 @@ def tune(
             step; `results` has the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run it again to continue.
-        StoreRefused: the target refused requests, such as for wrong credentials, at the start or for too long. Run it
-            again to continue.
+        StoreRefused: the target refused requests (wrong credentials) at the start or for too long. Run it again.
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
     # Only calls need these modules: `flow_with_server` imports them while the server starts and the trainable loads.

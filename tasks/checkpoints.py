@@ -266,17 +266,18 @@ def save_checkpoint(
     Save one trial's steps one after the other; different trials may save at the same time (`.map`). With `.submit`,
     pass `wait_for=[the previous save]`.
 
+    ```python
+    pt.save_checkpoint("model", target="runs", experiment="descent", step=1, metrics={"loss": 0.5})
+    ```
+
     Args:
-        directory: the local directory; all its files are published. It needs at least one file, and must not change
-            during the save.
-        target: where it is stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved block, such as
-            `s3-target/prod`, or the block.
+        directory: the local directory; all its files are published. It needs a file, and must not change meanwhile.
+        target: where it is stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
         trial: the trial's name in the experiment.
         step: the number of steps that the trial has trained: 1 or more, and more than in its previous checkpoint.
         metrics: the metrics of this step, for `show` and results. They are stored with the step's first save.
-        trained_seconds: the training time up to this step, in seconds, for `show` and the report. Default: 0, which
-            means not measured, so that they leave it out.
+        trained_seconds: the training time up to this step, for `show` and the report, which leave out the default 0.
         metadata: other facts, plain JSON, which `pt.Checkpoint.get_metadata` returns.
         retention: the checkpoints of the trial to keep; the others are deleted after the commit. Default: all.
         timeout_seconds: limit of each try of the upload, in seconds.
@@ -434,17 +435,18 @@ def restore_checkpoint(
 
     It reads any experiment, also of a running search, and takes no ownership. A damaged checkpoint is quarantined, and
     the previous one is restored instead, with an error in the log. If a name is not on the target and is similar to an
-    existing name, a warning in the log says that it may be misspelled.
+    existing name, a warning in the log says that it may be misspelled. `timeout_seconds` and
+    other arguments are those of `save_checkpoint`.
+
+    ```python
+    restored = pt.restore_checkpoint(target="runs", experiment="descent")
+    ```
 
     Args:
         directory: the destination: a directory that is empty, does not exist yet, or has this checkpoint's files.
             Default: a new directory below the system's temporary directory (`TMPDIR`), on the machine where the task
             runs, which other users cannot write to. Either belongs to the caller, and nothing removes it.
-        target: where the checkpoint is stored: a URI, the `type/name` of a saved block, or the block.
-        experiment: the experiment's name on the target.
-        trial: the trial's name in the experiment.
         step: the step of the checkpoint. Default: the newest checkpoint's.
-        timeout_seconds: limit of each try, in seconds.
 
     Returns:
         RestoredCheckpoint: its `directory`, `step` and `metrics`; None if `step` is None and the trial has no
@@ -548,22 +550,22 @@ def delete_checkpoint(
     The flow run then owns the experiment, like after `save_checkpoint`. A quarantined checkpoint of the step is deleted
     too, and can no longer be released. A repeated call deletes nothing. If the newest checkpoint is deleted, the trial
     goes back to the previous one, and may save the step again. If the trial is running, its next attempt begins there
-    at once, so that `show` and results have the step and metrics of the previous checkpoint.
+    at once, so that `show` and results show the previous checkpoint. For `timeout_seconds`, see `save_checkpoint`.
+
+    ```python
+    pt.delete_checkpoint(target="runs", experiment="descent", step=1)
+    ```
 
     Args:
-        target: where the checkpoint is stored: a URI, the `type/name` of a saved block, or the block.
-        experiment: the experiment's name on the target.
-        trial: the trial's name in the experiment.
         step: the step of the checkpoint.
-        timeout_seconds: limit of each try, in seconds.
 
     Returns:
         int: the number of deleted objects; 0 if there is no such checkpoint. The next call, the trial's next attempt
             or `prefect-tune gc` deletes the objects that a killed deletion left.
 
     Raises:
-        InvalidInput: an argument is invalid, the experiment or the trial does not exist, or the experiment is a
-            search. Nothing was written.
+        InvalidInput: an argument is invalid, the experiment or the trial does not exist, or the experiment is a search.
+            Nothing was written.
         Superseded: another flow run has taken the experiment over. Stop.
         CheckpointCorrupt: another manifest of the trial is unreadable, so no bytes may be deleted.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.

@@ -156,6 +156,10 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     which trials have finished. To read without taking over, use `pt.load_results`. If the experiment is new and its
     name is similar to another experiment's on the target, a warning in the log says so.
 
+    ```python
+    state = pt.restore_experiment_state(target="runs", experiment="descent")
+    ```
+
     Args:
         target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target.
@@ -193,6 +197,10 @@ def sync_experiment_state(
 
     One call writes one durable entry. A repeated call writes nothing. The flow run then owns the experiment, like after
     `save_checkpoint`.
+
+    ```python
+    pt.sync_experiment_state(target="runs", experiment="descent", reports={1: {"loss": 0.5}})
+    ```
 
     Args:
         target: where the experiment is stored: a URI, the `type/name` of a saved block, or the block.

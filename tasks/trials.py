@@ -139,10 +139,13 @@ def run_trial(
     owns the experiment, like after `save_checkpoint`; it may run several trials at once (`.map`).
     For retries with budgets and a live report, call `durable_trainable` instead.
 
+    ```python
+    state = pt.run_trial(train, {"lr": 0.01}, target="runs", experiment="first-model")
+    ```
+
     Args:
         trainable: the code to train: `package.module:Name`, or the function or the subclass of `pt.Trainable` itself.
-        config: the configuration of the trainable, such as `{"lr": 0.01}`, or a dataclass, which is passed as a dict
-            of its fields.
+        config: the configuration, such as `{"lr": 0.01}`, or a dataclass, which is passed as a dict of its fields.
         target: where checkpoints and state are stored: a URI, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
         trial: the trial's name in the experiment; the same name continues it.
@@ -153,12 +156,10 @@ def run_trial(
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`.
         isolation: `process` trains in a child process; `thread` in this process, for debuggers.
         grace_period_seconds: seconds that the trial may take to save after SIGTERM or a cancellation.
-        silence_timeout_seconds: seconds without a report after which the trial counts as hung and is stopped.
-            Default: never.
+        silence_timeout_seconds: seconds without a report after which a hung trial is stopped. Default: never.
 
     Returns:
-        TrialState: status, step, metrics and newest checkpoint; the status is `completed`, or `interrupted` if the
-            flow run was suspended.
+        TrialState: status, step, metrics and newest checkpoint; `completed`, or `interrupted` by a suspension.
 
     Raises:
         TrialFailed: the attempt failed, or needs an answer from the user. Call the task again: it continues from the

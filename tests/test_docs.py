@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -9,9 +10,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import boto3
+import numpy as np
+import prefect
 import pytest
 
 import prefect_tune as pt
@@ -24,22 +30,11 @@ from tests.fakes.servers.moto_server import moto_server
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 RECIPES = DOCS / "recipes"
 KUBERNETES, OBJECT_STORES = RECIPES / "kubernetes.md", RECIPES / "object-stores.md"
-START = DOCS / "start.md"
-LAYOUT = DOCS / "storage-layout.md"
-SPACES = DOCS / "search-spaces.md"
-SCHEDULERS = DOCS / "schedulers.md"
-CLI = DOCS / "cli.md"
-INTEGRATIONS = DOCS / "integrations.md"
-STOPPING = DOCS / "stopping.md"
-MANY_PROCESSES = DOCS / "many-processes.md"
-FROM_RAY_TUNE = DOCS / "from-ray-tune.md"
-MAINTAIN = DOCS / "maintain.md"
-DRILL = DOCS / "drill.md"
-AUDIT = DOCS / "audit.md"
-DEPLOYMENTS = DOCS / "deployments.md"
-TRUST = DOCS / "trust.md"
-OWN_FLOWS = DOCS / "own-flows.md"
-TESTING = DOCS / "testing.md"
+START, LAYOUT, SPACES, CLI = (DOCS / f"{name}.md" for name in ("start", "storage-layout", "search-spaces", "cli"))
+SCHEDULERS, INTEGRATIONS, TRUST = DOCS / "schedulers.md", DOCS / "integrations.md", DOCS / "trust.md"
+STOPPING, MANY_PROCESSES, DRILL = DOCS / "stopping.md", DOCS / "many-processes.md", DOCS / "drill.md"
+FROM_RAY_TUNE, MAINTAIN, AUDIT = DOCS / "from-ray-tune.md", DOCS / "maintain.md", DOCS / "audit.md"
+DEPLOYMENTS, OWN_FLOWS, TESTING = DOCS / "deployments.md", DOCS / "own-flows.md", DOCS / "testing.md"
 _LONG_PAGES = (
     "start schedulers optuna stopping results searches where-trials-run from-optuna from-ray-tune checkpoints cost "
     "audit resume automations cli maintain deployments recipes/kubernetes recipes/object-stores"
@@ -64,25 +59,18 @@ NOT_RUN = {
 MINIO = "http://minio.example.com:9000"
 """An address that a page has and no test: moto's S3 server takes its place."""
 TESTED_ELSEWHERE = {
-    (LAYOUT, "python"): "below",
+    **dict.fromkeys(((page, "python") for page in (LAYOUT, TESTING, RECIPES / "dask.md", RECIPES / "ray.md")), "below"),
+    **dict.fromkeys(((page, "text") for page in (README, LAYOUT, OWN_FLOWS, DRILL)), "below"),
+    **dict.fromkeys(((page, "json") for page in (SPACES, STOPPING)), "below"),
     (LAYOUT, "json"): "tools/check_pages.py",
-    (LAYOUT, "text"): "below",
-    (SPACES, "json"): "below",
-    (STOPPING, "json"): "below",
-    (README, "text"): "below",
-    (OWN_FLOWS, "text"): "below",
-    (DRILL, "text"): "below",
     (DEPLOYMENTS, "json"): "tests/deploy/test_deployment_parameters.py",
     (INTEGRATIONS, "python"): "of the examples, which tests/integrations runs",
     (MANY_PROCESSES, "python"): "of the examples, which tests/integrations runs",
-    (TESTING, "python"): "below",
     (TRUST, "text"): "tests/flows/searching/test_trust.py",
     (OBJECT_STORES, "json"): "tools/repository_checks.py",
     (KUBERNETES, "yaml"): "tools/repository_checks.py",
     (RECIPES / "spot-instances.md", "python"): "tools/repository_checks.py",
     (RECIPES / "spot-instances.md", "yaml"): "tools/repository_checks.py",
-    (RECIPES / "dask.md", "python"): "below",
-    (RECIPES / "ray.md", "python"): "below",
 }
 UNTESTED = {
     (START, "text"): "what a command prints",
@@ -363,3 +351,93 @@ def shape_of(line: str) -> re.Pattern[str]:
 
 def _shape(piece: str, shapes: Mapping[str, str]) -> str:
     return rf"\d{{{len(piece)}}}" if piece.isdecimal() else shapes.get(piece, "[^/]+")
+
+
+# The examples in docstrings.
+
+EXAMPLES = {
+    str(path.relative_to(ROOT)): examples
+    for room in ("src", "flows", "tasks", "blocks")
+    for path in sorted((ROOT / room).rglob("*.py"))
+    if (examples := [block.code for block in blocks_of(path) if block.language == "python"])
+}
+NOT_IN_THE_LOCK = ("keras", "lightning", "torch", "torch_distributed", "transformers")
+IN_A_TRIAL = [file for file in EXAMPLES if re.search("src/.*(lightgbm|xgboost|/trainable).py", file)]
+IN_A_FLOW = [file for file in EXAMPLES if file.startswith(("blocks/", "tasks/", "flows/drill"))]
+ALONE = [file for file in EXAMPLES if file not in IN_A_FLOW and Path(file).stem not in NOT_IN_THE_LOCK]
+INSTEAD = {"s3://bucket/runs/digits/1/trials/best/checkpoints/0000000040-0000000012": "model", "BLOCK_NAME": "saved"}
+OPTIONS = (pt.Scheduler, pt.Search, pt.Stopper, pt.Callback, pt.Cadence, pt.Retention, pt.FailurePolicy, pt.S3Target)
+
+
+def module_of(file: str) -> Any:
+    return import_module("prefect_tune." + file.removeprefix("src/prefect_tune/").removesuffix(".py").replace("/", "."))
+
+
+def run_examples(file: str, **names: Any) -> None:
+    """Run the examples of a file from top to bottom: one may use the names of those above it, and of its module."""
+    names = {"train": train, "optuna": import_module("optuna"), **vars(module_of(file)), "pt": pt, "numpy": np, **names}
+    for code in EXAMPLES[file]:
+        exec(re.sub("|".join(INSTEAD), lambda found: INSTEAD[found[0]], code), names)
+        if code.startswith("def train("):
+            names["train"]({"lr": 0.1})
+
+
+def train(config: Mapping[str, float]) -> None:
+    for step in range(1, 4):
+        pt.report({"loss": config["lr"] / step, "accuracy": 0.5}, checkpoint=pt.Checkpoint.from_directory("model"))
+
+
+def run_in_trial(config: Mapping[str, Any]) -> None:
+    module, names = module_of(config["file"]), {}
+    if library := getattr(module, "xgb", getattr(module, "lgb", None)):
+        make = getattr(library, "DMatrix", None) or partial(library.Dataset, free_raw_data=False)
+        data = make(np.arange(800.0).reshape(200, 4), np.arange(200) % 2)
+        module._save_booster(library.train({"nthread": 1}, data, 1), "model")
+        names = {
+            "params": {"verbosity": 0, "nthread": 1},
+            "data": data,
+            "test": data,
+            "checkpoint": pt.Checkpoint("model"),
+        }
+    run_examples(config["file"], **names)
+    assert library or pt.get_trial().attempt == 2  # which has a checkpoint
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    np.savez("model/weights.npz", step=1)
+
+
+@pytest.mark.parametrize("file", [pytest.param(it, marks=[pytest.mark.long] * ("flows/" in it)) for it in ALONE])
+@pytest.mark.usefixtures("model", "no_prefect_server")
+def test_the_examples_of_docstrings_run(file: str) -> None:
+    options: dict[str, Any] = {"target": "runs", "isolation": "thread"}
+    if file in IN_A_TRIAL:
+        options |= {"failures": pt.FailurePolicy(max_failures=1), "checkpoint": pt.Cadence(every_steps=10)}
+        pt.durable_trainable(run_in_trial, {"file": file}, experiment="trial", **options)
+    else:
+        space = {"lr": pt.loguniform(1e-4, 0.1), "layers": pt.choice([1, 2])}
+        options |= {"experiment": "digits", "metric": "loss", "num_samples": 5}
+        run_examples(file, results=pt.tune(train, space, **options) if '"runs"' in str(EXAMPLES[file]) else None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", IN_A_FLOW)
+@pytest.mark.usefixtures("model", "prefect_server")
+def test_the_examples_of_docstrings_run_in_a_flow(file: str) -> None:
+    fields = {"path": "/runs", **dict.fromkeys(("bucket", "container", "account"), "runs"), "location": "memory://runs"}
+    for kind in (pt.AzureTarget, pt.FsspecTarget, pt.GcsTarget, pt.LocalTarget, pt.S3Target, pt.SyncConfig):
+        kind(**{name: fields[name] for name in fields.keys() & kind.model_fields.keys()}).save("saved", overwrite=True)
+    prefect.flow(name="examples")(run_examples)(file)
+
+
+def test_no_function_and_no_class_with_options_lacks_an_example() -> None:
+    assert [(ROOT / file).read_text().count("```python") for file in EXAMPLES] == [*map(len, EXAMPLES.values())]
+    for owner in (pt, pt.Results, pt.Checkpoint, *map(module_of, IN_A_TRIAL[:2])):
+        for name in {*getattr(owner, "__all__", vars(owner))} - {"Callback", "Decision", "FIFO"}:
+            it = getattr(owner, name)
+            is_class = isinstance(it, type) and issubclass(it, OPTIONS) and not inspect.isabstract(it)
+            if name[0] != "_" and (is_class or (callable(it) and not isinstance(it, type))):
+                assert re.search("```python|ee `(uniform|ASHA|Random|MaxSt|FileLo|set_me|Tune)", it.__doc__ or ""), name

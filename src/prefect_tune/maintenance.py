@@ -363,8 +363,11 @@ def delete_experiment(
     can be used again as soon as the first object is deleted; a marker of some 300 bytes stays. Forks of the experiment
     have copies of its checkpoints. The experiment's runs and artifacts on Prefect's server stay.
 
+    ```python
+    pt.delete_experiment("digits", target="runs")
+    ```
+
     Args:
-        experiment: its name on the target.
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
         even_if_running: delete the experiment even if a run may own it; that run ends with `Superseded`.
         dry_run: make the same checks, but delete nothing.

@@ -90,13 +90,15 @@ def load_results(
 
     The experiment may still be running.
 
+    ```python
+    results = pt.load_results("runs", "digits")
+    print(results.best.config, results.best.metrics)
+    ```
+
     Args:
         target: where the experiment is stored: a block, a `"block-type/name"` slug, a URI, or a path.
-        experiment: its name on the target.
-        metric: the reported metric or metrics by which trials are compared. Default: the metric and mode of the
-            search, from the journal.
-        mode: `"min"` if small values of `metric` are good, `"max"` if large values are; one mode for all metrics, or
-            one for each.
+        metric: the reported metric or metrics to compare trials by. Default: the metric and mode of the search.
+        mode: `"min"` if small values of `metric` are good, else `"max"`; one mode for all metrics, or one for each.
 
     Raises:
         InvalidInput: the target has no such experiment.
@@ -214,13 +216,15 @@ class Results:
 
         Trials that still run or have errored are also compared, by their reports; see `status`.
 
+        ```python
+        trial = results.best_trial("accuracy", "max", scope="all")
+        ```
+
         Args:
-            metric: the metric to compare by; with several, the first one decides, the next ones break ties.
-                Default: the metric of the search.
+            metric: the metric to compare by; the next of several break ties. Default: the metric of the search.
             mode: the mode of `metric`, see `load_results`.
             scope: the reports to compare: the last one (`"last"`, like everywhere else), the best one of each trial
-                (`"all"`), the mean of all (`"avg"`), or the mean of the last five or ten (`"last-5-avg"`,
-                `"last-10-avg"`).
+                (`"all"`), the mean of all (`"avg"`), or of the last five or ten (`"last-5-avg"`, `"last-10-avg"`).
 
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
@@ -278,7 +282,12 @@ class Results:
     # ------------------------------------------------------------------------------------------------ one trial
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
-        """Return the learning curve of a trial: one report per step, without reports that a retry has replaced."""
+        """Return the learning curve of a trial: one report per step, without reports that a retry has replaced.
+
+        ```python
+        losses = [report.metrics["loss"] for report in results.curve("00003")]
+        ```
+        """
         return self._curves.curve_of(self._require_trial(trial).id)
 
     @cached_property
@@ -287,7 +296,12 @@ class Results:
             return read_curves(store, self.experiment)
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
-        """Return the newest committed checkpoint of a trial; None if it has none."""
+        """Return the newest committed checkpoint of a trial; None if it has none.
+
+        ```python
+        checkpoint = results.checkpoint(results.best)
+        ```
+        """
         (current,) = self._reload_trials(trial)
         key = newest_checkpoint_key(self.experiment.trial_key(current.id), current)
         return self.target.checkpoint(key) if key else None
@@ -304,6 +318,10 @@ class Results:
 
         The configuration is in `config.json`, the metrics are in `metrics.json`. If the checkpoint has a file of that
         name, it stays, and they are in `trial-config.json` or `trial-metrics.json`.
+
+        ```python
+        results.export("best-model")
+        ```
 
         Args:
             directory: a new or empty directory, or a directory with an earlier export of this checkpoint.
@@ -336,6 +354,10 @@ class Results:
         It may belong to another trial than `best_trial`, which compares last reports. With several metrics, the first
         one decides, the next ones break ties. Among equally good checkpoints, the first proposed trial's is returned,
         and of this trial's the oldest, which `Retention(best=1)` keeps.
+
+        ```python
+        checkpoint = results.best_checkpoint(metric="accuracy", mode="max")
+        ```
 
         Args:
             trial: the trial. Default: all trials.
@@ -374,6 +396,10 @@ class Results:
         experiment are read from its published file, the reports of a running experiment from its journal. The rows of
         attempts are from `cost`: seconds by category, processor time and memory.
 
+        ```python
+        table = results.to_arrow("reports")
+        ```
+
         Raises:
             InvalidInput: `rows` is none of `"trials"`, `"reports"` and `"attempts"`.
         """
@@ -389,6 +415,10 @@ class Results:
 
     def to_pandas(self, rows: ResultsTable | Literal["attempts"] = "trials") -> DataFrame:
         """Return the table of `to_arrow` as a pandas `DataFrame`.
+
+        ```python
+        frame = results.to_pandas("attempts")
+        ```
 
         Raises:
             InvalidInput: pandas is not installed.

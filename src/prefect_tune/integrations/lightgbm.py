@@ -32,12 +32,17 @@ _MODEL_FILE = "model.txt"
 
 
 def load_booster(directory: str | Path) -> lgb.Booster:
-    """Return the booster of a checkpoint."""
+    """Return the booster of a checkpoint.
+
+    ```python
+    booster = load_booster(checkpoint.to_directory())
+    ```
+    """
     return lgb.Booster(model_file=Path(directory, _MODEL_FILE))
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return `num_boost_round` and `init_model` for `lgb.train`: all rounds, or the remaining rounds after a resume."""
+    """Return `num_boost_round` and `init_model` for `lgb.train`, also resumed; see `TuneReportCheckpointCallback`."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.current_iteration() if booster else 0
@@ -48,7 +53,7 @@ class TuneReportCheckpointCallback:
     """Report each round, and save the booster at the flow's `checkpoint` interval and at the end.
 
     ```python
-    lgb.train(params, data, **continuing(200), valid_sets=[test], callbacks=[TuneReportCheckpointCallback()])
+    lgb.train(params, data, **remaining_rounds(200), valid_sets=[test], callbacks=[TuneReportCheckpointCallback()])
     ```
 
     A resume is exact if no round draws random numbers. Bagging, `feature_fraction`, GOSS, DART and extra trees use
@@ -101,6 +106,10 @@ def train(
 
     A resumed trial repeats its last segment from the start. So with the same number of threads its trees equal those of
     an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
+
+    ```python
+    booster = train(params, data, 100, metrics={"loss": "test-l2"}, valid_sets=[test], valid_names=["test"])
+    ```
 
     Args:
         params: LightGBM's parameters; `seed` is the only seed with an effect.

@@ -78,7 +78,7 @@ __all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]
 
 @dataclass(frozen=True, slots=True)
 class OptunaPruner(Scheduler):
-    """Stops a trial if a pruner of Optuna prunes it, by the first metric of the objective.
+    """Stops a trial if a pruner of Optuna prunes it, by the first metric of the objective; see `ASHA`.
 
     Successive halving, Hyperband and threshold pruners are called at the steps that they compare, others at every step.
     """
@@ -177,7 +177,7 @@ _NO_VALUES: Mapping[str, object] = {}
 
 @dataclass(frozen=True, slots=True)
 class OptunaSearch(Search):
-    """Proposes configurations with a sampler of Optuna, by default TPE.
+    """Proposes configurations with a sampler of Optuna, by default TPE; see `RandomSearch`.
 
     The seed is the experiment's; the sampler's own seed has no effect. The sampler receives each metric of the
     objective. With a single metric it also receives the reports at milestones, and trials that a scheduler stopped

@@ -35,12 +35,17 @@ _MODEL_FILE = "model.ubj"
 
 
 def load_booster(directory: str | Path) -> xgb.Booster:
-    """Return the booster of a checkpoint."""
+    """Return the booster of a checkpoint.
+
+    ```python
+    booster = load_booster(checkpoint.to_directory())
+    ```
+    """
     return xgb.Booster(model_file=str(Path(directory, _MODEL_FILE)))
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return `num_boost_round` and `xgb_model` for `xgb.train`: all rounds, or the remaining rounds after a resume."""
+    """Return `num_boost_round` and `xgb_model` for `xgb.train`, also resumed; see `TuneReportCheckpointCallback`."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.num_boosted_rounds() if booster else 0
@@ -51,7 +56,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
     """Report each round, and save the booster at the flow's `checkpoint` interval and at the end.
 
     ```python
-    xgb.train(params, data, **continuing(200), evals=[(test, "test")], callbacks=[TuneReportCheckpointCallback()])
+    xgb.train(params, data, **remaining_rounds(200), evals=[(test, "test")], callbacks=[TuneReportCheckpointCallback()])
     ```
 
     A resume is exact if no round draws random numbers. If rounds sample rows or columns (`subsample`, `colsample_*`,
@@ -119,8 +124,11 @@ def train(
     A resumed trial repeats its last segment from the start. So with the same number of threads its trees equal those of
     an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
 
+    ```python
+    booster = train(params, data, 100, metrics={"loss": "test-rmse"}, evals=[(test, "test")])
+    ```
+
     Args:
-        params: XGBoost's parameters.
         dtrain: the training data; its scores are recomputed at the start of each segment.
         num_boost_round: the number of rounds in all segments together.
         segment_rounds: a resume repeats fewer than this many rounds before the checkpoint.

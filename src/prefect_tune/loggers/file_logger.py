@@ -221,6 +221,11 @@ class FileLogger(RowLogger):
 
     Even after kills and resumes, each file has exactly one row for each step.
 
+    ```python
+    callbacks = [pt.FileLogger("logs", "json"), pt.TensorBoardLogger("logs"), pt.WandbLogger("digits")]
+    callbacks += [pt.MLflowLogger("sqlite:///mlflow.db")]
+    ```
+
     Args:
         directory: the parent of the folders `<experiment>/<trial>`.
         file_format: `csv` writes `progress.csv`: nested metrics become columns such as `eval/loss`, and a metric gets a

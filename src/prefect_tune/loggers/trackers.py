@@ -51,7 +51,7 @@ class MLflowLogger(Callback):
     A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics: if a step that is trained again has
     another value, the run has both, and MLflow shows the newer value as the last. If a trial ends before a step that it
     reported earlier, its last metrics are also logged at that step, so that comparisons of runs use them.
-    Characters that MLflow refuses in names, such as `@`, become `_`. A run that a user deletes is replaced.
+    Characters that MLflow refuses in names, such as `@`, become `_`. A deleted run is replaced. See `FileLogger`.
 
     Args:
         tracking_uri: for example `"sqlite:///mlflow.db"`. Default: MLflow's own setting.
@@ -219,7 +219,7 @@ class TensorBoardLogger(FolderLogger):
 
     Numbers become scalars by step, nested numbers with names like `eval/loss`; other values are left out. When a trial
     ends, its configuration and last metrics appear under HPARAMS. When steps are trained again, a new event file
-    replaces the earlier file from its first step on.
+    replaces the earlier file from its first step on. See `FileLogger`.
 
     Args:
         directory: the parent of the folders `<experiment>/<trial>`.
@@ -326,7 +326,7 @@ class WandbLogger(RowLogger):
 
     An offline run can be neither changed nor resumed. So when a trial resumes, its run is rewritten from
     `wandb.json` in its folder, and the earlier run is removed. At the end of the search there is one run for each
-    trial, with exactly one row for each step. Upload the runs then.
+    trial, with exactly one row for each step. Upload the runs then. See `FileLogger`.
 
     Args:
         project: the W&B project. Default: the name of the experiment.

@@ -76,6 +76,10 @@ class Checkpoint(metaclass=_AdvisingMeta):
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Refer to a directory on this machine.
 
+        ```python
+        checkpoint = pt.Checkpoint.from_directory("model")
+        ```
+
         Raises:
             InvalidInput: it is a URI.
         """
@@ -103,8 +107,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
     def filesystem(self) -> FileSystem:
         """The pyarrow file system that contains `path`.
 
-        For a committed checkpoint it is read-only, contains the committed files and `.metadata.json`, and verifies
-        every read.
+        For a committed checkpoint it is read-only, has the committed files and `.metadata.json`, and verifies reads.
         """
         return self._location.resolve().filesystem()
 
@@ -117,8 +120,11 @@ class Checkpoint(metaclass=_AdvisingMeta):
 
         Without `path`, the directory is a temporary one that other users cannot write to. All calls on this object and
         its copies in other processes share it, until its files are changed. If several processes request one directory,
-        one downloads and the others wait. A directory appears complete or not at all. Files that already exist there
-        are not downloaded again.
+        one downloads and the others wait. A directory appears complete or not at all. Existing files are reused.
+
+        ```python
+        directory = checkpoint.to_directory("copy-of-model")
+        ```
 
         Raises:
             InvalidInput: `path` exists with other content, which stays unchanged.
@@ -157,6 +163,11 @@ class Checkpoint(metaclass=_AdvisingMeta):
         for all processes and threads that use it, and removed when the last of them leaves the block. Files of a killed
         process are removed after the next use of the checkpoint, or after a week without use.
 
+        ```python
+        with checkpoint.as_directory() as directory:
+            weights = numpy.load(f"{directory}/weights.npz")
+        ```
+
         Raises:
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: committed bytes are missing or altered.
@@ -168,7 +179,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
     # ----------------------------------------------------------------------------------------- the metadata
 
     def get_metadata(self) -> dict[str, object]:
-        """Return the checkpoint's metadata; an empty dict if none was set.
+        """Return the checkpoint's metadata; an empty dict if none was set. See `set_metadata`.
 
         Raises:
             CheckpointNotFound: there is no checkpoint.
@@ -179,8 +190,13 @@ class Checkpoint(metaclass=_AdvisingMeta):
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
         """Replace the checkpoint's metadata.
 
-        On a target, this writes a new version beside the commit and overwrites no object. In a local directory, it
-        replaces the file `.metadata.json`.
+        On a target, this writes a new version beside the commit; in a local directory, it replaces `.metadata.json`.
+
+        ```python
+        checkpoint.set_metadata({"classes": 10})
+        checkpoint.update_metadata({"reviewed": True})
+        classes = checkpoint.get_metadata()["classes"]
+        ```
 
         Raises:
             InvalidInput: `metadata` cannot be stored as JSON.
@@ -193,7 +209,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
         self._location.resolve().revise_metadata(lambda _: new, Deadline.after(_METADATA_TIMEOUT))
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
-        """Add entries to the metadata, written like in `set_metadata`; concurrent updates are not lost."""
+        """Add entries to the metadata: concurrent updates are not lost; see `set_metadata`."""
         from prefect_tune.core.checkpoints.manifest import normalize_metadata
 
         new = normalize_metadata(metadata)

@@ -244,6 +244,12 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
     on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time);
     a directory from `pt.get_trial().new_checkpoint_dir()` is used without a copy.
 
+    ```python
+    def train(config):
+        for step in range(10):
+            pt.report({"loss": config["lr"] * 0.9**step})
+    ```
+
     Args:
         metrics: finite numbers, text, or JSON made of these.
         checkpoint: a local directory: `pt.Checkpoint.from_directory(path)`.
@@ -268,6 +274,10 @@ def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, a
     and when a scheduler needs the state. `save` is called with an empty directory, before this returns. With
     `allow_missing` the report may lack the metric of the search.
 
+    ```python
+    pt.report_step({"loss": 0.1}, lambda directory: Path(directory, "epoch").write_text("10"))
+    ```
+
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
         InvalidInput: no trial runs here.
@@ -286,6 +296,11 @@ def save_last_step(save: Callable[[str], None]) -> None:
 def get_checkpoint() -> Checkpoint | None:
     """Return the checkpoint to resume from, as a local directory; None on a fresh start.
 
+    ```python
+    if checkpoint := pt.get_checkpoint():
+        epoch = int(Path(checkpoint.path, "epoch").read_text())
+    ```
+
     Raises:
         InvalidInput: no trial runs here.
     """
@@ -297,6 +312,10 @@ def get_checkpoint() -> Checkpoint | None:
 
 def get_trial() -> TrialInfo:
     """Return the trial that this process trains.
+
+    ```python
+    Path(pt.get_trial().directory, "notes.txt").write_text("a file of this trial")
+    ```
 
     Raises:
         InvalidInput: no trial runs here.

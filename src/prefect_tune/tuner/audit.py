@@ -124,8 +124,11 @@ def audit(
     The audit only reads, one object after the other, and imports no code that only the journal names. It does not
     derive the decisions of a component that the journal does not hold, such as your own search, unless you pass it.
 
+    ```python
+    report = pt.audit("digits", target="runs")
+    ```
+
     Args:
-        experiment: its name on the target.
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
         space: the space, if the journal does not hold it, or names functions in it.
         search: the search, if the journal does not hold it, or it is one of Optuna's.

@@ -267,8 +267,11 @@ def stop(
     If no run is active, the next run ends the trial before it starts any other. A request to stop the whole experiment
     then has no effect: it never stops a run that begins later.
 
+    ```python
+    outcome = pt.stop("digits", target="runs", trial="3")
+    ```
+
     Args:
-        experiment: its name on the target.
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
         trial: stop only this trial; its number without zeros is enough.
         reason: stored in the journal.

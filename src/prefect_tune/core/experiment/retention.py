@@ -29,10 +29,9 @@ class Cadence(Value):
     It also saves when it must stop, and when a report has `should_checkpoint`. A function trainable saves whenever it
     reports a checkpoint; with `report_step` or the integrations' callbacks it saves like a class trainable.
 
-    Args:
-        every_steps: save after this many steps. Default: by time only.
-        every_seconds: save after the first step that ends this long after the last save began. Default: 60.
-        at_end: save the last step too. Default: yes.
+    ```python
+    checkpoint = pt.Cadence(every_steps=10)
+    ```
     """
 
     every_steps: Annotated[int, Field(ge=1), INTEGER_VALIDATOR] | None = Field(
@@ -61,12 +60,9 @@ class Retention(Value):
     The newest checkpoint is always kept. A checkpoint without the metric is never among
     the best; of equally good ones the older is kept, so a new one does not replace it.
 
-    Args:
-        last: keep this many of the newest.
-        best: keep this many of the best by `metric`.
-        metric: the reported metric that ranks checkpoints for `best`.
-        mode: whether a small metric is good (`min`, the default), or a large one (`max`).
-        every: keep each checkpoint whose step is a multiple of this.
+    ```python
+    retention = pt.Retention(last=2, best=1, metric="loss")
+    ```
     """
 
     last: _Count | None = Field(default=None, description="Keep this many of the newest.")

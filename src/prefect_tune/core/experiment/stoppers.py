@@ -94,7 +94,13 @@ class AnyOf(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class MaxSteps(Stopper):
-    """Stop after this many steps; a step that a resume repeats is counted once."""
+    """Stop after this many steps; a step that a resume repeats is counted once.
+
+    ```python
+    stop = pt.MaxSteps(100) | pt.MaxTime(3600) | pt.Plateau("loss", std=0.01)
+    stop |= pt.MaxFailures(5) | pt.TrialBudget(200) | pt.TimeBudget(86400) | pt.ExperimentPlateau(top=5)
+    ```
+    """
 
     steps: int = field(metadata={"example": 100})
     needs_history = False
@@ -113,7 +119,7 @@ class MaxSteps(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class MaxTime(Stopper):
-    """Stop after this training time, summed over all attempts; a plain number means seconds."""
+    """Stop after this training time, summed over all attempts; a plain number means seconds. See `MaxSteps`."""
 
     time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
     needs_history = False
@@ -128,7 +134,7 @@ class MaxTime(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class Plateau(Stopper):
-    """Stop when the last `reports` values of `metric` have a standard deviation of at most `std`.
+    """Stop when the last `reports` values of `metric` have a standard deviation of at most `std`; see `MaxSteps`.
 
     Like Ray's TrialPlateauStopper: it never stops a trial before `grace` reports.
     """
@@ -394,7 +400,7 @@ class CompositeState(StopperState):
 class MaxFailures(ExperimentStopper):
     """End the experiment once this many of its trials have errored, after their own retries.
 
-    Trials that `rerun_errored` retries are no longer counted.
+    Trials that `rerun_errored` retries are no longer counted. See `MaxSteps`.
     """
 
     failures: int = field(metadata={"example": 3})
@@ -430,7 +436,7 @@ class _FailureCount(StopperState):
 
 @dataclass(frozen=True, slots=True)
 class TrialBudget(ExperimentStopper):
-    """Start at most this many trials, even if the search would propose more."""
+    """Start at most this many trials, even if the search would propose more; see `MaxSteps`."""
 
     trials: int = field(metadata={"example": 200})
 
@@ -459,7 +465,7 @@ class TimeBudget(ExperimentStopper):
     """End the experiment after this training time, summed over its trials and over all of its runs.
 
     The journal counts the time: it is updated when a trial commits a checkpoint, when it ends, and every
-    `sync_period`. Lost steps that are trained again count once. A plain number means seconds.
+    `sync_period`. Lost steps that are trained again count once. A plain number means seconds. See `MaxSteps`.
     """
 
     time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
@@ -491,7 +497,7 @@ class _TrainingTime(StopperState):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlateau(ExperimentStopper):
-    """End the experiment when its best trials are about equally good: more trials are unlikely to be better.
+    """End the experiment when its best trials are about equally good: more are unlikely to be better; see `MaxSteps`.
 
     Like Ray's ExperimentPlateauStopper, but over trials instead of results: it ends when the standard deviation of the
     `top` best last values of finished trials is at most `std`, and stays so for `patience` more finished trials.

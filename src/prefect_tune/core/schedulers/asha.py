@@ -140,8 +140,7 @@ class Brackets:
 class RungSchedule(Schedule):
     """Compares each trial once at each rung, by its report at the rung's step or the first report after it.
 
-    A report that passes several rungs counts only at the highest: at the lower ones it would be compared with losses
-    of earlier steps.
+    A report that passes several rungs counts only at the highest: the lower ones have losses of earlier steps.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -300,8 +299,7 @@ class ASHA(Scheduler):
     """Train many trials for a few steps and few to the end: at each rung only the best 1 / `reduction_factor` continue.
 
     Rungs are the steps `grace_period`, `grace_period` * `reduction_factor`, and so on below `max_t`, where every trial
-    ends; fractions are rounded up. It is asynchronous: a trial is compared with the trials that reached the rung before
-    it.
+    ends; fractions are rounded up. It is asynchronous: a trial is compared with those that reached the rung before.
 
     `variant="promotion"`, the default, pauses every trial at each rung, and gives a free slot to the best paused trial
     that is among the best 1 / `reduction_factor` of its rung; if there is none, a new trial starts (the algorithm of
@@ -311,6 +309,13 @@ class ASHA(Scheduler):
 
     With several `brackets`, trials are distributed over brackets that each begin one rung higher, in the proportions of
     Hyperband: this protects against misleading early results.
+
+    ```python
+    scheduler = pt.ASHA(max_t=81, grace_period=3)
+    scheduler = pt.Hyperband(max_t=81)
+    scheduler = pt.MedianStopping(grace_period=10)
+    scheduler = pt.OptunaPruner(optuna.pruners.MedianPruner())
+    ```
 
     Args:
         max_t: the step at which every trial ends.

@@ -98,7 +98,7 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True)
 class Hyperband(Scheduler):
-    """Compare whole groups of trials: a rung is decided when all trials of its bracket have reached it.
+    """Compare whole groups of trials: a rung is decided when all trials of its bracket have reached it; see `ASHA`.
 
     Trials fill one bracket after the other. The first bracket has many trials and a first rung at few steps; the few
     trials of the last bracket all train `max_t` steps; then the brackets repeat. Each rung keeps the best 1 /

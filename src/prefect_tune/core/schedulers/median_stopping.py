@@ -37,7 +37,7 @@ class MedianStopping(Scheduler):
     `interval=1` uses every step, and costs a decision at every step.
 
     With `min_time_slice`, a trial with too few others to compare with releases its slot after that many steps, and
-    continues when there are enough: comparisons start early with fewer slots than trials. It needs checkpoints.
+    continues when there are enough, so comparisons start early with few slots. It needs checkpoints. See `ASHA`.
 
     Args:
         grace_period: the step of the first comparison.

@@ -221,6 +221,10 @@ class PBT(Scheduler):
     turns of one interval, the trial with the fewest steps first; paused trials are compared, too. A trial that ends (by
     a stopper such as `stop={"step": 100}`) leaves the population.
 
+    ```python
+    scheduler = pt.PBT(perturbation_interval=5, hyperparam_mutations={"lr": pt.loguniform(1e-4, 0.1)})
+    ```
+
     Args:
         perturbation_interval: the number of steps between two comparisons of a trial.
         hyperparam_mutations: the parameters that change, and their possible values.

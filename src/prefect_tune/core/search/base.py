@@ -119,7 +119,7 @@ class Repeated(Search):
     """Proposes each configuration of `search` in `times` consecutive trials, which `search` counts as one trial.
 
     When all of them have ended, `search` gets the mean of each metric that every trial without a failure reported. It
-    gets no reports of running trials.
+    gets no reports of running trials. See `RandomSearch`.
     """
 
     search: Search

@@ -337,67 +337,81 @@ Domain: TypeAlias = Range | Branch
 
 
 def uniform(low: float, high: float) -> Float:
-    """Draw a number uniformly from [low, high)."""
+    """Draw a number uniformly from [low, high).
+
+    ```python
+    space = {
+        "lr": pt.loguniform(1e-4, 0.1),
+        "dropout": pt.uniform(0, 0.5),
+        "layers": pt.choice([1, 2, 4]),
+        "batch": pt.grid_search([32, 64]),
+    }
+    ```
+    """
     return Float(low, high)
 
 
 def quniform(low: float, high: float, q: float) -> Float:
-    """Draw a multiple of `q` uniformly from [low, high]; both ends are multiples."""
+    """Draw a multiple of `q` uniformly from [low, high]; both ends are multiples; see `uniform`."""
     return Float(low, high, q=_require_step(q, "quniform"))
 
 
 def loguniform(low: float, high: float) -> Float:
-    """Draw a number from [low, high) whose logarithm is uniform; `low` > 0."""
+    """Draw a number from [low, high) whose logarithm is uniform; `low` > 0; see `uniform`."""
     return Float(low, high, "log")
 
 
 def qloguniform(low: float, high: float, q: float) -> Float:
-    """Draw like `loguniform` and round to a multiple of `q`, from [low, high]; both ends are multiples."""
+    """Draw like `loguniform` and round to a multiple of `q`, from [low, high]; see `uniform`."""
     return Float(low, high, "log", _require_step(q, "qloguniform"))
 
 
 def randint(low: int, high: int) -> Integer:
-    """Draw an integer uniformly from [low, high)."""
+    """Draw an integer uniformly from [low, high); see `uniform`."""
     return Integer(low, high)
 
 
 def qrandint(low: int, high: int, q: int = 1) -> Integer:
-    """Draw a multiple of `q` uniformly from [low, high]; both ends are multiples."""
+    """Draw a multiple of `q` uniformly from [low, high]; both ends are multiples; see `uniform`."""
     return Integer(low, high, q=_require_step(q, "qrandint"))
 
 
 def lograndint(low: int, high: int) -> Integer:
-    """Draw an integer: a number from [low, high) whose logarithm is uniform, rounded down; `low` > 0."""
+    """Draw an integer: a number from [low, high) whose logarithm is uniform, rounded down; `low` > 0; see `uniform`."""
     return Integer(low, high, "log")
 
 
 def qlograndint(low: int, high: int, q: int = 1) -> Integer:
-    """Draw a number whose logarithm is uniform and round to a multiple of `q`, from [low, high]."""
+    """Draw a number whose logarithm is uniform and round to a multiple of `q`, from [low, high]; see `uniform`."""
     return Integer(low, high, "log", _require_step(q, "qlograndint"))
 
 
 def randn(mean: float = 0.0, sd: float = 1.0) -> Normal:
-    """Draw a normally distributed number, with this `mean` and the standard deviation `sd`."""
+    """Draw a normally distributed number, with this `mean` and the standard deviation `sd`; see `uniform`."""
     return Normal(mean, sd)
 
 
 def qrandn(mean: float, sd: float, q: float) -> Normal:
-    """Draw like `randn` with `mean` and `sd`, rounded to a multiple of `q`."""
+    """Draw like `randn` with `mean` and `sd`, rounded to a multiple of `q`; see `uniform`."""
     return Normal(mean, sd, _require_step(q, "qrandn"))
 
 
 def choice(options: Sequence[object], weights: Sequence[float] | None = None) -> Choice:
-    """Draw one of `options`, uniformly or by `weights`. An option with domains is a conditional space."""
+    """Draw one of `options`, by `weights` if given; see `uniform`. An option with domains is a conditional space."""
     return Choice(_require_list(options, "choice"), None if weights is None else _require_list(weights, "weights"))
 
 
 def grid_search(values: Sequence[object]) -> Grid:
-    """Try each of `values`, combined with every value of all other grids, once per sample."""
+    """Try each of `values`, combined with every value of all other grids, once per sample; see `uniform`."""
     return Grid(_require_list(values, "grid_search"))
 
 
 def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
-    """Compute a value from the others: `sample_from(lambda config: 2 * config["width"])`.
+    """Compute a value from the others.
+
+    ```python
+    space = {"width": pt.randint(1, 9), "depth": pt.sample_from(lambda config: 2 * config["width"])}
+    ```
 
     `config` is the whole configuration; a value is resolved when the function reads it. The function must not draw
     random numbers: read them from a domain, so a resumed experiment gets the same numbers.

@@ -137,6 +137,12 @@ class RandomSearch(Search):
     trials, and a parameter's draws stay when other parameters are added or removed. Earlier trials count: the grid
     points with the fewest tries come next, also after `num_samples`, the grid or the space has changed. Reported
     metrics have no effect.
+
+    ```python
+    search = pt.RandomSearch(20, points_to_evaluate=[{"lr": 0.01}])
+    search = pt.OptunaSearch("TPESampler", num_samples=40)
+    search = pt.Repeated(search, times=3, index_as="seed")
+    ```
     """
 
     num_samples: int | None = field(default=None, metadata={"example": 20})

@@ -74,6 +74,10 @@ def space_from_json(document: Mapping[str, object], load: FunctionLoader | None 
 
     `load` loads the functions of `sample_from`; without it they are rejected, since loading a function runs code.
 
+    ```python
+    space = pt.space_from_json({"lr": {"loguniform": [1e-4, 0.1]}})
+    ```
+
     Raises:
         InvalidInput: it does not describe a valid space; the message says where.
         UnsafePayload: it names a function, and `load` is None.
@@ -85,6 +89,10 @@ def space_from_json(document: Mapping[str, object], load: FunctionLoader | None 
 
 def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
     """Return the document from which `space_from_json` creates the same space.
+
+    ```python
+    document = pt.space_to_json({"lr": pt.loguniform(1e-4, 0.1)})
+    ```
 
     Raises:
         InvalidInput: the space is invalid, or a function of `sample_from` cannot be imported by name.
