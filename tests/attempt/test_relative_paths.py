@@ -41,7 +41,7 @@ def test_a_checkpoints_relative_path_is_handed_over_as_the_real_one(
     staging = tmp_path / "staging"
     staging.mkdir()
     config = {"seen_from": str(here), "path": path}
-    start = start_of(reporters.hands_over, tmp_path, config, overlap=overlap, staging=str(staging))
+    start = start_of(reporters.hands_over, tmp_path, config, async_commit=overlap, staging=str(staging))
     with pool.open_process(start, LOG) as channel:
         assert isinstance(channel.receive(timedelta(seconds=60)), TrainableLoaded)
         step = channel.receive(timedelta(seconds=60))

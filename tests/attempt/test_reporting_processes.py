@@ -84,7 +84,7 @@ def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(o
 
 
 def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
-    start = start_of(reporters.waits_in_a_thread, tmp_path, milestone=3)
+    start = start_of(reporters.waits_in_a_thread, tmp_path, decision_step=3)
     recorder = LogRecorder()
     with pool.open_process(start, log_to(recorder)) as channel:
         assert isinstance(next_of(channel), TrainableLoaded)

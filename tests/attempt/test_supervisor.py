@@ -213,7 +213,7 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
 
     monkeypatch.setattr(MemoryLimit, "oom_kill_count", lambda _: kills[0])
     says = [LOADED, step(1), *([seconds_before, 0.2, 0.2, 0.2] if seconds_before else [])]
-    patient = replace(spec, silence=None)
+    patient = replace(spec, silence_timeout=None)
     found = supervise(Channel(says, KILLED), FakeCommitWorker(), patient, line())
     assert found.cause is cause
 
@@ -324,7 +324,9 @@ def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is
     asked.stop.set()
     abandoned.set()
     with stop_retries_on(abandoned):
-        found = supervise(FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace=timedelta(hours=1)), asked)
+        found = supervise(
+            FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace_period=timedelta(hours=1)), asked
+        )
     assert (found.cause, found.reason) == (Cause.PREEMPTED, make_reason("interrupted-twice"))
 
 
@@ -336,7 +338,7 @@ def test_a_group_that_was_asked_to_stop_and_whose_last_save_failed_does_not_say_
     saved = TrialEnded(outcome=make_failure("saved", Cause.PREEMPTED))
     first = FakeChannel([LOADED, step(1, saves=True), *[0.01] * 9, saved])
     group = RankGroup(cast("Sequence[TrialChannel]", [first, FakeChannel([LOADED])]))
-    worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None)
+    worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence_timeout=None)
     found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
     assert first.sent == [SaveFailed(step=1)]
     assert (found.cause, get_reason_code(found.reason)) == (Cause.PREEMPTED, "not-committed")
@@ -398,7 +400,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
     group._open_channels = dict(group._channels)
     group._pids = {0: dead.pid, 1: os.getpid() if is_there else dead.pid}
     found = attempt_supervisor.supervise(
-        group, cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None), line(), UsageMeter()
+        group, cast("CommitWorker", FakeCommitWorker()), replace(spec, silence_timeout=None), line(), UsageMeter()
     )
     assert found.cause is cause, found
 
@@ -482,7 +484,11 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
     meter = UsageMeter()
     channels = cast("Sequence[TrialChannel]", [replace(each) for each in ranks])
     attempt_supervisor.supervise(
-        RankGroup(channels), cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None), line(), meter
+        RankGroup(channels),
+        cast("CommitWorker", FakeCommitWorker()),
+        replace(spec, silence_timeout=None),
+        line(),
+        meter,
     )
     assert list(meter.rank_ends) == ends
     use = meter.get_usage()
@@ -504,7 +510,7 @@ def test_a_rank_of_a_launcher_that_was_killed_for_memory_is_not_taken_for_a_fail
     found = attempt_supervisor.supervise(
         RankGroup(channels),
         cast("CommitWorker", FakeCommitWorker()),
-        replace(spec, silence=None),
+        replace(spec, silence_timeout=None),
         line(),
         OutOfMemory(),
     )
@@ -520,7 +526,7 @@ def test_of_another_node_no_process_is_measured_and_no_kill_explained_with_the_m
         meter, worker = OutOfMemory(), cast("CommitWorker", FakeCommitWorker())
         try:
             found = attempt_supervisor.supervise(
-                RankGroup(channels, local_rank_count=1), worker, replace(spec, silence=None), line(), meter
+                RankGroup(channels, local_rank_count=1), worker, replace(spec, silence_timeout=None), line(), meter
             )
         finally:
             of_same_number.kill()
@@ -548,7 +554,7 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
     first = FakeChannel([LOADED, reported, *[0.001] * 180, directed, TrialEnded(outcome=DONE)])
     second = FakeChannel([*[0.001] * 120, LOADED, reported, TrialEnded(outcome=DONE)])
     group = RankGroup(cast("Sequence[TrialChannel]", [first, second]))
-    worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence=None)
+    worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence_timeout=None)
     found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
     assert found == DONE
     assert first.sent == [MeanMetrics(step=1, metrics={"loss": 1.0})]

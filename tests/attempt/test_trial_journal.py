@@ -249,7 +249,7 @@ def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(trial_executor, "_FINAL_WRITE_TIMEOUT", timedelta(0))
     search = Search(tmp_path, attempt)
-    search.driver._spec = replace(search.driver._spec, grace=timedelta(0))
+    search.driver._spec = replace(search.driver._spec, grace_period=timedelta(0))
     search.interrupts = search.has_started
     with pytest.raises(Death):
         search.run()

@@ -44,12 +44,12 @@ def start_of(
         "config": config or {},
         "directory": str(folder),
         "staging": str(folder),
-        "restored": None,
+        "restored_directory": None,
         "from_step": 0,
         "trained_seconds": 0.0,
-        "curve": (),
+        "reports": (),
         "cadence": Cadence(at_end=False),
-        "overlap": False,
+        "async_commit": False,
     }
     return Start(**(whole | fields))
 

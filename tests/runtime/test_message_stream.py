@@ -114,7 +114,7 @@ def test_the_long_form_of_a_length_is_understood(ends: Ends, reader: Reader) -> 
         (struct.pack("!i", 5) + b"hello", "expected a JSON object"),
         (struct.pack("!i", 5) + b'{"x":', "expected a prefect-tune message: "),
         (struct.pack("!i", 16) + b'{"type":"other"}', "expected a prefect-tune message: "),
-        (struct.pack("!i", 16) + b'{"type":"asked"}', "expected a prefect-tune message: Field required"),
+        (struct.pack("!i", 28) + b'{"type":"milestone-reached"}', "expected a prefect-tune message: Field required"),
         (struct.pack("!i", 4) + b"{\xff\xfe}", "expected a prefect-tune message: "),
     ],
 )

@@ -71,7 +71,7 @@ def _trained(
         import_path=(),
         stopper=serialize_for_trial(stopper or Never()),
         from_step=curve[-1].step if curve else 0,
-        curve=curve,
+        reports=curve,
         cadence=cadence,
     )
     ours, theirs = socket.socketpair()

@@ -164,7 +164,7 @@ def test_a_search_of_ones_own_is_audited_once_it_is_passed_and_all_else_without_
     assert without.difference is None
     assert list(without.not_derived.values()) == [5]
     assert "pass it: search=..., or --search MODULE:NAME" in next(iter(without.not_derived))
-    assert "decided" in without.derived
+    assert "decision-made" in without.derived
     passed = pt.audit("e", target=search.target, search=_Counting())
     assert (passed.not_derived, passed.derived["trial-added"]) == ({}, 5)
     other = pt.audit("e", target=search.target, search=pt.RandomSearch(5))
@@ -194,7 +194,7 @@ def test_a_training_outside_a_search_decides_nothing(tmp_path: Path) -> None:
     write_experiment(tmp_path, "digits", [2, 4])
     report = pt.audit("digits", target=str(tmp_path))
     assert (report.derived, report.not_derived, report.difference) == ({}, {}, None)
-    assert report.observed["committed"] == 2
+    assert report.observed["checkpoint-committed"] == 2
 
 
 def test_what_cannot_be_audited_is_an_error(targets: Callable[[str], LocalTarget], tmp_path: Path) -> None:

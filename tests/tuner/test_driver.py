@@ -336,7 +336,7 @@ def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a
 
 
 def test_an_end_writes_the_snapshot_that_was_lacking(target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_tune.tuner.driver.is_final_snapshot_due", lambda written: written.number > 1)
+    monkeypatch.setattr("prefect_tune.tuner.driver.is_final_snapshot_due", lambda written: written.entry_count > 1)
     monkeypatch.setattr("prefect_tune.tuner.pending_entry.BackgroundWorker.write_snapshot", write_snapshot := Mock())
     state = PlannedSearch(target).run(num_samples=2)
     write_snapshot.assert_called_once_with(state)

@@ -559,7 +559,7 @@ class _WorkerNode:
                     "import_path": absolute_sys_path(),
                     "directory": str(scratch / "artifacts"),
                     "staging": str(scratch / "staging"),
-                    "restored": restored,
+                    "restored_directory": restored,
                 }
                 start = begin.start.model_copy(update=local)
                 group = opened.enter_context(open_rank_group(start, placement, self._open_process))

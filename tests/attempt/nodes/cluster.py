@@ -166,7 +166,7 @@ def spec_of(folder: Path, **options: Any) -> TrialSpec:
             "trial": TrialKey(experiment="e", generation=1, trial="00000"),
             "trainable": "tests.trainables.grouped:Sharded",
             "stopper": serialize_for_trial(as_stopper({"step": STEPS})),
-            "needs_curve": False,
+            "needs_history": False,
             "cadence": pt.Cadence(every_steps=2),
             "proposed_by_search": True,
             "nodes_per_trial": 2,

@@ -102,7 +102,7 @@ def test_what_waits_goes_on_from_a_checkpoint_where_there_is_one(
     first = trained(1)
     (tmp_path / "count").write_text("7")
     start = start_of(
-        Resettable, tmp_path, {"x": 2, "witness": str(witness)}, steps=8, restored=str(tmp_path), from_step=7
+        Resettable, tmp_path, {"x": 2, "witness": str(witness)}, steps=8, restored_directory=str(tmp_path), from_step=7
     )
     with pool.open_process(start, LOG) as channel:
         found = metrics_of(channel)
@@ -115,7 +115,7 @@ def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
 ) -> None:
     first = trained(1)
     last = {"step": 1, "metrics": {"done": True}}
-    with pool.open_process(start_of(Resettable, tmp_path, {}, steps=1, curve=(last,)), LOG) as channel:
+    with pool.open_process(start_of(Resettable, tmp_path, {}, steps=1, reports=(last,)), LOG) as channel:
         (ended,) = messages_of(channel)
     assert get_reason_code(ended.outcome.reason) == "done-reported"
     assert trained(2)["object"] == first["object"]
@@ -183,7 +183,7 @@ def test_a_process_that_has_led_the_ranks_of_a_launcher_serves_no_other(trained:
 def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
     pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
 ) -> None:
-    start = start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, milestone=1)
+    start = start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, decision_step=1)
     paused = TrialPaused(trial="t", reason="paused")
     with pool.open_process(start, LOG) as channel:
         until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")

@@ -42,7 +42,7 @@ class WrittenEntries:
         self.entries.append(tuple(events))
         for event in events:
             state = apply_event(state, event, state.entry_count + 1)
-        return state.model_copy(update={"number": state.entry_count + 1})
+        return state.model_copy(update={"entry_count": state.entry_count + 1})
 
 
 def random_policy() -> SearchPolicy:

@@ -484,7 +484,7 @@ def test_metadata_starts_as_what_was_committed(target: Path, staged: Path) -> No
     pt.Checkpoint.from_directory(staged).set_metadata({"from": "file", "both": "file"})
     key = KEY.model_copy(update={"step": 41})
     with open_location(parse_uri(target), timeout=MINUTE) as store:
-        committed(store, staged, key, metadata={"both": "commit"})
+        committed(store, staged, key, user_metadata={"both": "commit"})
     checkpoint = pt.Checkpoint(target / key.folder)
     assert checkpoint.get_metadata() == {"from": "file", "both": "commit"}
     checkpoint.update_metadata({"later": True})
