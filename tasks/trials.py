@@ -79,7 +79,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchChannel) -
     Args:
         spec: the specification of the trial.
         request: the request for this attempt.
-        link: the channel to the search; `link.stop` makes the trial save and end within `spec.grace`.
+        link: the channel to the search; `link.stop` makes the trial save and end within `spec.grace_period`.
 
     Raises the errors of `Attempt.run`.
     """

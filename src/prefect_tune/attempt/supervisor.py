@@ -11,7 +11,7 @@ the mean over all ranks, they are collected in the same way before rank 0 report
 
 The attempt ends when rank 0 ends, or when a rank fails. After a failure the other ranks may hang in a collective: they
 are killed one second later, so that the root-cause failure can still arrive. When the whole run stops, the trial has
-`spec.grace` to save, and is then killed. A trial that is stopped alone gets a `StopTrial`, without a time limit
+`spec.grace_period` to save, and is then killed. A trial that is stopped alone gets a `StopTrial`, without a time limit
 (`tuner/stop_requests.py`). Never: a commit without the part of a rank.
 """
 
