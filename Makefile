@@ -74,7 +74,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --quiet --check --output-format concise $(CODE)
 
 house: $(VENV)/.dev
-	$(BIN)/python tools/house.py
+	$(BIN)/python -m tools.house
 
 layers: $(LINKS)
 	PYTHONPATH=$(LINKS) $(BIN)/lint-imports --no-cache --no-logo

@@ -24,7 +24,7 @@ from prefect_tune.tasks.checkpoints import PrefectAttemptTasks
 __all__ = ["train_trial"]
 
 
-@flow(name="train-trial", flow_run_name="train {parameters.trial.trial} · attempt {attempt}", persist_result=False)
+@flow(name="train-trial", flow_run_name="train {spec.trial.trial} · attempt {attempt}", persist_result=False)
 def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: int = 0) -> State[Any]:
     """Train one attempt of a trial. The journal records how it ends; the state of the flow run is for display only.
 

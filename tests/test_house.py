@@ -23,6 +23,7 @@ from tools.house import (
     violations,
 )
 from tools.journeys import __main__ as journeys_of_values
+from tools.plain_words import plain_word_counts
 
 
 def source(text: str, path: str = "src/some.py") -> Source:
@@ -34,7 +35,7 @@ def test_a_house_with_one_long_file_is_none(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "src" / "long.py").write_text("x = 1\n" * (FILE_LINES + 1))
     (tmp_path / "CONTRIBUTING.md").touch()
     assert main(tmp_path) == 1
-    assert "src/long.py:1: 711 lines" in capsys.readouterr().out
+    assert f"src/long.py:1: {FILE_LINES + 1} lines" in capsys.readouterr().out
 
 
 def test_a_journey_is_counted_and_names_files_that_exist(tmp_path: Path) -> None:
@@ -121,3 +122,13 @@ def test_each_command_is_in_the_module_of_its_panel() -> None:
     assert homes == {
         name: (f"prefect_tune.cli.{panel}", PANELS[panel]) for panel, names in COMMANDS.items() for name in names
     }
+
+
+def test_a_name_that_is_not_plain_is_counted() -> None:
+    text = "MOST_RACES = 16\n\n\ndef _opened() -> None:\n    for each in ():\n        print(each)\n"
+    counts, exceeded = plain_word_counts([source(text)])
+    assert counts.startswith("1 functions named by a participle")
+    assert [line.partition(": one of")[0] for line in exceeded] == [
+        "src/some.py:4: _opened",
+        "src/some.py:1: MOST_RACES",
+    ]

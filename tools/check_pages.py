@@ -160,7 +160,7 @@ def parity() -> Iterator[str]:
     expected = [*(f"F{number + 1}" for number in range(BEHAVIOURS)), *(f"B{number + 1}" for number in range(BUGS))]
     if [row[0] for row in rows] != expected:
         yield f"docs/parity.md: expected the rows F1 to F{BEHAVIOURS} and B1 to B{BUGS}"
-    counts = (f"**{BEHAVIOURS}** rows, F1 to F{BEHAVIOURS}", f"**{BUGS}** bugs in their code, B1 to B{BUGS}")
+    counts = (f"**{BEHAVIOURS}** of them", f"code, **{BUGS}**, B1 to B{BUGS}")
     yield from (f"docs/parity.md: expected {count!r}" for count in counts if count not in page.replace("\n", " "))
     for row_id, was, here, shown_by in rows:
         tests = re.findall(r"`(tests/[^`]+)`", shown_by)

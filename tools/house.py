@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from tools.plain_words import plain_word_counts
+
 ROOMS = ("src", "blocks", "tasks", "flows", "tools")  # all holds here ...
 BESIDE = ("tests", "benchmarks")  # ... and here the longest file, vague names, a reason for each exemption
 FILE_LINES = 720
@@ -231,12 +233,15 @@ def main(root: Path) -> int:
     found += [*chain(*(exceeded for _, exceeded in sizes)), *shared_class_names(package)]
     found += [each for source in package if PREFECT_API not in source.path.parents for each in unpromised(source)]
     found += [each for source in (*package, *beside) for each in vague_names(source)]
+    words, violated = plain_word_counts(package)
+    found += violated
     drawn, missing = journeys(root)
     found += missing
     print(*found, sep="\n", end="\n" if found else "")
     longest_file = max((source.line_count for source in inside), default=0)
     print(f"house: {len(inside)} files, longest {longest_file} lines; {len(found)} violations")
     print("sizes:", "; ".join(figures for figures, _ in sizes))
+    print("names:", words)
     print(drawn)
     return 1 if found else 0
 

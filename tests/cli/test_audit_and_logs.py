@@ -49,8 +49,8 @@ def test_a_difference_is_named_with_its_entry_and_exits_with_1(run: Run, search:
     write_altered(tmp_path / "altered", KEY, entries, altered)
     done = run("audit", tmp_path / "altered", "e")
     assert (done.code, done.err) == (1, "")
-    head = f"entry {altered.entry}, trial {altered.events[0].model_dump()['trial']}: expected decided: decision"
-    assert done.out.startswith(f'{head} {{"type": "continue"}}; found decided: decision {{"type": "stop"')
+    head = f"entry {altered.entry}, trial {altered.events[0].model_dump()['trial']}: expected decision-made: decision"
+    assert done.out.startswith(f'{head} {{"type": "continue"}}; found decision-made: decision {{"type": "stop"')
     found = json.loads(run("audit", tmp_path / "altered", "e", "--json").out)
     assert found["difference"]["entry"] == altered.entry
 

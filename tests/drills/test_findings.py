@@ -186,8 +186,8 @@ def test_bytes_that_cannot_be_read_say_nothing_of_the_training_if_all_metrics_ar
 
 def test_the_report_is_json() -> None:
     found = json.loads(json.dumps(reported([at(3, "m.pt", "w")]).fields()))
-    what = {"file": "m.pt", "key": "w", "what": "2, expected 1", "is_of_bytes": False}
-    assert found["differences"] == [{"step": 3, "what": what}]
+    detail = {"file": "m.pt", "key": "w", "description": "2, expected 1", "is_byte_comparison": False}
+    assert found["differences"] == [{"step": 3, "detail": detail}]
     assert (found["verdict"], found["is_exact"]) == ("not exact", False)
 
 

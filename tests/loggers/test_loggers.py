@@ -26,7 +26,7 @@ CONFIG = {"lr": 0.1, "model": {"depth": 2}}
 
 def trial(name: str = "00000", **facts: object) -> Trial:
     """Return a trial with a nested configuration."""
-    return Trial.model_validate({"trial": name, "config": CONFIG, **facts})
+    return Trial.model_validate({"id": name, "config": CONFIG, **facts})
 
 
 def started(callback: Callback, *, name: str = "00000", from_step: int = 0) -> None:

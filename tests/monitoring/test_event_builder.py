@@ -136,7 +136,7 @@ def test_a_place_that_prefect_takes_no_key_of_has_no_assets_and_events_all_the_s
     story = Story(ExperimentAddress("file:///my%20runs", "first"))
     assert make_asset(ExperimentAddress("file:///my%20runs", "first").best_model_key) is None
     built = names(story.goes(*begun("00000"), *step("00000", 2, 0.5, at=1)))
-    assert built == ["started", "committed", "experiment.best"]
+    assert built == ["attempt-started", "checkpoint-committed", "experiment.best"]
 
 
 def test_a_commit_materializes_the_asset_of_its_trial_and_a_better_one_that_of_the_best_model() -> None:
@@ -163,7 +163,7 @@ def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for
     clone = CheckpointCloned(trial="00001", checkpoint=copy, source="00000", config={}, reason="worse")
     built = story.goes(ended, clone)
     of_00000 = "s3://bucket/runs/first/1/trials/00000/checkpoints"
-    assert names(built) == ["paused", "cloned", "prefect.asset.materialization.succeeded"]
+    assert names(built) == ["trial-paused", "checkpoint-cloned", "prefect.asset.materialization.succeeded"]
     assert (upstream(built[-1]), built[-1].payload["exploited"]) == ([of_00000], "00000")
     again = AttemptStarted(trial="00001", attempt=2, from_step=1, from_sequence=9)
     made = story.goes(TrialResumed(trial="00001"), again, *step("00001", 11, 0.9, at=2))
@@ -298,7 +298,7 @@ def test_a_run_says_how_it_ended_and_an_error_goes_on(
         play(emitter, *begun("00000"), *(stops or ()))
         if error is not None:
             raise error
-    assert names(emitted)[:2] == ["experiment.started", "started"]
+    assert names(emitted)[:2] == ["experiment.started", "attempt-started"]
     last = emitted[-1]
     assert (names([last]), last.resource["prefect-tune.end"]) == (["experiment.ended"], end)
     assert (last.payload["end"], last.payload["message"]) == (end, message)
@@ -319,7 +319,7 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(caplog:
     emitted: list[PrefectEvent] = []
 
     def emit(notice: PrefectEvent) -> None:
-        if notice.event.endswith("tune.started"):
+        if notice.event.endswith("tune.attempt-started"):
             raise ValueError("too large")
         emitted.append(notice)
 
@@ -327,7 +327,7 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(caplog:
     with caplog.at_level("ERROR"), emitting_events(emitter, threading.Event()):
         play(emitter, *begun("00000"), *step("00000", 2, 0.5, at=1))
     assert "could not be emitted" in caplog.text
-    assert "committed" in names(emitted)
+    assert "checkpoint-committed" in names(emitted)
 
 
 def test_what_is_due_is_emitted_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

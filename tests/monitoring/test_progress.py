@@ -219,7 +219,7 @@ class LoggedSearch:
     def goes(self, *events: Event) -> None:
         for event in events:
             state = apply_event(self.state, event, self.state.entry_count + 1)
-            self.state = state.model_copy(update={"number": state.entry_count + 1})
+            self.state = state.model_copy(update={"entry_count": state.entry_count + 1})
             self.recorder.on_event(event, self.state)
             self.log.on_event(event, self.state)
 

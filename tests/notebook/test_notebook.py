@@ -49,7 +49,7 @@ EVIL_ERROR = make_reason("raised", type=EVIL, text=EVIL, traceback=f"Traceback {
 
 def trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:
     known = {"config": {EVIL: EVIL, "lr": 10.0**-number}, "step": number, "metrics": {"loss": number / 7}}
-    return Trial(**{"trial": f"{number:05d}", "phase": status, **known, **more})  # type: ignore[arg-type]  # as given
+    return Trial(**{"id": f"{number:05d}", "phase": status, **known, **more})  # type: ignore[arg-type]  # as given
 
 
 def state(**changes: object) -> ProgressState:

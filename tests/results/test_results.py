@@ -261,7 +261,7 @@ def test_a_trial_is_found_by_its_number_and_one_that_is_not_there_is_named(resul
 
 def test_completion_offers_the_fields_of_a_trial_and_not_the_methods_of_pydantic(results: pt.Results) -> None:
     names = set(dir(results.best))
-    assert {"trial", "config", "metrics", "status"} <= names
+    assert {"id", "config", "metrics", "status"} <= names
     assert not {"parse_raw", "schema_json", "model_dump"} & names
 
 

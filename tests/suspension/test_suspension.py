@@ -121,12 +121,12 @@ THERE = ResumeLimits(samples=10, steps=100, hours=2, checkpoints=(10, 20))
     "answer",
     [
         {},
-        {"way": "stop here", "samples": 10, "steps": 100, "hours": 2, "checkpoint": 20},
+        {"action": "stop here", "samples": 10, "steps": 100, "hours": 2, "checkpoint": 20},
         {"samples": 10, "steps": 100, "hours": 2, "checkpoint": 20},
-        {"way": "extend", "samples": 11},
-        {"way": "extend", "steps": 101, "samples": 10},
-        {"way": "extend", "hours": 2.5, "steps": 0},
-        {"way": "other checkpoint", "checkpoint": 20},
+        {"action": "extend", "samples": 11},
+        {"action": "extend", "steps": 101, "samples": 10},
+        {"action": "extend", "hours": 2.5, "steps": 0},
+        {"action": "other checkpoint", "checkpoint": 20},
     ],
 )
 def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
@@ -136,15 +136,15 @@ def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({"way": "begin again"}, "way: "),
+        ({"action": "begin again"}, "action: "),
         ({"samples": -1}, "samples: "),
         ({"hours": float("inf")}, "hours: "),
-        ({"way": "extend", "hours": 1e12}, "hours: "),
+        ({"action": "extend", "hours": 1e12}, "hours: "),
         ({"colour": "red"}, "colour: "),
-        ({"way": "extend"}, "no number is larger"),
-        ({"way": "extend", "samples": 10, "steps": 100}, "no number is larger"),
-        ({"way": "extend", "samples": 5, "steps": 200}, r"less than before: samples 5 \(now 10\)"),
-        ({"way": "other checkpoint", "checkpoint": 15}, r"the step of a checkpoint \(10, 20\), found 15"),
+        ({"action": "extend"}, "no number is larger"),
+        ({"action": "extend", "samples": 10, "steps": 100}, "no number is larger"),
+        ({"action": "extend", "samples": 5, "steps": 200}, r"less than before: samples 5 \(now 10\)"),
+        ({"action": "other checkpoint", "checkpoint": 15}, r"the step of a checkpoint \(10, 20\), found 15"),
     ],
 )
 def test_what_cannot_be_done_says_why(answer: dict[str, Any], said: str) -> None:
@@ -153,7 +153,7 @@ def test_what_cannot_be_done_says_why(answer: dict[str, Any], said: str) -> None
 
 
 CHANGED: dict[str, Any] = {"samples": 12, "steps": 120, "hours": 3, "checkpoint": 10}
-"""A new value of each field beside `way`."""
+"""A new value of each field beside `action`."""
 
 
 @pytest.mark.parametrize("field", CHANGED)
@@ -162,7 +162,7 @@ def test_what_is_typed_into_a_field_is_used_or_the_form_is_refused(way: ResumeAc
     uses = {"extend": {"samples", "steps", "hours"}, "other checkpoint": {"checkpoint"}}
     shown = {"samples": 10, "steps": 100, "hours": 2, "checkpoint": 20}  # as the form shows them
     for others in ({}, shown, {"samples": 11} if way == "extend" and field == "checkpoint" else {}):
-        answer = {**others, "way": way, field: CHANGED[field]}
+        answer = {**others, "action": way, field: CHANGED[field]}
         if field in uses.get(way, ()):
             assert getattr(parse_choice(answer, THERE), field) == CHANGED[field]
         else:
@@ -173,25 +173,25 @@ def test_what_is_typed_into_a_field_is_used_or_the_form_is_refused(way: ResumeAc
 
 def test_steps_beyond_the_end_that_the_scheduler_sets_are_refused() -> None:
     there = ResumeLimits(steps=20, scheduler_max_steps=27)
-    assert parse_choice({"way": "extend", "steps": 27}, there).steps == 27
+    assert parse_choice({"action": "extend", "steps": 27}, there).steps == 27
     with pytest.raises(InvalidInput, match="the scheduler ends each trial at step 27, but the form has 28"):
-        parse_choice({"way": "extend", "steps": 28}, there)
+        parse_choice({"action": "extend", "steps": 28}, there)
 
 
 def test_samples_that_would_change_nothing_are_refused() -> None:
     there = ResumeLimits(samples=10, max_trials=15)
-    assert parse_choice({"way": "extend", "samples": 15}, there).samples == 15
+    assert parse_choice({"action": "extend", "samples": 15}, there).samples == 15
     with pytest.raises(InvalidInput, match="TrialBudget ends the search after 15 trials, but the form has 16"):
-        parse_choice({"way": "extend", "samples": 16}, there)
+        parse_choice({"action": "extend", "samples": 16}, there)
     with pytest.raises(InvalidInput, match="a form cannot change the number of samples"):
-        parse_choice({"way": "extend", "samples": 16}, ResumeLimits())
+        parse_choice({"action": "extend", "samples": 16}, ResumeLimits())
 
 
 def test_what_is_not_there_cannot_be_chosen() -> None:
     with pytest.raises(InvalidInput, match=r"the step of a checkpoint \(none\)"):
-        parse_choice({"way": "other checkpoint"}, ResumeLimits())
+        parse_choice({"action": "other checkpoint"}, ResumeLimits())
     with pytest.raises(InvalidInput, match="is code"):
-        parse_choice({"way": "extend", "steps": 9}, ResumeLimits(stop_is_code=True))
+        parse_choice({"action": "extend", "steps": 9}, ResumeLimits(stop_is_code=True))
 
 
 @pytest.mark.parametrize(

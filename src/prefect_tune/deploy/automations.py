@@ -154,7 +154,7 @@ _ALERTS = (
         _INTRO + "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: "
         "{{ event.payload.reason }}",
         {"prefect-tune.checkpoint-quarantined"},
-        match={**_PACKAGE_EVENTS, f"{_TAG}.kills": "false"},
+        match={**_PACKAGE_EVENTS, f"{_TAG}.crashes_trainable": "false"},
     ),
     _make_alert(
         "alert on a new best trial",

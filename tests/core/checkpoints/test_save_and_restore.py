@@ -247,7 +247,7 @@ def test_another_save_of_the_same_name_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize("metadata", [{"x": math.nan}, {"x": object()}, {"x": "\ud800"}])
 def test_what_cannot_be_stored_is_refused_before_a_byte_is_sent(metadata: dict[str, object]) -> None:
     store = MemoryStore()
-    about = ABOUT.model_copy(update={"metadata": metadata})
+    about = ABOUT.model_copy(update={"user_metadata": metadata})
     with pytest.raises(InvalidInput):
         commit_checkpoint(store, key(), MemoryFiles({"a": b"x"}), about, reuse=find_reusable_bytes(store, KEY, None, 0))
     assert store.objects == {}

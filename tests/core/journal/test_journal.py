@@ -217,7 +217,7 @@ def test_a_guest_writes_nothing_but_what_a_guest_may_write() -> None:
     store = MemoryStore()
     running(store)
     before = dict(store.objects)
-    with pytest.raises(JournalCorrupt, match="expected events that a non-owner may write, found reported"):
+    with pytest.raises(JournalCorrupt, match="expected events that a non-owner may write, found step-reported"):
         journal.append_as_non_owner(store, first_generation("e"), lambda _: [report(1)], stamp("guest"))  # type: ignore[list-item]  # what a guest may not
     assert store.objects == before
 

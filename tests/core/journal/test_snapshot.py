@@ -79,11 +79,13 @@ def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_
 def test_the_interval_between_snapshots_grows_with_the_trials(trials: int, interval: int, at_end: list[int]) -> None:
     state = Experiment(key=JOURNAL, trials=TrialMap.from_trials(trial(f"{number}") for number in range(trials)))
     assert snapshot_interval(state) == interval
-    due = [n for n in range(1, 3300) if is_snapshot_due(state.model_copy(update={"number": n}), n - 1)]
+    due = [n for n in range(1, 3300) if is_snapshot_due(state.model_copy(update={"entry_count": n}), n - 1)]
     assert due == list(range(interval, 3300, interval))
-    after_a_guest = state.model_copy(update={"number": interval + 1})
+    after_a_guest = state.model_copy(update={"entry_count": interval + 1})
     assert is_snapshot_due(after_a_guest, interval - 1), "a guest wrote the entry that ended the interval"
-    assert at_end == [n for n in (199, 200, 399, 400) if is_final_snapshot_due(state.model_copy(update={"number": n}))]
+    assert at_end == [
+        n for n in (199, 200, 399, 400) if is_final_snapshot_due(state.model_copy(update={"entry_count": n}))
+    ]
 
 
 def test_a_snapshot_that_no_reader_would_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +128,7 @@ DAMAGES = [
         lambda data: data.replace(b'"owner_since_entry":1', b'"owner_since_entry":2'), id="its first line altered"
     ),
     pytest.param(lambda data: data + b"\n", id="longer"),
-    pytest.param(lambda data: data.replace(b'"version":1', b'"version":2', 1), id="of a newer version"),
+    pytest.param(lambda data: data.replace(b'"version":2', b'"version":3', 1), id="of a newer version"),
 ]
 
 
@@ -171,7 +173,7 @@ def test_every_cut_and_every_flipped_bit_of_a_snapshot_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     ("written", "spoilt"),
-    [(b'"attempt":', b'"attemqt":'), (b'"trial":"t0"', b'"trial":"../../t0"'), (b'"trial":"t0"', b'"trial":"/t0"')],
+    [(b'"attempt":', b'"attemqt":'), (b'"id":"t0"', b'"id":"../../t0"'), (b'"id":"t0"', b'"id":"/t0"')],
 )
 def test_a_snapshot_whose_trials_are_none_is_noticed(written: bytes, spoilt: bytes) -> None:
     first, _, lines = encode_snapshot(run(MemoryStore(), 20)).partition(b"\n")

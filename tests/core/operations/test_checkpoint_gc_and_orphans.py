@@ -260,7 +260,7 @@ def test_a_manifest_of_a_newer_version_stops_the_opening() -> None:
     session.train()
     session.publish()
     (path,) = (path for path in objects(session) if path.endswith("manifest.json"))
-    objects(session)[path] = objects(session)[path].replace(b'"version":2', b'"version":3')
+    objects(session)[path] = objects(session)[path].replace(b'"version":3', b'"version":4')
     new = opened_after(session)
     with pytest.raises(UnknownVersion, match="upgrade"):
         make_adoption_events(new.store, new.experiment)

@@ -302,7 +302,7 @@ MUTANTS: Mapping[str, Mutant] = {
         {
             Search.receive: {
                 "events: list[Event] = []": "events = []; "
-                "delete_posts(self.store, [(key, outbox, n) for n in range(2, trial.post + len(posts) + 1)])"
+                "delete_posts(self.store, [(key, outbox, n) for n in range(2, trial.last_post + len(posts) + 1)])"
             }
         },
     ),

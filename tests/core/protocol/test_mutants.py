@@ -236,10 +236,10 @@ MUTANTS = {
     "adopt what an attempt before left": Mutant(
         every_crash_of_a_second_attempt,
         {
-            restore._find_unjournaled_save: {"manifest.about.attempt == trial.attempt": "True"},
+            restore._find_unjournaled_save: {"manifest.metadata.attempt == trial.attempt": "True"},
             trial_transitions._apply_attempt_start: {
                 "sequence = trial.next_sequence + (trial.attempt > 0)": "sequence = trial.next_sequence",
-                "sequence if trial.attempt else trial.settled_from": "trial.settled_from",
+                "sequence if trial.attempt else trial.adopted_up_to": "trial.adopted_up_to",
             },
         },
     ),
@@ -262,7 +262,7 @@ MUTANTS = {
         a_snapshot_of_five_trials,
         {
             journal.encode_snapshot: {
-                "in experiment.trials.values()": "in sorted(experiment.trials.values(), key=lambda trial: trial.trial)"
+                "in experiment.trials.values()": "in sorted(experiment.trials.values(), key=lambda trial: trial.id)"
             }
         },
     ),
@@ -297,7 +297,7 @@ MUTANTS = {
     ),
     "receive posts in any order": Mutant(
         partial(failure_of, partial(test_outbox.test_a_post_is_not_journaled_twice_or_before_the_one_before_it, 1, 0)),
-        {trial_transitions._apply_outbox_event: {" and post == trial.post + 1": ""}},
+        {trial_transitions._apply_outbox_event: {" and post == trial.last_post + 1": ""}},
     ),
     "delete posts before their entry": Mutant(
         every_failure_of_an_outbox,
@@ -316,8 +316,9 @@ MUTANTS = {
         every_death,
         {
             experiment._apply_owner_change: {
-                '"opened_at": number': '"opened_at": number, "trials": TrialMap.from_trials(each.model_copy('
-                'update={"settled_from": each.next_sequence + 1}) for each in experiment.trials.values())'
+                '"owner_since_entry": number': '"owner_since_entry": number, "trials": TrialMap.from_trials('
+                'each.model_copy(update={"adopted_up_to": each.next_sequence + 1}) '
+                "for each in experiment.trials.values())"
             }
         },
     ),

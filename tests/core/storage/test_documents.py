@@ -199,18 +199,18 @@ def test_what_another_model_wrote_is_not_taken_for_this_one() -> None:
 # ----------------------------------------------------------------------------------- kinds and versions
 
 KINDS = {
-    "prefect-tune/answer": 2,
+    "prefect-tune/answer": 3,
     "prefect-tune/callback": 1,
-    "prefect-tune/checkpoint": 2,
+    "prefect-tune/checkpoint": 3,
     "prefect-tune/generation": 1,
     "prefect-tune/unnamed-call": 1,
-    "prefect-tune/journal": 4,
-    "prefect-tune/live-status": 1,
+    "prefect-tune/journal": 5,
+    "prefect-tune/live-status": 2,
     "prefect-tune/metadata": 1,
     "prefect-tune/node-address": 1,
     "prefect-tune/part": 1,
-    "prefect-tune/post": 1,
-    "prefect-tune/snapshot": 1,
+    "prefect-tune/post": 2,
+    "prefect-tune/snapshot": 2,
     "prefect-tune/stop-request": 2,
 }
 """All kinds of documents on a target, and their versions. A version that is raised is raised here too."""

@@ -65,11 +65,11 @@ def test_each_thing_that_happened_is_told_once(runs: Sequence[Events]) -> None:
     better, known = counts.pop("experiment.best"), counts.pop("prefect.asset.referenced")
     assert counts == {
         "experiment.started": 1,
-        "started": 4,
+        "attempt-started": 4,
         "attempt-ended": 2,
-        "gave-up": 1,
-        "finished": 2,
-        "committed": 5,
+        "trial-errored": 1,
+        "trial-finished": 2,
+        "checkpoint-committed": 5,
         MADE: 5 + better,
         "experiment.ended": 1,
     }
@@ -107,9 +107,9 @@ def test_a_training_that_is_given_up_says_so(prefect_server: str, target: LocalT
     events = Feed(prefect_server, f"{target.uri}/fails").until(finished(1))
     assert [each["event"].removeprefix("prefect-tune.") for each in events] == [
         "experiment.started",
-        "started",
+        "attempt-started",
         "attempt-ended",
-        "gave-up",
+        "trial-errored",
         "experiment.ended",
     ]
     assert events[-1]["payload"]["trials"] == {"errored": 1}

@@ -293,7 +293,7 @@ class Diary(pt.Callback):
 
     def on_trial_complete(self, trial: Any, finished: Any) -> None:
         assert finished
-        self.ended.append(trial.trial)
+        self.ended.append(trial.id)
 
 
 def test_what_is_before_the_first_entry_cannot_be_forked(local_target: LocalTarget) -> None:

@@ -122,7 +122,7 @@ def test_the_answer_to_one_of_many_forms_is_the_answer_that_was_given(left_run: 
 
 
 _TRIAL = TrialKey(experiment="troubled", generation=1, trial="trial")
-_BACK = {"way": "other checkpoint", "checkpoint": 5}
+_BACK = {"action": "other checkpoint", "checkpoint": 5}
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goe
         searched(tmp_path, careless, num_samples=9, **options)
     results: Any = failed.value.results
     error = summarize_error(results.trials["00000"].end_reason)
-    assert results.experiment.ends == make_reason("same-errors", count=3, error=error)
+    assert results.experiment.stop_reason == make_reason("same-errors", count=3, error=error)
     going_on = lambda: searched(tmp_path, careless, num_samples=5, fail_fast=False, **options)  # noqa: E731 - passed on
     assert statuses(results_of_failed(going_on)) == ["errored"] * 5
     assert statuses(searched(tmp_path, train, num_samples=6, **options)) == [*["errored"] * 5, "completed"]

@@ -1,0 +1,120 @@
+"""Count the naming rules of CONTRIBUTING.md, so that names stay plain.
+
+- A function is a verb and its object, so its name is not a bare participle: `verify`, not `verified`.
+- A variable is named by what it holds: `trial`, not `each`.
+- A limit is `MAX_...` or `MIN_...`, a time `..._TIMEOUT` or `..._INTERVAL`; no superlative, no metaphor.
+- A name that four files define has one meaning in all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+MAX_PARTICIPLES = 0
+MAX_VAGUE_BINDINGS = 1  # the public field `AuditDifference.found`
+MAX_SHARING_FILES = 3
+VAGUE_VARIABLES = frozenset({"each", "found", "given", "known", "place", "said", "why"})
+_IRREGULAR_PARTICIPLES = """
+begun born bound broken built caught chosen dealt done drawn driven fallen fed felt found frozen given gone
+gotten grown heard held hidden kept known laid left lent lost made meant met overtaken rerun resent rewritten
+said seen sent shown spent spoken stood stuck swept taken taught thrown told torn understood undone unknown
+unread unseen unwritten withdrawn won worn written
+"""
+_SUPERLATIVES = """
+EARLIEST FEWEST HIGHEST LARGEST LEAST LONGEST LOWEST MOST NEWEST OLDEST SHORTEST SMALLEST WIDEST ENDLESS GOODBYE
+HOPELESS MOMENT PATIENCE SILENCE TRASH
+"""
+_ONE_MEANING = """
+conditional_create copy create delete list put read replace size begin decide next_milestone
+next_trial_to_resume on_event on_search_exhausted on_trial_added on_trial_ended on_trial_resumed restore_trial
+suggest trial_count to_json_form load_checkpoint save_checkpoint setup step send_decision report
+TuneReportCheckpointCallback close end name open run send stop train write
+"""
+# `_ONE_MEANING`: implementations of one protocol (stores, schedules, searches, observers, callbacks, commands),
+# and verbs that mean the same everywhere: of a file, a thread, a connection, a process, a training.
+IRREGULAR_PARTICIPLES, SUPERLATIVES, ONE_MEANING = (
+    frozenset(words.split()) for words in (_IRREGULAR_PARTICIPLES, _SUPERLATIVES, _ONE_MEANING)
+)
+NO_PARTICIPLES = frozenset({"embed", "exceed", "feed", "hundred", "need", "proceed", "seed", "speed", "succeed"})
+
+
+class Source(Protocol):
+    """A file: its path below the root, and its syntax tree."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def tree(self) -> ast.Module: ...
+
+
+def is_participle(name: str) -> bool:
+    """Return whether a function's name is one word, and a participle or a past tense."""
+    word = name.strip("_")
+    return word in IRREGULAR_PARTICIPLES or (word.endswith("ed") and "_" not in word and word not in NO_PARTICIPLES)
+
+
+def participle_functions(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each function of the file that is named by a bare participle."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and is_participle(node.name):
+            yield node.lineno, node.name
+
+
+def vague_bindings(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each variable and parameter of the file that does not say what it holds."""
+    for node in ast.walk(source.tree):
+        match node:
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+                | ast.ExceptHandler(name=str(name))
+            ) if name in VAGUE_VARIABLES:
+                yield node.lineno, name
+            case _:
+                pass
+
+
+def poetic_constants(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each constant of the file that has a superlative or a metaphor in its name."""
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) if name.isupper() and SUPERLATIVES & {*name.split("_")}:
+                yield node.lineno, name
+            case _:
+                pass
+
+
+def homonyms(sources: Sequence[Source]) -> Iterator[str]:
+    """Yield each name that more than three files define, and that is not known to have one meaning."""
+    files: defaultdict[str, set[Path]] = defaultdict(set)
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                files[node.name].add(source.path)
+    for name, paths in sorted(files.items()):
+        is_special = re.fullmatch(r"__\w+__|_repr_\w+_", name)
+        if len(paths) > MAX_SHARING_FILES and not is_special and name not in ONE_MEANING:
+            yield f"{min(paths)}:1: {name} is defined in {len(paths)} files: name each by what it does"
+
+
+def plain_word_counts(sources: Sequence[Source]) -> tuple[str, list[str]]:
+    """Return the counts as a line of text, and what exceeds a limit."""
+    violations = list(homonyms(sources))
+    counts = []
+    for rule, limit, names in (
+        ("functions named by a participle", MAX_PARTICIPLES, participle_functions),
+        ("vague variables", MAX_VAGUE_BINDINGS, vague_bindings),
+        ("poetic constants", 0, poetic_constants),
+    ):
+        lines = [f"{source.path}:{line}: {name}" for source in sources for line, name in names(source)]
+        counts.append(f"{len(lines)} {rule} (at most {limit})")
+        if len(lines) > limit:
+            violations += [f"{line}: one of {len(lines)} {rule}, at most {limit}" for line in lines]
+    return ", ".join(counts), violations
