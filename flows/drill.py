@@ -1,4 +1,4 @@
-"""The drill as a flow and a task: prove that your training resumes exactly, on a schedule or in CI."""
+"""The drill as a flow and a task: prove, on a schedule or in CI, that your training resumes exactly."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def check_target(target: StorageTarget) -> TargetCheck:
     return check
 
 
-# The experiment of a call without a name.
+# The experiment that a call uses if it names none.
 
 _root_targets: dict[str, str] = {}
 """By root run: the target on which its first call uses the root's id as the experiment name."""

@@ -205,9 +205,9 @@ def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
 # starts the trial again, and journals it as adopted.
 #
 # The sequence increases with each save of a trial and with each attempt. So the unjournaled save of the last attempt
-# has a sequence from the trial's `adopted_up_to` on. After the entry that adopts it, or adopts none, no such save can
-# become a checkpoint. Saves of earlier attempts are not adopted: their owner had abandoned them. An attempt with an
-# open outbox posts its saves itself.
+# has a sequence from the trial's `adopted_up_to` on. Once an entry has adopted this save, or has recorded that there
+# is none, no such save can become a checkpoint. Saves of earlier attempts are not adopted: their owner had abandoned
+# them. An attempt with an open outbox posts its saves itself.
 
 
 def make_adoption_events(

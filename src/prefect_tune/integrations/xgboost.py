@@ -94,7 +94,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
 
 
 class _XgboostReplayCallback(TuneReportCheckpointCallback):
-    """Reports only the rounds after the first `reported_rounds`, which are repeated; records the trial's end."""
+    """Skips the first `reported_rounds` rounds, which a resume repeats; reports the others and the trial's end."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)

@@ -181,7 +181,7 @@ class AssetEventBuilder:
         yield from self._make_materialization_events(asset, [self._checkpoints_uri(source)] if source else [], metadata)
 
     def make_asset_resources(self, trial: str) -> Sequence[Mapping[str, str]]:
-        """Return the asset of a trial's checkpoints, as a related resource of a commit."""
+        """Return the related resources of a commit: the asset of the trial's checkpoints, if there is one."""
         asset = make_asset(self._checkpoints_uri(trial))
         return [to_related_resource(asset)] if asset else []
 

@@ -81,9 +81,8 @@ class SearchPolicy:
         """Called directly for questions about no single trial: whether it waits, which trial to resume or stop next."""
         self.proposed_count = 0
         """The number of trials that the journal holds."""
-        self._suggested_number: int | None = (
-            None  # the number that `_search_state` itself proposed: needs no `restore_trial`
-        )
+        # The number of the trial that `_search_state` itself has proposed, so that it needs no `restore_trial`.
+        self._suggested_number: int | None = None
         self._paused: set[str] = set()
         self._decision_steps: dict[str, int] = {}  # by trial: the step of the last decision about its weights
 

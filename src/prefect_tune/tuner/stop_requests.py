@@ -126,7 +126,7 @@ class StopHandler:
         self._pending_entry.add_event(self._make_stop_finish(trial))
 
     def send_stop(self, trial: str) -> None:
-        """After the next write, send a running trial the command to save and end, with its journal entry."""
+        """After the next write, tell a running trial to save and end; the command carries the event of its end."""
         leave = StopTrial(outcome=self._make_stop_finish(trial), save=True)
         self._pending_entry.after_write(lambda: self._executor.send_decision(trial, leave))
 

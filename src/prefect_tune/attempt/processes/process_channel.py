@@ -55,8 +55,8 @@ _GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
 # The environment variables of a trial's process. The executors set the variables of a slot; `runtime` sets those for
-# child processes of a trial. `AttemptRequest.environment` must not contain values that differ for each trial: no two
-# trials could share an import.
+# child processes of a trial. `AttemptRequest.environment` must not contain values that differ for each trial:
+# otherwise no two trials could share an import.
 
 # Libraries read these variables once: on import, or when they first compute. So a process serves only trials with the
 # same values.

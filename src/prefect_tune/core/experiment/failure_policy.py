@@ -26,6 +26,14 @@ class FailurePolicy(Value):
     ```python
     failures = pt.FailurePolicy(max_failures=2)
     ```
+
+    Args:
+        max_failures: failures of your code that are retried. Default: 0.
+        max_machine_failures: consecutive failures of machines, workers and stores without a commit in between.
+            Default: 10.
+        max_restarts: consecutive restarts of the whole run by automations without a commit or a decision in between.
+            Default: 5.
+        quarantine_after: crashes before the first step, after which the loaded checkpoint is quarantined. Default: 3.
     """
 
     max_failures: _Count = Field(default=0, description="Failures of your code that are retried.")

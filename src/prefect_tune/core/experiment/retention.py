@@ -32,6 +32,11 @@ class Cadence(Value):
     ```python
     checkpoint = pt.Cadence(every_steps=10)
     ```
+
+    Args:
+        every_steps: save after this many steps. Default: by time only.
+        every_seconds: save after the first step that ends this long after the last save began. Default: 60.
+        at_end: save the last step too. Default: yes.
     """
 
     every_steps: Annotated[int, Field(ge=1), INTEGER_VALIDATOR] | None = Field(
@@ -63,6 +68,13 @@ class Retention(Value):
     ```python
     retention = pt.Retention(last=2, best=1, metric="loss")
     ```
+
+    Args:
+        last: keep this many of the newest.
+        best: keep this many of the best by `metric`.
+        metric: the reported metric that ranks checkpoints for `best`.
+        mode: whether a small metric is good (`min`, the default), or a large one (`max`).
+        every: keep each checkpoint whose step is a multiple of this.
     """
 
     last: _Count | None = Field(default=None, description="Keep this many of the newest.")

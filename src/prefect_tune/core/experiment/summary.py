@@ -62,7 +62,7 @@ def score_reports(curve: Sequence[Mapping[str, object]], objective: Objective, s
 
 
 def compute_losses(metrics: Mapping[str, object], objective: Objective) -> Losses | None:
-    """Return the objective's metrics, so that smaller is better; None if one is missing or not a number."""
+    """Return the objective's metrics as losses (smaller is better); None if one is missing or not a number."""
     try:
         return objective.losses(metrics, "the report")
     except BadMetric:

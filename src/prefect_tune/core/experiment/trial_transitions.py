@@ -232,7 +232,7 @@ class Trial(Renamed, Value):
 
     @property
     def measured_seconds(self) -> float | None:
-        """The training time in seconds; None if it was not measured, which is optional in the user's own flow."""
+        """The training time in seconds; None if it was not measured (a flow of your own need not measure it)."""
         return None if self.step and not self.trained_seconds else self.trained_seconds
 
     def __repr__(self) -> str:

@@ -229,7 +229,7 @@ class _LazyConfig(Mapping[str, object]):
 
 @dataclass(frozen=True, slots=True)
 class ParameterFound:
-    """The draw, or the computed value, of a parameter: a value, or the index of an option."""
+    """What a parameter received: the drawn or computed value, or the index of the drawn option."""
 
     name: str
     node: Domain | SampleFrom

@@ -112,7 +112,7 @@ def main(channel_fd: int, supervisor: int) -> None:
 
 
 def serve_one_attempt(channel: Connection) -> None:
-    """Run the attempt of the channel's first message in this thread, and send its end on the channel."""
+    """Run, in this thread, the attempt that the first message on the channel describes; then send how it ended."""
     connection = SupervisorConnection(channel)
     start = cast("Start", connection.receive())
     _AttemptRunner(connection, whole_process=False).run(start.model_copy(update={"reusable": False}))
@@ -385,7 +385,7 @@ def ignore_group_signals() -> None:
 
 
 def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
-    """Ignore a signal to the group: the supervisor requests the trial to save and end."""
+    """Ignore a signal that was sent to the process group: the supervisor asks the trial to save and end."""
 
 
 def _block_ignored_signals() -> None:
