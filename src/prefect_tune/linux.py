@@ -86,12 +86,12 @@ def open_pidfds(pid: int) -> list[int]:
     return []
 
 
-def poll_readable(descriptors: Collection[int], patience: timedelta | None = None) -> set[int]:
-    """Wait up to `patience` (None: no limit) until a descriptor is readable; return all readable descriptors."""
+def poll_readable(descriptors: Collection[int], timeout: timedelta | None = None) -> set[int]:
+    """Wait up to `timeout` (None: no limit) until a descriptor is readable; return all readable descriptors."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(None if patience is None else patience.total_seconds() * 1000)}
+    return {descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout.total_seconds() * 1000)}
 
 
 def close_other_descriptors(*descriptors: int) -> None:

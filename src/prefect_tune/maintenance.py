@@ -424,7 +424,7 @@ def _require_no_run(store: ObjectStore, state: Experiment, target: StorageTarget
     running_count = sum(trial.status is Status.RUNNING for trial in state.trials.values())
     count = max(running_count, len(live.trials) if live is not None else 0)  # the journal of a search may be older
     sign = pluralize(count, "trial was running", "trials were running") if count else "its process was alive"
-    signs = f"{sign} as of {freshness.words()}"
+    signs = f"{sign} as of {freshness.describe()}"
     how = (
         f"prefect-tune stop {target.cli_argument} {state.name}"
         if experiment_kind(state) == "search"

@@ -34,7 +34,7 @@ from prefect_tune.reporting.page import (
 )
 from prefect_tune.terminal.formatting import render_text
 from prefect_tune.terminal.live_display import QuietFilter, console_handlers
-from prefect_tune.terminal.progress_view import ProgressState, first_reported_metrics, frame, trials_table
+from prefect_tune.terminal.progress_view import ProgressState, first_reported_metrics, render_progress, trials_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -238,14 +238,14 @@ def render_progress_html(state: ProgressState, ending: SearchEnding, error: str,
         case SearchEnding.DONE:
             headline = [f"done {after}"]
         case SearchEnding.INTERRUPTED:
-            same_name = Verbatim(f"experiment={state.outlook.experiment!r}")
+            same_name = Verbatim(f"experiment={state.estimate.experiment!r}")
             headline = [f"interrupted {after}. To resume it, run the cell again with ", same_name]
         case SearchEnding.FAILED:
             headline = [f"failed {after}: {error}"]
     parts = [shorten(part, 300) if isinstance(part, str) else part for part in headline]
     address = [Text([Link("in the Prefect UI", link)])] if link else []
     kind: Literal["", "bad"] = "bad" if ending is SearchEnding.FAILED else ""
-    table = render_text(frame(state, _TERMINAL_WIDTH, _TERMINAL_HEIGHT), width=_TERMINAL_WIDTH)
+    table = render_text(render_progress(state, _TERMINAL_WIDTH, _TERMINAL_HEIGHT), width=_TERMINAL_WIDTH)
     return render_notebook_cell(Text(parts, kind=kind), Code(table[-_MAX_TABLE_CHARACTERS:], "text"), *address)
 
 

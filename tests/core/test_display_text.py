@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.core.checkpoints.manifest import normalize_metadata
-from prefect_tune.core.display_text import did_you_mean, did_you_mean_or_list, make_readable
+from prefect_tune.core.display_text import did_you_mean, did_you_mean_or_list, make_storable
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.stoppers import MaxTime, as_stopper
 from prefect_tune.core.journal_events import AttemptEnded, Cause, TrialFinished
@@ -120,17 +120,17 @@ def test_a_space_and_metadata_that_could_not_be_read_back_are_refused(value: obj
     ],
 )
 def test_text_of_any_origin_becomes_readable(text: str, same: str) -> None:
-    assert make_readable(text) == make_readable(make_readable(text)) == same
+    assert make_storable(text) == make_storable(make_storable(text)) == same
 
 
 @pytest.mark.parametrize("text", ["x" * 10**6, HALF * 10**6, "\0" * 99_999], ids=["long", "halves", "NULs"])
 def test_of_an_enormous_text_the_ends_are_kept(text: str) -> None:
-    kept = make_readable(f"begin {text} end")
+    kept = make_storable(f"begin {text} end")
     assert len(kept) <= 100_000
     assert kept.startswith("begin ")
     assert kept.endswith(" end")
     assert "characters left out" in kept
-    assert make_readable(kept) == kept
+    assert make_storable(kept) == kept
 
 
 @pytest.mark.parametrize("text", [HALF, "\0", "x" * 10**6], ids=["half", "NUL", "long"])

@@ -40,7 +40,7 @@ from prefect_tune.core.search.objective import Mode, make_objective
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.progress import ProgressObserver, SearchLog, showing_progress
 from prefect_tune.monitoring.search_observer import SearchRecorder
-from prefect_tune.terminal.progress_view import SearchEstimate, line, progress_facts
+from prefect_tune.terminal.progress_view import SearchEstimate, progress_facts, render_progress_line
 from prefect_tune.tuner.search_policy import finish_event
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.outcomes import make_failure
@@ -303,7 +303,7 @@ def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFix
     assert "accuracy 0.8 (best: 0.9, trial 00001): " in second
     outlook = SearchEstimate("e", make_objective("accuracy", "max"))
     tracker = TrackedProgress(search.state, outlook, 0.0, datetime.now(UTC))
-    assert "; best: trial 00001, accuracy 0.9" in line(tracker.read_state(1.0))
+    assert "; best: trial 00001, accuracy 0.9" in render_progress_line(tracker.read_state(1.0))
     results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), outlook.objective)
     assert results.best.id == "00001"
 
@@ -319,7 +319,7 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     search.goes(others, TrialPaused(trial="00004", reason="turn"))
     assert "loss 0.7 (best: 0.5, trial 00003): turn" in caplog.messages[-1]
     tracker = TrackedProgress(search.state, SearchEstimate("e", make_objective("loss", "min")), 0.0, datetime.now(UTC))
-    assert "best: trial 00003, loss 0.5" in line(tracker.read_state(1.0))
+    assert "best: trial 00003, loss 0.5" in render_progress_line(tracker.read_state(1.0))
     worse = StepReported(trial=T, report=StepReport(step=3, metrics={"loss": 0.9}))
     search.goes(worse)
     tracker.happens(worse, search.state)

@@ -54,7 +54,7 @@ def trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:
 
 def state(**changes: object) -> ProgressState:
     known = {
-        "outlook": SearchEstimate("first", LOSS, trial_count=20),
+        "estimate": SearchEstimate("first", LOSS, trial_count=20),
         "elapsed": timedelta(seconds=200),
         "counts": {Status.RUNNING: 1, Status.COMPLETED: 2, Status.ERRORED: 7},
         "running": [trial(3, Phase.RUNNING)],

@@ -172,11 +172,11 @@ def live(period_seconds: float) -> LiveStatus:
 def test_what_is_old_says_its_age_and_what_that_means(period: float | None, said: str) -> None:
     view = ExperimentView(running(), AT, live(period) if period else None)
     fresh = freshness_of(view, NOW)
-    assert fresh.words() == said
+    assert fresh.describe() == said
     assert fresh.json_fields() == {"as_of": "2026-11-23T01:32:20+00:00", "age_seconds": 57.9, "is_stale": period == 5}
     assert fresh.format_short() == "01:32:20, 58 s ago"
     assert freshness_of(view, NOW + timedelta(hours=1)).format_short() == "01:32:20, 1 h ago"
-    assert said.replace(" ago", " before now") == fresh.words("before now")
+    assert said.replace(" ago", " before now") == fresh.describe("before now")
 
 
 @pytest.mark.parametrize(("seconds", "is_stale"), [(10, False), (10.9, False), (11.1, True), (60, True)])
@@ -188,7 +188,7 @@ def test_it_is_stale_once_the_next_two_updates_are_missing(seconds: float, is_st
 
 def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date() -> None:
     fresh = freshness_of(ExperimentView(empty_experiment(first_generation("e")), AT), NOW + timedelta(days=2))
-    assert fresh.words() == "2026-11-23 01:32:20 UTC, 2 d ago"
+    assert fresh.describe() == "2026-11-23 01:32:20 UTC, 2 d ago"
     assert fresh.format_short() == "2026-11-23 01:32, 2 d ago"
     assert not fresh.is_stale
 
@@ -196,7 +196,7 @@ def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date()
 @pytest.mark.parametrize("at", ["", "yesterday", "0001-01-01T00:00:00+14:00"])
 def test_a_journal_that_says_no_time_has_no_age(at: str) -> None:
     fresh = freshness_of(ExperimentView(running(), at), NOW)
-    assert (fresh.words(), fresh.format_short()) == ("an unknown time", "")
+    assert (fresh.describe(), fresh.format_short()) == ("an unknown time", "")
     assert fresh.json_fields() == {"as_of": None, "age_seconds": None, "is_stale": False}
 
 

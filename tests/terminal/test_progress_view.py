@@ -36,9 +36,9 @@ from prefect_tune.terminal.progress_view import (
     ProgressState,
     SearchEstimate,
     fit_columns,
-    frame,
-    line,
     remaining_steps,
+    render_progress,
+    render_progress_line,
     resumes_all_paused_trials,
 )
 from tests.fakes.checkpoints import first_generation
@@ -224,7 +224,7 @@ def trial(number: int, phase: Phase) -> Trial:
 
 def state(running: int = 2, finished: int = 3, **changes: object) -> ProgressState:
     known = {
-        "outlook": SearchEstimate("first", LOSS, trial_count=20),
+        "estimate": SearchEstimate("first", LOSS, trial_count=20),
         "elapsed": timedelta(seconds=200),
         "counts": {Status.RUNNING: running, Status.COMPLETED: finished},
         "reports_per_second": 12.345,
@@ -241,7 +241,7 @@ def state(running: int = 2, finished: int = 3, **changes: object) -> ProgressSta
 def drawn(shown: ProgressState, width: int = 80, height: int = 30) -> list[str]:
     file = io.StringIO()
     console = Console(file=file, width=width, height=height, color_system=None, highlight=False, markup=False)
-    console.print(frame(shown, width, height))
+    console.print(render_progress(shown, width, height))
     return [text.rstrip() for text in file.getvalue().splitlines()]
 
 
@@ -270,7 +270,7 @@ def test_it_fits_every_terminal(width: int, height: int, running: int, others: i
 
 
 def test_in_a_log_it_is_one_line() -> None:
-    assert line(state()) == (
+    assert render_progress_line(state()) == (
         "first: 3 completed, 2 running of 20 after 3 min 20 s; about 2 h 5 min left; best: trial 00001, loss 0.142857"
     )
 
@@ -298,7 +298,7 @@ def training(**changes: object) -> ProgressState:
     saved = (CheckpointRef(step=10, sequence=3),)
     more = {"step": 12, "attempt": 2, "checkpoints": saved, "metrics": {"loss": 0.5, "eval": {"accuracy": 0.75}}}
     known = {
-        "outlook": SearchEstimate("first", None, 1, 80, is_training=True),
+        "estimate": SearchEstimate("first", None, 1, 80, is_training=True),
         "running": [trial(1, Phase.RUNNING).model_copy(update={**more, "config": {"lr": 0.1}})],
         "others": [],
         "best": None,
@@ -315,10 +315,13 @@ def test_a_single_training_shows_its_step_metrics_pace_and_newest_checkpoint() -
         "saved   step 10",
         "config  lr 0.1",
     ]
-    assert line(training()) == (
+    assert render_progress_line(training()) == (
         "first: step 12 of 80, attempt 2, loss 0.5, eval/accuracy 0.75 after 3 min 20 s; 12.3 steps/s; "
         "about 2 h 5 min left; saved: step 10"
     )
     ended = [trial(3, Phase.FINISHED)]
-    assert line(training(running=[], others=ended)) == "first: step 3 of 80, completed, loss 0.428571 after 3 min 20 s"
+    assert (
+        render_progress_line(training(running=[], others=ended))
+        == "first: step 3 of 80, completed, loss 0.428571 after 3 min 20 s"
+    )
     assert drawn(training(running=[], notes=[]))[1:] == ["step    none yet"]

@@ -309,10 +309,10 @@ class _Watched(UnreliableExecutor):
         self.starts += 1
         super().start_attempt(spec, request)
 
-    def poll_messages(self, patience: timedelta) -> list[Message]:
-        self.polls.append((self.starts, patience))
+    def poll_messages(self, timeout: timedelta) -> list[Message]:
+        self.polls.append((self.starts, timeout))
         self.starts = 0
-        return super().poll_messages(patience)
+        return super().poll_messages(timeout)
 
 
 def test_many_free_slots_are_filled_in_turns_with_the_answers_and_without_waits(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_n
         with target.open(timeout=timedelta(minutes=1)) as store:
             committed(store, write(tmp_path / f"staged-{step}", {"weights": bytes([step])}), saved)
         attempt.saves(step)
-    path = Path(target.path, KEY.trial_key("00000").outbox_path(1, damaged))
+    path = Path(target.path, KEY.trial_key("00000").post_path(1, damaged))
     path.chmod(0o644)
     path.write_bytes(b"damaged")
     executor = PostingExecutor(trains, is_detached=True)

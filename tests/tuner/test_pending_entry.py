@@ -269,7 +269,7 @@ def test_all_posts_that_wait_are_deleted_by_one_request(tmp_path: Path, monkeypa
     monkeypatch.setattr(LocalTarget, "open", open_counted)
     monkeypatch.setattr(PosixStore, "delete", delete_counted)
     key = TrialKey(experiment="e", generation=1, trial="00000")
-    posts = [tmp_path / key.outbox_path(1, number) for number in range(2, 10)]
+    posts = [tmp_path / key.post_path(1, number) for number in range(2, 10)]
     posts[0].parent.mkdir(parents=True)
     for each in posts:
         each.touch()

@@ -204,7 +204,7 @@ class Outbox(_BufferedJournal):
         if earlier > 1 and (self._has_unread_posts or not self._post_count % _MAX_UNREAD_POSTS):  # post 1 always exists
             # Ignore errors: the post itself is durable.
             with suppress(TuneError, OSError), self._target.open(timeout=READ_TIMEOUT) as store:
-                self._has_unread_posts = store.size(self._key.outbox_path(self._outbox, earlier)) is not None
+                self._has_unread_posts = store.size(self._key.post_path(self._outbox, earlier)) is not None
         return trial
 
 

@@ -138,7 +138,7 @@ class _Supervisor:
                     self._on_message(rank, message)
                 outcome = self._check_ends()
             except RankLostError as error:
-                outcome = self._on_rank_exit(error) or self._check_ends()
+                outcome = self._on_rank_lost(error) or self._check_ends()
             except InvalidInput as error:
                 outcome = self._make_failure(Cause.TRAINABLE, make_reason("invalid-use", text=str(error)))
             is_saving = self._has_pending_saves and self._spec.sync.commit == "sync"
@@ -167,7 +167,7 @@ class _Supervisor:
                 if (mean := self._metrics.add_metrics(rank, message)) is not None:
                     self._group.send(mean)
             case RankCommand():
-                self._on_directive(message)
+                self._on_rank_command(message)
             case TrialEnded():
                 self._on_rank_end(rank, message)
             case _:
@@ -192,10 +192,10 @@ class _Supervisor:
             self._last_message_at = time.monotonic()
         self._commit_worker.source_digest = message.source_digest
 
-    def _on_directive(self, directive: RankCommand) -> None:
+    def _on_rank_command(self, directive: RankCommand) -> None:
         if directive.save:
             self._saves.expect_save(directive.step)
-        self._metrics.on_rank_command(directive.step)
+        self._metrics.record_directed_step(directive.step)
         self._group.send_to_others(directive)
         if not directive.save:
             self._saves.finish_step(directive.step)
@@ -208,7 +208,7 @@ class _Supervisor:
     def _on_step(self, done: StepDone) -> None:
         """Queue a report and its checkpoint; flush the journal immediately if the search must decide."""
         if done.is_reported:
-            self._submit_checkpoint(done)
+            self._add_rank_0_part(done)
             return
         self._steps += 1
         if early := sorted(self._returned - {0, LAUNCHER}):  # a rank takes part in each step before it returns
@@ -221,7 +221,7 @@ class _Supervisor:
         flushes = done.awaits_decision and self._channel.requests_decisions_by_report
         self._commit_worker.queue_report(done.report, awaits_decision=flushes)
         if done.checkpoint is not None:
-            self._submit_checkpoint(done)
+            self._add_rank_0_part(done)
         if flushes:
             self._commit_worker.queue_flush()
         self._awaits_decision = done.awaits_decision
@@ -238,7 +238,7 @@ class _Supervisor:
 
     # ------------------------------------------------------------------------------------------------------- saves
 
-    def _submit_checkpoint(self, done: StepDone) -> None:
+    def _add_rank_0_part(self, done: StepDone) -> None:
         self._submitted_count += 1
         self._queue_save(self._saves.add_rank_0_part(done))
 
@@ -295,19 +295,21 @@ class _Supervisor:
             # Without the other lines and the location, which differ by rank: equal ends are listed together.
             text, kind = first_line(reason.arguments.get("text", "")), reason.arguments.get("type")
             self._rank_ends[rank] = make_reason(reason.code, type=kind, text=text)
-            reason = make_reason(reason.code, **{**reason.arguments, "rank": self._rank_name(rank), "memory": memory})
+            reason = make_reason(
+                reason.code, **{**reason.arguments, "rank": self._rank_for_reason(rank), "memory": memory}
+            )
         failure = self._make_failure(cause, reason)
         if rank > 0 and isinstance(self._end, TrialFinished) and not after_end:
             self._end = failure  # this rank failed in its last step, which rank 0 has completed
         else:
             self._add_failure(failure, _FAILED, rank)
 
-    def _on_rank_exit(self, error: RankLostError) -> Outcome | None:
+    def _on_rank_lost(self, error: RankLostError) -> Outcome | None:
         rank = error.rank
         self._ended_ranks.add(rank)
         if not error.is_gone:
             self._rank_ends[rank] = first_line(error)
-            reason = make_reason("invalid-use", text=str(error), rank=self._rank_name(rank))
+            reason = make_reason("invalid-use", text=str(error), rank=self._rank_for_reason(rank))
             return self._make_failure(Cause.TRAINABLE, reason)
         if rank > 0 and self._group.has_launcher_rank_0 and isinstance(self._end, TrialFinished):
             self._rank_ends[rank] = _RETURNED  # rank 0 launched it, and has ended
@@ -325,7 +327,7 @@ class _Supervisor:
         else:
             is_own_end = end.exit_code is not None or end.signal in CRASH_SIGNALS
             cause, memory = Cause.TRAINABLE if is_own_end else Cause.MACHINE, None
-        failure = self._make_failure(cause, process_end_reason(end, self._rank_name(rank), memory))
+        failure = self._make_failure(cause, process_end_reason(end, self._rank_for_reason(rank), memory))
         may_be_killed = self._group.has_launcher and rank not in self._group.self_exited_ranks
         self._add_failure(failure, _FAILED if may_be_killed else _DIED, rank)
         return None
@@ -343,7 +345,7 @@ class _Supervisor:
         at_start = cause is Cause.TRAINABLE and is_loaded and self._steps == 0
         return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, before_first_step=at_start)
 
-    def _rank_name(self, rank: int) -> int | None:
+    def _rank_for_reason(self, rank: int) -> int | None:
         """Return the rank to name in a reason; None for a single rank, and for the launching process."""
         return rank if self._group.world_size > 1 and rank != LAUNCHER else None
 
@@ -386,7 +388,7 @@ class _Supervisor:
         if self._failures:  # one was added just now
             return None
         if self._channel.stop.is_set():
-            return self._check_grace()
+            return self._enforce_stop()
         if self._has_pending_saves or self._awaits_decision:
             return None  # it may wait for an upload, which has its own timeout, or for a decision
         if self._spec.silence_timeout is None or self._last_message_at is None:
@@ -451,7 +453,7 @@ class _Supervisor:
         self._rank_ends |= dict.fromkeys(self._metrics.missing_ranks, make_reason("rank-without-report"))
         return self._make_failure(Cause.MACHINE, reason)
 
-    def _check_grace(self) -> Outcome | None:
+    def _enforce_stop(self) -> Outcome | None:
         """Request the trial to save and end; return the outcome after the grace period or a second interrupt."""
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
@@ -580,7 +582,7 @@ class GroupMetrics:
         self._step: int | None = None
         self.restart_timeout()
 
-    def on_rank_command(self, step: int) -> None:
+    def record_directed_step(self, step: int) -> None:
         """Record that rank 0 sent its directive for `step`, for which the other ranks wait in `pt.report`."""
         self._directed_step = step
 

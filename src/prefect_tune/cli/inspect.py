@@ -182,7 +182,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         header = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
         print(json.dumps({**header, **fresh.json_fields(), **facts}, indent=2))
         return
-    head = {"experiment": state.name, "owner": _format_owner(state), "as of": fresh.words()}
+    head = {"experiment": state.name, "owner": _format_owner(state), "as of": fresh.describe()}
     print_parts(facts_table({**head, **_format_facts(facts, selected, now)}))
     if attempts:
         print_parts("", attempts_table(attempts))
@@ -246,7 +246,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
     if objective is not None:
         by = zip(objective.modes, objective.metrics, strict=True)
         head["by"] = f"{', '.join(map(' '.join, by))} of the last report, the best first"
-    head |= {"trials": format_counts(count_by_status(state)), "owner": _format_owner(state), "as of": fresh.words()}
+    head |= {"trials": format_counts(count_by_status(state)), "owner": _format_owner(state), "as of": fresh.describe()}
     if resume_with and fresh.is_stale:
         head["resume with"] = resume_with
     shown_trials = trials[:_MAX_TRIALS]
@@ -387,7 +387,7 @@ def report(
     for name in state.trials:
         if (attempt := view.running_attempt(name)) and attempt.report:
             search.apply_report(name, attempt.report, now)
-    age = fresh.words("before this page was made") if fresh.is_running else ""
+    age = fresh.describe("before this page was made") if fresh.is_running else ""
     uri = resolve_existing_target(target).uri
     facts = make_report_input(
         search.take_snapshot(select_curve_trials(state)), uri=uri, now=now, run_url=run_url, age=age

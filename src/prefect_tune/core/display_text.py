@@ -1,6 +1,6 @@
 """Text for display: escape unsafe characters, format counts, durations and sizes, suggest similar names.
 
-`make_readable` is for stored text: JSON, the journal, Prefect's database. `make_visible` is for displayed text: each
+`make_storable` is for stored text: JSON, the journal, Prefect's database. `make_visible` is for displayed text: each
 terminal, page, notebook, artifact, log line and error message passes text from a target through it.
 """
 
@@ -50,7 +50,7 @@ def is_utf8_encodable(text: str) -> bool:
     return True
 
 
-def make_readable(text: str) -> str:
+def make_storable(text: str) -> str:
     r"""Return `text` in a form that every JSON reader accepts, with at most 100,000 characters.
 
     Surrogates, and NULs, which PostgreSQL does not store, are escaped like `\udcff` and `\x00`. The middle of a long
@@ -60,7 +60,7 @@ def make_readable(text: str) -> str:
         text = f"{text[:_HALF_LENGTH]}\n[{len(text) - 2 * _HALF_LENGTH} characters left out]\n{text[-_HALF_LENGTH:]}"
     escaped = text if is_utf8_encodable(text) else text.encode(errors="backslashreplace").decode()
     escaped = escaped.replace("\0", "\\x00")
-    return escaped if len(escaped) <= _MAX_LENGTH else make_readable(escaped)
+    return escaped if len(escaped) <= _MAX_LENGTH else make_storable(escaped)
 
 
 # Counts, durations and sizes.

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from prefect_tune.core.display_text import first_line, format_size, format_span, make_readable, pluralize
+from prefect_tune.core.display_text import first_line, format_size, format_span, make_storable, pluralize
 from prefect_tune.core.values import Message, Value
 
 
@@ -137,7 +137,7 @@ def _to_json(argument: object) -> object:
         case Reason():
             return {"code": argument.code, "arguments": argument.arguments}
         case str():
-            return make_readable(argument)
+            return make_storable(argument)
         case list() | tuple():
             return [_to_json(part) for part in argument]
         case float() if not math.isfinite(argument):

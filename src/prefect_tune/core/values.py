@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError, SchemaSerializer, core_schema, from_json
 
-from prefect_tune.core.display_text import make_readable
+from prefect_tune.core.display_text import make_storable
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.metrics import to_plain_scalar
 
@@ -237,11 +237,11 @@ def parse_time(at: str) -> datetime | None:
 
 
 def _make_readable(value: object) -> object:
-    return make_readable(value) if isinstance(value, str) else value
+    return make_storable(value) if isinstance(value, str) else value
 
 
 Message: TypeAlias = Annotated[str, BeforeValidator(_make_readable)]
-"""A text for display, possibly from the user's code, with any content and length: it is made `make_readable`."""
+"""A text for display, possibly from the user's code, with any content and length: it is made `make_storable`."""
 
 
 def _decode_path(value: object, info: ValidationInfo) -> object:

@@ -351,18 +351,18 @@ class RemoteExecutor:
             )
             self._stopped = True
 
-    def poll_messages(self, patience: timedelta) -> list[Message]:
-        """Write the decisions; return the new messages, and wait up to `patience` for the first one.
+    def poll_messages(self, timeout: timedelta) -> list[Message]:
+        """Write the decisions; return the new messages, and wait up to `timeout` for the first one.
 
         The end of an attempt is returned after all its posts. If its outbox cannot be read, the end waits for this,
         up to 10 minutes.
         """
         self._write_queued_replies()
-        end = time.monotonic() + patience.total_seconds()
+        end = time.monotonic() + timeout.total_seconds()
         while True:
-            timeout = min(self._poll_interval.total_seconds(), max(0.0, end - time.monotonic()))
+            pause = min(self._poll_interval.total_seconds(), max(0.0, end - time.monotonic()))
             with suppress(queue.Empty):
-                self._record_exit(*self._exits.get(timeout=timeout))
+                self._record_exit(*self._exits.get(timeout=pause))
                 while True:
                     self._record_exit(*self._exits.get_nowait())
             messages, now = self._read_outboxes(), time.monotonic()

@@ -114,8 +114,8 @@ class TrialExecutor(Protocol):
         """Request every trial to save and end."""
         ...
 
-    def poll_messages(self, patience: timedelta) -> list[Message]:
-        """Return the messages since the last call; wait up to `patience` for the first one."""
+    def poll_messages(self, timeout: timedelta) -> list[Message]:
+        """Return the messages since the last call; wait up to `timeout` for the first one."""
         ...
 
     def remove_attempt(self, trial: str) -> None:
@@ -240,10 +240,10 @@ class LocalExecutor:
         for link in self._channels.values():
             link.stop.set()
 
-    def poll_messages(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, timeout: timedelta) -> list[Message]:
         messages: list[Message] = []
         try:
-            messages.append(self._inbox.get(timeout=patience.total_seconds()))
+            messages.append(self._inbox.get(timeout=timeout.total_seconds()))
             while True:
                 messages.append(self._inbox.get_nowait())
         except queue.Empty:

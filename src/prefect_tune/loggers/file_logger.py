@@ -155,7 +155,7 @@ class CSVRows(StepRows):
             self._columns += new
             rows = [f"{row}{',' * len(new)}" for row in self.read_lines()[1:]]
             self._rewrite(_join_lines([_format_line(self._columns), *rows]))
-        return _format_line([_escape_lines(values.get(column)) for column in self._columns])
+        return _format_line([_encode_multiline(values.get(column)) for column in self._columns])
 
     def _step_of(self, row: str) -> int:
         cells = next(csv.reader([row]), [])
@@ -172,7 +172,7 @@ def _format_line(cells: Sequence[object]) -> str:
     return text.getvalue()
 
 
-def _escape_lines(value: object) -> object:
+def _encode_multiline(value: object) -> object:
     return json.dumps(value) if isinstance(value, str) and len(value.splitlines()) > 1 else value
 
 

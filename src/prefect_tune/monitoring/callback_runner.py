@@ -285,9 +285,9 @@ class CallbackRunner:
         for thread in self.threads:
             thread.start(experiment)
 
-    def finish(self, experiment: Experiment, patience: timedelta) -> None:
-        """Deliver the remaining events, now all in the journal; wait up to `patience` for all threads together."""
-        deadline = time.monotonic() + patience.total_seconds()
+    def finish(self, experiment: Experiment, timeout: timedelta) -> None:
+        """Deliver the remaining events, now all in the journal; wait up to `timeout` for all threads together."""
+        deadline = time.monotonic() + timeout.total_seconds()
         for thread in self.threads:
             thread.queue_end(experiment)
         for thread in self.threads:

@@ -118,10 +118,10 @@ class ArtifactPublisher:
         self._closing.set()
         self._changed.set()
 
-    def close(self, patience: timedelta) -> None:
-        """Run the final round, and wait up to `patience` for it."""
+    def close(self, timeout: timedelta) -> None:
+        """Run the final round, and wait up to `timeout` for it."""
         self.begin_final_round()
-        self._thread.join(patience.total_seconds())
+        self._thread.join(timeout.total_seconds())
 
     def stop_publishing(self) -> None:
         """Publish nothing more, since another process publishes these artifacts now."""
@@ -232,12 +232,12 @@ _MAX_TRIAL_ARTIFACTS = 10
 class ReportObserver(SearchObserver):
     """Publishes the state of the recorder after each change, in the thread of an `ArtifactPublisher`."""
 
-    def __init__(self, target: StorageTarget, recorder: SearchRecorder, outlook: SearchEstimate, log: Log) -> None:
+    def __init__(self, target: StorageTarget, recorder: SearchRecorder, estimate: SearchEstimate, log: Log) -> None:
         snapshot = recorder.read_search_snapshot()
         experiment = snapshot.experiment
         self._target = target
         self._recorder = recorder
-        self._outlook = outlook
+        self._outlook = estimate
         self._log = log
         self._last_earlier_entry = experiment.entry_count
         self._lacks_earlier_runs = not snapshot.is_complete

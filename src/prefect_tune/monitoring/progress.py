@@ -74,28 +74,32 @@ class ProgressObserver(SearchObserver):
     def log_progress(self) -> None:
         """Log the progress."""
         self._last_logged_at = time.monotonic()
-        self._log.info("%s", progress_view.line(self._reader.read_state(self._last_logged_at)))
+        self._log.info("%s", progress_view.render_progress_line(self._reader.read_state(self._last_logged_at)))
 
     def log_final_progress(self) -> None:
         """Log the final progress; if trials of a search errored, as a warning that says how to show their errors."""
         state = self._reader.read_state(time.monotonic())
-        if state.outlook.is_training:
+        if state.estimate.is_training:
             if self.is_shown:  # else the log already has a line about the end
                 self.log_progress()
         elif state.counts.get(Status.ERRORED):
-            name = state.outlook.experiment
-            self._log.warning("%s; see results.errors, or prefect-tune show TARGET %s", progress_view.line(state), name)
+            name = state.estimate.experiment
+            self._log.warning(
+                "%s; see results.errors, or prefect-tune show TARGET %s",
+                progress_view.render_progress_line(state),
+                name,
+            )
         else:
             self.log_progress()
 
     def render_table(self, width: int, height: int) -> RenderableType:
         """Return the progress as a table."""
-        return progress_view.frame(self._reader.read_state(time.monotonic()), width, height)
+        return progress_view.render_progress(self._reader.read_state(time.monotonic()), width, height)
 
     def render_html(self, ending: SearchEnding, error: str) -> tuple[str, str]:
         """Return the progress as HTML for a notebook's cell, and as one line of text."""
         state = self._reader.read_state(time.monotonic())
-        return render_progress_html(state, ending, error, self._link), progress_view.line(state)
+        return render_progress_html(state, ending, error, self._link), progress_view.render_progress_line(state)
 
     def on_display_error(self, error: Exception) -> None:
         """Log progress lines from now on, since the table failed with `error`."""
@@ -106,7 +110,7 @@ class ProgressObserver(SearchObserver):
 @contextmanager
 def showing_progress(
     recorder: SearchRecorder,
-    outlook: SearchEstimate,
+    estimate: SearchEstimate,
     notes: Sequence[Note],
     log: Log,
     stop: threading.Event,
@@ -120,7 +124,7 @@ def showing_progress(
         in_terminal: whether to show a table if stdout is a terminal.
     """
     owner = recorder.read_search_snapshot().experiment.owner
-    reader = ProgressReader(recorder.read_search_snapshot, outlook, notes, time.monotonic())
+    reader = ProgressReader(recorder.read_search_snapshot, estimate, notes, time.monotonic())
     observer = ProgressObserver(reader, log, link=run_url(owner) if owner else None)
     if (output := current_cell_output()) is not None:
         observer.is_shown = True

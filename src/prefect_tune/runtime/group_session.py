@@ -73,7 +73,7 @@ def join_as_rank(call: str) -> TrialSession | None:
         return None  # a daemon is a worker, for example of a data loader
     process_session = get_process_session()
     if rank.rank == 0 and process_session is not None and process_session.start.rank.rank == 0:
-        process_session.become_rank0(rank.world_size)
+        process_session.become_rank_0(rank.world_size)
         _rank_sessions[os.getpid()] = process_session
         return process_session
     if rank.rank == 0 and os.environ.get(RANK0_ENV):

@@ -36,7 +36,7 @@ class MessageReader(Generic[_Message]):
     """The reading half of a connection; not thread-safe.
 
     It never reads beyond the end of a message, so another reader can take over between messages. If only a part of a
-    message arrives, `read` returns after `patience`, and the next call continues with the rest.
+    message arrives, `read` returns after `timeout`, and the next call continues with the rest.
     """
 
     def __init__(self, connection: Connection, kind: TypeAdapter[_Message], *, limit_bytes: int) -> None:
@@ -47,15 +47,15 @@ class MessageReader(Generic[_Message]):
         self._poller = select.poll()
         self._poller.register(connection.fileno(), select.POLLIN)
 
-    def read(self, patience: timedelta | None = None) -> _Message | None:
-        """Return the next message; None if it is still incomplete after `patience` (None: no limit).
+    def read(self, timeout: timedelta | None = None) -> _Message | None:
+        """Return the next message; None if it is still incomplete after `timeout` (None: no limit).
 
         Raises:
             EOFError: the other side has closed the connection.
             OSError: the connection is broken, or closed on this side.
             MalformedMessage: the received bytes are not a valid message.
         """
-        deadline = None if patience is None else time.monotonic() + patience.total_seconds()
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while missing := self._missing_byte_count():
             left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
             if not self._poller.poll(left_ms):

@@ -220,7 +220,7 @@ class TrialSession:
     def _is_group_leader(self) -> bool:
         return self.start.rank.rank == 0 and self.start.rank.world_size > 1
 
-    def become_rank0(self, world_size: int) -> None:
+    def become_rank_0(self, world_size: int) -> None:
         """Become rank 0 of `world_size` ranks: a launcher in this process starts the others.
 
         Raises:
@@ -256,7 +256,7 @@ class TrialSession:
                 self._report_lock.release()
         return self.is_stop_requested
 
-    def checkpoint_directory(self) -> Path | None:
+    def restored_directory(self) -> Path | None:
         return Path(self.start.restored_directory) if self.start.restored_directory else None
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
@@ -607,7 +607,7 @@ class WorkerRankSession(TrialSession):
         if self.start.metrics_from == "mean":
             self._send_message(RankMetrics(step=report.step, metrics=report.metrics, returned=returned))
 
-    def become_rank0(self, world_size: int) -> None:
+    def become_rank_0(self, world_size: int) -> None:
         """Refuse: this is not rank 0."""
         rank = self.start.rank.rank
         raise InvalidInput(f"expected one process, or rank 0, to start {world_size} ranks, found rank {rank}")

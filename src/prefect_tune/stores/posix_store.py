@@ -380,7 +380,7 @@ class PosixStore(ParallelStore):
         except FileNotFoundError:
             return None
 
-    def _sync_second_link(self, folder: int, status: FileStatus) -> None:
+    def _fsync_folder_if_linked_twice(self, folder: int, status: FileStatus) -> None:
         """Sync the folder of an object with two links, so that it survives a power cut; reject a symbolic link."""
         if status.is_link:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
@@ -394,7 +394,7 @@ class PosixStore(ParallelStore):
             status = None if fd is None else self._stat_or_none(fd, name)
             if fd is None or status is None or status.is_folder:
                 return None
-            self._sync_second_link(fd, status)
+            self._fsync_folder_if_linked_twice(fd, status)
             return status.size_bytes
 
     @contextmanager
@@ -411,7 +411,7 @@ class PosixStore(ParallelStore):
                 raise ObjectNotFound(f"{path}: no such object in {self.root}")
             if not status.is_file:
                 raise StoreRefused(f"{path} in {self.root}: expected a plain file, found something else")
-            self._sync_second_link(fd, status)
+            self._fsync_folder_if_linked_twice(fd, status)
             yield file, status.size_bytes
 
     def _iter_objects(self, folder: int, prefix: str, after: str) -> Iterator[ListedObject]:
@@ -528,7 +528,7 @@ class PosixStore(ParallelStore):
             return True
         if existing.is_folder:
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
-        self._sync_second_link(folder, existing)
+        self._fsync_folder_if_linked_twice(folder, existing)
         return False
 
     def _link_or_replace(self, temp: _TempFile, folder: int, name: str) -> None:

@@ -237,7 +237,7 @@ class Freshness:
         rough_age = " ".join(format_duration(self.age).split()[:2])
         return f"{self.as_of:{pattern}}, {rough_age} ago"
 
-    def words(self, since: str = "ago") -> str:
+    def describe(self, since: str = "ago") -> str:
         """Return the time and the age in words; `since` follows the age."""
         if self.as_of is None:
             return "an unknown time"

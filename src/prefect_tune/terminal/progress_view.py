@@ -82,7 +82,7 @@ class Note(NamedTuple):
 class ProgressState:
     """The progress of a search at one time."""
 
-    outlook: SearchEstimate
+    estimate: SearchEstimate
     elapsed: timedelta
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
@@ -112,11 +112,11 @@ class ProgressReader:
     """
 
     def __init__(
-        self, read: Callable[[], SearchSnapshot], outlook: SearchEstimate, notes: Sequence[Note], now: float
+        self, read: Callable[[], SearchSnapshot], estimate: SearchEstimate, notes: Sequence[Note], now: float
     ) -> None:
         """Args: notes: the last lines of the log, oldest first; the sequence may change."""
         self._read = read
-        self._outlook = outlook
+        self._outlook = estimate
         self._notes = notes
         self._began = now
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
@@ -146,7 +146,7 @@ class ProgressReader:
         counts = Counter(trial.status for trial in trials)
         comparable_count = sum(trial.status is Status.COMPLETED for trial in others)
         return ProgressState(
-            outlook=outlook,
+            estimate=outlook,
             elapsed=elapsed,
             counts=counts,
             reports_per_second=self._update_rate(now, snapshot.counts.reports),
@@ -206,20 +206,20 @@ def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float 
 
 
 def share_of_search(
-    trials: Collection[Trial], newest: Callable[[str], StepReport | None], outlook: SearchEstimate
+    trials: Collection[Trial], newest: Callable[[str], StepReport | None], estimate: SearchEstimate
 ) -> float | None:
     """Return the completed share of the search's training; None if its number of trials is unknown."""
-    if outlook.trial_count is None:
+    if estimate.trial_count is None:
         return None
-    done = sum(share_of_trial(trial, newest(trial.id), outlook) for trial in trials)
-    return min(1.0, done / max(1, outlook.trial_count, len(trials)))
+    done = sum(share_of_trial(trial, newest(trial.id), estimate) for trial in trials)
+    return min(1.0, done / max(1, estimate.trial_count, len(trials)))
 
 
-def share_of_trial(trial: Trial, report: StepReport | None, outlook: SearchEstimate) -> float:
+def share_of_trial(trial: Trial, report: StepReport | None, estimate: SearchEstimate) -> float:
     """Return the completed share of the trial's training; a paused trial counts as done unless all are resumed."""
-    if trial.phase in ENDED_PHASES or (trial.phase is Phase.PAUSED and not outlook.resumes_all_paused):
+    if trial.phase in ENDED_PHASES or (trial.phase is Phase.PAUSED and not estimate.resumes_all_paused):
         return 1.0
-    step, steps = max(trial.step, report.step if report else 0), outlook.step_count
+    step, steps = max(trial.step, report.step if report else 0), estimate.step_count
     return min(1.0, step / steps) if steps else 0.0
 
 
@@ -326,7 +326,7 @@ _STATUS_STYLES = {
 }
 
 
-def frame(state: ProgressState, width: int, height: int) -> RenderableType:
+def render_progress(state: ProgressState, width: int, height: int) -> RenderableType:
     """Render for a terminal of `width` columns and `height` lines, leaving its last line free.
 
     A third of the rows is reserved for the best trials that are not running; the others show running trials. A single
@@ -334,10 +334,10 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     """
     room = max(0, height - 1 - _HEADER_LINE_COUNT)
     notes = state.notes[-min(_MAX_NOTES, room // 3) :] if room >= 3 else ()
-    row_count = 0 if state.outlook.is_training else min(_MAX_ROWS, room - len(notes))
+    row_count = 0 if state.estimate.is_training else min(_MAX_ROWS, room - len(notes))
     other_count = min(len(state.others), max(row_count // 3, row_count - len(state.running)))
     rows = [*state.running[: row_count - other_count], *state.others[:other_count]] if row_count > 0 else []
-    title = Text.assemble((state.outlook.experiment, "bold"), f"  {format_duration(state.elapsed)}")
+    title = Text.assemble((state.estimate.experiment, "bold"), f"  {format_duration(state.elapsed)}")
     if left := _format_time_left(state):
         title.append(make_visible(f", {left}"))
     if rate := _format_rate(state):
@@ -345,7 +345,7 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     facts = (Text.assemble((f"{name:<8}", "dim"), make_visible(text)) for name, text in progress_facts(state).items())
     parts: list[RenderableType] = [title, *facts]
     if rows:
-        objective = state.outlook.objective
+        objective = state.estimate.objective
         metrics = objective.metrics if objective else first_reported_metrics(rows)
         table, hidden = trials_table(rows, metrics, width=width, styles=_STATUS_STYLES)
         parts += [Text(), table]
@@ -362,11 +362,11 @@ def frame(state: ProgressState, width: int, height: int) -> RenderableType:
     return Group(*parts)
 
 
-def line(state: ProgressState) -> str:
+def render_progress_line(state: ProgressState) -> str:
     """Return the progress as one line for the log."""
     facts, elapsed = progress_facts(state), format_duration(state.elapsed)
-    objective = state.outlook.objective
-    if state.outlook.is_training:
+    objective = state.estimate.objective
+    if state.estimate.is_training:
         metrics = f", {facts['metrics']}" if "metrics" in facts else ""
         parts = [f"step {facts['step']}{metrics} after {elapsed}"]
         if state.running:
@@ -381,7 +381,7 @@ def line(state: ProgressState) -> str:
             parts.append(f"{state.incomparable_count} without {', '.join(objective.metrics)} in the last report")
         if state.best is not None and objective is not None:
             parts.append(f"{best_label(objective)}: {format_trial(state.best, objective.metrics)}")
-    return f"{state.outlook.experiment}: {'; '.join(filter(None, parts))}"
+    return f"{state.estimate.experiment}: {'; '.join(filter(None, parts))}"
 
 
 def progress_facts(state: ProgressState) -> Mapping[str, str]:
@@ -389,11 +389,11 @@ def progress_facts(state: ProgressState) -> Mapping[str, str]:
 
     For a single training, return its step, metrics, newest checkpoint and configuration.
     """
-    if state.outlook.is_training:
+    if state.estimate.is_training:
         return _training_facts(state)
     counts = {str(status): state.counts[status] for status in Status if state.counts.get(status)}
     facts = {"trials": format_counts(counts)}
-    if (trial_count := state.outlook.trial_count) is not None:
+    if (trial_count := state.estimate.trial_count) is not None:
         # An earlier run of the experiment may have passed a larger `num_samples`.
         facts["trials"] += f" of {max(trial_count, sum(state.counts.values()))}"
     if state.rungs:
@@ -401,7 +401,7 @@ def progress_facts(state: ProgressState) -> Mapping[str, str]:
         if len(rungs) > _MAX_RUNGS:
             rungs[_MAX_RUNGS // 2 : -_MAX_RUNGS // 2] = ["…"]
         facts["rungs"] = ", ".join(rungs)
-    best, objective = state.best, state.outlook.objective
+    best, objective = state.best, state.estimate.objective
     if best is not None and objective is not None:
         inherited = ", of the checkpoint that it continues from" if best.has_inherited_report else ""
         facts[best_label(objective)] = f"{format_trial(best, objective.metrics)} at step {best.step}{inherited}"
@@ -413,7 +413,7 @@ def _training_facts(state: ProgressState) -> Mapping[str, str]:
     trial = next(iter((*state.running, *state.others)), None)
     if trial is None:
         return {"step": "none yet"}
-    total = f" of {state.outlook.step_count}" if state.outlook.step_count else ""
+    total = f" of {state.estimate.step_count}" if state.estimate.step_count else ""
     attempt = f", attempt {trial.attempt}" if trial.attempt > 1 else ""
     status = "" if trial.status is Status.RUNNING else f", {trial.status}"
     newest = newest_checkpoint(trial)
@@ -428,7 +428,7 @@ def _training_facts(state: ProgressState) -> Mapping[str, str]:
 
 def _format_rate(state: ProgressState) -> str:
     """Return the rate of steps, or of the reports of all trials; empty before the first report."""
-    unit = "steps/s" if state.outlook.is_training else "reports/s"
+    unit = "steps/s" if state.estimate.is_training else "reports/s"
     return f"{format_amount(state.reports_per_second)} {unit}" if state.reports_per_second else ""
 
 

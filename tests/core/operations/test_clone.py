@@ -136,7 +136,7 @@ def test_what_an_attempt_elsewhere_has_posted_is_found_by_the_next_owner() -> No
     assert [ref.step for ref in new.trial("s").checkpoints] == [3]
     assert new.trial("s").outbox is not None
     posts = [path for path in scene.store.objects if "/outbox/" in path]
-    assert posts == [new.key("s").outbox_path(1, 1)]
+    assert posts == [new.key("s").post_path(1, 1)]
 
 
 def test_a_closed_outbox_ends_its_attempt_and_takes_no_post_twice() -> None:

@@ -517,5 +517,5 @@ def test_posts_that_were_received_go_but_for_the_first_and_the_end() -> None:
     left = [path for path in scene.store.objects if "/outbox/" in path]
     last = max(int(path[-15:-5]) for path in posts) + 1
     assert sorted(left) == sorted(
-        [key.outbox_path(1, 1), key.outbox_path(1, last), foreign, key.outbox_path(2, 1), key.outbox_path(2, 2)]
+        [key.post_path(1, 1), key.post_path(1, last), foreign, key.post_path(2, 1), key.post_path(2, 2)]
     )

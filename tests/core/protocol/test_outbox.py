@@ -180,7 +180,7 @@ def test_what_an_owner_receives_while_the_attempt_trains_is_journaled_once() -> 
             world.acknowledged.append(number)
         world.receive(world.store, "first", opens=False, closes=False)
         world.receive(world.store, "first", opens=False, closes=False)
-    assert [each.path for each in world.store.list(TRIAL.outboxes_folder)] == [TRIAL.outbox_path(1, 1)]
+    assert [each.path for each in world.store.list(TRIAL.outboxes_folder)] == [TRIAL.post_path(1, 1)]
     assert world.require_kept().trial("t").step == 4
 
 
@@ -267,13 +267,13 @@ def test_a_post_after_the_deletion_of_the_experiment_is_refused_and_removed() ->
         del world.store.objects[path]
     with pytest.raises(StoreUnavailable, match="first entry is missing"):
         write_post(world.store, TRIAL, 1, 2, Post(write_id="w", at="now", events=(reported(2),)))
-    assert TRIAL.outbox_path(1, 2) not in world.store.objects
+    assert TRIAL.post_path(1, 2) not in world.store.objects
 
 
 def test_the_posts_before_a_damaged_one_are_received_and_the_attempt_is_fenced_off_after_the_last() -> None:
     world = World()
     world.attempt(world.store, 4)
-    world.store.objects[TRIAL.outbox_path(1, 3)] = b"damaged"
+    world.store.objects[TRIAL.post_path(1, 3)] = b"damaged"
     closed = close_outbox(world.store, TRIAL, 1, 0, "the owner", stamp("end"))
     assert [post.write_id for post in closed.posts] == ["attempt-1", "attempt-2"]
     assert "0000000003.json" in closed.damage
@@ -285,12 +285,12 @@ def test_the_posts_before_a_damaged_one_are_received_and_the_attempt_is_fenced_o
 def test_what_was_posted_for_days_after_a_damaged_post_is_not_read_to_end_an_outbox() -> None:
     world = World()
     world.attempt(world.store, 300)
-    world.store.objects[TRIAL.outbox_path(1, 3)] = b"damaged"
+    world.store.objects[TRIAL.post_path(1, 3)] = b"damaged"
     before = world.store.operations["read"]
     closed = close_outbox(world.store, TRIAL, 1, 0, "the owner", stamp("end"))
     assert (len(closed.posts), closed.damage != "") == (2, True)
     assert world.store.operations["read"] - before < 9
     assert close_outbox(world.store, TRIAL, 1, 0, "another", stamp("other")) == closed
-    assert TRIAL.outbox_path(1, 302) not in world.store.objects, "a second end would let the first one be deleted"
+    assert TRIAL.post_path(1, 302) not in world.store.objects, "a second end would let the first one be deleted"
     with pytest.raises(Superseded, match="the owner has ended this attempt"):
         write_post(world.store, TRIAL, 1, 301, Post(write_id="w", at="now", events=(reported(301),)))

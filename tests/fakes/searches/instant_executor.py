@@ -77,9 +77,9 @@ class InstantExecutor:
     def stop_all(self) -> None:
         raise AssertionError("unexpected call of stop()")
 
-    def poll_messages(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, timeout: timedelta) -> list[Message]:
         """Return one message at a time, as slow trials would send them."""
-        del patience
+        del timeout
         return [self._inbox.popleft()]
 
     def reject_events(self) -> None:

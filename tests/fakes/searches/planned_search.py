@@ -88,14 +88,14 @@ class UnreliableExecutor(InstantExecutor):
     def _attempt(self, trial: Trial) -> _Attempt:
         return _RetiringAttempt(trial, self._retention)
 
-    def poll_messages(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, timeout: timedelta) -> list[Message]:
         """Return the first message of a trial."""
         if self._order is not None:
             first = {message.trial: message for message in reversed(self._inbox)}
             chosen = first[self._order.choice(sorted(first))]
             self._inbox.remove(chosen)
             self._inbox.appendleft(chosen)
-        return super().poll_messages(patience)
+        return super().poll_messages(timeout)
 
     def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
         if not self._stopped:

@@ -183,7 +183,7 @@ class Leads(Resettable):
     """Is rank 0 of two, as after its launcher has started the other."""
 
     def setup(self, config: Config) -> None:
-        pt.get_trial()._session.become_rank0(2)
+        pt.get_trial()._session.become_rank_0(2)
         super().setup(config)
 
 

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias
 
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput
-from prefect_tune.core.display_text import make_readable
+from prefect_tune.core.display_text import make_storable
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import (
     FromTrial,
@@ -145,15 +145,15 @@ class TrialChannel:
         with self._sending, suppress(OSError):  # the trial is gone, or the channel was just closed
             self.connection.send_bytes(message.model_dump_json().encode())
 
-    def receive(self, patience: timedelta) -> FromTrial | None:
-        """Return the next message; None if none arrives within `patience`.
+    def receive(self, timeout: timedelta) -> FromTrial | None:
+        """Return the next message; None if none arrives within `timeout`.
 
         Raises:
             EOFError: the trial is gone, and all its messages have been received.
             MalformedMessage: its process or a child process wrote invalid bytes; nothing more can be read.
         """
         try:
-            message = self._reader.read(patience)
+            message = self._reader.read(timeout)
             if message is None and not self._process.is_alive():
                 # A child process may hold the socket open, so also check that the trial's process is alive.
                 message = self._reader.read(_NO_WAIT)
@@ -168,7 +168,7 @@ class TrialChannel:
             ) from None
         if isinstance(message, StartReceived):
             self.has_started = True
-            return TrialChannel.receive(self, patience)
+            return TrialChannel.receive(self, timeout)
         return message
 
     def end(self) -> ProcessEnd:
@@ -406,8 +406,8 @@ class RankGroup:
         if len(ranks) < self.world_size - 1:
             self._messages_for_joiners.append(message)
 
-    def receive(self, patience: timedelta) -> tuple[int, FromTrial] | None:
-        """Return the next message with its rank; None after `patience`. A `RankJoined` is already answered.
+    def receive(self, timeout: timedelta) -> tuple[int, FromTrial] | None:
+        """Return the next message with its rank; None after `timeout`. A `RankJoined` is already answered.
 
         Raises:
             RankEnded: a rank is gone, and all its messages have been received; or it wrote invalid bytes.
@@ -416,7 +416,7 @@ class RankGroup:
         joining = [] if self._joins is None else self._joins.sources
         # `multiprocessing.connection.wait` has about ten times the overhead.
         by_descriptor: dict[int, _MessageSource] = {source.fileno(): source for source in (*sources, *joining)}
-        ready = [by_descriptor[descriptor] for descriptor in poll_readable(by_descriptor, patience)]
+        ready = [by_descriptor[descriptor] for descriptor in poll_readable(by_descriptor, timeout)]
         if self._joins is not None and (arrived := self._joins.accept_join(ready)) is not None:
             return self._add_joined_rank(*arrived, self._joins.start)
         self._turn += 1  # round-robin, so that one rank cannot block the others
@@ -496,7 +496,7 @@ class RankGroup:
             if output := channel.last_output() or self._outputs.get(rank, ""):
                 outputs[rank] = output
         named = (output if len(outputs) == 1 else f"rank {rank}:\n{output}" for rank, output in outputs.items())
-        return make_readable("\n".join(named))
+        return make_storable("\n".join(named))
 
     @property
     def missing_ranks(self) -> Sequence[int]:

@@ -69,7 +69,7 @@ class TrialProcessPool:
         self.fork_servers = ForkServers("never" if slots == 0 or not is_linux() else reuse)
         self._guard = threading.Lock()
         self._used_count = 0
-        self._idle: list[_LeasedProcess] = []
+        self._idle: list[_PooledProcess] = []
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -159,7 +159,7 @@ class TrialProcessPool:
             return SpawnedProcess(request.key.full_environment)
         return self.fork_servers.fork(request.key, request.log, request.stop, self._slots)
 
-    def keep_idle(self, process: _LeasedProcess) -> None:
+    def keep_idle(self, process: _PooledProcess) -> None:
         """Keep a process for another trial; end it if there are already enough."""
         with self._guard:
             is_kept = not self._closed and self._used_count + len(self._idle) <= self._slots
@@ -177,7 +177,7 @@ class _ProcessRequest:
     stop: threading.Event
 
 
-class _LeasedProcess:
+class _PooledProcess:
     """A process that serves an attempt or is idle; its output goes to the log of its last attempt."""
 
     def __init__(self, process: SupervisedProcess, log: Log, key: ProcessKey) -> None:
@@ -206,7 +206,7 @@ class _LeasedProcess:
         return make_process_end(code, self.output.stop())
 
 
-def _end_idle_processes(processes: Sequence[_LeasedProcess]) -> None:
+def _end_idle_processes(processes: Sequence[_PooledProcess]) -> None:
     """Let all processes exit in parallel, since each may take time to clean up; kill the remaining ones after 5 s."""
     for idle in processes:
         idle.process.connection.close()
@@ -220,7 +220,7 @@ class _PooledChannel(TrialChannel):
     """The channel of an attempt in a pooled process. A reused process that cannot serve the attempt is replaced."""
 
     def __init__(self, pool: TrialProcessPool, request: _ProcessRequest, idle: SupervisedProcess | None) -> None:
-        self._leased = _LeasedProcess(idle or pool.make_process(request), request.log, request.key)
+        self._leased = _PooledProcess(idle or pool.make_process(request), request.log, request.key)
         super().__init__(self._leased.process.connection, self._leased, self._leased.output)
         self._pool = pool
         self._request = request
@@ -250,10 +250,10 @@ class _PooledChannel(TrialChannel):
             if not self._closed:  # else the process may serve another trial
                 super().send(message)
 
-    def receive(self, patience: timedelta) -> FromTrial | None:
+    def receive(self, timeout: timedelta) -> FromTrial | None:
         had_begun = self.has_started
         try:
-            message = super().receive(patience)
+            message = super().receive(timeout)
         except EOFError:
             if not self._is_reused:
                 raise
@@ -311,7 +311,7 @@ class _PooledChannel(TrialChannel):
             )
         self._leased.process.end()
         with self._changing:
-            self._leased = _LeasedProcess(self._pool.make_process(request), request.log, request.key)
+            self._leased = _PooledProcess(self._pool.make_process(request), request.log, request.key)
             self.switch_process(self._leased.process.connection, self._leased, self._leased.output)
             self._is_reused = False
             self.start_trial(has_deadline=has_deadline)

@@ -238,11 +238,11 @@ def _parse_limit(name: object, limit: object) -> tuple[str, float]:
     return name, float(limit)
 
 
-def trial_stop_reason(stopper: Stopper, curve: Sequence[StepReport]) -> AnyReason | None:
-    """Return why a trial stops after the last report of its `curve`; None to continue. Raises like the stopper."""
-    if curve[-1].metrics.get("done") is True:
+def trial_stop_reason(stopper: Stopper, reports: Sequence[StepReport]) -> AnyReason | None:
+    """Return why a trial stops after the last report of its `reports`; None to continue. Raises like the stopper."""
+    if reports[-1].metrics.get("done") is True:
         return make_reason("done-reported")
-    return stopper.stop_reason(curve)
+    return stopper.stop_reason(reports)
 
 
 def _as_timedelta(value: object, where: str) -> timedelta:

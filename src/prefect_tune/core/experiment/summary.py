@@ -47,14 +47,14 @@ def validate_scope(scope: Scope) -> Scope:
     raise InvalidInput(f"scope {scope!r}: expected one of {', '.join(map(repr, get_args(Scope)))}")
 
 
-def score_reports(curve: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
+def score_reports(reports: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
     """Return a trial's score from the metrics of its reports; None if no report has all metrics.
 
     A report that lacks a metric, or has text in its place, is skipped; as the last report it makes scope `last` None.
     """
-    scores = [losses for metrics in curve if (losses := compute_losses(metrics, objective)) is not None]
+    scores = [losses for metrics in reports if (losses := compute_losses(metrics, objective)) is not None]
     if not scores or scope == "last":
-        return compute_losses(curve[-1], objective) if scores else None
+        return compute_losses(reports[-1], objective) if scores else None
     if scope == "all":
         return min(scores)
     averaged = {"avg": scores, "last-5-avg": scores[-5:], "last-10-avg": scores[-10:]}[scope]

@@ -61,7 +61,7 @@ def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, po
         CommitUnknown: the target did not say whether it wrote; call again with the same post.
         StoreUnavailable: the target cannot be reached, or the experiment's first entry is missing.
     """
-    path = trial.outbox_path(outbox, number)
+    path = trial.post_path(outbox, number)
     try:
         create_or_recognize(store, path, seal(post))
     except AlreadyExists as exists:
@@ -83,7 +83,7 @@ def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> 
     Raises:
         JournalCorrupt: the post is damaged, or has events of another trial.
     """
-    path = trial.outbox_path(outbox, number)
+    path = trial.post_path(outbox, number)
     post = read_sealed(store, Post, path, JournalCorrupt)
     if post is not None and (others := {event.trial for event in post.events} - {trial.trial}):
         raise JournalCorrupt(f"{path}: expected events of trial {trial.trial!r}, found some of {', '.join(others)}")
@@ -123,7 +123,7 @@ def close_outbox(
         StoreUnavailable: a post was added meanwhile, 16 times; or the target cannot be reached.
     """
     end = seal(Post(write_id=stamp.write_id, at=stamp.at, closed_by=closed_by))
-    folder = trial.outbox_path(outbox, 1).rpartition("/")[0]
+    folder = trial.post_path(outbox, 1).rpartition("/")[0]
     posts: list[Post] = []
     damage, number, races = "", after + 1, 0
     while races < _MAX_RACES:
@@ -140,7 +140,7 @@ def close_outbox(
             continue
         with suppress(AlreadyExists):
             if post is None:
-                create_or_recognize(store, trial.outbox_path(outbox, number), end)
+                create_or_recognize(store, trial.post_path(outbox, number), end)
             return ClosedOutbox(posts, damage)
         races += 1  # a post, or the end, was added meanwhile
     raise StoreUnavailable(f"{trial.folder}: {_MAX_RACES} posts were added while the outbox was closed; try again")
@@ -148,7 +148,7 @@ def close_outbox(
 
 def delete_posts(store: ObjectStore, posts: Iterable[tuple[TrialKey, int, int]]) -> None:
     """Delete posts (trial, outbox, number) whose events are journaled, but never the first post of an outbox."""
-    store.delete([trial.outbox_path(outbox, number) for trial, outbox, number in posts if number > 1])
+    store.delete([trial.post_path(outbox, number) for trial, outbox, number in posts if number > 1])
 
 
 def list_journaled_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[ListedObject]:
@@ -160,7 +160,7 @@ def list_journaled_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> S
         folder = listed.path.rpartition("/")[0]
         if (number := document_number(folder, listed.path)) is not None:
             outboxes.setdefault(folder, {})[number] = listed
-    newest = trial.outbox_path(state.outbox_count, 1).rpartition("/")[0]
+    newest = trial.post_path(state.outbox_count, 1).rpartition("/")[0]
     return [
         post
         for folder, posts in outboxes.items()

@@ -224,7 +224,7 @@ class TrialKey(Value):
         """Return the path of the reply to an attempt that waits at `step`; step 0 is for an unsolicited message."""
         return f"{self.answers_folder}/{attempt:06d}-{_pad_number(step)}.json"
 
-    def outbox_path(self, outbox: int, post: int) -> str:
+    def post_path(self, outbox: int, post: int) -> str:
         """Return the path of a post (from 1) in an outbox of the trial (from 1)."""
         return document_path(f"{self.outboxes_folder}/{_pad_number(outbox)}", post)
 

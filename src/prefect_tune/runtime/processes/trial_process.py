@@ -239,7 +239,7 @@ class _AttemptRunner:
         self._session = session = make_session(self._connection, start, stopper)
         activate_session(session, whole_process=self._whole_process)
         if self._whole_process:
-            claim_process(start, session.become_rank0)
+            claim_process(start, session.become_rank_0)
             write_trainable_for_spawn(start.trainable)
         if (
             reason := session.find_stop_reason()
