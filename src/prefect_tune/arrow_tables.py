@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _INT64_LIMIT = 2**63
 _REPORT_COLUMNS = ("trial", "step", "trained_seconds")
-COLUMN_VERSIONS: Mapping[ResultsTable, str] = {"trials": "1", "reports": "1"}
+COLUMN_VERSIONS: Mapping[ResultsTable, str] = {"trials": "2", "reports": "1"}
 """Incremented if a column is removed or changes its meaning, or is added to the reports, whose file is read back.
 
 A file holds its version in the metadata `prefect-tune/version`.

@@ -16,7 +16,7 @@ class Renamed:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for old, new in cls._renamed.items():
-            if old in vars(cls):
+            if callable(member := getattr(cls, old, None)) or isinstance(member, property):
                 raise TypeError(f"{cls.__qualname__}.{old} is now called {new}")
 
     if not TYPE_CHECKING:  # a type checker would accept any attribute

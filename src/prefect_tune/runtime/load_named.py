@@ -75,7 +75,7 @@ def load_by_name(name: str, parameter: str = "trainable") -> object:
     for part in attribute.split("."):
         try:
             result = getattr(result, part)
-        except AttributeError as error:
+        except (AttributeError, ImportError) as error:  # a renamed function is an ImportError
             raise InvalidInput(f"{parameter} {name!r}: {_missing_attribute_message(result, part)}") from error
     return result
 

@@ -261,7 +261,7 @@ def test_what_outlives_its_search_is_left_to_the_next_owner(local_target: LocalT
 
 def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_target: LocalTarget) -> None:
     class Unreachable(UnreliableExecutor):
-        def stop(self) -> None:
+        def stop_all(self) -> None:
             raise StoreUnavailable("no trial can be reached")
 
     with pytest.raises(StoreUnavailable, match="the target is away"):

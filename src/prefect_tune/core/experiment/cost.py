@@ -10,7 +10,7 @@ is idle. An attempt that outlives its search adds the time between the runs.
 
 Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of a run
 (`run_clock_now`). Only the begin of a lost attempt, or of one on another machine, may come from another clock: it is
-moved to the nearest time in the slot or the run, and `is_bounded` is then true.
+moved to the nearest time in the slot or the run, and `is_begin_clamped` is then true.
 """
 
 from __future__ import annotations

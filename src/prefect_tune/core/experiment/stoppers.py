@@ -310,7 +310,11 @@ StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 class StopperState(Renamed, ABC):
     """The state of an experiment's stopper, fed live or by the replay of a resume. Each call is O(1)."""
 
-    _renamed: ClassVar[Mapping[str, str]] = {"added": "on_trial_added", "ended": "on_trial_ended"}
+    _renamed: ClassVar[Mapping[str, str]] = {
+        "added": "on_trial_added",
+        "ended": "on_trial_ended",
+        "trained": "on_training_time",
+    }
 
     def on_trial_added(self, trial: TrialId) -> None:
         """Record a new trial, or an ended one that continues."""

@@ -77,8 +77,10 @@ class TrialReport:
     """Its present configuration; None if unchanged since the trial was added or last exploited another one."""
 
 
-class Scheduler(NamedOptions, ABC):
+class Scheduler(NamedOptions, Renamed, ABC):
     """The configuration of a scheduler: a frozen value. Its state is the `Schedule` that `begin` returns."""
+
+    _renamed: ClassVar[Mapping[str, str]] = {"require_serves": "require_supported_space"}
 
     @abstractmethod
     def begin(self, objective: Objective, seed: int) -> Schedule:
