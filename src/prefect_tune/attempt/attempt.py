@@ -150,7 +150,7 @@ class Attempt:
 
     @contextmanager
     def _open_rank_group(self, start: Start, nodes: OtherNodes | None) -> Iterator[RankGroup]:
-        """Open the processes of the attempt, including those on other nodes. Raises NodesMissing."""
+        """Open the processes of the attempt, including those on other nodes. Raises NodesMissingError."""
         if nodes is None:
             processes = count_processes(self.spec.processes_per_trial, self.request.environment)
             if processes != self.spec.processes_per_trial:

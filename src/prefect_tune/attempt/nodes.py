@@ -251,7 +251,7 @@ class OtherNodes:
         """Wait for the nodes, then start their ranks; return the channels to these ranks.
 
         Raises:
-            NodesMissing: fewer than `min_nodes` arrived in time, or `stop` was set.
+            NodesMissingError: fewer than `min_nodes` arrived in time, or `stop` was set.
         """
         self.stop = stop.set
         self._log.info("waiting for %d other nodes of attempt %d", self._spec.nodes_per_trial - 1, self._key.attempt)

@@ -1,8 +1,8 @@
 """The connection of an attempt to its search: it sends journal events and requests, and receives decisions.
 
-    search, same process    SubmittedEvents ──► the driver's next entry, for whose write `write` waits
-    search, other process   Outbox          ──► numbered posts on the target, which the owner journals later
-    the user's own flow     WrittenEntries  ──► the journal of the experiment, which the flow run owns
+    search, same process    SubmittingJournal ──► the driver's next entry, for whose write `write` waits
+    search, other process   Outbox            ──► numbered posts on the target, which the owner journals later
+    the user's own flow     WritingJournal    ──► the journal of the experiment, which the flow run owns
 
 An event is durable when `write` returns. Only then is a save acknowledged to the trial, or a checkpoint deleted.
 """

@@ -3,8 +3,8 @@
 A single process is rank 0. Of several, rank 0 reports and decides; the others add to its checkpoints:
 
     rank 0: StepDone(s, its directory) ─┐
-    rank 1: Part(s, its directory)      ├──► all there ──► commit worker: one directory, one commit
-    rank 2: Part(s, nothing to add)    ─┘    deadline, or a rank has ended ──► this save fails on all ranks
+    rank 1: CheckpointPart, with files  ├──► all there ──► commit worker: one directory, one commit
+    rank 2: CheckpointPart, no files   ─┘    deadline, or a rank has ended ──► this save fails on all ranks
 
 Nothing is uploaded before all parts are there, so a failed save leaves nothing on the target. If a step's metrics are
 the mean over all ranks, they are collected in the same way before rank 0 reports them.

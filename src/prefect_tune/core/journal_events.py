@@ -351,7 +351,7 @@ AnyTrialEvent: TypeAlias = (
 
 # The events of an experiment.
 
-Writer: TypeAlias = Literal["owner", "guest"]
+Writer: TypeAlias = Literal["owner", "non-owner"]
 """The writer of an entry: the journal's owner, or a non-owner, which may only write `NonOwnerEvent`."""
 
 

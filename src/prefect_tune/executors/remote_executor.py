@@ -1,7 +1,7 @@
 """Attempts on other machines, which share only the target with their search.
 
     search     RemoteExecutor: reads their outboxes, and writes decisions to the target
-    attempt    StoreLink: posts to its outbox, and polls the target for decisions
+    attempt    RemoteSearchChannel: posts to its outbox, and polls the target for decisions
 
 A report that needs a decision is posted immediately. The owner of the experiment, which may have changed since the
 attempt started, writes the decision as an object. An unreadable post ends its attempt: the driver closes the outbox,

@@ -3,7 +3,7 @@
 A rank finds its attempt by one environment variable, which the launcher passes on: the path of a socket on which the
 supervisor listens. It connects, names itself, receives the start message of the trial's process, and then reports:
 
-    trial's process ── launcher ── rank ── socket ──► Join(rank, world size) ──► supervisor
+    trial's process ── launcher ── rank ── socket ──► RankJoined ──► supervisor
                                      ◄──────────────────────── Start ───────────┘
 
 Only the same user can connect: the socket is in a folder of mode 0700. Never: two processes of one rank.

@@ -2,9 +2,9 @@
 
 If several processes train a trial together, rank 0 decides, and the other ranks follow:
 
-    rank 0           report of step s ──► decides: save? end? ──► Directive(s) ─┐
+    rank 0           report of step s ──► decides: save? end? ──► RankCommand ──┐
     supervisor                                                                  ├─► sends it to all other ranks
-    rank 1, 2, ...   report of step s ──► Part(s): its files ──► waits for ◄────┘
+    rank 1, 2, ...   report of step s ──► its CheckpointPart ──► waits for ◄────┘
 
 So all ranks save, continue and end at the same step, independent of their clocks. Rank 0 waits for other ranks only in
 the commit of a checkpoint, to which each rank adds its part before a deadline (`attempt/supervisor.py`).
@@ -334,7 +334,7 @@ class TrialSession:
         """Serialize calls from all threads: each completes before the next begins.
 
         Raises:
-            TrialOver: the trial has ended; a framework may report once more while it leaves its loop.
+            StopTraining: the trial has ended; a framework may report once more while it leaves its loop.
             InvalidInput: this is not the trial's own process.
         """
         self._require_own_process(call)
@@ -494,7 +494,7 @@ class TrialSession:
         """End the trial if a stop criterion is met, or if the state is saved and a stop was requested.
 
         Raises:
-            TrialOver: the trial ends.
+            StopTraining: the trial ends.
         """
         stop = self._make_stop_exception(saved=saved)
         self._send_command(outcome=None if stop is None else stop.outcome)
@@ -662,7 +662,7 @@ class WorkerRankSession(TrialSession):
         """Execute rank 0's commands for this step.
 
         Raises:
-            TrialOver: the trial ends.
+            StopTraining: the trial ends.
             InvalidInput: rank 0 has reported more steps.
         """
         started_at = time.monotonic()

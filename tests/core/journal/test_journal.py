@@ -180,7 +180,7 @@ def test_an_owner_continues_after_the_entry_of_a_guest() -> None:
     assert (after.entry_count, after.term) == (5, 1)
     assert [entry.writer for entry in journal.read_entries(store, first_generation("e"))] == [
         *["owner"] * 3,
-        "guest",
+        "non-owner",
         "owner",
     ]
 
@@ -188,7 +188,7 @@ def test_an_owner_continues_after_the_entry_of_a_guest() -> None:
 def guest_entry(owner: Experiment, *events: Event) -> bytes:
     """An entry that someone else put after the owner's last one, and called a guest's."""
     place = {"number": owner.entry_count + 1, "term": owner.term, "previous": owner.digest}
-    return seal(Entry.model_validate({**place, "write_id": "x", "at": "now", "writer": "guest", "events": events}))
+    return seal(Entry.model_validate({**place, "write_id": "x", "at": "now", "writer": "non-owner", "events": events}))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_what_a_guest_may_write_supersedes_the_owner_where_an_owner_has_written_
 def test_a_quarantine_is_a_limit_for_running_saves_by_an_owner_and_not_by_a_guest() -> None:
     owner = running(MemoryStore())
     by_owner = apply_event(owner, GUESTS[0], 4, "owner").trial("t")
-    by_guest = apply_event(owner, GUESTS[0], 4, "guest").trial("t")
+    by_guest = apply_event(owner, GUESTS[0], 4, "non-owner").trial("t")
     assert (by_owner.collected_up_to, by_guest.collected_up_to) == (2, 0)
 
 

@@ -410,7 +410,7 @@ class RankGroup:
         """Return the next message with its rank; None after `timeout`. A `RankJoined` is already answered.
 
         Raises:
-            RankEnded: a rank is gone, and all its messages have been received; or it wrote invalid bytes.
+            RankLostError: a rank is gone, and all its messages have been received; or it wrote invalid bytes.
         """
         sources = {channel.connection: rank for rank, channel in self._open_channels.items()}
         joining = [] if self._joins is None else self._joins.sources

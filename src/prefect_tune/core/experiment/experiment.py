@@ -192,7 +192,7 @@ def apply_entry(
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
     """
     where = f"{experiment.key}, entry {entry.number}"
-    if entry.writer == "guest":  # writing to the target gives no right to end another user's trial
+    if entry.writer == "non-owner":  # writing to the target gives no right to end another user's trial
         misplaced = [
             event.type
             for event in entry.events

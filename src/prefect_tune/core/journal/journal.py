@@ -4,9 +4,9 @@ The idea: the state of an experiment is the fold of the entries 1, 2, 3 … Each
 number is free, and holds the digest of the previous entry. So the target itself decides which of two writers is first,
 for any number of processes that do not know of each other, without locks, leases or clocks.
 
-    owner 1    1 Opened(1) ─ 2 ─ 3 ─ 4            5 refused: owner 2 has written it → Superseded, owner 1 stops
-    owner 2                       └─▶ 5 Opened(2) ─ 6 ─ 7 …
-    non-owner                                        └─▶ 8 (events that a non-owner may add)
+    owner 1     1 OwnerChanged ─ 2 ─ 3 ─ 4     5 refused: owner 2 has written it → Superseded, owner 1 stops
+    owner 2                              └─▶ 5 OwnerChanged ─ 6 ─ 7 …
+    non-owner                                                     └─▶ 8 (events that a non-owner may add)
 
 - **Owner.** The last `OwnerChanged` names it. A process becomes the owner only by appending `OwnerChanged`
   (`acquire_ownership`). Nothing renews ownership: an owner learns that it was replaced when its next entry is refused.
@@ -239,7 +239,7 @@ def append_as_non_owner(
             return experiment
         require_conditional_create(store, experiment.key)
         with suppress(AlreadyExists):
-            return _try_append(store, experiment, events, stamp, writer="guest")
+            return _try_append(store, experiment, events, stamp, writer="non-owner")
     raise StoreUnavailable(f"{journal}: {_MAX_RACES} other writers were faster; try again")
 
 
@@ -270,7 +270,7 @@ def _apply_non_owner_entry(store: ObjectStore, experiment: Experiment, exists: A
         require_not_deleted(store, experiment.key)
         raise StoreUnavailable(f"{path}: the entry exists, but cannot be read; try again") from exists
     entry = decode_entry(data, path)
-    if entry.writer == "guest" and (entry.previous, entry.term) == (experiment.digest, experiment.term):
+    if entry.writer == "non-owner" and (entry.previous, entry.term) == (experiment.digest, experiment.term):
         return apply_entry(experiment, entry, digest_of(data))
     opened = next((event.owner for event in entry.events if isinstance(event, OwnerChanged)), None)
     how = f"owner {entry.term}, {opened}, took over" if opened else f"another process wrote as owner {entry.term}"

@@ -105,7 +105,7 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
             match event:
                 case ExperimentConfigured():
                     warm_starts += event.warm_starts
-                case CheckpointQuarantined() if entry.writer == "guest":  # in the fork, the owner writes it
+                case CheckpointQuarantined() if entry.writer == "non-owner":  # in the fork, the owner writes it
                     past_events.append(event.model_copy(update={"by_non_owner": True}))
                 case CheckpointsAdopted():
                     past_events.append(event.model_copy(update={"last_seen_at": None}))  # of a run of the origin

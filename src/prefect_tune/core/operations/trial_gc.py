@@ -249,7 +249,7 @@ def _find_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candid
     if not has_trial_ended(trial) or not trial.attempt:
         return None
     try:
-        new_state = apply_trial_event(trial, CheckpointsRetired(trial=trial.id, retired_sequences=()), "guest")
+        new_state = apply_trial_event(trial, CheckpointsRetired(trial=trial.id, retired_sequences=()), "non-owner")
         checkpoints = store.list(key.checkpoints_folder)
         blobs = find_orphan_blobs(store, key, new_state)
     except (CheckpointCorrupt, OutdatedStateError, Superseded):
@@ -305,7 +305,7 @@ def collect_experiment_garbage(
     if barrier_names and not dry_run:
         state = append_as_non_owner(store, state.key, make_barriers, stamp)
     for limit in make_barriers(state) if dry_run else ():
-        state = apply_event(state, limit, state.entry_count + 1, "guest")
+        state = apply_event(state, limit, state.entry_count + 1, "non-owner")
     collected = map_trials(
         lambda key, trial: collect_trial_garbage(store, key, trial, candidates.get(trial.id), dry_run=dry_run)
     )
