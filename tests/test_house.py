@@ -12,18 +12,16 @@ from prefect_tune import cli
 from prefect_tune.cli.app import COMMANDS, PANELS
 from tools.house import (
     FILE_LINES,
-    Source,
     journeys,
     main,
     measure_lines,
-    shared_class_names,
     unexplained,
     unpromised,
-    vague_names,
     violations,
 )
 from tools.journeys import __main__ as journeys_of_values
-from tools.plain_words import plain_word_counts
+from tools.plain_words import plain_word_counts, shared_class_names, vague_names
+from tools.sources import Source
 
 
 def source(text: str, path: str = "src/some.py") -> Source:

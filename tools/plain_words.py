@@ -13,8 +13,19 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
+from tools.sources import Source
+
+# Words that say less than the noun of the field: in no name of the package, or of its tests where those are asked too.
+VAGUE = frozenset({"apart", "aside", "happened", "heard", "learned", "outside", "standing", "told"})
+VAGUE_IN_TESTS = frozenset({"happened", "heard", "told"})
+VAGUE_AS_FIELD = frozenset({"go_on", "left", "say"})  # fields are stored, or read far from where they are set
+MEANT = {
+    (Path("src/prefect_tune/reporting/svg.py"), "left"),  # the side of a frame
+}
+
+SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
+PACKAGE = ("src", "blocks", "tasks", "flows")
 MAX_PARTICIPLES = 0
 MAX_VAGUE_BINDINGS = 1  # the public field `AuditDifference.found`
 MAX_SHARING_FILES = 3
@@ -33,7 +44,7 @@ _ONE_MEANING = """
 conditional_create copy create delete list put read replace size begin decide next_milestone
 next_trial_to_resume on_event on_search_exhausted on_trial_added on_trial_ended on_trial_resumed restore_trial
 suggest trial_count to_json_form load_checkpoint save_checkpoint setup step send_decision report
-TuneReportCheckpointCallback close end name open run send stop train write
+close end name open run send stop train write
 """
 # `_ONE_MEANING`: implementations of one protocol (stores, schedules, searches, observers, callbacks, commands),
 # and verbs that mean the same everywhere: of a file, a thread, a connection, a process, a training.
@@ -43,13 +54,48 @@ IRREGULAR_PARTICIPLES, SUPERLATIVES, ONE_MEANING = (
 NO_PARTICIPLES = frozenset({"embed", "exceed", "feed", "hundred", "need", "proceed", "seed", "speed", "succeed"})
 
 
-class Source(Protocol):
-    """A file: its path below the root, and its syntax tree."""
+def vague_names(source: Source) -> Iterator[str]:
+    """Every name of the file that is made of a vague word; the name of a test is a sentence, and may have any."""
+    words = VAGUE if source.path.parts[0] in PACKAGE else VAGUE_IN_TESTS
+    for line, name in _names(source.tree):
+        if not name.startswith("test_") and (found := words & set(_words(name))):
+            yield f"{source.path}:{line}: {name}: {min(found)!r} says less than the noun of the field"
+    for line, name in _fields(source.tree) if source.path.parts[0] in PACKAGE else ():
+        if name in VAGUE_AS_FIELD and (source.path, name) not in MEANT:
+            yield f"{source.path}:{line}: {name}: a field says what it holds"
 
-    @property
-    def path(self) -> Path: ...
-    @property
-    def tree(self) -> ast.Module: ...
+
+def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each function, class, argument, variable and attribute that the file defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case _:
+                pass
+
+
+def _words(name: str) -> Sequence[str]:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+
+
+def _fields(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            annotated = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+            yield from ((each.lineno, each.id) for each in annotated if isinstance(each, ast.Name))
+
+
+def shared_class_names(sources: Sequence[Source]) -> Iterator[str]:
+    """Every name of a class that another module uses for another class."""
+    first: dict[str, Path] = {}
+    classes = ((source.path, node) for source in sources for node in source.tree.body if isinstance(node, ast.ClassDef))
+    for path, node in classes:
+        if node.name in first and node.name not in SAME_BY_RIGHT:
+            yield f"{path}:{node.lineno}: class {node.name} has the name of one in {first[node.name]}"
+        first[node.name] = path
 
 
 def is_participle(name: str) -> bool:
@@ -100,7 +146,7 @@ def homonyms(sources: Sequence[Source]) -> Iterator[str]:
                 files[node.name].add(source.path)
     for name, paths in sorted(files.items()):
         is_special = re.fullmatch(r"__\w+__|_repr_\w+_", name)
-        if len(paths) > MAX_SHARING_FILES and not is_special and name not in ONE_MEANING:
+        if len(paths) > MAX_SHARING_FILES and not is_special and name not in ONE_MEANING | SAME_BY_RIGHT:
             yield f"{min(paths)}:1: {name} is defined in {len(paths)} files: name each by what it does"
 
 

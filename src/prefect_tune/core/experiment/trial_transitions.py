@@ -173,7 +173,7 @@ class Trial(Renamed, Value):
     recomputed_is_lower_bound: bool = False
     """Whether there may be more: the owner of an attempt vanished together with its last reports."""
     last_known_step: int | None = None
-    """The last step that a vanished owner's attempt is known to have trained; for `wasted_steps`."""
+    """The last step that a vanished owner's attempt is known to have trained; for `recomputed_steps`."""
     last_known_seconds: float = 0.0
     """The training time up to that step; 0 if unknown. Only the cost depends on it."""
     is_owner_lost: bool = False
