@@ -30,7 +30,7 @@ from prefect_tune.core.search.objective import Objective
 from tests.fakes.searches.virtual_driver import Config, Outcome, State, VirtualRun, World
 
 Call: TypeAlias = tuple[str, tuple[object, ...]]
-CHANGES = {"added", "decide", "resumed", "ended"}
+CHANGES = {"on_trial_added", "decide", "on_trial_resumed", "on_trial_ended"}
 ORDERS = 200
 REPEATS = 3
 SIZES = (100, 1_000, 10_000)
@@ -122,7 +122,7 @@ def decided(scheduler: Scheduler, trials: int) -> tuple[float, float]:
     listening = Listening(scheduler.begin(LOSS, 0))
     world = World(slots=SLOTS, max_steps=27 if isinstance(scheduler, PBT) else 82)
     VirtualRun(listening, Noise(), configs(trials), world).run()
-    end = max(at for at, (name, _) in enumerate(listening.calls) if name == "added")
+    end = max(at for at, (name, _) in enumerate(listening.calls) if name == "on_trial_added")
     changes = [call for call in listening.calls if call[0] in CHANGES]
     gc.collect()
     gc.freeze()
