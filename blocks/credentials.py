@@ -26,7 +26,7 @@ from prefect_tune.stores.open_location import S3Access, S3Keys, session_key_prov
 
 @dataclass(frozen=True)
 class NamedBlocks:
-    """The annotation of a field with one of these blocks of a package, or None."""
+    """Annotates a field that accepts one of these blocks of a package, or None."""
 
     package: str
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ else:
 
 
 def import_named_blocks(model: type[Block]) -> None:
-    """Import the blocks that `model` names, and set them as the fields' annotations, where Prefect reads the types."""
+    """Import the blocks that `model` names, and set them as the annotations of the fields, which Prefect reads."""
     for field in model.model_fields.values():
         for named in field.metadata:
             if isinstance(named, NamedBlocks):
@@ -91,7 +91,7 @@ def block_endpoint(block: Any) -> str | None:
 
 
 def static_key_provider(access_key_id: str, secret_access_key: str, session_token: str | None) -> Callable[[], S3Keys]:
-    """Return a provider of exactly these keys: without it, obstore adds a session token from the environment."""
+    """Return a provider of exactly these keys. Without it, obstore adds a session token from the environment."""
     keys = {
         "access_key_id": access_key_id,
         "secret_access_key": secret_access_key,
@@ -102,7 +102,7 @@ def static_key_provider(access_key_id: str, secret_access_key: str, session_toke
 
 
 def gcp_key(block: Any) -> str | None:
-    """Return the service account key of a `GcpCredentials` block as JSON; None: use the machine's own credentials."""
+    """Return the service account key of a `GcpCredentials` block as JSON; None if the machine's credentials apply."""
     if block.service_account_info is not None:
         return json.dumps(block.service_account_info.get_secret_value())
     if block.service_account_file is not None:

@@ -35,12 +35,12 @@ _SINGLE_SLASH_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
-    """Return the target of `value`. Only a slug needs the Prefect server; the target is not contacted.
+    """Return the target of `value` without contacting the target. Only a slug needs the Prefect server.
 
     A string is a URI if it has a scheme, like `s3://bucket/folder`; else a path if it starts with `/`, `./`, `../` or
     `~`, or does not have exactly one `/`; else a `block-type/name` slug, whose type must be a target block. Therefore
     write a relative path of two parts as `./runs/first`. A `PathLike` is always a path. A relative path starts at the
-    current working directory. In a run of a deployment it is an error, because the worker chooses that directory.
+    current working directory. In a run of a deployment, whose worker chooses this directory, it is an error.
 
     Raises:
         InvalidInput: `value` is none of these, its scheme is read-only (`https`), the block is not saved on the
@@ -52,7 +52,7 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
 
 
 def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
-    """Like `resolve_target`, for read-only use: opening the target does not create a missing local folder."""
+    """Resolve a target like `resolve_target`, for reading: the target does not create its missing local folder."""
     parsed = _parse_target(value, is_read=True)
     target = parsed if isinstance(parsed, StorageTarget) else _load_block(*parsed)
     return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
@@ -107,8 +107,8 @@ def target_reference(target: StorageTarget) -> str:
 def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
     """Return the target with these fields of a saved block.
 
-    `block_type_slug` is its type. For a block within a block, Prefect leaves this field out; then the fields must fit
-    exactly one target type.
+    The field `block_type_slug` names its type. Prefect omits this field in a nested block; the other fields must then
+    fit exactly one target type.
 
     Raises:
         InvalidInput: the fields fit no target type, or several.
@@ -124,7 +124,7 @@ def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
 def _parse_target(
     value: StorageTarget | str | os.PathLike[str], *, is_read: bool = False
 ) -> StorageTarget | tuple[str, str]:
-    """Return the target, or the type and name of a saved block; with `is_read`, nothing will be written to it."""
+    """Return the target, or the type and name of a saved block; with `is_read`, the target may be read-only."""
     value = cast("StorageTarget | str | os.PathLike[str]", to_plain_scalar(value))
     if isinstance(value, StorageTarget | str) and not is_read:
         _require_writable(value if isinstance(value, str) else value.uri)
@@ -141,7 +141,7 @@ def _parse_target(
     if _SCHEME.match(value):
         location = parse_uri(value)
         kind = next(cls for cls in TARGET_TYPES if cls._client is location.client)
-        return kind._from_location(value, location)  # noqa: SLF001  as above
+        return kind._from_location(value, location)  # noqa: SLF001  for this function
     if (slug := BLOCK_SLUG.fullmatch(value)) is None:
         return _parse_folder(value, is_read=is_read)
     if slug[1] not in (types := _target_types()):
@@ -180,8 +180,8 @@ def _parse_folder(text: str, *, is_read: bool) -> LocalTarget:
     if is_relative and not (is_read and path.is_dir()) and is_deployment_run():
         raise InvalidInput(
             f"target: {text!r}: expected an absolute path or a URI in a run of a deployment, found a relative path: "
-            f"it would be below the working directory of this run, {Path.cwd()}, which may be temporary, and not that "
-            "of the next run. Pass /absolute/path, a URI such as s3://bucket/runs, or the type/name of a saved block"
+            f"it would be below the working directory of this run, {Path.cwd()}, which may be temporary and may differ "
+            "in the next run. Pass /absolute/path, a URI such as s3://bucket/runs, or the type/name of a saved block"
         )
     return LocalTarget(path=str(Path.cwd() / path if is_relative else path))
 
@@ -218,22 +218,17 @@ def _load_block(block_type: str, name: str) -> StorageTarget:
     except ValueError:
         url = get_current_settings().api.url
         missing = f"no such block is saved on the Prefect server at {url}"
-        unset = f"no Prefect server is set up, and a saved block is stored on one: {SERVER_SETUP_ADVICE}"
+        unset = f"no Prefect server is set up, but saved blocks are stored on a server: {SERVER_SETUP_ADVICE}"
         raise InvalidInput(f"{slug!r}: {missing if url else unset}") from None
     except RuntimeError as error:
-        raise InvalidInput(f"{slug!r}: the saved block is not valid: {_format_validation_error(error)}") from None
+        details = error.__cause__.errors() if isinstance(error.__cause__, ValidationError) else ()
+        problems = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in details)
+        raise InvalidInput(f"{slug!r}: the saved block is not valid: {problems or error}") from None
     except httpx.HTTPError as error:
         server = f"the Prefect server at {get_current_settings().api.url}, which stores the block, did not answer"
         raise StoreUnavailable(
-            f"{slug!r}: {server}: {str(error) or type(error).__name__}; a URI, such as s3://bucket, needs none"
+            f"{slug!r}: {server}: {str(error) or type(error).__name__}; a URI, such as s3://bucket, needs no server"
         ) from None
     if not isinstance(block, StorageTarget):
         raise InvalidInput(f"{slug!r} is a {type(block).__name__}, not a target")
     return block
-
-
-def _format_validation_error(error: RuntimeError) -> str:
-    invalid = error.__cause__
-    if not isinstance(invalid, ValidationError):
-        return str(error)
-    return "; ".join(detail["msg"].removeprefix("Value error, ") for detail in invalid.errors())

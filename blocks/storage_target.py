@@ -58,7 +58,7 @@ def block_logo(name: str) -> HttpUrl:
 
 
 FILES_LOGO = block_logo("filesystem")
-"""A logo that the Prefect UI shows for the same service, like the logos of the other blocks."""
+"""The logo of Prefect's own file system block."""
 
 # The text that Prefect shows instead of a secret; and the keys that Prefect adds in block documents and dumps.
 _MASK = re.compile(r"\*{8,}")
@@ -78,7 +78,7 @@ def _order_fields(schema: dict[str, Any], model: type[Block]) -> None:
 class StrictBlock(Block, ABC):
     """A frozen Prefect block that rejects unknown fields.
 
-    Invalid fields raise one `InvalidInput` of one line. It contains no field values, because they may be secrets.
+    Invalid fields raise one `InvalidInput` of one line, without the field values, because they may be secrets.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_order_fields)
@@ -94,7 +94,7 @@ class StrictBlock(Block, ABC):
 
     @classmethod
     def __dispatch_key__(cls) -> str:
-        """Return the slug: Prefect computes it from the whole schema, which imports every block that a field names."""
+        """Return the slug. Prefect would compute it from the whole schema, which imports all blocks of the fields."""
         return cls.get_block_type_slug()
 
     @classmethod
@@ -145,17 +145,13 @@ class StrictBlock(Block, ABC):
     def secret_values(self) -> Iterator[str]:
         """Yield every secret value in this block's fields, so that messages can mask it."""
         for name in type(self).model_fields:
-            yield from _iter_secrets(getattr(self, name))
-
-
-def _iter_secrets(value: object) -> Iterator[str]:
-    match value:
-        case SecretStr():
-            yield value.get_secret_value()
-        case StrictBlock():
-            yield from value.secret_values()
-        case _ if hasattr(value, "get_secret_value"):  # SecretDict
-            yield from (str(secret) for secret in value.get_secret_value().values())
+            match getattr(self, name):
+                case SecretStr() as secret:
+                    yield secret.get_secret_value()
+                case StrictBlock() as block:
+                    yield from block.secret_values()
+                case secrets if hasattr(secrets, "get_secret_value"):  # SecretDict
+                    yield from map(str, secrets.get_secret_value().values())
 
 
 def unknown_field_message(cls: type[StrictBlock], name: str) -> str:
@@ -182,7 +178,7 @@ def _open_target(target: StorageTarget, timeout: timedelta) -> AbstractContextMa
 class StorageTarget(StrictBlock, ABC):
     """A location where experiments and checkpoints are stored: a configuration without open connections.
 
-    Creating, loading and printing one does not connect to the storage; only `open` and `check` do.
+    Only `open` and `check` connect to the storage.
     """
 
     _client: ClassVar[Client | None] = None
@@ -209,7 +205,7 @@ class StorageTarget(StrictBlock, ABC):
 
     @property
     def cli_argument(self) -> str:
-        """The target as a command's argument: `type/name` of a saved block, else the URI; quoted for a shell."""
+        """The argument of a shell command that names this target: `type/name` of a saved block, otherwise the URI."""
         return shlex.quote(f"{self.get_block_type_slug()}/{self.saved_name}" if self.saved_name else self.uri)
 
     @property
@@ -219,10 +215,10 @@ class StorageTarget(StrictBlock, ABC):
 
     @abstractmethod
     def open(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
-        """Return the store as a context manager. All its operations together must end within `timeout`.
+        """Return a context manager that yields the store. All operations together must end within `timeout`.
 
         Raises:
-            InvalidInput: the configuration is invalid, whatever the target answers.
+            InvalidInput: the configuration is invalid, independent of the target's answers.
             StoreRefused: the credentials cannot be read.
         """
 
@@ -236,9 +232,9 @@ class StorageTarget(StrictBlock, ABC):
         return Checkpoint._on_target(partial(_open_target, self), self.uri, key)  # noqa: SLF001 - the constructor made for this
 
     def check(self, *, timeout: timedelta = timedelta(seconds=30)) -> TargetCheck:
-        """Write, read back, list and delete a probe, and test create-if-absent by a small race.
+        """Write, read back, list and delete a probe object, and test create-if-absent by a small race.
 
-        Errors of the target are not raised: the returned `message` describes them in one line.
+        Errors of the target are not raised, but described by `message` of the result, in one line.
         """
         return check_target(self, timeout=timeout)
 
@@ -251,8 +247,7 @@ class ObjectTarget(StorageTarget, ABC):
 
     prefix: str = Field(default="", description="The folder within the bucket or container. Empty: its root.")
     endpoint_url: str | None = Field(
-        default=None,
-        description="The server's URL, if it is not the cloud's own, e.g. 'https://minio:9000'.",
+        default=None, description="The server's URL, if it is not the cloud's own, e.g. 'https://minio:9000'."
     )
     allow_http: bool = Field(
         default=False, description="Whether an endpoint without TLS is allowed; data is then sent unencrypted."
@@ -265,9 +260,7 @@ class ObjectTarget(StorageTarget, ABC):
         default=None, description="A certificate authority to trust in addition to the system's, as PEM text."
     )
     request_timeout_seconds: Number = Field(
-        default=60,
-        gt=0,
-        description="Maximum time in seconds for one request and its response.",
+        default=60, gt=0, description="Maximum time in seconds for one request and its response."
     )
 
     anonymous: bool = Field(
@@ -290,7 +283,20 @@ class ObjectTarget(StorageTarget, ABC):
     @field_validator("endpoint_url")
     @classmethod
     def _normalize_endpoint(cls, url: str | None) -> str | None:
-        return None if url is None else normalize_endpoint(url)
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            is_usable = False
+        if not is_usable:
+            raise ValueError("expected 'https://host' or 'https://host:port'")
+        if parts.username or parts.password:
+            raise ValueError("it contains a user name or password: use the credential fields instead")
+        if parts.query or parts.fragment:
+            raise ValueError("expected 'https://host' or 'https://host:port', without '?' and '#'")
+        return url.rstrip("/")
 
     @model_validator(mode="after")
     def _require_explicit_http(self) -> Self:
@@ -306,12 +312,16 @@ class ObjectTarget(StorageTarget, ABC):
         return self
 
     @classmethod
-    def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+    def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  other targets use `uri`
         """Return the target of a bucket's URI; the URI's options have the names of fields."""
         options = {name: text for name, text in location.options.items() if name not in ENDPOINT_OPTIONS}
         fields: dict[str, Any] = {"bucket": location.container, "prefix": location.path, **options}
         if endpoint := location.endpoint:
-            fields = {"allow_http": endpoint.startswith("http:"), **fields, "endpoint_url": endpoint}  # it says so
+            fields = {
+                "allow_http": endpoint.startswith("http:"),
+                **fields,
+                "endpoint_url": endpoint,
+            }  # the URI has the scheme
         return cls(**fields)
 
     @property
@@ -327,16 +337,23 @@ class ObjectTarget(StorageTarget, ABC):
 
     @abstractmethod
     def _make_connector(self) -> Callable[..., Any]:
-        """Find the credentials; return the client's constructor, which only lacks timeouts and TLS options."""
+        """Find the credentials, and return the client's constructor, to be called with timeouts and TLS options."""
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
-        from prefect_tune.stores.obstore_store import ObstoreStore
+        from prefect_tune.stores.obstore_store import ObstoreStore, make_client
 
         deadline = Deadline.after(timeout)
         connector = self._make_connector()
+
+        def make_client_with_timeout(limit: timedelta) -> Any:
+            try:
+                return make_client(connector, limit, self._client_options())
+            except ValueError as error:
+                raise StoreRefused(f"{self.uri}: the storage client refuses these settings: {error}") from error
+
         store = ObstoreStore(
-            lambda limit: self._make_client(connector, limit),
+            make_client_with_timeout,
             deadline=deadline,
             request_timeout=timedelta(seconds=self.request_timeout_seconds),
             conditional_create=self.conditional_writes,
@@ -345,14 +362,6 @@ class ObjectTarget(StorageTarget, ABC):
             yield store
         finally:
             store.close()
-
-    def _make_client(self, connector: Callable[..., Any], limit: timedelta) -> Any:
-        from prefect_tune.stores.obstore_store import make_client
-
-        try:
-            return make_client(connector, limit, self._client_options())
-        except ValueError as error:
-            raise StoreRefused(f"{self.uri}: the storage client refuses these settings: {error}") from error
 
     def _client_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"allow_http": self.allow_http}
@@ -364,7 +373,7 @@ class ObjectTarget(StorageTarget, ABC):
 
 
 def bare_name_validator(kind: str, pattern: str) -> AfterValidator:
-    """Return the validator of a bucket's or container's name: no URI, no path, and it matches `pattern`."""
+    """Return the validator of a bucket's or container's name, which is no URI and no path, and matches `pattern`."""
 
     def validate_name(name: str) -> str:
         if "://" in name:
@@ -380,26 +389,6 @@ def bare_name_validator(kind: str, pattern: str) -> AfterValidator:
     return AfterValidator(validate_name)
 
 
-def normalize_endpoint(url: str) -> str:
-    """Return `url` without a trailing slash.
-
-    Raises:
-        ValueError: `url` is not an http or https URL of only a host.
-    """
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ValueError("expected 'https://host' or 'https://host:port'")
-    if parts.username or parts.password:
-        raise ValueError("it contains a user name or password: use the credential fields instead")
-    if parts.query or parts.fragment:
-        raise ValueError("expected 'https://host' or 'https://host:port', without '?' and '#'")
-    return url.rstrip("/")
-
-
 # Check whether a target can store checkpoints.
 
 _REFUSAL_HINTS = {
@@ -408,7 +397,7 @@ _REFUSAL_HINTS = {
     "delete": "old checkpoints could never be removed",
 }
 """The meaning of a refused step of the check."""
-_PROBE_FOLDER = ".check"  # not a valid experiment name, so a probe is never read as a checkpoint
+_PROBE_FOLDER = ".check"  # not a valid experiment name, so no probe is ever read as a checkpoint
 _RACING_WRITER_COUNT = 4
 _MIN_SECRET_CHARACTERS = 6  # a secret such as "s" would mask half of the message
 
@@ -417,15 +406,15 @@ _MIN_SECRET_CHARACTERS = 6  # a secret such as "s" would mask half of the messag
 class TargetCheck:
     """The result of `check()`.
 
-    `ok`: checkpoints can be committed on the target. `message` describes the error or the successful probes in one
-    line. Without `conditional_create` two runners could both commit, so the target supports only one runner.
+    `ok`: whether checkpoints can be committed on the target. `message` describes the error or the successful probes in
+    one line. Without `conditional_create` two runners could both commit, so the target supports only one runner.
     """
 
     ok: bool
     message: str
     conditional_create: bool
     may_be_temporary: bool = False
-    """Whether the error may be temporary: no answer from the target, or not in time."""
+    """Whether the error may be temporary: the target did not answer, or not in time."""
 
 
 class _ProbeError(Exception):
@@ -435,35 +424,30 @@ class _ProbeError(Exception):
 
 
 def check_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
-    """Try every operation that checkpoints need, in a folder with a unique name; return the result."""
+    """Try every operation that checkpoints need, in a folder with a unique name, and return the result."""
     try:
         with _probe_step("open"), target.open(timeout=timeout) as store:
             is_conditional, refuses_duplicate = store.conditional_create, _run_probes(store)
     except _ProbeError as failure:
         step, error = failure.step, failure.error
         hint = _REFUSAL_HINTS.get(step) if isinstance(error, StoreRefused) else None
-        message = f"{'' if hint is None else f'{hint}; '}could not {step}: {error}"
+        message = _format_message(target, f"{'' if hint is None else f'{hint}; '}could not {step}: {error}")
         may_pass = isinstance(error, StoreUnavailable | CommitUnknown)
-        message = _format_message(target, message)
         return TargetCheck(ok=False, message=message, conditional_create=False, may_be_temporary=may_pass)
-    return _make_check_result(target, is_conditional=is_conditional, refuses_duplicate=refuses_duplicate)
-
-
-def _make_check_result(target: StorageTarget, *, is_conditional: bool, refuses_duplicate: bool) -> TargetCheck:
-    if is_conditional and refuses_duplicate:
+    if not is_conditional:
+        message = (
+            "ONE RUNNER ONLY: a probe was written, read back, listed and deleted, but there is no atomic "
+            "create-if-absent, so nothing stops a second runner of the same experiment from committing too"
+        )
+    elif refuses_duplicate:
         message = "a probe was written, read back, listed and deleted, and a second create was refused"
-        return TargetCheck(ok=True, message=_format_message(target, message), conditional_create=True)
-    if is_conditional:
+    else:
         message = (
             "NO CONDITIONAL WRITES: a second create of the same object was accepted, so two runners could "
             "both commit; to use it with ONE RUNNER ONLY, set conditional_writes=False"
         )
-        return TargetCheck(ok=False, message=_format_message(target, message), conditional_create=False)
-    message = (
-        "ONE RUNNER ONLY: a probe was written, read back, listed and deleted, but there is no atomic "
-        "create-if-absent, so nothing stops a second runner of the same experiment from committing too"
-    )
-    return TargetCheck(ok=True, message=_format_message(target, message), conditional_create=False)
+    ok, is_atomic = refuses_duplicate or not is_conditional, is_conditional and refuses_duplicate
+    return TargetCheck(ok=ok, message=_format_message(target, message), conditional_create=is_atomic)
 
 
 def _format_message(target: StorageTarget, message: str) -> str:
@@ -496,7 +480,7 @@ def _probe_round_trip(store: ObjectStore, folder: str, path: str) -> bool:
         create_or_recognize(store, path, data)
     with _probe_step("read back"):
         _require_equal(bytes(store.read(path)), data, "read back")
-        _require_equal(store.size(path), len(data), "asked for the size of")
+        _require_equal(store.size(path), len(data), "read the size of")
     with _probe_step("list"):
         _require_equal([entry.path for entry in store.list(folder)], [path], "listed")
     with _probe_step("write again"):

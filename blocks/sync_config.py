@@ -73,17 +73,14 @@ class SyncConfig(StrictBlock):
         "and `report` read: one small object per write. Empty: no writes.",
     )
     sync_timeout_seconds: Number = Field(
-        default=1800,
-        gt=0,
-        description="Timeout in seconds of one sync, checkpoint upload or download.",
+        default=1800, gt=0, description="Timeout in seconds of one sync, checkpoint upload or download."
     )
     sync_artifacts: bool = Field(
         default=True,
         description="Whether files in the trial directory that are not part of a checkpoint are uploaded too.",
     )
     sync_on_checkpoint: bool = Field(
-        default=True,
-        description="Whether artifacts are synced at each checkpoint, in addition to the periodic syncs.",
+        default=True, description="Whether artifacts are synced at each checkpoint, in addition to the periodic syncs."
     )
     artifact_excludes: tuple[str, ...] = Field(
         default=(),
@@ -106,7 +103,7 @@ class SyncConfig(StrictBlock):
     @field_validator("upload_dir", mode="before")
     @classmethod
     def _parse_upload_dir(cls, value: object) -> object:
-        if isinstance(value, Mapping):  # from the server: the union would report one error per target type
+        if isinstance(value, Mapping):  # from the server; the union would report one error per target type
             return target_from_fields(value)
         if isinstance(value, os.PathLike):
             return resolve_target(value)
@@ -142,8 +139,7 @@ class SyncConfig(StrictBlock):
         """Return JSON fields without secrets, from which another process can create an equal `SyncConfig`.
 
         Raises:
-            InvalidInput: the syncer is an object, or the upload target is not saved and its URI lacks some of its
-                settings.
+            InvalidInput: the syncer is an object, or the upload target is not saved and its URI lacks some settings.
         """
         try:
             fields = self.model_dump(mode="json")
@@ -157,7 +153,7 @@ class SyncConfig(StrictBlock):
         if syncer is None or isinstance(syncer, str):
             return syncer
         raise InvalidInput(
-            f"a {type(syncer).__name__} object cannot be stored: give syncer='package.module:Name' instead"
+            f"a {type(syncer).__name__} object cannot be stored: pass syncer='package.module:Name' instead"
         )
 
     @property
@@ -185,7 +181,7 @@ class SyncConfig(StrictBlock):
         return (*self.artifact_excludes, *NON_ARTIFACT_PATTERNS)
 
     def target(self) -> StorageTarget | None:
-        """Return the target of `upload_dir`, or None; a slug is loaded from the Prefect server."""
+        """Return the target of `upload_dir`; None if unset. A slug is loaded from the Prefect server."""
         return None if self.upload_dir is None else resolve_target(self.upload_dir)
 
     def validate_upload_dir(self) -> bool:
@@ -204,8 +200,9 @@ class SyncConfig(StrictBlock):
         return True
 
     def _repr_html_(self) -> str:
+        target = self.upload_dir.uri if isinstance(self.upload_dir, StorageTarget) else self.upload_dir
         rows = (
-            ("Upload target", _format_upload_dir(self.upload_dir)),
+            ("Upload target", "the flow's target" if target is None else target),
             ("Sync on checkpoint", str(self.sync_on_checkpoint)),
             ("Sync period", f"{self.sync_period_seconds:g} s"),
         )
@@ -217,9 +214,3 @@ def _is_import_string(value: object) -> bool:
         return False
     module, _, name = value.partition(":")
     return name.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-def _format_upload_dir(upload_dir: StorageTarget | str | None) -> str:
-    if upload_dir is None:
-        return "the flow's target"
-    return upload_dir if isinstance(upload_dir, str) else upload_dir.uri

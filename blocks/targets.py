@@ -27,13 +27,7 @@ from prefect_tune.blocks.credentials import (
     s3_access,
     static_key_provider,
 )
-from prefect_tune.blocks.storage_target import (
-    FILES_LOGO,
-    ObjectTarget,
-    StorageTarget,
-    bare_name_validator,
-    block_logo,
-)
+from prefect_tune.blocks.storage_target import FILES_LOGO, ObjectTarget, StorageTarget, bare_name_validator, block_logo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
@@ -55,7 +49,7 @@ __all__ = ["AzureTarget", "FsspecTarget", "GcsTarget", "LocalTarget", "S3Target"
 class LocalTarget(StorageTarget):
     """A folder of this machine, or of a file system that every machine mounts at the same path.
 
-    The first use creates it. Its file system must support hard links, for atomic create-if-absent.
+    The first use creates the folder. Its file system must support hard links, for atomic create-if-absent.
 
     Example:
         ```python
@@ -74,14 +68,14 @@ class LocalTarget(StorageTarget):
 
     must_exist: bool = Field(
         default=False,
-        description="Whether a missing folder is an error instead of being created: for mounts, where it means that "
+        description="Whether a missing folder is an error instead of being created: below a mount point, it means that "
         "nothing is mounted.",
     )
 
     may_hang: bool = Field(
         default=False,
-        description="Whether it is a network mount that may hang. All operations then run in child processes "
-        "that are killed at the deadline, which costs an additional copy of the bytes.",
+        description="Whether the folder is on a network mount that may hang. All operations then run in child "
+        "processes that are killed at the deadline, which costs an additional copy of the bytes.",
     )
 
     @field_validator("path", mode="before")
@@ -104,7 +98,7 @@ class LocalTarget(StorageTarget):
         return os.path.normpath(expanded)
 
     @classmethod
-    def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+    def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  other targets use it
         return cls(path=location.path)
 
     @property
@@ -147,7 +141,7 @@ class FsspecTarget(StorageTarget):
 
     location: str = Field(
         title="URI",
-        description="The location, e.g. 'sftp://host/folder'. Passwords and tokens belong into the secret options.",
+        description="The location, e.g. 'sftp://host/folder'. Put passwords and tokens into the secret options.",
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the fsspec implementation, e.g. {'port': 2222}."
@@ -161,7 +155,7 @@ class FsspecTarget(StorageTarget):
     def _validate_location(cls, uri: str) -> str:
         import fsspec
 
-        scheme, separator, _ = uri.partition("://")
+        scheme, separator, rest = uri.partition("://")
         if not separator:
             raise ValueError("expected 'scheme://...'")
         parts = urlsplit(uri)
@@ -172,7 +166,7 @@ class FsspecTarget(StorageTarget):
                 "expected a location without '?' and '#', whose options would be in plain text: put options into "
                 "storage_options, and keys and tokens into secret_options"
             )
-        if scheme in _LOCAL_SCHEMES and not uri.partition("://")[2].startswith("/"):
+        if scheme in _LOCAL_SCHEMES and not rest.startswith("/"):
             raise ValueError(
                 f"expected an absolute path, like {scheme}:///folder: a relative path depends on the process"
             )
@@ -202,7 +196,7 @@ class FsspecTarget(StorageTarget):
         scheme = self.location.partition("://")[0]
         kind = fsspec_class(scheme)
         root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's own way to read a URI
-        url_options = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  fsspec's own way, too
+        url_options = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  as above
         factory = partial(open_fsspec_store, scheme, root, {**url_options, **self.options()})
         if scheme in _IN_PROCESS_SCHEMES:
             yield factory()
@@ -228,8 +222,8 @@ def fsspec_class(scheme: str) -> Any:
 class S3Target(ObjectTarget):
     """A bucket of Amazon S3, MinIO, Ceph, R2 or another S3-compatible server.
 
-    Without credentials it uses the machine's: from the environment, a profile in ~/.aws (with boto3 installed), a web
-    identity, the container or the instance.
+    Without credentials, it uses the credentials of the environment, of a profile in ~/.aws (with boto3 installed), of a
+    web identity, of the container or of the instance.
 
     Example:
         ```python
@@ -287,16 +281,18 @@ class S3Target(ObjectTarget):
 
         access = self._resolve_access()
         endpoint = self.endpoint_url or access.endpoint_url or ambient_endpoint(os.environ)
-        if (endpoint or "").startswith("http:") and not self._is_http_allowed():
+        has_tls = not (endpoint or "").startswith("http:")
+        if not has_tls and not self._is_http_allowed():
             raise InvalidInput(
                 f"{self.uri}: its endpoint {endpoint!r} has no TLS: set allow_http=True if that is intended"
             )
+        signs_payload = self.payload_signing == "always" or (self.payload_signing == "without-tls" and not has_tls)
         config = {
             "region": self.region or access.region,
             "endpoint": endpoint,
             "virtual_hosted_style_request": self.addressing_style == "virtual-hosted",
             "skip_signature": self.anonymous,
-            "unsigned_payload": not self._signs_payload(endpoint),
+            "unsigned_payload": not signs_payload,
         }
         settings: Any = {name: value for name, value in config.items() if value is not None}
         keys: Any = access.keys
@@ -307,10 +303,6 @@ class S3Target(ObjectTarget):
 
     def _is_http_allowed(self) -> bool:
         return self.allow_http or environment_allows_http(os.environ)
-
-    def _signs_payload(self, endpoint: str | None) -> bool:
-        has_tls = not (endpoint or "").startswith("http:")
-        return self.payload_signing == "always" or (self.payload_signing == "without-tls" and not has_tls)
 
     def _resolve_access(self) -> S3Access:
         if self.credentials is not None:
@@ -329,7 +321,7 @@ _ANONYMOUS_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private
 class GcsTarget(ObjectTarget):
     """A bucket of Google Cloud Storage.
 
-    Without credentials it uses the machine's application default credentials.
+    Without credentials, it uses the application default credentials of the machine.
 
     Example:
         ```python
@@ -390,7 +382,7 @@ class GcsTarget(ObjectTarget):
 class AzureTarget(ObjectTarget):
     """A container of Azure Blob Storage, or of its emulator.
 
-    Without credentials it uses the environment's: variables, a workload identity or a managed identity.
+    Without credentials, it uses environment variables, a workload identity or a managed identity.
 
     Example:
         ```python
@@ -416,8 +408,7 @@ class AzureTarget(ObjectTarget):
         description="The container's name."
     )
     account_name: str | None = Field(
-        default=None,
-        description="The storage account. Empty: from the connection string or the environment.",
+        default=None, description="The storage account. Empty: from the connection string or the environment."
     )
     account_key: SecretStr | None = Field(default=None, description="An access key of the storage account.")
     sas_token: SecretStr | None = Field(default=None, description="A shared access signature.")
@@ -436,7 +427,7 @@ class AzureTarget(ObjectTarget):
         return secret
 
     @classmethod
-    def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  of use to others
+    def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  other targets use it
         account = location.account.partition(".")[0] or None
         return cls(container=location.container, prefix=location.path, account_name=account)
 
@@ -451,10 +442,7 @@ class AzureTarget(ObjectTarget):
         from obstore.store import AzureStore
 
         settings = {"account_name": self.account_name, "endpoint": self.endpoint_url}
-        config: Any = {
-            **self._credential_options(),
-            **{name: value for name, value in settings.items() if value},
-        }
+        config: Any = {**self._credential_options(), **{name: value for name, value in settings.items() if value}}
         config |= {"skip_signature": True} if self.anonymous else {}
         return partial(AzureStore, self.container, prefix=self.prefix or None, config=config)
 
@@ -468,7 +456,7 @@ class AzureTarget(ObjectTarget):
 
 
 TARGET_TYPES: Sequence[type[StorageTarget]] = (LocalTarget, S3Target, GcsTarget, AzureTarget, FsspecTarget)
-"""In the order of the choices in the form of `SyncConfig`."""
+"""All target types, in the order of the choices in the form of `SyncConfig`."""
 
 if TYPE_CHECKING:
     AnyTarget: TypeAlias = StorageTarget

@@ -7,12 +7,7 @@ from prefect_tune.flows.resume import resume as flat_resume
 from prefect_tune.flows.tune import tune as flat_tune
 from prefect_tune.parameters.forms import GroupedFlow
 
-__all__ = [
-    "durable_trainable",
-    "resume",
-    "tune",
-]
-
+__all__ = ["durable_trainable", "resume", "tune"]
 
 tune = GroupedFlow(
     flat_tune,
@@ -23,16 +18,10 @@ tune = GroupedFlow(
     module=__name__,
 )
 
-
 durable_trainable = GroupedFlow(
-    flat_training,
-    first=("trainable", "target", "config", "experiment", "stop"),
-    module=__name__,
+    flat_training, first=("trainable", "target", "config", "experiment", "stop"), module=__name__
 )
 
-
 resume = GroupedFlow(
-    flat_resume,
-    first=("experiment", "target", "trainable", "num_samples", "stop", "rerun_errored"),
-    module=__name__,
+    flat_resume, first=("experiment", "target", "trainable", "num_samples", "stop", "rerun_errored"), module=__name__
 )

@@ -41,7 +41,7 @@ def drill(
 
     The drill compares all metrics of all steps, the steps that have a checkpoint, and all files of all checkpoints:
     `torch.save`, safetensors, NumPy, JSON and Parquet files by tensor, array, key or column, other files by byte. If
-    this does not show whether the training itself is deterministic, the drill trains undisturbed a second time. The
+    the comparison does not show whether the training itself is deterministic, the drill trains undisturbed again. The
     states of generators, optimizers, schedules, scalers and counters at the resume show what was probably not
     restored. The runs train on this machine, one after another, each attempt in a copy of the working directory, with
     one thread for linear algebra: the number of threads changes the order in which sums are rounded.
@@ -56,11 +56,12 @@ def drill(
         target: where the runs store checkpoints: an absolute path or URI, the `type/name` of a saved block, or the
             block; in a script also a relative path. Default: a temporary folder.
         steps: how many steps each run trains.
-        kills: how many times SIGKILL ends a process of the second run, after steps that `seed` draws. The victims take
-            turns: the trial, the search, the search during an upload, and, with several ranks, a rank other than 0.
-        at: kill after these steps instead.
+        kills: how many times SIGKILL ends a process of the second run, after steps that `seed` draws. It ends, in turn,
+            the trial, the search, the search during an upload, and, with several ranks, a rank other than 0.
+        at: the steps after which to kill, instead of drawn steps.
         seed: seed of the draws.
-        save_every: the steps between two saves of a class; a function saves when it reports one. Default: `steps` / 4.
+        save_every: the steps between two saves of a class trainable. A function saves whenever it reports a checkpoint.
+            Default: `steps` / 4.
         hours_between_failures: the mean time between failures, for the advice on how often to save.
         processes_per_trial: how many processes train together; see `pt.durable_trainable`.
         keep: whether to keep the runs' experiments on the target.
@@ -89,8 +90,8 @@ def drill(
     if target is None and keep:
         target = tempfile.mkdtemp(prefix="prefect-tune-drill-")
     with temporary_folder() if target is None else nullcontext(target) as location:
-        api, log = make_run_environment(), get_run_logger().info
-        report = run_in_processes(plan, resolve_target(location), api, keep=keep, on_activity=log)
+        environment, log = make_run_environment(), get_run_logger().info
+        report = run_in_processes(plan, resolve_target(location), environment, keep=keep, on_activity=log)
     if keep:
         get_run_logger().info("kept on %s", location)
     for line in report.lines():

@@ -15,13 +15,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, newest_checkp
 from prefect_tune.core.page_elements import Cell, Table, Text, Verbatim, make_values_table, render_notebook_cell
 from prefect_tune.core.renamed import Renamed
 from prefect_tune.core.values import ExperimentName, Number, WholeNumber, flatten
-from prefect_tune.parameters.forms import (
-    ConfigField,
-    StopField,
-    SyncField,
-    TargetField,
-    TrainableField,
-)
+from prefect_tune.parameters.forms import ConfigField, StopField, SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import make_failed_result
 from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
@@ -49,11 +43,11 @@ class TrialResult(Renamed):
     checkpoint: Checkpoint | None
     """The newest committed checkpoint; None if none was committed."""
     attempts: int
-    """Number of attempts, over all runs."""
+    """Number of attempts in all runs."""
     recomputed_steps: int
     """Known number of steps that were trained again."""
     recomputed_is_lower_bound: bool
-    """Whether `recomputed_steps` is a lower bound: a run was lost together with its last reports."""
+    """Whether more steps may have been trained again, because a run was lost together with its last reports."""
 
     def _repr_html_(self) -> str:
         """Return the result for a notebook."""
@@ -115,10 +109,10 @@ def durable_trainable(
         retention: which checkpoints to keep. Default: all.
         failures: the two retry budgets. Default: 0 for failures of the trainable, 10 for failures of the machine.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
-        isolation: `process` trains in a child process; `thread` in this process, for debuggers.
+        isolation: `process` trains in a child process; `thread` trains in this process, for debuggers.
         processes_per_trial: how many processes train together, each with the whole trainable and a rank in the
-            environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: in each attempt
-            as many processes as there are GPUs, or CPUs without GPUs, at least 1 and at most 8.
+            environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: as many processes
+            as the attempt has GPUs, or CPUs if it has no GPUs, at least 1 and at most 8.
         metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`, or the `mean` over
             all ranks of each number that every rank reports.
         grace_period_seconds: seconds that the trial may take to save after SIGTERM or a cancellation.

@@ -17,12 +17,7 @@ from prefect_tune.core.operations.scrub import FULL_SHARE, parse_share
 from prefect_tune.core.storage.generations import find_experiment_names, find_names_with_garbage
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import INTEGER_VALIDATOR
-from prefect_tune.maintenance import (
-    MaintenanceOptions,
-    MaintenanceReport,
-    maintain_experiments,
-    publish_report,
-)
+from prefect_tune.maintenance import MaintenanceOptions, MaintenanceReport, maintain_experiments, publish_report
 from prefect_tune.parameters.forms import TargetField
 from prefect_tune.parameters.search_plan import PositiveSeconds
 from prefect_tune.prefect_api.flow_runs import ignore_broken_log_pipe
@@ -51,10 +46,10 @@ def maintain(
 ) -> MaintenanceReport:
     """Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage, and report.
 
-    The flow may run at any time, even while experiments or another maintenance run: it takes over no experiment, and
+    The flow may run at any time, even during experiments or another maintenance. It takes over no experiment, and
     deletes nothing that is referenced or that a save in progress may reference. The next run completes an interrupted
-    run. If the flow finds damage, it first completes all other work, and then fails; the report, an artifact of the
-    run, lists all damage. If an object cannot be read, the flow reports it and continues.
+    run. If the flow finds damage, it first completes all other work, and then fails. The report lists all damage, and
+    is an artifact of the run. If an object cannot be read, the flow reports the object and continues.
 
     ```python
     report = pt.maintain("runs", verify="all", retention=pt.Retention(last=1))
@@ -64,17 +59,15 @@ def maintain(
         target: the target to maintain: an absolute path or URI, such as `s3://bucket/runs`, the `type/name` of a saved
             block, or the block; in a script also a relative path.
         experiments: names of experiments, or patterns such as `"nightly-*"`. Default: all on the target.
-        verify: which checkpoints to read and verify, byte by byte: a `"sample"`, a different one each day;
-            `"all"`; or `"none"`.
+        verify: which checkpoints to verify byte by byte: `"all"`, `"none"`, or a `"sample"`, which differs each day.
         share: the share of the checkpoints in a sample, such as `"1/7"`: daily runs read every checkpoint in 7 days.
-        max_verify_bytes: after so many bytes of an experiment, read no further checkpoint. Default: no limit.
+        max_verify_bytes: bytes of each experiment after which no further checkpoint is read. Default: no limit.
         quarantine: whether to quarantine damaged checkpoints, so that no trial resumes from them. Release them with
             `prefect-tune verify --release`.
         collect: whether to delete retired checkpoints and the remains of interrupted saves.
-        retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Always kept are cloned
-            checkpoints, each trial's newest, the best checkpoint, and all checkpoints of the best trial.
-            Default: keep all.
-        time_budget_seconds: seconds after which no work begins; each day begins with another experiment. Default: none.
+        retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Cloned checkpoints, each
+            trial's newest checkpoint, the best checkpoint and all of the best trial are always kept. Default: keep all.
+        time_budget_seconds: seconds after which no work begins. Each day begins with another experiment. Default: none.
         dry_run: check and report only; do not change the target.
 
     Returns:
@@ -112,9 +105,9 @@ def maintain(
 
 
 def _match_experiments(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[str]:
-    """Return the names of matching experiments, including deleted experiments with remaining objects.
+    """Return the names of matching experiments, also of deleted experiments with remaining objects.
 
-    Raises `InvalidInput` if a pattern matches none.
+    Raises `InvalidInput` if a pattern matches no name.
     """
 
     def list_names(store: ObjectStore) -> Sequence[str]:

@@ -78,8 +78,8 @@ def resume(
 ) -> Results:
     """Resume the search `experiment` with the settings in its journal; parameters given here replace these settings.
 
-    Like `tune` with the same experiment name, but without code: for a form, a schedule or a command line.
-    It never creates an experiment: a missing experiment is an error.
+    It continues like `tune` with the same experiment name, but needs no code: call it from a form, a schedule or a
+    command line. It never creates an experiment: a missing experiment is an error.
 
     ```python
     results = pt.resume("digits", target="runs", num_samples=20)
@@ -89,19 +89,19 @@ def resume(
         experiment: name of the experiment on the target.
         target: where the experiment is stored. An absolute path or URI, such as `s3://bucket/runs`, the `type/name` of
             a saved block, such as `s3-target/prod`, or the block; in a script also a relative path.
-        num_samples: new total number of samples, not smaller than before: the search continues where it ended. With a
+        num_samples: new total number of samples, not smaller than before; the search continues where it ended. With a
             grid, how often each point is tried in total; see `tune`. Default: the number in the journal.
-        samples_per_run: instead of `num_samples`: how many samples this run adds; see `tune`.
-        stop: new stop criterion of the trials, such as `{"step": 200}`: trials that met the old criterion continue.
+        samples_per_run: how many samples this run adds, instead of `num_samples`; see `tune`.
+        stop: new stop criterion of the trials, such as `{"step": 200}`; trials that do not meet it yet continue.
         rerun_errored: retry errored trials, with their configurations; `only` trains no others.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
-        fork: name of a new experiment: continue under this name, and leave `experiment` unchanged. The target
-            copies the checkpoints; `experiment` may be running. An existing fork, as after a retry, is resumed.
+        fork: name of a new experiment that continues from `experiment`, which stays unchanged and may be running. The
+            target copies the checkpoints. A fork that exists, for example after a retry, is resumed.
         at: with `fork`: number of the journal entry at which the trials' progress is forked. Default: the last entry.
         strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Otherwise a trial continues
-            from its newest remaining checkpoint, or from the beginning, and the log says so.
+            from its newest remaining checkpoint, or from the beginning, and the log reports it.
         space: another space for further trials, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier trials count.
-        search: another search algorithm from now on; required if the journal's was an object without a JSON form.
+        search: another search algorithm from now on; required if the journal's algorithm has no JSON form.
         scheduler: another scheduler from now on, such as `{"ASHA": {"max_t": 81}}`; required in the same case.
         warm_start: experiments whose finished trials the search learns from; see `tune`.
         allow_missing_metric: whether reports may lack the metric from now on; see `tune`.
@@ -110,7 +110,7 @@ def resume(
         resources_total: resources of this machine; not stored in the journal; see `tune`.
         processes_per_trial: how many processes train a trial together from now on; see `tune`.
         nodes_per_trial: how many nodes train a trial together from now on; see `tune`.
-        min_nodes: with how many nodes an attempt begins from now on; see `tune`.
+        min_nodes: number of nodes with which an attempt begins from now on; see `tune`.
         metrics_from: which metrics a step of several processes reports from now on; see `tune`.
         trainable: `package.module:Name`; required if the experiment began with an object that has no import path, or
             if the journal's name is not trusted: see `trusted_packages`.
@@ -164,7 +164,7 @@ def resume(
 def _make_plan(
     target: StorageTarget, options: Mapping[str, Any], trusted: Sequence[str], state: Experiment
 ) -> SearchPlan:
-    """Return the plan that continues `state` with these options. Raises like `resume`."""
+    """Return the plan that continues `state` with these options. Raises the errors of `resume`."""
     run_options = {name: value for name, value in options.items() if not OPTIONS[name].stored}
     changed = {name: value for name, value in options.items() if name not in run_options and value is not None}
     require_trusted_code(target, state, changed.keys(), trusted)

@@ -14,7 +14,7 @@ from prefect_tune.attempt.attempt import make_node_state
 from prefect_tune.attempt.graceful_stop import run_interruptible
 from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
+from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.executors.remote_executor import RemoteSearchChannel, parse_request
 from prefect_tune.executors.trial_executor import make_attempt_task
 from prefect_tune.prefect_api.call_paths import isolated_run_context
@@ -26,35 +26,32 @@ __all__ = ["train_trial"]
 
 @flow(name="train-trial", flow_run_name="train {spec.trial.trial} · attempt {attempt}", persist_result=False)
 def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: int = 0) -> State[Any]:
-    """Train one attempt of a trial. The journal records how it ends; the state of the flow run is for display only.
+    """Train one attempt of a trial. The journal records how the attempt ends; the state of the run is for display only.
 
     With `nodes_per_trial`, each node has its own flow run; only the run of node 0 posts to the outbox.
 
     Args:
         spec: the specification, from `spec_to_parameters`.
         request: the request for this attempt, from `request_to_parameters`.
-        attempt: the number of the attempt, part of the paths of its answers on the target.
+        attempt: the number of the attempt; the paths of its answers on the target contain it.
         node: the number of this run's node, from 0.
     """
     attempt_request = parse_request(request)
     train = partial(run_interruptible, grace=spec.grace_period, poll_interval=spec.sync.request_period)
     with isolated_run_context(), TrialProcessPool(slots=0) as pool:
-        pool.start_import(
-            spec.trainable, get_run_logger(), attempt_request.environment
-        )  # the import overlaps opening the journal
-        link = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool)
+        # The import overlaps the opening of the journal.
+        pool.start_import(spec.trainable, get_run_logger(), attempt_request.environment)
+        channel = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool)
         if node:
             log, tasks = get_run_logger(), PrefectAttemptTasks(spec)
             return make_node_state(
-                train(lambda stop: train_node(spec, attempt_request, node, link.use_stop_event(stop), tasks, log))
+                train(lambda stop: train_node(spec, attempt_request, node, channel.use_stop_event(stop), tasks, log))
             )
-        end_state = train(partial(_train_attempt, spec, attempt_request, link))
+
+        def train_attempt(stop: threading.Event) -> State[Any]:
+            with ending_slot_waits(stop):
+                return make_attempt_task(spec.tags)(spec, attempt_request, channel.use_stop_event(stop))
+
+        end_state = train(train_attempt)
     # The state's name is part of Prefect's event: keep a standard name, which automations can match.
     return State(type=end_state.type, message=f"{end_state.name}: {end_state.message}")
-
-
-def _train_attempt(
-    spec: TrialSpec, request: AttemptRequest, link: RemoteSearchChannel, stop: threading.Event
-) -> State[Any]:
-    with ending_slot_waits(stop):
-        return make_attempt_task(spec.tags)(spec, request, link.use_stop_event(stop))

@@ -80,7 +80,7 @@ def tune(
     """Search `space` for the configuration with which `trainable` performs best; resume the experiment if it exists.
 
     Every proposal and every decision is in the experiment's journal on `target` before it takes effect. In a later
-    run with the same experiment name, however it is started, interrupted trials continue from their newest
+    run with the same experiment name, however that run is started, interrupted trials continue from their newest
     committed checkpoints, and the search proposes the same configurations as without the interruption.
 
     ```python
@@ -106,28 +106,28 @@ def tune(
             Default: `min`, with a warning for a name such as `accuracy`.
         num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
             1 for a grid without other sampled values; or the number in `search`.
-        samples_per_run: instead of `num_samples`: how many samples this run adds to the samples of earlier runs, for
-            a schedule. Unfinished samples of earlier runs come first. A restart (Retry, Resume, automation) adds none.
-        stop: when a trial is finished: `{"step": 100}` or other limits of metrics, reached from below (`>=`, like
-            Ray). Also limits of the experiment: `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
+        samples_per_run: how many samples each run of a schedule adds to the samples of earlier runs, instead of
+            `num_samples`. Unfinished samples come first. A restart (Retry, Resume, automation) adds no samples.
+        stop: limits of metrics at which a trial is finished, such as `{"step": 100}`, reached from below (`>=`, like
+            Ray), and limits of the experiment, such as `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
             `pt.MaxSteps(100) | pt.MaxFailures(5)`.
         scheduler: stops poor trials early. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
             Default: all trials continue.
         search: the algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search and grids.
         seed: seed of all random draws, 0 or more. Default: derived from the experiment's name.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
-        max_concurrent_trials: how many trials train at once. Default: one for each CPU, or as many as fit with their
-            `resources_per_trial`. The `max_workers` of the flow's thread pool task runner limits both.
+        max_concurrent_trials: how many trials train at once. Default: one trial for each CPU, or as many trials as fit
+            with their `resources_per_trial`. The `max_workers` of the flow's thread pool task runner limits both.
         resources_per_trial: resources of each trial: `{"cpu": 2, "gpu": 1}`; GPUs may be fractional. On this machine
-            trials wait for free resources, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray use them for
-            scheduling.
+            trials wait for free resources, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray schedule trials
+            by these resources.
         resources_total: resources of this machine that trials may use, if not all: `{"cpu": 8, "gpu": 2}`.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints of a trial are kept. Default: all.
         failures: the retry budgets of a trial. Default: 0 for its own failures, 10 for failures of the machine.
-        allow_missing_metric: reports may lack the metric; otherwise a trial that reports no number for it errors.
-        fail_fast: end the experiment at the first trial that errors; the others save and can be resumed. None: end it
-            after the same error in three trials, if no trial has reported a second step; False: never.
+        allow_missing_metric: whether reports may lack the metric; if not, a trial that reports no number for it errors.
+        fail_fast: whether the first trial that errors ends the experiment; the other trials save and can be resumed.
+            None: the same error in three trials ends it, if no trial has reported a second step.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
             exists, `never` (or false) that it does not. Ray's values, such as `auto+errored`, are also accepted.
         rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains no others.
@@ -137,23 +137,24 @@ def tune(
         trials: `tasks` runs trials on the flow's task runner (threads, Dask, Ray); `deployment` starts a flow run for
             each attempt, on the work pool of `trial_deployment`.
         trial_deployment: `flow/deployment` of a deployment of `prefect_tune.flows.train_trial.train_trial`.
-        trial_job_variables: job variables of its flow runs, such as CPU and memory, with the names in the work pool.
+        trial_job_variables: job variables of these flow runs, such as CPU and memory, with the work pool's names.
         trial_tags: tags of each attempt's task run, and of its flow run as a deployment. Prefect's limits by tag apply.
         concurrency_limits: Prefect's global concurrency limits; each attempt waits for and holds a slot of each limit.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
         callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.FileLogger()`.
-        isolation: `process` trains each trial in a child process; `thread` in this process, for debuggers.
+        isolation: `process` trains each trial in a child process; `thread` trains it in this process, for debuggers.
         processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank in the
-            environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: in each attempt
-            as many processes as it has GPUs, or CPUs without GPUs, at least 1 and at most 8.
+            environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: as many processes
+            as the attempt has GPUs, or CPUs if it has no GPUs, at least 1 and at most 8.
         nodes_per_trial: how many nodes train a trial together, each a flow run of `trials="deployment"` or a task on
             Dask or Ray, with `processes_per_trial` ranks; the nodes share only the target.
-        min_nodes: with how many nodes an attempt begins if the others have not begun after 2 minutes. Default: all.
+        min_nodes: number of nodes with which an attempt begins if the others have not begun after 2 minutes.
+            Default: all.
         metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`, or the `mean` over
             all ranks of each number that every rank reports.
         reuse: how trials share the import of the trainable's module. `auto`: one process imports it, and trials are
             forked from it if that is safe; `never`: each trial's process imports it.
-        grace_period_seconds: how long trials may take to save after the search stops: increase it if steps are longer.
+        grace_period_seconds: seconds that trials may take to save after the search stops; increase it for longer steps.
         silence_timeout_seconds: seconds without a report after which a hung trial is restarted. Default: never.
 
     Returns:
@@ -162,7 +163,7 @@ def tune(
     Raises:
         InvalidInput: a parameter is not valid; nothing was started.
         Superseded: another run has taken over the experiment.
-        ResumeFailed: the experiment exists and cannot be read; or with `resume="must"`, it does not exist.
+        ResumeFailed: the experiment exists and cannot be read; or it does not exist, with `resume="must"`.
         SearchFailed: every trial errored, or three errored in the same way before any trial reported a second
             step; `results` has the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.

@@ -1,8 +1,9 @@
 """The engine's tasks that publish, download and delete a checkpoint, and the public tasks for users' own flows.
 
-The engine's tasks take keys. Besides the errors in its docstring, each raises `StoreRefused` (credentials, permission,
-bucket; retried within `retrying_refusals`), and `StoreUnavailable` or `CommitUnknown` if all retries failed. The public
-tasks take plain arguments, own the experiment (see `prefect_tune.ownership`), and call the engine's functions.
+The engine's tasks take keys. Besides the errors in their docstrings, they raise `StoreRefused` (credentials,
+permission, bucket; retried within `retrying_refusals`), and `StoreUnavailable` or `CommitUnknown` if all retries
+failed. The public tasks take plain arguments, own the experiment (see `prefect_tune.ownership`), and call the engine's
+functions.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def publish_checkpoint(
     target: StorageTarget,
     key: CheckpointKey,
     directory: Path,
-    about: CheckpointMetadata,
+    metadata: CheckpointMetadata,
     before: Trial | None = None,
     *,
     reverification: Reverification | None = None,
@@ -126,11 +127,11 @@ def publish_checkpoint(
     must not change during the save.
 
     Args:
-        about: step, metrics, write id and so on. A try with the same write id is the same save.
-        before: the state of the trial; bytes of its newest live checkpoint are not sent again.
-        reverification: the reused blobs to read back first; see `reverification`.
-        parts: the parts that other nodes add to the checkpoint, and the time to wait for them.
-        timeout_seconds: limit of each try; afterwards no upload continues in the background.
+        metadata: step, metrics, write id and so on. Tries with the same write id are the same save.
+        before: the state of the trial before the save; bytes of its newest live checkpoint are not sent again.
+        reverification: the reused blobs to read back first.
+        parts: the parts that other nodes add to the checkpoint, and the time to wait for these parts.
+        timeout_seconds: limit of each try. No upload continues in the background after it.
 
     Raises:
         AlreadyCommitted: the key has another save.
@@ -145,7 +146,7 @@ def publish_checkpoint(
             store,
             key,
             StagedFiles(Path(directory).absolute()),
-            about,
+            metadata,
             reuse=reuse,
             reverification=reverification,
             finalize_manifest=partial(merge_parts, store, parts) if parts is not None else None,
@@ -187,8 +188,7 @@ def delete_retired_checkpoints(
 ) -> int:
     """Delete checkpoints that the journal has retired; keep the blobs that a live checkpoint or a clone refers to.
 
-    Idempotent. Returns the number of deleted objects. See
-    `prefect_tune.core.operations.trial_gc.delete_retired_objects`.
+    Idempotent; see `delete_retired_objects`. Returns the number of deleted objects.
 
     Args:
         state: the trial after the entry that retired the checkpoints. Its live checkpoints stay.
@@ -196,8 +196,8 @@ def delete_retired_checkpoints(
 
     Raises:
         CheckpointCorrupt: a live manifest cannot be read, so nothing may be deleted.
-        StoreRefused: not retried, even within `retrying_refusals`: the trial's next commit waits for this.
-        StoreUnavailable: all retries failed; the next owner of the experiment deletes them.
+        StoreRefused: not retried, even within `retrying_refusals`, because the trial's next commit waits for this task.
+        StoreUnavailable: all retries failed; the next owner of the experiment deletes the checkpoints.
     """
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         return delete_retired_objects(store, trial, state, retired)
@@ -205,7 +205,7 @@ def delete_retired_checkpoints(
 
 @dataclass(frozen=True, slots=True)
 class PrefectAttemptTasks:
-    """Implements `AttemptTasks` for the attempts of one trial, by task runs within the calling task."""
+    """Implements `AttemptTasks` for one trial, by task runs that the calling task starts."""
 
     spec: TrialSpec
 
@@ -258,8 +258,8 @@ def save_checkpoint(
     """Publish a local directory as the checkpoint of a trial's step; on return it is committed and durable.
 
     From its first save on, the flow run owns the experiment: saves of other runs then fail, and a run that is started
-    again takes over. A killed save leaves no checkpoint, or a complete one that only lacks its journal entry; call
-    `restore_experiment_state` before `restore_checkpoint`, so that it is found. The next save sends only the missing
+    again takes over. A killed save leaves no checkpoint, or a complete checkpoint without a journal entry: call
+    `restore_experiment_state`, which adopts it, before `restore_checkpoint`. The next save sends only the missing
     bytes. A step whose save failed can be saved again, with the same files or with others. Saving a committed step
     again with the same files returns its checkpoint and sends nothing.
 
@@ -271,14 +271,15 @@ def save_checkpoint(
     ```
 
     Args:
-        directory: the local directory; all its files are published. It needs a file, and must not change meanwhile.
-        target: where it is stored: a URI such as `s3://bucket/runs`, the `type/name` of a saved block, or the block.
+        directory: the local directory, with at least one file; all its files are published. It must not change
+            during the save.
+        target: where to store: a URI such as `s3://bucket/runs`, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
         trial: the trial's name in the experiment.
         step: the number of steps that the trial has trained: 1 or more, and more than in its previous checkpoint.
         metrics: the metrics of this step, for `show` and results. They are stored with the step's first save.
-        trained_seconds: the training time up to this step, for `show` and the report, which leave out the default 0.
-        metadata: other facts, plain JSON, which `pt.Checkpoint.get_metadata` returns.
+        trained_seconds: the training time up to this step; `show` and the report print it, unless it is 0.
+        metadata: other facts as plain JSON; `pt.Checkpoint.get_metadata` returns them.
         retention: the checkpoints of the trial to keep; the others are deleted after the commit. Default: all.
         timeout_seconds: limit of each try of the upload, in seconds.
 
@@ -303,30 +304,34 @@ def save_checkpoint(
             "save the state into it first, or journal a step without a checkpoint with "
             "pt.sync_experiment_state(reports=...)"
         )
-    return retry_on_conflict(_Save(args).save_and_journal)
+    return retry_on_conflict(_CheckpointSave(args).save_and_journal)
 
 
-class _Save:
-    """One save of a directory, which may need several tries if other tasks of the flow run write too."""
+class _CheckpointSave:
+    """One save of a directory. It needs several tries if other tasks of the flow run write at the same time."""
 
     def __init__(self, args: SaveArguments) -> None:
         self._args, self._target, self._report, self._log = args, args.target, args.report, run_log()
-        # A retry of the task is the same save: it recognizes an earlier try's write whose reply was lost.
+        # A retry of the task has the same write id, so it recognizes a write of an earlier try whose reply was lost.
         self._stamp = WriteStamp(write_id=task_run.id or new_write_stamp().write_id, at=new_write_stamp().at)
 
     def save_and_journal(self) -> CommittedCheckpoint:
         """Save and journal the checkpoint.
 
         Raises:
-            SaveOvertaken: another task changed the trial meanwhile, or a checkpoint was quarantined. This checkpoint
-                may have the same damage, and is quarantined too.
+            SaveOvertaken: another task changed the trial during the save; or a checkpoint was quarantined, and this
+                checkpoint too, because it may have the same damage.
         """
         state = ensure_ownership(self._target, self._args.experiment)
         self._folder = state.trial_key(self._args.trial)
         if (existing := self._find_existing_checkpoint(state)) is not None:
             return make_committed_checkpoint(self._target, self._folder, existing)
-        state = self._ensure_attempt(state)
-        started_at, trial = time.monotonic(), state.trial(self._folder.trial)
+        name = self._folder.trial
+        if start_events := attempt_start_events(state.trials.get(name), name, self._report.step):
+            state = write_if_unchanged(self._target, state, name, start_events)
+            leftovers = find_leftover_checkpoints(self._target, self._folder, state.trial(name), self._log)
+            self._delete_retired(state, leftovers)  # a new attempt deletes what earlier attempts retired
+        started_at, trial = time.monotonic(), state.trial(name)
         save = self._publish_directory(state)
         committed, quarantined, retired = make_commit_events(
             self._target, trial, save, self._args.retention or Retention(), time.monotonic() - started_at, self._log
@@ -371,34 +376,21 @@ class _Save:
         trial = self._folder.trial
         return [StepReported(trial=trial, report=self._report)] if state.trial(trial).step < self._report.step else []
 
-    def _ensure_attempt(self, state: Experiment) -> Experiment:
-        """Begin an attempt of the trial if none is running; return the experiment before the report of this step.
-
-        A new attempt also deletes the bytes of checkpoints that earlier attempts retired.
-        """
-        trial = self._folder.trial
-        if events := attempt_start_events(state.trials.get(trial), trial, self._report.step):
-            state = write_if_unchanged(self._target, state, trial, events)
-            self._delete_retired(
-                state, find_leftover_checkpoints(self._target, self._folder, state.trial(trial), self._log)
-            )
-        return state
-
     def _publish_directory(self, state: Experiment) -> SaveResult:
         """Publish the checkpoint for the journal entry after `state`.
 
         Raises:
-            SaveOvertaken: an earlier save of the step was published, but failed before its entry was written. It may
-                have other files, so it is abandoned, and this save needs another name.
+            SaveOvertaken: an earlier save of the step was published, but failed before its entry was written. The
+                earlier save may have other files, so it is abandoned, and this save needs another name.
         """
         trial, reports = state.trial(self._folder.trial), [event.report for event in self._new_reports(state)]
-        about = make_checkpoint_metadata(self._folder, trial, state.term, self._report, reports, self._stamp)
+        metadata = make_checkpoint_metadata(self._folder, trial, state.term, self._report, reports, self._stamp)
         try:
             return publish_checkpoint.fn(
                 self._target,
                 CheckpointKey(trial=self._folder, step=self._report.step, sequence=trial.next_sequence),
                 self._args.directory,
-                about.model_copy(update={"user_metadata": self._args.metadata}),
+                metadata.model_copy(update={"user_metadata": self._args.metadata}),
                 trial,
                 # The sequence grows with each commit, so no process has to count commits.
                 reverification=Reverification(trial.next_sequence, SyncConfig().verify_reused_every),
@@ -406,9 +398,8 @@ class _Save:
             )
         except AlreadyCommitted as error:
             # After this entry, no owner adopts a save that began earlier; the next attempt deletes the save.
-            write_if_unchanged(
-                self._target, state, trial.id, [CheckpointsRetired(trial=trial.id, retired_sequences=())]
-            )
+            retired = CheckpointsRetired(trial=trial.id, retired_sequences=())
+            write_if_unchanged(self._target, state, trial.id, [retired])
             raise SaveOvertaken(f"step {self._report.step}: an earlier save of this step was not journaled") from error
 
     def _delete_retired(self, state: Experiment, keys: Sequence[CheckpointKey]) -> None:
@@ -418,7 +409,7 @@ class _Save:
 
 
 class _RetiredMeanwhileError(Exception):
-    """The checkpoint is not damaged: its trial has retired it, and has newer checkpoints."""
+    """The checkpoint is not damaged: its trial has newer checkpoints and has retired this one."""
 
 
 @public_task(name="restore-checkpoint", task_run_name="restore {trial}", **TASK_RETRY_OPTIONS)
@@ -433,10 +424,9 @@ def restore_checkpoint(
 ) -> RestoredCheckpoint | None:
     """Download a checkpoint of a trial, by default the newest, and verify every byte; all files or none appear.
 
-    It reads any experiment, also of a running search, and takes no ownership. A damaged checkpoint is quarantined, and
-    the previous one is restored instead, with an error in the log. If a name is not on the target and is similar to an
-    existing name, a warning in the log says that it may be misspelled. `timeout_seconds` and
-    other arguments are those of `save_checkpoint`.
+    It reads any experiment, also of a running search, and takes no ownership. If a checkpoint is damaged, it is
+    quarantined, an error is logged, and the previous checkpoint is restored. If a name is not on the target, but is
+    similar to an existing name, a warning is logged. For the other arguments, see `save_checkpoint`.
 
     ```python
     restored = pt.restore_checkpoint(target="runs", experiment="descent")
@@ -444,9 +434,9 @@ def restore_checkpoint(
 
     Args:
         directory: the destination: a directory that is empty, does not exist yet, or has this checkpoint's files.
-            Default: a new directory below the system's temporary directory (`TMPDIR`), on the machine where the task
-            runs, which other users cannot write to. Either belongs to the caller, and nothing removes it.
-        step: the step of the checkpoint. Default: the newest checkpoint's.
+            Default: a new directory that only this user can write to, below the temporary directory (`TMPDIR`) of the
+            machine where the task runs. The directory belongs to the caller: nothing removes it.
+        step: the step of the checkpoint. Default: the newest checkpoint.
 
     Returns:
         RestoredCheckpoint: its `directory`, `step` and `metrics`; None if `step` is None and the trial has no
@@ -465,7 +455,7 @@ def restore_checkpoint(
     for _ in range(MAX_WRITE_RACES):
         state = read_experiment_by_name(args.target, args.experiment)
         with suppress(_RetiredMeanwhileError):
-            restored = _restore_newest(args, state, state.trials.get(args.trial))
+            restored = _restore_newest_intact(args, state, state.trials.get(args.trial))
             if restored is None and (missing := misspelling_warning(args.target, state, args.trial)):
                 run_log().warning("Nothing was restored. %s", missing)
             return restored
@@ -475,7 +465,7 @@ def restore_checkpoint(
     )
 
 
-def _restore_newest(args: RestoreArguments, state: Experiment, trial: Trial | None) -> RestoredCheckpoint | None:
+def _restore_newest_intact(args: RestoreArguments, state: Experiment, trial: Trial | None) -> RestoredCheckpoint | None:
     folder, timeout = state.trial_key(args.trial), timedelta(seconds=args.timeout_seconds)
     for checkpoint in _select_candidates(args, state, trial):
         key = folder.checkpoint_key(checkpoint)
@@ -521,14 +511,13 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
     """Quarantine a damaged checkpoint for all readers, so that its step can be saved again.
 
     Raises:
-        _RetiredMeanwhileError: not damaged: the trial has retired it since the journal was read.
+        _RetiredMeanwhileError: the checkpoint is not damaged: the trial has retired it since the journal was read.
     """
     log, reason = run_log(), f"{type(damage).__name__}: {damage}"
     try:
         with args.target.open(timeout=READ_TIMEOUT) as store:
-            journal = key.trial.journal_key
-            is_quarantined = quarantine(store, journal, {key: reason}, new_write_stamp())
-    except StoreRefused as refused:  # it is live: these credentials only read, or the target has one writer
+            is_quarantined = quarantine(store, key.trial.journal_key, {key: reason}, new_write_stamp())
+    except StoreRefused as refused:  # live, but these credentials may only read, or the target allows one writer only
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return
     if not is_quarantined:
@@ -538,19 +527,14 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
 
 @public_task(name="delete-checkpoint", task_run_name="delete {trial} step {step}", **REFUSAL_RETRY_OPTIONS)
 def delete_checkpoint(
-    *,
-    target: TargetLike,
-    experiment: str,
-    trial: str = "trial",
-    step: int,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
+    *, target: TargetLike, experiment: str, trial: str = "trial", step: int, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> int:
     """Delete the checkpoint of a trial's step: first in the journal, then the bytes that no other checkpoint needs.
 
     The flow run then owns the experiment, like after `save_checkpoint`. A quarantined checkpoint of the step is deleted
     too, and can no longer be released. A repeated call deletes nothing. If the newest checkpoint is deleted, the trial
-    goes back to the previous one, and may save the step again. If the trial is running, its next attempt begins there
-    at once, so that `show` and results show the previous checkpoint. For `timeout_seconds`, see `save_checkpoint`.
+    goes back to the previous checkpoint, and may save the step again. If the trial is running, its next attempt begins
+    at once, so that `show` and results show the previous checkpoint. For the other arguments, see `save_checkpoint`.
 
     ```python
     pt.delete_checkpoint(target="runs", experiment="descent", step=1)
@@ -573,25 +557,22 @@ def delete_checkpoint(
     args = DeleteArguments(**locals())
 
     def retire_step() -> tuple[Experiment, Sequence[CheckpointKey]]:
-        """Retire the checkpoints of the step; return the checkpoints to delete, also of an interrupted deletion."""
+        """Retire the checkpoints of the step; return all that are to be deleted, also after an interrupted deletion."""
         state = ensure_ownership(args.target, args.experiment)
         current, folder = state.trial(args.trial), state.trial_key(args.trial)
         checkpoints = (*current.checkpoints, *(lost.checkpoint for lost in current.quarantined_checkpoints))
         if to_retire := [checkpoint for checkpoint in checkpoints if checkpoint.step == args.step]:
-            retired = CheckpointsRetired(
-                trial=args.trial, retired_sequences=tuple(checkpoint.sequence for checkpoint in to_retire)
-            )
+            sequences = tuple(checkpoint.sequence for checkpoint in to_retire)
+            retired = CheckpointsRetired(trial=args.trial, retired_sequences=sequences)
             state = write_if_unchanged(args.target, state, args.trial, [retired, *rollback_events(current, to_retire)])
             return state, [folder.checkpoint_key(checkpoint) for checkpoint in to_retire]
         with args.target.open(timeout=READ_TIMEOUT) as store:
-            keys = [
-                CheckpointKey.from_manifest_path(folder, entry.path) for entry in store.list(folder.checkpoints_folder)
-            ]
+            paths = [listed.path for listed in store.list(folder.checkpoints_folder)]
+        keys = [CheckpointKey.from_manifest_path(folder, path) for path in paths]
         return state, [key for key in keys if key and key.step == args.step and is_deletable_checkpoint(current, key)]
 
-    existing = read_experiment_raising_refusals(
-        args.target, args.experiment
-    )  # before taking ownership, which would create it
+    # Read first: taking ownership would create the experiment.
+    existing = read_experiment_raising_refusals(args.target, args.experiment)
     if not existing.entry_count:
         raise InvalidInput(f"{missing_experiment_message(args.target, args.experiment)}. Nothing was deleted")
     if args.trial not in existing.trials:

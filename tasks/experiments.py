@@ -13,16 +13,9 @@ from prefect.logging import get_run_logger
 
 from prefect_tune import ownership
 from prefect_tune.arrow_tables import COLUMN_VERSIONS, curves_to_arrow, read_curves, to_parquet, trials_to_arrow
-from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.clock import new_write_stamp
-from prefect_tune.core.errors import (
-    AlreadyExists,
-    CheckpointNotFound,
-    InvalidInput,
-    ResumeFailed,
-    StoreRefused,
-)
+from prefect_tune.core.errors import AlreadyExists, CheckpointNotFound, InvalidInput, ResumeFailed, StoreRefused
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import LearningCurves
 from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Phase, Trial, newest_checkpoint
@@ -42,7 +35,6 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.operations.fork_experiment import (
     ForkPoint,
-    ForkResult,
     begin_fork,
     complete_fork,
     find_deleted_checkpoints,
@@ -87,11 +79,7 @@ check_target = task(name="check-target", task_run_name="check {target.uri}", **C
 
 @task(name="restore-experiment-state", task_run_name="open {key.experiment}", **TASK_RETRY_OPTIONS)
 def acquire_experiment(
-    target: StorageTarget,
-    key: JournalKey,
-    owner: Owner,
-    stamp: WriteStamp,
-    loaded: Experiment | None = None,
+    target: StorageTarget, key: JournalKey, owner: Owner, stamp: WriteStamp, loaded: Experiment | None = None
 ) -> Experiment:
     """Take ownership of an experiment for `owner` and return its state; every earlier owner's writes then fail.
 
@@ -100,13 +88,13 @@ def acquire_experiment(
 
     Args:
         key: the experiment's journal, from `read_experiment_by_name`.
-        owner: the flow run and process that take ownership; superseded owners name it in messages.
+        owner: the flow run and process that take ownership; messages of superseded owners name them.
         stamp: write id and time of the entry that records the new owner.
-        loaded: the experiment, if the caller has just read it; saves a second read.
+        loaded: the experiment, if the caller has just read it; it is then not read again.
 
     Raises:
         ResumeFailed: the journal is damaged or has an unknown version. Nothing was started.
-        Superseded: other processes took ownership first, again and again.
+        Superseded: in every try, another process took ownership first.
         StoreRefused: the target refuses access; retried within `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
@@ -116,15 +104,12 @@ def acquire_experiment(
 
 @task(name="sync-experiment-state", task_run_name="journal {experiment.name}", **TASK_RETRY_OPTIONS)
 def write_stamped_entry(
-    target: StorageTarget,
-    experiment: Experiment,
-    events: Sequence[Event],
-    stamp: WriteStamp,
+    target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp
 ) -> Experiment:
     """Write `events` as the next journal entry of `experiment` and return the state after it.
 
-    On return the entry is durable, and this process still owned the experiment when it was written. A retry with the
-    same `stamp` is the same entry.
+    On return the entry is durable, and this process owned the experiment when the entry was written. A retry with the
+    same `stamp` writes the same entry.
 
     Raises:
         Superseded: another process owns the experiment now.
@@ -137,13 +122,12 @@ def write_stamped_entry(
 def write_entry(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp | None = None
 ) -> Experiment:
-    """Run `write_stamped_entry`, by default with a new stamp. Raises the errors of that task."""
-    return write_stamped_entry(
-        target, skip_prefect_introspection(experiment), skip_prefect_introspection(events), stamp or new_write_stamp()
-    )
+    """Run `write_stamped_entry`, by default with a new stamp. Raises the errors of this task."""
+    arguments = skip_prefect_introspection(experiment), skip_prefect_introspection(events)
+    return write_stamped_entry(target, *arguments, stamp or new_write_stamp())
 
 
-# The public tasks, for users' own flows, whose tasks may write at the same time.
+# The public tasks, for users' own flows. Several tasks of a flow may write at the same time.
 
 
 @public_task(name="restore-experiment-state", task_run_name="open {experiment}", **TASK_RETRY_OPTIONS)
@@ -151,10 +135,10 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     """Take over an experiment for this flow run and return its state; create it if it does not exist.
 
     Afterwards all saves of other runs and of this run's earlier tries fail. A checkpoint whose save was killed just
-    before it was journaled is adopted, and trials that were running wait to be continued. The first `save_checkpoint`
-    of a flow run does the same: call this task first to stop an earlier run's writes before the training, or to see
-    which trials have finished. To read without taking over, use `pt.load_results`. If the experiment is new and its
-    name is similar to another experiment's on the target, a warning in the log says so.
+    before its journal entry is adopted, and running trials become waiting trials. The first `save_checkpoint` of a flow
+    run does the same; call this task before the training to stop an earlier run's writes, or to see which trials have
+    finished. To read without taking over, use `pt.load_results`. If the experiment is new and another experiment on the
+    target has a similar name, the task logs a warning.
 
     ```python
     state = pt.restore_experiment_state(target="runs", experiment="descent")
@@ -193,7 +177,7 @@ def sync_experiment_state(
     status: TrialEndStatus | None = None,
     reason: str = "",
 ) -> ExperimentState:
-    """Write facts that are not in a checkpoint to the journal: reports, a configuration, a trial's end.
+    """Write to the journal what no checkpoint contains: reports, a configuration, the end of a trial.
 
     One call writes one durable entry. A repeated call writes nothing. The flow run then owns the experiment, like after
     `save_checkpoint`.
@@ -210,8 +194,8 @@ def sync_experiment_state(
             the running attempt are left out, because the journal has them. If no attempt is running, steps up to the
             checkpoint that the next attempt continues from are left out. `save_checkpoint` journals its own step.
         config: the configuration of a new trial; an existing trial must have the same configuration.
-        status: how the trial ends: `completed` for good; `paused`, to be continued by a later run; `errored`. A later
-            save continues any of them. Default: the trial does not end.
+        status: how the trial ends: `completed`; `paused`, so that a later run continues it; or `errored`. A later save
+            continues the trial in any case. Default: the trial does not end.
         reason: the reason for the end, which `show` prints.
 
     Returns:
@@ -261,8 +245,8 @@ def _write_changes(args: SyncArguments) -> Experiment:
 def _new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> Sequence[StepReport]:
     """Return the reports that are not in the journal yet.
 
-    A trial that is not running continues from its newest checkpoint and trains later steps again: their reports are
-    new. But if the trial ended with these same reports, this is a repeated call, and nothing is new.
+    A trial that is not running continues from its newest checkpoint and trains later steps again. The reports of these
+    steps are new, unless the trial ended with the same reports: then the call is a repeated call.
     """
     if trial is None:
         return reports
@@ -280,7 +264,7 @@ def _new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class ForkRequest:
-    """The arguments of a fork. All tries have the same owner and stamp, so that a retry is the same fork."""
+    """The arguments of a fork. All tries have the same owner and stamp, so that a retry makes the same fork."""
 
     experiment: str
     into: str
@@ -297,6 +281,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """Make the experiment `request.into` a fork of another experiment on the same target. Idempotent.
 
     The origin may be running. The target copies the inherited checkpoints, so the fork and the origin are independent.
+    Logs a warning for each trial that lost checkpoints to the origin, or whose checkpoints are all quarantined.
 
     Raises:
         InvalidInput: the entry does not exist, the name is taken, or the origin is being deleted.
@@ -322,14 +307,22 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
             raise CheckpointNotFound(f"{past.origin}: deleted since: {_format_steps(deleted)}. Nothing was started")
         into = begin_fork(store, destination.key, past.origin, request.owner, request.stamp)
         result = complete_fork(store, past, into, request.stamp)
-        _log_fork(get_run_logger(), past, result)
-        return result.experiment
+        fork, log = result.experiment, get_run_logger()
+        log.info("%s: a fork of %s, %d trials", fork.name, past.origin, len(fork.trials), extra=NOTICE)
+        for name, refs in result.lost_checkpoints.items():
+            steps, resume_step = _format_steps({name: refs}), _format_resume_step(fork.trial(name))
+            log.warning("trial %s: the origin has deleted %s since%s", name, steps, resume_step)
+        for name, trial in past.experiment.trials.items():
+            if (count := len(trial.quarantined_checkpoints)) and not trial.checkpoints:
+                resume_step = _format_resume_step(trial)
+                log.warning("trial %s: all %d of its checkpoints are quarantined%s", name, count, resume_step)
+        return fork
 
 
 def load_fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | None:
-    """Return the origin's state from which the fork begins, and write nothing; None if the fork has begun.
+    """Return the state of the origin from which the fork begins; None if the fork has begun, or has no origin.
 
-    Also None without an origin, which `fork_experiment` reports. Raises the errors of `fork_experiment`.
+    Writes nothing. Raises the errors of `fork_experiment`, which also reports a missing origin.
     """
 
     def load_past_experiment() -> Experiment | None:
@@ -359,7 +352,7 @@ def _matches_request(destination: Experiment, request: ForkRequest) -> bool:
 
 
 def _load_past(store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment) -> ForkPoint:
-    """Return the origin's state at the requested entry; by default, at an earlier try's entry, or at the last."""
+    """Return the origin at the requested entry; by default, at the entry that an earlier try forked, or at the last."""
     earlier_origin = destination.origin if _matches_request(destination, request) else None
     entry = earlier_origin.number if request.at is None and earlier_origin is not None else request.at
     past = load_fork_point(store, origin.key, entry)
@@ -368,20 +361,8 @@ def _load_past(store: ObjectStore, request: ForkRequest, origin: Experiment, des
     return past
 
 
-def _log_fork(log: Log, past: ForkPoint, result: ForkResult) -> None:
-    """Log the fork; warn about each trial with checkpoints deleted by the origin, or with only quarantined ones."""
-    message = "%s: a fork of %s, %d trials"
-    log.info(message, result.experiment.name, past.origin, len(result.experiment.trials), extra=NOTICE)
-    for name, refs in result.lost_checkpoints.items():
-        resume_point = _format_start(result.experiment.trial(name))
-        log.warning("trial %s: the origin has deleted %s since%s", name, _format_steps({name: refs}), resume_point)
-    for name, trial in past.experiment.trials.items():
-        if (count := len(trial.quarantined_checkpoints)) and not trial.checkpoints:
-            log.warning("trial %s: all %d of its checkpoints are quarantined%s", name, count, _format_start(trial))
-
-
-def _format_start(trial: Trial) -> str:
-    """Return text about the step that a trial resumes from; "" if the trial has ended."""
+def _format_resume_step(trial: Trial) -> str:
+    """Return the text about the step from which a trial resumes; "" if the trial has ended."""
     newest = f"step {trial.checkpoints[-1].step}" if trial.checkpoints else "nothing"
     return "" if trial.phase in ENDED_PHASES else f"; it resumes from {newest}"
 
@@ -403,7 +384,7 @@ def publish_results(
 ) -> Mapping[ResultsTable, str]:
     """Write the experiment's trials and reports as Parquet files on `target`, and return the paths.
 
-    Idempotent. Files of an earlier state of the experiment are deleted: the new files include their rows.
+    Idempotent. Deletes the files of earlier states of the experiment, because the new files include their rows.
 
     Args:
         curves: the learning curves, if the caller has already read the journal.

@@ -25,7 +25,7 @@ from prefect_tune.storage_retries import READ_TIMEOUT, TASK_RETRY_OPTIONS
 
 _TIMEOUT = timedelta(minutes=30)
 _MAX_START_SHARE = 0.8
-"""The share of a try's timeout after which it starts no further item; the rest is for the current item."""
+"""The share of a try's timeout after which the try starts no further item; the rest is for the current item."""
 
 
 @task(name="verify-checkpoints", task_run_name="verify {journal.experiment}", **TASK_RETRY_OPTIONS)
@@ -47,12 +47,9 @@ def verify_checkpoints(
         JournalCorrupt, UnknownVersion: the journal cannot be read.
         StoreUnavailable: all retries failed.
     """
-    has_time = _make_time_check(until)
+    has_time, limit = _make_time_check(until), math.inf if max_bytes is None else max_bytes
     with target.open(timeout=_TIMEOUT) as store:
-        state = load_experiment(store, journal)
-        return inspect_checkpoints(
-            store, state, share, max_bytes=math.inf if max_bytes is None else max_bytes, has_time=has_time
-        )
+        return inspect_checkpoints(store, load_experiment(store, journal), share, max_bytes=limit, has_time=has_time)
 
 
 @task(name="verify-checkpoint", task_run_name="verify {key.trial.trial} step {key.step}", **TASK_RETRY_OPTIONS)
@@ -73,29 +70,21 @@ def find_checkpoint_damage(target: StorageTarget, key: CheckpointKey) -> str:
 
 @task(name="quarantine-checkpoints", task_run_name="quarantine of {journal.experiment}", **TASK_RETRY_OPTIONS)
 def quarantine_checkpoints(
-    target: StorageTarget,
-    journal: JournalKey,
-    damaged: Mapping[CheckpointKey, str],
+    target: StorageTarget, journal: JournalKey, damaged: Mapping[CheckpointKey, str]
 ) -> Sequence[CheckpointKey]:
     """Quarantine damaged checkpoints, even if another process owns the journal; return the quarantined checkpoints.
 
-    Idempotent. See `quarantine`. Raises the errors of `verify_checkpoints`, and `CommitUnknown`.
+    Idempotent; see `quarantine`. Raises the errors of `verify_checkpoints`, and `CommitUnknown`.
     """
     with target.open(timeout=READ_TIMEOUT) as store:
         return quarantine(store, journal, damaged, new_write_stamp())
 
 
 @task(name="prune-checkpoints", task_run_name="prune {journal.experiment}", **TASK_RETRY_OPTIONS)
-def prune_checkpoints(
-    target: StorageTarget,
-    journal: JournalKey,
-    policy: Retention,
-    *,
-    dry_run: bool = False,
-) -> int:
+def prune_checkpoints(target: StorageTarget, journal: JournalKey, policy: Retention, *, dry_run: bool = False) -> int:
     """Retire the checkpoints of a finished experiment that `policy` does not keep; return their number.
 
-    It retires nothing while a trial has not ended, and never a checkpoint of the best trial or the best checkpoint. A
+    It retires nothing while a trial has not ended, and never the best checkpoint or a checkpoint of the best trial. A
     dry run only counts. `collect_garbage` deletes retired checkpoints. Raises the errors of `quarantine_checkpoints`.
     """
     with target.open(timeout=_TIMEOUT) as store:
@@ -105,11 +94,7 @@ def prune_checkpoints(
 
 @task(name="collect-garbage", task_run_name="collect {journal.experiment}", **TASK_RETRY_OPTIONS)
 def collect_garbage(
-    target: StorageTarget,
-    journal: JournalKey,
-    *,
-    dry_run: bool = False,
-    until: datetime | None = None,
+    target: StorageTarget, journal: JournalKey, *, dry_run: bool = False, until: datetime | None = None
 ) -> ExperimentGarbage:
     """Delete the objects of an experiment that nothing refers to, and return them; see `trial_gc`.
 
@@ -126,6 +111,6 @@ def collect_garbage(
 
 
 def _make_time_check(until: datetime | None) -> Callable[[], bool]:
-    """Return a function that checks whether another item may start: before `until` and 80 % of this try's timeout."""
+    """Return a check whether another item may start: before `until`, and before 80 % of this try's timeout is over."""
     deadline = datetime.now(UTC) + _MAX_START_SHARE * _TIMEOUT
     return lambda: datetime.now(UTC) < (deadline if until is None else min(deadline, until))

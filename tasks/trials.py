@@ -58,18 +58,13 @@ from prefect_tune.prefect_api.task_runs import (
     public_task,
     quiet_inner_tasks,
 )
-from prefect_tune.storage_retries import (
-    REFUSAL_RETRY_OPTIONS,
-    TASK_RETRY_OPTIONS,
-    retrying_refusals,
-    run_log,
-)
+from prefect_tune.storage_retries import REFUSAL_RETRY_OPTIONS, TASK_RETRY_OPTIONS, retrying_refusals, run_log
 from prefect_tune.task_values import TrialArguments, TrialState, make_trial_state
 from prefect_tune.tasks.checkpoints import PrefectAttemptTasks
 
 
 @task(name=TRIAL_TASK_NAME, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **TASK_RETRY_OPTIONS)
-def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchChannel) -> State[Any]:
+def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel) -> State[Any]:
     """Train one attempt of a trial in its own process, and journal how it ended; see `Attempt`.
 
     All state is read from the target, so a retry of the task is a further attempt. The task run ends in the returned
@@ -79,7 +74,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchChannel) -
     Args:
         spec: the specification of the trial.
         request: the request for this attempt.
-        link: the channel to the search; `link.stop` makes the trial save and end within `spec.grace_period`.
+        channel: the channel to the search; `channel.stop` makes the trial save and end within `spec.grace_period`.
 
     Raises the errors of `Attempt.run`.
     """
@@ -87,14 +82,14 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchChannel) -
     log: Log = get_run_logger()
     if spec.proposed_by_search:  # in a search, each log message names the trial
         log = TrialLog(log, f"trial {spec.trial.trial}")
-    link.start_polling()  # a stop request may arrive during a wait for a slot, other nodes or an import
+    channel.start_polling()  # a stop request may arrive during a wait for a slot, other nodes or an import
     with (
         quiet_inner_tasks(),
         retrying_refusals(),
-        closing(link),
-        holding_concurrency_limits(spec.concurrency_limits, link.stop),
+        closing(channel),
+        holding_concurrency_limits(spec.concurrency_limits, channel.stop),
     ):
-        ended = Attempt(spec, request, link, PrefectAttemptTasks(spec), log).run()
+        ended = Attempt(spec, request, channel, PrefectAttemptTasks(spec), log).run()
     if isinstance(ended.outcome, AttemptEnded):
         log_failure(ended.outcome, ended.trial.attempt, spec, request.search_term, log)
     return make_task_state(ended.outcome)
@@ -103,14 +98,14 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, link: SearchChannel) -
 @task(
     name="run-node", task_run_name="node {node} of {spec.trial.trial} · attempt {request.attempt}", **TASK_RETRY_OPTIONS
 )
-def run_node(spec: TrialSpec, request: AttemptRequest, node: int, link: SearchChannel) -> State[Any]:
+def run_node(spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchChannel) -> State[Any]:
     """Train an attempt's ranks on a further node; the journal records how the attempt ends. Args: see `run_attempt`.
 
-    If the task runner repeats the task, like Dask and Ray for a dead worker, the attempt has begun without this node.
+    Dask and Ray repeat the task if its worker is lost; the attempt has then begun without this node.
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
-    with quiet_inner_tasks(), retrying_refusals(), closing(link):
-        return make_node_state(train_node(spec, request, node, link, PrefectAttemptTasks(spec), log))
+    with quiet_inner_tasks(), retrying_refusals(), closing(channel):
+        return make_node_state(train_node(spec, request, node, channel, PrefectAttemptTasks(spec), log))
 
 
 # The public task, for users' own flows.
@@ -154,12 +149,12 @@ def run_trial(
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: the checkpoints to keep. Default: all.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`.
-        isolation: `process` trains in a child process; `thread` in this process, for debuggers.
+        isolation: `process` trains in a child process; `thread` trains in this process, for debuggers.
         grace_period_seconds: seconds that the trial may take to save after SIGTERM or a cancellation.
         silence_timeout_seconds: seconds without a report after which a hung trial is stopped. Default: never.
 
     Returns:
-        TrialState: status, step, metrics and newest checkpoint; `completed`, or `interrupted` by a suspension.
+        TrialState: the status (`completed`, or `interrupted` by a suspension), step, metrics and newest checkpoint.
 
     Raises:
         TrialFailed: the attempt failed, or needs an answer from the user. Call the task again: it continues from the
@@ -170,7 +165,7 @@ def run_trial(
         ResumeFailed: the experiment cannot be read, or all checkpoints of the trial are damaged.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    parameters = dict(locals())  # `SearchPlan` has fields of the same names, except these two
+    parameters = dict(locals())  # `SearchPlan` has fields of the same names, except `config` and `trial`
     parameters.pop("config")
     args = TrialArguments(target=target, experiment=experiment, trial=parameters.pop("trial"))
     plan = SearchPlan(**parameters)
@@ -181,7 +176,7 @@ def run_trial(
     spec = replace(spec, trial=state.trial_key(args.trial))
     result = state.trial(args.trial)
     if result.phase is not Phase.FINISHED:
-        with isolated_run_context():  # else uploads would wait for the concurrency slots of this task's tags
+        with isolated_run_context():  # otherwise uploads would wait for slots of this task's tags
             result, outcome = run_interruptible(
                 lambda stop: _run_attempt(spec, state, stop),
                 grace=spec.grace_period,
@@ -214,16 +209,13 @@ def _prepare_trial(spec: TrialSpec, config: Mapping[str, object], stopper: Stopp
 
 def _run_attempt(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Trial, Outcome]:
     with TrialProcessPool(slots=0) as pool:
-        link = InProcessChannel(spec.trial.trial, lambda _: None, pool)
-        link.stop = stop
+        channel = InProcessChannel(spec.trial.trial, lambda _: None, pool)
+        channel.stop = stop
         name, trial = spec.trial.trial, state.trial(spec.trial.trial)
-        curve = (
-            tuple(ReportReader(spec.target, state.key).read_reports(trial))
-            if spec.needs_history and trial.checkpoints
-            else ()
-        )
+        has_history = spec.needs_history and trial.checkpoints
+        reports = tuple(ReportReader(spec.target, state.key).read_reports(trial)) if has_history else ()
         journal = WritingJournal(name, JournalWriter(spec.target, state, make_trial_entry_writer(name)))
-        with retrying_refusals(), closing(link):
-            request = AttemptRequest(search_term=state.term, trial=trial, reports=curve)
-            ended = Attempt(spec, request, link, PrefectAttemptTasks(spec), run_log()).run_with_journal(journal)
+        with retrying_refusals(), closing(channel):
+            request = AttemptRequest(search_term=state.term, trial=trial, reports=reports)
+            ended = Attempt(spec, request, channel, PrefectAttemptTasks(spec), run_log()).run_with_journal(journal)
     return ended.trial, ended.outcome

@@ -1,6 +1,7 @@
-"""Suspend a flow run with a form, and resume it with the user's choice of how to continue, which is applied once.
+"""Suspend a flow run with a form, and resume it in the way that the user chose in the form.
 
-A search has one `ResumeQuestion`, a training another. The journal stores each answer.
+Searches and trainings have different forms (`ResumeQuestion`). The journal stores each answer, so that a run applies it
+only once.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, cast
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
@@ -67,7 +67,7 @@ from prefect_tune.parameters import plan_checks
 from prefect_tune.parameters.argument_checks import make_stopper, source_digest, stop_to_json
 from prefect_tune.parameters.plan_checks import format_code_note
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.call_paths import current_call_path
+from prefect_tune.prefect_api.call_paths import current_call_path, current_flow_run
 from prefect_tune.prefect_api.flow_runs import (
     get_suspension_state,
     has_resume_state,
@@ -88,15 +88,15 @@ ResumeAction: TypeAlias = Literal["continue", "extend", "other checkpoint", "sto
 
 
 class ResumeChoice(Value):
-    """The chosen way to resume. A number of 0 leaves its limit unchanged."""
+    """The user's choice of how to resume. 0 leaves a limit unchanged."""
 
     action: ResumeAction = "continue"
     samples: int = Field(default=0, ge=0)
-    """The new total of samples."""
+    """The new total number of samples."""
     steps: int = Field(default=0, ge=0)
-    """The new total of steps of each trial."""
+    """The new total number of steps of each trial."""
     hours: float = Field(default=0, ge=0, le=1e6, allow_inf_nan=False)
-    """For a search: hours until this run saves and ends. For a training: its total training hours."""
+    """In a search, the hours until this run saves and ends; in a training, the total hours of training."""
     checkpoint: int = Field(default=0, ge=0)
     """The step of the checkpoint to resume from."""
 
@@ -106,13 +106,13 @@ class ResumeLimits(Value):
 
     samples: int = 0
     max_trials: int = 0
-    """The number of trials after which the stop criterion allows no more."""
+    """The maximum number of trials that the stop criterion allows."""
     steps: int = 0
     hours: float = 0
     checkpoints: tuple[int, ...] = ()
     """The steps of the checkpoints from which a training can resume."""
     stop_is_code: bool = False
-    """Whether the stop criterion is a function or a stopper class of the user, which no number can change."""
+    """Whether the stop criterion is the user's own function or stopper class. No number can change it."""
     scheduler_max_steps: int = 0
     """The step at which the scheduler ends every trial."""
 
@@ -124,8 +124,7 @@ def parse_choice(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeCh
     """Return the choice in the `answer` to a form.
 
     Raises:
-        InvalidInput: the choice is impossible, or ignores a number that the user entered. The form shows the message
-            to the user.
+        InvalidInput: the choice is impossible, or ignores a number that the user entered. The form shows the message.
     """
     try:
         choice = ResumeChoice.model_validate(answer)
@@ -135,14 +134,12 @@ def parse_choice(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeCh
     changed = [name for name, value in requested.items() if value not in {0, current[name]}]
     if changed and choice.action != "extend":
         numbers = ", ".join(f"{name} {requested[name]:g} (now {current[name]:g})" for name in changed)
-        raise InvalidInput(
-            f"{choice.action}: changes no numbers, but the form has {numbers}; choose extend to use them"
-        )
+        raise InvalidInput(f"{choice.action}: changes no limits, but the form has {numbers}; choose extend to use them")
     newest_step = max(limits.checkpoints, default=0)
     if choice.action != "other checkpoint" and choice.checkpoint not in {0, newest_step}:
         raise InvalidInput(
-            f"{choice.action}: uses the newest checkpoint, of step {newest_step}; form: step {choice.checkpoint}; "
-            "choose other checkpoint to resume from that step"
+            f"{choice.action}: uses the newest checkpoint, of step {newest_step}, but the form has step "
+            f"{choice.checkpoint}; choose other checkpoint to resume from that step"
         )
     if choice.action == "extend":
         _require_larger_limits(choice, limits, requested, current)
@@ -177,7 +174,7 @@ def _require_larger_limits(
 
 
 def extend_stop(stop: object, steps: int, hours: float) -> Sequence[object]:
-    """Return the JSON form of a stop criterion with these limits instead of its own; 0 keeps a limit."""
+    """Return the JSON form of a stop criterion with these limits in place of its own; 0 keeps a limit."""
     limits: list[object] = [{"step": steps}] if steps else []
     limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
     replaced = {*(("step", "MaxSteps") if steps else ()), *(("MaxTime",) if hours else ())}
@@ -196,8 +193,8 @@ InputForm = type[RunInput]
 
 
 @dataclass(frozen=True, slots=True)
-class FormText:
-    """The form of a suspended flow run, and its answer."""
+class LastForm:
+    """The last form of a suspended flow run, and its answer."""
 
     key: str
     """Identifies this form."""
@@ -206,7 +203,7 @@ class FormText:
 
 
 def is_flow_run_suspendable() -> bool:
-    """Whether this flow run can be suspended: it is no subflow, and belongs to a deployment, so that *Resume* works."""
+    """Return whether *Resume* can start this flow run again: it must have a deployment, and must not be a subflow."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     return current_deployment_id() is not None and run is not None and run.parent_task_run_id is None
@@ -216,47 +213,36 @@ def suspend_with_form(form: InputForm) -> NoReturn:
     """Set the flow run to Suspended with `form`, and end the run in this process.
 
     Raises:
-        Pause: the run is Suspended: this process must end; *Resume* starts the run again.
-        Abort: meanwhile the run was resumed in another process, or has ended.
+        Pause: the run is Suspended. This process must end; *Resume* starts the run again.
+        Abort: the run has ended, or was resumed in another process.
     """
     state: State[Any] = Suspended(pause_key=f"{_PAUSE_KEY_PREFIX}{uuid4().hex[:12]}")
     with get_client(sync_client=True) as client:
-        set_state_with_form(client, _current_run_id(), state, form)
+        set_state_with_form(client, current_flow_run().id, state, form)
     raise Pause(state=state)
 
 
-def read_last_form() -> FormText | None:
+def read_last_form() -> LastForm | None:
     """Return the last form of this flow run, and its answer; None if the run was never suspended.
 
-    Look up the form by the run's states: Prefect lists all of a run's states, but only the oldest 200 of its inputs.
+    Find the form through the run's states: Prefect lists all states of a run, but only the oldest 200 of its inputs.
     """
     if not is_flow_run_suspendable():
         return None
-    run_id = _current_run_id()
+    run_id = current_flow_run().id
     with get_client(sync_client=True) as client:
         states = sort_states(client.read_flow_run_states(run_id))
-        suspensions = [
-            index
-            for index, state in enumerate(states)
-            if state.is_paused() and str(state.state_details.pause_key).startswith(_PAUSE_KEY_PREFIX)
-        ]
+        keys = [str(state.state_details.pause_key) if state.is_paused() else "" for state in states]
+        suspensions = [index for index, key in enumerate(keys) if key.startswith(_PAUSE_KEY_PREFIX)]
         if not suspensions:
             return None
-        details = states[suspensions[-1]].state_details
-        key = (details.run_input_keyset or {})["response"]
-        stored = client.filter_flow_run_input(run_id, key_prefix=key, limit=1, exclude_keys=set())
+        last = suspensions[-1]
+        input_key = (states[last].state_details.run_input_keyset or {})["response"]
+        stored = client.filter_flow_run_input(run_id, key_prefix=input_key, limit=1, exclude_keys=set())
     answer = stored[0].decoded_value if stored else None
-    if isinstance(answer, Mapping):
-        return FormText(str(details.pause_key), answer)
-    # Prefect stores no input for an untouched form.
-    return FormText(str(details.pause_key), {} if has_resume_state(states[suspensions[-1] :]) else None)
-
-
-def _current_run_id() -> UUID:
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        raise RuntimeError("expected a flow run: only a flow run can be suspended")
-    return context.flow_run.id
+    if not isinstance(answer, Mapping):  # Prefect stores no input for an untouched form
+        answer = {} if has_resume_state(states[last:]) else None
+    return LastForm(keys[last], answer)
 
 
 _MAX_SHOWN_STEPS = 20
@@ -276,7 +262,7 @@ class _SearchForm(RunInput):
         default=0, title="Steps of each trial", description="To extend: finished trials continue too. 0: unchanged."
     )
     hours: float = Field(
-        default=0, title="Hours for this run", description="To extend: then all trials save. 0: unchanged."
+        default=0, title="Hours for this run", description="To extend: after this time, all trials save. 0: unchanged."
     )
 
 
@@ -298,14 +284,8 @@ class _TrainingForm(RunInput):
     )
 
 
-def make_training_form(limits: ResumeLimits, page: str) -> InputForm:
-    """Return the form of a suspended training; the fields default to the current numbers."""
-    newest_step = max(limits.checkpoints, default=0)
-    return _fill_form(_TrainingForm, page, steps=limits.steps, hours=limits.hours, checkpoint=newest_step)
-
-
-def _fill_form(form: InputForm, page: str, **defaults: float) -> InputForm:
-    """Return the form with these defaults. Prefect's `with_initial_data` drops the fields' titles and descriptions."""
+def _fill_form(form: InputForm, description: str, **defaults: float) -> InputForm:
+    """Return the form with these defaults. Defaults for `with_initial_data` would drop titles and descriptions."""
     fields: dict[str, Any] = {
         name: (
             field.annotation,
@@ -316,11 +296,13 @@ def _fill_form(form: InputForm, page: str, **defaults: float) -> InputForm:
     form_class = cast(
         "InputForm", create_model(form.__name__.strip("_").removesuffix("Form"), __base__=RunInput, **fields)
     )
-    return form_class.with_initial_data(description=page)
+    return form_class.with_initial_data(description=description)
 
 
-def format_form(state: Experiment, uri: str, objective: Objective | None, code: str, retry_reason: str = "") -> str:
-    """Return the text above the resume form: the state of the experiment."""
+def format_form_description(
+    state: Experiment, uri: str, objective: Objective | None, code_note: str, retry_reason: str = ""
+) -> str:
+    """Return the text above the fields of a form: the state of the experiment."""
     trials, facts = list(state.trials.values()), list[str]()
     if len(trials) != 1 or trials[0].proposed_by_search:
         facts.append(f"trials: {len(trials)} ({format_counts(count_by_status(state))})")
@@ -335,12 +317,12 @@ def format_form(state: Experiment, uri: str, objective: Objective | None, code: 
         older = f", and {len(steps) - _MAX_SHOWN_STEPS} older ones" if len(steps) > _MAX_SHOWN_STEPS else ""
         facts.append(f"checkpoints, newest first: {', '.join(steps[:_MAX_SHOWN_STEPS]) or 'none'}{older}")
     else:
-        saved = sum(bool(checkpoint.checkpoints) for checkpoint in trials)
-        count = sum(len(checkpoint.checkpoints) for checkpoint in trials)
+        saved = sum(bool(trial.checkpoints) for trial in trials)
+        count = sum(len(trial.checkpoints) for trial in trials)
         facts.append(f"checkpoints: {count}, of {pluralize(saved, 'trial', 'trials')}")
     notice = [f"⚠️ **Please answer again**: {escape_markdown(retry_reason)}", ""] if retry_reason else []
     lines = [*notice, f"**{state.name}** at `{uri}` is saved.", ""]
-    return "\n".join([*lines, *(f"- {fact}" for fact in [*facts, escape_markdown(code)])])
+    return "\n".join([*lines, *(f"- {fact}" for fact in [*facts, escape_markdown(code_note)])])
 
 
 # Read the answers of a suspended run, and apply them to a stop criterion.
@@ -348,58 +330,33 @@ def format_form(state: Experiment, uri: str, objective: Objective | None, code: 
 
 @dataclass(frozen=True, slots=True)
 class NewAnswer:
-    """The answer to a form, which is not in the journal yet."""
+    """An answer that is not in the journal yet."""
 
     choice: ResumeChoice
-    """The choice of how to continue."""
     event: FormAnswered
     """The event to journal."""
 
 
 def earlier_choices(state: Experiment) -> Sequence[ResumeChoice]:
-    """Return the choices with which this flow run was resumed so far, oldest first."""
+    """Return the journaled choices of this flow run, oldest first."""
     answers = (answer for answer in state.answers if answer.flow_run == flow_run.id)
     return [ResumeChoice.model_validate(answer.answer) for answer in answers]
 
 
-def check_new_answer(
-    shown: FormText, state: Experiment, limits: ResumeLimits, make_form: Callable[[str], InputForm]
-) -> NewAnswer | None:
-    """Return the answer with which this flow run was resumed; None if there is none, or it is in the journal.
-
-    Args:
-        shown: the last form of the run; answers to earlier forms are in the journal.
-        state: the experiment, before this run owns it.
-        limits: the values that the form can change.
-        make_form: makes the form, given the reason to show it again.
-
-    Raises:
-        Pause: the answer is invalid: the run is suspended again with the same form, which shows the reason.
-    """
-    if shown.answer is None or is_form_answered(state, shown.key):
-        return None
-    try:
-        choice = parse_choice(shown.answer, limits)
-    except InvalidInput as error:
-        suspend_with_form(make_form(str(error)))
-    return NewAnswer(choice, FormAnswered(key=shown.key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id))
-
-
 def is_form_answered(state: Experiment, key: str) -> bool:
-    """Whether the answer to a form is in the journal: if a run starts twice, only the first start applies it."""
+    """Return whether the answer to a form is in the journal: if a run starts twice, only the first start applies it."""
     return any(answer.key == key for answer in state.answers)
 
 
 def current_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> ResumeLimits:
-    """Return the current limits and the checkpoints that the resume form can change."""
+    """Return the limits of the stop criterion `stop`, together with `samples` and the steps of `checkpoints`."""
     stopper = make_stopper(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
     parts = stopper.stoppers if isinstance(stopper, AnyOf) else (stopper,)
+    trial_budgets = [part.trials for part in experiment_stoppers(stopper) if isinstance(part, TrialBudget)]
     stop_json = stop_to_json(stop) if stop is not None else {}
     return ResumeLimits(
         samples=samples,
-        max_trials=min(
-            (part.trials for part in experiment_stoppers(stopper) if isinstance(part, TrialBudget)), default=0
-        ),
+        max_trials=min(trial_budgets, default=0),
         steps=stopper.step_count or 0,
         hours=min((part.time.total_seconds() / 3600 for part in parts if isinstance(part, MaxTime)), default=0.0),
         checkpoints=tuple(checkpoints),
@@ -408,7 +365,7 @@ def current_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int]
 
 
 def extend_stop_by_choice(stop: object, choice: ResumeChoice) -> object:
-    """Return the stop criterion of a trial, extended if the choice is "extend"."""
+    """Return the stop criterion with the limits of the choice, if the choice is "extend"."""
     if choice.action != "extend":
         return stop
     limits = current_limits(stop)
@@ -431,50 +388,50 @@ class RunIteration:
     loaded_experiment: Experiment | None = None
     """The state of the experiment, if it has been read."""
     answer: NewAnswer | None = None
-    """The user's choice of how to continue, which is not applied yet."""
+    """The answer to the last form; None if it has been applied, or if there is none."""
     is_stopping: bool = False
     """Whether the search must start no more trials."""
     initial_experiment: Experiment | None = None
     """The experiment before this run changed it."""
     journal_writer: JournalWriter | None = None
-    """Writes the journal and has the latest state; None until the run owns the experiment."""
+    """Writes the journal, and holds the latest state; None until the run owns the experiment."""
 
     def set_journal_writer(self, journal_writer: JournalWriter) -> JournalWriter:
-        """Store the journal writer and the state before its first entry, and return the writer."""
+        """Set `journal_writer`, and `initial_experiment` to its state before its first entry; return the writer."""
         self.initial_experiment, self.journal_writer = journal_writer.experiment, journal_writer
         return journal_writer
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeQuestion:
-    """How to ask the user how a suspended search or training continues, and how to apply the answer."""
+    """The question of how a suspended run continues: its form, its limits, and the effect of an answer."""
 
     get_limits: Callable[[SearchPlan, Experiment], ResumeLimits]
     """Returns the values that the form can change."""
     extend_plan: Callable[[SearchPlan, ResumeChoice], SearchPlan]
     """Extends the plan by a choice."""
     make_form: Callable[[SearchPlan, Experiment, str], InputForm]
-    """Makes the form, given the reason to show it again; the reason is empty the first time."""
-    refusal: Callable[[StorageTarget, Experiment, ResumeChoice], str | None] = lambda _target, _state, _choice: None
+    """Makes the form. The last argument is the reason to show the form again; "" the first time."""
+    refusal_reason: Callable[[StorageTarget, Experiment, ResumeChoice], str | None] = lambda *_: None
     """Returns why a choice is impossible; None if it is possible."""
 
 
-def first_iteration(turn: RunIteration, question: ResumeQuestion, shown: FormText | None) -> RunIteration:
-    """Return `turn` with the answers of this flow run applied; the run may be new, retried or resumed.
+def first_iteration(iteration: RunIteration, question: ResumeQuestion, form: LastForm | None) -> RunIteration:
+    """Return `iteration` with the answers of this flow run applied; the run may be new, retried or resumed.
 
     Args:
-        turn: the plan, and the experiment if it has been read.
+        iteration: the plan, and the experiment if it has been read.
         question: the question that the form asks.
-        shown: the last form of the run.
+        form: the last form of the run. The journal has the answers to earlier forms.
 
     Raises:
-        Pause: the user's answer is invalid: the run is suspended again with the form.
-        ResumeFailed: the experiment cannot be read, or is gone. No new experiment was started.
+        Pause: the answer is invalid. The run is suspended again, with a form that shows the reason.
+        ResumeFailed: the experiment cannot be read, or no longer exists. No new experiment was started.
     """
-    if shown is None:
-        return turn
-    plan, target = turn.plan, turn.plan.target
-    state = turn.loaded_experiment or with_retries(lambda: read_experiment_to_resume(target, plan.experiment))
+    if form is None:
+        return iteration
+    plan, target = iteration.plan, iteration.plan.target
+    state = iteration.loaded_experiment or with_retries(lambda: read_experiment_to_resume(target, plan.experiment))
     if not state.entry_count:
         missing = missing_experiment_message(target, plan.experiment)
         advice = "Nothing was started: start a new flow run to train from step 0"
@@ -482,18 +439,24 @@ def first_iteration(turn: RunIteration, question: ResumeQuestion, shown: FormTex
     choices = list(earlier_choices(state))
     for choice in choices:
         plan = question.extend_plan(plan, choice)
-    form = partial(question.make_form, plan, state)
-    answer = check_new_answer(shown, state, question.get_limits(plan, state), form)
-    if answer is not None:
-        if refusal := question.refusal(target, state, answer.choice):
-            suspend_with_form(form(refusal))
-        choices.append(answer.choice)
-        plan = question.extend_plan(plan, answer.choice)
+    answer: NewAnswer | None = None
+    limits = question.get_limits(plan, state)
+    if form.answer is not None and not is_form_answered(state, form.key):
+        try:
+            choice = parse_choice(form.answer, limits)
+        except InvalidInput as error:
+            suspend_with_form(question.make_form(plan, state, str(error)))
+        if reason := question.refusal_reason(target, state, choice):
+            suspend_with_form(question.make_form(plan, state, reason))
+        event = FormAnswered(key=form.key, answer=choice.model_dump(mode="json"), flow_run=flow_run.id)
+        answer = NewAnswer(choice, event)
+        choices.append(choice)
+        plan = question.extend_plan(plan, choice)
     return RunIteration(plan, state, answer, is_stopping=bool(choices) and choices[-1].action == "stop here")
 
 
 def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: Experiment) -> None:
-    """Raise `Pause` if the flow run was suspended; suspend it with the form if *Resume* can start it again."""
+    """Raise `Pause` if the flow run was suspended; first show the form if *Resume* can start the run again."""
     if not is_flow_run_suspended():
         return
     if not is_flow_run_suspendable():
@@ -501,32 +464,29 @@ def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: 
     suspend_with_form(question.make_form(plan, state, ""))
 
 
-# ---------------------------------------------------------------------------------------------------- how a run ends
+# The ownership of an experiment, and the end of a run.
 
 
-def acquire_run_ownership(turn: RunIteration, experiment: Experiment, slots: int) -> Experiment:
-    """Make this run the owner of its experiment, and return the state. The run trains `slots` trials at a time.
+def acquire_run_ownership(iteration: RunIteration, experiment: Experiment, slots: int) -> Experiment:
+    """Make this run the owner of its experiment, and return the new state. The run trains `slots` trials at a time.
 
-    `experiment` is the state that was just read.
-
-    Raises like `make_next_owner` and `acquire_experiment`.
+    `experiment` is the state that was just read. Raises the errors of `make_next_owner` and `acquire_experiment`.
     """
-    plan = turn.plan
+    plan = iteration.plan
     owner = make_next_owner(experiment, plan.failure_policy.max_restarts)
     owner, loaded = owner.model_copy(update={"slots": slots}), skip_prefect_introspection(experiment)
     return acquire_experiment(plan.target, experiment.key, owner, new_write_stamp(), loaded)
 
 
 @contextmanager
-def guarding_ownership(turn: RunIteration) -> Iterator[None]:
-    """Set no state of the flow run if another process of the same run has taken over the experiment.
+def guarding_ownership(iteration: RunIteration) -> Iterator[None]:
+    """Let a superseded process leave its flow run's state to its successor; on SIGTERM or Ctrl-C, log how to resume.
 
-    A state from this process would overwrite the state from the other process. On SIGTERM or Ctrl-C, log which trials
-    can be resumed.
+    The successor is a process of the same flow run. The log line says which trials can be resumed.
 
     Raises:
         Abort: instead of `Superseded`, if the new owner is the same flow run.
-        KeyboardInterrupt: with this log line as its message, which Python prints last.
+        KeyboardInterrupt: its message is this log line, so that Python prints it last.
     """
     try:
         yield
@@ -534,13 +494,13 @@ def guarding_ownership(turn: RunIteration) -> Iterator[None]:
         owner = None
         if is_flow_run_suspendable():
             with suppress(TuneError):
-                owner = read_experiment_by_name(turn.plan.target, turn.plan.experiment).owner
+                owner = read_experiment_by_name(iteration.plan.target, iteration.plan.experiment).owner
         if owner is None or owner.flow_run != flow_run.id:
             raise
         get_run_logger().warning("%s", error)
         raise Abort(str(error)) from error
     except (TerminationSignal, KeyboardInterrupt) as interrupt:
-        state = turn.journal_writer.experiment if turn.journal_writer else None
+        state = iteration.journal_writer.experiment if iteration.journal_writer else None
         message = format_resume_advice(state) if state and state.trials else "the run had not started: run it again"
         is_interrupt = isinstance(interrupt, KeyboardInterrupt)
         if not is_interrupt or threading.current_thread() is not threading.main_thread():
@@ -552,14 +512,12 @@ def guarding_ownership(turn: RunIteration) -> Iterator[None]:
 
 
 def format_resume_advice(state: Experiment) -> str:
-    """Return a sentence that says which trials of an experiment can be resumed, and how."""
+    """Return a message about the trials of an experiment that can be resumed, and how to resume them."""
     trials = list(state.trials.values())
     unfinished = [trial for trial in trials if trial.phase not in ENDED_PHASES]
     steps = [newest.step if (newest := newest_checkpoint(trial)) else 0 for trial in unfinished]
-    advice = (
-        "press Retry, or run it" if current_deployment_id() is not None else "run it"
-    )  # only deployments have *Retry*
-    advice = f"{advice} again under the same experiment name, to resume"
+    action = "press Retry, or run it" if current_deployment_id() is not None else "run it"  # scripts have no *Retry*
+    advice = f"{action} again under the same experiment name, to resume"
     if not unfinished:
         return f"experiment {state.name!r}: all {pluralize(len(trials), 'trial has', 'trials have')} ended; {advice}"
     if len(trials) == 1:
@@ -572,12 +530,11 @@ def format_resume_advice(state: Experiment) -> str:
 
 
 def first_search_iteration(plan: SearchPlan, experiment: Experiment | None) -> RunIteration:
-    """Return the first turn of a search's flow run, with the samples that it adds. Raises like `first_iteration`."""
+    """Return the iteration that this start of a search's flow run begins, with its added samples and its answers."""
     form = read_last_form()
     if form is None and plan.samples_per_run is None:
-        return RunIteration(
-            plan if experiment is None else plan_checks.with_default_samples(plan, experiment), experiment
-        )
+        plan = plan if experiment is None else plan_checks.with_default_samples(plan, experiment)
+        return RunIteration(plan, experiment)
     experiment = experiment or with_retries(lambda: read_experiment_to_resume(plan.target, plan.experiment))
     plan, _ = plan_checks.with_added_samples(plan, experiment, lambda: current_call_path(plan.experiment).key)
     return first_iteration(RunIteration(plan, experiment), SEARCH_QUESTION, form)
@@ -589,7 +546,7 @@ def _search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
 
 
 def _count_samples(plan: SearchPlan) -> int:
-    """Return the total number of samples; 0 if the search has no fixed number, or a form cannot change it."""
+    """Return the total number of samples; 0 if the search has no fixed number, or a number that no form can change."""
     if plan.search is None:
         return plan.num_samples or DEFAULT_NUM_SAMPLES
     if "num_samples" not in getattr(plan.search, "__dataclass_fields__", ()):
@@ -609,17 +566,18 @@ def _extend_search(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
 
 
 def _make_search_form(plan: SearchPlan, state: Experiment, retry_reason: str) -> InputForm:
-    page = format_form(state, plan.target.uri, plan.objective, format_code_note(state, plan), retry_reason)
+    note = format_code_note(state, plan)
+    description = format_form_description(state, plan.target.uri, plan.objective, note, retry_reason)
     limits = _search_limits(plan_checks.with_default_samples(plan, state), state)
-    return _fill_form(_SearchForm, page, samples=limits.samples, steps=limits.steps)
+    return _fill_form(_SearchForm, description, samples=limits.samples, steps=limits.steps)
 
 
 SEARCH_QUESTION = ResumeQuestion(_search_limits, _extend_search, _make_search_form)
 """How a suspended search continues."""
 
 
-def _checkpoint_refusal(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str | None:
-    """Return why the training cannot resume from the chosen checkpoint; None if it can, or none was chosen."""
+def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str | None:
+    """Return why a training cannot resume from the chosen checkpoint; None if it can, or if none was chosen."""
     if choice.action != "other checkpoint":
         return None
     (trial,) = state.trials.values()
@@ -628,14 +586,15 @@ def _checkpoint_refusal(target: StorageTarget, state: Experiment, choice: Resume
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
-def answer_events(spec: TrialSpec, state: Experiment, turn: RunIteration) -> Sequence[Event]:
-    """Return the event of the answer and the events that apply it: one entry, so that a kill cannot separate them.
+def answer_events(spec: TrialSpec, state: Experiment, iteration: RunIteration) -> Sequence[Event]:
+    """Return the event of the new answer and the events that apply it; () if another start of this run applied it.
 
-    Return none if another start of this run has applied the answer.
+    All belong in one entry, so that a kill cannot separate them.
     """
-    if turn.answer is None or is_form_answered(state, turn.answer.event.key):
+    answer = iteration.answer
+    if answer is None or is_form_answered(state, answer.event.key):
         return ()
-    trial, choice, events = state.trials.get(spec.trial.trial), turn.answer.choice, list[Event]([turn.answer.event])
+    trial, choice, events = state.trials.get(spec.trial.trial), answer.choice, list[Event]([answer.event])
     if trial is None:
         return events
     name = trial.id
@@ -644,21 +603,19 @@ def answer_events(spec: TrialSpec, state: Experiment, turn: RunIteration) -> Seq
     elif choice.action == "other checkpoint":  # a clone makes an earlier checkpoint the newest; later checkpoints stay
         step = choice.checkpoint
         clone = make_clone_ref(trial, _find_checkpoint(trial, step), name)
+        reason = make_reason("went-back", step=step)
         events.append(TrialRequeued(trial=name, reason=make_reason("goes-back", step=step)))
-        events.append(
-            CheckpointCloned(trial=name, checkpoint=clone, source=name, reason=make_reason("went-back", step=step))
-        )
+        events.append(CheckpointCloned(trial=name, checkpoint=clone, source=name, reason=reason))
     return events
 
 
 def _find_checkpoint(trial: Trial, step: int) -> CheckpointRef:
-    """Return the newest checkpoint of a step. Raises `CheckpointNotFound` if it was retired after the choice."""
-    refs = [ref for ref in trial.checkpoints if ref.step == step]
-    if not refs:
-        raise CheckpointNotFound(
-            f"trial {trial.id!r}: the checkpoint of step {step} was deleted; press Retry to choose again"
-        )
-    return refs[-1]
+    """Return the newest checkpoint of a step; raise `CheckpointNotFound` if it was retired after the user's choice."""
+    if refs := [ref for ref in trial.checkpoints if ref.step == step]:
+        return refs[-1]
+    raise CheckpointNotFound(
+        f"trial {trial.id!r}: the checkpoint of step {step} was deleted; press Retry to choose again"
+    )
 
 
 def _training_limits(plan: SearchPlan, state: Experiment) -> ResumeLimits:
@@ -672,16 +629,15 @@ def _make_training_form(plan: SearchPlan, state: Experiment, retry_reason: str) 
         for name, trial in state.trials.items()
     )
     warning = next(filter(None, warnings), None)
-    code = f"⚠️ {warning}" if warning else "code: no change since the newest checkpoint is known"
-    page = format_form(state, plan.target.uri, None, code, retry_reason)
-    return make_training_form(_training_limits(plan, state), page)
+    note = f"⚠️ {warning}" if warning else "code: no change since the newest checkpoint is known"
+    description = format_form_description(state, plan.target.uri, None, note, retry_reason)
+    limits = _training_limits(plan, state)
+    newest_step = max(limits.checkpoints, default=0)
+    return _fill_form(_TrainingForm, description, steps=limits.steps, hours=limits.hours, checkpoint=newest_step)
 
 
 def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
-    """Return a warning if the trainable's source has changed since the newest checkpoint.
-
-    Empty if the source is unchanged, or if one of the two digests is unknown.
-    """
+    """Return a warning if the trainable's source has changed since the newest checkpoint; "" if not, or if unknown."""
     key, digest = newest_checkpoint_key(folder, trial), source_digest(trainable)
     if key is None or not digest:
         return ""
@@ -690,15 +646,14 @@ def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, t
             saved = read_manifest(store, key).metadata.fingerprint.get("code", "")
     except TuneError:  # the target cannot be read now
         return ""
-    if not saved or saved == digest:
-        return ""
-    return f"the source of the trainable has changed since the checkpoint of step {key.step} ({saved} -> {digest})"
+    change = f"the source of the trainable has changed since the checkpoint of step {key.step} ({saved} -> {digest})"
+    return change if saved and saved != digest else ""
 
 
 TRAINING_QUESTION = ResumeQuestion(
     _training_limits,
     lambda plan, choice: plan.with_changes(stop=extend_stop_by_choice(plan.stop, choice)),
     _make_training_form,
-    _checkpoint_refusal,
+    _unusable_checkpoint_reason,
 )
 """How a suspended training continues."""

@@ -158,7 +158,9 @@ def test_without_a_server_that_is_said_and_not_that_a_block_is_missing(monkeypat
     nothing = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
     with (
         temporary_settings(nothing, restore_defaults={PREFECT_API_URL}),
-        pytest.raises(InvalidInput, match="no Prefect server is set up, and a saved block is stored on one: prefect"),
+        pytest.raises(
+            InvalidInput, match="no Prefect server is set up, but saved blocks are stored on a server: prefect"
+        ),
     ):
         resolve_target("s3-target/prod")
 

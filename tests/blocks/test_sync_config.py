@@ -58,7 +58,7 @@ def test_a_syncer_can_be_named_by_an_import_string() -> None:
 
 def test_a_syncer_object_says_how_it_could_be_stored() -> None:
     config = SyncConfig(upload_dir="s3://bucket", syncer=CopyingSyncer())
-    advice = r"a CopyingSyncer object cannot be stored: give syncer='package\.module:Name'"
+    advice = r"a CopyingSyncer object cannot be stored: pass syncer='package\.module:Name'"
     with pytest.raises(ValueError, match=advice):
         config.model_dump()
 

@@ -31,7 +31,7 @@ from prefect_tune.maintenance import (
     SkippedWork,
     format_report,
 )
-from prefect_tune.suspension import format_form
+from prefect_tune.suspension import format_form_description
 from prefect_tune.tuner import run_search, run_training
 from tests.fakes.outcomes import make_failure
 from tests.fakes.untrusted import HOSTILE, require_visible
@@ -42,7 +42,7 @@ _MARKUP = "![x](http://theirs) <img src=x>"
 
 
 def test_what_a_journal_says_of_the_code_is_text_on_the_page() -> None:
-    page = format_form(Experiment(key=JournalKey(experiment="e", generation=1)), "s3://b", None, _MARKUP)
+    page = format_form_description(Experiment(key=JournalKey(experiment="e", generation=1)), "s3://b", None, _MARKUP)
     assert "![" not in page
     assert "\\!\\[x\\]" in page
 

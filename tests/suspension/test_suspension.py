@@ -21,7 +21,7 @@ from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.suspension import (
     SEARCH_QUESTION,
     TRAINING_QUESTION,
-    FormText,
+    LastForm,
     ResumeAction,
     ResumeChoice,
     ResumeLimits,
@@ -106,7 +106,7 @@ def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp
     plan = SearchPlan(
         trainable="tests.trainables.counting:Counting", target=LocalTarget(path=str(tmp_path)), experiment="e"
     )
-    shown = FormText(key="prefect-tune-how-1", answer={})
+    shown = LastForm(key="prefect-tune-how-1", answer={})
     with pytest.raises(ResumeFailed, match=r"there is no experiment 'e' at .* Nothing was started"):
         first_iteration(RunIteration(plan), TRAINING_QUESTION, shown)
 

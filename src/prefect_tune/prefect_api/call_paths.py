@@ -93,7 +93,7 @@ def current_call_path(what: object = "") -> CallPath:
 
     To ask upstream: an id of a call that a retry of its caller keeps.
     """
-    run, calls = _current_flow_run(), deque[tuple[FlowRun, TaskRun]]()
+    run, calls = current_flow_run(), deque[tuple[FlowRun, TaskRun]]()
     if run.parent_task_run_id is None:
         return _build_path(run, (), what, None)
     with get_client(sync_client=True) as client:
@@ -106,10 +106,11 @@ def current_call_path(what: object = "") -> CallPath:
         return _build_path(run, calls, what, client)
 
 
-def _current_flow_run() -> FlowRun:
+def current_flow_run() -> FlowRun:
+    """Return the flow run of this context, which can be suspended, and on which defaults depend."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        raise RuntimeError("a default depends on the flow run: expected to run in a flow run, found none")
+        raise RuntimeError("a suspension or a default depends on the flow run: expected a flow run, found none")
     return context.flow_run
 
 
@@ -128,7 +129,7 @@ def _build_path(
         callers = call.task_inputs.get("__parents__", ())
         caller = next((result.id for result in callers if isinstance(result, TaskRunResult)), None)
         # A subflow's call does not depend on what it calls; the parameters that lead to a call are part of its action.
-        action = stable_digest([what, parameters]) if run.id == _current_flow_run().id else ""
+        action = stable_digest([what, parameters]) if run.id == current_flow_run().id else ""
         if caller is None:
             prefix = f"{parent}/{run.flow_id}"
             number = _number_call(run.id, f"{path.caller}/{prefix}-{action}") if action else call.dynamic_key
@@ -180,7 +181,7 @@ def claim_call_key(key: str) -> None:
     """
     with _guard:
         others = [(other, run) for other, run in _runs_by_key.items() if _differ_by_order(key, other)]
-        _runs_by_key[key] = _current_flow_run().id
+        _runs_by_key[key] = current_flow_run().id
     if not others:
         return
     task = _calling_task_context()

@@ -135,9 +135,7 @@ class FlowWithServer(Flow[_P, _R]):
 
 
 def flow_with_server(
-    *,
-    call_context: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    **options: Any,
+    *, call_context: Callable[[str], AbstractContextManager[object]] = nullcontext, **options: Any
 ) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:
     """Return a decorator that makes a `FlowWithServer`, with the options of `prefect.flow`.
 

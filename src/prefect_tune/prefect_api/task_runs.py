@@ -217,10 +217,7 @@ def run_task_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs)
 
 
 def _run_task(
-    task: Task[Any, Any],
-    return_type: Literal["result", "state"],
-    args: tuple[Any, ...],
-    options: dict[str, Any],
+    task: Task[Any, Any], return_type: Literal["result", "state"], args: tuple[Any, ...], options: dict[str, Any]
 ) -> object:
     args = tuple(map(quote, args))  # so that Prefect does not search them for futures
     options = {name: quote(value) for name, value in options.items()}

@@ -25,14 +25,12 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.journal_access import write_entry_directly
 from prefect_tune.suspension import (
     TRAINING_QUESTION,
-    FormText,
+    LastForm,
     NewAnswer,
     ResumeChoice,
-    ResumeLimits,
     RunIteration,
     answer_events,
     first_iteration,
-    make_training_form,
     read_last_form,
     suspend_with_form,
 )
@@ -63,8 +61,8 @@ class LeftRun:
     def retry(self) -> None:
         self._client.set_flow_run_state(self.id, AwaitingRetry(), force=True)
 
-    def last_form(self) -> FormText | None:
-        found: list[FormText | None] = []
+    def last_form(self) -> LastForm | None:
+        found: list[LastForm | None] = []
         self.within(lambda: found.append(read_last_form()))
         return found[0]
 
@@ -163,10 +161,10 @@ _DAMAGE: dict[str, Callable[[LocalTarget], None]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("damage", _DAMAGE)
 def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, left_run: LeftRun, damage: str) -> None:
-    left_run.ask(make_training_form(ResumeLimits(checkpoints=(5, 10, 15)), "How?"))
+    before = experiment_at(trained.target, "troubled")
+    left_run.ask(TRAINING_QUESTION.make_form(trained.plan(None), before, ""))
     left_run.resume(_BACK)
     _DAMAGE[damage](trained.target)
-    before = experiment_at(trained.target, "troubled")
     turns: list[RunIteration] = []
 
     def start() -> None:
