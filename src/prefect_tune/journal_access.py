@@ -46,7 +46,7 @@ from prefect_tune.storage_retries import READ_TIMEOUT, with_retries, with_store
 
 
 def current_owner(*, attempt: int = 0) -> Owner:
-    """Return the identity of this process, which its superseded predecessors name in messages."""
+    """Return this process as the owner of a journal. The errors of superseded owners name it."""
     return Owner(
         name=flow_run.name or "a script",
         host=socket.gethostname(),
@@ -58,7 +58,7 @@ def current_owner(*, attempt: int = 0) -> Owner:
 
 
 def has_process_ended(owner: Owner) -> bool:
-    """Return whether an owner was a process of this machine that has ended; False if its pid is in use again."""
+    """Return whether an owner was a process of this machine that has exited; False if its pid is in use again."""
     if owner.host != socket.gethostname():
         return False
     try:
@@ -105,7 +105,7 @@ def write_entry_directly(
 ) -> Experiment:
     """Write an entry like `write_entry`, but without a task run: a search writes too often for a task run per entry.
 
-    The search itself writes snapshots, in the background.
+    This writes no snapshot: the search writes snapshots in the background.
     """
     write_stamp = stamp or new_write_stamp()
     return with_store(target, lambda store: append_events(store, experiment, events, write_stamp))
@@ -114,7 +114,7 @@ def write_entry_directly(
 def experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
     """Return the digest of the journal's first entry; None if there is no such experiment. Sends one request.
 
-    The digest is unique: it changes if an experiment is deleted and created again under the same name.
+    The digest is unique: an experiment that is deleted and created again under the same name gets another digest.
     """
 
     def read_digest(store: ObjectStore) -> str | None:
@@ -133,13 +133,13 @@ def read_experiment(target: StorageTarget, experiment: JournalKey) -> Experiment
 
 
 def read_experiment_by_name(target: StorageTarget, experiment: str) -> Experiment:
-    """Find the current journal of the name `experiment`, and return its state."""
+    """Return the state of the experiment with the name `experiment`, from its current journal."""
     with target.open(timeout=READ_TIMEOUT) as store:
         return load_experiment(store, find_current_journal(store, experiment))
 
 
 def missing_experiment_message(target: StorageTarget, experiment: str) -> str:
-    """Return the message that there is no `experiment` on `target`, with a similar name if there is one."""
+    """Return the message that there is no `experiment` on `target`; it suggests a similar name if there is one."""
     with target.open(timeout=READ_TIMEOUT) as store:
         return no_experiment_message(store, experiment, target.uri)
 
@@ -180,17 +180,17 @@ def raising_resume_failed(target: StorageTarget, experiment: str, *others: type[
 
 @dataclass(frozen=True, slots=True)
 class OwnershipRequest:
-    """Arguments of a takeover: the new owner, and additional events of its entry."""
+    """The arguments of a takeover: the new owner, and the events that its first entry also holds."""
 
     owner: Owner
     stamp: WriteStamp
     events_for: Callable[[Experiment], Sequence[Event]] = lambda _: ()
     loaded: Experiment | None = None
-    """The state, if the caller has just read the journal; saves a second read."""
+    """The state, if the caller has just read the journal: a second read is not needed."""
 
 
 def acquire_and_adopt(
-    store: ObjectStore, key: JournalKey, target: StorageTarget, opening: OwnershipRequest
+    store: ObjectStore, key: JournalKey, target: StorageTarget, request: OwnershipRequest
 ) -> Experiment:
     """Take over the journal `key` on `store` without retries; see `acquire_and_adopt_with_retries`."""
     before: Experiment | None = None
@@ -198,58 +198,53 @@ def acquire_and_adopt(
     def collect_events(state: Experiment) -> Sequence[Event]:
         nonlocal before
         before = state
-        return opening.events_for(state)
+        return request.events_for(state)
 
     try:
-        state_after = acquire_ownership(
-            store, key, opening.owner, opening.stamp, events_for=collect_events, loaded=opening.loaded
-        )
+        owner, stamp = request.owner, request.stamp
+        state_after = acquire_ownership(store, key, owner, stamp, events_for=collect_events, loaded=request.loaded)
         if before is not None:  # None: an earlier try wrote the entry, and the reply was lost
-            set_dead_attempts_crashed(before, opening.owner)
+            set_dead_attempts_crashed(before, owner)
         # The second entry has its own stamp, so that a retry of the task recognizes both entries.
-        adoption_stamp = WriteStamp(write_id=f"{opening.stamp.write_id}-adopted", at=opening.stamp.at)
+        adoption_stamp = WriteStamp(write_id=f"{stamp.write_id}-adopted", at=stamp.at)
         return adopt_unjournaled_saves(store, state_after, adoption_stamp)
     except (JournalCorrupt, UnknownVersion) as error:
         raise ResumeFailed(f"{key} at {target.uri}: {error}. Nothing was started, and nothing is lost") from error
 
 
-def adopt_unjournaled_saves(store: ObjectStore, opened: Experiment, stamp: WriteStamp) -> Experiment:
-    """Journal the saves that the previous owner has not journaled, unless this term has done so already."""
-    if opened.last_adopting_term == opened.term:
-        return opened
-    adopted = make_adoption_events(store, opened, last=read_last_reports(store, opened))
-    return append_entry(store, opened, adopted, stamp)
+def adopt_unjournaled_saves(store: ObjectStore, experiment: Experiment, stamp: WriteStamp) -> Experiment:
+    """Journal the saves that the previous owner has not journaled, unless the present owner has already done so."""
+    if experiment.last_adopting_term == experiment.term:
+        return experiment
+    events = make_adoption_events(store, experiment, last=read_last_reports(store, experiment))
+    return append_entry(store, experiment, events, stamp)
 
 
-def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, opening: OwnershipRequest) -> Experiment:
+def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, request: OwnershipRequest) -> Experiment:
     """Take over a journal like the task `acquire_experiment`, but within the calling task. Raises like that task."""
-    tries = iter([opening])
+    requests = iter([request])
 
-    def try_to_open() -> Experiment:
+    def try_to_acquire() -> Experiment:
         # `loaded` is valid only for the first try, which may have written an entry and lost the reply.
-        this_time = next(tries, replace(opening, loaded=None))
+        next_request = next(requests, replace(request, loaded=None))
         with target.open(timeout=READ_TIMEOUT) as store:
-            return acquire_and_adopt(store, key, target, this_time)
+            return acquire_and_adopt(store, key, target, next_request)
 
-    return with_retries(try_to_open)
+    return with_retries(try_to_acquire)
 
 
 _ATTEMPT_TASK_KEY_PREFIXES = ("run_attempt-", "run_trial-")
-"""Prefect's keys of the tasks that run attempts, of a search and of a user's own flow, begin with these names."""
+"""Prefect's keys of the tasks that run attempts begin with these prefixes: in a search, and in a user's own flow."""
 _owners_of_this_process: set[Owner] = set()
-"""The owners with which this process has taken over journals; their attempts end by themselves."""
+"""The owners as which this process has taken over journals. Their attempts end by themselves."""
 
 
 def set_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
-    """Set the task runs of attempts that were running when `owner` took over the journal to Crashed, in a thread.
+    """Set the task runs of the attempts that were running in `before`, the state before the takeover, to Crashed.
 
-    An attempt whose flow run is alive keeps its state: it ends by itself as soon as it detects that it was superseded.
-    If the flow run turns out to be dead while this process lives, the attempt is set to Crashed then. The thread does
-    not delay the end of the process; errors of the Prefect server change nothing.
-
-    Args:
-        before: the experiment before the takeover.
-        owner: the new owner.
+    A thread does this. An attempt whose flow run is alive keeps its state: the attempt ends by itself as soon as it
+    detects that it was superseded. If this process finds later that the flow run has ended, it sets the attempt to
+    Crashed then. The thread does not delay the exit of the process, and ignores errors of the Prefect server.
     """
     owner_before, is_own = before.owner, before.owner in _owners_of_this_process
     _owners_of_this_process.add(owner)
@@ -261,7 +256,7 @@ def set_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
 
 
 def set_attempt_crashed(supervisor: Owner, owner: Owner) -> None:
-    """Set the task run of one attempt on another machine, which `owner` has fenced, to Crashed."""
+    """Set the task run of an attempt on another machine to Crashed, after `owner` has fenced the attempt."""
     if supervisor.task_run is not None:
         _set_attempts_crashed(supervisor, owner, None)
 
@@ -276,10 +271,7 @@ def _set_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None
     threading.Thread(
         target=copy_context().run,
         args=(mark_task_runs_crashed, dead_owner.flow_run, make_attempt_filter(dead_owner, run_count)),
-        kwargs={
-            "successor": successor,
-            "has_owner_exited": is_same_run or has_process_ended(dead_owner),
-        },
+        kwargs={"successor": successor, "has_owner_exited": is_same_run or has_process_ended(dead_owner)},
         name="settle-dead-attempts",
         daemon=True,
     ).start()
@@ -289,9 +281,9 @@ def make_attempt_filter(owner: Owner, run_count: int | None) -> Callable[[TaskRu
     """Return a predicate: whether a task run of the owner's flow run is an attempt of `owner`.
 
     Args:
-        owner: the owner of the journal, or the supervisor of one attempt, which names its task run.
-        run_count: the run count of the flow run if it is running again: then its present attempts are not attempts of
-            `owner`. None if it is not running again.
+        owner: the owner of the journal, or the supervisor of one attempt, with the id of its task run.
+        run_count: the run count of the flow run if the flow run was started again: the attempts of this run are not
+            attempts of `owner`. None if it was not started again.
     """
 
     def is_attempt(run: TaskRun) -> bool:

@@ -289,7 +289,7 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
                 return state
             else:  # a task of this run has begun the takeover, and was killed or is still running
                 with suppress(Superseded):
-                    return with_store(target, partial(adopt_unjournaled_saves, opened=state, stamp=stamp))
+                    return with_store(target, partial(adopt_unjournaled_saves, experiment=state, stamp=stamp))
 
 
 def _require_not_superseded(state: Experiment, target: StorageTarget, writer: Owner) -> None:

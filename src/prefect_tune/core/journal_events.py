@@ -1,7 +1,8 @@
 """The events in journal entries: events of a trial, events of an experiment, and the entry itself.
 
-`TrialFinished`, `TrialPaused` and `AttemptEnded` are also the outcomes of an attempt (`Outcome`): its process sends one
-of them, its supervisor completes and returns it, the journal stores it, and Prefect's state is made from it.
+`TrialFinished`, `TrialPaused` and `AttemptEnded` are also the outcomes of an attempt (`Outcome`). The attempt's process
+sends its outcome, its supervisor completes and returns the outcome, the journal stores it, and Prefect's state is made
+from it.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport
 
 
 class Owner(Value):
-    """The process that owns a journal; errors of superseded owners name it."""
+    """The process that owns a journal. The errors of superseded owners name it."""
 
     name: str
     host: str
     pid: int
     flow_run: str | None = None
     task_run: str | None = None
-    """The id of the task run, if the attempt is one."""
+    """The id of the task run, if the process runs an attempt as one."""
     is_manual: bool = False
-    """Whether the user resumed this run, so that it does not count as a restart after a crash."""
+    """Whether the user resumed this run: it does not count as a restart after a crash."""
     attempt: int = 0
-    """For a user's own flow: how often its run was started."""
+    """In a user's own flow, the number of starts of its run."""
     slots: int | None = None
     """The number of trials that this run trains in parallel; None if unlimited."""
 
     @property
     def identity(self) -> str:
-        """An id that all tasks of one flow run share; without a flow, all owners of this name share it."""
+        """An id that all tasks of one flow run share; without a flow run, all owners of the same name share it."""
         return f"{self.flow_run}/{self.attempt}" if self.flow_run else self.name
 
     def __str__(self) -> str:
@@ -51,9 +52,9 @@ class Owner(Value):
 
 
 class CheckpointRef(Value):
-    """A checkpoint in the journal: step and sequence, which name it on the target, and the input of retention.
+    """A checkpoint in the journal: step and sequence, which name it on the target, and the facts for retention.
 
-    `make_checkpoint_ref` in `core/restore.py` makes it from the manifest of a save.
+    `make_checkpoint_ref` in `core/restore.py` makes the reference from the manifest of a save.
     """
 
     step: int
@@ -71,11 +72,11 @@ class CheckpointRef(Value):
 
 
 class QuarantinedCheckpoint(Value):
-    """A quarantined checkpoint: it is not used, but its bytes are kept; it can be reinstated or retired."""
+    """A quarantined checkpoint: it is not used, but its bytes are kept, so it can be reinstated or retired."""
 
     checkpoint: CheckpointRef
     since: int
-    """The first sequence of a save that began after the quarantine: earlier saves may share the damage."""
+    """The first sequence of a save after the quarantine: earlier saves may share the damage."""
     reason: AnyReason
 
 
@@ -108,7 +109,7 @@ class PriorTrial(Value):
 
 
 class WarmStart(Value):
-    """An experiment from which a search warm-starts, with its trials: the experiment may be deleted afterwards."""
+    """An experiment from which a search warm-starts, with copies of its trials: it may be deleted afterwards."""
 
     source: str
     """The experiment as the user named it: by its name, or `target/name`."""
@@ -130,11 +131,11 @@ class TrialAdded(TrialEvent):
     config: Mapping[str, object]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     proposed_by_search: bool = False
-    """Whether a search proposed it; False for a single training, and in a user's own flow."""
+    """Whether a search proposed the trial; False for a single training, and in a user's own flow."""
 
 
 class AttemptStarted(TrialEvent):
-    """An attempt begins, from a checkpoint or from scratch. Steps reported after that checkpoint are trained again."""
+    """An attempt begins, from a checkpoint or from scratch. Reported steps after the checkpoint are trained again."""
 
     type: Literal["attempt-started"] = "attempt-started"
     attempt: int
@@ -154,13 +155,13 @@ class StepReported(TrialEvent):
     type: Literal["step-reported"] = "step-reported"
     report: StepReport
     awaits_decision: bool = False
-    """Whether the trial waits for the search to decide whether it continues."""
+    """Whether the trial waits for a decision of the search."""
 
 
 class CheckpointCommitted(TrialEvent):
-    """A checkpoint is committed: its manifest was created, and its owner was still the owner afterwards.
+    """A checkpoint is committed: its manifest was created, and the journal's owner had not changed afterwards.
 
-    `retired_sequences` has the sequences of the checkpoints that this entry retires; their bytes are deleted after it.
+    `retired_sequences` are the checkpoints that this entry retires; their bytes are deleted after the entry is written.
     """
 
     type: Literal["checkpoint-committed"] = "checkpoint-committed"
@@ -169,17 +170,17 @@ class CheckpointCommitted(TrialEvent):
     sent_bytes: int | None = None
     """The bytes that were not on the target yet; None if unknown."""
     upload_seconds: float | None = None
-    """The time that publishing it took; None if unknown."""
+    """The duration of the upload; None if unknown."""
     seconds: PhaseSeconds | None = None
-    """The seconds of its attempt up to its step; None if unknown."""
+    """The seconds of the attempt up to the checkpoint's step; None if unknown."""
 
 
 class CheckpointsRetired(TrialEvent):
-    """These checkpoints (by sequence) are retired; their bytes are deleted only after this entry.
+    """These checkpoints (by sequence) are retired; their bytes are deleted only after this entry is written.
 
-    Even without checkpoints, this entry is a barrier: an uncommitted save that began before it can no longer be
-    committed, and its blobs are not reused, so that they can be deleted. A non-owner writes it only for a trial that
-    has ended, so that no save is running.
+    Even without checkpoints, this event is a barrier: a save that began before it can no longer be committed. The blobs
+    of such a save are not reused, so they can be deleted. A non-owner writes this event only for an ended trial, which
+    has no running save.
     """
 
     type: Literal["checkpoints-retired"] = "checkpoints-retired"
@@ -187,11 +188,11 @@ class CheckpointsRetired(TrialEvent):
 
 
 class CheckpointQuarantined(TrialEvent):
-    """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it dies.
+    """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it crashes.
 
-    `quarantined=False`: it is used again. The owner's quarantine is a barrier for running saves like
-    `CheckpointsRetired`; a non-owner's is not: a save that began before it is also quarantined, because it may share
-    the damage.
+    With `quarantined=False`, it is used again. A quarantine by the owner is a barrier for running saves, like
+    `CheckpointsRetired`. A quarantine by a non-owner is no barrier: a save that began before it is quarantined too,
+    because it may share the damage.
     """
 
     type: Literal["checkpoint-quarantined"] = "checkpoint-quarantined"
@@ -201,30 +202,30 @@ class CheckpointQuarantined(TrialEvent):
     """Whether it is quarantined because it crashes the trainable, although its bytes are undamaged."""
     quarantined: bool = True
     by_non_owner: bool = False
-    """In a fork, whose entry holds the origin's events: whether a non-owner of the origin wrote this event."""
+    """In a fork, which copies the origin's events: whether a non-owner of the origin wrote this event."""
 
 
 class CheckpointCloned(TrialEvent):
-    """The trial continues from a clone of another trial's checkpoint, with `config` if that is set.
+    """The trial continues from a clone of another trial's checkpoint, with `config` if it is not None.
 
-    The clone becomes its newest checkpoint. It is this entry, not an object on the target: it uses the manifest of its
-    origin, whose bytes stay, retired or not, as long as a trial has a clone of it.
+    The clone becomes the trial's newest checkpoint. It exists only in this entry, not on the target, and uses the
+    manifest of its origin. The bytes of the origin stay, retired or not, as long as a trial has a clone of it.
     """
 
     type: Literal["checkpoint-cloned"] = "checkpoint-cloned"
     checkpoint: CheckpointRef
     source: TrialId
-    """The exploited trial; its checkpoint may itself be a clone."""
+    """The exploited trial. Its checkpoint may be a clone too."""
     config: Mapping[str, object] | None = None
     reason: AnyReason = ""
 
 
 class AttemptLaunched(TrialEvent):
-    """An attempt was requested on another machine: it posts its events to an outbox (see `core/journal/outbox`)."""
+    """An attempt was requested on another machine. It posts its events to an outbox (see `core/journal/outbox`)."""
 
     type: Literal["attempt-launched"] = "attempt-launched"
     outbox: int
-    """The number of the outbox, from 1: each outbox is used once."""
+    """The number of the outbox, from 1. Each attempt has its own outbox."""
 
 
 class PostReceived(TrialEvent):
@@ -236,19 +237,19 @@ class PostReceived(TrialEvent):
 
 
 class OutboxClosed(TrialEvent):
-    """The trial's outbox accepts no more posts, and all posts are received: the attempt was fenced off."""
+    """The trial's outbox accepts no more posts, and all its posts are received: the attempt was fenced off."""
 
     type: Literal["outbox-closed"] = "outbox-closed"
 
 
 class AttemptEnded(TrialEvent):
-    """The attempt has ended but the trial has not: it waits for its next attempt."""
+    """The attempt has ended, but the trial has not: the trial waits for its next attempt."""
 
     type: Literal["attempt-ended"] = "attempt-ended"
     cause: Cause
     reason: AnyReason
     before_first_step: bool = False
-    """Whether it died before its first step without being asked to end: the restored checkpoint may be the cause."""
+    """Whether it crashed before its first step, and no stop was requested: the restored checkpoint may be the cause."""
     usage: AnyUsage | None = None
     """The resource usage of the attempt; None if unknown."""
 
@@ -272,14 +273,14 @@ class TrialFinished(TrialEvent):
 
 
 class TrialRequeued(TrialEvent):
-    """An ended trial continues: it gets more steps, or another try."""
+    """An ended trial continues: it trains more steps, or is retried."""
 
     type: Literal["trial-requeued"] = "trial-requeued"
     reason: AnyReason
 
 
 class TrialPaused(TrialEvent):
-    """The scheduler gives the slot to another trial: this one has saved, if it could, and waits to be resumed."""
+    """The scheduler gives the slot to another trial. This trial has saved, if possible, and waits to be resumed."""
 
     type: Literal["trial-paused"] = "trial-paused"
     reason: AnyReason
@@ -329,17 +330,10 @@ AttemptEvent: TypeAlias = (
 NonOwnerEvent: TypeAlias = CheckpointQuarantined | CheckpointsRetired
 """The events that a non-owner may write: a process that adds an entry to a journal without becoming its owner."""
 AnyTrialEvent: TypeAlias = (
-    AttemptStarted
-    | StepReported
-    | CheckpointCommitted
-    | CheckpointsRetired
-    | CheckpointQuarantined
+    AttemptEvent
     | CheckpointCloned
-    | AttemptEnded
     | TrialErrored
-    | TrialFinished
     | TrialRequeued
-    | TrialPaused
     | TrialResumed
     | DecisionMade
     | SlotFreed
@@ -356,7 +350,7 @@ Writer: TypeAlias = Literal["owner", "non-owner"]
 
 
 class OwnerChanged(Value):
-    """A new owner begins a new term; the next write of every older owner fails."""
+    """A new owner begins a new term: the next write of every earlier owner fails."""
 
     type: Literal["owner-changed"] = "owner-changed"
     experiment: ExperimentName
@@ -370,17 +364,17 @@ class OwnerChanged(Value):
 class CheckpointsAdopted(Value):
     """The new owner adopts these checkpoints: their manifests exist, but the last owner did not journal them.
 
-    A manifest of an earlier term that is neither listed here nor journaled is abandoned: it is not a checkpoint.
+    If a manifest of an earlier term is neither listed here nor journaled, it is abandoned: it is not a checkpoint.
     """
 
     type: Literal["checkpoints-adopted"] = "checkpoints-adopted"
     checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
     last_known_steps: Mapping[str, int] = Field(default_factory=dict)
-    """By running trial, the last known step of its lost attempt; 0 if none is known."""
+    """By running trial, the last known step of its lost attempt; 0 if no step is known."""
     trained_seconds: Mapping[str, float] = Field(default_factory=dict)
-    """By running trial, its training time up to that step, if known; for the cost only."""
+    """By running trial, the training time up to its last known step, if known; for the cost only."""
     last_seen_at: str | None = None
-    """The time of the last owner's live status, by its clock; None if it left none. For the cost only."""
+    """The time of the last owner's live status, by that owner's clock; None if there is none. For the cost only."""
 
 
 class ExperimentConfigured(Value):
@@ -390,16 +384,16 @@ class ExperimentConfigured(Value):
     settings: Mapping[str, object]
     """The parameters, for a resume by name."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """By run, the number of samples that it adds to the planned ones, once, however often it starts.
+    """By run, the number of samples that it adds to the planned samples. A run that is restarted adds them only once.
 
-    The key stays the same after a restart: the run's id, or its position in the run that called it.
+    Its key stays the same after a restart: the run's id, or its position in the run that called it.
     """
     warm_starts: tuple[WarmStart, ...] = ()
     """Experiments from which the search warm-starts from now on."""
 
 
 class StopRequested(Value):
-    """A trial, or the whole experiment, is asked to save and end; journaled before it is carried out.
+    """A trial, or the whole experiment, must save and end. The event is journaled before the stop is carried out.
 
     A stopped trial is finished. A stopped experiment ends for its present owner; the next owner continues it.
     """
@@ -407,9 +401,9 @@ class StopRequested(Value):
     type: Literal["stop-requested"] = "stop-requested"
     reason: AnyReason
     trial: TrialId | None = None
-    """None for the whole experiment."""
+    """The trial to stop; None for the whole experiment."""
     request: str | None = None
-    """The write id of the request on the target; None if a stopper or a limit of the experiment asks."""
+    """The write id of the request on the target; None if a stopper or a limit of the experiment is the cause."""
     refused: Reason | None = None
     """Why the request is ignored; None if it is carried out."""
 
@@ -422,20 +416,20 @@ class FormAnswered(Value):
     """The key of the form, which is answered once."""
     answer: Mapping[str, object]
     flow_run: str | None = None
-    """The id of the suspended run: the answer applies to it from then on, however often it is restarted."""
+    """The id of the suspended run. The answer also applies after restarts of this run."""
 
 
 class ForkedTrial(Value):
-    """A trial of a fork: all its earlier events happened in the origin; it continues from here, and is not running."""
+    """A trial of a fork. Its earlier events happened in the origin; it continues from here, and is not running."""
 
     checkpoints: tuple[CheckpointRef, ...] = ()
-    """The copied checkpoints, and clones of them, with the steps and sequences that they have in the origin."""
+    """The copied checkpoints, and clones of them, with their steps and sequences in the origin."""
 
 
 class ExperimentForked(Value):
     """The experiment becomes a fork of `origin`; it cannot be used until an entry has its `trials`.
 
-    That entry completes the fork, and also holds all events of the origin up to the forked entry.
+    The entry with `trials` completes the fork, and also holds all events of the origin up to the forked entry.
     """
 
     type: Literal["experiment-forked"] = "experiment-forked"

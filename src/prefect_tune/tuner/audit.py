@@ -1,12 +1,11 @@
-"""Audit an experiment: derive each proposal and decision of its journal again, and name the first one that differs.
+"""Audit an experiment: derive each proposal and decision of its journal again, and report the first difference.
 
-Before it applies an event, the audit calls the functions of a running search to derive what the search had to write in
-that state. After it, the audit records the event in a `SearchPolicy`, like a running search does: both policies are in
-the same state at each event, in the order in which the results arrived. A new owner creates a new policy and replays
-the journal to it; so does the audit.
+Before the audit applies an event, it calls the functions of a running search to derive the event that the search had to
+write in that state. Afterwards it records the event in a `SearchPolicy`, like a running search. So both policies are in
+the same state at each event. A new owner creates a new policy and replays the journal to it; so does the audit.
 
     state before ──► derive_finding(event): expected, underivable or None ──► state after ──► record(event)
-Never: a policy that reads more of the journal than the search had written; import code that only the journal names.
+Never: show a policy more of the journal than the search had written; import code that only the journal names.
 """
 
 from __future__ import annotations
@@ -84,20 +83,20 @@ class AuditDifference:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The result of an audit: the number of events derived again, by event type."""
+    """The result of an audit: numbers of events, and the first difference."""
 
     experiment: str
     """The experiment's name."""
     entry_count: int
-    """How many entries were read: all, or those up to the difference."""
+    """The number of entries read: all entries, or the entries up to the difference."""
     derived: Mapping[str, int]
-    """Proposals and decisions that were derived again and are the same."""
+    """The number of proposals and decisions that the audit has derived with the same result, by event type."""
     not_derived: Mapping[str, int]
-    """Decisions that cannot be derived, by reason."""
+    """The number of decisions that cannot be derived, by reason."""
     observed: Mapping[str, int]
-    """Events that decide nothing, such as reports: the input of the decisions."""
+    """The number of other events, such as reports, by event type."""
     difference: AuditDifference | None = None
-    """The first difference, where the audit ended; None if there is none."""
+    """The first difference, at which the audit ended; None if there is none."""
 
     @property
     def summary(self) -> str:
@@ -121,8 +120,8 @@ def audit(
 ) -> AuditReport:
     """Derive each proposal and decision of an experiment again from its journal, and compare them with the journal.
 
-    The audit only reads, one object after the other, and imports no code that only the journal names. It does not
-    derive the decisions of a component that the journal does not hold, such as your own search, unless you pass it.
+    The audit only reads, one object after the other, and imports no code that only the journal names. It derives the
+    decisions of a component that the journal does not hold, such as your own search, only if you pass that component.
 
     ```python
     report = pt.audit("digits", target="runs")
@@ -131,7 +130,7 @@ def audit(
     Args:
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
         space: the space, if the journal does not hold it, or names functions in it.
-        search: the search, if the journal does not hold it, or it is one of Optuna's.
+        search: the search, if the journal does not hold it, or if it is an `OptunaSearch`.
         scheduler: the scheduler, if the journal does not hold it.
         stop: the stop criterion, if the journal does not hold it, or names functions in it.
 
@@ -207,14 +206,14 @@ class _Underivable:
 
 
 _Finding: TypeAlias = _Expectation | _Underivable | None
-"""None: the event is no decision, but a report, the end of an attempt, a takeover or a request of the user."""
+"""None: the event is not a decision, but for example a report, the end of an attempt, or a request of the user."""
 
 
 # The plan of each owner: the settings in the journal, and the auditor's arguments.
 
 
 class _UnknownSearch(Search):
-    """Replaces an unknown search: it proposes nothing."""
+    """Takes the place of an unknown search; proposes nothing."""
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         del space, objective, seed
@@ -232,10 +231,10 @@ class _UnknownSearchState(SearchState):
 
 @dataclass(frozen=True, slots=True)
 class _AuditPlan:
-    """The known parameters of an owner's decisions."""
+    """The known parameters on which an owner's decisions depend."""
 
     plan: SearchPlan
-    """Without the trainable, callbacks and locations: they decide nothing."""
+    """The plan without the trainable, callbacks and locations: no decision depends on them."""
     unknown: Mapping[str, str]
     """Why a parameter is unknown, and how to pass it, by name: `space`, `search`, `scheduler` or `stop`."""
 
@@ -249,11 +248,7 @@ class _AuditPlan:
 def _make_audit_plan(target: StorageTarget, state: Experiment, passed: Mapping[str, object]) -> _AuditPlan:
     """Return the plan of the owner of `state`; import no code that only the journal names.
 
-    Args:
-        target: where the experiment is stored.
-        state: the experiment after the event that holds its settings.
-        passed: the auditor's arguments by name: `space`, `search`, `scheduler`, `stop`. Each is used if the journal
-            holds none, or names code in it.
+    An argument in `passed` is used if the journal does not hold the parameter, or names code in it.
 
     Raises:
         InvalidInput: the settings or the arguments are invalid.
@@ -265,7 +260,7 @@ def _make_audit_plan(target: StorageTarget, state: Experiment, passed: Mapping[s
     unknown: dict[str, str] = {}
     for name in PASSABLE_PARAMETERS:
         values.pop(name, None)
-        if not (reason := _unknown_parameter_reason(name, settings)):
+        if (reason := _unknown_parameter_reason(name, settings)) is None:
             values |= {name: settings[name]} if name in settings else {}
         elif passed.get(name) is not None:
             values[name] = passed[name]
@@ -287,28 +282,28 @@ def _raise_on_training(config: Mapping[str, object]) -> None:
     raise AssertionError(f"an audit trains nothing, but was called with {config}")
 
 
-def _unknown_parameter_reason(name: str, settings: Mapping[str, Any]) -> str:
-    """Return why a parameter cannot be restored from the settings alone; empty if it can."""
+def _unknown_parameter_reason(name: str, settings: Mapping[str, Any]) -> str | None:
+    """Return why the audit cannot restore a parameter from the settings alone; None if it can."""
     if name in options_only_in_code(settings):
         return "it was passed as an object, which the journal does not hold"
     stored = settings.get(name)
     if stored is None:
-        return ""
+        return None
     if name == "search":
         is_optuna = "OptunaSearch" in (stored if isinstance(stored, Mapping) else [stored])
-        return "Optuna's proposals depend on its version" * is_optuna
+        return "Optuna's proposals depend on its version" if is_optuna else None
     if name == "scheduler":
         try:
             parse_scheduler(stored)
         except UnsafePayload:
             return "the journal names code in it"
-        return ""
-    return "the journal names code in it" * bool(find_code_choices({name: stored}))
+        return None
+    return "the journal names code in it" if find_code_choices({name: stored}) else None
 
 
 # The events.
 
-_OPENING_EVENTS = (
+_NON_DECISION_EVENTS = (
     OwnerChanged | CheckpointsAdopted | ExperimentConfigured | FormAnswered | ExperimentForked | DeletionStarted
 )
 
@@ -322,33 +317,56 @@ class _Derivation:
         self._plans: dict[int, _AuditPlan] = {}  # by term
         self._policy: SearchPolicy | None = None
         self._warm_starts: list[WarmStart] = []
-        self._reports: dict[str, StepReport] = {}  # by trial: the last journaled report of its present attempt
-        self._decisions: dict[str, tuple[int, StepReport]] = {}  # by trial: the last milestone, and its report
+        self._reports: dict[str, StepReport] = {}  # by trial: the last journaled report of the present attempt
+        self._decisions: dict[str, tuple[int, StepReport]] = {}  # by trial: the last milestone and its report
         self._is_fork_entry = False
-        self._last_gave_up: TrialErrored | None = None  # the last event, if it is a `TrialErrored`
-        self._search_end_reason: AnyReason | None = None  # why the stoppers end the search, after the last entry
+        self._preceding_error: TrialErrored | None = None  # the preceding event, if it is a `TrialErrored`
+        self._search_end_reason: AnyReason | None = None  # why the stoppers end the search after the last entry
 
     def begin_entry(self, entry: Entry) -> None:
-        """Begin the next entry. The entry that completes a fork copies the decisions of its origin."""
-        self._is_fork_entry = any(
-            isinstance(event, ExperimentForked) and event.trials is not None for event in entry.events
-        )
+        """Begin the next entry. The decisions in an entry that completes a fork are copies from the origin."""
+        forks = (event for event in entry.events if isinstance(event, ExperimentForked))
+        self._is_fork_entry = any(event.trials is not None for event in forks)
         self._search_end_reason = self._policy.end_reason() if self._policy else None
 
     def derive_finding(self, before: Experiment, event: Event) -> _Finding:
         """Return what `event` had to be in the state `before`."""
-        if self._is_fork_entry or isinstance(event, _OPENING_EVENTS):
+        if self._is_fork_entry or isinstance(event, _NON_DECISION_EVENTS):
             return None
         if self._policy is None and before.term in self._plans:  # a new owner
             self._policy = make_policy(self._plans[before.term].plan)
             self._policy.add_prior_trials(unique_prior_trials(self._warm_starts))
             self._policy.replay(before)
             self._search_end_reason = self._policy.end_reason()
-        return self._derive_by_event_type(before, event)
+        if (policy := self._policy) is None:
+            return None  # a single training decides nothing
+        if isinstance(event, TrialAdded):
+            return self._expect_added_trial(before, policy, event)
+        if isinstance(event, StopRequested):
+            return self._expect_search_stop(before, policy, event)
+        trial = before.trials.get(str(getattr(event, "trial", "")))  # None: `apply_event` reports a damaged journal
+        plan = self._plans[before.term]
+        match event:
+            case DecisionMade() if trial is not None:
+                return self._expect_decision(policy, trial, event, plan)
+            case StepReported() if trial is not None:
+                return self._expect_report(policy, trial, event, plan)
+            case TrialResumed() if trial is not None:
+                return self._expect_resume(policy, trial, event, plan)
+            case CheckpointCloned() if trial is not None:
+                return _expect_clone(trial, event)
+            case TrialFinished() if trial is not None and trial.phase is not Phase.RUNNING:
+                return self._expect_finish(before, policy, trial, plan)
+            case AttemptStarted() | AttemptEnded() | TrialPaused() | TrialFinished() | TrialErrored():
+                self._reports.pop(event.trial, None)
+                self._decisions.pop(event.trial, None)
+            case _:
+                pass
+        return None
 
     def record(self, before: Experiment, event: Event, after: Experiment) -> None:
-        """Record an applied event, like a running search records what it writes."""
-        self._last_gave_up = event if isinstance(event, TrialErrored) else None
+        """Record an applied event, like a running search records the events that it writes."""
+        self._preceding_error = event if isinstance(event, TrialErrored) else None
         if isinstance(event, OwnerChanged | ExperimentConfigured) and after.settings:
             plan, old_plan = _make_audit_plan(self._target, after, self._passed), self._plans.get(after.term)
             if old_plan is None or plan.policy_settings != old_plan.policy_settings:
@@ -368,33 +386,6 @@ class _Derivation:
             self._search_end_reason = self._policy.end_reason()  # the error of a requeued trial no longer counts
         if isinstance(event, TrialEvent):
             self._policy.record_training_time(event.trial, after.trial(event.trial).trained_seconds)
-
-    def _derive_by_event_type(self, before: Experiment, event: Event) -> _Finding:
-        if (policy := self._policy) is None:
-            return None  # a single training decides nothing
-        if isinstance(event, TrialAdded):
-            return self._expect_added_trial(before, policy, event)
-        if isinstance(event, StopRequested):
-            return self._expect_search_stop(before, policy, event)
-        trial = before.trials.get(str(getattr(event, "trial", "")))  # None: `apply_event` reports a damaged journal
-        plan = self._plans[before.term]
-        match event:
-            case DecisionMade() if trial is not None:
-                return self._expect_decision(policy, trial, event, plan)
-            case StepReported() if trial is not None:
-                return self._check_missed_decision(policy, trial, event, plan)
-            case TrialResumed() if trial is not None:
-                return self._expect_resume(policy, trial, event, plan)
-            case CheckpointCloned() if trial is not None:
-                return _expect_clone(trial, event)
-            case TrialFinished() if trial is not None and trial.phase is not Phase.RUNNING:
-                return self._expect_finish(before, policy, trial, plan)
-            case AttemptStarted() | AttemptEnded() | TrialPaused() | TrialFinished() | TrialErrored():
-                self._reports.pop(event.trial, None)
-                self._decisions.pop(event.trial, None)
-            case _:
-                pass
-        return None
 
     def _expect_added_trial(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> _Finding:
         if reason := before.stop_reason or self._search_end_reason:
@@ -438,14 +429,12 @@ class _Derivation:
         return _Underivable(unknown) if unknown else _Expectation([event.model_copy(update={"decision": decision})])
 
     def _are_milestones_known(self, trial: Trial, plan: _AuditPlan) -> bool:
-        """Return whether the attempt got its milestones from this plan's scheduler, and that scheduler is known."""
+        """Return whether this plan's scheduler is known and has set the attempt's milestones."""
         is_ours = trial.outbox is None or self._plans.get(trial.launch_term) is plan
         return is_ours and "scheduler" not in plan.unknown
 
-    def _check_missed_decision(
-        self, policy: SearchPolicy, trial: Trial, event: StepReported, plan: _AuditPlan
-    ) -> _Finding:
-        """Return the missing decision if the attempt has passed a milestone without a decision."""
+    def _expect_report(self, policy: SearchPolicy, trial: Trial, event: StepReported, plan: _AuditPlan) -> _Finding:
+        """Return the decision that had to be journaled before this report, or the report of the last decision."""
         step = event.report.step
         last, self._reports[trial.id] = self._reports.get(trial.id), event.report
         milestone, decided_report = self._decisions.get(trial.id, (step, None))
@@ -471,8 +460,13 @@ class _Derivation:
         return _Expectation([TrialResumed(trial=paused_trial)] if paused_trial else (), "no trial to resume")
 
     def _expect_finish(self, before: Experiment, policy: SearchPolicy, trial: Trial, plan: _AuditPlan) -> _Finding:
-        """Return the end of a trial that has no attempt: by a decision, a request, or a pause that nothing ends."""
-        if finishes := _early_finishes(before, trial):
+        """Return the end of a trial that has no attempt: by a decision, by a stop request, or after a pause."""
+        decision, stop_reason = pending_decision(trial), before.pending_stops.get(trial.id)
+        stop = decision.decision if decision is not None else None
+        finishes = [finish_event(trial.id, stop)] if isinstance(stop, Stop) else []
+        if stop_reason is not None:
+            finishes.append(TrialFinished(trial=trial.id, reason=stop_reason, kind=FinishKind.STOPPED))
+        if finishes:
             return _Expectation(finishes)
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
@@ -487,8 +481,8 @@ class _Derivation:
             return None
         plan = self._plans[before.term]
         reason: AnyReason | None = None
-        if self._last_gave_up is not None:
-            errored_trial, trials = before.trial(self._last_gave_up.trial), before.trials.values()
+        if self._preceding_error is not None:
+            errored_trial, trials = before.trial(self._preceding_error.trial), before.trials.values()
             reason = end_reason_after_error(errored_trial, trials, fail_fast=plan.plan.fail_fast)
         reason = reason or policy.end_reason()
         if reason is None or get_reason_code(event.reason) in ("stopped-on-resume", "time-budget"):
@@ -513,7 +507,7 @@ def _comparable_fields(event: Event) -> Mapping[str, object]:
 
 
 def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Finding:
-    """Return the clone for a trial's exploit: of the decided source, or of the trial if the source has no checkpoint.
+    """Return the clone for a trial's exploit: of the source's checkpoint, or of the trial's own if the source has none.
 
     A user may also restart a trial from one of its own checkpoints, with its own configuration.
     """
@@ -527,30 +521,19 @@ def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Finding:
 
 
 def _signal_search_exhausted(policy: SearchPolicy, plan: _AuditPlan) -> None:
-    """Signal to the scheduler that the search proposes no more trials, if it does not; an unknown search may not."""
+    """Signal to the scheduler that the search proposes no more trials, if that is so or if the search is unknown."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
         policy.schedule.on_search_exhausted()
 
 
-def _early_finishes(before: Experiment, trial: Trial) -> Sequence[TrialFinished]:
-    """Return the ends of a trial that its scheduler has decided and the user has requested."""
-    decision, stop_reason = pending_decision(trial), before.pending_stops.get(trial.id)
-    stop = decision.decision if decision is not None else None
-    finishes = [finish_event(trial.id, stop)] if isinstance(stop, Stop) else []
-    if stop_reason is not None:
-        finishes.append(TrialFinished(trial=trial.id, reason=stop_reason, kind=FinishKind.STOPPED))
-    return finishes
-
-
 def _describe_next_decision(trial: Trial, milestone: int | None) -> str:
-    """Return when the scheduler decides next, for messages."""
     if pending_decision(trial) is not None:
         return f"the decision at step {milestone} has no effect yet"
     return "the scheduler makes no further decision" if milestone is None else f"a decision is due at step {milestone}"
 
 
 def _format_event(event: Event, *others: Event) -> str:
-    """Return the event's type, and its values that differ from the first event of this type in `others`."""
+    """Return the event's type, and the values that differ from the first event of the same type in `others`."""
     reference = next((candidate.model_dump(mode="json") for candidate in others if candidate.type == event.type), {})
     omitted_fields = set() if reference else {"report", "fingerprint", "proposed_by_search"}
     fields = event.model_dump(mode="json", exclude={"type", *omitted_fields})

@@ -12,7 +12,7 @@ from typing import assert_never
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.core.display_text import first_line
 from prefect_tune.core.errors import BadMetric, CommitUnknown, StoreRefused, StoreUnavailable, TrialFailed
-from prefect_tune.core.experiment.experiment import Experiment, last_report
+from prefect_tune.core.experiment.experiment import last_report
 from prefect_tune.core.experiment.failure_policy import (
     EndRun,
     FailTrial,
@@ -40,13 +40,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.search_policy import (
-    SearchPolicy,
-    finish_event,
-    is_last_step_saved,
-    pending_decision,
-    retry_event,
-)
+from prefect_tune.tuner.search_policy import SearchPolicy, finish_event, pending_decision, retry_event
 from prefect_tune.tuner.stop_requests import StopHandler
 
 _TARGET_ERRORS = (StoreUnavailable, StoreRefused, CommitUnknown)
@@ -68,26 +62,23 @@ class FailureHandler:
         self._stop_handler = stop_handler
         self._ready_queue = ready_queue
         self._log = log
-        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: consecutive losses, its checkpoint at the last
-        self._undecidable_trials: dict[str, Reason] = {}  # trials whose report lacked the metric, and the error
+        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: consecutive losses, and its newest sequence
+        self._undecidable_trials: dict[str, Reason] = {}  # by trial: the error of a report that lacked the metric
         running = (trial for trial in pending_entry.state.trials.values() if trial.phase is Phase.RUNNING)
         self.has_trained = any(trial.step for trial in running)
-        """Whether this run trained a step, or a remote attempt that outlived an earlier run did."""
+        """Whether this run, or a remote attempt that outlived an earlier run, has trained a step."""
         self._import_failure = ""  # the first failed import before any training: it would fail in all trials
 
-    def require_loaded_trainable(self, experiment: Experiment) -> Experiment:
-        """Return the experiment; no trial runs any more.
+    def require_loaded_trainable(self) -> None:
+        """Raise `TrialFailed` if this run trained nothing because the trainable could not be loaded.
 
-        Raises:
-            TrialFailed: this run trained nothing, since the trainable could not be loaded. No trial errored: the next
-                run retries the trials that this one has begun.
+        No trial has errored: the next run retries the trials that this run has begun.
         """
         if self._import_failure:
             raise TrialFailed(
                 "nothing was trained: the trainable could not be loaded where the trials run. Correct it, and start "
                 f"the search again under the same name. First failure: {self._import_failure}"
             )
-        return experiment
 
     def on_attempt_failed(self, trial: Trial, cause: Cause, error: BaseException | None = None) -> None:
         """Log a failed attempt; retry its trial or give it up.
@@ -127,9 +118,9 @@ class FailureHandler:
                 assert_never(never)
 
     def recover_failed_trial(self, trial: Trial, cause: Cause) -> None:
-        """Retry or give up a trial that an earlier run left failed.
+        """Retry or give up a trial that failed in an earlier run.
 
-        Its earlier machine failures do not count, unless the trial may have killed that run.
+        Its earlier machine failures do not count, unless the trial may have crashed that run.
         """
         if should_reset_budgets(trial, self._limits.options.failure_policy):
             self._pending_entry.add_event(retry_event(trial))
@@ -138,9 +129,9 @@ class FailureHandler:
             self.retry_or_give_up(trial.id, cause)
 
     def on_attempt_lost(self, trial: str, error: BaseException | None) -> None:
-        """Count an attempt that ended without writing its end as a machine failure; retry the trial or give it up.
+        """Count a machine failure for an attempt that ended without journaling its end; retry its trial or give it up.
 
-        The journal does not hold these failures: each run counts its own. Raises the errors of `on_attempt_failed`.
+        The journal does not hold these failures: each run counts its own. Raises like `on_attempt_failed`.
         """
         reason = make_reason("no-result") if error is None else f"{type(error).__name__}: {error}"
         newest = newest_checkpoint(self._pending_entry.state.trial(trial))
@@ -156,14 +147,14 @@ class FailureHandler:
             self._pending_entry.observer.on_attempt_lost(self._pending_entry.state.trial(trial), str(reason))
             self._ready_queue.append(trial)
 
-    def make_undecidable_answer(self, trial: str, error: BadMetric) -> StopTrial:
-        """Return the answer to a trial that the scheduler cannot judge; `give_up_if_undecidable` gives the trial up."""
+    def record_undecidable(self, trial: str, error: BadMetric) -> StopTrial:
+        """Record that the scheduler cannot decide about a trial, for `give_up_if_undecidable`; return the answer."""
         reason = self._undecidable_trials[trial] = make_reason("raised", text=str(error))
         errored = AttemptEnded(trial=trial, cause=Cause.BAD_METRIC, reason=reason)
         return StopTrial(outcome=errored, save=False)
 
     def give_up_if_undecidable(self, trial: str) -> bool:
-        """Give up `trial` if the scheduler could not judge it; return whether it was given up."""
+        """Give up `trial` if the scheduler could not decide about it; return whether it was given up."""
         reason = self._undecidable_trials.pop(trial, None)
         if reason is not None:
             self.give_up(trial, Cause.BAD_METRIC, reason)
@@ -201,7 +192,7 @@ class DecisionHandler:
         try:
             answer = self._make_answer(name, self._decide_or_replay(name, report))
         except BadMetric as error:
-            answer = self._failure_handler.make_undecidable_answer(name, error)
+            answer = self._failure_handler.record_undecidable(name, error)
         self._send_after_write(name, answer, report.step)
 
     def send_decision(self, name: str, decision: Decision, step: int) -> None:
@@ -209,24 +200,25 @@ class DecisionHandler:
         self._send_after_write(name, self._make_answer(name, decision), step)
 
     def decide_missed_milestone(self, name: str) -> None:
-        """Decide a milestone that was reported before a crash, without training the step again."""
+        """Decide at a milestone that was reported before a crash; the step is not trained again."""
         trial = self._pending_entry.state.trial(name)
         milestone = self._policy.next_milestone(trial)
         if milestone is None or trial.step < milestone or trial.pending_exploit is not None:
             return  # the trial has not reached the milestone, or its weights are about to be replaced
-        if trial.phase is not Phase.PENDING or not is_last_step_saved(trial):
-            return
+        newest = newest_checkpoint(trial)
+        if trial.phase is not Phase.PENDING or newest is None or newest.step != trial.step:
+            return  # the next attempt does not start at the last reported step
         try:
             answer = self._make_answer(name, self._decide_or_replay(name, last_report(trial)))
         except BadMetric as error:
-            self._failure_handler.make_undecidable_answer(name, error)
+            self._failure_handler.record_undecidable(name, error)
             self._failure_handler.give_up_if_undecidable(name)
             return
         if isinstance(answer, StopTrial):
             self._pending_entry.add_event(answer.outcome)
 
     def _decide_or_replay(self, name: str, report: StepReport) -> Decision:
-        """Return the journaled decision if it has had no effect yet; else let the scheduler decide, and journal it."""
+        """Return the journaled decision if it has had no effect yet; otherwise make a decision, and journal it."""
         trial = self._pending_entry.state.trial(name)
         last_decision = pending_decision(trial)
         if last_decision is not None and last_decision.decision is not None:

@@ -106,9 +106,7 @@ class Driver:
         *,
         log: Log,
         observer: SearchObserver,
-        make_first_events: Callable[
-            [], Sequence[Event]
-        ] = tuple,  # called once; returns events before the first attempt
+        make_first_events: Callable[[], Sequence[Event]] = tuple,  # called once, before the first attempt
     ) -> None:
         self._spec = spec
         self._observer = observer
@@ -118,13 +116,9 @@ class Driver:
         self._executor = executor
         self._log = log
         self._target = journal_writer.target
-        self._background_worker = BackgroundWorker(journal_writer.target)
-        self._pending_entry = PendingEntry(
-            journal_writer, policy, observer, spec.sync.sync_period, self._background_worker
-        )
-        self._curves = (
-            ReportReader(journal_writer.target, journal_writer.experiment.key) if spec.needs_history else None
-        )
+        self._background_worker = worker = BackgroundWorker(self._target)
+        self._pending_entry = PendingEntry(journal_writer, policy, observer, spec.sync.sync_period, worker)
+        self._curves = ReportReader(self._target, journal_writer.experiment.key) if spec.needs_history else None
         self._stop_handler = StopHandler(limits, policy, executor, self._pending_entry, self._close_outbox, log)
         self._ready_queue: deque[str] = deque()
         self._failure_handler = FailureHandler(limits, self._pending_entry, self._stop_handler, self._ready_queue, log)
@@ -133,18 +127,18 @@ class Driver:
         )
         self._previous_attempts: dict[str, int] = {}  # by trial: the number of the attempt before the present one
         self._reattached: set[str] = set()  # trials whose running attempt was started by an earlier owner
-        self._slot_starts: dict[str, tuple[str, float]] = {}  # when each trial got its slot: the run's clock, monotonic
+        self._slot_starts: dict[
+            str, tuple[str, float]
+        ] = {}  # when a trial got its slot, by the run's clock and monotonic
         self._messages: deque[Message] = deque()  # not handled yet
         self._is_search_exhausted = False
         begin_run_clock()
 
-    # ------------------------------------------------------------------------------------------------ the loop
-
     def run(self, stop_source: StopSource) -> Experiment:
         """Run until nothing is left to do, or a stop is requested; return the fully journaled state.
 
-        On any error, stop the running trials after a save, unless they outlive the search: no trial waits in vain for
-        an answer.
+        On any error, stop the running trials after a save, unless they outlive the search. So no trial waits for an
+        answer that never comes.
         """
         try:
             return self._run_loop(stop_source)
@@ -157,7 +151,7 @@ class Driver:
             self._background_worker.close()
 
     def _journal_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
-        """Journal the events that attempts submitted before the loop failed; if the write fails, they get its error."""
+        """Journal the events that attempts submitted before the loop failed; pass an error of the write to them."""
         unhandled = [message for message in self._messages if isinstance(message, EventsSubmitted)]
         self._messages.clear()
         for events in (*unhandled, *submitted):
@@ -177,7 +171,8 @@ class Driver:
             if not len(self._executor):
                 if is_final_snapshot_due(written):
                     self._background_worker.write_snapshot(written)
-                return self._failure_handler.require_loaded_trainable(written)
+                self._failure_handler.require_loaded_trainable()
+                return written
             poll_timeout = timedelta(0) if has_free_slots else _POLL_TIMEOUT
             self._handle_messages(self._executor.poll_messages(poll_timeout))
 
@@ -189,10 +184,8 @@ class Driver:
     def _put_event(self, event: Event) -> None:
         self._pending_entry.add_event(event)
 
-    # ----------------------------------------------------------------------------------------------- the slots
-
     def _fill_slots(self) -> bool:
-        """Start at most `_MAX_STARTS` trials; return whether free slots are left and more trials may be ready."""
+        """Start at most `_MAX_STARTS` trials; return whether slots are still free and more trials may be ready."""
         free = self._limits.max_concurrent_trials - len(self._executor)
         for _ in range(min(free, _MAX_STARTS)):
             if (trial := self._take_next_trial()) is None:
@@ -220,13 +213,12 @@ class Driver:
         return self._resume_trial(paused_trial)
 
     def _stop_unneeded_trials(self) -> None:
-        while (next_stop := self._policy.schedule.next_trial_to_stop()) is not None and next_stop[
-            0
-        ] not in self._slot_starts:
-            self._put_event(finish_event(*next_stop))
+        schedule = self._policy.schedule
+        while (stop := schedule.next_trial_to_stop()) is not None and stop[0] not in self._slot_starts:
+            self._put_event(finish_event(*stop))
 
     def _resume_trial(self, trial: str) -> str | None:
-        """Resume a paused trial; return None while its attempt still saves the checkpoint of the pause."""
+        """Resume a paused trial, and return its id; None while its attempt still saves the checkpoint of the pause."""
         if trial in self._slot_starts:  # `_executor` has the trial only after its start is journaled
             return None
         self._put_event(TrialResumed(trial=trial))
@@ -237,18 +229,10 @@ class Driver:
             return self._resume_without_new_trials()
         match self._policy.suggest():
             case Proposed(config=config):
-                spec, trial = (
-                    self._spec,
-                    trial_id(self._policy.proposed_count) if self._spec.proposed_by_search else ONLY_TRIAL,
-                )
-                self._put_event(
-                    TrialAdded(
-                        trial=trial,
-                        config=config,
-                        fingerprint=spec.fingerprint,
-                        proposed_by_search=spec.proposed_by_search,
-                    )
-                )
+                fingerprint, by_search = self._spec.fingerprint, self._spec.proposed_by_search
+                trial = trial_id(self._policy.proposed_count) if by_search else ONLY_TRIAL
+                added = TrialAdded(trial=trial, config=config, fingerprint=fingerprint, proposed_by_search=by_search)
+                self._put_event(added)
                 return trial
             case Wait():
                 is_busy = len(self._executor) or self._pending_entry.has_waiters
@@ -285,7 +269,7 @@ class Driver:
             self._resend_answers(trial)
 
     def _send_attempt_request(self, name: str, milestone: int | None) -> None:
-        """Start an attempt, or reattach to it; the journal holds the trial's present state."""
+        """Ask the executor to start an attempt, or to reattach to one; the trial's state is journaled."""
         trial = self._state.trial(name)
         request = AttemptRequest(
             search_term=self._state.term,
@@ -297,25 +281,23 @@ class Driver:
         self._executor.start_attempt(replace(self._spec, trial=self._state.trial_key(name)), request)
 
     def _clone_for_exploit(self, trial: Trial) -> None:
-        """Clone the exploited trial's newest checkpoint if another step follows it; else the trial's own newest one.
+        """Clone the newest checkpoint of the exploited trial that a step can follow; if none, one of the trial's own.
 
-        The new configuration trains at least one step, so that it produces every metric that is shown with it.
+        The new configuration trains at least one step, so that all metrics shown with it are its own.
         """
         if (exploit := trial.pending_exploit) is None:
             return
         for source in (exploit.source, trial.id):
             ref = clonable_checkpoint(self._state.trial(source), self._limits.options.stopper.step_count)
             if ref is not None:
-                copy = make_clone_ref(trial, ref, source)
-                config, reason = exploit.config, exploit.reason
-                self._put_event(
-                    CheckpointCloned(trial=trial.id, checkpoint=copy, source=source, config=config, reason=reason)
-                )
+                copy, config, reason = make_clone_ref(trial, ref, source), exploit.config, exploit.reason
+                event = CheckpointCloned(trial=trial.id, checkpoint=copy, source=source, config=config, reason=reason)
+                self._put_event(event)
                 return
             self._log.warning("trial %s has no checkpoint from which another step can be trained", source)
 
     def _resend_answers(self, name: str) -> None:
-        """Resend what an attempt may have missed: a request to stop, and the answer for its present step."""
+        """Resend the messages that an attempt may have missed: a stop, and the answer for its present step."""
         trial = self._state.trial(name)
         if name in self._state.pending_stops:
             self._stop_handler.send_stop(name)
@@ -327,20 +309,18 @@ class Driver:
         else:
             self._decision_handler.send_decision(name, trial.pending_exploit or Continue(), trial.step)
 
-    # --------------------------------------------------------------------------------------------- the trials
-
     def _handle_messages(self, messages: Sequence[Message]) -> None:
         exits: list[AttemptExited] = []
         self._messages.extend(messages)
         while self._messages:
             match message := self._messages.popleft():
                 case EventsSubmitted():
-                    self._note_trained_steps(message.events)
+                    self._update_has_trained(message.events)
                     before = self._state.trial(message.trial)
                     self._pending_entry.add_submitted(message)
                     self._delete_clone_origins(before)
                 case PostArrived():
-                    self._note_trained_steps(message.events)
+                    self._update_has_trained(message.events)
                     self._journal_post(message.trial, message.number, message.events)
                 case DecisionAwaited():
                     self._failure_handler.has_trained = True
@@ -360,29 +340,25 @@ class Driver:
                 self._put_event(SlotFreed(trial=name, attempt=number, since=since, seconds=round(held_seconds, 3)))
             self._handle_attempt_exit(attempt_exit)
             trial = self._state.trial(name)
-            if (
-                name in self._reattached
-                and trial.phase is Phase.FINISHED
-                and not self._limits.meets_stop_criterion(trial)
-            ):
+            was_reattached = name in self._reattached
+            if was_reattached and trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
                 self._put_event(extension_event(trial))  # it met only an earlier owner's criterion
                 self._ready_queue.append(name)
 
-    def _note_trained_steps(self, events: Sequence[AttemptEvent]) -> None:
+    def _update_has_trained(self, events: Sequence[AttemptEvent]) -> None:
         if any(isinstance(event, StepReported | CheckpointCommitted) for event in events):
             self._failure_handler.has_trained = True
 
     def _journal_post(self, name: str, number: int, events: Sequence[AttemptEvent]) -> None:
-        """Journal a post of an attempt on another machine; then delete it, and the checkpoints that it retires."""
+        """Journal a post of an attempt on another machine; then delete the post and the checkpoints that it retires."""
         before = self._state.trial(name)
         if before.outbox is None or number != before.last_post + 1:
             return  # the post was received when the outbox was closed
         try:
             self._pending_entry.add_events([PostReceived(trial=name, post=number), *events])
         except IllegalTransition as impossible:
-            self._log.error(
-                "trial %s: attempt ended: its post %d cannot follow the journal: %s", name, number, impossible
-            )
+            message = "trial %s: the attempt is ended, because its post %d cannot follow the journal: %s"
+            self._log.error(message, name, number, impossible)
             self._fence_attempt(name, before.outbox)
             self._put_event(OutboxClosed(trial=name))
             return
@@ -390,7 +366,6 @@ class Driver:
         self._pending_entry.after_next_write(lambda: self._background_worker.delete_post(folder, outbox, number))
 
         def delete_retired() -> None:
-            """Delete the trial's earlier checkpoints that the written journal has retired."""
             trial = self._state.trial(name)
             keys = (folder.checkpoint_key(ref) for ref in before.checkpoints if ref.origin is None)
             if retired := [key for key in keys if not is_live_checkpoint(trial, key)]:
@@ -400,9 +375,9 @@ class Driver:
         self._delete_clone_origins(before)
 
     def _delete_clone_origins(self, before: Trial) -> None:
-        """After the next write, delete retired checkpoints of other trials whose last clone this trial has given up.
+        """After the next write, delete other trials' retired checkpoints of which this trial had the last clone.
 
-        Only the written entry decides: a non-owner may have quarantined a checkpoint, so that none was retired.
+        The written entry decides: if a non-owner has quarantined a checkpoint meanwhile, none was retired.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
         if not clones or self._state.trial(before.id).checkpoints is before.checkpoints:
@@ -415,7 +390,7 @@ class Driver:
         self._pending_entry.after_next_write(delete_collectable_origins)
 
     def _fence_attempt(self, name: str, outbox: int) -> ClosedOutbox:
-        """Close the trial's outbox on the target, so that its attempt can post nothing more; return its posts."""
+        """Close the trial's outbox on the target, so that its attempt can post nothing more; return the new posts."""
         trial, write_stamp, owner = self._state.trial(name), new_write_stamp(), str(self._state.owner)
         return with_store(
             self._target,
@@ -439,15 +414,15 @@ class Driver:
             self._put_event(make_attempt_started(self._state.trial(name)))
 
     def _has_queued_attempt(self, name: str) -> bool:
-        """Return whether an earlier run has launched an attempt that has not begun, and that this run reattaches to."""
+        """Return whether this run reattaches to an attempt that an earlier run launched and that has not begun."""
         trial = self._state.trial(name)
         is_open = trial.outbox is not None and trial.last_post == 0
         return self._executor.is_detached and is_open and trial.phase is Phase.PENDING
 
     def _end_vanished_attempt(self, name: str) -> None:
-        """End an attempt that died without journaling its end, and adopt its checkpoints.
+        """End an attempt that exited without journaling its end, and adopt its checkpoints.
 
-        This also finds the commits that an attempt has posted after a damaged post.
+        This includes the checkpoints that the attempt has committed after a damaged post.
         """
         if not self._has_queued_attempt(name):
             self._close_outbox(name)
@@ -455,64 +430,58 @@ class Driver:
         if trial.phase is Phase.RUNNING:
             if trial.supervisor is not None and self._state.owner is not None:
                 set_attempt_crashed(trial.supervisor, self._state.owner)
-            for event in with_store(
-                self._target, lambda store: make_adoption_events(store, self._state, trials=[name]), _IO_TIMEOUT
-            ):
+            adopt = partial(make_adoption_events, experiment=self._state, trials=[name])
+            for event in with_store(self._target, adopt, _IO_TIMEOUT):
                 self._put_event(event)
 
     def _handle_attempt_exit(self, attempt_exit: AttemptExited) -> None:
-        """Handle an attempt's end by the state of its trial in the journal."""
+        """Handle the exit of an attempt, depending on the journaled state of its trial."""
         self._close_outbox(attempt_exit.trial)
-        trial = self._state.trial(attempt_exit.trial)
-        has_begun = trial.attempt > self._previous_attempts.pop(attempt_exit.trial)
+        trial, error = self._state.trial(attempt_exit.trial), attempt_exit.error
+        has_begun = trial.attempt > self._previous_attempts.pop(trial.id)
         if self._failure_handler.give_up_if_undecidable(trial.id):
             pass
-        elif attempt_exit.error is not None and not (
-            trial.proposed_by_search and isinstance(attempt_exit.error, Exception)
-        ):
-            raise attempt_exit.error  # such as KeyboardInterrupt; any error ends a single training
-        elif isinstance(attempt_exit.error, AttemptCancelledError) and trial.phase not in ENDED_PHASES:
-            self._stop_handler.stop_trial(trial.id, StopRequested(trial=trial.id, reason=str(attempt_exit.error)))
-        elif isinstance(attempt_exit.error, ResumeFailed | InvalidInput):
-            reason = make_reason("raised", text=str(attempt_exit.error))
-            self._failure_handler.give_up(trial.id, Cause.TRAINABLE, reason)
+        elif error is not None and not (trial.proposed_by_search and isinstance(error, Exception)):
+            raise error  # such as KeyboardInterrupt; any error ends a single training
+        elif isinstance(error, AttemptCancelledError) and trial.phase not in ENDED_PHASES:
+            self._stop_handler.stop_trial(trial.id, StopRequested(trial=trial.id, reason=str(error)))
+        elif isinstance(error, ResumeFailed | InvalidInput):
+            self._failure_handler.give_up(trial.id, Cause.TRAINABLE, make_reason("raised", text=str(error)))
         elif trial.id in self._state.pending_stops:
             self._stop_handler.finish_trial(trial.id)
         elif trial.phase is Phase.PENDING and trial.cause is not None and has_begun:
-            self._failure_handler.on_attempt_failed(trial, trial.cause, attempt_exit.error)
+            self._failure_handler.on_attempt_failed(trial, trial.cause, error)
         elif trial.phase is Phase.PENDING and self._stop_handler.is_stopping:
             self._ready_queue.append(trial.id)  # the attempt was stopped before it began
         elif trial.phase in (Phase.PENDING, Phase.RUNNING):
-            self._failure_handler.on_attempt_lost(trial.id, attempt_exit.error)
+            self._failure_handler.on_attempt_lost(trial.id, error)
         else:
             self._resume_if_due(trial)
 
     def _resume_if_due(self, trial: Trial) -> None:
-        """Resume a paused trial that exploits another one, or whose pause the scheduler does not know."""
+        """Resume a paused trial if it exploits another trial, or if the scheduler did not pause it."""
         if self._policy.should_resume(trial):
             self._put_event(TrialResumed(trial=trial.id))
             self._ready_queue.append(trial.id)
 
-    # ------------------------------------------------------------------------------------------------ a resume
-
     def _recover_trials(self) -> None:
         """Prepare the trials that an earlier owner left unfinished, so that they can continue."""
         errored = {trial.id for trial in self._state.trials.values() if trial.phase is Phase.ERRORED}
-        # Before requeuing: a trial whose end is still unread may have to be extended too.
+        # Before requeuing: a trial whose end is not read yet may have to be extended too.
         self._journal_unread_posts(list(self._unfinished_trials().values()))
         self._requeue_ended_trials()
         for name in self._unfinished_trials():
             if self._limits.options.effective_rerun_errored == "only" and name not in errored:
                 continue
             self._recover_trial(name)
-        # Write now, so that a reattached attempt gets a stop as an answer, and its trial is not finished.
+        # Write now, so that a stop reaches a reattached attempt as an answer, and does not finish its trial.
         self._pending_entry.write(may_wait=True)
 
     def _journal_unread_posts(self, trials: Sequence[Trial]) -> None:
-        """Journal unread posts, some of each attempt at a time: posts of several days are too many for one deadline."""
+        """Journal unread posts in batches: the posts of several days are too many for one timeout."""
 
         def read_next_posts(trial: Trial, context: Context) -> Sequence[Post] | None:
-            """Return the next posts of a trial from its last outbox, which is open; None if one cannot be read."""
+            """Return the next posts in a trial's open outbox; None if a post cannot be read."""
             folder, outbox = self._state.trial_key(trial.id), trial.outbox_count
             read_trial_posts = partial(read_posts, trial=folder, outbox=outbox, after=trial.last_post)
             try:
@@ -537,7 +506,7 @@ class Driver:
             trials = [self._state.trial(name) for name in unread_trials]
 
     def _unfinished_trials(self) -> Mapping[str, Trial]:
-        """Return the trials that continue, without the trials that the scheduler has paused."""
+        """Return the trials to continue: pending ones, running ones, and paused ones that resume at once."""
         phases = (Phase.PENDING, Phase.RUNNING)
         trials = self._state.trials.values()
         return {trial.id: trial for trial in trials if trial.phase in phases or self._policy.should_resume(trial)}
@@ -565,7 +534,7 @@ class Driver:
             self._ready_queue.append(name)
 
     def _requeue_ended_trials(self) -> None:
-        """Requeue errored trials that this run retries, and finished trials that today's criterion extends."""
+        """Requeue errored trials that this run retries, and finished trials that no longer meet the stop criterion."""
         for trial in list(self._state.trials.values()):
             if trial.phase is Phase.ERRORED and self._limits.options.effective_rerun_errored:
                 self._put_event(retry_event(trial))

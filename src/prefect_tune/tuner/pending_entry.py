@@ -1,7 +1,7 @@
 """The journal's next entry: events apply to the state at once, actions run after the entry is written.
 
 An entry holds all events that the search and its attempts have submitted since the previous entry (group commit). While
-it is written, attempts submit events for the next entry; so a commit waits for at most two entries.
+an entry is written, attempts submit events for the next entry; so a commit waits for at most two entries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from prefect_tune.tasks.checkpoints import delete_retired_checkpoints
 from prefect_tune.tuner.search_policy import SearchPolicy
 
 _STATUS_DELAY = timedelta(seconds=2)
-"""How long a trial's changed status may stay unwritten: long enough for the starts of all slots to share an entry."""
+"""How long a changed status of a trial may stay unwritten: trials that start in all slots share an entry."""
 
 
 class BackgroundWorker:
@@ -104,15 +104,14 @@ class PendingEntry:
         self._background_worker = background_worker
         self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
-        self._retried_write: tuple[int, WriteStamp] | None = (
-            None  # a failed write may have arrived: repeat it unchanged
-        )
+        # The event count and stamp of a failed write, which may have arrived: it is repeated unchanged.
+        self._retried_write: tuple[int, WriteStamp] | None = None
         self._write_actions: list[Callable[[], None]] = []
         self._next_write_actions: list[Callable[[], None]] = []
         self._submitted: list[EventsSubmitted] = []
         self._has_stop_change = False
         self._synced_at = time.monotonic()
-        self._status_changed_at: float | None = None  # time of the first unwritten change
+        self._status_changed_at: float | None = None  # the time of the first unwritten change
 
     @property
     def has_waiters(self) -> bool:
@@ -133,7 +132,22 @@ class PendingEntry:
         for event in events:
             states.append(apply_event(states[-1], event, self._journal_writer.experiment.entry_count + 1))
         for event, state in zip(events, states[1:], strict=True):
-            self._apply_event(event, state)
+            state_before, self.state = self.state, state
+            # The sender of a stop request polls the journal for the answer, and then for the end.
+            self._has_stop_change |= (
+                state.stop_requests != state_before.stop_requests or state.pending_stops != state_before.pending_stops
+            )
+            name = str(getattr(event, "trial", ""))
+            trial, trial_before = state.trials.get(name), state_before.trials.get(name)
+            if trial is not None and (trial_before is None or trial_before.status is not trial.status):
+                self._status_changed_at = self._status_changed_at or time.monotonic()
+            self._unwritten.append(event)
+            self.observer.on_event(event, state)
+            if (new_count := state.policy_event_count - state_before.policy_event_count) > 0:
+                for past_event in state.trial(name).policy_events[-new_count:]:
+                    self._policy.record(state.trial(name), past_event)
+            if trial is not None and isinstance(event, TrialEvent):
+                self._policy.record_training_time(name, trial.trained_seconds)
 
     def add_submitted(self, submitted: EventsSubmitted) -> None:
         """Add all events of an attempt to the next entry, or none; `submitted.entry_written` gets the written state."""
@@ -153,26 +167,6 @@ class PendingEntry:
             submitted.entry_written.set_exception(_write_error_for_attempt(error))
         self._submitted = []
 
-    def _apply_event(self, event: Event, state: Experiment) -> None:
-        state_before, self.state = self.state, state
-        # The sender of a stop request polls the journal for the answer, and then for the end.
-        self._has_stop_change |= (
-            state.stop_requests != state_before.stop_requests or state.pending_stops != state_before.pending_stops
-        )
-        name = str(getattr(event, "trial", ""))
-        trial, trial_before = state.trials.get(name), state_before.trials.get(name)
-        if trial is not None and (trial_before is None or trial_before.status is not trial.status):
-            self._status_changed_at = self._status_changed_at or time.monotonic()
-        self._unwritten.append(event)
-        self.observer.on_event(event, state)
-        if state.policy_event_count > state_before.policy_event_count:
-            for past_event in state.trial(name).policy_events[
-                state_before.policy_event_count - state.policy_event_count :
-            ]:
-                self._policy.record(state.trial(name), past_event)
-        if trial is not None and isinstance(event, TrialEvent):
-            self._policy.record_training_time(name, trial.trained_seconds)
-
     def after_write(self, action: Callable[[], None]) -> None:
         """Call `action` once all present events are written; `write` does not delay them."""
         self._write_actions.append(action)
@@ -182,15 +176,15 @@ class PendingEntry:
         self._next_write_actions.append(action)
 
     def drop_actions(self) -> None:
-        """Drop the actions that wait for an entry."""
+        """Drop the actions that wait for a write."""
         self._write_actions, self._next_write_actions = [], []
 
     def write(self, *, may_wait: bool) -> Experiment:
         """Write the pending events as one entry, then run the waiting actions; return the written experiment.
 
         Args:
-            may_wait: whether events that no action, attempt or stop request waits for may stay unwritten until
-                `sync_period` after the last write, or 2 s after a trial's status changed.
+            may_wait: whether events may stay unwritten until `sync_period` after the last write, or until 2 s after a
+                trial's status changed, if no action, attempt or stop request waits for them.
         """
         has_awaited = any(submitted.is_awaited for submitted in self._submitted)
         is_needed = has_awaited or self._write_actions or self._has_stop_change
@@ -227,7 +221,7 @@ class PendingEntry:
 
 
 def _write_error_for_attempt(error: BaseException) -> Exception:
-    """Return the error of a write for the attempts that wait for it; after an interruption its outcome is unknown."""
+    """Return the error for the attempts that wait for a write; after an interruption, its outcome is unknown."""
     if isinstance(error, Exception):
         return error
     return CommitUnknown(f"the search was interrupted while it wrote its journal ({type(error).__name__})")

@@ -103,7 +103,7 @@ from prefect_tune.tuner.run_training import observing_run
 from prefect_tune.tuner.search_policy import SearchPolicy
 from prefect_tune.tuner.stop_requests import StopRequestPoller
 
-# The summary that a search logs when it starts, and its last line if there was nothing to train.
+# The lines that a search logs when it starts, and when there was nothing to train.
 
 _MAX_LINE_LENGTH = 400
 
@@ -111,9 +111,7 @@ _MAX_LINE_LENGTH = 400
 def log_search_start(plan: SearchPlan, state: Experiment, slots: Slots, where: str, log: Log) -> None:
     """Log the experiment's trials and target, the space, the scheduler and the slots: one line each.
 
-    Args:
-        state: the experiment before this run changes it.
-        where: where the trials run, such as `on this machine`.
+    `state` is the experiment before this run changes it; `where` says where the trials run: `on this machine`.
     """
     count, objective, resources = plan.trial_count, plan.objective, plan.resources_per_trial
     space = ", ".join(f"{name} {value!r}" for name, value in iter_leaves(plan.space or {})) or "empty"
@@ -133,11 +131,7 @@ def log_search_start(plan: SearchPlan, state: Experiment, slots: Slots, where: s
 
 
 def warn_of_takeover(state_before: Experiment, log: Log) -> None:
-    """Warn that the previous owner has left trials running: if it is still alive, it ends.
-
-    Args:
-        state_before: the experiment before this run took it over.
-    """
+    """Warn if the previous owner left trials running in `state_before`, the experiment before the takeover."""
     running = sum(trial.phase is Phase.RUNNING for trial in state_before.trials.values())
     if running and state_before.owner is not None:
         owner = state_before.owner
@@ -153,18 +147,14 @@ def warn_of_takeover(state_before: Experiment, log: Log) -> None:
 
 
 def log_already_finished(plan: SearchPlan, state_before: Experiment, state_after: Experiment, log: Log) -> None:
-    """Log how to train more if the experiment was finished before this run, and this run trained nothing.
+    """Log how to train more, if the experiment was already finished before this run and this run trained nothing.
 
-    For errored trials, `log_errored_trials` or the search's error says what to do.
+    For errored trials, `log_errored_trials` or the error of the search names the next step.
     """
-    if (
-        state_before.trials
-        and all(trial.phase is Phase.FINISHED for trial in state_before.trials.values())
-        and all(state_after.trials[name].attempt == trial.attempt for name, trial in state_before.trials.items())
-        and len(state_after.trials) == len(state_before.trials)
-        and not state_after.stop_reason
-        and plan.effective_rerun_errored != "only"
-    ):
+    before, after = state_before.trials.values(), state_after.trials.values()
+    was_finished = len(before) > 0 and all(trial.phase is Phase.FINISHED for trial in before)
+    trained_nothing = [trial.attempt for trial in after] == [trial.attempt for trial in before]
+    if was_finished and trained_nothing and not state_after.stop_reason and plan.effective_rerun_errored != "only":
         log.info(
             "experiment %r was already finished, and this run trained nothing: to train more, raise num_samples or "
             "stop, or choose another experiment name",
@@ -174,7 +164,7 @@ def log_already_finished(plan: SearchPlan, state_before: Experiment, state_after
 
 
 def _describe_processes(plan: SearchPlan, slots: Slots) -> str:
-    """Return how many processes each trial has, and a note if they share processors."""
+    """Return how many processes each trial has, with a note if they share processors; empty for one process."""
     if (process_count := plan.processes_per_trial) == 1:
         return ""
     if not isinstance(process_count, int):
@@ -189,8 +179,7 @@ def _describe_trials(state: Experiment, objective: Objective | None) -> str:
     if not state.trials:
         return "new"
     counts = {
-        "left running" if status == Status.RUNNING else status: count
-        for status, count in count_by_status(state).items()
+        "left running" if name == Status.RUNNING else name: count for name, count in count_by_status(state).items()
     }
     description = f"{pluralize(len(state.trials), 'trial', 'trials')} found: {format_counts(counts)}"
     best = find_best_trial(state)
@@ -205,7 +194,7 @@ _POLL_INTERVAL = timedelta(seconds=0.5)
 def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Results:
     """Run a search within a flow run. If `experiment` is passed, its journal is not read again. Raises like `tune`.
 
-    The flow has to return this value: if every trial errored, it is a Failed state with `SearchFailed`.
+    The flow has to return the result of this function: if every trial errored, a Failed state with `SearchFailed`.
     """
     if experiment is None:  # a search resumed by name has been warned about before, and keeps its mode
         warn_of_mode(plan, get_run_logger())
@@ -228,9 +217,8 @@ def _run_search_iteration(turn: RunIteration) -> Results:
     opening_executor, slots, location = _make_executor(plan, spec)
     callbacks = resolve_callbacks(plan.callbacks)
     known_state = require_presence(plan.target, plan.experiment, plan.resume, turn.loaded_experiment)
-    warm_starts = read_warm_starts(
-        parse_warm_start(plan.warm_start or ()), plan.target, plan.experiment, turn.loaded_experiment
-    )
+    names = parse_warm_start(plan.warm_start or ())
+    warm_starts = read_warm_starts(names, plan.target, plan.experiment, turn.loaded_experiment)
 
     def search(stop: threading.Event) -> Experiment:
         with opening_executor as executor, retrying_refusals():  # first, since its fork server needs time to start
@@ -260,7 +248,7 @@ def _run_search_iteration(turn: RunIteration) -> Results:
             period, request_count = spec.sync.request_period, len(state.stop_requests)
             with (
                 StopRequestPoller(plan.target, state.key, request_count, period, stop) as stop_requests,
-                _observing_search(plan, spec, callbacks, journal_writer, executor.__contains__, stop) as listener,
+                _observing_search(plan, spec, callbacks, journal_writer, executor.__contains__, stop) as observer,
             ):
                 driver = Driver(
                     spec,
@@ -269,7 +257,7 @@ def _run_search_iteration(turn: RunIteration) -> Results:
                     executor,
                     journal_writer,
                     log=log,
-                    observer=listener,
+                    observer=observer,
                     make_first_events=lambda: _make_code_change_events(now, state, log),
                 )
                 final_state = driver.run(stop_requests)
@@ -288,8 +276,7 @@ def _take_over_search(
 ) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
-    Returns:
-        The state, the plan with the samples that this run adds, and the events to journal.
+    Return the state, the plan with the samples that this run adds, and the events to journal.
     """
     plan, log = turn.plan, get_run_logger()
     # Check before the takeover: a rejected run must not disturb the present owner.
@@ -312,7 +299,7 @@ def _take_over_search(
 
 
 def _make_code_change_events(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
-    """If the trainable has changed, log it, and return the event that journals its code."""
+    """If the trainable has changed, log the change, and return the event that journals the new code."""
     log_code_change(state, plan, NEW_CODE_TRAINS, log)
     if not plan.source_digest or settings_before_training(state, plan.settings) == plan.settings:
         return ()  # source unavailable: a later run compares with the code that trained last
@@ -323,7 +310,7 @@ def make_policy(plan: SearchPlan) -> SearchPolicy:
     """Return the policy of a search that has no trial yet.
 
     Raises:
-        InvalidInput: its parts do not fit together, or the scheduler needs a metric and has none.
+        InvalidInput: the search, scheduler and space do not fit together, or a required metric is missing.
     """
     objective, seed, scheduler = plan.objective, plan.effective_seed, plan.scheduler or FIFO()
     stopper_states = [stopper.begin(objective) for stopper in experiment_stoppers(plan.stopper)]
@@ -333,7 +320,7 @@ def make_policy(plan: SearchPlan) -> SearchPolicy:
 
 
 def begin_schedule(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
-    """Return the schedule of a new experiment. Raise `InvalidInput` if the scheduler needs a metric and has none."""
+    """Return the schedule of a new experiment. Raise `InvalidInput` if it needs a metric and has none."""
     if objective is None and not isinstance(scheduler, FIFO):
         raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; pass one: metric='loss'")
     return scheduler.begin(objective or PLACEHOLDER_OBJECTIVE, seed)
@@ -356,7 +343,7 @@ def _make_executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextMa
             "pt.tune.with_options(task_runner=...) with the task runner of Dask or Ray (a task per node). To train "
             "with several processes on this machine, pass processes_per_trial"
         )
-    # On other machines, the first attempts find out.
+    # On other machines, only an attempt can check the import.
     require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
     max_workers, location = current_max_workers(), "on this machine"
     if max_workers is not None:
@@ -387,13 +374,13 @@ def _observing_search(
     spec: TrialSpec,
     callbacks: Sequence[Callback],
     journal_writer: JournalWriter,
-    runs: Callable[[str], bool],
+    is_running: Callable[[str], bool],
     stop: threading.Event,
 ) -> Iterator[SearchObserver]:
     """Yield the observer that the driver notifies; on exit, wait until the observers have processed their queues.
 
-    On exit, publish the results, unless the search was requested to stop; all callbacks together get 30 s, or 2 s after
-    a request to stop.
+    On exit, publish the results, unless a stop was requested. All callbacks together get 30 s, or 2 s after such a
+    request.
     """
     target, objective, log, state = plan.target, plan.objective, get_run_logger(), journal_writer.experiment
     search = SearchInfo(plan.experiment, target.uri, objective, state.key.generation)
@@ -405,14 +392,14 @@ def _observing_search(
         time_budget=plan.time_budget,
         resumes_all_paused=resumes_all_paused_trials(plan.scheduler),
     )
-    runner, curve_keeper = CallbackRunner(callbacks, target, search, log), CurveCollector(state)
+    runner, curve_collector = CallbackRunner(callbacks, target, search, log), CurveCollector(state)
     runner.start(state)
     try:
-        with observing_run(state, spec, estimate, stop, is_running=runs) as (observers, reporter):
-            yield ObserverGroup([curve_keeper, *runner.threads, *observers], log)
+        with observing_run(state, spec, estimate, stop, is_running=is_running) as (observers, reporter):
+            yield ObserverGroup([curve_collector, *runner.threads, *observers], log)
             reporter.begin_final_report()  # draws the last page while the other observers end
             if not stop.is_set():
-                final_state, curves = journal_writer.experiment, skip_prefect_introspection(curve_keeper.curves)
+                final_state, curves = journal_writer.experiment, skip_prefect_introspection(curve_collector.curves)
                 try:
                     publish_results(target, skip_prefect_introspection(final_state), objective, curves)
                 except TuneError as error:  # the journal has the same results
@@ -421,7 +408,7 @@ def _observing_search(
         runner.finish(journal_writer.experiment, _OBSERVER_TIMEOUT_WHEN_STOPPED if stop.is_set() else _OBSERVER_TIMEOUT)
 
 
-# Warm start: results of earlier experiments, read once and stored in the new experiment's journal.
+# Warm start: results of earlier experiments. They are read once, and stored in the new experiment's journal.
 
 _WARM_START_TIMEOUT = timedelta(minutes=5)
 
@@ -430,7 +417,7 @@ def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
     """Return the experiments to warm-start from, without duplicates: a name on the same target, or `target/name`.
 
     Raises:
-        InvalidInput: an element is neither.
+        InvalidInput: an element of `warm_start` has another form.
     """
     for source in warm_start:
         if not isinstance(source, str):
@@ -448,14 +435,10 @@ def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
 def read_warm_starts(
     names: Sequence[str], target: StorageTarget, experiment: str, loaded: Experiment | None = None
 ) -> Sequence[WarmStart]:
-    """Read the finished trials of the source experiments that are new to `experiment`; they may still run.
+    """Read the finished trials of the sources `names`, which may still run; skip sources that `experiment` has.
 
-    Args:
-        names: the sources, from `parse_warm_start`.
-        target: the target of `experiment`.
-        experiment: the experiment that warm-starts.
-        loaded: the state of `experiment` when its journal was checked; None to read it here. Sources that this state
-            names are not read, even if the journal has changed since.
+    `loaded` is the state of `experiment` when its journal was checked; None to read it here. The sources in this state
+    are not read again, even if the journal has changed since.
 
     Raises:
         InvalidInput: a source does not exist, or is `experiment` itself.
@@ -508,9 +491,9 @@ def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
 
 
 def unique_prior_trials(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:
-    """Return the unique trials of `warm_starts`, in their order.
+    """Return the trials of `warm_starts` in their order, without duplicates.
 
-    Forks share trials: two trials are the same if their configurations and last reports are equal.
+    Forks share trials: two trials are duplicates if their configurations and last reports are equal.
     """
     unique = {
         canonical_json([trial.config, trial.report.step, trial.report.metrics]): trial
@@ -527,10 +510,9 @@ _MAX_CAUSES = 3
 
 
 def search_failed_error(results: Results, state_before: Experiment | None) -> SearchFailed | None:
-    """Return the error of a search whose trials all errored; None if any trial did not.
+    """Return the error of a search whose trials all errored, or that ended by a repeated error; None otherwise.
 
-    Args:
-        state_before: the experiment before this run; None if the run has not read it.
+    `state_before` is the experiment before this run; None if the run has not read it.
     """
     trials = results.trials
     if not trials or (len(results.errors) < len(trials) and not repeated_error_reason(trials.values())):
@@ -568,6 +550,6 @@ def _all_errored_message(results: Results, skipped: int) -> str:
         message = f"{note}. In the earlier run {summary}" if skipped == count else f"{summary}. {note}"
     message = f"experiment {name!r}: {message}"
     error = root_error(first.end_reason)
-    if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process died
+    if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process crashed
         return message
     return f"{message}. Traceback: prefect-tune show {results.target.cli_argument} {name} --trial {first.id}"

@@ -27,12 +27,7 @@ from prefect_tune.journal_access import JournalWriter, read_experiment_to_resume
 from prefect_tune.monitoring.event_emitter import EventEmitter, ExperimentAddress, emitting_events
 from prefect_tune.monitoring.live_report import ReportObserver, publishing_report
 from prefect_tune.monitoring.progress import SearchLog, showing_progress
-from prefect_tune.monitoring.search_observer import (
-    LiveStatusPublisher,
-    ObserverGroup,
-    SearchObserver,
-    SearchRecorder,
-)
+from prefect_tune.monitoring.search_observer import LiveStatusPublisher, ObserverGroup, SearchObserver, SearchRecorder
 from prefect_tune.parameters.argument_checks import config_to_json
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.plan_checks import SearchLimits, make_single_trial_spec, require_same_training
@@ -108,21 +103,16 @@ def _run_training_iteration(
         is_finished = (
             trial is not None
             and trial.phase is Phase.FINISHED
-            and meets_stop_criterion(trial, stopper, ReportReader(target, state.key))  # by today's stop criterion too
+            and meets_stop_criterion(trial, stopper, ReportReader(target, state.key))  # the criterion may have changed
         )
         _log_resume_point(spec, plan, state, is_finished=is_finished)
-        limits = SearchLimits(
-            options=plan.with_changes(rerun_errored=True),
-            max_concurrent_trials=1,
-            meets_stop_criterion=lambda _: is_finished,
-        )
+        options = plan.with_changes(rerun_errored=True)
+        limits = SearchLimits(options=options, max_concurrent_trials=1, meets_stop_criterion=lambda _: is_finished)
         policy = SearchPolicy(_SingleConfigSearchState(config), FIFO().begin(PLACEHOLDER_OBJECTIVE, 0))
         estimate = SearchEstimate(state.name, None, 1, stopper.step_count, is_training=True)
         executor, log = LocalExecutor(pool, launch=launch_in_thread), get_run_logger()
-        with observing_run(state, spec, estimate, stop, state_before=before, emits_events=not is_finished) as (
-            observers,
-            reporter,
-        ):
+        observing = observing_run(state, spec, estimate, stop, state_before=before, emits_events=not is_finished)
+        with observing as (observers, reporter):
             observer = ObserverGroup(observers, log)
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, observer=observer)
             state = driver.run(StopSource(stop))
@@ -150,10 +140,10 @@ def observing_run(
         state: the experiment after the run has acquired it.
         spec: how its trials are trained.
         estimate: the expected number of trials and steps, and the time budget.
-        stop: set when the run is requested to stop.
-        is_running: returns whether a trial is running now.
+        stop: set when a stop of the run is requested.
+        is_running: returns whether the trial with this id is running now.
         state_before: see `EventEmitter.emit_start`.
-        emits_events: whether the run emits events.
+        emits_events: whether the run emits events to Prefect.
     """
     target, log, recorder = spec.target, get_run_logger(), SearchRecorder(state)
     search_log = SearchLog(recorder, estimate.objective, target.uri, log)

@@ -1,10 +1,10 @@
 """The search algorithm, scheduler and stoppers of one experiment behind one interface, which `DecisionHandler` calls.
 
-The same history gives the same proposals and decisions, so the state of the three is not stored. A resume creates them
-anew and replays the journal to them (`replay`), in the order in which the first run passed the same events
-(`PolicyEvent.order`); they then propose the same configurations as the interrupted run would have. Therefore they draw
-random numbers only from a seed and a purpose (`core.seeded_random`), read no clock, and see of a trial only what the
-journal holds: they get a report when it is journaled as a milestone, not when it arrives.
+The same history gives the same proposals and decisions, so their state is not stored. A resume creates new objects and
+replays the journal to them (`replay`) in the original order (`PolicyEvent.order`). Then they propose the configurations
+that the interrupted run would have proposed. Therefore they draw random numbers only from a seed and a purpose
+(`core.seeded_random`), read no clock, and use only the journal's facts about a trial: a report reaches them when it is
+journaled as a milestone, not when it arrives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import CompositeState, StopExperiment, StopperState, StopProposing
-from prefect_tune.core.experiment.trial_transitions import Phase, PolicyEvent, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import Phase, PolicyEvent, Trial
 from prefect_tune.core.journal_events import FinishKind, PriorTrial, TrialFinished, TrialRequeued
 from prefect_tune.core.reasons import AnyReason, make_reason, root_error
 from prefect_tune.core.schedulers.base import Decision, Exploit, Pause, Schedule, Stop, TrialReport
@@ -34,16 +34,10 @@ def trial_number(trial: str) -> int:
     return 0 if trial == ONLY_TRIAL else int(trial)
 
 
-def is_last_step_saved(trial: Trial) -> bool:
-    """Return whether the newest checkpoint is of the last reported step, so that the next attempt starts there."""
-    newest = newest_checkpoint(trial)
-    return newest is not None and newest.step == trial.step
-
-
 def pending_decision(trial: Trial) -> PolicyEvent | None:
-    """Return a trial's last decision if it is a stop or pause that is journaled without effect so far; else None.
+    """Return a trial's last decision if it is a stop or pause that has had no effect yet; None otherwise.
 
-    This happens when an owner dies between a decision and its effect.
+    This happens if an owner exits between a decision and its effect.
     """
     last_event = trial.policy_events[-1] if trial.policy_events else None
     is_stop_or_pause = last_event is not None and isinstance(last_event.decision, Stop | Pause)
@@ -62,7 +56,7 @@ def finish_event(trial: str, stop: Stop) -> TrialFinished:
 
 
 def extension_event(trial: Trial) -> TrialRequeued:
-    """Return the event that requeues a finished trial that does not meet today's stop criterion."""
+    """Return the event that requeues a finished trial because it does not meet the present stop criterion."""
     return TrialRequeued(trial=trial.id, reason=make_reason("extended", step=trial.step))
 
 
@@ -78,11 +72,10 @@ class SearchPolicy:
         self._stopper_state = CompositeState(stopper_states)
         self._search_state = search_state
         self.schedule = schedule
-        """Called directly for questions about no single trial: whether it waits, which trial to resume or stop next."""
+        """The scheduler's state. `Driver` asks it whether it waits, and which trial to resume or stop next."""
         self.proposed_count = 0
         """The number of trials that the journal holds."""
-        # The number of the trial that `_search_state` itself has proposed, so that it needs no `restore_trial`.
-        self._suggested_number: int | None = None
+        self._suggested_number: int | None = None  # the trial that `_search_state` proposed itself
         self._paused: set[str] = set()
         self._decision_steps: dict[str, int] = {}  # by trial: the step of the last decision about its weights
 
@@ -135,18 +128,13 @@ class SearchPolicy:
         (self._paused.add if isinstance(decision, Pause) else self._paused.discard)(trial.id)
         return decision
 
-    def is_paused_by_scheduler(self, trial: str) -> bool:
-        """Return whether the scheduler has paused a trial, and so will resume or stop it.
-
-        False if an earlier owner's scheduler paused the trial, or if the trial paused without a decision.
-        """
-        return trial in self._paused
-
     def should_resume(self, trial: Trial) -> bool:
-        """Return whether to resume a trial at once: its pause is for an exploit, or not by the scheduler."""
-        return trial.phase is Phase.PAUSED and (
-            trial.pending_exploit is not None or not self.is_paused_by_scheduler(trial.id)
-        )
+        """Return whether to resume a trial at once: it paused for an exploit, or the scheduler has not paused it.
+
+        An earlier owner's scheduler may have paused it, or it paused without a decision. The scheduler resumes or stops
+        the trials that it has paused itself.
+        """
+        return trial.phase is Phase.PAUSED and (trial.pending_exploit is not None or trial.id not in self._paused)
 
     def next_milestone(self, trial: Trial) -> int | None:
         """Return the step of the trial's next decision; None if there is none.

@@ -1,7 +1,7 @@
 """Stop an experiment or a trial early. Every stop is journaled before it takes effect, except an interruption.
 
-A trial that is stopped alone has no time limit: it ends at its next report. `wait_seconds` of `stop` limits only the
-wait for it. The trials of a stopping experiment have `grace_period_seconds` (`attempt/supervisor.py`).
+If only one trial is stopped, it has no time limit: it ends at its next report. `wait_seconds` limits only how long
+`stop` waits for the end. The trials of a stopping experiment have `grace_period_seconds` (`attempt/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from prefect_tune.tuner.search_policy import SearchPolicy
 
 
 class StopSource:
-    """Interruptions of the process, and stop requests; a single training gets no requests."""
+    """Interruptions of the process; subclasses also read stop requests. A single training gets no requests."""
 
     def __init__(self, interrupted: threading.Event) -> None:
         self.is_interrupted = interrupted.is_set
@@ -87,19 +87,18 @@ class StopHandler:
         self._log = log
         self._started_at = time.monotonic()
         self.is_stopping = False
-        """Whether the run is ending: no trial starts any more, and all trials save and end."""
+        """Whether the run is stopping: no trial starts any more, and all running trials save and end."""
 
     def check_stop_causes(self, stop_source: StopSource) -> None:
-        """Check interruptions, requests, time budget and stoppers; stop the experiment or a trial if needed."""
+        """Check interruptions, stop requests, the time budget and the stoppers; stop the experiment or a trial."""
         if stop_source.is_interrupted():
             self.is_stopping = True
             self._executor.stop_all()  # without waiting for the journal: the process ends soon
         for request in stop_source.take_requests():
             event = make_stop_event(self._pending_entry.state, request)
             if event.refused is not None:
-                self._log.warning(
-                    "stop request ignored: %s (%s)", make_visible(event.refused), make_visible(event.reason)
-                )
+                message = "stop request ignored: %s (%s)"
+                self._log.warning(message, make_visible(event.refused), make_visible(event.reason))
                 self._pending_entry.add_event(event)
             elif event.trial is None:
                 self._journal_experiment_stop(event)
@@ -126,14 +125,13 @@ class StopHandler:
         self._pending_entry.add_event(self._make_stop_finish(trial))
 
     def send_stop(self, trial: str) -> None:
-        """After the next write, tell a running trial to save and end; the command carries the event of its end."""
-        leave = StopTrial(outcome=self._make_stop_finish(trial), save=True)
-        self._pending_entry.after_write(lambda: self._executor.send_decision(trial, leave))
+        """After the next write, send a running trial the command to save and end, with the event of its end."""
+        command = StopTrial(outcome=self._make_stop_finish(trial), save=True)
+        self._pending_entry.after_write(lambda: self._executor.send_decision(trial, command))
 
     def _make_stop_finish(self, trial: str) -> TrialFinished:
-        return TrialFinished(
-            trial=trial, reason=self._pending_entry.state.pending_stops[trial], kind=FinishKind.STOPPED
-        )
+        reason = self._pending_entry.state.pending_stops[trial]
+        return TrialFinished(trial=trial, reason=reason, kind=FinishKind.STOPPED)
 
     def _journal_experiment_stop(self, event: StopRequested) -> None:
         self._log.warning("%s: every trial saves and ends, and can be resumed", make_visible(event.reason))
@@ -151,17 +149,17 @@ class StopHandler:
             self.finish_trial(trial)
 
 
-# Poll the target for requests to stop the experiment, in a thread of its own.
+# Poll the target for stop requests in a separate thread.
 
 _REQUEST_TIMEOUT = timedelta(seconds=30)
 _JOIN_TIMEOUT = timedelta(seconds=1)
 
 
 class StopRequestPoller(StopSource):
-    """Reads the requests after number `journaled_count`; deletes acknowledged requests.
+    """Reads the stop requests after number `journaled_count`, and deletes the requests that the journal has.
 
-    It polls with one GET per `period`. `__enter__` reads the existing requests, so that no trial starts that has to
-    stop. If the target does not answer or refuses, requests are read later; the first such error is logged.
+    It polls with one GET per `period`. `__enter__` reads the existing requests, so that a trial that has to stop does
+    not start. If the target does not answer or refuses access, requests are read later; the first such error is logged.
     """
 
     def __init__(
@@ -190,7 +188,7 @@ class StopRequestPoller(StopSource):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop polling, and delete acknowledged requests; wait at most 1 s for the target."""
+        """Stop polling, and delete the requests that the journal has; wait at most 1 s for the target."""
         self._closed.set()
         self._thread.join(_JOIN_TIMEOUT.total_seconds())
 
@@ -203,7 +201,7 @@ class StopRequestPoller(StopSource):
         return requests
 
     def on_requests_journaled(self, count: int) -> None:
-        """Let the thread delete the first `count` requests, which the journal has."""
+        """Let the thread delete the first `count` requests."""
         self._journaled_count = count
 
     def _poll_until_closed(self) -> None:
@@ -260,9 +258,9 @@ def stop(
 ) -> StopOutcome:
     """Stop a running search, or one of its trials, after a save; wait until it has ended.
 
-    A stopped trial saves a checkpoint and ends, `interrupted`: a larger budget does not continue it. A stopped
-    experiment can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues it. The run that owns the
-    experiment reads requests every few seconds, and journals each one before it acts on it.
+    A stopped trial saves a checkpoint and ends as `interrupted`; a larger budget does not continue it. A stopped
+    experiment can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues the experiment. The run that
+    owns the experiment reads requests every few seconds, and journals each request before it acts on it.
 
     If no run is active, the next run ends the trial before it starts any other. A request to stop the whole experiment
     then has no effect: it never stops a run that begins later.
@@ -286,13 +284,12 @@ def stop(
         sender = f"{getpass.getuser()}@{sender}"
     storage = resolve_existing(target)
     journal = with_store(storage, lambda store: find_current_journal(store, experiment))
-    return _StopRequestSender(
-        storage, journal, trial, make_reason("stop-request", by=sender, text=reason or None)
-    ).send_and_wait(wait_seconds)
+    stop_reason = make_reason("stop-request", by=sender, text=reason or None)
+    return _StopRequestSender(storage, journal, trial, stop_reason).send_and_wait(wait_seconds)
 
 
 class _StopRequestSender:
-    """Sends one stop request, again under the next number if another request was acknowledged under its number."""
+    """Sends one stop request; if the journal has another request of the same number, sends it with the next number."""
 
     def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: Reason) -> None:
         self._target = target
@@ -303,7 +300,7 @@ class _StopRequestSender:
 
     def send_and_wait(self, wait_seconds: float) -> StopOutcome:
         state = self._load_search()
-        if (end_message := self._end_message(state)) is not None:
+        if (end_message := self._format_end_message(state)) is not None:
             return StopOutcome("had-ended", end_message, state)
         write_stamp = new_write_stamp()
         request = StopRequest(
@@ -345,7 +342,7 @@ class _StopRequestSender:
         return state
 
     def _send_to_attempts(self, state: Experiment) -> None:
-        """Send the stop to each running attempt of a deployment, since attempts may outlive the search's flow run."""
+        """Send the stop to each attempt of a deployment: it may outlive the search's flow run."""
         if state.settings.get("trials") != "deployment":
             return
         for trial in [state.trial(self._trial)] if self._trial else state.trials.values():
@@ -354,16 +351,15 @@ class _StopRequestSender:
             finish = TrialFinished(trial=trial.id, reason=self._reason, kind=FinishKind.STOPPED)
             command = StopTrial(outcome=finish, save=True) if self._trial else CheckpointAndStop()
             key, attempt = state.trial_key(trial.id), trial.attempt + (trial.phase is not Phase.RUNNING)
-            with_store(
-                self._target, partial(send_answer, trial=key, attempt=attempt, step=UNSOLICITED_STEP, reply=command)
-            )
+            send = partial(send_answer, trial=key, attempt=attempt, step=UNSOLICITED_STEP, reply=command)
+            with_store(self._target, send)
             self._sent_to.add(trial.id)
 
-    def _end_message(self, state: Experiment) -> str | None:
-        """Return how the trial, or the last run of the search, has ended; None if it has not.
+    def _format_end_message(self, state: Experiment) -> str | None:
+        """Return a message about the end of the trial, or of the last run of the search; None if it has not ended.
 
-        A run that has ended by itself has published results of the journal's last entry. Without them, a search whose
-        trials have all ended may still propose another one.
+        A run that ends by itself publishes the results of the journal's last entry. Before that, a search whose trials
+        have all ended may still propose another trial.
         """
         if self._trial is not None:
             trial = state.trial(self._trial)
@@ -372,17 +368,25 @@ class _StopRequestSender:
         if any(trial.phase not in ENDED_PHASES for trial in state.trials.values()):
             return None
         path = results_path(state.key, "trials", state.entry_count)
-        published = with_store(
-            self._target, lambda store: [trial.path for trial in store.list(path.rpartition("/")[0])]
-        )
+        folder = path.rpartition("/")[0]
+        published = with_store(self._target, lambda store: [listed.path for listed in store.list(folder)])
         end = f"experiment {state.name!r} has ended, with all of its {len(state.trials)} trials"
         return end if path in published else None
 
     def _make_outcome(self, state: Experiment, request: StopRequest) -> StopOutcome:
         if not is_request_journaled(state, request):
-            return self._make_unanswered_outcome(state, request)
+            if self._trial is None and state.term != request.term:
+                message = f"another run has started in the meantime, by {state.owner}; request the stop again to end it"
+                return StopOutcome("refused", message, state)
+            message = "no run has answered" + (f", the last run was by {state.owner}" if state.owner else "")
+            if self._sent_to:
+                message = f"{message}; the request was also sent to {len(self._sent_to)} attempts"
+            effect = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
+            if self._trial is not None:
+                effect = f"the next run of the experiment ends trial {self._trial}"
+            return StopOutcome("unanswered", f"{message}: {effect}", state)
         if self._trial is not None:
-            end_message = self._end_message(state)
+            end_message = self._format_end_message(state)
             stopping_message = f"trial {self._trial} is stopping: it saves, or finishes a step"
             return StopOutcome("stopped" if end_message else "stopping", end_message or stopping_message, state)
         running_count = sum(trial.phase is Phase.RUNNING for trial in state.trials.values())
@@ -394,15 +398,3 @@ class _StopRequestSender:
         resumable_count = sum(trial.phase not in ENDED_PHASES for trial in state.trials.values())
         resumable = f"{resumable_count} of its {len(state.trials)} trials can be resumed"
         return StopOutcome("stopped", f"experiment {state.name!r} has ended; {resumable}", state)
-
-    def _make_unanswered_outcome(self, state: Experiment, request: StopRequest) -> StopOutcome:
-        if self._trial is None and state.term != request.term:
-            message = f"another run has started in the meantime, by {state.owner}; request the stop again to end it"
-            return StopOutcome("refused", message, state)
-        message = f"no run has answered, the last run was by {state.owner}" if state.owner else "no run has answered"
-        if self._sent_to:
-            message = f"{message}; the request was also sent to {len(self._sent_to)} attempts"
-        consequence = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
-        if self._trial is not None:
-            consequence = f"the next run of the experiment ends trial {self._trial}"
-        return StopOutcome("unanswered", f"{message}: {consequence}", state)

@@ -4,13 +4,13 @@
 
 A run lasts from its takeover to its last sign of life: a freed slot, or its live status if the run was killed.
 An attempt holds its slot from the search's start request until the search frees the slot. The time before the attempt
-begins is "start", the time after its last entry is "ending". An attempt that recorded no end lasts until its run's last
-sign of life, or until the trial's next attempt; its training after the last commit is lost. The rest of the slots' time
-is idle. An attempt that outlives its search adds the time between the runs.
+begins is "start", and the time after its last entry is "ending". If an attempt recorded no end, it lasts until the last
+sign of life of its run, or until the trial's next attempt; its training after the last commit is lost. The rest of the
+slots' time is idle. An attempt that outlives its search adds the time between the runs.
 
 Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of a run
-(`run_clock_now`). Only the begin of a lost attempt, or of one on another machine, may come from another clock: it is
-moved to the nearest time in the slot or the run, and `is_begin_clamped` is then true.
+(`run_clock_now`). Only the begin of an attempt that was lost or ran on another machine may come from another clock. It
+is moved to the nearest time in the slot or the run, and `is_begin_clamped` is then true.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefect_tune.core.values import parse_time
 
 
 class Category(StrEnum):
-    """What a second of a slot was used for, and an explanation for users."""
+    """The use of a second of a slot, with an explanation for users."""
 
     meaning: str
 
@@ -71,18 +71,18 @@ class AttemptCost:
     seconds: Mapping[Category, float]
     """The seconds of each category except idle."""
     usage: AttemptUsage | None
-    """Its processor and memory usage; None if the attempt is running or was lost."""
+    """The processor and memory usage of the attempt; None if it is running or was lost."""
     is_begin_clamped: bool = False
-    """Whether its begin, by another clock, was outside its slot or run and was moved to the nearest time in it."""
+    """Whether its begin, by another clock, was outside its slot or run, and was moved to the nearest time inside."""
 
     @property
     def rank_ends(self) -> Sequence[RankEnd]:
-        """The ends of ranks that ended differently from the others."""
+        """The ends of those ranks that did not end like the others."""
         return self.usage.ends if isinstance(self.usage, GroupUsage) else ()
 
     @property
     def total_seconds(self) -> float:
-        """The seconds for which it held its slot."""
+        """The number of seconds for which it held its slot."""
         return sum(self.seconds.values())
 
 
@@ -93,7 +93,7 @@ class RunCost:
     began_at: datetime
     seconds: float
     slots: int | None
-    """None if unlimited: then only the used slots count, and none is idle."""
+    """The number of slots; None if unlimited: then only used slots count, and no slot is idle."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -108,7 +108,7 @@ class ExperimentCost:
 
     @property
     def slot_seconds(self) -> float:
-        """The seconds of all slots in all runs."""
+        """The number of seconds of all slots in all runs."""
         return sum(self.seconds.values())
 
     @property
@@ -117,7 +117,7 @@ class ExperimentCost:
         return sum(run.seconds for run in self.runs)
 
     def __repr__(self) -> str:
-        """Return the number of attempts and the sentence."""
+        """Return the number of attempts and the text of `format_cost`."""
         attempts = pluralize(len(self.attempts), "attempt", "attempts")
         return f"<ExperimentCost of {attempts}: {format_cost(self) or 'no slot was held yet'}>"
 
@@ -149,13 +149,13 @@ def compute_cost(experiment: Experiment, until: datetime) -> ExperimentCost:
         experiment: the state from its journal; running trials may have newer reports.
         until: the time of the newest information about running trials; their attempts last until then.
     """
-    runs = _run_spans(experiment, until)
-    attempts = [cost for trial in experiment.trials.values() for cost in _attempt_costs(trial, runs, until)]
+    runs = _compute_run_spans(experiment, until)
+    attempts = [cost for trial in experiment.trials.values() for cost in _iter_attempt_costs(trial, runs, until)]
     seconds: Counter[Category] = Counter()
     for attempt in attempts:
         seconds.update(attempt.seconds)
     run_costs = [RunCost(run.begin, (run.end - run.begin).total_seconds(), run.slots) for run in runs]
-    idle = sum(max(0.0, (run.slots or 0) * run.seconds - _busy_seconds(run, attempts)) for run in run_costs)
+    idle = sum(max(0.0, (run.slots or 0) * run.seconds - _sum_busy_seconds(run, attempts)) for run in run_costs)
     return ExperimentCost(run_costs, attempts, {key: seconds[key] for key in _HELD_CATEGORIES} | {Category.IDLE: idle})
 
 
@@ -169,7 +169,7 @@ class _RunSpan:
     slots: int | None
 
 
-def _run_spans(experiment: Experiment, until: datetime) -> Sequence[_RunSpan]:
+def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_RunSpan]:
     """Return the runs; each lasts at least until the last journaled event of its attempts."""
     times = ((run, parse_time(run.began_at), parse_time(run.ended_at or run.began_at)) for run in experiment.runs)
     runs = [
@@ -180,7 +180,7 @@ def _run_spans(experiment: Experiment, until: datetime) -> Sequence[_RunSpan]:
             began = parse_time(record.began_at or "")
             if began is None or record.slot_at is not None or not runs:
                 continue  # the run ended later anyway
-            index = _run_index(runs, record, began)
+            index = _find_run_index(runs, record, began)
             last = _add_seconds(_clamp_begin(runs, index, began), record.seconds.total)
             if trial.phase is Phase.RUNNING and record is trial.attempt_records[-1]:
                 index, last = len(runs) - 1, max(last, until)
@@ -188,16 +188,16 @@ def _run_spans(experiment: Experiment, until: datetime) -> Sequence[_RunSpan]:
     return runs
 
 
-def _run_index(runs: Sequence[_RunSpan], record: AttemptRecord, began: datetime) -> int:
-    """Return the index of the run in which an attempt began; by time of day if the journal has no owner for it."""
+def _find_run_index(runs: Sequence[_RunSpan], record: AttemptRecord, began: datetime) -> int:
+    """Return the index of the run in which an attempt began; by its time if the journal has no owner for it."""
     by_time = max((index for index, run in enumerate(runs) if run.begin <= began), default=0)
     return next((index for index, run in enumerate(runs) if run.term == record.term), by_time)
 
 
 def _clamp_begin(runs: Sequence[_RunSpan], index: int, began: datetime) -> datetime:
-    """Return when an attempt began, moved between the begins of its run and of the next run if another clock set it.
+    """Return when an attempt began: not before its run began, and not after the next run began.
 
-    An attempt of the user's own flow has no slot, and keeps its time.
+    The times may come from different clocks. An attempt of the user's own flow has no slot, and keeps its time.
     """
     run, following = runs[index], next(iter(runs[index + 1 :]), None)
     if run.slots is None:
@@ -210,7 +210,7 @@ def _add_seconds(time: datetime, seconds: float) -> datetime:
     return time + timedelta(seconds=seconds)
 
 
-def _attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> Iterator[AttemptCost]:
+def _iter_attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> Iterator[AttemptCost]:
     """Yield the cost of each attempt whose times are known."""
     free_at: datetime | None = None
     for index, record in enumerate(trial.attempt_records):
@@ -224,7 +224,7 @@ def _attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> I
             # The slot belongs to the last run, and the attempt measured all of its own time.
             first = _add_seconds(slot_at, min(0.0, record.slot_seconds - record.seconds.total))
         elif began is not None:
-            first = _clamp_begin(runs, _run_index(runs, record, began), began) if runs else began
+            first = _clamp_begin(runs, _find_run_index(runs, record, began), began) if runs else began
         else:
             continue
         is_bounded = slot_at is None and first != began
@@ -234,18 +234,18 @@ def _attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime) -> I
             record = record.model_copy(update={"seconds": newest})  # noqa: PLW2901  includes its newest report
             free_at = max(until, _add_seconds(began or first, record.seconds.total))
         else:
-            free_at = _slot_end(record, first, following, runs)
+            free_at = _compute_slot_end(record, first, following, runs)
         free_at = max(first, free_at)
         held_seconds, seconds_before = (free_at - first).total_seconds(), 0.0
         if began is not None and slot_at is not None and not outlives_run:
             gap = (began - first).total_seconds()
             seconds_before = min(max(0.0, gap), max(0.0, held_seconds - record.seconds.total))
             is_bounded = gap != seconds_before
-        seconds = _seconds_by_category(record, seconds_before, held_seconds, is_running=is_running)
+        seconds = _categorize_seconds(record, seconds_before, held_seconds, is_running=is_running)
         yield AttemptCost(trial.id, record.attempt, first, seconds, record.usage, is_bounded)
 
 
-def _slot_end(
+def _compute_slot_end(
     record: AttemptRecord, first: datetime, following: AttemptRecord | None, runs: Sequence[_RunSpan]
 ) -> datetime:
     """Return when an ended attempt left its slot."""
@@ -255,7 +255,7 @@ def _slot_end(
     measured_end = _add_seconds(first, record.seconds.total)
     if record.usage is not None or not runs:
         return measured_end
-    run = runs[_run_index(runs, record, began or first)]
+    run = runs[_find_run_index(runs, record, began or first)]
     if run.slots is None:
         return measured_end  # in the user's own flow
     is_same_run = following is not None and following.term == record.term
@@ -263,10 +263,10 @@ def _slot_end(
     return max(measured_end, min(run.end, next_began or run.end))
 
 
-def _seconds_by_category(
+def _categorize_seconds(
     record: AttemptRecord, seconds_before: float, held_seconds: float, *, is_running: bool
 ) -> Mapping[Category, float]:
-    """Return the seconds in a slot by category: measured ones, those before them, and the rest by its likely use."""
+    """Return the seconds in a slot by category; `seconds_before` is the start, and the rest gets its likely use."""
     measured = {category: float(getattr(record.seconds, category.key)) for category in _MEASURED_CATEGORIES}
     seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
     seconds[Category.START] += seconds_before
@@ -287,7 +287,7 @@ def _seconds_by_category(
     return {category: value * held_seconds / measured_seconds for category, value in seconds.items()}
 
 
-def _busy_seconds(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
+def _sum_busy_seconds(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
     """Return the seconds for which attempts held the run's slots, summed over the slots."""
     end = _add_seconds(run.began_at, run.seconds)
     spans = ((attempt.began_at, _add_seconds(attempt.began_at, attempt.total_seconds)) for attempt in attempts)
@@ -304,8 +304,8 @@ _MIN_LISTED_SHARE = 0.005
 def format_cost(cost: ExperimentCost) -> str:
     """Return `81 % of 4 h 10 min of 2 slots was training; the largest losses: idle 9 %, saving 4 %`.
 
-    If all runs have the same number of slots, the time is that of the runs; otherwise it is summed over the slots.
-    Empty if no slot was held yet.
+    If all runs have the same number of slots, the text has the time of the runs; otherwise the time of all slots. Empty
+    if no slot was held yet.
     """
     if not cost.attempts or not cost.slot_seconds:
         return ""

@@ -58,11 +58,11 @@ from prefect_tune.core.values import Digest, StepReport, Value
 class TrialMap(Mapping[str, Trial]):
     """Immutable trials by name, in the order in which they were added.
 
-    A changed copy shares the unchanged trials: a change costs the same with ten trials and with ten thousand.
+    A changed copy shares the unchanged trials: the cost of a change does not depend on the number of trials.
     """
 
     _numbers: HashTrieMap[str, int]
-    """The position of each trial, by name, in the order in which they were added."""
+    """The position of each trial, by name."""
     _trials: HashTrieMap[int, Trial]
 
     @classmethod
@@ -127,33 +127,33 @@ class Experiment(Value):
     owner_since_entry: int = 0
     """The number of the entry with which the present owner took over the experiment."""
     last_adopting_term: int = 0
-    """The last term whose owner adopted the saves that the owner before it had not journaled."""
+    """The last term whose owner adopted the unjournaled saves of the previous owner."""
     settings: Mapping[str, object] = Field(default_factory=dict)
-    """The parameters of the run that took it over last; see `ExperimentConfigured`."""
+    """The parameters of the last run that took over the experiment; see `ExperimentConfigured`."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
     """The number of samples that each run added, in the order of the runs; see `ExperimentConfigured.extensions`."""
     origin: ForkOrigin | None = None
-    """The journal entry that it was forked from; None if it is not a fork."""
+    """The journal entry from which it was forked; None if it is not a fork."""
     is_complete: bool = True
-    """Whether the fork is complete; an incomplete one cannot be resumed."""
+    """Whether the fork is complete; an incomplete fork cannot be resumed."""
     is_being_deleted: bool = False
     """Whether its deletion has started."""
     warm_starts: Mapping[str, int] = Field(default_factory=dict)
-    """The experiments from which its search starts warm, each with the number of the entry that holds their trials."""
+    """The experiments from which its search warm-starts, each with the number of the entry that holds its trials."""
     warm_start_locations: tuple[str, ...] = ()
-    """The locations of `warm_starts` for events and assets, without repetitions, in the order of their entries."""
+    """The locations of `warm_starts` for events and assets, without duplicates, in the order of their entries."""
     stop_requests: tuple[str, ...] = ()
     """The write ids of the journaled stop requests, in order: the first is request 1."""
     pending_stops: Mapping[str, AnyReason] = Field(default_factory=dict)
-    """The trials that must stop and have not ended yet, each with the reason."""
+    """The trials that must stop and have not ended yet, with the reason of each."""
     stop_reason: AnyReason = ""
-    """Why the present owner stops the experiment early; empty if it does not."""
+    """Why the present owner stops the experiment early; empty if the owner does not stop it."""
     restarts: int = 0
-    """Consecutive automatic restarts of its run without a commit or a decision in between."""
+    """The number of consecutive automatic restarts of its run without a commit or a decision in between."""
     answers: tuple[FormAnswered, ...] = ()
     """The users' answers to forms, oldest first."""
     policy_event_count: int = 0
-    """The number of events that a resume replays to search and scheduler; see `Trial.policy_events`."""
+    """The number of events that a resume replays to the search and the scheduler; see `Trial.policy_events`."""
     runs: tuple[RunRecord, ...] = ()
     """When each run owned the experiment, oldest first; see `cost.compute_cost`."""
     trials: TrialMap = Field(default_factory=TrialMap.from_trials)
@@ -174,7 +174,7 @@ class Experiment(Value):
 
 
 def empty_experiment(journal: JournalKey) -> Experiment:
-    """Return the experiment of an empty journal: a fresh start resumes from it."""
+    """Return the experiment of an empty journal; a new experiment starts from it."""
     return Experiment(key=journal)
 
 
@@ -184,9 +184,9 @@ def apply_entry(
     digest: Digest,
     apply_one: Callable[[Experiment, Event, int, Writer], Experiment] | None = None,
 ) -> Experiment:
-    """Return the experiment after `entry`, whose bytes have this digest.
+    """Return the experiment after `entry`, whose bytes have the digest `digest`.
 
-    `apply_one` applies each event; default: `apply_event`.
+    `apply_one` applies each event; by default, `apply_event` does.
 
     Raises:
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
@@ -218,7 +218,7 @@ def apply_entry(
 
 
 def apply_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
-    """Return the experiment after `event` of entry `number`, which `writer` writes or has written.
+    """Return the experiment after `event` of entry `number`; `writer` writes this entry, or has written it.
 
     Raises:
         IllegalTransition: the event cannot occur in this state.
@@ -227,15 +227,25 @@ def apply_event(experiment: Experiment, event: Event, number: int, writer: Write
         case OwnerChanged():
             return _apply_owner_change(experiment, event, number)
         case CheckpointsAdopted():
-            # From now on, unjournaled saves of attempts that ended with their owner cannot become checkpoints.
+            # From now on, unjournaled saves of attempts that ended with the last owner cannot become checkpoints.
             for name in {**event.checkpoints, **event.last_known_steps}:
                 experiment = _replace_trial(experiment, apply_adoption(_require_trial(experiment, name), event))
             runs = extend_previous_run(experiment.runs, event.last_seen_at)
             return experiment.model_copy(update={"last_adopting_term": experiment.term, "runs": runs})
         case ExperimentConfigured():
-            return _apply_configured(experiment, event, number)
+            if repeated := event.extensions.keys() & experiment.extensions.keys():
+                raise IllegalTransition(f"run {min(repeated)} has already added its samples")
+            sources = {start.source: number for start in event.warm_starts}
+            locations = (start.location for start in event.warm_starts if start.location is not None)
+            changes = {
+                "settings": event.settings,
+                "extensions": {**experiment.extensions, **event.extensions},
+                "warm_starts": {**experiment.warm_starts, **sources},
+                "warm_start_locations": tuple(dict.fromkeys((*experiment.warm_start_locations, *locations))),
+            }
+            return experiment.model_copy(update=changes)
         case ExperimentForked():
-            return _apply_forked(experiment, event)
+            return _apply_fork_event(experiment, event)
         case DeletionStarted():
             return experiment.model_copy(update={"is_being_deleted": True})
         case StopRequested():
@@ -259,35 +269,15 @@ def _apply_owner_change(experiment: Experiment, event: OwnerChanged, number: int
         raise IllegalTransition(f"term {event.term} of {key} cannot follow term {experiment.term} of {experiment.key}")
     previous, flow_run = experiment.owner, event.owner.flow_run
     is_same_run = previous is not None and flow_run is not None and flow_run == previous.flow_run
-    restarts = experiment.restarts + 1 if is_same_run and not event.owner.is_manual else 0
-    opened = {
-        "term": event.term,
-        "owner": event.owner,
-        "owner_since_entry": number,
-        "stop_reason": "",
-        "restarts": restarts,
-    }
+    changes = {"term": event.term, "owner": event.owner, "owner_since_entry": number, "stop_reason": ""}
+    changes["restarts"] = experiment.restarts + 1 if is_same_run and not event.owner.is_manual else 0
     if event.at is not None:
         run = RunRecord(term=event.term, began_at=event.at, slots=event.owner.slots)
-        opened["runs"] = (*experiment.runs, run)
-    return experiment.model_copy(update=opened)
+        changes["runs"] = (*experiment.runs, run)
+    return experiment.model_copy(update=changes)
 
 
-def _apply_configured(experiment: Experiment, event: ExperimentConfigured, number: int) -> Experiment:
-    if repeated := event.extensions.keys() & experiment.extensions.keys():
-        raise IllegalTransition(f"run {min(repeated)} has already added its samples")
-    locations = (start.location for start in event.warm_starts if start.location is not None)
-    return experiment.model_copy(
-        update={
-            "settings": event.settings,
-            "extensions": {**experiment.extensions, **event.extensions},
-            "warm_starts": {**experiment.warm_starts, **{start.source: number for start in event.warm_starts}},
-            "warm_start_locations": tuple(dict.fromkeys((*experiment.warm_start_locations, *locations))),
-        }
-    )
-
-
-def _apply_forked(experiment: Experiment, event: ExperimentForked) -> Experiment:
+def _apply_fork_event(experiment: Experiment, event: ExperimentForked) -> Experiment:
     if event.trials is None:
         if experiment.trials or experiment.origin is not None:
             raise IllegalTransition(f"cannot become a fork of {event.origin}: it already has trials or an origin")
@@ -310,7 +300,7 @@ def _apply_stop_request(experiment: Experiment, event: StopRequested) -> Experim
 
 
 def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Writer) -> Experiment:
-    """Apply the event to its trial, and record the event that a resume replays to search and scheduler."""
+    """Apply an event to its trial, and add the event that a resume replays to the search and the scheduler."""
     before = _require_trial(experiment, event.trial)
     trial, changes = apply_trial_event(before, event, writer), dict[str, object]()
     match event:
@@ -353,15 +343,14 @@ def _make_policy_event(order: int, before: Trial, event: AnyTrialEvent, changed:
 
 
 def last_report(trial: Trial) -> StepReport:
-    """Return the newest journaled report of a trial."""
+    """Return the last journaled report of a trial."""
     return StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
 
 
 def _set_terms(trial: Trial, attempt: int, **terms: int) -> Trial:
-    records = (
-        record.model_copy(update=terms) if record.attempt == attempt else record for record in trial.attempt_records
-    )
-    return trial.model_copy(update={"attempt_records": tuple(records)})
+    records = trial.attempt_records
+    changed = (record.model_copy(update=terms) if record.attempt == attempt else record for record in records)
+    return trial.model_copy(update={"attempt_records": tuple(changed)})
 
 
 def _require_trial(experiment: Experiment, trial: str) -> Trial:
@@ -371,10 +360,9 @@ def _require_trial(experiment: Experiment, trial: str) -> Trial:
 
 
 def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> Experiment:
-    if trial.id in experiment.pending_stops and trial.phase in ENDED_PHASES:
-        changes["pending_stops"] = {
-            name: reason for name, reason in experiment.pending_stops.items() if name != trial.id
-        }
+    stops = experiment.pending_stops
+    if trial.id in stops and trial.phase in ENDED_PHASES:
+        changes["pending_stops"] = {name: reason for name, reason in stops.items() if name != trial.id}
     return experiment.model_copy(update={"trials": _update_clone_lists(experiment.trials, trial), **changes})
 
 
@@ -382,23 +370,20 @@ def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
     """Return the trials with `trial` replaced, and its clones listed in the trials that hold their bytes.
 
     Raises:
-        IllegalTransition: no checkpoint or clone keeps the bytes of a new clone: they may have been deleted.
+        IllegalTransition: no checkpoint or clone keeps the bytes of a new clone, so they may have been deleted.
     """
     before, trials = trials.get(trial.id), trials.with_trial(trial)
-    if (
-        before is not None
-        and before.checkpoints is trial.checkpoints
-        and before.quarantined_checkpoints is trial.quarantined_checkpoints
-    ):
+    live, quarantined = trial.checkpoints, trial.quarantined_checkpoints
+    if before is not None and before.checkpoints is live and before.quarantined_checkpoints is quarantined:
         return trials
-    old, new = _clones_of(before), _clones_of(trial)
+    old, new = _list_clones(before), _list_clones(trial)
     for origin, clone in old - new:
         holder = trials[origin]
         remaining = tuple(other for other in holder.clones if other != clone)
         trials = trials.with_trial(holder.model_copy(update={"clones": remaining}))
     for origin, clone in new - old:
         if (source := trials.get(origin)) is not None:
-            refs: Sequence[CheckpointRef | Clone] = (*_refs_with_bytes(source), *source.clones)
+            refs: Sequence[CheckpointRef | Clone] = (*_list_stored_refs(source), *source.clones)
         if source is None or (clone.step, clone.sequence) not in {(ref.step, ref.sequence) for ref in refs}:
             raise IllegalTransition(
                 f"trial {trial.id!r}: cannot clone step {clone.step} (sequence {clone.sequence}) of trial "
@@ -408,17 +393,17 @@ def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
     return trials
 
 
-def _refs_with_bytes(trial: Trial) -> Sequence[CheckpointRef]:
-    """Return the checkpoints whose bytes are kept, also quarantined ones: the owner may be cloning them."""
+def _list_stored_refs(trial: Trial) -> Sequence[CheckpointRef]:
+    """Return the checkpoints whose bytes are kept, also quarantined checkpoints: the owner may be cloning them."""
     return (*trial.checkpoints, *(quarantined.checkpoint for quarantined in trial.quarantined_checkpoints))
 
 
-def _clones_of(trial: Trial | None) -> set[tuple[str, Clone]]:
-    """Return the trial's clones of other trials' checkpoints, each with the trial that holds the bytes."""
+def _list_clones(trial: Trial | None) -> set[tuple[str, Clone]]:
+    """Return the trial's clones of other trials' checkpoints, each with the trial whose checkpoint was cloned."""
     if trial is None:
         return set()
     return {
         (old.trial, Clone(step=old.step, sequence=old.sequence, trial=trial.id, clone_sequence=ref.sequence))
-        for ref in _refs_with_bytes(trial)
+        for ref in _list_stored_refs(trial)
         if (old := ref.origin) is not None
     }

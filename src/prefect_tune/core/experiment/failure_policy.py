@@ -38,16 +38,14 @@ class FailurePolicy(Value):
 
     max_failures: _Count = Field(default=0, description="Failures of your code that are retried.")
     max_machine_failures: _Count = Field(
-        default=10,
-        description="Consecutive failures of machines, workers and stores without a commit in between.",
+        default=10, description="Consecutive failures of machines, workers and stores without a commit in between."
     )
     max_restarts: _Count = Field(
         default=5,
         description="Consecutive restarts of the whole run by automations without a commit or a decision in between.",
     )
     quarantine_after: Annotated[int, Field(ge=1), INTEGER_VALIDATOR] = Field(
-        default=3,
-        description="Crashes before the first step, after which the loaded checkpoint is quarantined.",
+        default=3, description="Crashes before the first step, after which the loaded checkpoint is quarantined."
     )
 
 
@@ -66,7 +64,7 @@ class QuarantineCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class EndRun:
-    """End the run without failing the trial; a Retry, a Resume or a schedule continues it."""
+    """End the run without failing the trial; a Retry, a Resume or a schedule continues the trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ FailureDecision: TypeAlias = RetryTrial | QuarantineCheckpoint | EndRun | FailTr
 
 
 def decide_after_failure(trial: Trial, cause: Cause, policy: FailurePolicy) -> FailureDecision:
-    """Decide what follows an attempt that ended by `cause`; `trial` already counts that attempt."""
+    """Decide what follows an attempt that ended by `cause`; the budgets of `trial` already include that attempt."""
     if cause is Cause.PREEMPTED:
         return EndRun()
     if (reason := _budget_spent_reason(trial, cause, policy)) is not None:
@@ -94,7 +92,7 @@ def decide_after_failure(trial: Trial, cause: Cause, policy: FailurePolicy) -> F
 
 
 def end_reason_after_error(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> Reason | None:
-    """Return why the error of `trial`, one of `trials`, ends the experiment; None if the experiment continues."""
+    """Return why the error of `trial` ends the experiment with these `trials`; None if the experiment continues."""
     if fail_fast:
         return make_reason("fail-fast", trial=trial.id, error=summarize_error(trial.end_reason))
     return repeated_error_reason(trials) if fail_fast is None else None
@@ -103,12 +101,10 @@ def end_reason_after_error(trial: Trial, trials: Iterable[Trial], *, fail_fast: 
 def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
     """Return why a search ends after three trials failed with the same error before their second step.
 
-    None if a trial has reported a second step or completed, if an error differs, or while a trial that began before the
-    third error still trains its first step.
+    None if a trial has reported a second step or completed, or if an error differs. None also while a trial that began
+    before the third error still trains its first step.
     """
-    from prefect_tune.core.experiment.trial_transitions import (
-        Phase,
-    )  # late: flows import this module without the journal
+    from prefect_tune.core.experiment.trial_transitions import Phase  # late: flows import this without the journal
 
     started = [trial for trial in trials if trial.attempt]
     errored = [trial for trial in started if trial.phase is Phase.ERRORED]
@@ -124,7 +120,7 @@ def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
 
 
 def _last_activity_time(trial: Trial) -> datetime:
-    """Return when the last attempt of a trial ended; if it has not reported a step yet, when it began."""
+    """Return when the last attempt of a trial ended; if the attempt has not reported a step yet, when it began."""
     record = trial.attempt_records[-1]
     return (parse_time(record.began_at or "") or _UNKNOWN_TIME) + timedelta(seconds=record.seconds.total)
 
@@ -132,7 +128,7 @@ def _last_activity_time(trial: Trial) -> datetime:
 def is_machine_budget_spent(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether a waiting trial had more machine failures than `policy` allows.
 
-    Its last run ended before it could fail the trial, for example because the target was unavailable.
+    Its last run ended before the run could give up the trial, for example because the target was unavailable.
     """
     return trial.cause is Cause.MACHINE and _budget_spent_reason(trial, Cause.MACHINE, policy) is not None
 
@@ -140,9 +136,9 @@ def is_machine_budget_spent(trial: Trial, policy: FailurePolicy) -> bool:
 def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run resets the retry budgets of a waiting trial.
 
-    True after an import or stop criterion failed, which the user may have fixed, and after too many machine failures.
-    False if its last owner vanished: a trial that crashes its machine each time would be retried forever, and its
-    search would never finish.
+    True after an error of the import or the stop criterion, which the user may have fixed, and after too many machine
+    failures. False if the trial's last owner vanished: a trial that crashes its machine each time would be retried
+    forever, and the search would never finish.
     """
     if trial.cause in (Cause.IMPORT, Cause.BAD_STOP):
         return True

@@ -1,8 +1,8 @@
 """When a trial saves, and which checkpoints are kept.
 
 The entry that journals a new checkpoint also names the checkpoints that it retires; their bytes are deleted afterwards.
-So a process that crashes in between leaves garbage, but never a checkpoint without its bytes. Maintenance applies the
-same policy to ended trials. The newest checkpoint is always kept, since the next attempt starts from it.
+So a process that crashes in between leaves unneeded objects, but never a checkpoint without its bytes. Maintenance
+applies the same policy to ended trials. The newest checkpoint is always kept: the next attempt starts from it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cadence(Value):
         return self.every_steps is None and self.every_seconds is None and not self.at_end
 
     def is_save_due(self, steps: int, elapsed: timedelta) -> bool:
-        """Return whether to save now, `steps` steps and the time `elapsed` after the last save."""
+        """Return whether to save now: the last save was `steps` steps and the time `elapsed` ago."""
         if self.every_steps is not None and steps >= self.every_steps:
             return True
         return self.every_seconds is not None and elapsed.total_seconds() >= self.every_seconds
@@ -119,10 +119,10 @@ def checkpoints_to_retire(trial: Trial, new: CheckpointRef, policy: Retention) -
 def quarantined_to_retire(
     quarantined: Sequence[QuarantinedCheckpoint], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
-    """Return the quarantined checkpoints that `policy` would retire if they were live like `checkpoints`.
+    """Return the quarantined checkpoints that `policy` would retire if they were live, like `checkpoints`.
 
-    A quarantined checkpoint may be undamaged, and be reinstated. So it is returned only if the trial has at least as
-    many newer live checkpoints as the policy always keeps (`last`, or 1).
+    A quarantined checkpoint may be undamaged, and be reinstated. So it is returned only if at least `last` newer live
+    checkpoints exist (1 without `last`).
     """
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):
         return []

@@ -1,4 +1,4 @@
-"""Stoppers of a trial and of a whole experiment: deterministic functions of the journal, fed in its order.
+"""Stoppers of a trial and of a whole experiment: deterministic functions of the journal, in the journal's order.
 
 Pass them as `stop`, combined by `|`: `MaxSteps(100) | MaxFailures(5)`.
 """
@@ -37,18 +37,18 @@ RAY_EQUIVALENTS = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(s
 
 
 class Stopper(NamedOptions, Renamed, ABC):
-    """Stops a trial. It has no state of its own: it gets every report of the trial's history, oldest first."""
+    """Stops a trial. A stopper has no state: it gets all reports of the trial, oldest first."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"why_stop": "stop_reason", "looks_back": "needs_history"}
 
     @property
     def needs_history(self) -> bool:
-        """Whether it needs more than the last report; a resume reads less if no stopper does."""
+        """Whether it needs more than the last report; if no stopper does, a resume reads less."""
         return True
 
     @property
     def step_count(self) -> int | None:
-        """The maximum number of steps of a trial; None if it is not known beforehand."""
+        """The maximum number of steps of a trial; None if unknown."""
         return None
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Stopper(NamedOptions, Renamed, ABC):
         """Return why the trial stops after the last of `reports`; None to continue."""
 
     def __or__(self, other: StopCriteria) -> Stopper:
-        """Stop as soon as one of both stoppers does; the other may also be limits or a function."""
+        """Return a stopper that stops as soon as one of the two does; `other` may also be limits or a function."""
         return AnyOf((self, as_stopper(other)))
 
 
@@ -94,7 +94,7 @@ class AnyOf(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class MaxSteps(Stopper):
-    """Stop after this many steps; a step that a resume repeats is counted once.
+    """Stop after this many steps. A step that a resume repeats counts once.
 
     ```python
     stop = pt.MaxSteps(100) | pt.MaxTime(3600) | pt.Plateau("loss", std=0.01)
@@ -145,16 +145,10 @@ class Plateau(Stopper):
     grace: int = 4
 
     def __post_init__(self) -> None:
-        convert_fields(self)
-        if not (
-            is_number_at_least(self.std, 0)
-            and is_integer_at_least(self.reports, 2)
-            and is_integer_at_least(self.grace, 0)
-        ):
-            raise InvalidInput(f"{self}: expected std >= 0, reports >= 2, grace >= 0, the last two as whole numbers")
+        _convert_plateau(self, reports=2, grace=0)
 
     def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
-        values = [_metric_value(report.metrics, self.metric) for report in reports[-self.reports :]]
+        values = [_require_metric_value(report.metrics, self.metric) for report in reports[-self.reports :]]
         if len(reports) < max(self.grace, self.reports):
             return None
         mean = sum(values) / len(values)
@@ -164,7 +158,7 @@ class Plateau(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class _MetricLimits(Stopper):
-    """Stop once a reported value is at or above its limit, like Ray's `stop`; `step` means the step itself."""
+    """Stop once a reported value is at or above its limit, like Ray's `stop`; `step` is the number of the step."""
 
     limits: tuple[tuple[str, float], ...]
     needs_history = False
@@ -180,7 +174,7 @@ class _MetricLimits(Stopper):
             if name == "step":
                 if last.step >= limit:
                     return make_reason("step-limit", step=last.step, limit=limit)
-            elif (value := _metric_value(last.metrics, name)) >= limit:
+            elif (value := _require_metric_value(last.metrics, name)) >= limit:
                 return make_reason("metric-limit", metric=name, value=value, limit=limit)
         return None
 
@@ -190,7 +184,7 @@ class _MetricLimits(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class _StopFunction(Stopper):
-    """Stop when the user's function returns a true value; it gets the step's metrics, including `step`."""
+    """Stop when the user's function returns a true value; the function gets the step's metrics, including `step`."""
 
     function: Callable[[Mapping[str, object]], object]
     needs_history = False
@@ -210,7 +204,7 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     """Return the stopper for `stop`: `{metric: limit}` (stop at `>=`), a function, a stopper, a list of these, or None.
 
     Raises:
-        InvalidInput: it is none of these, or a limit is not a number.
+        InvalidInput: `stop` is none of these, or a limit is not a number.
     """
     if stop is None:
         return Never()
@@ -239,17 +233,17 @@ def _parse_limit(name: object, limit: object) -> tuple[str, float]:
 
 
 def trial_stop_reason(stopper: Stopper, reports: Sequence[StepReport]) -> AnyReason | None:
-    """Return why a trial stops after the last report of its `reports`; None to continue. Raises like the stopper."""
+    """Return why a trial stops after the last of its `reports`; None to continue. Raises like the stopper."""
     if reports[-1].metrics.get("done") is True:
         return make_reason("done-reported")
     return stopper.stop_reason(reports)
 
 
 def _as_timedelta(value: object, where: str) -> timedelta:
-    """Return a timedelta, or a number of seconds, as a timedelta.
+    """Convert a timedelta or a number of seconds to a timedelta.
 
     Raises:
-        InvalidInput: it is neither, or not positive.
+        InvalidInput: the value is neither, or not positive.
     """
     time: object = to_plain_scalar(value)
     if is_number(time):
@@ -261,7 +255,7 @@ def _as_timedelta(value: object, where: str) -> timedelta:
 
 
 def metric_limits(stopper: Stopper) -> Mapping[str, float]:
-    """Return the limits by metric: the stopper stops at or above them; `step` is the step itself."""
+    """Return the limits by metric, at or above which the stopper stops; `step` is the number of the step."""
     if isinstance(stopper, AnyOf):
         return {name: limit for part in stopper.stoppers for name, limit in metric_limits(part).items()}
     return dict(stopper.limits) if isinstance(stopper, _MetricLimits) else {}
@@ -275,15 +269,23 @@ def _convert_count(stopper: MaxSteps | MaxFailures | TrialBudget, count: object,
         raise InvalidInput(f"{name}({short_repr(count)}): expected at least 1 {noun}, as a whole number")
 
 
-def _metric_value(metrics: Mapping[str, object], name: str) -> float:
+def _convert_plateau(stopper: Plateau | ExperimentPlateau, **minimums: int) -> None:
+    """Convert the fields of a stopper to plain values; raise unless `std` and the whole numbers have their minimums."""
+    convert_fields(stopper)
+    are_integers = all(is_integer_at_least(getattr(stopper, name), minimum) for name, minimum in minimums.items())
+    if not (is_number_at_least(stopper.std, 0) and are_integers):
+        limits = ", ".join(f"{name} >= {minimum}" for name, minimum in minimums.items())
+        raise InvalidInput(f"{stopper}: expected std >= 0, {limits}, the last two as whole numbers")
+
+
+def _require_metric_value(metrics: Mapping[str, object], name: str) -> float:
     value = get_metric(metrics, name)
     if isinstance(value, int | float):
         return float(value)
     names = sorted(leaf for leaf, _ in iter_leaves(metrics))
-    is_ray_name = name in RAY_EQUIVALENTS
-    hint = (
-        f"; Ray Tune's {name} is {RAY_EQUIVALENTS[name]} here" if is_ray_name else did_you_mean(name, ["step", *names])
-    )
+    hint = did_you_mean(name, ["step", *names])
+    if (equivalent := RAY_EQUIVALENTS.get(name)) is not None:
+        hint = f"; Ray Tune's {name} is {equivalent} here"
     raise BadStop(f"stop: expected metric {name!r} in each report, found only {names}{hint}")
 
 
@@ -308,7 +310,7 @@ StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
 class StopperState(Renamed, ABC):
-    """The state of an experiment's stopper, fed live or by the replay of a resume. Each call is O(1)."""
+    """The state of an experiment's stopper. A search and the replay of a resume call it alike. Each call is O(1)."""
 
     _renamed: ClassVar[Mapping[str, str]] = {
         "added": "on_trial_added",
@@ -393,7 +395,7 @@ class CompositeState(StopperState):
             state.on_trial_ended(trial, report, failed=failed)
 
     def verdict(self) -> StopperDecision:
-        """Return the first `StopExperiment`, else the first `StopProposing`, else None."""
+        """Return the first `StopExperiment`, otherwise the first `StopProposing`, otherwise None."""
         verdicts = [verdict for state in self.states if (verdict := state.verdict())]
         return next(
             (verdict for verdict in verdicts if isinstance(verdict, StopExperiment)), next(iter(verdicts), None)
@@ -432,10 +434,9 @@ class _FailureCount(StopperState):
             self.errored.add(trial)
 
     def verdict(self) -> StopperDecision:
-        count = len(self.errored)
-        return (
-            StopExperiment(make_reason("failed-trials", count=count, limit=self.limit)) if count >= self.limit else None
-        )
+        if (count := len(self.errored)) < self.limit:
+            return None
+        return StopExperiment(make_reason("failed-trials", count=count, limit=self.limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,8 +469,8 @@ class _TrialCount(StopperState):
 class TimeBudget(ExperimentStopper):
     """End the experiment after this training time, summed over its trials and over all of its runs.
 
-    The journal counts the time: it is updated when a trial commits a checkpoint, when it ends, and every
-    `sync_period`. Lost steps that are trained again count once. A plain number means seconds. See `MaxSteps`.
+    The journal counts the time: when a trial commits a checkpoint, when it ends, and every `sync_period`. Lost steps
+    that are trained again count once. A plain number means seconds. See `MaxSteps`.
     """
 
     time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
@@ -501,10 +502,11 @@ class _TrainingTime(StopperState):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlateau(ExperimentStopper):
-    """End the experiment when its best trials are about equally good: more are unlikely to be better; see `MaxSteps`.
+    """End the experiment when its best trials are about equally good. See `MaxSteps`.
 
-    Like Ray's ExperimentPlateauStopper, but over trials instead of results: it ends when the standard deviation of the
-    `top` best last values of finished trials is at most `std`, and stays so for `patience` more finished trials.
+    Like Ray's ExperimentPlateauStopper, but over trials instead of results: the experiment ends when the standard
+    deviation of the `top` best last values of finished trials is at most `std`, and stays so for `patience` more
+    finished trials. Further trials are then unlikely to be better.
 
     Args:
         metric: default: the first metric of the search's objective.
@@ -518,13 +520,7 @@ class ExperimentPlateau(ExperimentStopper):
     patience: int = 0
 
     def __post_init__(self) -> None:
-        convert_fields(self)
-        if not (
-            is_number_at_least(self.std, 0)
-            and is_integer_at_least(self.top, 2)
-            and is_integer_at_least(self.patience, 0)
-        ):
-            raise InvalidInput(f"{self}: expected std >= 0, top >= 2, patience >= 0, the last two as whole numbers")
+        _convert_plateau(self, top=2, patience=0)
 
     def begin(self, objective: Objective | None) -> StopperState:
         chosen = objective if self.metric is None else make_objective(self.metric, self.mode)
@@ -540,30 +536,28 @@ class _BestLosses(StopperState):
     losses: dict[TrialId, float] = field(default_factory=dict)
     sorted_losses: list[float] = field(default_factory=list)
     plateau_length: int = 0
-    """The number of consecutive finished trials after which the best losses were about equal."""
+    """The number of consecutive finished trials since the best losses are about equal."""
 
     def on_trial_added(self, trial: TrialId) -> None:
         if (loss := self.losses.pop(trial, None)) is not None:
             self.sorted_losses.remove(loss)
 
     def on_trial_ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        from prefect_tune.core.experiment.summary import (
-            compute_losses,
-        )  # late: flows import this module without the journal
+        from prefect_tune.core.experiment.summary import compute_losses  # late: flows import this without the journal
 
         losses = compute_losses(report.metrics, self.objective) if report and not failed else None
         if losses is None:
             return
         self.losses[trial] = losses[0]
         insort(self.sorted_losses, losses[0])
-        is_plateau = len(self.sorted_losses) >= self.plateau.top and self._spread() <= self.plateau.std
+        is_plateau = len(self.sorted_losses) >= self.plateau.top and self._compute_spread() <= self.plateau.std
         self.plateau_length = self.plateau_length + 1 if is_plateau else 0
 
-    def _spread(self) -> float:
+    def _compute_spread(self) -> float:
         return pstdev(self.sorted_losses[: self.plateau.top])
 
     def verdict(self) -> StopperDecision:
         if self.plateau_length <= self.plateau.patience:
             return None
-        arguments = {"metric": self.objective.metrics[0], "top": self.plateau.top, "spread": self._spread()}
+        arguments = {"metric": self.objective.metrics[0], "top": self.plateau.top, "spread": self._compute_spread()}
         return StopExperiment(make_reason("search-plateau", **arguments))

@@ -50,7 +50,7 @@ def validate_scope(scope: Scope) -> Scope:
 def score_reports(reports: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
     """Return a trial's score from the metrics of its reports; None if no report has all metrics.
 
-    A report that lacks a metric, or has text in its place, is skipped; as the last report it makes scope `last` None.
+    A report that lacks a metric, or has text in its place, is skipped. If it is the last report, scope `last` is None.
     """
     scores = [losses for metrics in reports if (losses := compute_losses(metrics, objective)) is not None]
     if not scores or scope == "last":
@@ -70,9 +70,9 @@ def compute_losses(metrics: Mapping[str, object], objective: Objective) -> Losse
 
 
 def rank_trials(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
-    """Return the trials whose last reports are comparable, best first; equal ones in the order of `trials`.
+    """Return the trials whose last reports are comparable, best first; equal trials keep their order.
 
-    A trial that inherits its last report comes after equal trials that do not. Empty without an objective.
+    A trial that inherits its last report comes after equal trials that do not. Without an objective, the list is empty.
     """
     if objective is None:
         return []
@@ -81,20 +81,20 @@ def rank_trials(trials: Iterable[Trial], objective: Objective | None) -> list[tu
 
 
 def sort_by_losses(scores: Iterable[tuple[_Item, Losses | None]]) -> list[tuple[_Item, Losses]]:
-    """Return the pairs that have losses, best first; equal ones in the order of `scores`."""
+    """Return the pairs that have losses, best first; pairs with equal losses keep their order."""
     comparable = [(item, losses) for item, losses in scores if losses is not None]
     return sorted(comparable, key=lambda pair: pair[1])
 
 
 def rank_checkpoints(checkpoints: Iterable[CheckpointRef], objective: Objective) -> list[CheckpointRef]:
-    """Return the checkpoints whose report has the metrics, best first; equal ones in the order of `checkpoints`."""
+    """Return the checkpoints whose report has the metrics, best first; equal checkpoints keep their order."""
     return [ref for ref, _ in sort_by_losses((ref, compute_losses(ref.metrics, objective)) for ref in checkpoints)]
 
 
 def pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
     """Return the Pareto front: items that no other item dominates (as good in every metric, and better in one).
 
-    Equal items are all on it. Sorted by the first metric, best first.
+    All of several equal items are on the front. It is sorted by the first metric, best first.
     """
     optimal: list[tuple[_Item, Losses]] = []
     for item, losses in sort_by_losses(scores):  # an item that dominates this one comes before it
@@ -108,7 +108,7 @@ def pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
 
 @dataclass(frozen=True, slots=True)
 class ExploitRecord:
-    """A trial continued from another trial's checkpoint, with another configuration."""
+    """The exploit of another trial: from then on, the trial continued from its checkpoint with a new configuration."""
 
     step: int
     source: str
@@ -121,7 +121,7 @@ def list_exploits(entries: Iterable[Entry], trial: str) -> Sequence[ExploitRecor
     """Return the exploits of a trial, in order, from the entries of its experiment's journal."""
     config: Mapping[str, object] = {}
     exploits: list[ExploitRecord] = []
-    for event in _config_events(entries, trial):
+    for event in _iter_config_events(entries, trial):
         following = event.config or {}
         if isinstance(event, CheckpointCloned):
             names = [*following, *(name for name in config if name not in following)]
@@ -133,21 +133,18 @@ def list_exploits(entries: Iterable[Entry], trial: str) -> Sequence[ExploitRecor
 
 
 def config_of_checkpoint(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[str, object]:
-    """Return a trial's configuration at one of its checkpoints, which may be before or after exploits.
+    """Return a trial's configuration at the checkpoint with this sequence, which may be before or after exploits.
 
-    Args:
-        entries: the entries of the experiment's journal.
-        trial: the name of the trial.
-        sequence: the checkpoint's sequence; a clone has the configuration with which the trial continues from it.
+    A clone has the configuration with which the trial continues from it.
     """
     config: Mapping[str, object] = {}
-    for event in _config_events(entries, trial):
+    for event in _iter_config_events(entries, trial):
         if isinstance(event, TrialAdded) or event.checkpoint.sequence <= sequence:
             config = event.config or {}
     return config
 
 
-def _config_events(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded | CheckpointCloned]:
+def _iter_config_events(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded | CheckpointCloned]:
     """Yield the events that set the configuration of a trial."""
     for event in (event for entry in entries for event in entry.events):
         if isinstance(event, TrialAdded | CheckpointCloned) and event.trial == trial and event.config is not None:
@@ -157,7 +154,7 @@ def _config_events(entries: Iterable[Entry], trial: str) -> Iterator[TrialAdded 
 class LearningCurves:
     """The reports of every trial, one for each step; for a step that was trained again, the later report.
 
-    The curve of a trial that exploited another one begins with the clone's step.
+    If a trial has exploited another trial, its curve begins with the step of the clone.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
@@ -205,10 +202,9 @@ def is_search(state: Experiment) -> bool:
 
 
 def experiment_kind(state: Experiment) -> str:
-    """Return "search" or "training"; any number of trials in the user's own flow is a training."""
-    return (
-        "search" if state.settings or any(trial.proposed_by_search for trial in state.trials.values()) else "training"
-    )
+    """Return "search" or "training"; the trials in a user's own flow are a training."""
+    was_proposed = any(trial.proposed_by_search for trial in state.trials.values())
+    return "search" if state.settings or was_proposed else "training"
 
 
 def count_by_status(state: Experiment) -> Mapping[str, int]:
@@ -244,9 +240,9 @@ def objective_from_settings(settings: Mapping[str, object]) -> Objective | None:
 
 
 def settings_for_display(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return `settings` for display, with the text values of job variables masked: they may be secrets.
+    """Return `settings` for display. The texts in job variables are masked, because they may be secrets.
 
-    It does not mask numbers and references to saved blocks, such as `{{ prefect.blocks.secret.wandb }}`.
+    Numbers, and references to saved blocks such as `{{ prefect.blocks.secret.wandb }}`, are not masked.
     """
     return {
         _DISPLAY_NAMES.get(name, name): _mask_text(value) if name == _MASKED_SETTING else value
@@ -271,11 +267,10 @@ def sort_trials(trials: Sequence[Trial], objective: Objective | None) -> Sequenc
 def find_best_trial(state: Experiment) -> Trial | None:
     """Return the trial whose last report is the best; None if no trial can be compared.
 
-    Like `Results.best`, it may return an errored trial; `best_trial_name` marks it.
+    The best trial may have errored, as in `Results.best`; `best_trial_name` marks it.
     """
-    return next(
-        (trial for trial, _ in rank_trials(state.trials.values(), objective_from_settings(state.settings))), None
-    )
+    ranked = rank_trials(state.trials.values(), objective_from_settings(state.settings))
+    return ranked[0][0] if ranked else None
 
 
 def best_trial_name(trial: str, status: str) -> str:
@@ -296,7 +291,7 @@ def format_status(status: str, step: int) -> str:
 
 
 def format_recomputed_steps(steps: int, *, at_least: bool) -> str:
-    """Return a number of wasted steps as text; empty if none is known."""
+    """Return a number of recomputed steps as text; empty for 0."""
     return f"{'at least ' * at_least}{pluralize(steps, 'step', 'steps')}" if steps else ""
 
 
@@ -304,11 +299,10 @@ def format_trial_html(trial: Trial) -> str:
     """Return a trial for a notebook, with its history, its newest checkpoint and its whole error."""
     seconds = "" if trial.measured_seconds is None else f" in {trial.measured_seconds:,.1f} s"
     attempts = f", {pluralize(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
-    wasted = format_recomputed_steps(trial.recomputed_steps, at_least=trial.recomputed_is_lower_bound)
-    repeated = f", {wasted} trained again" if wasted else ""
-    rows: list[tuple[str, Cell]] = [
-        ("trained", f"{pluralize(trial.step, 'step', 'steps')}{seconds}{attempts}{repeated}")
-    ]
+    steps = format_recomputed_steps(trial.recomputed_steps, at_least=trial.recomputed_is_lower_bound)
+    recomputed = f", {steps} trained again" if steps else ""
+    trained = f"{pluralize(trial.step, 'step', 'steps')}{seconds}{attempts}{recomputed}"
+    rows: list[tuple[str, Cell]] = [("trained", trained)]
     history = [text for event in trial.policy_events if (text := _describe_policy_event(event))]
     earlier_count = max(0, len(history) - _MAX_HISTORY_ROWS)
     earlier = [pluralize(earlier_count, "earlier event", "earlier events")] if earlier_count else []

@@ -74,7 +74,7 @@ class Status(StrEnum):
     """The scheduler ended it early."""
     INTERRUPTED = "interrupted"
     """It ended early, but not by its scheduler: its run was stopped, suspended or killed, its attempt failed and will
-    be retried, or a stop request named it. A resume continues it, except after a stop request."""
+    be retried, or a stop request ended it. A resume continues the trial, except after a stop request."""
     ERRORED = "errored"
     """It failed, and its retries are spent."""
     RUNNING = "running"
@@ -97,31 +97,31 @@ class PolicyEvent(Value):
     order: int
     kind: Literal["added", "decided", "resumed", "ended"]
     report: StepReport | None = None
-    """With "decided": the report behind the decision; with "ended": the last report."""
+    """With "decided", the report that the decision is about; with "ended", the last report."""
     decision: Decision | None = None
     failed: bool = False
-    """With "ended": whether the trial errored."""
+    """With "ended", whether the trial errored."""
     stopped: bool = False
-    """With "ended": whether the scheduler ended it early."""
+    """With "ended", whether the scheduler ended the trial early."""
 
 
 class Clone(Value):
-    """Another trial's clone of one of the trial's checkpoints."""
+    """A clone that another trial has of one of this trial's checkpoints."""
 
     step: int
     sequence: int
     trial: TrialId
-    """The trial that has the clone."""
+    """The other trial."""
     clone_sequence: int
-    """The sequence of the clone in that trial."""
+    """The sequence of the clone in the other trial."""
 
 
 class Trial(Renamed, Value):
-    """One configuration being trained, as of the journal's last entry.
+    """A configuration and its training, up to the journal's last entry.
 
     For users: its name `id`, its `config` and `status`, the `metrics` of its newest `step`, its `checkpoints`
-    (`results.checkpoint` opens the newest), the `reason` of its end, `attempt`, the number of its attempts, and
-    `trained_seconds`. The search needs the other fields to continue it.
+    (`results.checkpoint` opens the newest), the `reason` of its end, the number of its attempts (`attempt`), and
+    `trained_seconds`. The search needs the other fields to continue the trial.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {"trial": "id", "wasted_steps": "recomputed_steps"}
@@ -132,7 +132,7 @@ class Trial(Renamed, Value):
     proposed_by_search: bool = False
     """Whether a search proposed it; False for a single training and in the user's own flow."""
     phase: Phase = Phase.PENDING
-    """Its phase, from which its status is derived."""
+    """Its phase; its `status` follows from it."""
     attempt: int = 0
     step: int = 0
     """The newest reported step, without steps that were lost."""
@@ -145,13 +145,13 @@ class Trial(Renamed, Value):
     quarantined_sequences: tuple[int, ...] = ()
     """Sequences of checkpoints that must not be used."""
     quarantined_checkpoints: tuple[QuarantinedCheckpoint, ...] = ()
-    """The quarantined checkpoints that were committed and not retired: their bytes stay, so they can be reinstated."""
+    """The quarantined checkpoints that were committed and are not retired: their bytes stay for a reinstatement."""
     lost_checkpoint_count: int = 0
     """The number of committed checkpoints that are quarantined; if no other is left, all progress is lost."""
     next_sequence: int = 1
-    """The sequence of its next save. Each save, attempt, and limit for running saves increments it."""
+    """The sequence of its next save. Each save, each attempt and each limit for running saves increments it."""
     adopted_up_to: int = 1
-    """Manifests with lower sequences that the journal does not name are abandoned, and never become checkpoints."""
+    """A manifest with a lower sequence is abandoned if the journal does not name it: it never becomes a checkpoint."""
     collected_up_to: int = 0
     """The limit of the last retirement: blobs of earlier saves are reusable only while a checkpoint refers to them."""
     clones: tuple[Clone, ...] = ()
@@ -167,13 +167,13 @@ class Trial(Renamed, Value):
     restored_sequence: int | None = None
     """The sequence that the last attempt restored; None if it started without a checkpoint."""
     last_clone_sequence: int | None = None
-    """The sequence of the last clone of another trial's checkpoint that it continued from."""
+    """The sequence of the last clone from which the trial continued."""
     recomputed_steps: int = 0
     """The number of steps known to have been trained again."""
     recomputed_is_lower_bound: bool = False
-    """Whether there may be more: the owner of an attempt vanished together with its last reports."""
+    """Whether the number may be higher, because the owner of an attempt vanished together with its last reports."""
     last_known_step: int | None = None
-    """The last step that a vanished owner's attempt is known to have trained; for `recomputed_steps`."""
+    """The last step that the attempt of a vanished owner is known to have trained; for `recomputed_steps`."""
     last_known_seconds: float = 0.0
     """The training time up to that step; 0 if unknown. Only the cost depends on it."""
     is_owner_lost: bool = False
@@ -185,7 +185,7 @@ class Trial(Renamed, Value):
     finish_kind: FinishKind | None = None
     """How it finished; None if it has not finished."""
     outbox: int | None = None
-    """The number of the open outbox of an attempt on another machine; None if there is none."""
+    """The number of the open outbox of an attempt on another machine; None if no outbox is open."""
     outbox_count: int = 0
     """The number of outboxes so far; the next outbox gets the next number."""
     last_post: int = 0
@@ -195,13 +195,13 @@ class Trial(Renamed, Value):
     supervisor: Owner | None = None
     """The process that supervises its last attempt, on another machine; None if the journal's owner does."""
     original_config: Mapping[str, object] | None = None
-    """The configuration it was added with, if it has since exploited another trial."""
+    """The configuration with which it was added, if it has exploited another trial since; None otherwise."""
     pending_exploit: Exploit | None = None
     """An exploit that the scheduler decided and the trial has not carried out yet."""
     policy_events: tuple[PolicyEvent, ...] = ()
     """The events that a resume replays to search and scheduler, oldest first."""
     attempt_records: tuple[AttemptRecord, ...] = ()
-    """What each of its attempts used, oldest first; see `cost.compute_cost`."""
+    """The time and resources of each attempt, oldest first; see `cost.compute_cost`."""
 
     @property
     def status(self) -> Status:
@@ -225,14 +225,14 @@ class Trial(Renamed, Value):
 
     @property
     def recomputed_steps_text(self) -> str:
-        """The number of its wasted steps: `3`, `at least 3`, or `none known`."""
+        """The number of its recomputed steps: `3`, `at least 3`, or `none known`."""
         if self.recomputed_is_lower_bound and not self.recomputed_steps:
             return "none known"
         return f"{'at least ' * self.recomputed_is_lower_bound}{self.recomputed_steps}"
 
     @property
     def measured_seconds(self) -> float | None:
-        """The training time in seconds; None if it was not measured (a flow of your own need not measure it)."""
+        """The training time in seconds; None if it was not measured (measuring is optional in the user's own flow)."""
         return None if self.step and not self.trained_seconds else self.trained_seconds
 
     def __repr__(self) -> str:
@@ -257,7 +257,7 @@ class Trial(Renamed, Value):
 
 
 def newest_checkpoint(trial: Trial) -> CheckpointRef | None:
-    """Return the checkpoint to resume from: the last one committed that is not quarantined."""
+    """Return the checkpoint from which to resume: the newest live checkpoint; None if there is none."""
     return trial.checkpoints[-1] if trial.checkpoints else None
 
 
@@ -268,7 +268,7 @@ def newest_checkpoint_key(folder: TrialKey, trial: Trial) -> CheckpointKey | Non
 
 
 def unsaved_seconds(trial: Trial, trained_seconds: float) -> float:
-    """Return the part of this training time after the newest checkpoint."""
+    """Return the part of `trained_seconds` after the newest checkpoint."""
     newest = newest_checkpoint(trial)
     return max(0.0, trained_seconds - (newest.trained_seconds if newest else 0.0))
 
@@ -276,9 +276,7 @@ def unsaved_seconds(trial: Trial, trained_seconds: float) -> float:
 def clonable_checkpoint(trial: Trial, last_step: int | None = None) -> CheckpointRef | None:
     """Return the newest checkpoint from which a clone trains at least one more step; None if there is none.
 
-    Args:
-        trial: the trial that has the checkpoints.
-        last_step: the maximum step of a trial; None if unknown.
+    `last_step` is the maximum step of a trial; None if unknown.
     """
     limits = [] if last_step is None else [last_step]
     if trial.status is Status.COMPLETED:
@@ -287,7 +285,7 @@ def clonable_checkpoint(trial: Trial, last_step: int | None = None) -> Checkpoin
 
 
 def make_clone_ref(trial: Trial, ref: CheckpointRef, source: str) -> CheckpointRef:
-    """Return the reference with which `trial` takes a checkpoint of the trial `source` as its next checkpoint."""
+    """Return the reference of a clone, the next checkpoint of `trial`; `ref` of the trial `source` has its bytes."""
     origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
     return ref.model_copy(update={"sequence": trial.next_sequence, "origin": origin})
 
@@ -303,7 +301,7 @@ def is_live_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
 
 
 def is_quarantined_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
-    """Return whether `key` is quarantined in `trial`: it is not used, but can be reinstated."""
+    """Return whether `key` is a quarantined checkpoint of `trial` that can be reinstated, or the origin of one."""
     return any(_is_stored_as(trial, quarantined.checkpoint, key) for quarantined in trial.quarantined_checkpoints)
 
 
@@ -314,7 +312,7 @@ def _is_stored_as(trial: Trial, ref: CheckpointRef, key: CheckpointKey) -> bool:
 
 
 def is_cloned_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
-    """Return whether `key` is no longer live in `trial` but another trial has a clone of it."""
+    """Return whether `key` is no longer live in `trial`, but another trial has a clone of it."""
     has_clone = any((clone.step, clone.sequence) == (key.step, key.sequence) for clone in trial.clones)
     return has_clone and not is_live_checkpoint(trial, key)
 
@@ -322,33 +320,31 @@ def is_cloned_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
 def is_deletable_checkpoint(state: Trial, key: CheckpointKey) -> bool:
     """Return whether the bytes of `key` may be deleted, now and at any later time.
 
-    True if it is not live, not quarantined, has no clone, and was begun before the last retirement in `state`.
+    True if it is not live, not quarantined, has no clone, and its save began before the last retirement in `state`.
     Then no later save reuses or clones it, neither here nor in a process that takes over during the deletion.
     """
-    is_used = (
-        is_quarantined_checkpoint(state, key) or is_live_checkpoint(state, key) or is_cloned_checkpoint(state, key)
-    )
-    return not is_used and key.sequence < state.collected_up_to
+    in_use = is_quarantined_checkpoint(state, key) or is_live_checkpoint(state, key) or is_cloned_checkpoint(state, key)
+    return not in_use and key.sequence < state.collected_up_to
 
 
 def parent_of_next_save(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
-    """Return the checkpoint whose bytes the next save may reuse: the newest one.
+    """Return the newest checkpoint, whose bytes the next save may reuse; None if there is none.
 
-    None if there is none, or if it predates a quarantine: it may share blobs with the damaged checkpoint.
+    None also if it predates a quarantine: it may share blobs with the damaged checkpoint.
     """
     newest = newest_checkpoint_key(folder, trial)
     return None if newest is None or predates_quarantine(trial, newest.sequence) else newest
 
 
 def predates_quarantine(trial: Trial, sequence: int) -> bool:
-    """Return whether a checkpoint was quarantined after the save with this sequence began."""
+    """Return whether any checkpoint was quarantined after the save with this sequence had begun."""
     return any(sequence < quarantined.since for quarantined in trial.quarantined_checkpoints)
 
 
 def min_reusable_sequence(trial: Trial) -> int:
     """Return the first sequence whose blobs the next save may reuse, if no live checkpoint refers to them.
 
-    Blobs begun before the last retirement may be deleted at any time; blobs older than a quarantine may be damaged.
+    Blobs of saves before the last retirement may be deleted at any time; blobs older than a quarantine may be damaged.
     """
     return max((trial.collected_up_to, *(quarantined.since for quarantined in trial.quarantined_checkpoints)))
 
@@ -356,8 +352,8 @@ def min_reusable_sequence(trial: Trial) -> int:
 def can_commit_save(trial: Trial, sequence: int) -> bool:
     """Return whether the save with this sequence may still become a checkpoint of `trial`.
 
-    False if it began before the last retirement: blobs that it reuses may have been deleted. False if its sequence
-    belongs to a checkpoint in the journal or to an earlier attempt: the trial continued without it.
+    False if the save began before the last retirement: blobs that it reuses may have been deleted. False if its
+    sequence belongs to a checkpoint in the journal, or to an earlier attempt: the trial continued without the save.
     """
     last_sequence = max((*(ref.sequence for ref in trial.checkpoints), *trial.quarantined_sequences), default=0)
     return sequence > last_sequence and sequence >= max(trial.adopted_up_to, trial.collected_up_to)
@@ -365,7 +361,7 @@ def can_commit_save(trial: Trial, sequence: int) -> bool:
 
 # ------------------------------------------------------------------------------------------------------- transitions
 
-# Phases change only by this table. An event that it does not list changes none.
+# Phases change only by this table. Other events do not change the phase.
 NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase] = {
     (Phase.PENDING, AttemptStarted): Phase.RUNNING,
     (Phase.RUNNING, AttemptEnded): Phase.PENDING,
@@ -390,13 +386,8 @@ NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase]
 }
 _PHASE_EVENTS = frozenset(event for _, event in NEXT_PHASE)
 _CLONABLE_PHASES = frozenset({Phase.PENDING, Phase.PAUSED})
-_FRESH_BUDGETS = {
-    "cause": None,
-    "quarantined_since_commit": 0,
-    "trainable_failures": 0,
-    "machine_failures": 0,
-    "consecutive_start_failures": 0,
-}
+_BUDGETS_AFTER_COMMIT = {"quarantined_since_commit": 0, "machine_failures": 0, "consecutive_start_failures": 0}
+_FRESH_BUDGETS = {"cause": None, "trainable_failures": 0, **_BUDGETS_AFTER_COMMIT}
 _CheckpointEvent: TypeAlias = CheckpointCommitted | CheckpointCloned | CheckpointsRetired | CheckpointQuarantined
 
 
@@ -418,8 +409,7 @@ def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owne
             changed = _apply_attempt_start(trial, event)
         case StepReported(report=report):
             if (changed := apply_report(trial, report)) is trial:
-                where = f"trial {trial.id!r}"
-                raise IllegalTransition(f"{where}: step {report.step} cannot follow step {trial.step}")
+                raise IllegalTransition(f"trial {trial.id!r}: step {report.step} cannot follow step {trial.step}")
         case AttemptEnded() | TrialErrored() | TrialFinished() | TrialPaused():
             changed = _apply_end(trial, event)
         case TrialRequeued(reason=reason):
@@ -429,9 +419,8 @@ def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owne
         case TrialResumed() | DecisionMade():
             changed = trial  # the experiment adds them to `policy_events`
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
-            changed = trial.model_copy(
-                update={"attempt_records": record_slot_freed(trial.attempt_records, attempt, since, seconds)}
-            )
+            records = record_slot_freed(trial.attempt_records, attempt, since, seconds)
+            changed = trial.model_copy(update={"attempt_records": records})
         case AttemptLaunched() | PostReceived() | OutboxClosed():
             changed = _apply_outbox_event(trial, event)
         case _:
@@ -443,36 +432,36 @@ def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owne
 
 
 def apply_report(trial: Trial, report: StepReport | None) -> Trial:
-    """Return the trial with `report`, which may not be journaled yet; unchanged if the report is not newer."""
+    """Return the trial with `report`, even if it is not journaled yet; unchanged if the report is not newer."""
     if report is None or report.step <= trial.step:
         return trial
     return trial.model_copy(update=dict(report))
 
 
 def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
-    """Return the trial with the unjournaled checkpoints and the last step that its new owner found on the target.
+    """Return the trial with the unjournaled checkpoints and the last step that the new owner found on the target.
 
-    An attempt with an open outbox may still be running, so its later saves stay possible.
+    An attempt with an open outbox may still be running: its later saves can become checkpoints.
 
     Raises:
         IllegalTransition: one of the checkpoints is not acceptable (see `can_commit_save`).
     """
     for checkpoint in event.checkpoints.get(trial.id, ()):
         trial = _add_save(trial, checkpoint, None)
-    if (reached := event.last_known_steps.get(trial.id)) is not None:
-        reached_seconds = max(trial.last_known_seconds, event.trained_seconds.get(trial.id, 0.0))
-        changes = {"last_known_step": max(reached, trial.last_known_step or 0), "last_known_seconds": reached_seconds}
+    if (step := event.last_known_steps.get(trial.id)) is not None:
+        seconds = max(trial.last_known_seconds, event.trained_seconds.get(trial.id, 0.0))
+        changes = {"last_known_step": max(step, trial.last_known_step or 0), "last_known_seconds": seconds}
         if trial.outbox is None:
-            settled = trial.next_sequence + 1
-            changes |= {"is_owner_lost": True, "next_sequence": settled, "adopted_up_to": settled}
+            limit = trial.next_sequence + 1
+            changes |= {"is_owner_lost": True, "next_sequence": limit, "adopted_up_to": limit}
         trial = trial.model_copy(update=changes)
     return trial
 
 
 def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
-    """Return the trial of a fork: on the target it has only its checkpoints and their clones.
+    """Return the trial of a fork. On the target, the fork has only the checkpoints in `forked`, and clones of them.
 
-    Its sequences continue. Like a retirement, the entry is a limit: a running save of the origin is not continued.
+    The sequences continue. Like a retirement, the entry is a limit: a running save of the origin is not continued.
     """
     return trial.model_copy(
         update={
@@ -505,14 +494,15 @@ def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
         )
     if event.attempt != trial.attempt + 1:
         raise IllegalTransition(f"trial {trial.id!r}: attempt {event.attempt} cannot follow {trial.attempt}")
-    # An earlier attempt whose process was wrongly thought dead may still save; its saves have lower sequences.
+    # The process of an earlier attempt may still run, and save: those saves have lower sequences.
     sequence = trial.next_sequence + (trial.attempt > 0)
-    wasted_steps = max(0, max(trial.step, trial.last_known_step or 0) - event.from_step)
+    recomputed_steps = max(0, max(trial.step, trial.last_known_step or 0) - event.from_step)
+    is_same_start = event.from_sequence == trial.restored_sequence
     records, beginning = trial.attempt_records, {"attempt": event.attempt, "began_at": event.at}
     if records and records[-1].attempt == event.attempt:  # it already has a slot
         records = (*records[:-1], records[-1].model_copy(update=beginning))
     else:
-        if records and wasted_steps:
+        if records and recomputed_steps:
             records = (*records[:-1], records[-1].model_copy(update={"is_lost": True}))
         records = (*records, AttemptRecord(**beginning))
     return trial.model_copy(
@@ -521,14 +511,12 @@ def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
             "step": event.from_step,
             "metrics": start.metrics if start else {},
             "trained_seconds": start.trained_seconds if start else 0.0,
-            "recomputed_steps": trial.recomputed_steps + wasted_steps,
+            "recomputed_steps": trial.recomputed_steps + recomputed_steps,
             "recomputed_is_lower_bound": trial.recomputed_is_lower_bound or trial.is_owner_lost,
             "last_known_step": None,
             "last_known_seconds": 0.0,
             "is_owner_lost": False,
-            "consecutive_start_failures": trial.consecutive_start_failures
-            if event.from_sequence == trial.restored_sequence
-            else 0,
+            "consecutive_start_failures": trial.consecutive_start_failures if is_same_start else 0,
             "restored_sequence": event.from_sequence,
             "end_reason": "",
             "next_sequence": sequence,
@@ -540,7 +528,7 @@ def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
 
 
 def _apply_end(trial: Trial, event: AttemptEnded | TrialErrored | TrialFinished | TrialPaused) -> Trial:
-    """End the trial or its attempt; the record of an already ended attempt stays."""
+    """End the trial or its attempt. If the attempt has already ended, its record stays."""
     is_lost, changes, records = False, dict[str, object](), trial.attempt_records
     match event:
         case TrialFinished():
@@ -560,9 +548,9 @@ def _apply_end(trial: Trial, event: AttemptEnded | TrialErrored | TrialFinished 
                 "consecutive_start_failures": trial.consecutive_start_failures + 1 if event.before_first_step else 0,
             }
     if records and not records[-1].has_ended:
-        use = None if isinstance(event, TrialErrored) else event.usage
+        usage = None if isinstance(event, TrialErrored) else event.usage
         unsaved = unsaved_seconds(trial, max(trial.trained_seconds, trial.last_known_seconds))
-        records = (*records[:-1], records[-1].with_end(use, unsaved, is_lost=is_lost))
+        records = (*records[:-1], records[-1].with_end(usage, unsaved, is_lost=is_lost))
     return trial.model_copy(update={"end_reason": event.reason, "attempt_records": records, **changes})
 
 
@@ -592,7 +580,7 @@ def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Write
         case CheckpointQuarantined(quarantined=False):
             return _reinstate_checkpoint(trial, event.sequence)
         case CheckpointQuarantined():
-            # Later saves must not reuse its possibly damaged blobs; the owner's running save is not committed.
+            # Later saves must not reuse its blobs, which may be damaged; the owner's running save is not committed.
             limit = trial.next_sequence + 1
             changes = {"quarantined_since_commit": trial.quarantined_since_commit + event.crashes_trainable}
             if writer == "owner" and not event.by_non_owner:
@@ -605,9 +593,9 @@ def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Write
 def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
     """Add the checkpoint, and retire the checkpoints that it replaces.
 
-    If a checkpoint was quarantined during the save, the new one may share its damaged blobs: it is quarantined too, and
-    the supervisor saves again. An attempt on another machine does not learn of it and continues: no checkpoint is
-    retired until the trial's next attempt has restored, and so verified, one.
+    If a checkpoint was quarantined during the save, the new checkpoint may share its damaged blobs. So the new one is
+    quarantined too, and the supervisor saves again. An attempt on another machine is not informed and continues: no
+    checkpoint is retired until the trial's next attempt has restored, and so verified, a checkpoint.
     """
     sequence = event.checkpoint.sequence
     committed = _add_save(trial, event.checkpoint, event.seconds)
@@ -620,7 +608,7 @@ def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
 
 
 def _apply_clone(trial: Trial, event: CheckpointCloned) -> Trial:
-    """Continue from the clone; the trial's own steps leave its history and are not counted as wasted. Budgets stay."""
+    """Continue from the clone. The trial's own steps do not count as recomputed; its retry budgets do not change."""
     clone = event.checkpoint
     return _add_checkpoint(trial, clone).model_copy(
         update={
@@ -640,18 +628,12 @@ def _apply_clone(trial: Trial, event: CheckpointCloned) -> Trial:
 
 
 def _add_save(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | None) -> Trial:
-    """Return the trial with a checkpoint of its own, which resets its machine failures."""
+    """Add a checkpoint that the trial has saved itself; this resets its machine failures."""
     records = trial.attempt_records
     if records and not records[-1].has_ended:
         record = records[-1].with_commit(seconds, unsaved_seconds(trial, checkpoint.trained_seconds))
         records = (*records[:-1], record)
-    changes = {
-        "attempt_records": records,
-        "machine_failures": 0,
-        "consecutive_start_failures": 0,
-        "quarantined_since_commit": 0,
-    }
-    return _add_checkpoint(trial, checkpoint).model_copy(update=changes)
+    return _add_checkpoint(trial, checkpoint).model_copy(update={"attempt_records": records, **_BUDGETS_AFTER_COMMIT})
 
 
 def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
@@ -662,7 +644,7 @@ def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
             f"{list(trial.quarantined_sequences)}, retirements ({trial.collected_up_to}), earlier attempts "
             f"({trial.adopted_up_to})"
         )
-    # The supervisor of the save may not know the newest limits.
+    # The supervisor that saved it may not know the newest limits.
     next_sequence = max(trial.next_sequence, checkpoint.sequence + 1)
     return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint), "next_sequence": next_sequence})
 
@@ -687,14 +669,12 @@ def _retire_checkpoints(trial: Trial, sequences: tuple[int, ...], limit: int) ->
 
 def _quarantine_checkpoint(trial: Trial, sequence: int, reason: AnyReason, since: int) -> Trial:
     """Quarantine a checkpoint. If it was never committed, only its sequence is listed: it cannot be reinstated."""
-    refs = [ref for ref in trial.checkpoints if ref.sequence == sequence]
+    refs, sequences = [ref for ref in trial.checkpoints if ref.sequence == sequence], trial.quarantined_sequences
     quarantined = (QuarantinedCheckpoint(checkpoint=ref, since=since, reason=reason) for ref in refs)
     return trial.model_copy(
         update={
             "checkpoints": tuple(ref for ref in trial.checkpoints if ref not in refs),
-            "quarantined_sequences": trial.quarantined_sequences
-            if sequence in trial.quarantined_sequences
-            else (*trial.quarantined_sequences, sequence),
+            "quarantined_sequences": sequences if sequence in sequences else (*sequences, sequence),
             "quarantined_checkpoints": (*trial.quarantined_checkpoints, *quarantined),
             "lost_checkpoint_count": trial.lost_checkpoint_count + len(refs),
         }

@@ -1,26 +1,27 @@
 """Read and append the numbered entries of a journal; each entry is created only if absent, which fences older owners.
 
 The idea: the state of an experiment is the fold of the entries 1, 2, 3 … Each entry is one object, created only if its
-number is free, and holds the digest of the previous entry. So the target itself decides which of two writers is first,
-for any number of processes that do not know of each other, without locks, leases or clocks.
+number is free, and holds the digest of the previous entry. So the target itself decides which of two writers is first.
+This works for any number of processes that do not know of each other, without locks, leases or clocks.
 
     owner 1     1 OwnerChanged ─ 2 ─ 3 ─ 4     5 refused: owner 2 has written it → Superseded, owner 1 stops
     owner 2                              └─▶ 5 OwnerChanged ─ 6 ─ 7 …
     non-owner                                                     └─▶ 8 (events that a non-owner may add)
 
-- **Owner.** The last `OwnerChanged` names it. A process becomes the owner only by appending `OwnerChanged`
-  (`acquire_ownership`). Nothing renews ownership: an owner learns that it was replaced when its next entry is refused.
+- **Owner.** The last `OwnerChanged` names the owner. A process becomes the owner only by appending `OwnerChanged`
+  (`acquire_ownership`). Nothing renews ownership: when an owner was replaced, its next entry is refused.
 - **Non-owners** (quarantine and pruning by another process) append through `append_as_non_owner`, and only
   `NonOwnerEvent`; the entry names its kind of writer. The owner finds this entry at its next number, applies it and
   appends after it.
-- **Write id.** A create may be refused because its first try succeeded unnoticed: the same write id means success.
+- **Write id.** The target may refuse to create an entry because an earlier try succeeded, and its reply was lost. If
+  the existing entry has the same write id, the create has succeeded.
 - **Deletion.** An entry counts once its writer has seen the first entry after creating its own: see `generations`.
 - **Order.** An entry is durable before its effect: replies to trials and deletions of bytes come after `append_events`.
 
-Never: replace or delete an entry, except with its whole experiment; write an entry after a missing one, which an
+Never: replace or delete an entry, except with its whole experiment; write an entry after a missing entry, which an
 unmounted disk would accept; treat an unknown outcome as success or failure.
 
-A snapshot is a cache of this fold. One that does not match the entries is discarded.
+A snapshot is a cache of this fold. A snapshot that does not match the entries is discarded.
 """
 
 from __future__ import annotations
@@ -47,15 +48,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment, TrialMap, apply_entry, empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal_events import (
-    DeletionStarted,
-    Entry,
-    Event,
-    NonOwnerEvent,
-    Owner,
-    OwnerChanged,
-    Writer,
-)
+from prefect_tune.core.journal_events import DeletionStarted, Entry, Event, NonOwnerEvent, Owner, OwnerChanged, Writer
 from prefect_tune.core.storage.documents import (
     MAX_DOCUMENT_BYTES,
     Document,
@@ -77,7 +70,7 @@ _MAX_RACES = 16
 
 
 def _read_if_exists(store: ObjectStore, path: str) -> Buffer | None:
-    """Return an entry's bytes; None if it does not exist. Raise JournalCorrupt if the object is too large."""
+    """Return an entry's bytes; None if the entry does not exist. Raise JournalCorrupt if it is too large."""
     try:
         return read_document(store, path, JournalCorrupt)
     except ObjectNotFound:
@@ -100,7 +93,7 @@ def decode_entry(data: Buffer, path: str) -> Entry:
 
 
 def _iter_entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[tuple[Entry, Digest]]:
-    """Yield the entries after `after`, reading by number until one is absent: a stale listing hides no entry."""
+    """Yield the entries after `after`, by number until an entry is absent: a stale listing hides no entry."""
     listed = store.list(key.entries_folder, after=key.entry_path(after) if after else "")
     last = max((after, *(document_number(key.entries_folder, item.path) or 0 for item in listed)))
     # A generator: a foreign file named like entry ten billion must not cause a list of ten billion paths.
@@ -122,7 +115,7 @@ def _checking_deletion(store: ObjectStore, key: JournalKey) -> Iterator[None]:
 
 
 def iter_entries(store: ObjectStore, journal: JournalKey, after: int = 0) -> Iterator[tuple[Entry, Digest]]:
-    """Yield every entry after number `after` with its digest; hold none in memory. Raises like `load_experiment`."""
+    """Yield every entry after number `after` with its digest, one at a time. Raises like `load_experiment`."""
     with _checking_deletion(store, journal):
         yield from _iter_entries(store, journal, after)
 
@@ -145,7 +138,7 @@ def read_next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Ent
 def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
     """Return the experiment: the fold of the journal's entries; the empty experiment for an empty journal.
 
-    Reads the newest readable snapshot and the entries after it; if these do not continue the snapshot, reads all
+    Reads the newest readable snapshot and the entries after it. If the entries do not continue the snapshot, reads all
     entries.
 
     Raises:
@@ -165,7 +158,7 @@ def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
 
 
 def _apply_newer_entries(store: ObjectStore, experiment: Experiment) -> Experiment:
-    """Apply the entries after `experiment`; if there is none, check that its last entry is unchanged."""
+    """Apply the entries after `experiment`; if there are none, check that its last entry is unchanged."""
     number = experiment.entry_count
     for entry, digest in _iter_entries(store, experiment.key, number):
         experiment = apply_entry(experiment, entry, digest)
@@ -178,7 +171,7 @@ def _apply_newer_entries(store: ObjectStore, experiment: Experiment) -> Experime
 
 
 def load_at(store: ObjectStore, journal: JournalKey, number: int | None) -> tuple[Experiment, Sequence[Entry]]:
-    """Return the experiment after entry `number` (None: after the last entry), and all entries up to that one.
+    """Return the experiment after entry `number` (None: the last entry), and all entries up to this number.
 
     Raises:
         InvalidInput: there is no such entry.
@@ -201,11 +194,11 @@ def append_events(store: ObjectStore, experiment: Experiment, events: Sequence[E
     """Write the next entry, and return the experiment after it. The entry is durable when this returns.
 
     The events are applied in the form that a reader will see (a tuple in a config becomes a list), so that this run
-    and a later resume see the same values. Entries that non-owners have added meanwhile are applied first.
+    and a later resume see the same values. If non-owners have added entries meanwhile, those are applied first.
 
     Raises:
         InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
-        Superseded: another process owns the experiment and has written the next entry; or the experiment was deleted.
+        Superseded: another owner of the experiment has written the next entry, or the experiment was deleted.
         CommitUnknown: the target did not say whether it wrote; call again with the same stamp.
         JournalCorrupt: the events cannot follow the last entry; nothing was written.
         StoreUnavailable: the first entry no longer exists, or the target cannot be reached.
@@ -225,8 +218,8 @@ def append_as_non_owner(
 ) -> Experiment:
     """Add an entry to the journal without becoming its owner; return the experiment after the entry.
 
-    `events_for` returns the events to write after the state that it receives, or none. It is called again when another
-    writer was faster, so that no entry comes between that state and the events. Its exceptions propagate.
+    `events_for` gets the state after the last entry, and returns the events to write, or none. It is called again if
+    another writer was faster: no entry comes between the state and the events. Its exceptions propagate.
 
     Raises:
         StoreRefused: there are events to write, but the target supports only one writer: see `conditional_create`.
@@ -281,10 +274,10 @@ def _apply_non_owner_entry(store: ObjectStore, experiment: Experiment, exists: A
 
 
 def require_first_entry(store: ObjectStore, key: JournalKey, created: str) -> None:
-    """After creating an entry, check that the experiment had not been deleted; if it had, remove the entry.
+    """After creating the entry `created`, check that the experiment had not been deleted; if so, remove the entry.
 
     A deletion deletes the first entry before anything else. So if the first entry exists, no entry was missing when
-    this one was created, and the path is on the experiment's disk, not in the empty folder of an unmounted one.
+    `created` was written, and the path is on the experiment's disk, not in the empty folder of an unmounted disk.
     """
     first = key.entry_path(1)
     try:
@@ -317,12 +310,12 @@ def acquire_ownership(
 ) -> Experiment:
     """Make `owner` the owner of the experiment: begin a new term. The same entry holds the events of `events_for`.
 
-    `events_for` receives the state before the new term. With `loaded`, an earlier state, only its last entry is checked
-    and the entries after it are read; if `loaded` is empty, the journal is read only if another writer has written to
-    it.
+    `events_for` receives the state before the new term. If the caller passes an earlier state as `loaded`, the function
+    checks only its last entry, and reads the later entries. If `loaded` is empty, it reads the journal only if another
+    process has written to it.
 
-    In a race with the present owner, or with another new owner, this reads the new entries and tries the next number:
-    the last to write `OwnerChanged` is the owner, and the next write of every other process fails.
+    In a race with the present owner, or with another new owner, this function reads the new entries and tries the next
+    number. The last process to write `OwnerChanged` is the owner, and the next write of every other process fails.
 
     Raises:
         ResumeFailed: the experiment is being deleted, and `events_for` does not continue that deletion.
@@ -335,18 +328,14 @@ def acquire_ownership(
             opening = read_next_entry(store, journal, state.owner_since_entry - 1)
             if opening is not None and opening.write_id == stamp.write_id:
                 return state  # an earlier try of this call succeeded, and its reply was lost
-        opened = OwnerChanged(
-            experiment=journal.experiment,
-            generation=journal.generation,
-            term=state.term + 1,
-            owner=owner,
-            at=stamp.at,
+        owner_changed = OwnerChanged(
+            experiment=journal.experiment, generation=journal.generation, term=state.term + 1, owner=owner, at=stamp.at
         )
         events = events_for(state)
         if state.is_being_deleted and DeletionStarted() not in events:
             raise ResumeFailed(f"{journal} is being deleted by {state.owner}: finish the deletion, or use another name")
         try:
-            return append_events(store, state, [opened, *events], stamp)
+            return append_events(store, state, [owner_changed, *events], stamp)
         except Superseded as race:
             require_not_deleted(store, journal)  # a deletion, and no race
             lost_race, loaded = race, None
@@ -354,9 +343,9 @@ def acquire_ownership(
 
 
 def _refresh_state(store: ObjectStore, cached: Experiment) -> Experiment:
-    """Apply the entries after `cached`; if the journal does not continue it, it was replaced: load it again."""
+    """Apply the entries after `cached`; if they do not continue `cached`, the journal was replaced: load it again."""
     if not cached.entry_count:
-        return cached  # if a first entry exists by now, writing this one fails, and the journal is read then
+        return cached  # if a first entry exists by now, the append is refused, and the journal is read then
     with suppress(JournalCorrupt):
         return _apply_newer_entries(store, cached)
     return load_experiment(store, cached.key)
@@ -368,7 +357,7 @@ def _refresh_state(store: ObjectStore, cached: Experiment) -> Experiment:
 def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[Owner]:
     """Return the owners before the present one, oldest first.
 
-    Terms increase along the journal, so bisection finds each owner: about log2(entries) reads for each earlier term.
+    Terms increase along the journal, so bisection finds each owner with about log2(entries) reads.
 
     Raises:
         JournalCorrupt: an entry is missing or altered.
@@ -390,14 +379,14 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
         return [owner for owner in store.map(find_owner, range(1, experiment.term)) if owner is not None]
 
 
-# A snapshot: the whole experiment after an entry, read instead of the entries up to that one.
+# A snapshot holds the whole experiment after an entry. A process reads it instead of the entries up to that entry.
 #
 # The first line is JSON that holds the experiment without its trials; one line for each trial follows.
 #
-# The entries are the truth: a snapshot that is lost, damaged, or of another history or version only costs time. So it
-# may be written late, twice or never, by any process, and its failures are ignored. A reader must check the history: a
-# snapshot counts only if its digest is that of its entry. A deleted experiment whose name is used again may have left
-# a snapshot of other entries.
+# Only the entries count: a snapshot that is lost, damaged, or of another history or version only costs time. So any
+# process may write it late, twice or never, and failures of a write are ignored. A reader must check the history: a
+# snapshot is used only if it has the digest of its entry. A deleted experiment whose name is used again may have left a
+# snapshot of other entries.
 #
 # The interval between two snapshots grows with the experiment, so that writing them costs about as much as the entries.
 
@@ -426,7 +415,7 @@ def snapshot_interval(experiment: Experiment) -> int:
 
 
 def is_snapshot_due(experiment: Experiment, before: int) -> bool:
-    """Return whether an interval has ended since entry `before`; a non-owner may have written its last entry."""
+    """Return whether an interval has ended since entry `before`; its last entry may be a non-owner's."""
     interval = snapshot_interval(experiment)
     return experiment.entry_count // interval > before // interval
 
@@ -437,9 +426,9 @@ def is_final_snapshot_due(experiment: Experiment) -> bool:
 
 
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
-    """Write the snapshot of `experiment`, and delete earlier ones; errors of the target are ignored.
+    """Write the snapshot of `experiment`, and delete earlier snapshots; errors of the target are ignored.
 
-    May be called late, twice, in another thread, in several processes, in any order.
+    Calls may be late, repeated, in any order, in another thread, and in several processes.
     """
     key, number = experiment.key, experiment.entry_count
     if len(data := encode_snapshot(experiment)) > MAX_DOCUMENT_BYTES:
@@ -452,9 +441,8 @@ def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
 
 def list_snapshots(store: ObjectStore, key: JournalKey) -> Sequence[int]:
     """Return the numbers of the listed snapshots, newest first; a snapshot may be stale or unusable."""
-    numbers = (
-        document_number(key.snapshots_folder, listed.path, "jsonl") for listed in store.list(key.snapshots_folder)
-    )
+    folder = key.snapshots_folder
+    numbers = (document_number(folder, listed.path, "jsonl") for listed in store.list(folder))
     return sorted((number for number in numbers if number), reverse=True)
 
 
@@ -478,7 +466,7 @@ def decode_snapshot(data: Buffer, key: JournalKey, number: int) -> Experiment:
     """Return the experiment of snapshot `number`.
 
     Raises:
-        JournalCorrupt: the bytes differ from what `encode_snapshot` returned for this number.
+        JournalCorrupt: the bytes differ from the snapshot that `encode_snapshot` returned.
         UnknownVersion: another version of prefect-tune wrote it.
     """
     path = key.snapshot_path(number)

@@ -5,15 +5,15 @@ when `write_post` returns, whether or not a search runs. The owner journals the 
 journal counts them, and then deletes them. To fence off the attempt, the owner itself creates the next free number as
 the end of the outbox: the target decides whether the end or a post of the attempt is first.
 
-    attempt     1 Started ─ 2 Committed ─ 3 Committed               5 refused: closed → Superseded, it stops
-    owner       journaled 1, 2 …     closes: reads 3, creates ─▶ 4
+    attempt     1 AttemptStarted ─ 2 ─ 3 CheckpointCommitted        5 refused: closed → Superseded, it stops
+    owner       journals 1, 2 …      closes: reads 3, creates ─▶ 4
 
-- **One execution.** A second process with the same request finds post 1 with another write id, and stops. So the first
-  object of an outbox is deleted only with its experiment.
-- **Closing** may be repeated, by one owner or by several: a process that finds the end has read all posts before it.
-- **A late post**, from a request believed lost, is refused after the end; or it takes the number of a journaled and
-  deleted post, which no process reads any more.
-- **Deletion.** As with entries, a post counts once its writer has seen the first entry after creating the post.
+- **One execution.** A second process with the same request finds post 1 with another write id, and stops. So post 1 is
+  deleted only with its experiment.
+- **Closing** may be repeated, by one owner or by several: a process that finds the end has read all earlier posts.
+- **A late post** comes from a request that seemed lost. After the end it is refused; or it takes the number of a
+  journaled and deleted post, and no process reads this number any more.
+- **Deletion.** Like an entry, a post counts once its writer has seen the first entry after creating the post.
 
 Never: delete a post before the entry that holds its events is durable; use an outbox for two attempts.
 """
@@ -38,7 +38,7 @@ from prefect_tune.core.values import WriteStamp
 
 _MAX_RACES = 16
 MAX_POSTS_PER_READ = 200
-"""The most posts that one call reads: some seconds on an object store, far less than the timeout of any reader."""
+"""The maximum number of posts that one call reads: some seconds on an object store, far below any reader's timeout."""
 
 
 class Post(Document):
@@ -50,7 +50,7 @@ class Post(Document):
     at: str
     events: tuple[Annotated[AttemptEvent, Field(discriminator="type")], ...] = ()
     closed_by: str = ""
-    """The owner that closed the outbox, for display; empty for a post of the attempt."""
+    """The owner that closed the outbox, for display; empty in a post of the attempt."""
 
 
 def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, post: Post) -> None:
@@ -68,11 +68,9 @@ def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, po
         stored = read_post(store, trial, outbox, number)
         if stored is None:
             raise StoreUnavailable(f"{path}: the post exists, but cannot be read; try again") from exists
-        who = (
-            f"{stored.closed_by} has ended this attempt" if stored.closed_by else "another process trains this attempt"
-        )
+        who = f"{stored.closed_by} has ended" if stored.closed_by else "another process trains"
         raise Superseded(
-            f"{trial.folder}: {who} at {stored.at}. Stop here: every committed checkpoint is kept"
+            f"{trial.folder}: {who} this attempt at {stored.at}. Stop here: every committed checkpoint is kept"
         ) from exists
     require_first_entry(store, trial.journal_key, path)
 
@@ -93,7 +91,7 @@ def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> 
 def read_posts(store: ObjectStore, trial: TrialKey, outbox: int, after: int) -> Sequence[Post]:
     """Return the posts after number `after` up to the first free number or the end, at most `MAX_POSTS_PER_READ`.
 
-    If it returns that many, there may be more: a detached attempt may have posted for days. Raises like `read_post`.
+    At the maximum, there may be more posts: a detached attempt may have posted for days. Raises like `read_post`.
     """
     posts: list[Post] = []
     while len(posts) < MAX_POSTS_PER_READ:
@@ -110,13 +108,13 @@ class ClosedOutbox:
 
     posts: Sequence[Post]
     damage: str = ""
-    """The damage of the first unreadable post; later posts are left out. Empty if all posts are readable."""
+    """The damage of the first unreadable post, which ends `posts`; empty if all posts are readable."""
 
 
 def close_outbox(
     store: ObjectStore, trial: TrialKey, outbox: int, after: int, closed_by: str, stamp: WriteStamp
 ) -> ClosedOutbox:
-    """Close an outbox, and return its posts after number `after`. No post can be added afterwards.
+    """Close an outbox, so that no post can be added any more; return its posts after number `after`.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote; call again with the same arguments.
@@ -152,7 +150,7 @@ def delete_posts(store: ObjectStore, posts: Iterable[tuple[TrialKey, int, int]])
 
 
 def list_journaled_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[ListedObject]:
-    """Return the posts that are journaled in `state`, but never the first post of an outbox, nor its end."""
+    """Return the posts that the journal has up to `state`, without the first post and the end of each outbox."""
     if not state.outbox_count:
         return ()
     outboxes: dict[str, dict[int, ListedObject]] = {}
