@@ -82,7 +82,7 @@ class DamagedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class SkippedWork:
-    """Work that this run cannot do, or leaves to the next run, and why."""
+    """Work that this run could not do, or leaves to the next run, with the reason."""
 
     experiment: str
     work: str
@@ -116,7 +116,6 @@ class ExperimentMaintenance:
 
     @property
     def action_summary(self) -> str:
-        """The actions in one line."""
         return (
             f"{self.verified_count} of {pluralize(self.live_count, 'checkpoint', 'checkpoints')} read "
             f"({format_size(self.verified_bytes)}), {self.pruned_count} pruned; "
@@ -177,17 +176,15 @@ class MaintenanceReport(Renamed):
 
     @property
     def damage_message(self) -> str:
-        """The damage in one line, as an error message. Call it only if there is damage."""
-        first = self.damaged_checkpoints[0]
-        more_text = f" and {len(self.damaged_checkpoints) - 1} more" if len(self.damaged_checkpoints) > 1 else ""
-        quarantine_text = (
-            ", and quarantined" if all(checkpoint.is_quarantined for checkpoint in self.damaged_checkpoints) else ""
-        )
+        """The damage as an error message of one line; only if there is damage."""
+        first, *others = self.damaged_checkpoints
+        more_text = f" and {len(others)} more" if others else ""
+        quarantine_text = ", and quarantined" if all(damage.is_quarantined for damage in (first, *others)) else ""
         return f"{self.target}: {first.folder}{more_text} damaged{quarantine_text}: {first.damage}"
 
 
 def publish_report(report: MaintenanceReport) -> None:
-    """Publish the report as an artifact of the flow run; only log an error: the run's result has the report too."""
+    """Publish the report as an artifact of the flow run; only log an error, since the run returns the report too."""
     slug = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
     key = f"maintenance-{slug}-{digest_of(report.target.encode())[:6]}"
     try:
@@ -238,7 +235,7 @@ class MaintenanceOptions:
 
 
 def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], today: date) -> MaintenanceReport:
-    """Maintain the experiments one after the other, in a daily changing order: the time may not suffice for all."""
+    """Maintain the experiments one by one, in an order that changes daily: the time may not suffice for all."""
     maintained, unstarted = list[ExperimentMaintenance](), list[SkippedWork]()
     for name in sorted(names, key=lambda name: digest_of(f"{today.toordinal()}/{name}".encode())):
         if options.until is None or datetime.now(UTC) < options.until:
@@ -253,9 +250,9 @@ _SKIPPABLE_ERRORS = (StoreUnavailable, StoreRefused, Superseded, CommitUnknown, 
 
 
 def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMaintenance:
-    """Verify, quarantine, prune and collect, in this order, so that damage is found before anything is deleted.
+    """Verify, quarantine, prune and collect, in this order: damage must be found before anything is deleted.
 
-    A failure is reported, and does not prevent the next actions.
+    An action that fails is reported, and does not prevent the next actions.
     """
     upkeep, target, retention = ExperimentMaintenance(name), options.target, options.retention
 
@@ -271,7 +268,7 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
     actions: dict[str, Callable[[], None]] = {
         "checkpoints": partial(_verify_and_quarantine, options, journal, upkeep),
         "retention": prune,
-        "garbage": partial(_collect_experiment_garbage, options, journal, upkeep),
+        "garbage": partial(_run_garbage_collection, options, journal, upkeep),
     }
     for what, action in actions.items():
         try:
@@ -287,7 +284,7 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
 
 
 def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance) -> None:
-    """Read the daily share, and quarantine damage after publishing it, since no later run finds it again."""
+    """Read the daily share; publish damage and then quarantine it: later runs do not read quarantined checkpoints."""
     if options.share is None:
         return
     result = verify_checkpoints(options.target, journal, options.share, options.max_bytes, options.until)
@@ -301,10 +298,8 @@ def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upk
     reasons = {item.key: item.damage or "" for item in result.corrupt_checkpoints}
     for key, damage in reasons.items():
         get_run_logger().error("%s is damaged: %s", key.folder, damage)
-        damaged = DamagedCheckpoint(
-            upkeep.experiment, key.trial.trial, key.step, key.folder, damage, is_quarantined=False
-        )
-        upkeep.damaged.append(damaged)
+        item = DamagedCheckpoint(upkeep.experiment, key.trial.trial, key.step, key.folder, damage, is_quarantined=False)
+        upkeep.damaged.append(item)
     if not (reasons and options.quarantine):
         return
     publish_report(MaintenanceReport(options.target.uri, (upkeep,), (), dry_run=False))
@@ -316,9 +311,7 @@ def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upk
         upkeep.damaged = [replace(item, is_quarantined=item.folder in folders) for item in upkeep.damaged]
 
 
-def _collect_experiment_garbage(
-    options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance
-) -> None:
+def _run_garbage_collection(options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance) -> None:
     if not options.collect:
         return
     garbage = collect_garbage(options.target, journal, dry_run=options.dry_run, until=options.until)
@@ -389,7 +382,7 @@ def delete_experiment(
         if not is_generation_deleted(store, journal):  # otherwise, an interrupted deletion has left objects
             state = load_experiment(store, journal)
             if not (even_if_running or state.is_being_deleted):
-                _require_no_run(store, state, resolved)
+                _require_no_live_run(store, state, resolved)
             trials = state.trials
         objects, folder = list_earlier_objects(store, experiment, journal.generation + 1), f"{journal.folder}/trials/"
         paths = [entry.path for entry in objects if entry.path.startswith(folder)]
@@ -409,11 +402,12 @@ def delete_experiment(
     return contents
 
 
-def _require_no_run(store: ObjectStore, state: Experiment, target: StorageTarget) -> None:
-    """Raise if a trial runs according to the journal, or the owner still publishes, by this machine's clock.
+def _require_no_live_run(store: ObjectStore, state: Experiment, target: StorageTarget) -> None:
+    """Raise `InvalidInput` if the journal has a running trial, or the owner publishes, and this is not stale.
 
-    A search between two trials has no running trial; a killed process stops publishing. This check misses a search in
-    its first second, and a search with `live_period_seconds=None` while none of its trials runs.
+    A search between two trials has no running trial; a killed process stops publishing. Whether both are stale depends
+    on this machine's clock. This check misses a search in its first second, and a search with
+    `live_period_seconds=None` while none of its trials runs.
     """
     last, live = read_next_entry(store, state.key, state.entry_count - 1), read_live_status(store, state)
     as_of = max(live.at if live else "", last.at if last else "")
@@ -425,11 +419,8 @@ def _require_no_run(store: ObjectStore, state: Experiment, target: StorageTarget
     count = max(running_count, len(live.trials) if live is not None else 0)  # the journal of a search may be older
     sign = pluralize(count, "trial was running", "trials were running") if count else "its process was alive"
     signs = f"{sign} as of {freshness.describe()}"
-    how = (
-        f"prefect-tune stop {target.cli_argument} {state.name}"
-        if experiment_kind(state) == "search"
-        else "cancel its flow run"
-    )
+    is_search = experiment_kind(state) == "search"
+    how = f"prefect-tune stop {target.cli_argument} {state.name}" if is_search else "cancel its flow run"
     raise InvalidInput(
         f"experiment {state.name!r} at {target.uri}: {state.owner} may still own it: {signs}. End that run first "
         f"({how}); or, if it has ended or may fail, delete the experiment with even_if_running (--even-if-running)"

@@ -1,14 +1,14 @@
 """Ownership of experiments by flow runs: only the owner writes the journal, in the term that its takeover began.
 
     a search, a training    one process: `make_next_owner` returns the owner that may take over; its attempts write
-                            the journal through it, or post to outboxes that it reads
-    a user's own flow       its tasks, in any processes: the first takes over the journal by `ensure_ownership`; each
-                            writes one entry after another by `append_entry_among_writers`
+                            the journal through this process, or post to outboxes that it reads
+    a user's own flow       its tasks, in any processes: the first task takes over the journal by `ensure_ownership`;
+                            each task writes one entry after another by `append_entry_among_writers`
 
 No process watches a run: the next run that takes over the journal owns it, without negotiation. Only a scheduled run
-ends if the owner is alive (`check_run_alive` in `prefect_api/flow_runs.py`: state and heartbeats). See
-`has_process_ended` in `journal_access.py` for whether the attempts of an earlier owner have crashed, and
-`terminal/formatting.py` for *stale* in `show` and when `delete` is rejected.
+ends if the owner is alive (`check_run_alive` in `prefect_api/flow_runs.py`: state and heartbeats). `has_process_ended`
+in `journal_access.py` decides whether the attempts of an earlier owner have crashed, and `terminal/formatting.py`
+decides what `show` calls *stale* and when `delete` is rejected.
 
 The tasks have no memory: they read from the journal whether their flow run owns the experiment, has lost it, or has
 never owned it. Each takeover names the flow run and its run count. Never: a run that lost the experiment takes it back.
@@ -36,14 +36,7 @@ from prefect.states import Cancelled
 from prefect_tune.attempt.attempt import make_attempt_started
 from prefect_tune.blocks import StorageTarget, TargetCheck
 from prefect_tune.clock import new_write_stamp, utc_now
-from prefect_tune.core.errors import (
-    CrashLoop,
-    InvalidInput,
-    SaveOvertaken,
-    StoreRefused,
-    StoreUnavailable,
-    Superseded,
-)
+from prefect_tune.core.errors import CrashLoop, InvalidInput, SaveOvertaken, StoreRefused, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED_PHASES,
@@ -86,19 +79,19 @@ from prefect_tune.prefect_api.flow_runs import check_run_alive, was_started_by_u
 from prefect_tune.storage_retries import READ_TIMEOUT, run_log, with_retries, with_store
 
 MAX_WRITE_RACES = 16
-"""How often a task tries again after other writers were faster."""
+"""How many times a task tries to write while other writers are faster."""
 _PROCESS_ID = uuid4().hex[:8]
 """Identifies the process of a script, which has no flow run."""
 _write_locks: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
-"""Serializes this process's writes to each experiment: a target without create-if-absent needs this."""
+"""By target and experiment: serializes this process's writes, which a target without create-if-absent needs."""
 _Result = TypeVar("_Result")
 
 
 def check_target(target: StorageTarget) -> TargetCheck:
-    """Test by writing and reading whether `target` can store checkpoints safely; an error says in one line why not.
+    """Test, by writing and reading, whether `target` can store checkpoints safely. An error has one line.
 
     Raises:
-        StoreRefused: the target cannot, or not with this configuration.
+        StoreRefused: the target cannot do so, or not with this configuration.
         StoreUnavailable: the target did not answer.
     """
     check = target.check(timeout=timedelta(seconds=30))
@@ -114,21 +107,21 @@ def check_target(target: StorageTarget) -> TargetCheck:
 # The experiment that a call uses if it names none.
 
 _root_targets: dict[str, str] = {}
-"""By root run: the target on which its first call uses the root's id as the experiment name."""
+"""By root run: the target of the first call without a name, which uses the root's id as the experiment's name."""
 _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
-"""By target and experiment: the caller's try that last claimed the name in this process."""
+"""By target and experiment: the last caller in this process that claimed the name, with its task and try."""
 
 
 def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
-    """Return the plan of a call without an experiment name, with a name that each repetition of the call gets too.
+    """Return `plan`, of a call without an experiment name, with a name that each repetition of the call gets too.
 
-    A document of each experiment of a root run identifies the call that has claimed it: the location of the call, and a
-    digest of what it trains. The first call gets the root's id as its name, other calls the id and a digest of their
-    number. So a retry may repeat the calls in another order, or only some of them.
+    Each experiment of a root run has a document that identifies the call that claimed the name, by the call's location
+    and a digest of what it trains. The first call gets the root's id as its name, other calls the id and a digest of
+    their number. So a retry may repeat the calls in another order, or only some of them.
 
     Raises:
-        InvalidInput: a running call is indistinguishable from this one for a retry; or an earlier try has not made this
-            call, but another one that is neither finished nor repeated: this may be the changed form of that call.
+        InvalidInput: a retry could not tell this call from a running call; or an earlier try did not make this call,
+            but made another call, which is neither finished nor repeated: this call may be its changed form.
     """
     values = (plan.trainable, plan.space, plan.metric, plan.mode, plan.search, plan.scheduler, plan.seed, config)
     path, uri = current_call_path(values), plan.target.uri
@@ -138,7 +131,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     claim_call_key(path.key)
 
     def find_name(store: ObjectStore) -> tuple[str, list[str]]:
-        """Return this call's name, or the first free one; and the experiments that no call of this try has claimed."""
+        """Return this call's name, or else the first free name; and the names that no call of this try has claimed."""
         free_name, unclaimed_names = "", []
         for name in chain([root], (f"{root}-{digest_of(f'{path.prefix}:{n}'.encode())[:12]}" for n in count())):
             call = read_claiming_call(store, name)
@@ -175,7 +168,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     return plan.with_changes(experiment=name)
 
 
-# The flow run of a search or a training: neither in a crash loop, nor beside a live run.
+# The flow run of a search or a training: it must not be in a crash loop, or run beside a live owner.
 
 
 def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
@@ -187,8 +180,8 @@ def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
 
     Raises:
         CrashLoop: this run was restarted automatically `max_restarts` times without progress.
-        Abort: a schedule started this run, and the experiment's last run is alive, or waits for the user: this run is
-            set to Cancelled, and the target is unchanged.
+        Abort: a schedule started this run, and the experiment's last run is alive or waits for the user. This run is
+            set to Cancelled; the target is unchanged.
     """
     owner, previous_owner = current_owner(), state.owner
     if previous_owner is None or previous_owner.flow_run is None or owner.flow_run is None:
@@ -210,7 +203,7 @@ def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
 
 
 def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
-    """Cancel a scheduled run while the last run is alive: a takeover would lose its unsaved steps."""
+    """Cancel this scheduled run if the last run is alive: a takeover would lose the last run's unsaved steps."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     if run is None or not run.auto_scheduled or owner.flow_run is None:
@@ -229,10 +222,10 @@ def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
 
 
 def current_writer() -> Owner:
-    """Return the identity of the flow run that calls a public task; it is the same in all its tasks and processes.
+    """Return the identity of the flow run that calls a public task: the same in all tasks and processes of the run.
 
-    `attempt` is the run count, which a retry increments: the retried run supersedes the earlier one. Without a flow run
-    the writer is this process.
+    `attempt` is the run count, which a retry increments, so a retry supersedes the earlier try. Without a flow run, the
+    writer is this process.
     """
     owner = current_owner(attempt=flow_run.run_count or 0)
     name = owner.name if owner.flow_run else f"script {_PROCESS_ID}"
@@ -293,15 +286,13 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
 
 
 def _require_not_superseded(state: Experiment, target: StorageTarget, writer: Owner) -> None:
-    def check_earlier_ownership(store: ObjectStore) -> bool:
-        return any(is_same_writer(owner, writer) for owner in read_earlier_owners(store, state))
-
     if state.key.generation > 1:
         with_store(target, lambda store: reject_earlier_writer(store, state.key, writer.identity))
     if state.owner is None:
         return
     is_older_try = state.owner.flow_run == writer.flow_run is not None and writer.attempt < state.owner.attempt
-    if is_older_try or with_store(target, check_earlier_ownership):
+    earlier_owners = () if is_older_try else with_store(target, partial(read_earlier_owners, experiment=state))
+    if is_older_try or any(is_same_writer(owner, writer) for owner in earlier_owners):
         raise _superseded_error(state, target)
 
 
@@ -321,8 +312,8 @@ def append_entry_among_writers(
 ) -> Experiment:
     """Write `events` as one entry after `state_before`, or after newer entries of other tasks of this run.
 
-    `check_state` gets the state after the newer entries, and raises if the events cannot follow it. Repeating the call
-    with the same stamp writes no second entry.
+    `check_state` gets the state after the newer entries, and raises if the events cannot follow this state. A repeated
+    call with the same stamp writes no second entry.
 
     Raises:
         Superseded: another flow run owns the experiment now.
@@ -345,11 +336,7 @@ def append_entry_among_writers(
 
 
 def retry_on_conflict(action: Callable[[], _Result]) -> _Result:
-    """Return `action()`; repeat it if other tasks of this flow run have changed the trial in the meantime.
-
-    Raises:
-        StoreUnavailable: they did so 16 times.
-    """
+    """Return `action()`; repeat it after `SaveOvertaken`, and raise `StoreUnavailable` after 16 tries."""
     for _ in range(MAX_WRITE_RACES):
         try:
             return action()
@@ -369,10 +356,10 @@ def write_if_unchanged(target: StorageTarget, before: Experiment, trial: str, ev
 
 
 def make_trial_entry_writer(trial: str) -> EntryWriter:
-    """Return the journal writer of an attempt of `trial` that runs beside other tasks of this flow run.
+    """Return a function that journals the events of an attempt of `trial` beside other tasks of this flow run.
 
-    It also raises `Superseded` if another attempt of the trial has begun, or this one was ended; `SaveOvertaken` if
-    another task has committed or retired a checkpoint of the trial since a save in these events began.
+    The function also raises `Superseded` if another attempt of the trial has begun, or this attempt was ended; and
+    `SaveOvertaken` if another task has committed or retired a checkpoint of the trial since a save in the events began.
     """
 
     def write(
@@ -380,7 +367,7 @@ def make_trial_entry_writer(trial: str) -> EntryWriter:
     ) -> Experiment:
         write_stamp, ours = stamp or new_write_stamp(), experiment.trials.get(trial)
 
-        def require_acceptable(state: Experiment) -> None:
+        def check_state(state: Experiment) -> None:
             theirs = state.trials.get(trial)
             if ours and theirs and (ours.attempt, ours.phase) != (theirs.attempt, theirs.phase):
                 raise Superseded(
@@ -391,9 +378,7 @@ def make_trial_entry_writer(trial: str) -> EntryWriter:
             if theirs and any(not can_commit_save(theirs, checkpoint.sequence) for checkpoint in saves):
                 raise SaveOvertaken(f"{state.key}: another task has changed the checkpoints of trial {trial!r}")
 
-        return with_retries(
-            lambda: append_entry_among_writers(target, experiment, events, write_stamp, require_acceptable)
-        )
+        return with_retries(lambda: append_entry_among_writers(target, experiment, events, write_stamp, check_state))
 
     return write
 
@@ -404,25 +389,22 @@ def make_trial_entry_writer(trial: str) -> EntryWriter:
 def attempt_start_events(
     trial: Trial | None, name: str, step: int, config: Mapping[str, object] | None = None
 ) -> Sequence[Event]:
-    """Return the events after which the trial runs and may report `step`; none if it already may."""
+    """Return the events that start the trial, or restart it, so that it may report `step`; empty if it already runs."""
     if trial is None:
         start = AttemptStarted(trial=name, attempt=1, from_step=0, at=utc_now())
         return [TrialAdded(trial=name, config=config or {}), start]
     next_attempt = make_attempt_started(trial, utc_now())
     if trial.phase is Phase.RUNNING:
         reason = make_reason("step-repeated", step=step, start=next_attempt.from_step)
-        return [] if step >= trial.step else _restart_events(trial, reason)
+        return [] if step >= trial.step else _make_restart_events(trial, reason)
     if trial.phase in ENDED_PHASES:
         return [TrialRequeued(trial=name, reason=make_reason("trained-on", status=trial.status.value)), next_attempt]
     return [TrialResumed(trial=name), next_attempt] if trial.phase is Phase.PAUSED else [next_attempt]
 
 
-def _restart_events(trial: Trial, reason: Reason) -> Sequence[Event]:
+def _make_restart_events(trial: Trial, reason: Reason) -> Sequence[Event]:
     """Return the events that end the running attempt of `trial` and begin the next one at its newest checkpoint."""
-    return [
-        AttemptEnded(trial=trial.id, cause=Cause.PREEMPTED, reason=reason),
-        make_attempt_started(trial, utc_now()),
-    ]
+    return [AttemptEnded(trial=trial.id, cause=Cause.PREEMPTED, reason=reason), make_attempt_started(trial, utc_now())]
 
 
 def rollback_events(trial: Trial, deleted: Sequence[CheckpointRef]) -> Sequence[Event]:
@@ -432,4 +414,4 @@ def rollback_events(trial: Trial, deleted: Sequence[CheckpointRef]) -> Sequence[
         return []
     remaining = tuple(checkpoint for checkpoint in trial.checkpoints if checkpoint not in deleted)
     reason = make_reason("checkpoint-deleted", step=newest.step, start=remaining[-1].step if remaining else 0)
-    return _restart_events(trial.model_copy(update={"checkpoints": remaining}), reason)
+    return _make_restart_events(trial.model_copy(update={"checkpoints": remaining}), reason)

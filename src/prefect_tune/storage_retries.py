@@ -1,4 +1,4 @@
-"""The retry policy of the tasks: which target errors are retried, how often, and after which pauses."""
+"""The retry policy of the tasks: which errors of a target are retried, how often, and after which pauses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 READ_TIMEOUT = timedelta(minutes=2)
 """Timeout of a read or a small write on a target, with all its requests; transfers take longer."""
 _Argument = TypeVar("_Argument")
-_Result = TypeVar("_Result")
+_Out = TypeVar("_Out")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
 """Pauses between tries: 91 s in total, because replacing expired credentials takes about a minute."""
 _MAX_FIRST_TRIES = 5  # before the first success of a run: 31 s in total, since a user may be waiting
@@ -48,12 +48,12 @@ def setting_context_variable(variable: ContextVar[_Argument], value: _Argument) 
 
 
 def stop_retries_on(abandoned: threading.Event) -> AbstractContextManager[None]:
-    """Stop all retries in this context once `abandoned` is set: the process exits, and waits for its threads."""
+    """Stop all retries in this context when `abandoned` is set: the process is exiting, and waits for its threads."""
     return setting_context_variable(_abandonment, abandoned)
 
 
 def is_work_abandoned() -> bool:
-    """Return whether the process exits and no longer waits for the work of this context."""
+    """Return whether the process is exiting and no longer needs the work of this context."""
     event = _abandonment.get()
     return event is not None and event.is_set()
 
@@ -70,8 +70,8 @@ def _pause(seconds: float) -> None:
 def retrying_refusals() -> AbstractContextManager[None]:
     """Retry `StoreRefused` too in this context: for a flow run whose target has passed `check_target`.
 
-    If a target refuses a run that it served before, something changed: credentials expired, a policy changed, a file
-    system was remounted. Such a refusal is often temporary, and the trial did not cause it.
+    If a target refuses a run that it served before, credentials may have expired, a policy may have changed, or a file
+    system may have been remounted. Such a refusal is often temporary, and the trial did not cause it.
     """
     return setting_context_variable(_retries_refusals, True)  # noqa: FBT003 - the value of the variable
 
@@ -95,7 +95,7 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
 def is_target_failure(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """Like `is_transient`, but retry `StoreRefused` too: for tasks that store the training of a user's own flow.
 
-    Such a task does not know whether the target has served its flow run before (see `retrying_refusals`). If it
+    Such a task does not know whether the target has served its flow run before (see `retrying_refusals`). If the task
     failed at once when credentials expire, the flow would lose the steps since its last checkpoint.
     """
     error = state.result(raise_on_failure=False)
@@ -114,12 +114,12 @@ def is_transient_but_not_refused(_task: Task[..., object], _task_run: TaskRun, s
 
 
 def with_retries(
-    act: Callable[[], _Result],
+    act: Callable[[], _Out],
     is_retried: Callable[[Exception], bool] = is_retryable,
     pauses_seconds: Sequence[float] | None = None,
     work: str = "",
-) -> _Result:
-    """Return `act()`, with the retries of a task; for work too small for a task run. Log lines begin with `work`."""
+) -> _Out:
+    """Return `act()`, retried like a task; for work that is too small for a task run. Log lines begin with `work`."""
     default_pauses = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_MAX_FIRST_TRIES]
     for seconds in default_pauses if pauses_seconds is None else pauses_seconds:
         try:
@@ -134,12 +134,10 @@ def with_retries(
     return act()
 
 
-def with_store(
-    target: StorageTarget, act: Callable[[ObjectStore], _Result], timeout: timedelta = READ_TIMEOUT
-) -> _Result:
+def with_store(target: StorageTarget, act: Callable[[ObjectStore], _Out], timeout: timedelta = READ_TIMEOUT) -> _Out:
     """Return `act(store)`, retried like `with_retries`. Each try opens the target again, and may take `timeout`."""
 
-    def act_on_store() -> _Result:
+    def act_on_store() -> _Out:
         with target.open(timeout=timeout) as store:
             return act(store)
 
@@ -158,7 +156,7 @@ def run_log() -> Log:
 TASK_RETRY_OPTIONS: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
-    "refresh_cache": True,  # else Prefect queries its result storage: one request per task run if it is remote
+    "refresh_cache": True,  # otherwise Prefect queries its result storage: a request per task run if it is remote
     "retries": len(_PAUSES_SECONDS),
     "retry_delay_seconds": list(_PAUSES_SECONDS),
     "retry_jitter_factor": _JITTER,

@@ -1,14 +1,13 @@
 """Read and verify checkpoints; distinguish damage from deletion; adopt saves that were not journaled.
 
 If objects are missing, the owner may have retired and deleted them. Each deletion follows an entry of the journal, but
-a reader may have an older state. So a missing or altered manifest or blob is damage only if the journal, read again
-afterwards, still needs it.
+a reader may have an older state. So a missing or altered manifest or blob counts as damage only if the journal, when it
+is read again, still needs the object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from prefect_tune.core.checkpoints.manifest import FileSink, Manifest, NullSink, fetch_chunks, plan_reads
 from prefect_tune.core.errors import (
@@ -47,7 +46,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 
 
 class OutdatedStateError(TuneError):
-    """The passed state of the trial is outdated: checkpoints in it were retired. Repeat with the `current` state."""
+    """The given state of the trial is outdated: its checkpoints were retired. Repeat the call with `current`."""
 
     def __init__(self, current: Trial) -> None:
         super().__init__(f"trial {current.id!r}: its journal has retired checkpoints that this call needed")
@@ -55,7 +54,7 @@ class OutdatedStateError(TuneError):
 
 
 def load_current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
-    """Read the experiment's journal, and return the trial's present state.
+    """Return the present state of the trial from the experiment's journal.
 
     Raises:
         Superseded: the experiment is being deleted, or was deleted.
@@ -70,11 +69,11 @@ def load_current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
 def raise_damage_or_outdated(
     store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt]
 ) -> None:
-    """Raise the damage of the first one of the `bad` manifests that the trial still needs according to the journal.
+    """Raise the damage of the first of the `bad` checkpoints that the trial still needs according to the journal.
 
     Raises:
         CheckpointCorrupt: this checkpoint is live, or a clone needs its bytes.
-        OutdatedStateError: none of the manifests is needed any more.
+        OutdatedStateError: none of the checkpoints is needed any more.
         Superseded: the experiment is being deleted, or was deleted.
     """
     current = load_current_trial(store, trial)
@@ -91,28 +90,6 @@ def is_checkpoint_live(store: ObjectStore, key: CheckpointKey) -> bool:
     except Superseded:
         return False
     return not state.is_being_deleted and any(is_live_checkpoint(trial, key) for trial in state.trials.values())
-
-
-@contextmanager
-def _checking_retirement(store: ObjectStore, key: CheckpointKey) -> Iterator[None]:
-    """If the block raises `CheckpointCorrupt` for `key`, check whether the checkpoint was deleted meanwhile.
-
-    Raises:
-        CheckpointNotFound: the checkpoint was retired, or its experiment is being deleted.
-        CheckpointCorrupt: neither is the case, or the caller may not read the journal: the bytes are damaged.
-    """
-    try:
-        yield
-    except CheckpointCorrupt as damage:
-        try:
-            if not _is_checkpoint_retired(store, key):
-                raise
-        except (StoreRefused, UnknownVersion):  # the caller may read the checkpoint only: report the damage
-            raise damage from None
-        raise CheckpointNotFound(
-            f"{key.folder}: deleted while it was read: its trial has retired it, or its experiment is being "
-            "deleted; choose a checkpoint that is listed"
-        ) from damage
 
 
 def _is_checkpoint_retired(store: ObjectStore, key: CheckpointKey) -> bool:
@@ -144,7 +121,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
 
 
 def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
-    """Return the manifest of `key`; None for no key, or if it is damaged, so that no save may reuse its bytes."""
+    """Return the manifest of `key`; None without a key, or if the manifest is damaged: no save may reuse its bytes."""
     try:
         return read_manifest(store, key) if key else None
     except (CheckpointCorrupt, CheckpointNotFound):
@@ -156,7 +133,7 @@ def find_checkpoints_using(
 ) -> Mapping[CheckpointKey, str]:
     """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with this damage.
 
-    Leaves out checkpoints with an unreadable manifest, which a restore will report.
+    Checkpoints with an unreadable manifest are left out: a restore will report this damage.
     """
 
     def find_damage(key: CheckpointKey) -> tuple[CheckpointKey, str | None]:
@@ -173,16 +150,27 @@ def restore_files(store: ObjectStore, manifest: Manifest, sink: FileSink) -> Non
     """Write every byte of `manifest` to `sink`; each chunk is verified before it is written.
 
     Raises:
-        CheckpointCorrupt: bytes are missing or differ from their digest, also in a second read.
-        CheckpointNotFound: during the read, the checkpoint was retired and some of its bytes were deleted.
+        CheckpointCorrupt: bytes are missing or differ from their digest, also in a second read. The checkpoint was not
+            retired, or the caller may not read the journal.
+        CheckpointNotFound: during the read, the checkpoint was retired, or its experiment was deleted.
     """
-    with _checking_retirement(store, manifest.key):
+    try:
         for _ in store.map(lambda read: fetch_chunks(store, manifest, read, sink), plan_reads(manifest)):
             pass
+    except CheckpointCorrupt as damage:
+        try:
+            if not _is_checkpoint_retired(store, manifest.key):
+                raise
+        except (StoreRefused, UnknownVersion):  # the caller may read only the checkpoint: report the damage
+            raise damage from None
+        raise CheckpointNotFound(
+            f"{manifest.key.folder}: deleted while it was read: its trial has retired it, or its experiment is being "
+            "deleted; choose a checkpoint that is listed"
+        ) from damage
 
 
 def verify_files(store: ObjectStore, manifest: Manifest) -> None:
-    """Read and verify every byte of `manifest`, without storing it. Raises like `restore_files`."""
+    """Read and verify every byte of `manifest`, but store none. Raises like `restore_files`."""
     restore_files(store, manifest, NullSink())
 
 
@@ -205,9 +193,9 @@ def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
 # starts the trial again, and journals it as adopted.
 #
 # The sequence increases with each save of a trial and with each attempt. So the unjournaled save of the last attempt
-# has a sequence from the trial's `adopted_up_to` on. Once an entry has adopted this save, or has recorded that there
-# is none, no such save can become a checkpoint. Saves of earlier attempts are not adopted: their owner had abandoned
-# them. An attempt with an open outbox posts its saves itself.
+# has at least the sequence `adopted_up_to` of the trial. Once an entry has adopted this save, or has recorded that no
+# save exists, no such save can become a checkpoint. Saves of earlier attempts are not adopted: their owner had
+# abandoned them. An attempt with an open outbox posts its saves itself.
 
 
 def make_adoption_events(
@@ -219,11 +207,11 @@ def make_adoption_events(
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    These are the attempts of `trials`, or all attempts that run without an outbox, for a new owner of the experiment.
-    For each of them, its newest save with a manifest but no entry becomes a checkpoint, the reports in the manifest
-    count, and the attempt ends as a failure of the machine. A save with a damaged manifest is quarantined, and the
-    previous one is tried. A save that is not adopted here never becomes a checkpoint. Writes nothing: a crash before
-    the entry has no effect. `last` are the last reports in the live status of the last owner.
+    These are the running attempts without an outbox: those of `trials`, or all of them for a new owner. Of each
+    attempt, the newest save with a manifest but no entry becomes a checkpoint. The reports in the manifest count, and
+    the attempt ends as a failure of the machine. A save with a damaged manifest is quarantined, and the previous save
+    is tried. A save that is not adopted here never becomes a checkpoint. The function writes nothing, so a crash before
+    the entry has no effect. `last` holds the last reports in the live status of the last owner.
     """
     considered = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
     running = [trial for trial in considered if trial.status is Status.RUNNING and trial.outbox is None]
@@ -262,10 +250,10 @@ def _find_unjournaled_save(
         try:
             manifest = read_manifest(store, key)
         except CheckpointNotFound:
-            continue  # deleted after the listing by a process that was believed dead
+            continue  # deleted after the listing by a process that was presumed dead
         except CheckpointCorrupt as corrupt:
             if key.sequence > trial.next_sequence + 1:
-                continue  # of no attempt; quarantining it would reject all saves with a lower sequence
+                continue  # no attempt wrote it; to quarantine it would reject all saves with a lower sequence
             damaged.append(CheckpointQuarantined(trial=trial.id, sequence=key.sequence, reason=str(corrupt)))
             continue
         if manifest.metadata.attempt == trial.attempt:  # the owner has abandoned the saves of earlier attempts

@@ -38,7 +38,7 @@ _PERMANENT_ERRORS = (PermissionError, ValueError, TypeError, NotImplementedError
 
 
 def arrow_store_error(error: Exception, operation: str) -> StoreRefused | StoreUnavailable:
-    """Return the store error for `error`, which a file system's client raised during `operation`.
+    """Return the store error for `error` of a file system's client; `operation` names the operation and its path.
 
     An unknown error counts as transient: retries are bounded, but a transient error taken for a permanent one would
     end the work.
@@ -65,8 +65,7 @@ class ArrowStore(ParallelStore):
     write leaves no partial object. Every write checks the size on the target afterwards.
 
     A missing root is an error. With `create_root` it counts as empty, and the first write creates it (never a bucket).
-
-    The deadline is checked between calls. A call that hangs can only be ended by `SubprocessStore`, from outside.
+    The deadline is checked between calls. Only a `SubprocessStore` around this store can end a call that hangs.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class ArrowStore(ParallelStore):
                 else:
                     try:
                         self._fsspec.cp_file(source_path, hidden_path or full_path)
-                    except NotImplementedError:  # such as sftp: its server cannot copy
+                    except NotImplementedError:  # e.g. sftp, whose server cannot copy
                         with self._filesystem.open_input_file(source_path) as file:
                             self._write_object(hidden_path or full_path, (file.read_buffer(),))
                 self._check_size(hidden_path or full_path, size_bytes)
@@ -138,7 +137,7 @@ class ArrowStore(ParallelStore):
             self._publish_object((hidden_path, size_bytes), path, (), operation)
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        """On a file system that is not an object storage, the object is missing for a moment."""
+        """On a file system that is not an object storage, the object is briefly missing."""
         operation = f"replace of {path!r}"
         self._publish_object(self._stage_object(pieces, operation), path, pieces, operation)
 
@@ -224,7 +223,7 @@ class ArrowStore(ParallelStore):
         return info.size if info.type == arrow.FileType.File else None
 
     def _check_root(self, operation: str) -> None:
-        """Raise an error if the root itself is missing (an unmounted folder, a deleted bucket)."""
+        """Raise an error if the root is missing (an unmounted folder, a deleted bucket)."""
         if self._root_exists or not self._root:
             return
         is_bucket = self._filesystem.type_name in _BUCKET_TYPES
@@ -240,7 +239,7 @@ class ArrowStore(ParallelStore):
         self._root_exists = True
 
     def _write_object(self, full_path: str, pieces: Iterable[Buffer]) -> int:
-        """Write `pieces` to `full_path`; return their size once the target shows that size."""
+        """Write `pieces` to `full_path`, check the size on the target, and return it."""
         if not self._is_object_storage:
             self._filesystem.create_dir(full_path.rpartition("/")[0], recursive=True)
         size_bytes = 0
@@ -252,7 +251,7 @@ class ArrowStore(ParallelStore):
                     size_bytes += memoryview(piece).nbytes
                     stream.write(memoryview(piece).cast("B") if len(piece) else b"")
             finally:
-                stream.close()  # pyarrow would close it anyway, and store the bytes so far as an object
+                stream.close()  # also after an error: pyarrow would close it later, and store a partial object
             self._check_size(full_path, size_bytes)
         except Exception:
             self._remove_partial_object(full_path, size_bytes)
@@ -260,8 +259,7 @@ class ArrowStore(ParallelStore):
         return size_bytes
 
     def _check_size(self, full_path: str, size_bytes: int) -> None:
-        actual_bytes = self._object_size(full_path)
-        if actual_bytes != size_bytes:
+        if (actual_bytes := self._object_size(full_path)) != size_bytes:
             actual = "no object" if actual_bytes is None else f"{actual_bytes} bytes"
             raise StoreUnavailable(
                 f"{full_path}: sent {size_bytes} bytes and the client reported success, but the target has {actual}"
@@ -274,7 +272,7 @@ class ArrowStore(ParallelStore):
                 self._remove_file(full_path)
 
     def _stage_object(self, pieces: Iterable[Buffer], operation: str) -> tuple[str, int] | None:
-        """Write `pieces` to a hidden path; return the path and the size. None on an object storage."""
+        """Write `pieces` to a hidden path; return the path and the size. On an object storage, return None."""
         if self._is_object_storage:
             return None
         with self._converting_errors(operation):
@@ -316,7 +314,7 @@ def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None
     """Open the folder `root` with fsspec's file system for `scheme`; the first write creates a missing root.
 
     Raises:
-        StoreRefused: the scheme is unknown, its package is missing, or it does not take these options.
+        StoreRefused: the scheme is unknown, its package is missing, or it does not accept these options.
         StoreUnavailable: the server cannot be reached.
     """
     import fsspec

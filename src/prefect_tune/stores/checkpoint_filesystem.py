@@ -83,7 +83,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
 
     @cached_property
     def _manifest_and_metadata(self) -> tuple[Manifest, bytes | None]:
-        """The manifest of a local copy, and the bytes of the copy's metadata file."""
+        """The manifest and the metadata file that a local copy of the checkpoint would have."""
         with self._target_folder.open(timeout=_TIMEOUT) as store:
             manifest = self._target_folder.manifest(store)
             if manifest is None:
@@ -112,7 +112,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
 
 
 class _VerifiedFile(io.RawIOBase):
-    """One file of a checkpoint. Each call reads whole chunks in parallel; the last chunk stays in memory."""
+    """One file of a checkpoint. A read fetches whole chunks in parallel, and keeps the last one in memory."""
 
     def __init__(self, folder: TargetFolder, manifest: Manifest, file: FileRef) -> None:
         self._target_folder = folder
@@ -149,7 +149,7 @@ class _VerifiedFile(io.RawIOBase):
         return len(data)
 
     def _read_chunks(self, length: int) -> tuple[int, bytearray]:
-        """Read the chunks with the next `length` bytes; return the offset of the first chunk, and their bytes."""
+        """Read the chunks that hold the next `length` bytes; return the first chunk's offset, and all their bytes."""
         first, end = self._position, self._position + length
         offsets = self._file.chunks_with_offset()
         wanted = [(start, chunk) for start, chunk in offsets if start < end and first < start + chunk.length]
@@ -158,6 +158,5 @@ class _VerifiedFile(io.RawIOBase):
         with self._target_folder.open(timeout=_TIMEOUT) as store:
             data = read_committed_file(store, self._manifest, part)
         last_start, last = wanted[-1]
-        cached = data[-last.length :]
-        self._cache_start, self._cache = last_start, cached
+        self._cache_start, self._cache = last_start, data[-last.length :]
         return wanted[0][0], data

@@ -16,23 +16,18 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput, ObjectNotFound, TuneError
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.open_location import (
-    Client,
-    Location,
-    arrow_filesystem,
-    open_arrow,
-    open_location,
-    parse_uri,
-)
+from prefect_tune.stores.open_location import Client, Location, arrow_filesystem, open_arrow, open_location, parse_uri
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
     from prefect_tune.core.checkpoints.manifest import Manifest
+    from prefect_tune.core.page_elements import Block, Cell
     from prefect_tune.core.storage.layout import CheckpointKey
     from prefect_tune.core.storage.object_store import ObjectStore
     from prefect_tune.stores.local.scratch import DirectoryContent
 
+CheckpointLocation: TypeAlias = "LocalDirectory | TargetFolder"
 MetadataChange: TypeAlias = "Callable[[Mapping[str, object]], Mapping[str, object]]"
 
 _CHECKPOINT_PATH = re.compile(
@@ -42,18 +37,16 @@ _CHECKPOINT_PATH = re.compile(
 
 
 class StoreOpener(Protocol):
-    """Opens a target's root, like `StorageTarget.open`. Must be picklable."""
+    """A picklable function that opens a target's root, like `StorageTarget.open`."""
 
     def __call__(self, *, timeout: timedelta) -> AbstractContextManager[ObjectStore]: ...
 
 
-def locate_checkpoint(
-    path: str | os.PathLike[str], filesystem: FileSystem | None = None
-) -> LocalDirectory | TargetFolder:
-    """Return the location of `path`, on `filesystem` if one is given. Opens and requests nothing.
+def locate_checkpoint(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> CheckpointLocation:
+    """Return the location of `path` on `filesystem`; by default, `path` is local or a URI. Makes no request.
 
     Raises:
-        InvalidInput: `path` is not valid, or it has a scheme and `filesystem` is given too.
+        InvalidInput: `path` is not valid, or has a scheme although `filesystem` is given.
     """
     text = os.fspath(path)
     if filesystem is None:
@@ -93,9 +86,9 @@ def _locate_on_target(location: Location) -> TargetFolder:
 
 
 def _split_root(path: str) -> tuple[str, str]:
-    """Split `path` into a target's root and a folder: before a checkpoint's experiment, else before the last name.
+    """Split `path` into a target's root and a folder, which begins at a checkpoint's experiment or the last name.
 
-    A missing directory and a missing target then raise different errors.
+    So a missing directory and a missing target raise different errors.
     """
     if match := _CHECKPOINT_PATH.fullmatch(path):
         return match["root"] or "", match["folder"]
@@ -116,11 +109,10 @@ class LocalDirectory:
 
     @property
     def name(self) -> str:
-        """The path."""
         return self.path
 
-    def resolve(self) -> LocalDirectory | TargetFolder:
-        """Return a `TargetFolder` if this is the folder of a committed checkpoint on a local target, else itself."""
+    def resolve(self) -> CheckpointLocation:
+        """Return a `TargetFolder` for the folder of a committed checkpoint on a local target; otherwise `self`."""
         match = _CHECKPOINT_PATH.fullmatch(self.path)
         if not match or not Path(self.path, "manifest.json").is_file():
             return self
@@ -142,10 +134,9 @@ class LocalDirectory:
         from prefect_tune.stores.local.staging import copy_directory, directory_seal
 
         self.require_directory()
-        content_id = f"{self.path} as {directory_seal(Path(self.path))}"
-        yield DirectoryContent(
-            content_id, content_id, lambda destination, _: copy_directory(Path(self.path), destination), lambda _: False
-        )
+        source = Path(self.path)
+        content_id = f"{self.path} as {directory_seal(source)}"
+        yield DirectoryContent(content_id, content_id, lambda copy, _: copy_directory(source, copy), lambda _: False)
 
     def metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
         from prefect_tune.stores.local.staging import METADATA_FILE, read_metadata
@@ -184,7 +175,6 @@ class TargetFolder:
     plain_filesystem: Callable[[], FileSystem] | None = None
 
     def resolve(self) -> TargetFolder:
-        """Return itself."""
         return self
 
     def filesystem(self) -> FileSystem:
@@ -247,13 +237,8 @@ class TargetFolder:
         from prefect_tune.core.checkpoints.manifest import revise_metadata
 
         with self._open_store(deadline) as (store, manifest):
-            revise_metadata(
-                store,
-                self._metadata_folder(manifest),
-                change,
-                initial=self._initial_metadata(store, manifest),
-                write_id=uuid.uuid4().hex,
-            )
+            folder, initial = self._metadata_folder(manifest), self._initial_metadata(store, manifest)
+            revise_metadata(store, folder, change, initial=initial, write_id=uuid.uuid4().hex)
 
     def manifest(self, store: ObjectStore) -> Manifest | None:
         """Return the manifest of this checkpoint; None for a plain directory.
@@ -290,7 +275,7 @@ class TargetFolder:
         return CheckpointKey(trial=trial, step=int(match["step"]), sequence=int(match["sequence"]))
 
     def _metadata_folder(self, manifest: Manifest | None) -> str:
-        """Return the folder for versions of the metadata; in a plain directory, a hidden subfolder."""
+        """Return the folder for versions of the metadata; for a plain directory, its hidden subfolder."""
         key = self._checkpoint_key() if manifest else None
         return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
 
@@ -312,21 +297,15 @@ class TargetFolder:
 _OPEN_EXAMPLE = "with checkpoint.as_directory() as directory: ..."
 
 
-def checkpoint_html(location: LocalDirectory | TargetFolder, timeout: timedelta) -> str:
-    """Return HTML for the checkpoint at `location`; read its manifest. An error of the target is shown, not raised."""
+def checkpoint_html(location: CheckpointLocation, timeout: timedelta) -> str:
+    """Return HTML with the facts in the manifest at `location`; show an error of the target instead of raising it."""
     from prefect_tune.core.display_text import format_size, pluralize, shorten
-    from prefect_tune.core.page_elements import (
-        Block,
-        Cell,
-        Table,
-        Text,
-        Verbatim,
-        make_values_table,
-        render_notebook_cell,
-    )
+    from prefect_tune.core.page_elements import Table, Text, Verbatim, make_values_table, render_notebook_cell
     from prefect_tune.core.values import flatten
 
-    title, metrics, problem = "Checkpoint", list[Block](), list[Block]()
+    title = "Checkpoint"
+    metrics: list[Block] = []
+    problem: list[Block] = []
     rows: list[tuple[str, Cell]] = [("location", Verbatim(shorten(location.name, 1000)))]
     try:
         resolved = location.resolve()

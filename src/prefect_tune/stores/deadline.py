@@ -16,7 +16,7 @@ from prefect_tune.core.errors import DeadlineExceeded
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point in time on this process's monotonic clock, and the timeout that it was made from."""
+    """A point in time on this process's monotonic clock, `timeout` after its creation."""
 
     timeout: timedelta
     at_seconds: float
@@ -37,16 +37,12 @@ class Deadline:
         return max(0.0, self.at_seconds - time.monotonic())
 
     def check(self, operation: str) -> None:
-        """Do nothing before the deadline.
-
-        Raises:
-            DeadlineExceeded: the deadline has passed. The message names `operation` and the timeout.
-        """
+        """Raise `DeadlineExceeded` if the deadline has passed; the message names `operation` and the timeout."""
         if time.monotonic() >= self.at_seconds:
             raise self.exceeded_error(operation)
 
     def exceeded_error(self, operation: str) -> DeadlineExceeded:
-        """Return the error to raise if `operation` did not end in time."""
+        """Return the error of an `operation` that did not end in time."""
         return DeadlineExceeded(f"{operation}: not done within {self.timeout.total_seconds():g} s; the work was ended")
 
 
@@ -60,7 +56,7 @@ _locks_guard = threading.Lock()
 
 @contextmanager
 def named_lock(name: str, operation: str, deadline: Deadline) -> Iterator[None]:
-    """Hold the lock `name`. Only one thread of this process can hold it at a time.
+    """Hold the lock `name`, which only one thread of this process can hold at a time.
 
     Raises:
         DeadlineExceeded: another thread still held the lock at the deadline; `operation` did not begin.

@@ -1,12 +1,12 @@
 """An object store on S3, Google Cloud Storage and Azure through obstore, a client written in Rust.
 
-It uses obstore's blocking calls, from the caller's threads. For a write they need as much CPU as obstore's asyncio
-calls, for a read a quarter less (one thread collects and frees the reply, so its memory is reused). A blocking call
-cannot be interrupted from outside: only the client's timeout ends the call and its connection. Therefore there are
-clients with a series of timeouts; a request uses the longest timeout that ends before the deadline.
+The store makes obstore's blocking calls in the caller's threads. Compared with obstore's asyncio calls, a write needs
+as much CPU, and a read a quarter less: one thread collects and frees the reply, so its memory is reused. A blocking
+call cannot be interrupted from outside: only the client's timeout ends the call and its connection. So there are
+clients with a series of timeouts, and a request uses the longest timeout that ends before the deadline.
 
-Large ranges use the same client. An own reader, over signed URLs into reused buffers, saved 0.25 of 2.0 CPU seconds
-per GiB restored without TLS and nothing over TLS, and took twice the time (obstore 0.12.1).
+Large ranges use the same client. A separate reader (signed URLs, reused buffers) took twice the time. Per restored GiB
+it saved 0.25 of 2.0 CPU seconds without TLS, and none with TLS (obstore 0.12.1).
 
 The client's own retries are off, because they ignore the deadline and the unknown outcome of a create. This module
 retries instead.
@@ -145,7 +145,7 @@ refused: the endpoint has no TLS: allow http, or correct the endpoint
 
 
 def _parse_error_codes() -> Iterator[ErrorCode]:
-    """Yield each code: a line `meaning: advice` is followed by indented lines with its codes."""
+    """Yield each code: indented lines with codes follow the line `meaning: advice` of these codes."""
     meaning, advice = Meaning.REFUSED, ""
     for line in _ERROR_CODE_TEXT.strip().splitlines():
         if line.startswith(" "):
@@ -207,7 +207,7 @@ class RequestError:
 
     @property
     def meaning(self) -> Meaning:
-        """The documented meaning of the code; without one, the meaning of the status or of the connection error."""
+        """The documented meaning of the code; if there is none, the meaning of the status or the connection error."""
         if row := self._error_code:
             return row.meaning
         if self.status is None and self.kind is None:
@@ -247,15 +247,12 @@ class RequestError:
     def store_error(self, operation: str) -> TuneError:
         """Return the error to raise if `operation` is not retried."""
         if _INSTANCE_METADATA.search(self.message):
-            return StoreRefused(
-                f"{operation}: no credentials given, and this machine has none of its own: set keys, a "
-                f"credentials block or a profile ({self.message})"
-            )
+            advice = "no credentials given, and this machine has none: set keys, a credentials block or a profile"
+            return StoreRefused(f"{operation}: {advice} ({self.message})")
         advice = self._error_code.advice if self._error_code else _ADVICE_BY_STATUS.get(self.status or 0, "")
         if self.is_transient:
-            return StoreUnavailable(
-                f"{operation}: {advice} ({self.message})" if advice else f"{operation}: {self.message}"
-            )
+            reason = f"{advice} ({self.message})" if advice else self.message
+            return StoreUnavailable(f"{operation}: {reason}")
         if self.status is None and "redirect" in self.message:
             advice = _ADVICE_BY_STATUS[301]
         return StoreRefused(f"{operation}: {advice or 'the client or the server refused'} ({self.message})")
@@ -278,11 +275,7 @@ _MIN_REQUEST_SECONDS: Final = 0.02
 
 
 def make_client(constructor: Callable[..., Client], timeout: timedelta, options: Mapping[str, Any]) -> Client:
-    """Return a client that never retries and ends every request within `timeout`.
-
-    Raises:
-        ValueError: the client does not accept its settings.
-    """
+    """Return a client that never retries and ends every request in `timeout`; raise `ValueError` for bad settings."""
     timeouts = {"timeout": timeout, "connect_timeout": min(timeout, timedelta(seconds=10))}
     try:
         retries = {"max_retries": 0, "retry_timeout": timeout}
@@ -310,11 +303,10 @@ class ObstoreStore(ParallelStore):
         self._deadline = deadline
         self.conditional_create = conditional_create
         self._request_limit_seconds = request_timeout.total_seconds()
-        self._clients = _Ladder(connect, min(request_timeout, deadline.timeout).total_seconds())
+        self._clients = _ClientsByTimeout(connect, min(request_timeout, deadline.timeout).total_seconds())
         self._bucket_exists = False
 
     def close(self) -> None:
-        """Close the connections."""
         self._clients.clear()
 
     def create(self, path: str, data: Buffer) -> None:
@@ -328,7 +320,7 @@ class ObstoreStore(ParallelStore):
 
         failures: list[RequestError] = []
         try:
-            self._ask(f"create {path}", put_object, transfer_bytes=len(data), failures=failures)
+            self._request(f"create {path}", put_object, transfer_bytes=len(data), failures=failures)
         except AlreadyExists:
             raise
         except TuneError as error:
@@ -337,21 +329,17 @@ class ObstoreStore(ParallelStore):
             raise
 
     def put(self, path: str, data: Buffer) -> None:
-        checked = validate_path(path)
-        self._ask(
-            f"write {path}",
-            lambda client: obstore.put(client, checked, data, use_multipart=False),
-            transfer_bytes=len(data),
-        )
+        put_object = partial(obstore.put, path=validate_path(path), file=data, use_multipart=False)
+        self._request(f"write {path}", put_object, transfer_bytes=len(data))
 
     def copy(self, source: str, path: str) -> None:
-        source_path, destination = validate_path(source), validate_path(path)
-        self._ask(f"copy {source}", lambda client: obstore.copy(client, source_path, destination), transfer_bytes=None)
+        copy_object = partial(obstore.copy, from_=validate_path(source), to=validate_path(path))
+        self._request(f"copy {source}", copy_object, transfer_bytes=None)
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        """Several pieces become the parts of one upload; a retry sends all of them again.
+        """Several pieces become the parts of one upload; a retry sends all parts again.
 
-        The client removes the parts of a failed upload, except after a killed process.
+        After a failed upload the client removes the parts, unless its process was killed.
         """
         if len(list(islice(pieces, 2))) < 2:
             self.put(path, b"".join(pieces))
@@ -372,7 +360,7 @@ class ObstoreStore(ParallelStore):
             check_remaining_time()
             obstore.put(client, checked, iter_parts(), chunk_size=_PART_BYTES, max_concurrency=_MAX_CONCURRENT_PARTS)
 
-        self._ask(f"write {path}", put_parts, limit_seconds=limit_seconds)
+        self._request(f"write {path}", put_parts, limit_seconds=limit_seconds)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
         checked = validate_path(path)
@@ -392,7 +380,7 @@ class ObstoreStore(ParallelStore):
                     return b""
                 raise
 
-        return self._ask(f"read {path}", get_bytes, transfer_bytes=length)
+        return self._request(f"read {path}", get_bytes, transfer_bytes=length)
 
     def size(self, path: str) -> int | None:
         checked = validate_path(path)
@@ -403,11 +391,11 @@ class ObstoreStore(ParallelStore):
             except BaseError as error:
                 failure = RequestError.from_exception(error)
                 if failure.status is not None and failure.code is None and not failure.is_transient:
-                    _list_page(client, count=1)  # the answer to a HEAD has no error code, a listing's has one
+                    _list_page(client, count=1)  # the answer to HEAD has no error code; the answer to a listing has
                 raise
 
         try:
-            return self._ask(f"look up {path}", get_size)
+            return self._request(f"look up {path}", get_size)
         except ObjectNotFound:
             return None
 
@@ -415,7 +403,7 @@ class ObstoreStore(ParallelStore):
         folder = validate_folder(prefix)
         objects: list[ListedObject] = []
         while True:  # each page is one request with its own retries
-            page = self._ask(f"list {folder or '/'}", partial(_list_page, folder=folder, after=after))
+            page = self._request(f"list {folder or '/'}", partial(_list_page, folder=folder, after=after))
             objects += (ListedObject(entry["path"], entry["size"]) for entry in page)
             if len(page) < _PAGE_COUNT:
                 return sorted(objects, key=attrgetter("path"))
@@ -434,9 +422,9 @@ class ObstoreStore(ParallelStore):
 
     def _delete_batch(self, paths: Sequence[str]) -> None:
         description = paths[0] if len(paths) == 1 else f"{len(paths)} objects from {paths[0]}"
-        self._ask(f"delete {description}", lambda client: obstore.delete(client, paths))
+        self._request(f"delete {description}", lambda client: obstore.delete(client, paths))
 
-    def _ask(
+    def _request(
         self,
         operation: str,
         request: Callable[[Client], _T],
@@ -474,11 +462,11 @@ class ObstoreStore(ParallelStore):
         raise failures[-1].store_error(f"{operation}, {len(failures)} times")
 
     def _not_found_error(self, operation: str, failure: RequestError) -> TuneError:
-        """Return the error for a 404. The object is missing only if the bucket exists, so check the bucket once."""
+        """Return the error for status 404. The object is missing only if the bucket exists: check the bucket once."""
         if failure.meaning is Meaning.NO_BUCKET:
             return failure.store_error(operation)
         if not self._bucket_exists:
-            self._ask("list the bucket", lambda client: _list_page(client, count=1))
+            self._request("list the bucket", lambda client: _list_page(client, count=1))
         return ObjectNotFound(f"{operation}: no such object")
 
 
@@ -487,7 +475,7 @@ def _list_page(client: Client, *, folder: str = "", after: str = "", count: int 
     return next(stream, ())
 
 
-class _Ladder:
+class _ClientsByTimeout:
     """Clients with decreasing timeouts, each 20 % shorter than the previous one; created on first use."""
 
     def __init__(self, connect: Callable[[timedelta], Client], max_seconds: float) -> None:

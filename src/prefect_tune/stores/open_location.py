@@ -1,6 +1,6 @@
 """Parse a path or URI, and open its store without a block and without Prefect.
 
-Credentials come from the same sources as for the cloud's own tools: environment variables, profile, machine role.
+Credentials come from the sources that the cloud's own tools use: environment variables, profile, machine role.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _CLIENTS: Mapping[str, Client] = {
     **dict.fromkeys(("az", "azure", "abfs", "abfss", "wasb", "wasbs"), Client.AZURE),
 }
 ENDPOINT_OPTIONS = frozenset({"endpoint_url", "endpoint_override", "scheme"})
-"""The options of `Location.endpoint`; pyarrow's URIs have host:port in `endpoint_override`, and a separate scheme."""
+"""The options that `Location.endpoint` reads. In pyarrow's URIs, `endpoint_override` is host:port without a scheme."""
 _URI_OPTIONS: Mapping[Client, frozenset[str]] = {
     Client.S3: ENDPOINT_OPTIONS | {"region", "allow_http", "anonymous"},
     Client.GCS: frozenset({"endpoint_url", "anonymous"}),
@@ -90,9 +90,9 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A parsed path or URI. `container` is a bucket, or for `OTHER` clients the host; empty for files.
+    """A parsed path or URI. `container` is the bucket, for `OTHER` clients the host, for files empty.
 
-    `path` has no slash at its ends; for files it is absolute.
+    `path` has no slash at its ends, but for files it is absolute.
     """
 
     client: Client
@@ -111,7 +111,7 @@ class Location:
 
     @property
     def arrow_path(self) -> str:
-        """The path for pyarrow's file systems, which begins with the bucket if there is one."""
+        """The path for pyarrow's file systems. If there is a bucket, the path begins with it."""
         match self.client:
             case Client.FILES:
                 return self.path
@@ -145,11 +145,7 @@ class Location:
 
 
 def parse_uri(uri: str | os.PathLike[str]) -> Location:
-    """Parse a URI or a local path. Opens and requests nothing.
-
-    Raises:
-        InvalidInput: `uri` is not valid. The message gives the reason.
-    """
+    """Parse a URI or a local path, without any request; raise `InvalidInput` with the reason if it is not valid."""
     text = os.fspath(uri)
     scheme = _SCHEME.match(text)
     if not scheme:
@@ -218,9 +214,8 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
 
             yield PosixStore(Path(location.path), deadline=deadline)
         case Client.OTHER:
-            with open_arrow(
-                partial(arrow_filesystem, location), location.arrow_path, location.scheme, timeout=timeout
-            ) as store:
+            factory = partial(arrow_filesystem, location)
+            with open_arrow(factory, location.arrow_path, location.scheme, timeout=timeout) as store:
                 yield store
         case Client.S3 | Client.GCS | Client.AZURE:
             from prefect_tune.stores.obstore_store import ObstoreStore
@@ -235,31 +230,29 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
 
 
 @contextmanager
-def open_arrow(
-    filesystem: Callable[[], FileSystem], root: str, kind: str, *, timeout: timedelta
-) -> Iterator[ObjectStore]:
+def open_arrow(factory: Callable[[], FileSystem], root: str, kind: str, *, timeout: timedelta) -> Iterator[ObjectStore]:
     """Open the folder `root` of a pyarrow file system; `kind` is its scheme or its pyarrow type name.
 
-    File systems whose calls may hang run in a child process, which is killed at the timeout.
+    If the calls of a file system may hang, it runs in a child process that is killed at the timeout.
     """
     deadline = Deadline.after(timeout)
     if kind.removeprefix("py::fsspec+") in _IN_PROCESS_KINDS:
-        yield _make_arrow_store(filesystem, root, deadline)
+        yield _make_arrow_store(factory, root, deadline)
         return
     from prefect_tune.stores.subprocess_store import SubprocessStore
 
-    with SubprocessStore(partial(_make_arrow_store, filesystem, root), deadline=deadline) as store:
+    with SubprocessStore(partial(_make_arrow_store, factory, root), deadline=deadline) as store:
         yield store
 
 
-def _make_arrow_store(filesystem: Callable[[], FileSystem], root: str, deadline: Deadline | None = None) -> ObjectStore:
+def _make_arrow_store(factory: Callable[[], FileSystem], root: str, deadline: Deadline | None = None) -> ObjectStore:
     from prefect_tune.stores.arrow_store import ArrowStore
 
-    return ArrowStore(filesystem(), root, deadline=deadline)
+    return ArrowStore(factory(), root, deadline=deadline)
 
 
 def open_fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectStore:
-    """Call `open_fsspec`. The fsspec client is imported only during this call, in a child process."""
+    """Return `open_fsspec(…)`; import fsspec's client only in the child process that calls this function."""
     from prefect_tune.stores.arrow_store import open_fsspec
 
     return open_fsspec(scheme, root, options)
@@ -349,7 +342,6 @@ def arrow_filesystem(location: Location) -> FileSystem:
 
 # S3 settings from environment variables and AWS profiles, if neither a block nor a URI sets them.
 
-
 S3Keys: TypeAlias = Mapping[str, Any]
 _CREDENTIAL_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
 _AWS_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
@@ -357,7 +349,7 @@ _AWS_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_F
 
 @dataclass(frozen=True, slots=True)
 class S3Access:
-    """Credentials, region and endpoint of S3. None: not set, or found by the client itself."""
+    """Credentials, region and endpoint of S3; None for a value that the client finds itself, or that is not set."""
 
     keys: Callable[[], S3Keys] | None = None
     region: str | None = None
@@ -380,7 +372,7 @@ def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -
     The client itself finds all other credentials (variables, web identity, container, instance).
 
     Args:
-        environment: this process's environment; boto3, which reads the profile, knows no other.
+        environment: this process's environment: boto3 uses no other when it reads the profile.
         anonymous: requests are unsigned, so no profile is read.
 
     Raises:

@@ -1,8 +1,8 @@
 """An object store in files, on a local disk, NFS, or any other mounted file system.
 
-An object is written to a hidden file, synced, and hard-linked to its own name: atomic between writers on all machines
-that mount the directory, and complete after a power cut. The file keeps two links until its own name is synced; a
-reader of a file with two links syncs the folder before it uses the object.
+A writer syncs a hidden file, and then hard-links it to the object's name. So a write is atomic among the writers on all
+machines that mount the directory, and the object is complete after a power cut. The file keeps two links until its own
+name is synced. A reader of a file with two links syncs the folder before it uses the object.
 
 Never: follow a symbolic link below the root; put a name into a folder whose own name is not synced; replace another
 file by a create.
@@ -223,7 +223,7 @@ class PosixStore(ParallelStore):
     """Objects as files below `root`, which must exist (`make_root`).
 
     A later writer removes the hidden files of killed writers after a day. The deadline is checked between system
-    calls. Only `SubprocessStore` can end a call that hangs (a dead NFS server), from outside.
+    calls. Only a `SubprocessStore` around this store can end a system call that hangs (a dead NFS server).
     """
 
     def __init__(self, root: Path, *, deadline: Deadline | None = None, calls: FileSystemCalls | None = None) -> None:
@@ -415,7 +415,7 @@ class PosixStore(ParallelStore):
             yield file, status.size_bytes
 
     def _iter_objects(self, folder: int, prefix: str, after: str) -> Iterator[ListedObject]:
-        """Yield the objects below an open folder, unordered, without entries that are deleted meanwhile."""
+        """Yield the objects below an open folder, unordered; skip entries that are deleted meanwhile."""
         for name in self._calls.listdir(folder):
             path = prefix + name
             status = None if path == TEMPORARY_FOLDER else self._stat_or_none(folder, name)
@@ -451,8 +451,9 @@ class PosixStore(ParallelStore):
                 yield _TempFile(name, folder, status)
             except BaseException:
                 # If the file was published, keep the second link: it makes the next reader sync.
-                if not self._may_have_second_link(file):
-                    self._remove_temporary(name, folder)
+                with suppress(OSError):
+                    if self._calls.fstat(file).links <= 1:
+                        self._calls.unlink(name, folder)
                 raise
             self._remove_temporary(name, folder)
 
@@ -471,12 +472,6 @@ class PosixStore(ParallelStore):
             if not count:
                 raise StoreUnavailable(f"copy: expected {size_bytes} bytes, found {offset}; try again")
             offset += count
-
-    def _may_have_second_link(self, file: int) -> bool:
-        try:
-            return self._calls.fstat(file).links > 1
-        except OSError:
-            return True
 
     def _publish_file(self, root: int, folder: str, temp: _TempFile, publish: Callable[[int], None]) -> None:
         """Call `publish` with the open folder; if a delete pruned the folder meanwhile, create it again."""
@@ -502,37 +497,26 @@ class PosixStore(ParallelStore):
         try:
             self._link_file(temp, name, folder)
         except OSError as error:
-            if not self._check_link_made(temp, folder, name, error):
+            if error.errno in _LINK_NOT_MADE:
+                raise
+            try:  # the link may exist although the call failed: NFS can lose a reply
+                existing = self._stat_or_none(folder, name)
+            except OSError as stat_error:
+                raise CommitUnknown(f"{name!r} in {self.root}: {error}, and then {stat_error}") from error
+            if existing is None:
+                raise CommitUnknown(f"{name!r} in {self.root}: {error}; not there yet") from error
+            if existing.inode != temp.status.inode:
+                if existing.is_folder:
+                    raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
+                self._fsync_folder_if_linked_twice(folder, existing)
                 raise AlreadyExists(f"{path}: exists already in {self.root}") from error
         try:
             self._calls.fsync_folder(folder)
         except OSError as error:
             raise CommitUnknown(f"{path} in {self.root}: written, but its folder cannot be synced: {error}") from error
 
-    def _check_link_made(self, temp: _TempFile, folder: int, name: str, error: OSError) -> bool:
-        """Return whether the link exists although `error` was raised (NFS lost the reply); False if another file does.
-
-        Raises:
-            OSError: the link was not made.
-            CommitUnknown: the link may have been made.
-        """
-        if error.errno in _LINK_NOT_MADE:
-            raise error
-        try:
-            existing = self._stat_or_none(folder, name)
-        except OSError as stat_error:
-            raise CommitUnknown(f"{name!r} in {self.root}: {error}, and then {stat_error}") from error
-        if existing is None:
-            raise CommitUnknown(f"{name!r} in {self.root}: {error}; not there yet") from error
-        if existing.inode == temp.status.inode:
-            return True
-        if existing.is_folder:
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
-        self._fsync_folder_if_linked_twice(folder, existing)
-        return False
-
     def _link_or_replace(self, temp: _TempFile, folder: int, name: str) -> None:
-        """Publish `temp` as `name`; replace an existing file only if its size differs, which means damage."""
+        """Publish `temp` as `name`; replace an existing file only if its size differs: then it is damaged."""
         try:
             self._link_file(temp, name, folder)
         except FileExistsError:
@@ -544,7 +528,7 @@ class PosixStore(ParallelStore):
         self._calls.fsync_folder(folder)
 
     def _replace_object(self, temp: _TempFile, folder: int, name: str) -> None:
-        """Publish `temp` as `name` and replace the file of this name; reject anything but a plain file."""
+        """Publish `temp` as `name`, and replace an existing file; reject an existing folder or link."""
         existing = self._stat_or_none(folder, name)
         if existing is not None and not existing.is_file:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
@@ -571,7 +555,7 @@ class PosixStore(ParallelStore):
     # Remove hidden files and empty folders.
 
     def _remove_temporary(self, name: str, folder: int) -> None:
-        """Remove a hidden name; after an error a later sweep removes it."""
+        """Remove a hidden name; if that fails, `_remove_leftovers` of a later store removes it."""
         with suppress(OSError):
             self._calls.unlink(name, folder)
 
@@ -588,9 +572,9 @@ class PosixStore(ParallelStore):
             folder = parent
 
     def _remove_leftovers(self, folder: int, now_ns: int) -> None:
-        """Remove, once per store, hidden files older than a day, by the file system's clock `now_ns`.
+        """Remove hidden files older than a day, once per store; `now_ns` is the time of the file system's clock.
 
-        A live writer whose file was removed cannot link it, and publishes nothing.
+        If the writer of such a file is still alive, its link fails, and it publishes nothing.
         """
         if self._has_swept:
             return
@@ -632,7 +616,7 @@ def make_root(root: Path) -> None:
 
 
 def open_posix_store(root: Path, *, must_exist: bool, deadline: Deadline | None = None) -> PosixStore:
-    """Open the folder `root`; create it first unless it `must_exist`. Raises the errors of `make_root`."""
+    """Open the folder `root`; create it first unless it `must_exist`. Raises like `make_root`."""
     if not must_exist:
         make_root(root)
     return PosixStore(root, deadline=deadline)

@@ -34,14 +34,12 @@ _ORPHAN_EXIT_CODE = 75
 
 
 class SubprocessStore(ParallelStore):
-    """Passes every operation to a store in a child process, which is killed when the deadline passes.
+    """Passes every operation to a store in a child process, which is killed at the deadline.
 
-    `factory` makes the store; it is pickled and called in the child. Children start on demand, at most `max_children`,
-    each in its own session and without Prefect. If no child is free, a caller waits until its deadline. A child
-    also exits when this process exits, even by SIGKILL. Do not use it for a store that keeps its objects in memory
-    (`memory://`): they would be lost with the child.
-
-    The caller closes it, by `close` or `with`, which kills all children.
+    `factory` makes the store; it is pickled, and called in the child. Children start on demand, at most `max_children`,
+    each in its own session and without Prefect. If no child is free, a caller waits until its deadline. A child also
+    exits when this process exits, even by SIGKILL. Do not use it for a store that keeps its objects in memory
+    (`memory://`): a child's exit would lose the objects. Call `close`, or use `with`: both kill all children.
     """
 
     def __init__(
@@ -109,22 +107,14 @@ class SubprocessStore(ParallelStore):
     def delete(self, paths: Sequence[str]) -> None:
         self._call_child("delete", [validate_path(path) for path in paths])
 
-    def _call_child(
-        self,
-        method: str,
-        argument: object,
-        *,
-        body: Buffer | None = None,
-        pieces: Iterable[Buffer] | None = None,
-        **options: object,
-    ) -> object:
+    def _call_child(self, method: str, argument: object, **options: Any) -> object:
         operation = f"{method} of {argument!r}"
         with self._lease_child(operation) as child:
-            return child.call(operation, method, argument, body=body, pieces=pieces, **options)
+            return child.call(operation, method, argument, **options)
 
     @contextmanager
     def _lease_child(self, operation: str) -> Iterator[_ChildProcess]:
-        """Yield a child for one operation; afterwards it is idle again, unless it died."""
+        """Yield a child for one operation; a child that is alive afterwards is idle again."""
         if not self._free_children.acquire(timeout=min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX)):
             raise self._deadline.exceeded_error(operation)
         try:
@@ -194,7 +184,7 @@ class _ChildProcess:
         Raises:
             DeadlineExceeded: no answer in time; the child was killed.
             StoreUnavailable: the child died.
-            RuntimeError: the store raised an error that is not a store error.
+            RuntimeError: the store raised any other kind of error than a store error.
         """
         timer = threading.Timer(min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX), self.kill)
         timer.daemon = True
@@ -235,7 +225,7 @@ class _ChildProcess:
         with self._guard:
             if self.is_alive:
                 self.is_alive = False
-                with suppress(ProcessLookupError, PermissionError):  # it has exited; the second error: on macOS
+                with suppress(ProcessLookupError, PermissionError):  # it has exited (PermissionError on macOS)
                     os.killpg(self._process.pid, signal.SIGKILL)
         # A process in an uninterruptible system call ends only when that call returns.
         with suppress(subprocess.TimeoutExpired):

@@ -174,7 +174,7 @@ def test_a_uri_uses_a_profile(moto: str, strict_moto: dict[str, dict[str, str]],
 def test_no_credentials_anywhere_is_said(moto: str) -> None:
     found = resolve_target(f"s3://bucket/runs?endpoint_url={moto}").check(timeout=BRIEF)
     assert not found.ok
-    assert "no credentials given, and this machine has none of its own: set keys, a credentials" in found.message
+    assert "no credentials given, and this machine has none: set keys, a credentials" in found.message
 
 
 def test_the_environments_token_is_not_mixed_with_the_blocks_keys(monkeypatch: pytest.MonkeyPatch) -> None:

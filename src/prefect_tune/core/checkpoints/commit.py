@@ -1,8 +1,8 @@
 """Publish a staged directory as a checkpoint: blobs first, then a check that all are stored, then the manifest.
 
 The idea: a checkpoint exists when its manifest exists, and a manifest is created once, only if its name is free. All
-earlier steps only prepare that. So at any point a process may die, and a request may be repeated or lose its reply: the
-result is either no checkpoint or a complete one.
+earlier steps only prepare the manifest. So at any point a process may die, and a request may be repeated or lose its
+reply: the result is either no checkpoint or a complete one.
 
     files ─▶ pieces ─▶ groups ─▶ blobs        put in parallel; the name holds the content's digest and the sequence
                                  read back    some reused blobs, in rotation (`Reverification`)
@@ -31,8 +31,8 @@ If several nodes train a trial, each node sends its own files, and one manifest 
     node 0   blobs ────────────────────────────────────────────┘    within the deadline
 
 A part is not a checkpoint: readers ignore it, and it is deleted with its attempt. It names the attempt, the owner's
-term, the step and the sequence of its save. Node 0 sends these when it requests the parts, after the previous commit:
-no garbage collection deletes a blob of that sequence before the next retirement, which node 0 itself writes.
+term, the step and the sequence of its save. Node 0 sends these values when it requests the parts, after the previous
+commit. No garbage collection deletes a blob of that sequence before the next retirement, which node 0 itself writes.
 
 Never: create a manifest before the last part; use a part of another attempt, owner or save, or one with unseen blobs.
 """
@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import ValidationError
 
@@ -114,8 +114,8 @@ class SaveResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Blob:
-    """The stored chunks of one group, with their locations; `uploaded` is the path and size of a blob sent just now."""
+class _StoredGroup:
+    """The chunks of one group, with their locations; `uploaded` is the path and size of the blob that was sent."""
 
     chunks: tuple[tuple[FileRange, Digest, _ChunkLocation], ...]
     uploaded: tuple[str, int] | None
@@ -124,7 +124,7 @@ class _Blob:
 def find_reusable_bytes(
     store: ObjectStore, trial: TrialKey, parent: Manifest | None, collected_up_to: int
 ) -> ReusableBytes:
-    """Find the bytes that the next save of `trial` need not send again.
+    """Return the bytes that the next save of `trial` need not send again.
 
     A blob may be reused if a live checkpoint (`parent`) refers to it, or if it was first written after the last
     retirement (sequence `collected_up_to`). Older unreferenced blobs are never reused: they may be deleted at any
@@ -153,7 +153,7 @@ def commit_checkpoint(
     store: ObjectStore,
     key: CheckpointKey,
     source: StagedDirectory,
-    about: CheckpointMetadata,
+    metadata: CheckpointMetadata,
     *,
     reuse: ReusableBytes,
     reverification: Reverification | None = None,
@@ -169,17 +169,17 @@ def commit_checkpoint(
     manifest.
 
     Raises:
-        InvalidInput: `about` holds a value that JSON cannot represent; nothing was sent.
+        InvalidInput: `metadata` holds a value that JSON cannot represent; nothing was sent.
         AlreadyCommitted: the key holds a checkpoint of another write.
         CommitUnknown: the target did not say whether it wrote the manifest, and could not be read back.
         StoreUnavailable: not committed; the next try reuses the blobs that were sent.
         StagedFilesChanged: the directory was written to during the commit.
     """
-    _, about = seal_and_read_back(about)
+    _, metadata = seal_and_read_back(metadata)
     batches = list(pack_ranges(split_files(source.files)))
-    blobs = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
-    uploaded = _collect_sizes(blobs)
-    manifest = Manifest(**_layout_fields(key, source, blobs), metadata=about)
+    groups = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
+    uploaded = _collect_sizes(groups)
+    manifest = Manifest(**_layout_fields(key, source, groups), metadata=metadata)
     unverified: dict[str, FailedBlob] = {}
     if reverification is not None:
         due_reads = _select_due_reads(manifest, reuse, reverification)
@@ -187,14 +187,12 @@ def commit_checkpoint(
         unverified = {failed.path: failed for failed in verified_reads if failed is not None}
     if unverified:
         # Do not reuse complete blobs either: they were not read back.
-        intact = ReusableBytes(
-            {digest: chunk for digest, chunk in reuse.chunks.items() if chunk.path not in unverified}
-        )
-        affected = [any(location.path in unverified for _, _, location in blob.chunks) for blob in blobs]
-        replaced = store.map(lambda group: _store_group(store, key, source, group, intact), compress(batches, affected))
-        blobs = [*compress(blobs, map(not_, affected)), *replaced]
-        uploaded |= _collect_sizes(blobs)
-        manifest = Manifest(**_layout_fields(key, source, blobs), metadata=about)
+        valid = ReusableBytes({digest: chunk for digest, chunk in reuse.chunks.items() if chunk.path not in unverified})
+        affected = [any(location.path in unverified for _, _, location in group.chunks) for group in groups]
+        replaced = store.map(lambda group: _store_group(store, key, source, group, valid), compress(batches, affected))
+        groups = [*compress(groups, map(not_, affected)), *replaced]
+        uploaded |= _collect_sizes(groups)
+        manifest = Manifest(**_layout_fields(key, source, groups), metadata=metadata)
     source.require_unchanged()
     require_stored(store, key.trial.blobs_folder, uploaded)
     stored = publish_manifest(store, key, finalize_manifest(manifest) if finalize_manifest else manifest)
@@ -204,7 +202,7 @@ def commit_checkpoint(
 
 def _store_group(
     store: ObjectStore, key: CheckpointKey, source: StagedDirectory, group: Sequence[FileRange], reuse: ReusableBytes
-) -> _Blob:
+) -> _StoredGroup:
     """Hash the chunks of a group, and send the ones that are not on the target as one blob."""
     buffer = memoryview(bytearray(sum(piece.length for piece in group)))
     chunks: list[tuple[FileRange, Digest, _ChunkLocation]] = []
@@ -220,7 +218,7 @@ def _store_group(
             new_chunks.append((piece, digest, end))
             end += piece.length
     if not new_chunks:
-        return _Blob(tuple(chunks), None)
+        return _StoredGroup(tuple(chunks), None)
     digest = blob_digest((digest, piece.length) for piece, digest, _ in new_chunks)
     path = reuse.blobs.get(digest)
     uploaded = None
@@ -229,15 +227,15 @@ def _store_group(
         store.put(path, buffer[:end])
         uploaded = (path, end)
     chunks += [(piece, digest, _ChunkLocation(path, end, offset)) for piece, digest, offset in new_chunks]
-    return _Blob(tuple(chunks), uploaded)
+    return _StoredGroup(tuple(chunks), uploaded)
 
 
-def _collect_sizes(blobs: Iterable[_Blob]) -> dict[str, int]:
-    return dict(blob.uploaded for blob in blobs if blob.uploaded)
+def _collect_sizes(groups: Iterable[_StoredGroup]) -> dict[str, int]:
+    return dict(group.uploaded for group in groups if group.uploaded)
 
 
 def require_stored(store: ObjectStore, folder: str, uploaded: Mapping[str, int]) -> None:
-    """Require that every sent blob in `folder` has its full size: a successful reply of the client is no proof.
+    """Require that every uploaded blob in `folder` has its full size: a successful reply of the client is no proof.
 
     Raises:
         StoreUnavailable: a blob is missing or truncated.
@@ -255,12 +253,12 @@ def require_stored(store: ObjectStore, folder: str, uploaded: Mapping[str, int])
             )
 
 
-def _layout_fields(key: CheckpointKey, source: StagedDirectory, placed: Iterable[_Blob]) -> dict[str, Any]:
+def _layout_fields(key: CheckpointKey, source: StagedDirectory, groups: Iterable[_StoredGroup]) -> dict[str, Any]:
     """Return the fields of `FileLayout`."""
     blob_index: dict[str, int] = {}
     refs: list[BlobRef] = []
     chunks_of_file: dict[int, list[tuple[int, ChunkRef]]] = {}
-    for piece, digest, location in (chunk for blob in placed for chunk in blob.chunks):
+    for piece, digest, location in (chunk for group in groups for chunk in group.chunks):
         if location.path not in blob_index:
             blob_index[location.path] = len(refs)
             path = location.path.removeprefix(f"{key.trial.journal_key.folder}/")
@@ -297,7 +295,7 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
     return manifest
 
 
-# Read reused blobs back, each one once in a fixed number of commits, so that none is reused forever by its size alone.
+# Read each reused blob back once in a fixed number of commits, so that no blob is reused forever by its size alone.
 #
 # A listing shows a blob's existence and size, not its bytes: a blob damaged on the target would damage every later
 # checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before the
@@ -309,7 +307,7 @@ _HASH_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Reverification:
-    """The share of the reused blobs that a commit reads back: each blob once in `period` consecutive commits."""
+    """Selects the reused blobs that a commit reads back: each blob once in `period` consecutive commits."""
 
     commit_count: int
     """The number of earlier commits of the attempt."""
@@ -333,7 +331,7 @@ class FailedBlob:
 
 
 def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: Reverification) -> Sequence[RangeRead]:
-    """Return the reads of the reused blobs that are due. All other blobs were sent by this save or an earlier try."""
+    """Return the reads of the reused blobs that are due; this save or an earlier try of it sent all other blobs."""
     shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index
@@ -345,7 +343,7 @@ def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: 
 
 
 def verify_range(store: ObjectStore, manifest: Manifest, read: RangeRead) -> FailedBlob | None:
-    """Read the chunks of one request back; return None if all match their digests.
+    """Read the chunks of one request back; return None if all chunks match their digests.
 
     A blob that cannot be read is not reused either: its bytes are sent again, with the usual writes of a commit.
 
@@ -386,14 +384,16 @@ class ExpectedParts:
     node_numbers: tuple[int, ...]
     """The nodes that add a part."""
     start_wait: Callable[[], Callable[[], bool]]
-    """Called when node 0 has sent its files; returns a function that waits briefly; it returns False if late."""
+    """Called when node 0 has sent its files. It returns a function that waits briefly, and returns False if late."""
     lost_nodes: Callable[[], Mapping[int, Reason]]
     """Returns the lost nodes, each with the reason."""
 
 
-def send_files(
-    store: ObjectStore, key: CheckpointKey, source: StagedDirectory, *, reuse: ReusableBytes
-) -> dict[str, Any]:
+PartSender: TypeAlias = tuple[NodesKey, int, int]
+"""The attempt, the number of the node that sends a part, and the owner's term."""
+
+
+def send_files(store: ObjectStore, key: CheckpointKey, source: StagedDirectory, reuse: ReusableBytes) -> dict[str, Any]:
     """Send a node's files of the checkpoint `key`; return the fields of their `FileLayout`. Commits nothing.
 
     Raises:
@@ -401,38 +401,31 @@ def send_files(
         StagedFilesChanged: the directory was written to meanwhile.
     """
     batches = pack_ranges(split_files(source.files))
-    blobs = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
+    groups = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
     source.require_unchanged()
-    require_stored(store, key.trial.blobs_folder, _collect_sizes(blobs))
-    return _layout_fields(key, source, blobs)
+    require_stored(store, key.trial.blobs_folder, _collect_sizes(groups))
+    return _layout_fields(key, source, groups)
 
 
 def send_part(
-    store: ObjectStore,
-    key: CheckpointKey,
-    source: StagedDirectory,
-    *,
-    sender: tuple[NodesKey, int, int],
-    reuse: ReusableBytes,
+    store: ObjectStore, key: CheckpointKey, source: StagedDirectory, *, sender: PartSender, reuse: ReusableBytes
 ) -> None:
-    """Send a node's files of the checkpoint `key`, then its part; `sender` is the attempt, node number and term.
+    """Send a node's files of the checkpoint `key`, and then its part.
 
     Raises:
         StoreUnavailable, CommitUnknown: the next try reuses the blobs that were sent.
         StagedFilesChanged: the directory was written to meanwhile.
     """
-    _create_part(store, key, sender, send_files(store, key, source, reuse=reuse))
+    _create_part(store, key, sender, send_files(store, key, source, reuse))
 
 
-def refuse_part(store: ObjectStore, key: CheckpointKey, sender: tuple[NodesKey, int, int], reason: str) -> None:
+def refuse_part(store: ObjectStore, key: CheckpointKey, sender: PartSender, reason: str) -> None:
     """Tell node 0 why a node cannot add its part. Raises like `send_part`."""
     _create_part(store, key, sender, {**key_fields(key), "blobs": (), "files": (), "failed": reason})
 
 
-def _create_part(
-    store: ObjectStore, key: CheckpointKey, of: tuple[NodesKey, int, int], fields: Mapping[str, Any]
-) -> None:
-    nodes, node, term = of
+def _create_part(store: ObjectStore, key: CheckpointKey, sender: PartSender, fields: Mapping[str, Any]) -> None:
+    nodes, node, term = sender
     part = StoredPart(**fields, term=term, attempt=nodes.attempt, node=node)
     create_or_recognize(store, nodes.part_path(key, node), seal(part))
 

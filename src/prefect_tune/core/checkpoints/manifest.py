@@ -64,28 +64,16 @@ class StagedDirectory(Protocol):
     @property
     def files(self) -> Sequence[FileStat]:
         """The files, sorted by path."""
-        ...
 
     @property
     def empty_directories(self) -> Sequence[str]:
         """Directories without any file below them, sorted."""
-        ...
 
     def read_into(self, piece: FileRange, buffer: memoryview) -> None:
-        """Fill `buffer`, which has the length of the piece.
-
-        Raises:
-            StagedFilesChanged: the file is shorter than when it was listed.
-        """
-        ...
+        """Fill `buffer` with the bytes of `piece`; raise `StagedFilesChanged` if the file has become shorter."""
 
     def require_unchanged(self) -> None:
-        """Return if the directory is unchanged since it was listed, so that all reads saw the same state.
-
-        Raises:
-            StagedFilesChanged: a file was written, added, replaced or removed since.
-        """
-        ...
+        """Raise `StagedFilesChanged` if any file was written, added or removed after the directory was listed."""
 
 
 def split_files(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> Iterator[FileRange]:
@@ -95,11 +83,11 @@ def split_files(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> It
             yield FileRange(index, offset, min(chunk_bytes, file.size_bytes - offset))
 
 
-def pack_ranges(cut: Iterable[FileRange], blob_bytes: int = BLOB_BYTES) -> Iterator[tuple[FileRange, ...]]:
+def pack_ranges(ranges: Iterable[FileRange], blob_bytes: int = BLOB_BYTES) -> Iterator[tuple[FileRange, ...]]:
     """Pack consecutive pieces into groups of at most `blob_bytes`, one group for each blob."""
     group: list[FileRange] = []
     filled = 0
-    for piece in cut:
+    for piece in ranges:
         if group and filled + piece.length > blob_bytes:
             yield tuple(group)
             group, filled = [], 0
@@ -112,7 +100,7 @@ def pack_ranges(cut: Iterable[FileRange], blob_bytes: int = BLOB_BYTES) -> Itera
 def blob_digest(chunks: Iterable[tuple[Digest, int]]) -> Digest:
     """Return the digest that names a blob: BLAKE3 over the `digest:length` lines of its chunks.
 
-    So the bytes are hashed only once, chunk by chunk, and the name still depends on every byte.
+    So the bytes are hashed only once, chunk by chunk, and yet the name depends on every byte.
     """
     return digest_of("".join(f"{digest}:{length}\n" for digest, length in chunks).encode())
 
@@ -210,7 +198,6 @@ class FileLayout(Value):
 
     @property
     def key(self) -> CheckpointKey:
-        """The key of the checkpoint."""
         trial = TrialKey(experiment=self.experiment, generation=self.generation, trial=self.trial)
         return CheckpointKey(trial=trial, step=self.step, sequence=self.sequence)
 
@@ -240,18 +227,17 @@ class Manifest(FileLayout, Document):
 
 
 class FileSink(Protocol):
-    """The destination of restored bytes, such as a new directory that becomes visible when it is complete."""
+    """The destination of restored bytes, such as a directory."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write verified bytes at `offset` of file number `file` of the manifest."""
-        ...
 
 
 class NullSink:
     """Discards verified bytes, for a caller that only verifies."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Discard the bytes."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,11 +356,7 @@ def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
 
 
 def read_newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
-    """Return the newest version in `folder`; None if there is none.
-
-    Raises:
-        CheckpointCorrupt: the newest version is altered.
-    """
+    """Return the newest version in `folder`; None if there is none. Raise `CheckpointCorrupt` if it is altered."""
     newest = _read_newest_revision(store, folder)
     return dict(newest[1].metadata) if newest else None
 
@@ -389,8 +371,8 @@ def revise_metadata(
 ) -> dict[str, object]:
     """Add and return a version: the result of `change` for the newest version, or for `initial` if there is none.
 
-    When writers race, no change is lost: the second is applied to the version that the first wrote. `change` may be
-    called several times, and must be idempotent.
+    When two writers race, no change is lost: the second change is applied to the version with the first. `change` may
+    be called several times, and must be idempotent.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote, twice.
@@ -419,7 +401,7 @@ def revise_metadata(
 def _read_newest_revision(store: ObjectStore, folder: str) -> tuple[int, _MetadataVersion] | None:
     number = max((document_number(folder, listed.path) or 0 for listed in store.list(folder)), default=0)
     newest = read_sealed(store, _MetadataVersion, document_path(folder, number), CheckpointCorrupt) if number else None
-    # A listing may lag behind its store.
+    # A listing may be older than the store.
     while later := read_sealed(store, _MetadataVersion, document_path(folder, number + 1), CheckpointCorrupt):
         number, newest = number + 1, later
     return (number, newest) if newest else None

@@ -48,21 +48,21 @@ class Document(Value):
 
 
 _Value = TypeVar("_Value", bound=Value)
-_Sealed = TypeVar("_Sealed", bound=Document)
+_Model = TypeVar("_Model", bound=Document)
 
 
 def seal(value: Document) -> bytes:
     """Return `value` as canonical JSON with its own digest.
 
     Raises:
-        InvalidInput: it holds a value that JSON cannot represent (a NaN, an object, infinite nesting), or is larger
-            than `MAX_DOCUMENT_BYTES`.
+        InvalidInput: `value` holds a value that JSON cannot represent (a NaN, an object, infinite nesting), or is
+            larger than `MAX_DOCUMENT_BYTES`.
     """
     return _encode_value(value)[1]
 
 
 def seal_and_read_back(value: _Value) -> tuple[bytes, _Value]:
-    """Return `seal(value)` and the value that a reader will see; faster than `seal` and `unseal`.
+    """Return `seal(value)` and the value that a reader will see; faster than `seal` and then `unseal`.
 
     Raises:
         InvalidInput: `value` cannot be written, or could not be read back.
@@ -89,7 +89,7 @@ def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buff
     return store.read(path, length=size_bytes)
 
 
-def read_sealed(store: ObjectStore, model: type[_Sealed], path: str, error: type[Exception]) -> _Sealed | None:
+def read_sealed(store: ObjectStore, model: type[_Model], path: str, error: type[Exception]) -> _Model | None:
     """Read the object at `path`, and `unseal` it; None if it does not exist. Raises like `unseal`."""
     try:
         data = read_document(store, path, error)
@@ -98,9 +98,7 @@ def read_sealed(store: ObjectStore, model: type[_Sealed], path: str, error: type
     return unseal(model, data, path, error)
 
 
-def read_newest_document(
-    store: ObjectStore, model: type[_Sealed], folder: str, error: type[Exception]
-) -> _Sealed | None:
+def read_newest_document(store: ObjectStore, model: type[_Model], folder: str, error: type[Exception]) -> _Model | None:
     """Read the last numbered document in `folder`; None if there is none. Raises like `unseal`.
 
     For documents whose writer deletes the previous one: if a listed document is missing, a newer one exists.
@@ -113,11 +111,11 @@ def read_newest_document(
     raise error(f"{folder}: {_MAX_LISTINGS} listings in a row contain a document that does not exist; try again")
 
 
-def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception]) -> _Sealed:
+def unseal(model: type[_Model], data: Buffer, where: str, error: type[Exception]) -> _Model:
     """Read a sealed `model`, and verify every byte, the version and every field.
 
     Raises:
-        UnknownVersion: a release that is too new or too old wrote it.
+        UnknownVersion: the release that wrote it is too new or too old.
     Any other problem is raised as `error`.
     """
     body, bare = verify_document(model, data, where, error)
@@ -129,10 +127,10 @@ def unseal(model: type[_Sealed], data: Buffer, where: str, error: type[Exception
 def verify_document(
     model: type[Document], data: Buffer, where: str, error: type[Exception]
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the JSON of a sealed `model` as it was written, without its digest, decoded and as bytes.
+    """Return the verified JSON of a sealed `model` in its own version without the digest, decoded and as bytes.
 
-    The fields are not checked. A newer version is reported before the digest is checked: it may be sealed differently,
-    and must not be reported as damaged.
+    The fields are not checked. A newer version is reported before the digest is checked: a newer release may seal
+    documents differently, and such a document must not be reported as damaged.
 
     Raises:
         UnknownVersion: see `unseal`.
@@ -168,10 +166,7 @@ def verify_document(
 
 
 def upgrade_document(model: type[Document], body: dict[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
-    """Convert the verified JSON of a `model` to the current version. Its fields are not checked.
-
-    Raises `error` if the JSON does not have the form of its version.
-    """
+    """Convert the verified JSON of a `model` to the current version; raise `error` if the JSON does not fit its own."""
     for version in range(body["version"], model.current_version):
         try:
             body = {**model.upgrades[version](body), "version": version + 1}
@@ -196,7 +191,7 @@ def _encode_value(value: Value) -> tuple[bytes, bytes]:
 
 
 def _encode_body(body: dict[str, object]) -> tuple[bytes, bytes]:
-    """Return a document as canonical JSON, twice: without its digest, and with it, in the order of the sorted keys."""
+    """Return a document as canonical JSON without its digest, and with it; the keys are sorted in both."""
 
     def join_members(*parts: bytes) -> bytes:
         return b"{" + b",".join(filter(None, parts)) + b"}"
@@ -239,7 +234,5 @@ def has_valid_signature(settings: Mapping[str, object], experiment: str, key: by
 
 
 def _compute_signature(settings: Mapping[str, object], experiment: str, key: bytes) -> str:
-    document = canonical_json(
-        {"format": _SIGNATURE_FORMAT, "experiment": experiment, "settings": strip_signature(settings)}
-    )
-    return f"{_SIGNATURE_FORMAT}:{hmac.digest(key, document, 'sha256').hex()}"
+    signed = {"format": _SIGNATURE_FORMAT, "experiment": experiment, "settings": strip_signature(settings)}
+    return f"{_SIGNATURE_FORMAT}:{hmac.digest(key, canonical_json(signed), 'sha256').hex()}"

@@ -10,12 +10,11 @@ is final once the marker of generation N + 1 exists, and deletes bytes only afte
 
 - **Current generation**: the highest marker, or 1. A process looks it up once (`find_current_journal`), then uses its
   keys.
-- **A late writer** of an ended generation writes into a folder that no current experiment uses. It detects the deletion
-  because *after* creating an entry it checks for the journal's first entry, which is deleted before anything else. If
-  the first entry still exists, no deletion had begun, so the conditional create has fenced off earlier owners: see
-  `journal`.
-- **A late run** that looks up its experiment by name for each write is named in the marker, and is refused.
-- **Garbage**: everything in the folder of an ended generation. Its deletion, a later one or maintenance collects it.
+- **A late writer** of an ended generation writes into a folder that no current experiment uses. To detect the deletion,
+  it checks *after* creating an entry that the journal's first entry exists: a deletion deletes this entry first. If it
+  exists, no deletion had begun, so the conditional create has fenced off earlier owners: see `journal`.
+- **A late run** that looks up its experiment by name for each write is refused: the marker names it.
+- **Garbage**: everything in the folder of an ended generation. This deletion, a later one or maintenance collects it.
 
 Never: delete an object before the marker exists, or an object of the current generation; treat a generation as ended
 without a marker.
@@ -28,14 +27,7 @@ from contextlib import suppress
 from typing import Literal
 
 from prefect_tune.core.display_text import did_you_mean
-from prefect_tune.core.errors import (
-    AlreadyExists,
-    InvalidInput,
-    JournalCorrupt,
-    Superseded,
-    TuneError,
-    UnknownVersion,
-)
+from prefect_tune.core.errors import AlreadyExists, InvalidInput, JournalCorrupt, Superseded, TuneError, UnknownVersion
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import Generation, JournalKey, document_number, document_path
 from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
@@ -56,7 +48,7 @@ class GenerationMarker(Document):
 
 
 class UnnamedCall(Document):
-    """The call, among the calls of a flow run without a name, to which this experiment belongs."""
+    """The call to which this experiment belongs, among those calls of a flow run that name no experiment."""
 
     format: Literal["prefect-tune/unnamed-call"] = "prefect-tune/unnamed-call"
     version: Literal[1] = 1
@@ -64,7 +56,7 @@ class UnnamedCall(Document):
 
 
 def claim_name(store: ObjectStore, experiment: str, call: str) -> bool:
-    """Claim the experiment for `call`; return whether it belongs to `call`: the first claim wins. Idempotent.
+    """Claim the experiment for `call`; return whether it belongs to this call. The first claim wins. Idempotent.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote; call again.
@@ -113,7 +105,7 @@ def is_generation_deleted(store: ObjectStore, journal: JournalKey) -> bool:
 
 
 def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
-    """Raise Superseded if the generation of the journal has ended. One listing, and then a read."""
+    """Raise Superseded if the generation of the journal has ended. One listing, and a read before raising."""
     if is_generation_deleted(store, journal):
         by = ""
         with suppress(TuneError):  # for the message only: a later deletion may have deleted the marker
@@ -123,11 +115,7 @@ def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
 
 
 def reject_earlier_writer(store: ObjectStore, journal: JournalKey, writer: str) -> None:
-    """Raise Superseded if `writer` wrote an earlier, deleted generation of the name. At most one read.
-
-    Raises:
-        JournalCorrupt: the marker of the generation is damaged.
-    """
+    """Raise Superseded if `writer` wrote a deleted generation; JournalCorrupt if the marker is damaged. One read."""
     if writer in _read_earlier_writers(store, journal):
         raise Superseded(
             f"{journal}: the experiment that this run wrote was deleted; its name is free, or used by another one. "
@@ -163,13 +151,12 @@ def list_earlier_objects(store: ObjectStore, experiment: str, generation: Genera
     """Return the objects of earlier generations of a name, and their markers. No request for generation 1."""
     if generation == 1:
         return ()
-    return [
-        item for item in store.list(validate_name(experiment)) if (_generation_of(item.path) or generation) < generation
-    ]
+    items = store.list(validate_name(experiment))
+    return [item for item in items if (_generation_of(item.path) or generation) < generation]
 
 
 def delete_earlier_objects(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[ListedObject]:
-    """Delete and return the `list_earlier_objects` a current or ended generation; first entries are deleted first."""
+    """Delete and return the objects of generations before `generation`; delete the first entries of journals first."""
     earlier_objects = list_earlier_objects(store, experiment, generation)
     first_entries = {JournalKey(experiment=experiment, generation=n).entry_path(1) for n in range(1, generation)}
     for is_first in (True, False):
@@ -239,7 +226,7 @@ def _find_current_generations(paths: Iterable[str]) -> dict[str, Generation]:
 
 
 def find_names_with_garbage(paths: Iterable[str]) -> Sequence[str]:
-    """Return the names of the experiments that have objects of earlier generations among `paths`."""
+    """Return the names of the experiments with objects of ended generations among `paths`."""
     existing = set(paths)
     current = _find_current_generations(existing)
     paths_by_name = ((path.partition("/")[0], path) for path in existing if "/" in path)
@@ -247,7 +234,7 @@ def find_names_with_garbage(paths: Iterable[str]) -> Sequence[str]:
 
 
 def no_experiment_message(store: ObjectStore, name: str, uri: str) -> str:
-    """Return the message that `store` at `uri` has no experiment `name`; it suggests a similar name if there is one."""
+    """Return the message that `store` at `uri` has no experiment `name`, with a similar name if there is one."""
     hint = ""
     with suppress(TuneError):  # the hint is optional
         hint = did_you_mean(name, list_experiment_names(store))

@@ -18,8 +18,8 @@
 <experiment>/<generation>/trials/<trial>/nodes/<attempt>/parts/<step>-<sequence>-<node>.json
 <experiment>/<generation>/trials/<trial>/artifacts/<path>
 
-The page describes each object. `generations` finds the generation of a name; each key contains it, and all other keys
-and paths are made from keys.
+The page describes each object. `generations` finds the current generation of a name. Each key contains the generation,
+and all paths are made from keys.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def _check_portable_path(path: str) -> str:
 PortablePath: TypeAlias = Annotated[str, AfterValidator(_check_portable_path)]
 """A relative path that names the same file in its folder on every operating system."""
 
-
 Generation: TypeAlias = Annotated[int, Field(ge=1)]
-"""Counts the experiments of one name, from 1: each deletion ends a generation (see `generations`)."""
+"""The number of an experiment among all experiments of its name, from 1: each deletion ends a generation."""
 
 
 class JournalKey(Value):
@@ -68,7 +67,6 @@ class JournalKey(Value):
         return f"experiment {self.experiment!r}"
 
     def trial_key(self, trial: str) -> TrialKey:
-        """Return the key of a trial of the same experiment."""
         return TrialKey(experiment=self.experiment, generation=self.generation, trial=trial)
 
     @property
@@ -77,7 +75,7 @@ class JournalKey(Value):
 
     @property
     def unnamed_call_path(self) -> str:
-        """The path of the document with the unnamed call to which this experiment belongs."""
+        """The path of the document that identifies the call to which an experiment without a name belongs."""
         return f"{self.folder}/unnamed-call.json"
 
     @property
@@ -127,12 +125,12 @@ def document_number(folder: str, path: str, kind: str = "json") -> int | None:
 
 
 def list_document_paths(store: ObjectStore, folder: str) -> Sequence[str]:
-    """Return the paths of the objects in `folder` whose names are one number or two, sorted."""
+    """Return the paths of the objects in `folder` whose names are one or two numbers, sorted."""
     return [listed.path for listed in store.list(folder) if _NUMBERED.fullmatch(listed.path.removeprefix(f"{folder}/"))]
 
 
 def delete_older_documents(store: ObjectStore, before: str) -> None:
-    """Delete the objects with lower numbers than `before` in its folder; other files stay."""
+    """Delete the documents in the folder of the document `before` that have lower numbers; keep all other files."""
     if paths := [path for path in list_document_paths(store, before.rpartition("/")[0]) if path < before]:
         store.delete(paths)
 
@@ -144,11 +142,11 @@ NON_ARTIFACT_PATTERNS = (
     "./rank_*",
     "./.lazy_checkpoint_marker",
 )
-"""Patterns of files that trainables of older APIs leave at the top of their directory, and that are no artifacts."""
+"""Patterns of files that trainables of older APIs leave at the top of their directory; they are not artifacts."""
 
 
 def matches_any_pattern(path: str, patterns: Sequence[str]) -> bool:
-    """Return whether the file at `path` (relative to a trial's directory, with slashes) matches one of the patterns.
+    """Return whether the file at `path` (relative to a trial's directory, with slashes) matches a pattern.
 
     A shell pattern (`*`, `?`, `[...]`; `*` also matches slashes) matches files and folders; everything in an excluded
     folder is excluded, too:
@@ -168,7 +166,7 @@ def matches_any_pattern(path: str, patterns: Sequence[str]) -> bool:
 
 
 def join_uri(root_uri: str, folder: str) -> str:
-    """Return the URI of a folder or file on a target; the query options of the target's URI stay at the end."""
+    """Return the URI of a folder or file on a target; it ends with the query options of the target's URI."""
     root, mark, options = root_uri.partition("?")
     return f"{root if root.endswith('/') else f'{root}/'}{folder}{mark}{options}"
 
@@ -194,7 +192,6 @@ class TrialKey(Value):
 
     @property
     def journal_key(self) -> JournalKey:
-        """The key of the experiment's journal."""
         return JournalKey(experiment=self.experiment, generation=self.generation)
 
     @property
@@ -225,7 +222,7 @@ class TrialKey(Value):
         return f"{self.answers_folder}/{attempt:06d}-{_pad_number(step)}.json"
 
     def post_path(self, outbox: int, post: int) -> str:
-        """Return the path of a post (from 1) in an outbox of the trial (from 1)."""
+        """Return the path of post number `post` in the trial's outbox number `outbox`; both count from 1."""
         return document_path(f"{self.outboxes_folder}/{_pad_number(outbox)}", post)
 
     @property
@@ -234,7 +231,7 @@ class TrialKey(Value):
 
     @property
     def nodes_folder(self) -> str:
-        """The folder of the objects that the nodes of an attempt write for one another."""
+        """The folder of the objects that the nodes of an attempt exchange."""
         return f"{self.folder}/nodes"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:
@@ -301,9 +298,8 @@ class CheckpointKey(Value):
     @classmethod
     def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:
         """Return the key whose manifest is stored at `path`; None for a foreign file."""
-        step, _, sequence = (
-            path.removeprefix(f"{trial.checkpoints_folder}/").removesuffix(f"/{MANIFEST}").partition("-")
-        )
+        name = path.removeprefix(f"{trial.checkpoints_folder}/").removesuffix(f"/{MANIFEST}")
+        step, _, sequence = name.partition("-")
         if not (step.isdecimal() and sequence.isdecimal()):
             return None
         key = cls(trial=trial, step=int(step), sequence=int(sequence))
@@ -311,7 +307,7 @@ class CheckpointKey(Value):
 
 
 def blob_sequence(path: str) -> int:
-    """Return the sequence in a blob's name; -1 for a foreign file, which thus counts as older than every save."""
+    """Return the sequence in a blob's name; -1 for a foreign file, so that it counts as older than every save."""
     sequence = path.rpartition("-")[2]
     return int(sequence) if sequence.isascii() and sequence.isdecimal() else -1
 
@@ -322,6 +318,6 @@ ResultsTable: TypeAlias = Literal["trials", "reports"]
 def results_path(experiment: JournalKey, rows: ResultsTable, number: int) -> str:
     """Return the path of the Parquet file with the results after entry `number` of the journal.
 
-    The journal is enough to recreate it, so only the file with the highest number is kept.
+    Only the file with the highest number is kept: the journal can recreate all of them.
     """
     return document_path(f"{experiment.folder}/results/{rows}", number, "parquet")

@@ -50,11 +50,7 @@ def validate_path(path: str) -> str:
 
 
 def validate_folder(prefix: str) -> str:
-    """Return `prefix` without its trailing slash if it can name a folder; the empty text is the root.
-
-    Raises:
-        InvalidInput: see `validate_path`.
-    """
+    """Return a valid `prefix` without its trailing slash; "" is the root folder. Raises like `validate_path`."""
     folder = prefix.removesuffix("/")
     return validate_path(folder) if folder else ""
 
@@ -79,20 +75,17 @@ class ObjectStore(Protocol):
     @property
     def conditional_create(self) -> bool:
         """Whether `create` is atomic among writers; otherwise the target supports only one writer."""
-        ...
 
     def create(self, path: str, data: Buffer) -> None:
         """Write `data` at `path` unless an object exists there: completely and durably, or not at all.
 
         Raises:
-            AlreadyExists: an object exists at `path`; it may be of this same write, after a lost reply.
+            AlreadyExists: an object exists at `path`; after a lost reply, this same write may have created it.
             CommitUnknown: the target did not say whether it wrote.
         """
-        ...
 
     def put(self, path: str, data: Buffer) -> None:
         """Write `data` durably at `path`, to which no other bytes are ever written. Idempotent."""
-        ...
 
     def copy(self, source: str, path: str) -> None:
         """Copy the object at `source` to `path`, durably. Idempotent.
@@ -102,15 +95,13 @@ class ObjectStore(Protocol):
         Raises:
             ObjectNotFound: the target answered that there is no object at `source`.
         """
-        ...
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Write the joined `pieces` to `path`, durably, and replace an existing object. Idempotent.
 
-        Until then readers see the former object, or perhaps none on a store without `conditional_create`. A retry
-        iterates over `pieces` again; only a few of them are in memory at a time.
+        Until the write ends, readers see the former object; without `conditional_create`, they may see none. A retry
+        iterates over `pieces` again. Only a few pieces are in memory at a time.
         """
-        ...
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
         """Return `length` bytes from `offset` (to the end by default); fewer only at the end of the object.
@@ -118,26 +109,21 @@ class ObjectStore(Protocol):
         Raises:
             ObjectNotFound: the target answered that there is no object at `path`.
         """
-        ...
 
     def size(self, path: str) -> int | None:
         """Return the size in bytes; None if the target answered that there is no object."""
-        ...
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
-        """Return every object below the folder `prefix`, recursively, sorted by path; only paths after `after`."""
-        ...
+        """Return the objects below the folder `prefix`, recursively, sorted by path; only paths after `after`."""
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete the objects; a missing object is not an error."""
-        ...
 
     def map(self, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
         """Call `function`, which uses this store, with each item, and yield the results in the order of the items.
 
         Calls run in parallel if that is faster. The first error cancels the calls that have not begun.
         """
-        ...
 
 
 # Create an object only if absent, resolve an unknown outcome, and refuse non-owners if the create is not atomic.
@@ -152,13 +138,13 @@ SINGLE_WRITER_ERROR = (
 def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
     """Create `path`; an existing object that equals `data` is success.
 
-    `data` contains a write id, so equal bytes are of this same write: its reply was lost, or the client retried and
-    found the object of its first request.
+    `data` contains a write id, so an object with equal bytes is from this same write: its reply was lost, or the client
+    retried and found the object of its first request.
 
     Raises:
         AlreadyExists: the object holds the bytes of another writer.
-        CommitUnknown: the target did not say whether it wrote, and the object does not exist yet or cannot be
-            read; the write may still arrive.
+        CommitUnknown: the target did not say whether it wrote, and the object does not exist or cannot be read; the
+            write may still arrive.
     """
     try:
         store.create(path, data)
@@ -174,10 +160,6 @@ def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
 
 
 def require_conditional_create(store: ObjectStore, where: object) -> None:
-    """Return if the target supports several writers: an owner may be writing at `where`.
-
-    Raises:
-        StoreRefused: the target supports only one writer. Nothing was written.
-    """
+    """Raise `StoreRefused`, without a write, if the target supports only one writer: an owner may be active there."""
     if not store.conditional_create:
         raise StoreRefused(f"{where}: only its owner may write there: {SINGLE_WRITER_ERROR}")

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def user_folder(base: str | None = None) -> Path:
     """Return the folder for temporary files of this user's processes, below `base`; create it if it is missing.
 
-    By default it is below `TMPDIR`, not in the user's home: staged checkpoints are large, and homes may be shared by
+    The default of `base` is `TMPDIR` and not the user's home: staged checkpoints are large, and homes may be shared by
     machines, have quotas, or be missing in a container. The folder belongs to this user, and no other user can write
     to it.
 
@@ -100,7 +100,6 @@ class ScratchDirectory:
             directory.mkdir(parents=True)  # a cleaner of temporary files may have removed an empty parent
 
     def close(self) -> None:
-        """Remove the directory and its content."""
         remove_tree(self.path)
 
     def __enter__(self) -> Path:
@@ -114,7 +113,7 @@ class ScratchDirectory:
 def _make_process_folder(process: int, base: str) -> Path:
     """Make and lock the parent of this process's scratch directories below `base`; remove folders of dead processes.
 
-    A forked child has its own folder. The path is short enough for sockets, if necessary by a link.
+    A forked child has its own folder. The returned path is short enough for sockets: if necessary, it is a link.
     """
     user_directory = user_folder(base)
     _remove_unlocked_directories(user_directory, f"{_machine_digest()}-*", unused_for=timedelta(0))
@@ -122,7 +121,7 @@ def _make_process_folder(process: int, base: str) -> Path:
     lock = FileLock(f"{folder}.lock", thread_local=False)
     lock.acquire()
     folder.mkdir(mode=0o700)
-    short_path = _shorten_path(folder, base)
+    short_path = _make_short_path(folder, base)
 
     def remove_folder() -> None:
         if os.getpid() == process:
@@ -136,20 +135,18 @@ def _make_process_folder(process: int, base: str) -> Path:
     return short_path
 
 
-def _shorten_path(folder: Path, base: str) -> Path:
-    """Return a path to `folder` that is short enough for sockets: `folder`, or a link to it."""
+def _make_short_path(folder: Path, base: str) -> Path:
+    """Return a path to `folder` that is short enough for sockets: `folder` itself, or a new link to it."""
     if len(os.fsencode(folder)) <= _MAX_DIRECTORY_BYTES:
         return folder
     link = _make_short_link(folder)
     if link is None or len(base) > _MAX_TMPDIR_CHARACTERS:
-        _log.warning(
+        message = (
             "the path of the temporary directory, %s, has %d characters: too long for sockets below it, whose paths "
             "have at most %d bytes. multiprocessing.Manager fails, and a DataLoader may hang. Set TMPDIR to a "
-            "shorter path",
-            base,
-            len(base),
-            _MAX_SOCKET_BYTES,
+            "shorter path"
         )
+        _log.warning(message, base, len(base), _MAX_SOCKET_BYTES)
     return link or folder
 
 
@@ -166,7 +163,7 @@ def _make_short_link(folder: Path) -> Path | None:
 
 
 def _machine_digest() -> str:
-    """Return eight characters that identify this machine: a host name may have 64."""
+    """Return eight characters that identify this machine; its host name may have 64 characters."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
@@ -207,16 +204,16 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
 class DirectoryContent:
     """The content that a directory should have.
 
-    `content_id` identifies fixed bytes. `source_id` identifies a source that may change: another process's fetch
-    from this source is used only if it ended after this request began.
+    `content_id` identifies fixed bytes. `source_id` identifies a source that may change. If another process has
+    fetched from this source, its copy is used only if the fetch ended after this request began.
     """
 
     content_id: str
     source_id: str
     fetch: Callable[[Path, bytes | None], None]
-    """Creates the directory at the given path, which must not exist, with this metadata; on an error, creates none."""
+    """Creates a directory with the given metadata at a path that does not exist; creates nothing on an error."""
     matches: Callable[[Path], bool]
-    """Returns whether a directory has exactly these bytes, and `metadata`."""
+    """Returns whether a directory has exactly these bytes and this `metadata`."""
     metadata: bytes | None = None
     """The content of the metadata file, which may change; None if `content_id` covers it."""
 
@@ -225,7 +222,7 @@ class DirectoryContent:
 def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]:
     """Yield a directory with `content`; fetch only if no other reader on this machine has an unchanged copy.
 
-    Of several concurrent readers one fetches and the others wait; if it fails or dies, another reader fetches.
+    Of concurrent readers one fetches, and the others wait. If its fetch fails or is killed, another reader fetches.
 
     Raises:
         DeadlineExceeded: another process was still fetching at the deadline.
@@ -281,7 +278,9 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
         raise InvalidInput(f"{destination}: a mount point cannot be replaced by a rename: choose a folder below it")
     with locked_folder(str(destination), deadline) as folder:
         folder.mkdir(mode=0o700, exist_ok=True)
-        note = _read_note(folder / "note")
+        note: dict[str, Any] = {}
+        with suppress(FileNotFoundError, ValueError):  # no note yet, or its writer was killed
+            note = dict(json.loads((folder / "note").read_bytes()))
         if "unfinished" in note:  # left by a killed process: only the lock's holder writes it
             for path in destination.parent.glob(f".{glob.escape(destination.name)}.{'[0-9a-f]' * 32}"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -302,11 +301,3 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
             content.fetch(destination, content.metadata)
         note = {"bytes": content.content_id, "source": content.source_id, "seal": directory_seal(destination)}
         (folder / "note").write_text(json.dumps({**note, "done_at_seconds": time.monotonic()}))
-
-
-def _read_note(path: Path) -> dict[str, Any]:
-    """Return the last process's note on a destination; {} without a note, or if the process died while it wrote."""
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError):
-        return {}

@@ -55,7 +55,7 @@ class StagedFiles:
         """List `directory`.
 
         Raises:
-            InvalidInput: it is not a directory, or an entry cannot be read, or could not be restored elsewhere (a link
+            InvalidInput: it is not a directory, or has an entry that cannot be read here or restored elsewhere (a link
                 to a directory, a dangling link, a socket, a name that is not UTF-8, a very long path).
             StagedFilesChanged: a file was deleted meanwhile.
         """
@@ -170,7 +170,7 @@ def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
 def has_same_files(manifest: Manifest, source: StagedDirectory) -> bool:
     """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
 
-    It reads the directory and nothing from the target.
+    The function reads the directory, but nothing from the target.
 
     Raises:
         StagedFilesChanged: a file is shorter now than when it was listed.
@@ -196,7 +196,7 @@ def has_same_files(manifest: Manifest, source: StagedDirectory) -> bool:
 
 
 def matches_manifest(manifest: Manifest, directory: Path) -> bool:
-    """Read `directory`; return whether its files and folders equal those of `manifest`, byte for byte."""
+    """Return whether `directory` has exactly the files, bytes and folders of `manifest`."""
     try:
         return has_same_files(manifest, StagedFiles(directory))
     except (InvalidInput, StagedFilesChanged):
@@ -204,7 +204,7 @@ def matches_manifest(manifest: Manifest, directory: Path) -> bool:
 
 
 class DirectorySink:
-    """Writes the files of a manifest below a directory in which all of them already exist."""
+    """Writes the bytes of a manifest's files into existing files below a directory."""
 
     def __init__(self, manifest: Manifest, directory: Path) -> None:
         self._manifest = manifest
@@ -229,7 +229,7 @@ def restoring_directory(manifest: Manifest, destination: Path) -> Iterator[Direc
     """Yield a sink for the files of `manifest`; at the end of the block rename their directory to `destination`.
 
     Raises:
-        InvalidInput: the file system cannot hold one of their paths.
+        InvalidInput: the path of a file is too long for the file system.
     """
     other_modes: list[tuple[str, int]] = []  # to set at the end: read-only files, and modes that the umask forbids
     with building_directory(destination) as building:
@@ -267,10 +267,10 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
-    """Return the content of a copy's `METADATA_FILE`; None if the checkpoint's own file stays.
+    """Return the content of a copy's `METADATA_FILE`; None to keep the checkpoint's own file.
 
-    `folder` has the versions that were written after the commit. Unreadable metadata is left out with a warning,
-    because the files are complete.
+    `folder` has the versions that were written after the commit. If they are damaged, the copy lacks them, with a
+    warning: its files are complete.
     """
     try:
         metadata = read_newest_metadata(store, folder)
@@ -283,28 +283,25 @@ def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None 
 
 
 def manifest_of_copy(manifest: Manifest, metadata: bytes | None) -> Manifest:
-    """Return the manifest with `metadata` as its last file, instead of a committed metadata file; no blob has it."""
+    """Return `manifest` with `metadata` as its last file, which replaces a committed metadata file and has no blob."""
     if metadata is None:
         return manifest
     starts = range(0, len(metadata), CHUNK_BYTES)
     parts = [(start, metadata[start : start + CHUNK_BYTES]) for start in starts]
     chunks = tuple(ChunkRef(blob=0, offset=start, length=len(part), digest=digest_of(part)) for start, part in parts)
     last = FileRef(path=METADATA_FILE, size_bytes=len(metadata), chunks=chunks)
-    return manifest.model_copy(
-        update={"files": (*(file for file in manifest.files if file.path != METADATA_FILE), last)}
-    )
+    files = (file for file in manifest.files if file.path != METADATA_FILE)
+    return manifest.model_copy(update={"files": (*files, last)})
 
 
-def fetch_checkpoint(
-    store: ObjectStore, manifest: Manifest, destination: Path, *, metadata: bytes | None = None
-) -> None:
-    """Download the checkpoint of `manifest` to `destination`, with `metadata` as its metadata file; verify every byte.
+def fetch_checkpoint(store: ObjectStore, manifest: Manifest, directory: Path, *, metadata: bytes | None = None) -> None:
+    """Download the checkpoint of `manifest` to `directory`, with `metadata` as its metadata file; verify every byte.
 
     Raises:
-        CheckpointCorrupt: bytes are missing or altered; `destination` is not created.
+        CheckpointCorrupt: bytes are missing or altered; `directory` is not created.
     """
     copy = manifest_of_copy(manifest, metadata)
-    with restoring_directory(copy, destination) as sink:
+    with restoring_directory(copy, directory) as sink:
         if metadata is not None:
             sink.write(len(copy.files) - 1, 0, memoryview(metadata))
             copy = copy.model_copy(update={"files": copy.files[:-1]})
@@ -312,20 +309,18 @@ def fetch_checkpoint(
 
 
 def read_committed_metadata(store: ObjectStore, manifest: Manifest) -> dict[str, object]:
-    """Return the metadata that the checkpoint was committed with."""
+    """Return the metadata with which the checkpoint was committed."""
     files = tuple(file for file in manifest.files if file.path == METADATA_FILE)
     if not files:
         return dict(manifest.metadata.user_metadata)
     if files[0].size_bytes > MAX_DOCUMENT_BYTES:
         raise CheckpointCorrupt(f"{METADATA_FILE}: {files[0].size_bytes} bytes, expected at most {MAX_DOCUMENT_BYTES}")
-    return {
-        **read_metadata(read_committed_file(store, manifest, files[0]), METADATA_FILE),
-        **manifest.metadata.user_metadata,
-    }
+    data = read_committed_file(store, manifest, files[0])
+    return {**read_metadata(data, METADATA_FILE), **manifest.metadata.user_metadata}
 
 
 def read_committed_file(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytearray:
-    """Return the verified bytes of the chunks of `file`, which is a file of `manifest` or a part of one."""
+    """Return the verified bytes of `file`: a file of `manifest`, or some of such a file's chunks."""
     sink = _MemorySink(file.size_bytes)
     restore_files(store, manifest.model_copy(update={"files": (file,)}), sink)
     return sink.data
@@ -336,16 +331,11 @@ class _MemorySink:
         self.data = bytearray(size_bytes)
 
     def write(self, file: int, offset: int, data: memoryview) -> None:  # noqa: ARG002  there is one file
-        """Store `data` at `offset`."""
         self.data[offset : offset + len(data)] = data
 
 
 def read_metadata(data: bytes | bytearray, where: str) -> dict[str, object]:
-    """Return the metadata in the bytes of a `.metadata.json`.
-
-    Raises:
-        CheckpointCorrupt: `data` is not a JSON object.
-    """
+    """Return the metadata in the bytes of a `.metadata.json`; raise `CheckpointCorrupt` if it is no JSON object."""
     try:
         metadata = json.loads(data)
     except ValueError as unreadable:
@@ -371,7 +361,7 @@ def fetch_plain_directory(
 ) -> None:
     """Download all files below `folder`, but not below `excluded_folder`, to `destination`; add `metadata` as a file.
 
-    There are no digests: it checks the sizes, and that the listing is the same before and after.
+    The files have no digests: the function checks their sizes, and lists them again at the end to detect changes.
 
     Raises:
         CheckpointNotFound: there are no files.
@@ -411,11 +401,7 @@ def fetch_plain_directory(
 
 
 def list_plain_tree(store: ObjectStore, folder: str, *, excluded_folder: str = "") -> PlainTree:
-    """List the files and folders below `folder`, and check that no name leads out of it.
-
-    Raises:
-        CheckpointNotFound, CheckpointCorrupt: see `fetch_plain_directory`.
-    """
+    """List the files and folders below `folder`, and check their names. Raises like `fetch_plain_directory`."""
     start = f"{folder}/" if folder else ""
     objects = [entry for entry in store.list(folder) if entry.path.rstrip("/") != folder]
     listed = [entry for entry in objects if not (excluded_folder and entry.path.startswith(f"{excluded_folder}/"))]
@@ -436,9 +422,9 @@ def list_plain_tree(store: ObjectStore, folder: str, *, excluded_folder: str = "
 
 
 def _is_folder_marker(store: ObjectStore, listed: ListedObject) -> bool:
-    """Return whether this is an empty object `folder/`, by which some clients mark a folder.
+    """Return whether `listed` is an empty object `folder/`, with which some clients mark a folder.
 
-    Some clients do not list the closing slash. Then an empty file has a size under its listed name, a marker has none.
+    If the listing omits the slash, an object exists under an empty file's listed name, but not under a marker's.
     """
     return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
 
