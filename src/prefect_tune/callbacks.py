@@ -1,6 +1,6 @@
 """`pt.Callback`: hooks that observe the trials of a search, in the process that runs the search. Needs no Prefect.
 
-A callback cannot influence the search: if it raises or is slow, no trial waits for it.
+A callback cannot influence the search: no trial waits for a callback, even if the callback raises or is slow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a type of the journal on first use, since the flows import this module."""
+    """Import a journal type on first use, because the flows import this module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "prefect_tune.core.experiment.trial_transitions" if name == "Trial" else "prefect_tune.core.journal_events"
@@ -68,9 +68,9 @@ class Callback:
     **How often.** A callback receives all events of the experiment from the first trial on, even events from before it
     was added, or from a time when no search was running. The result of `get_state` is stored on the target every few
     seconds and at the end, with the number of the last journal entry that the callback has received. The callback
-    receives each event at least once, in order: after a regular end no event is repeated; after a crash, the events
-    since that entry may be. Use `trial`, `attempt`, `step` and the sequence of a checkpoint to recognize a repetition.
-    Steps that are trained again after a failure are reported again; `on_trial_start` has the step where they begin.
+    receives each event at least once, in order. After a regular end, no event is repeated; after a crash, the events
+    since that entry may be repeated. Use `trial`, `attempt`, `step` and the sequence of a checkpoint to recognize a
+    repeated event. A step that is trained again after a failure is reported again: see `started.from_step`.
 
     **Failures.** An exception in a hook is logged with its traceback, and the event counts as delivered. A hook that
     hangs is abandoned when the search ends; the next run delivers the events that it has missed.
@@ -102,7 +102,7 @@ class Callback:
         """A checkpoint was committed: `results.checkpoint` and `pt.Checkpoint` can read it."""
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        """An attempt ended, but the trial has not: it is retried, unless `on_trial_error` follows."""
+        """An attempt ended, but not its trial: the trial is retried, unless `on_trial_error` follows."""
 
     def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
         """The trial has finished."""
@@ -114,12 +114,12 @@ class Callback:
         """This run of the search ends; a resume may continue it."""
 
     def get_state(self) -> Mapping[str, object] | None:
-        """Return the state for `set_state`, as JSON. On return, all effects of the hooks so far must be durable."""
+        """Return the state for `set_state`, as JSON. The effects of all earlier hooks must then be durable."""
         return None
 
     def set_state(self, state: Mapping[str, object]) -> bool | None:
         """Restore the result of `get_state` of an earlier run; called after `setup`.
 
-        Return False if it is unusable here, for example on a machine without the callback's files: then all events are
-        delivered from the beginning.
+        Return False if the state is unusable here, for example on a machine without the callback's files: then all
+        events are delivered from the beginning.
         """

@@ -1,4 +1,4 @@
-"""The clock of the process, and write ids and times for journal entries and documents."""
+"""The clock of the process, and the write stamps of journal entries and documents."""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -13,11 +13,13 @@ def new_write_stamp() -> WriteStamp:
 
 
 def utc_now() -> str:
-    """Return the current UTC time, for display only: it decides nothing."""
+    """Return the current UTC time as text, for display only: no decision depends on it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-_run_start: tuple[datetime, float] | None = None  # time of day and monotonic clock when this process's last run began
+_run_start: tuple[datetime, float] | None = (
+    None  # time of day and monotonic time at which the last run of this process began
+)
 
 
 def begin_run_clock() -> None:
@@ -27,10 +29,10 @@ def begin_run_clock() -> None:
 
 
 def run_clock_now() -> str:
-    """Return the time of day when this process's run began, plus the monotonic time since then.
+    """Return the time of day at which this process's run began, plus the monotonic time since then.
 
-    Setting the clock, or a sleeping machine, does not change it. It is for durations in the cost; `utc_now` is for
-    display, and the result of this function in a process without a run.
+    Use it for durations in the cost: a change of the system clock or a suspended machine does not affect it. In a
+    process without a run, return `utc_now()`.
     """
     if _run_start is None:
         return utc_now()

@@ -1,4 +1,4 @@
-"""Shared by the callbacks of all frameworks: select metrics, report a step, move paths, name missing extras."""
+"""Helpers for the callbacks of all frameworks: select metrics, report a step, move paths, name missing extras."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
 def select_metrics(
     metrics: Mapping[str, object], wanted: MetricNames, *, allow_missing: bool = False
 ) -> Mapping[str, object]:
-    """Return the wanted metrics of a framework's metrics; with `allow_missing`, missing ones are left out.
+    """Return the wanted metrics of a framework's metrics. With `allow_missing`, leave out missing metrics.
 
     Raises:
         BadMetric: a wanted metric is missing.
@@ -42,8 +42,8 @@ def select_metrics(
 def try_report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> bool:
     """Report a step, with a checkpoint if one is due; return False if the trial has ended and the loop must end.
 
-    Code after the loop runs like after early stopping; its reports are ignored. With `allow_missing` the report may
-    lack the metric of the search: the first validation, which measures it, has not finished yet.
+    Code after the loop runs like after early stopping, and its reports are ignored. With `allow_missing`, the report
+    may lack the metric of the search, because the first validation has not finished yet.
     """
     try:
         report_step(metrics, save, allow_missing=allow_missing)
@@ -74,14 +74,14 @@ def get_checkpoint_directory() -> Path | None:
 
 
 def make_trial_path(path: str, option: str | None = None) -> str:
-    """Return a path of this trial only, for files that its framework would write to `path`, like in other trials.
+    """Return a path that no other trial uses, for files that the framework would write to `path` in every trial.
 
-    The path is below the trial's directory. `path` is unchanged if it contains the trial's ID, or is in the trial's
-    directory or its folder for temporary files. The trial's ID is appended to a URI.
+    The path is below the trial's directory; for a URI, it is the URI with the trial's ID appended. `path` itself is
+    returned if it contains the trial's ID, or is in the trial's directory or in its folder for temporary files.
 
     Args:
         path: a path or a URI.
-        option: the option to name in a warning that the user's path is replaced.
+        option: the option that a warning names if the user's path is replaced; None for no warning.
     """
     trial, absolute = get_trial(), Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links need not be followed
     # With isolation="thread", all trials share the folder for temporary files.
@@ -95,18 +95,13 @@ def make_trial_path(path: str, option: str | None = None) -> str:
     root = Path.cwd() if absolute.is_relative_to(Path.cwd()) else Path(absolute.anchor)
     moved = str(trial.directory / absolute.relative_to(root))
     if option is not None:
-        _log.warning(
-            "%s: this trial writes to %s instead of %s, where other trials would also write; to choose a path, include "
-            "pt.get_trial().id in it",
-            option,
-            moved,
-            path,
-        )
+        change = f"this trial writes to {moved} instead of {path}, where other trials would also write"
+        _log.warning("%s: %s; to choose a path, include pt.get_trial().id in it", option, change)
     return moved
 
 
 def find_sibling_callbacks(callback: object) -> Sequence[object]:
-    """Return the list of callbacks that contains `callback`: Keras and XGBoost do not pass it to their callbacks."""
+    """Return the list of callbacks that contains `callback`: Keras and XGBoost do not pass that list to callbacks."""
     frame = sys._getframe(1).f_back  # noqa: SLF001 - the frames lead to the calling object
     while frame is not None:
         callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
@@ -117,7 +112,7 @@ def find_sibling_callbacks(callback: object) -> Sequence[object]:
 
 
 def missing_extra_error(error: ModuleNotFoundError, extra: str, *modules: str) -> ImportError:
-    """Return an error with the install command of the extra, or `error` if another module is missing."""
+    """Return an error with the install command of the extra; `error` itself if another module is missing."""
     if (error.name or "").partition(".")[0] not in (modules or (extra,)):
         return error
     install = f"pip install 'prefect-tune[{extra}]'"

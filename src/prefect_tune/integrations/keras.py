@@ -1,4 +1,4 @@
-"""A Keras 3 callback that reports each epoch, and saves and restores the state that the next epoch depends on."""
+"""A Keras 3 callback that reports each epoch, and saves and restores the state of the training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ except ModuleNotFoundError as error:
 
 __getattr__ = reject_renamed_functions(__name__, {"restored_epoch": "get_initial_epoch"})
 
-
 __all__ = ["TuneReportCheckpointCallback", "get_initial_epoch", "load_variables"]
 
 _VARIABLES_FILE, _POSITION_FILE = "variables.npz", "place.json"
@@ -42,7 +41,7 @@ _PATH_ATTRIBUTES = {
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.TensorBoard: "log_dir",
 }
-"""The attribute with the path to which a callback writes; other attributes may contain paths below it."""
+"""The attribute with the path to which a callback writes. Other attributes may contain paths below that path."""
 
 
 def get_initial_epoch() -> int:
@@ -79,8 +78,8 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     The position within an epoch is not saved: the smallest interval is one epoch.
 
     The paths of `ModelCheckpoint`, `CSVLogger`, `TensorBoard` and `BackupAndRestore` are moved below the trial's
-    directory, unless they contain the trial's ID: trials would overwrite each other's files. A backup of an earlier
-    attempt is removed, since the trial resumes from its checkpoint.
+    directory: otherwise, trials would overwrite each other's files. A path that contains the trial's ID is not moved.
+    A backup of an earlier attempt is removed, because the trial resumes from its checkpoint.
 
     Args:
         metrics: the metrics to report; `{"loss": "val_loss"}` renames one. Default: all.
@@ -95,7 +94,9 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         for callback in find_sibling_callbacks(self):
-            _move_paths(callback)
+            for kind, attribute in _PATH_ATTRIBUTES.items():
+                if isinstance(callback, kind):
+                    _move_path(callback, kind, attribute)
 
     def on_train_begin(self, logs: Any = None) -> None:
         del logs
@@ -109,8 +110,13 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
         del logs
         if epoch != self._epochs:
             raise InvalidInput(f"model.fit: pass initial_epoch=get_initial_epoch(), {self._epochs} here; found {epoch}")
-        if self._restored_random_state is not None:  # building the model has advanced the generators: reset them
-            _set_random_state(self._restored_random_state)
+        if (state := self._restored_random_state) is not None:  # the model's construction has advanced the generators
+            version, internal, gauss = state["python"]
+            random.setstate((version, tuple(internal), gauss))
+            name, keys, *rest = state["numpy"]
+            np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))  # noqa: NPY002  libraries draw from it
+            if state["torch"] is not None and (torch := sys.modules.get("torch")):
+                torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
             self._restored_random_state = None
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, object] | None = None) -> None:
@@ -125,49 +131,31 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     def _save_state(self, directory: str) -> None:
         arrays = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in _variables_of(self.model)]
         np.savez(Path(directory, _VARIABLES_FILE), *arrays)
-        position = {"epochs": self._epochs, "random": _get_random_state()}
+        name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  libraries draw from the global generator
+        numpy_state, torch = [name, np.asarray(keys).tolist(), *rest], sys.modules.get("torch")
+        torch_state = torch.get_rng_state().tolist() if torch else None
+        random_state = {"python": random.getstate(), "numpy": numpy_state, "torch": torch_state}
+        position = {"epochs": self._epochs, "random": random_state}
         Path(directory, _POSITION_FILE).write_text(json.dumps(position))
 
 
-def _move_paths(callback: object) -> None:
-    for kind, attribute in _PATH_ATTRIBUTES.items():
-        if isinstance(callback, kind):
-            original = os.fspath(getattr(callback, attribute))
-            path = make_trial_path(original, f"{kind.__name__}({attribute})")
-            if path == original:
-                continue
-            if kind is keras.callbacks.BackupAndRestore:
-                shutil.rmtree(path, ignore_errors=True)
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            for name, value in vars(callback).items():
-                if name == attribute or (isinstance(value, str) and value.startswith(original)):
-                    setattr(callback, name, path + os.fspath(value).removeprefix(original))
+def _move_path(callback: object, kind: type, attribute: str) -> None:
+    original = os.fspath(getattr(callback, attribute))
+    path = make_trial_path(original, f"{kind.__name__}({attribute})")
+    if path != original:
+        if kind is keras.callbacks.BackupAndRestore:
+            shutil.rmtree(path, ignore_errors=True)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        for name, value in vars(callback).items():
+            if name == attribute or (isinstance(value, str) and value.startswith(original)):
+                setattr(callback, name, path + os.fspath(value).removeprefix(original))
 
 
 def _variables_of(model: Any) -> Sequence[Any]:
-    """Return the weights, seeds and optimizer variables, each once; metrics are reset in each epoch."""
+    """Return the weights, seeds and optimizer variables, each once. Metrics are left out: each epoch resets them."""
     optimizer = model.optimizer
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     weights = {id(weight) for weight in model.weights}
     seeds = [variable for variable in model.non_trainable_variables if id(variable) not in weights]
     return [*model.weights, *seeds, *optimizer.variables]
-
-
-def _get_random_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  the global generator is what libraries draw from
-    torch = sys.modules.get("torch")
-    return {
-        "python": random.getstate(),
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-        "torch": torch.get_rng_state().tolist() if torch else None,
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))  # noqa: NPY002  as above
-    if state["torch"] is not None and (torch := sys.modules.get("torch")):
-        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))

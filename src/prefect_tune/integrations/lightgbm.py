@@ -25,7 +25,6 @@ except ModuleNotFoundError as error:
 
 __getattr__ = reject_renamed_functions(__name__, {"continuing": "remaining_rounds"})
 
-
 __all__ = ["TuneReportCheckpointCallback", "load_booster", "remaining_rounds", "train"]
 
 _MODEL_FILE = "model.txt"
@@ -42,7 +41,7 @@ def load_booster(directory: str | Path) -> lgb.Booster:
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return `num_boost_round` and `init_model` for `lgb.train`, also resumed; see `TuneReportCheckpointCallback`."""
+    """Return the `num_boost_round` and `init_model` with which `lgb.train` starts or resumes the trial."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.current_iteration() if booster else 0
@@ -57,11 +56,11 @@ class TuneReportCheckpointCallback:
     ```
 
     A resume is exact if no round draws random numbers. Bagging, `feature_fraction`, GOSS, DART and extra trees use
-    generators that LightGBM neither saves nor reseeds: then use `train`, which is exact.
-    Put this callback last: later callbacks are not called at the round at which the trial ends.
+    generators that LightGBM neither saves nor reseeds. In that case, use `train`: its resume is exact.
+    Put this callback last: at the round at which the trial ends, LightGBM calls no later callbacks.
 
     Args:
-        metrics: the metrics to report (default: all); `{"loss": "test-multi_logloss"}` renames `"test-multi_logloss"`.
+        metrics: the metrics to report; `{"loss": "test-multi_logloss"}` renames one. Default: all.
     """
 
     order = 90  # LightGBM calls callbacks in this order; its early stopping has 30
@@ -81,8 +80,8 @@ class TuneReportCheckpointCallback:
             raise lgb.callback.EarlyStopException(env.iteration, evaluated)
 
 
-class _ReplayCallback(TuneReportCheckpointCallback):
-    """Reports only the rounds after the first `reported_rounds`, which are repeated."""
+class _LightgbmReplayCallback(TuneReportCheckpointCallback):
+    """Reports only the rounds after the first `reported_rounds`: a resumed trial repeats the first ones."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)
@@ -104,8 +103,8 @@ def train(
 ) -> lgb.Booster:
     """Train like `lgb.train`, in segments that each start with new generators, seeded by `seed`.
 
-    A resumed trial repeats its last segment from the start. So with the same number of threads its trees equal those of
-    an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
+    A resumed trial repeats its last segment from the start. So with the same number of threads, it ends with the trees
+    of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
 
     ```python
     booster = train(params, data, 100, metrics={"loss": "test-l2"}, valid_sets=[test], valid_names=["test"])
@@ -115,14 +114,14 @@ def train(
         params: LightGBM's parameters; `seed` is the only seed with an effect.
         train_set: the training data. All data sets need `free_raw_data=False`: each segment starts from their scores.
         num_boost_round: the number of rounds in all segments together.
-        segment_rounds: a resume repeats fewer than this many rounds before the checkpoint.
+        segment_rounds: the number of rounds in a segment. A resume repeats fewer rounds than that.
         metrics: see `TuneReportCheckpointCallback`.
         options: options of `lgb.train`; `callbacks` restart in each segment.
     """
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     reported_rounds = booster.current_iteration() if booster else 0
-    callbacks = [*options.pop("callbacks", ()), _ReplayCallback(metrics, reported_rounds)]
+    callbacks = [*options.pop("callbacks", ()), _LightgbmReplayCallback(metrics, reported_rounds)]
     first = reported_rounds // segment_rounds * segment_rounds
     if booster and first < num_boost_round:
         booster = lgb.Booster(model_str=booster.model_to_string(num_iteration=first)) if first else None

@@ -1,4 +1,4 @@
-"""A Lightning callback that reports and saves; a resume is exact even in the middle of an epoch."""
+"""A Lightning callback that reports and saves. A resume is exact, even in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from prefect_tune.integrations.torch import ResumableLoader, random_state, set_r
 
 __getattr__ = reject_renamed_functions(__name__, {"restored_checkpoint": "get_checkpoint_path"})
 
-
 __all__ = ["TuneReportCheckpointCallback", "get_checkpoint_path"]
 
 _CHECKPOINT_FILE = "checkpoint.ckpt"
@@ -53,7 +52,7 @@ _USED_INTERNALS = (
     "epoch_loop.restarting",
     "epoch_loop.val_loop._combined_loader",
 )
-"""Used internals of Lightning's training loop: no public API saves between two batches or epochs."""
+"""The internals of Lightning's training loop that are used: no public API saves between two batches or epochs."""
 
 
 def get_checkpoint_path() -> str | None:
@@ -70,13 +69,14 @@ class TuneReportCheckpointCallback(Callback):
     trainer.fit(model, loader, ckpt_path=get_checkpoint_path(), weights_only=True)
     ```
 
-    The state is Lightning's own plus the random generators, which Lightning does not save. The data must resume at its
-    position: use `prefect_tune.integrations.torch.ResumableLoader`, or another loader with `state_dict`. Epoch averages
-    of metrics logged with `on_epoch=True` include only the batches since a resume. With `processes_per_trial`, pass
-    `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
+    The state is Lightning's own state and the random generators, which Lightning does not save. The data must resume at
+    its position: use `prefect_tune.integrations.torch.ResumableLoader`, or another loader with `state_dict`. Epoch
+    averages of metrics logged with `on_epoch=True` include only the batches since a resume. With `processes_per_trial`,
+    pass `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
 
     `default_root_dir`, the folders of `CSVLogger` and `TensorBoardLogger`, and `dirpath` of `ModelCheckpoint` are moved
-    below the trial's directory, unless they contain the trial's ID: trials would overwrite each other's files.
+    below the trial's directory: otherwise, trials would overwrite each other's files. A path that contains the trial's
+    ID is not moved.
 
     Args:
         metrics: which of `trainer.callback_metrics` to report; `{"loss": "val_loss"}` renames one. Default: all.
@@ -96,7 +96,7 @@ class TuneReportCheckpointCallback(Callback):
         self._trainer: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that Lightning does not save, including metrics, such as those of the last validation."""
+        """Return the state that Lightning does not save, including metrics, for example of the last validation."""
         validation = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return {
             "validation": validation._state_dicts() if validation is not None else [],
@@ -136,12 +136,12 @@ class TuneReportCheckpointCallback(Callback):
         self._has_validated |= not trainer.sanity_checking
 
     def _patch_loops(self, fit_loop: Any) -> None:
-        """Patch the loops to call this callback between Lightning's batches and epochs, when each is complete.
+        """Patch the loops to call this callback after each complete batch and epoch of Lightning.
 
         All hooks of callbacks run too early: before other hooks, a validation, and schedulers that monitor a metric.
 
         Raises:
-            InvalidInput: this release of Lightning has different loops.
+            InvalidInput: this version of Lightning has different loops.
         """
         epoch_loop = fit_loop.epoch_loop
         try:
@@ -156,12 +156,11 @@ class TuneReportCheckpointCallback(Callback):
                 # Wrap the method of the class: in a second `fit`, the loop's own method is this patch.
                 setattr(loop, name, partial(method, getattr(type(loop), name).__get__(loop)))
         except AttributeError as error:
-            raise InvalidInput(
-                f"lightning {lightning.__version__}: expected the training loop of version 2.6: {error}"
-            ) from error
+            version = lightning.__version__
+            raise InvalidInput(f"lightning {version}: expected the training loop of version 2.6: {error}") from error
 
     def _start_run(self, on_run_start: Callable[[], None]) -> None:
-        loaders = self._trainer.fit_loop._combined_loader.flattened  # only here are all of them
+        loaders = self._trainer.fit_loop._combined_loader.flattened  # no public attribute has all loaders
         if stateless := [type(loader).__name__ for loader in loaders if not hasattr(loader, "load_state_dict")]:
             raise InvalidInput(
                 f"{stateless}: a resumed training would start with other batches; use "
@@ -200,7 +199,7 @@ class TuneReportCheckpointCallback(Callback):
         set_random_state(torch.load(rank_file, weights_only=True) if has_state else state["random"])
 
     def _restore_epoch(self, reset: Callable[[], None]) -> None:
-        """Reset an epoch; after a restore, let Lightning neither repeat nor skip parts of a batch."""
+        """Reset an epoch. After a restore, Lightning must neither repeat nor skip parts of a batch."""
         reset()
         fit_loop = self._trainer.fit_loop
         fit_loop._restarting = fit_loop.epoch_loop.restarting = False
@@ -228,21 +227,20 @@ class TuneReportCheckpointCallback(Callback):
     def _report_metrics(self, metrics: Mapping[str, object]) -> None:
         self._due_metrics = None
         may_lack = self._trainer.enable_validation and not self._has_validated
-        reported = (
-            {} if self._rank else select_metrics(metrics, self._metrics, allow_missing=may_lack)
-        )  # only rank 0's count
+        # Only the metrics of rank 0 count.
+        reported = {} if self._rank else select_metrics(metrics, self._metrics, allow_missing=may_lack)
         if not try_report_step(reported, self._save_trainer, allow_missing=may_lack):
             self._trainer.should_stop = True
 
     def _save_trainer(self, directory: str) -> None:
-        """Save on all ranks: Lightning gathers the state on rank 0, and each rank has its own random generators."""
+        """Save on all ranks: Lightning gathers the state on rank 0, but each rank has its own random generators."""
         self._trainer.save_checkpoint(Path(directory, _CHECKPOINT_FILE))
         if self._rank:
             torch.save(random_state(), Path(directory, _RANK_FILE.format(self._rank)))
 
 
 def _move_logger(logger: Any, option: str | None) -> None:
-    """Restart a logger, which Lightning has already opened, below the trial's directory."""
+    """Restart a logger below the trial's directory; Lightning has already opened it."""
     original = logger.log_dir
     if make_trial_path(original) == original:
         return
@@ -260,7 +258,7 @@ def _move_logger(logger: Any, option: str | None) -> None:
 
 
 def _end_epochs(combined_loader: Any) -> None:
-    """End the restored epoch of each loader, although `limit_train_batches` may have left a part of it."""
+    """End the restored epoch of each loader, even if `limit_train_batches` has left a part of the epoch."""
     for loader in combined_loader.flattened:
         if isinstance(loader, ResumableLoader):
             loader.batch_sampler.set_epoch(0)

@@ -1,8 +1,8 @@
-"""All samplers and pruners of Optuna as searches and schedulers that a resume continues exactly.
+"""All samplers and pruners of Optuna, as searches and schedulers that a resume continues exactly.
 
-In Optuna, all trials share one random generator, and a sampler keeps its notes on trials in Optuna's storage. Here, a
-new copy of the sampler draws each proposal, seeded by the experiment's seed and the number of the trial. A resume
-replays the trials in their order to rebuild the notes. So proposals depend only on the journal.
+In Optuna, all trials share one random generator, and a sampler stores notes on trials in Optuna's storage. Here, a new
+copy of the sampler draws each proposal, seeded by the experiment's seed and the number of the trial. A resume replays
+the trials in order to rebuild the notes. So proposals depend only on the journal.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ from prefect_tune.integrations.optuna_study import (
 
 __all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]
 
-# A scheduler that stops trials by any of Optuna's pruners.
+# A scheduler that stops trials by one of Optuna's pruners.
 
 
 @dataclass(frozen=True, slots=True)
 class OptunaPruner(Scheduler):
-    """Stops a trial if a pruner of Optuna prunes it, by the first metric of the objective; see `ASHA`.
+    """Stops a trial if a pruner of Optuna prunes it by the first metric of the objective. See `ASHA`.
 
-    Successive halving, Hyperband and threshold pruners are called at the steps that they compare, others at every step.
+    Successive halving, Hyperband and threshold pruners are called at the steps that they compare; others, at each step.
     """
 
     pruner: BasePruner
@@ -132,7 +132,7 @@ class _OptunaSchedule(Schedule):
                 return _next_rung_step(first, factor, step)  # of all brackets together
             case ThresholdPruner(_n_warmup_steps=first, _interval_steps=interval):
                 return max(first, first + ((step - first) // interval + 1) * interval)
-            case _:  # it checks each value
+            case _:  # other pruners check each value
                 return step + 1
 
     def decide(self, report: TrialReport) -> Decision:
@@ -144,8 +144,8 @@ class _OptunaSchedule(Schedule):
             with silencing_optuna():
                 is_pruned = self._pruner.prune(self._study, self._trials.get_trial(trial_id))
             if is_pruned:
-                result = {"metric": self._objective.metrics[0], "value": float(value)}
-                reason = make_reason("pruner", name=type(self._pruner).__name__, **result)
+                name, metric = type(self._pruner).__name__, self._objective.metrics[0]
+                reason = make_reason("pruner", name=name, metric=metric, value=float(value))
                 self._stops[report.trial] = Stop(reason=reason)
         return self._stops.get(report.trial) or Continue()
 
@@ -166,7 +166,7 @@ def _next_rung_step(first: int, factor: int, step: int) -> int:
 
 
 Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[float]]
-"""Names of metrics, or a function of (config, metrics): a trial is feasible if each number is at most 0."""
+"""Names of metrics, or a function of (config, metrics). A trial is feasible if each number is at most 0."""
 
 _log = logging.getLogger("prefect_tune")
 _STUDY_NAME = "prefect-tune"
@@ -177,17 +177,17 @@ _NO_VALUES: Mapping[str, object] = {}
 
 @dataclass(frozen=True, slots=True)
 class OptunaSearch(Search):
-    """Proposes configurations with a sampler of Optuna, by default TPE; see `RandomSearch`.
+    """Proposes configurations with a sampler of Optuna, by default TPE. See `RandomSearch`.
 
     The seed is the experiment's; the sampler's own seed has no effect. The sampler receives each metric of the
-    objective. With a single metric it also receives the reports at milestones, and trials that a scheduler stopped
+    objective. With a single metric, it also receives the reports at milestones, and trials that a scheduler stopped
     count as pruned. A trial whose last report lacks a metric of the objective or of a constraint counts as failed.
     """
 
     sampler: BaseSampler | Mapping[str, Mapping[str, object]] | str | None = None
-    """A sampler, or its name in `optuna.samplers`, also with options: `{"TPESampler": {"n_startup_trials": 20}}`."""
+    """A sampler, or its name in `optuna.samplers`, or with options: `{"TPESampler": {"n_startup_trials": 20}}`."""
     num_samples: int | None = field(default=None, metadata={"example": 40})
-    """The number of trials; -1 for no limit. None only if the sampler ends by itself (grid, brute force)."""
+    """The number of trials; -1 for no limit. It may be None if the sampler ends by itself (grid, brute force)."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations to try first; they count as samples. Missing values are sampled."""
     constraints: Constraints | None = field(default=None, kw_only=True)
@@ -255,7 +255,7 @@ class _OptunaSearchState(SearchState):
         fixed = self._queued_points[0][1] if self._queued_points else _NO_VALUES
         trial, config = self._propose(number, fixed)
         if not fixed and self._sampler.is_exhaustive and _proposal_key(trial) in self._tried_keys:
-            self._is_exhausted = True  # Optuna keeps the unused trial; there are no further proposals
+            self._is_exhausted = True  # there is no further proposal; Optuna keeps the unused trial
             return _EXHAUSTED
         self._pop_point(config)
         parameters = read_parameters(self._readable_space, self._domains, config)
@@ -273,7 +273,7 @@ class _OptunaSearchState(SearchState):
             return
         trial, proposed = self._propose(number, fixed)
         if self._sampler.is_exhaustive and not are_json_equal(proposed, config):
-            trial.system_attrs = {}  # another search proposed it: the queued point is still untried
+            trial.system_attrs = {}  # another search proposed `config`: the sampler's own point is still untried
         self._store(number, config, trial, parameters)
 
     def on_report(self, number: int, report: StepReport) -> None:
@@ -308,7 +308,7 @@ class _OptunaSearchState(SearchState):
         self._tell_sampler(number, state, values)
 
     def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
-        """Add a trial of another experiment; the sampler did not propose it and has no notes on it."""
+        """Add a trial of another experiment. The sampler did not propose it, and has no notes on it."""
         parameters = read_parameters(self._readable_space, self._domains, config)
         if parameters is None or not (parameters.is_complete or self._sampler.accepts_partial_trials):
             return False
@@ -333,7 +333,7 @@ class _OptunaSearchState(SearchState):
         return _NO_VALUES if index is None else self._queued_points.pop(index)[1]
 
     def _propose(self, number: int, fixed: Mapping[str, object]) -> tuple[FrozenTrial, dict[str, object]]:
-        """Let the sampler, seeded for this number, propose parameters in the order of the space."""
+        """Let the sampler, seeded for this trial, propose the parameters in the order of the space."""
         drawn = dict(fixed)
 
         def draw(name: str, domain: Domain) -> float:
@@ -347,10 +347,8 @@ class _OptunaSearchState(SearchState):
         with silencing_optuna():
             if fixed:
                 domains = self._domains
-                stored = {
-                    name: to_optuna_value(domains[name], value) for name, value in fixed.items() if name in domains
-                }
-                self._study.enqueue_trial(stored)
+                point = {name: to_optuna_value(domains[name], it) for name, it in fixed.items() if name in domains}
+                self._study.enqueue_trial(point)
             trial = self._study.ask()
             resolve_space(self._drawn_space, draw)
         return self._trials.get_trial(trial._trial_id), resolve_space(self._space, draw, drawn)  # noqa: SLF001 - Optuna's id
@@ -358,19 +356,19 @@ class _OptunaSearchState(SearchState):
     def _store(
         self, number: int, config: Mapping[str, object], trial: FrozenTrial, parameters: TrialParameters
     ) -> None:
-        """Store the trial in the study; the result is the same for a new proposal and a trial of the journal."""
+        """Store the trial in the study, in the same way for a new proposal and for a trial of the journal."""
         notes = trial.system_attrs if self._sampler.needs_replay else {}
         stored = self._trials.replace_parameters(trial, parameters, notes)
         self._trials_by_number[number] = (stored._trial_id, config)  # noqa: SLF001 - there is no public name
         self._tried_keys.add(_proposal_key(stored))
 
     def _reopen_trial(self, number: int) -> None:
-        """Set an ended trial to running, since it was resumed."""
+        """Set the trial to running if it had ended: it was resumed."""
         if self._trials.reopen_trial(self._trials_by_number[number][0]):
             self._sampler.reset_search_space_cache()
 
     def _store_metrics(self, trial_id: int, config: Mapping[str, object], last: StepReport, trial_name: str) -> None:
-        """Store the trial's metrics, which the sampler's own functions read, and its constraint violations."""
+        """Store the trial's metrics for functions of the sampler, and the trial's constraint violations."""
         for name, value in last.metrics.items():
             self._trials.set_trial_user_attr(trial_id, name, value)
         constraints = self._search.constraints
@@ -386,9 +384,8 @@ class _OptunaSearchState(SearchState):
                 raise BadMetric(f"{trial_name}, step {last.step}: constraints: {problem}") from error
             names = list(values)
         assert not callable(names)  # noqa: S101 - mypy cannot infer it
-        violations = Objective(metrics=tuple(names), modes=("min",) * len(names)).losses(
-            values, f"{trial_name}, step {last.step}: constraints"
-        )
+        objective = Objective(metrics=tuple(names), modes=("min",) * len(names))
+        violations = objective.losses(values, f"{trial_name}, step {last.step}: constraints")
         self._trials.set_constraint_violations(trial_id, dict(zip(names, violations, strict=True)))
 
     def _tell_sampler(self, number: int, state: TrialState, values: Sequence[float] | None) -> None:
@@ -402,5 +399,5 @@ class _OptunaSearchState(SearchState):
 
 
 def _proposal_key(trial: FrozenTrial) -> object:
-    """Return the key of a proposal: a sampler that ends by itself proposes each key once."""
+    """Return the key of a proposal; an exhaustive sampler proposes each key once."""
     return trial.system_attrs.get("grid_id", tuple(trial.params.items()))

@@ -1,4 +1,4 @@
-"""Optuna's side of a search: distributions, samplers and an in-memory study, rebuilt from the journal at a resume."""
+"""Optuna's side of a search: distributions, samplers, and a study in memory that a resume rebuilds from the journal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from prefect_tune.core.seeded_random import integer
 from prefect_tune.core.values import Metrics
 
 # Convert domains to Optuna's distributions, and values between the two.
-#
 # A parameter has the name that `prefect_tune.core.search.space` gives it: `lr`, `model.depth`, `model?1.depth`.
 
 Scalar: TypeAlias = bool | int | float | str | None
@@ -55,30 +54,30 @@ class TrialParameters:
 def read_parameters(
     space: Mapping[str, object], domains: Mapping[str, Domain], config: Mapping[str, object]
 ) -> TrialParameters | None:
-    """Return the parameters of `config`, which may be from another space; None if one of them is outside of this space.
+    """Return the parameters of `config`; None if the value of one of them is outside of the space.
 
-    `domains` are the domains of the space, in the order in which they are suggested. Parameters that only the space or
-    only the configuration has are left out.
+    `domains` are the domains of the space, in the order in which they are suggested. `config` may be of another space:
+    parameters that only the space or only the configuration has are left out.
     """
     drawn: dict[str, object] = {}
-    is_whole = True
+    is_complete = True
     for reading in read_config(space, config):
         match reading:
             case ParameterFound(name, _, value) if name in domains:
                 drawn[name] = value
             case ParameterFound():
-                pass  # a function computes it from the others
+                pass  # a function computes the value from other parameters
             case ParameterMismatch(name) if name in domains:
                 return None
             case _:
-                is_whole = False
+                is_complete = False
     present = {name: domain for name, domain in domains.items() if name in drawn}
     values = {name: to_optuna_value(domain, drawn[name]) for name, domain in present.items()}
-    return TrialParameters(values, {name: distribution_of(domain) for name, domain in present.items()}, is_whole)
+    return TrialParameters(values, {name: distribution_of(domain) for name, domain in present.items()}, is_complete)
 
 
 def iter_domains(node: object, name: str = "") -> Iterator[tuple[str, Domain]]:
-    """Yield each domain of a space that can be drawn, including those in options, with its parameter's name."""
+    """Yield the name and the domain of each parameter that can be drawn, including the parameters of options."""
     match node:
         case dict():
             for key, child in node.items():
@@ -97,12 +96,12 @@ def iter_domains(node: object, name: str = "") -> Iterator[tuple[str, Domain]]:
 
 
 def drop_functions(space: Mapping[str, object]) -> dict[str, object]:
-    """Return a space without its functions, in alphabetical order, the only order that a journal keeps."""
+    """Return a space without its functions, in alphabetical order: a journal keeps no other order."""
     return {key: _map_nodes(space[key], lambda it: None if isinstance(it, SampleFrom) else it) for key in sorted(space)}
 
 
 def mask_undrawable_options(space: Mapping[str, object]) -> dict[str, object]:
-    """Return a space in which no configuration matches an option of weight 0."""
+    """Return a space in which no configuration matches an option with the weight 0."""
 
     def mask_options(node: object) -> object:
         if not isinstance(node, Choice):
@@ -127,7 +126,7 @@ def _map_nodes(node: object, change: Callable[[object], object]) -> object:
 
 
 def distribution_of(domain: Domain) -> BaseDistribution:
-    """Return Optuna's distribution for a domain: a normal number is drawn by its quantile, a choice by its options.
+    """Return Optuna's distribution for a domain. A normal number is drawn by its quantile, a choice by its options.
 
     Optuna has no steps on a logarithmic scale: it draws without steps, and `from_optuna_value` rounds.
     """
@@ -165,7 +164,7 @@ def from_optuna_value(domain: Domain, stored: Scalar) -> float:
 
 
 def to_optuna_value(domain: Domain, drawn: object) -> Scalar:
-    """Return Optuna's value for a value of a configuration, or for the index of an option."""
+    """Return Optuna's value for a drawn value, or for the index of the drawn option."""
     match domain:
         case Float(_, _, "linear", q) if q is not None:
             return _round_to_multiple(_require_number(drawn), q)
@@ -190,7 +189,7 @@ def _choice_labels(domain: Choice | Grid) -> list[Scalar]:
 
 
 def _drawable_indexes(domain: Choice | Grid) -> list[int]:
-    """Return the indexes of the options with a nonzero weight. Samplers ignore the size of weights."""
+    """Return the indexes of the options with a nonzero weight: samplers ignore the size of a weight."""
     weights = domain.weights if isinstance(domain, Choice) else None
     return [index for index in range(len(domain.options)) if weights is None or weights[index] > 0]
 
@@ -207,16 +206,16 @@ def _require_number(value: object) -> float:
 
 
 class StudyStorage(InMemoryStorage):
-    """Optuna's in-memory storage, whose trials can also be changed."""
+    """Optuna's in-memory storage with one study; its trials can also be changed."""
 
-    def create_only_study(self, name: str, modes: Sequence[Mode]) -> None:
-        """Create the only study of this storage."""
+    def __init__(self, name: str, modes: Sequence[Mode]) -> None:
+        super().__init__()
         directions = [StudyDirection.MINIMIZE if mode == "min" else StudyDirection.MAXIMIZE for mode in modes]
         with silencing_optuna():
             self._only_study = self.create_new_study(directions, name)
 
     def add_running_trial(self) -> FrozenTrial:
-        """Add a running trial without parameters."""
+        """Add a running trial without parameters, and return it."""
         return self.get_trial(self.create_new_trial(self._only_study))
 
     def replace_parameters(
@@ -231,13 +230,13 @@ class StudyStorage(InMemoryStorage):
         return new_trial
 
     def set_constraint_violations(self, trial_id: int, values: Mapping[str, float]) -> None:
-        """Store the trial's violation of each constraint: 0 or less if the constraint is met."""
+        """Store the trial's violation of each constraint; 0 or less if it meets the constraint."""
         attributes = create_trial(state=TrialState.RUNNING, constraints=dict(values)).system_attrs
         for key, value in attributes.items():
             self.set_trial_system_attr(trial_id, key, value)
 
     def reopen_trial(self, trial_id: int) -> bool:
-        """Set an ended trial to running; return False if it was running."""
+        """Set an ended trial to running. Return False if the trial was running already."""
         trial = copy.copy(self.get_trial(trial_id))
         if not trial.state.is_finished():
             return False
@@ -250,8 +249,7 @@ class Study(optuna.Study):
     """A study with a `StudyStorage`, driven by ask and tell; its sampler is replaced before each use."""
 
     def __init__(self, name: str, modes: Sequence[Mode]) -> None:
-        self.trial_storage = StudyStorage()
-        self.trial_storage.create_only_study(name, modes)
+        self.trial_storage = StudyStorage(name, modes)
         super().__init__(name, self.trial_storage, RandomSampler(seed=0), NopPruner())
         self.is_stopped = False
 
@@ -261,7 +259,7 @@ class Study(optuna.Study):
 
 
 def objective_values(objective: Objective, metrics: Metrics, where: str) -> tuple[float, ...]:
-    """Return the objective's metrics with their reported signs, not as losses: a sampler may expect these signs.
+    """Return the objective's metrics as reported, not as losses: a sampler may depend on the signs.
 
     Raises:
         BadMetric: like `Objective.losses`.
@@ -291,27 +289,22 @@ _REQUIRED_PACKAGES: Mapping[type[BaseSampler], Sequence[str]] = {
     samplers.QMCSampler: ("scipy",),
 }
 _SINGLE_OBJECTIVE_SAMPLERS = (samplers.CmaEsSampler,)
-_STATELESS_SAMPLERS = (
-    samplers.BruteForceSampler,
-    samplers.GPSampler,
-    samplers.RandomSampler,
-    samplers.TPESampler,
-)
+_STATELESS_SAMPLERS = (samplers.BruteForceSampler, samplers.GPSampler, samplers.RandomSampler, samplers.TPESampler)
 """Samplers whose proposals depend only on the parameters, values and states of earlier trials.
 
 The others store notes in the study or its trials (a generation, an optimizer's state, the position in a sequence).
 """
 _PARTIAL_TRIAL_SAMPLERS = (samplers.RandomSampler, samplers.TPESampler)
-"""Samplers that support trials with missing parameters; the others then always draw such a parameter at random."""
+"""Samplers that support trials with missing parameters. After such a trial, others draw the parameter at random."""
 _EXHAUSTIVE_SAMPLERS = (samplers.BruteForceSampler, samplers.GridSampler)
 _SHARED_TYPES = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
-"""Types that are not copied: thousands of constant objects, and a cache that is derived from the trials."""
+"""Types whose objects are not copied: thousands of constants, and a cache that is derived from the trials."""
 _OPAQUE_TYPES = (type, FunctionType, ModuleType, np.ndarray, str, bytes, *_SHARED_TYPES, *get_args(_Generator))
 _SEED_BITS = 128
 
 
 class SeededSampler:
-    """A sampler that is copied for each proposal: each copy is unused and has its own seeds.
+    """A sampler that is copied for each proposal. Each copy is new and has its own seeds.
 
     The sampler's own seeds are ignored: draws depend on the experiment's seed and the number of the trial.
     """
@@ -321,7 +314,11 @@ class SeededSampler:
         self._seed = seed
         parts = list(_iter_parts(self._pristine, set()))
         for part in parts:
-            _make_deterministic(part, seed)
+            if isinstance(part, samplers.QMCSampler):  # it has drawn a seed if no seed was passed
+                part._seed = integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
+            elif isinstance(part, samplers.BruteForceSampler):
+                # An option for several processes. Here, running trials have all parameters, so they hide nothing.
+                part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
         self._generators = [part for part in parts if isinstance(part, _Generator)]
         # Generators need no copies: they are reseeded before each use.
         self._shared: dict[int, object] = {id(it): it for it in parts if isinstance(it, (*_SHARED_TYPES, _Generator))}
@@ -335,31 +332,40 @@ class SeededSampler:
         self.reset_search_space_cache()  # a sampler may have been used before
 
     def sampler_for_proposal(self, number: int) -> BaseSampler:
-        """Return the sampler for the proposal of trial `number`, which does not depend on earlier calls."""
+        """Return a sampler for the proposal of trial `number`. The proposal does not depend on earlier calls."""
         self._seed_generators("propose", number)
         return copy.deepcopy(self._pristine, dict(self._shared))
 
     def sampler_for_result(self, number: int) -> BaseSampler:
-        """Return the sampler for the end of trial `number`: all later copies have what it stores then."""
+        """Return the sampler that receives the end of trial `number`. Later copies contain what it stores."""
         self._seed_generators("ended", number)
         return self._pristine
 
     def reset_search_space_cache(self) -> None:
-        """Reset the caches that are derived from the trials: an ended trial is running again."""
+        """Reset the caches that are derived from the trials, because an ended trial is running again."""
         for part in self._shared.values():
             if isinstance(part, IntersectionSearchSpace):
                 vars(part).update(vars(IntersectionSearchSpace(part._include_pruned)))  # noqa: SLF001 - its initial state
 
     def _seed_generators(self, purpose: str, number: int) -> None:
         for index, generator in enumerate(self._generators):
-            _seed_generator(generator, integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, index))
+            seed = integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, index)
+            words = [seed >> shift & 0xFFFFFFFF for shift in range(0, _SEED_BITS, 32)]
+            if isinstance(generator, LazyRandomState):
+                generator.rng.seed(words)
+            elif isinstance(generator, np.random.RandomState):
+                generator.seed(words)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = type(generator.bit_generator)(seed).state
+            elif isinstance(generator, random.Random):
+                generator.seed(seed)
 
 
 def make_sampler(value: object) -> BaseSampler:
-    """Return a sampler, also for its name: `"TPESampler"`, `{"TPESampler": {"n_startup_trials": 20}}`; None for TPE.
+    """Return a sampler for a sampler, `"TPESampler"`, `{"TPESampler": {"n_startup_trials": 20}}`, or None (TPE).
 
     Raises:
-        InvalidInput: there is no such sampler, or it does not have these options.
+        InvalidInput: there is no such sampler, or the sampler does not have these options.
     """
     if value is None or isinstance(value, BaseSampler):
         return samplers.TPESampler() if value is None else value
@@ -377,14 +383,14 @@ def make_sampler(value: object) -> BaseSampler:
 
 
 def unwrap_sampler(sampler: BaseSampler) -> BaseSampler:
-    """Return the sampler itself, or the sampler in a wrapper that fixes some parameters."""
+    """Return the sampler inside of wrappers that fix some parameters, or `sampler` if there is no wrapper."""
     while isinstance(sampler, samplers.PartialFixedSampler):
         sampler = sampler._base_sampler  # noqa: SLF001 - there is no public name
     return sampler
 
 
 def is_exhaustive(sampler: BaseSampler) -> bool:
-    """Return whether the sampler proposes each configuration once and then ends."""
+    """Return whether the sampler proposes each configuration once and then no other."""
     return isinstance(unwrap_sampler(sampler), _EXHAUSTIVE_SAMPLERS)
 
 
@@ -396,19 +402,16 @@ def check_sampler(sampler: BaseSampler, names: Collection[str], objective_count:
     """
     core, name = unwrap_sampler(sampler), type(unwrap_sampler(sampler)).__name__
     needed = [package for kind, needs in _REQUIRED_PACKAGES.items() if isinstance(core, kind) for package in needs]
-    missing = [package for package in needed if find_spec(package) is None]
-    if missing:
+    if missing := [package for package in needed if find_spec(package) is None]:
         raise InvalidInput(f"{name}: it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     if objective_count > 1 and isinstance(core, _SINGLE_OBJECTIVE_SAMPLERS):
         raise InvalidInput(f"{name}: expected one metric, found {objective_count}: use NSGAIISampler or TPESampler")
     if isinstance(core, samplers.GridSampler) and set(core._search_space) != set(names):  # noqa: SLF001 - as above
         raise InvalidInput(f"{name}: expected values for each parameter of the space: {sorted(names)}")
     while isinstance(sampler, samplers.PartialFixedSampler):
-        unknown = sampler._fixed_params.keys() - set(names)  # noqa: SLF001 - there is no public name
-        if unknown:
-            raise InvalidInput(
-                f"PartialFixedSampler: unknown parameters {sorted(unknown)}; the space has {sorted(names)}"
-            )
+        if unknown := sampler._fixed_params.keys() - set(names):  # noqa: SLF001 - there is no public name
+            problem = f"unknown parameters {sorted(unknown)}"
+            raise InvalidInput(f"PartialFixedSampler: {problem}; the space has {sorted(names)}")
         sampler = sampler._base_sampler  # noqa: SLF001 - as above
 
 
@@ -430,24 +433,3 @@ def _iter_parts(value: object, seen: set[int]) -> Iterator[object]:
             children = [] if isinstance(value, _OPAQUE_TYPES) else list(getattr(value, "__dict__", {}).values())
     for part in children:
         yield from _iter_parts(part, seen)
-
-
-def _make_deterministic(part: object, seed: int) -> None:
-    """Replace numbers that a constructor drew, and an option that is only for several processes."""
-    if isinstance(part, samplers.QMCSampler):
-        part._seed = integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - drawn if no seed was passed
-    elif isinstance(part, samplers.BruteForceSampler):
-        # Running trials have all their parameters here, so that none of them hides a part of the space.
-        part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
-
-
-def _seed_generator(generator: object, seed: int) -> None:
-    words = [seed >> shift & 0xFFFFFFFF for shift in range(0, _SEED_BITS, 32)]
-    if isinstance(generator, LazyRandomState):
-        generator.rng.seed(words)
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(words)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)

@@ -26,14 +26,14 @@ _TRUSTED_TYPES = frozenset(f"sklearn.neural_network._stochastic_optimizers.{name
 
 
 def load_estimator(directory: str | Path, *, trusted_types: frozenset[str] = frozenset()) -> Any:
-    """Return the estimator of a checkpoint. It is not unpickled: only types known to skops are created.
+    """Return the estimator of a checkpoint. It is not unpickled: only objects of types known to skops are created.
 
     Args:
         directory: `results.checkpoint(trial).to_directory()`, for example.
         trusted_types: other allowed types, such as `my_package.MyEstimator`. Creating them may run their code.
 
     Raises:
-        InvalidInput: it contains another type.
+        InvalidInput: the file contains another type.
     """
     path = Path(directory, _ESTIMATOR_FILE)
     types = set(skops.io.get_untrusted_types(file=path))
@@ -46,16 +46,16 @@ class PartialFitTrainable(Trainable):
     """An estimator with `partial_fit`. Override `make_estimator`, `make_data` and `evaluate`.
 
     A step is `batches_per_step` batches. Each pass over the data is shuffled, in an order that depends only on `seed`
-    and the number of the pass. A resumed trial ends with exactly the weights of an uninterrupted trial: if an
-    estimator's `random_state` is None, it is set to `seed`, since scikit-learn would draw from NumPy's global state.
-    A changed configuration (population based training) sets the parameters of the restored estimator.
+    and the number of the pass. A resumed trial ends with exactly the weights of an uninterrupted trial. If an
+    estimator's `random_state` is None, it is set to `seed`: scikit-learn would draw from NumPy's global state.
+    A changed configuration (population-based training) sets the parameters of the restored estimator.
     """
 
     batch_size: ClassVar[int] = 32
     batches_per_step: ClassVar[int] = 1
     seed: ClassVar[int] = 0
     trusted_types: ClassVar[frozenset[str]] = frozenset()
-    """Types in the estimator that are not scikit-learn's: see `load_estimator`."""
+    """Types in the estimator that are not from scikit-learn; see `load_estimator`."""
 
     def make_estimator(self, config: dict[str, Any]) -> Any:
         """Return a new estimator with the configuration's parameters."""
@@ -71,12 +71,19 @@ class PartialFitTrainable(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         self.inputs, self.labels = self.make_data(config)
-        self.estimator = _set_missing_seed(self.make_estimator(config), self.seed)
+        estimator = self.make_estimator(config)
+        unseeded = [name for name, value in estimator.get_params().items() if name == "random_state" and value is None]
+        self.estimator = estimator.set_params(**dict.fromkeys(unseeded, self.seed))
         self._batches_done = 0
 
     def step(self) -> Mapping[str, object]:
         for _ in range(self.batches_per_step):
-            self._train_on_batch(self._next_batch())
+            batch = self._next_batch()
+            needs_classes = self._batches_done == 0 and is_classifier(self.estimator)
+            classes = {"classes": np.unique(self.labels)} if needs_classes else {}
+            labels = None if self.labels is None else self.labels[batch]
+            self.estimator.partial_fit(self.inputs[batch], labels, **classes)
+            self._batches_done += 1
         return self.evaluate(self.estimator)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -93,14 +100,3 @@ class PartialFitTrainable(Trainable):
         pass_number, batch = divmod(self._batches_done, batches_per_pass)
         order = np.random.default_rng((self.seed, pass_number)).permutation(len(self.inputs))
         return order[batch * self.batch_size : (batch + 1) * self.batch_size]
-
-    def _train_on_batch(self, batch: Any) -> None:
-        first = {"classes": np.unique(self.labels)} if self._batches_done == 0 and is_classifier(self.estimator) else {}
-        labels = None if self.labels is None else self.labels[batch]
-        self.estimator.partial_fit(self.inputs[batch], labels, **first)
-        self._batches_done += 1
-
-
-def _set_missing_seed(estimator: Any, seed: int) -> Any:
-    unseeded = [name for name, value in estimator.get_params().items() if name == "random_state" and value is None]
-    return estimator.set_params(**dict.fromkeys(unseeded, seed))

@@ -1,4 +1,4 @@
-"""Save the complete state of a PyTorch training to one file, which loads without running code."""
+"""Save the complete state of a PyTorch training to one file. Loading the file runs no code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STATE_FILE = "state.pt"
 
 
 class Stateful(Protocol):
-    """An object such as a model, an optimizer, a scheduler, a scaler or a `ResumableLoader`."""
+    """An object with a state, such as a model, an optimizer, a scheduler, a scaler or a `ResumableLoader`."""
 
     def state_dict(self) -> Any: ...
 
@@ -42,13 +42,13 @@ def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None,
     The generators are Python's, NumPy's global generator, and PyTorch's on the CPU and on each CUDA device.
 
     Args:
-        extra: plain values, which `load_state` returns.
+        extra: further plain values.
         parts: everything that the next step depends on, by names that you choose: `Stateful` objects and plain values.
-            Plain values, which `load_state` returns, are numbers, text, None, tensors, NumPy's arrays and numbers, and
-            lists, tuples and dicts of these.
+            Plain values are numbers, text, None, tensors, NumPy's arrays and numbers, and lists, tuples and dicts of
+            these. `load_state` returns the plain values.
 
     Raises:
-        InvalidInput: a part is neither `Stateful` nor plain, or its state is not plain; `load_state` could not read it.
+        InvalidInput: a part is neither `Stateful` nor plain, or its state is not plain: `load_state` could not read it.
     """
     states = {name: part.state_dict() for name, part in parts.items() if _is_stateful(part)}
     values = {name: part for name, part in parts.items() if name not in states}
@@ -57,7 +57,7 @@ def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None,
         raise InvalidInput(f"save_state: expected each name once, found {sorted(twice)} in both the parts and extra")
     for kind, by_name in saved.items():
         saved[kind] = {name: _encode_value(value, str(name), name) for name, value in by_name.items()}
-    Path(directory).mkdir(parents=True, exist_ok=True)  # for example of a rank
+    Path(directory).mkdir(parents=True, exist_ok=True)  # for example, a subdirectory for a rank
     torch.save({**saved, "random": random_state()}, Path(directory, _STATE_FILE))
 
 
@@ -68,8 +68,8 @@ def load_state(directory: str | Path, **parts: Any) -> dict[str, Any]:
     best = load_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader)["best"]
     ```
 
-    Plain parts may be left out. Lists, dicts, tensors and arrays that you pass are also changed in place; numbers and
-    text cannot be: assign the returned values.
+    Plain parts may be left out. Lists, dicts, tensors and arrays that you pass are also changed in place. Numbers and
+    text cannot be changed in place: assign the returned values.
 
     The file is read with `weights_only=True`, so an untrusted checkpoint cannot run code. An optimizer's learning rate
     is part of its state: if a scheduler changes the trial's configuration (PBT), set the rate again afterwards.
@@ -104,27 +104,18 @@ def _is_stateful(part: object) -> bool:
 
 
 def _encode_value(value: Any, path: str, part: str) -> Any:
-    """Return `value` with NumPy's arrays and numbers as tensors of bytes, if it loads with `weights_only=True`.
-
-    Args:
-        value: the part, or a value in it.
-        path: the path to `value`, for the message.
-        part: the name of the part.
+    """Return `value`, at `path` in `part`, with NumPy's arrays and numbers converted to tensors of bytes.
 
     Raises:
-        InvalidInput: it does not load.
+        InvalidInput: the result does not load with `weights_only=True`.
     """
     if type(value) in _PLAIN_TYPES or isinstance(value, torch.Tensor):
         return value
     array = np.asarray(value) if isinstance(value, np.ndarray | np.generic) else None
     if array is not None and array.dtype.isbuiltin != 2 and not array.dtype.hasobject:  # 2: defined by another package
         data = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
-        return {
-            _NUMPY_KEY: np.lib.format.dtype_to_descr(array.dtype),
-            "shape": array.shape,
-            "data": data,
-            "is_array": array is value,
-        }
+        header = {_NUMPY_KEY: np.lib.format.dtype_to_descr(array.dtype), "shape": array.shape}
+        return {**header, "data": data, "is_array": array is value}
     if type(value) in (list, tuple):
         items = [_encode_value(item, f"{path}[{number}]", part) for number, item in enumerate(value)]
         return value if all(map(operator.is_, items, value)) else type(value)(items)
@@ -145,7 +136,7 @@ def _encode_value(value: Any, path: str, part: str) -> Any:
 
 
 def _decode_value(value: Any) -> Any:
-    """Return the original value of a result of `_encode_value`."""
+    """Return the value that `_encode_value` has encoded."""
     if type(value) is dict and _NUMPY_KEY in value:
         array = np.frombuffer(value["data"].numpy().tobytes(), np.lib.format.descr_to_dtype(value[_NUMPY_KEY]))
         array = array.reshape(value["shape"]).copy()
@@ -156,11 +147,7 @@ def _decode_value(value: Any) -> Any:
 
 
 def _assign_in_place(name: str, part: Any, value: Any) -> None:
-    """Copy the content of `value` into `part`, if `part` is mutable.
-
-    Raises:
-        InvalidInput: a tensor or an array has a different shape or type.
-    """
+    """Copy the content of `value` into a mutable `part`. Raise InvalidInput if an array's shape or type differs."""
     if isinstance(part, torch.Tensor | np.ndarray):
         kind = torch.Tensor if isinstance(part, torch.Tensor) else np.ndarray
         if not isinstance(value, kind) or (part.shape, part.dtype) != (value.shape, value.dtype):
@@ -207,9 +194,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 class ResumableLoader(torch.utils.data.DataLoader[Any]):
     """A `DataLoader` that resumes in the middle of an epoch, with the next batch.
 
-    It shuffles, unless `shuffle=False`: the order of epoch n depends only on `seed` and n. Each `for` loop over it
-    yields the rest of the current epoch; a yielded batch counts as trained. Lightning saves and restores the loader.
-    Lightning and Fabric start a new epoch each time, also after a partial one (`limit_train_batches`, sanity check).
+    The order of epoch n is shuffled, and depends only on `seed` and n. Each `for` loop over the loader yields the rest
+    of the current epoch; a yielded batch counts as trained. Lightning saves and restores the loader. In Lightning and
+    Fabric, each loop starts a new epoch, even after a partial epoch (`limit_train_batches`, sanity check).
 
     The ranks of `torch.distributed` divide each `batch_size * world size` examples among themselves. A resume may have
     more or fewer ranks: the epoch continues with the examples that no rank has seen. If an epoch's last batch has fewer
@@ -218,12 +205,12 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
     Args:
         dataset: a dataset with a length and examples by number.
         batch_size: the number of examples in a batch, on each rank.
-        shuffle: whether each epoch has its own order; False: the order of the dataset.
+        shuffle: whether each epoch has its own order. If False, each epoch has the order of the dataset.
         seed: the seed of the order.
         options: all other options of a `DataLoader`, except samplers.
 
     Raises:
-        InvalidInput: an option takes over the order or the position in it, or a value has the wrong type.
+        InvalidInput: an option would determine the order or the position in it, or a value has the wrong type.
     """
 
     def __init__(
@@ -242,9 +229,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
                     "train on other examples, or in another order, pass torch.utils.data.Subset(dataset, indexes)"
                 )
         if options.get("in_order", True) is not True:
-            raise InvalidInput(
-                "ResumableLoader(in_order=False): expected True: else its position does not tell what was trained"
-            )
+            raise InvalidInput("ResumableLoader(in_order=False): expected True: its position counts batches in order")
         for name, number, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
             if isinstance(number, bool) or not hasattr(number, "__index__") or not minimum <= number < 1 << 63:
                 raise InvalidInput(f"ResumableLoader({name}={number!r}): expected an integer of {minimum} or more")
@@ -253,7 +238,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             if not isinstance(flag, bool | np.bool_):
                 raise InvalidInput(f"ResumableLoader({name}={flag!r}): expected True or False")
         self._order = _BatchOrder(len(dataset), int(batch_size), int(seed), **flags)
-        # Its own generator: each new iterator draws a number, and a resumed training makes one more iterator.
+        # Not the global generator: each new iterator draws a number, and a resumed training makes one more iterator.
         options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
         super().__init__(dataset, batch_sampler=self._order, **options)
 
@@ -265,19 +250,18 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             yield batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned process, to which a generator cannot be pickled (PyTorch 2.13)."""
+        """Return the state for a spawned process, with the generator as bytes: PyTorch 2.13 cannot pickle it."""
         generator = self.generator
         return self.__dict__ | {"generator": None if generator is None else generator.get_state().numpy().tobytes()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        random_bytes = state["generator"]
-        if random_bytes is not None:
+        if (random_bytes := state["generator"]) is not None:
             state["generator"] = torch.Generator()
             state["generator"].set_state(torch.frombuffer(bytearray(random_bytes), dtype=torch.uint8))
         self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the data, which is the same on all ranks."""
+        """Return the position in the data. It is the same on all ranks."""
         return {"epoch": self._order.epoch, "examples_done": self._order.examples_done}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -301,7 +285,7 @@ class _BatchOrder:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next epoch if a part of the current one is done, unless it has just been restored."""
+        """Begin the next epoch if a part of the current epoch is done, unless the position has just been restored."""
         del epoch  # the trainer's number may or may not count the epochs before a resume
         if self.examples_done and not self.is_restored:
             self.epoch, self.examples_done = self.epoch + 1, 0
@@ -324,12 +308,12 @@ class _BatchOrder:
             yield batch[rank::world_size].tolist() or [int(batch[rank % len(batch)])]
 
     def end_epoch_if_done(self) -> None:
-        """Begin the next epoch if this one is done: a run with another world size may have left less than a batch."""
+        """Begin the next epoch if no batch is left; after a change of the world size, less than a batch may remain."""
         if self.examples_done and not self._batch_starts(self.examples_done):
             self.epoch, self.examples_done = self.epoch + 1, 0
 
     def _batch_starts(self, begin: int) -> range:
-        """Return the starts of an epoch's batches from `begin` on."""
+        """Return the index of the first example of each batch in an epoch, from the index `begin` on."""
         return range(begin, self._size - (self.global_batch_size - 1 if self._drop_last else 0), self.global_batch_size)
 
 

@@ -1,4 +1,4 @@
-"""Read and write a trial's checkpoint with `torch.distributed.checkpoint`, with JSON metadata, which runs no code.
+"""Read and write a trial's checkpoint with `torch.distributed.checkpoint`. The metadata is JSON: reading runs no code.
 
     rank 0: dcp.save ──► shard-0.bin, checkpoint.json ─┐
     rank 1: dcp.save ──► shard-1.bin                   ├──► pt.report, or save_checkpoint ──► one commit
@@ -6,7 +6,7 @@
     any number of ranks: dcp.load ◄── the bytes that each needs ◄── the directory, or the checkpoint on its target
 
 Each rank writes to its own directory, so nothing is overwritten, and a killed rank leaves no checkpoint. The trial's
-ranks commit the checkpoint as usual; this module only defines the layout of the files.
+ranks commit the checkpoint as usual: this module only defines the layout of the files.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SHARD_FILE = "shard-{}.bin"
 _SAVE_FILE_PATTERN = re.compile(r"checkpoint\.json|shard-\d+\.bin")
 _ALIGNMENT_BYTES = 64
 _MAX_READ_BYTES, _MAX_GAP_BYTES = 1 << 26, 1 << 20
-"""The size limits of one read (its chunks are read in parallel) and of the gap between two ranges in it."""
+"""The size limits of one read and of the gap between two ranges in one read. The chunks of a read load in parallel."""
 _Number: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Sizes: TypeAlias = tuple[_Number, ...]
 _Path: TypeAlias = tuple[str | int, ...]
@@ -74,7 +74,7 @@ class _ByteRange(_StrictModel):
 
 
 class _Chunk(_ByteRange):
-    """The bytes of a part of a tensor: row-major, in the machine's byte order, which is little-endian."""
+    """The bytes of a part of a tensor, row-major and little-endian (the machine's byte order)."""
 
     offsets: _Sizes
     sizes: _Sizes
@@ -94,9 +94,9 @@ class _MetadataDocument(_StrictModel):
     format: Literal["prefect-tune-torch-distributed"] = "prefect-tune-torch-distributed"
     version: Literal[1] = 1
     tensors: dict[str, _TensorEntry]
-    """By name."""
+    """The tensors, by name."""
     objects: dict[str, _ByteRange]
-    """The values that are not tensors, in the format of `torch.save`, by name."""
+    """The other values by name, in the format of `torch.save`."""
     paths: dict[str, _Path] | None
     """The path of each name in the state dict before it was flattened; None if it was not flattened."""
 
@@ -112,7 +112,7 @@ class _ItemRange:
 
 
 class CheckpointWriter(StorageWriter):
-    """Write a state dict to a directory of the trial, with `dcp.save` or `dcp.async_save`, on all ranks.
+    """Write a state dict to a directory of the trial with `dcp.save` or `dcp.async_save`, on all ranks.
 
     ```python
     def save_checkpoint(self, checkpoint_dir):
@@ -124,7 +124,7 @@ class CheckpointWriter(StorageWriter):
 
     Args:
         directory: this rank's directory: the argument of `save_checkpoint`, or `pt.get_trial().new_checkpoint_dir()`.
-            It is created if missing, such as `checkpoint_dir + "/model"`, and can contain one `dcp.save`.
+            A missing directory, such as `checkpoint_dir + "/model"`, is created. It can contain one `dcp.save`.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -134,17 +134,12 @@ class CheckpointWriter(StorageWriter):
     def reset(self, checkpoint_id: object = None) -> None:
         self._directory = Path(str(checkpoint_id)) if checkpoint_id else self._directory
 
-    def set_up_storage_writer(
-        self,
-        is_coordinator: bool,  # noqa: FBT001 - the signature is DCP's
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         """Check that the save makes one checkpoint of all ranks, and make the directory.
 
         Raises:
-            InvalidInput: `use_collectives` is False, so each rank would write the metadata of its own part only; or the
-                directory contains another save, whose files would be lost.
+            InvalidInput: `use_collectives` is False: each rank would write only the metadata of its own part. Or the
+                directory contains another save: its files would be lost.
         """
         del is_coordinator, args
         if not kwargs.get("use_collectives", True):
@@ -188,27 +183,20 @@ class CheckpointWriter(StorageWriter):
         """Write the metadata: the location of each value.
 
         Raises:
-            InvalidInput: the planner adds its own data.
+            InvalidInput: the planner adds data of its own.
         """
         locations = {result.index: result.storage_data for rank_results in results for result in rank_results}
         tensors, objects = {}, {}
         for name, value in metadata.state_dict_metadata.items():
-            if isinstance(value, TensorStorageMetadata):
-                tensors[name] = _TensorEntry(
-                    dtype=str(value.properties.dtype).removeprefix("torch."),
-                    sizes=tuple(value.size),
-                    requires_grad=value.properties.requires_grad,
-                    chunks=[
-                        _Chunk(
-                            **locations[MetadataIndex(name, chunk.offsets)],
-                            offsets=tuple(chunk.offsets),
-                            sizes=tuple(chunk.sizes),
-                        )
-                        for chunk in value.chunks
-                    ],
-                )
-            else:
+            if not isinstance(value, TensorStorageMetadata):
                 objects[name] = _ByteRange(**locations[MetadataIndex(name)])
+                continue
+            chunks = [
+                _Chunk(**locations[MetadataIndex(name, it.offsets)], offsets=tuple(it.offsets), sizes=tuple(it.sizes))
+                for it in value.chunks
+            ]
+            dtype, grad = str(value.properties.dtype).removeprefix("torch."), value.properties.requires_grad
+            tensors[name] = _TensorEntry(dtype=dtype, sizes=tuple(value.size), requires_grad=grad, chunks=chunks)
         try:
             document = _MetadataDocument(tensors=tensors, objects=objects, paths=metadata.planner_data)
         except ValidationError as error:
@@ -232,8 +220,8 @@ class CheckpointReader(StorageReader):
         dcp.load(state, storage_reader=CheckpointReader(checkpoint_dir))
     ```
 
-    Each rank reads only the rows that it needs; from a checkpoint on a target, the verified chunks of 4 MiB that
-    contain them. Reading runs no code.
+    Each rank reads only the rows that it needs. From a checkpoint on a target, it reads the chunks of 4 MiB that
+    contain them, and verifies the chunks. Reading runs no code.
 
     Args:
         checkpoint: a directory on this machine, or a `pt.Checkpoint`, such as `results.best_checkpoint()`.
@@ -245,7 +233,7 @@ class CheckpointReader(StorageReader):
     def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
-        # Not in `read_metadata`: `dcp.load` of PyTorch 2.11 reports its errors only as "metadata is None".
+        # Not in `read_metadata`: `dcp.load` of PyTorch 2.11 reports an error there only as "metadata is None".
         self._metadata = self._read_metadata()
 
     def reset(self, checkpoint_id: object = None) -> None:
@@ -265,13 +253,7 @@ class CheckpointReader(StorageReader):
         except (OSError, ValidationError, _MetadataError) as error:
             raise CheckpointCorrupt(f"{self._checkpoint}: {_METADATA_FILE}: {error}") from error
 
-    def set_up_storage_reader(
-        self,
-        metadata: Metadata,
-        is_coordinator: bool,  # noqa: FBT001 - the signature is DCP's
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
         del metadata, is_coordinator, args, kwargs  # the metadata is the result of `read_metadata`
 
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -299,7 +281,7 @@ class CheckpointReader(StorageReader):
         return future
 
     def _range_of_item(self, item: Any) -> _ItemRange:
-        """Return the bytes that an item needs; for a tensor, complete rows."""
+        """Return the range of bytes that an item needs; for a tensor, the range of complete rows."""
         chunk = self._metadata.storage_data[item.storage_index]
         if item.type is LoadItemType.BYTE_IO or not chunk.sizes:  # an object, or a number
             return _ItemRange(chunk.file, chunk.start, chunk.start + chunk.length, item)
@@ -336,7 +318,7 @@ class CheckpointReader(StorageReader):
 
 
 class _MetadataError(ValueError):
-    """The metadata contradicts itself."""
+    """The metadata is inconsistent."""
 
 
 def _tensor_bytes(name: str, tensor: torch.Tensor) -> Any:
@@ -359,7 +341,7 @@ def _loadable_bytes(name: str, data: io.BytesIO) -> memoryview:
 
 
 def _sanitize_pickle(name: str, raw: memoryview) -> io.BytesIO:
-    """Return the bytes as a pickle without code: DCP's planner unpickles without restrictions."""
+    """Return the value in `raw` as a pickle without code: DCP's planner unpickles without restrictions."""
     try:
         value = torch.load(io.BytesIO(raw), weights_only=True)
     except pickle.UnpicklingError as error:
@@ -402,7 +384,7 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
 
 
 def _group_for_reading(parts: Iterable[_ItemRange]) -> Iterator[list[_ItemRange]]:
-    """Yield groups of a file's parts, in the order of its bytes, that are near enough for one read."""
+    """Yield groups of parts that are near enough for one read; `parts` are in the order of the file."""
     group: list[_ItemRange] = []
     for part in parts:
         if group and (part.start - group[-1].end > _MAX_GAP_BYTES or part.end - group[0].start > _MAX_READ_BYTES):

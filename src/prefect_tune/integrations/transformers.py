@@ -28,7 +28,6 @@ except ModuleNotFoundError as error:
 
 __getattr__ = reject_renamed_functions(__name__, {"restored_checkpoint": "get_checkpoint_path"})
 
-
 __all__ = ["TuneReportCheckpointCallback", "get_checkpoint_path"]
 
 _DEFAULT_OUTPUT_DIRS = ("trainer_output", "tmp_trainer")
@@ -41,7 +40,7 @@ def get_checkpoint_path() -> str | None:
 
 
 class TuneReportCheckpointCallback(TrainerCallback):
-    """Report logged and evaluated metrics, each time with a checkpoint of the Trainer.
+    """Report logged and evaluated metrics. Each report has a checkpoint of the Trainer.
 
     ```python
     trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[
@@ -50,12 +49,13 @@ class TuneReportCheckpointCallback(TrainerCallback):
     ```
 
     Each report is saved, even if the flow's `checkpoint` interval is longer: the Trainer saves only at its own save
-    points. It restores the random states and skips trained batches. Its weights and states are read without running
-    code (`training_args.bin` is a pickle, and is not read). For several processes, use `processes_per_trial`.
+    points. On a resume, the Trainer restores the random states and skips trained batches. Weights and states are read
+    without running code (`training_args.bin` is a pickle, and is not read). For several processes, use
+    `processes_per_trial`.
 
-    `output_dir` is moved below the trial's directory, unless it contains the trial's ID: trials would overwrite each
-    other's files. With a `save_strategy` other than `"no"`, the Trainer also saves its own checkpoints to `output_dir`,
-    which is synced as an artifact; a checkpoint that both request is moved to the target.
+    `output_dir` is moved below the trial's directory, unless it contains the trial's ID: otherwise, trials would
+    overwrite each other's files. With a `save_strategy` other than `"no"`, the Trainer also saves its own checkpoints
+    to `output_dir`. They are synced as artifacts; a checkpoint that this callback also requests is moved to the target.
 
     Args:
         metrics: the logged and evaluated metrics to report; `{"loss": "eval_loss"}` renames one. Default: all.
@@ -74,13 +74,13 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del state, control
-        with suppress(InvalidInput):  # no trial runs here: `train` would raise
+        with suppress(InvalidInput):  # no trial runs here; `Trainer.train` raises
             _move_output_dir(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         del control
         self._rank = require_world_size("Trainer", args.world_size)
-        _move_output_dir(args)  # `add_callback` came after `on_init_end`
+        _move_output_dir(args)  # if `add_callback` has added this callback, `on_init_end` was not called
         if args.load_best_model_at_end:
             raise InvalidInput(
                 "TrainingArguments(load_best_model_at_end=True): expected False, since the Trainer's checkpoints are "
@@ -144,18 +144,16 @@ class TuneReportCheckpointCallback(TrainerCallback):
             for path in sorted(Path(folder, f"checkpoint-{state.global_step}").iterdir()):
                 shutil.move(path, Path(directory, path.name))
 
-        metrics: dict[str, object] = {}
+        metrics: Mapping[str, object] = {}
         if not self._rank:  # only rank 0 has the metrics
-            metrics = {
-                **select_metrics(self._metrics, self._metric_names, allow_missing=may_lack),
-                "should_checkpoint": True,
-            }
+            metrics = select_metrics(self._metrics, self._metric_names, allow_missing=may_lack)
+            metrics = {**metrics, "should_checkpoint": True}
         self._is_trial_over = not try_report_step(metrics, move_files, allow_missing=may_lack)
         shutil.rmtree(folder)
         control.should_training_stop = control.should_training_stop or self._is_trial_over
 
     def _request_save(self, args: Any, state: Any, control: Any) -> None:
-        """Request that the Trainer logs and then saves to a temporary folder; after the save it calls `on_save`."""
+        """Request that the Trainer logs and then saves to a temporary folder; then the Trainer calls `on_save`."""
         if not self._is_trial_over:
             control.should_log = control.should_save = True
             self._requested_step = state.global_step

@@ -28,7 +28,6 @@ except ModuleNotFoundError as error:
 
 __getattr__ = reject_renamed_functions(__name__, {"continuing": "remaining_rounds"})
 
-
 __all__ = ["TuneReportCheckpointCallback", "load_booster", "remaining_rounds", "train"]
 
 _MODEL_FILE = "model.ubj"
@@ -45,7 +44,7 @@ def load_booster(directory: str | Path) -> xgb.Booster:
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return `num_boost_round` and `xgb_model` for `xgb.train`, also resumed; see `TuneReportCheckpointCallback`."""
+    """Return the `num_boost_round` and `xgb_model` with which `xgb.train` starts or resumes the trial."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.num_boosted_rounds() if booster else 0
@@ -60,10 +59,10 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
     ```
 
     A resume is exact if no round draws random numbers. If rounds sample rows or columns (`subsample`, `colsample_*`,
-    DART), the trees after a resume differ, because XGBoost does not expose its generators' state. Then use `train`,
-    which is exact. `early_stopping_rounds` restarts its count on a resume: use `pt.Plateau`.
-    The folder of XGBoost's own `TrainingCheckPoint` is moved below the trial's directory, unless its path contains the
-    trial's ID: trials would overwrite each other's files.
+    DART), the trees after a resume differ, because XGBoost does not expose its generators' state. In that case, use
+    `train`: its resume is exact. `early_stopping_rounds` restarts its count on a resume: use `pt.Plateau`.
+    The folder of XGBoost's own `TrainingCheckPoint` is moved below the trial's directory: otherwise, trials would
+    overwrite each other's files. A path that contains the trial's ID is not moved.
 
     Args:
         metrics: the metrics to report, like `"test-mlogloss"`; `{"loss": "test-mlogloss"}` renames one. Default: all.
@@ -94,7 +93,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
 
 
 class _XgboostReplayCallback(TuneReportCheckpointCallback):
-    """Skips the first `reported_rounds` rounds, which a resume repeats; reports the others and the trial's end."""
+    """Reports only the rounds after the first `reported_rounds`: a resumed trial repeats the first ones."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)
@@ -121,8 +120,8 @@ def train(
 ) -> xgb.Booster:
     """Train like `xgb.train`, in segments that each start with new generators, seeded by `seed`.
 
-    A resumed trial repeats its last segment from the start. So with the same number of threads its trees equal those of
-    an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
+    A resumed trial repeats its last segment from the start. So with the same number of threads, it ends with the trees
+    of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
 
     ```python
     booster = train(params, data, 100, metrics={"loss": "test-rmse"}, evals=[(test, "test")])
@@ -131,7 +130,7 @@ def train(
     Args:
         dtrain: the training data; its scores are recomputed at the start of each segment.
         num_boost_round: the number of rounds in all segments together.
-        segment_rounds: a resume repeats fewer than this many rounds before the checkpoint.
+        segment_rounds: the number of rounds in a segment. A resume repeats fewer rounds than that.
         metrics: see `TuneReportCheckpointCallback`.
         options: options of `xgb.train`, except `xgb_model`; `callbacks` restart in each segment.
     """
@@ -145,7 +144,7 @@ def train(
     for begin in range(first, num_boost_round, segment_rounds):
         end = min(begin + segment_rounds, num_boost_round)
         seeded = {**params, "seed": int(params.get("seed", 0)) + begin}
-        # Only the trees, like in a checkpoint: a booster in memory would keep its generators.
+        # Pass only the trees, like a checkpoint: a booster in memory would keep its generators.
         trees = None if booster is None else booster.save_raw("ubj")
         booster = xgb.train(seeded, dtrain, end - begin, xgb_model=trees, callbacks=callbacks, **options)
         if booster.num_boosted_rounds() < end or callback.is_trial_over:

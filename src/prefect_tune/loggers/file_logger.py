@@ -1,4 +1,4 @@
-"""Loggers that write a file for each trial with one row per step, as JSON lines or CSV."""
+"""Loggers that write a file for each trial, with one row per step, as JSON lines or CSV."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_DIRECTORY = "~/prefect-tune-results"
 class FolderLogger(Callback):
     """A logger that writes to `<directory>/<experiment>/<trial>/`.
 
-    On a machine without these files, all events are delivered again, so the files are rewritten.
+    On a machine without the logger's files, all events are delivered again, so the files are rewritten.
     """
 
     def __init__(self, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
@@ -65,26 +65,22 @@ def sync_to_disk(path: Path) -> None:
 
 
 def require_package(module: str, extra: str, logger: str) -> None:
-    """Check that a package is installed, without importing it.
-
-    Raises:
-        InvalidInput: it is not installed.
-    """
+    """Raise InvalidInput if a package is not installed, without importing it."""
     if find_spec(module) is None:
         raise InvalidInput(f"{logger} needs {module}, which is not installed: pip install 'prefect-tune[{extra}]'")
 
 
 class StepRows:
-    """A text file with a row per step; a step replaces its earlier row and all later rows. A row is a JSON object.
+    """A text file with a row per step. A step replaces its earlier row and all later rows. A row is a JSON object.
 
-    A line that a crash truncated is ignored. Each row is passed to the operating system at once, and survives a
-    power failure after `sync`. A metric named `trial`, `step` or `trained_seconds` is left out.
+    A line that a crash truncated is ignored. Each row is passed to the operating system at once. After `sync`, it
+    survives a power failure. A metric named `trial`, `step` or `trained_seconds` is left out.
     """
 
     header_line_count = 0
 
     def __init__(self, path: Path) -> None:
-        """Open the file, which may already have rows."""
+        """Open the file; it may already have rows."""
         self._path = path
         self._is_dirty = False
         self.last_step = 0
@@ -141,7 +137,7 @@ class StepRows:
 
 
 class CSVRows(StepRows):
-    """A CSV file with one line per row; text with several lines is written as JSON."""
+    """A CSV file with one line per row. Text of several lines is written as JSON."""
 
     header_line_count = 1
 
@@ -186,7 +182,7 @@ class RowLogger(FolderLogger):
         self._rows: dict[str, StepRows] = {}
 
     def rows_of(self, trial: str) -> StepRows:
-        """Return the rows of a trial, including those in an existing file."""
+        """Return the rows of a trial, including rows of an existing file."""
         if trial not in self._rows:
             self._rows[trial] = self._row_type(self.make_trial_folder(trial) / self._file_name)
         return self._rows[trial]
@@ -210,10 +206,7 @@ class RowLogger(FolderLogger):
         return super().get_state()
 
 
-_FORMATS: Mapping[str, tuple[str, type[StepRows]]] = {
-    "csv": ("progress.csv", CSVRows),
-    "json": ("result.json", StepRows),
-}
+_FORMATS = {"csv": ("progress.csv", CSVRows), "json": ("result.json", StepRows)}
 
 
 class FileLogger(RowLogger):

@@ -38,19 +38,19 @@ def _select_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
 
 _TRIAL_TAG = "prefect_tune.trial"
 _ID_TAG = "prefect_tune.mark"
-_STEP_METRIC = "trained_seconds"  # logged at every step, so its history has all steps
+_STEP_METRIC = "trained_seconds"  # a metric of every step: its history has all steps
 _MAX_BATCH_COUNT = 1000  # the most metrics that a server accepts in one request
 _MAX_VALUE_LENGTH = 6000
 _MAX_NAME_LENGTH = 250
-_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # in a name of a metric or parameter; one would fail its whole batch
+_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # in the name of a metric or parameter: its whole batch would fail
 
 
 class MLflowLogger(Callback):
     """Logs each trial as a run: its configuration as parameters, numbers as metrics by step.
 
     A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics: if a step that is trained again has
-    another value, the run has both, and MLflow shows the newer value as the last. If a trial ends before a step that it
-    reported earlier, its last metrics are also logged at that step, so that comparisons of runs use them.
+    another value, the run has both values, and MLflow shows the newer value as the last. If a trial ends before a step
+    that it reported earlier, its last metrics are also logged at that later step: comparisons of runs then use them.
     Characters that MLflow refuses in names, such as `@`, become `_`. A deleted run is replaced. See `FileLogger`.
 
     Args:
@@ -119,14 +119,14 @@ class MLflowLogger(Callback):
 
     def _end_run(self, trial: Trial, status: str, reason: str) -> None:
         with self._trial_run(trial) as run:
-            run.log_last(last_report(trial))
+            run.log_last_metrics(last_report(trial))
             run.set_tag("prefect_tune.reason", reason)
             run.terminate(status)
         del self._runs[trial.id]
 
     @contextmanager
     def _trial_run(self, trial: Trial) -> Iterator[_TrialRun]:
-        """Yield the trial's run; after an error, search for it again, since a user may have deleted it."""
+        """Yield the trial's run. After an error, the next call searches for the run: a user may have deleted it."""
         if trial.id not in self._runs:
             name = f"{self._search.experiment}/{self._search.generation}/{trial.id}"
             tags = {**self._tags, _TRIAL_TAG: name}
@@ -139,7 +139,7 @@ class MLflowLogger(Callback):
 
 
 class _TrialRun:
-    """The run of one trial: the existing run, or a new one."""
+    """The MLflow run of one trial, found by its tag or created."""
 
     def __init__(self, client: MlflowClient, experiment_id: str, tags: Mapping[str, str], trial: Trial) -> None:
         self._client = client
@@ -153,7 +153,7 @@ class _TrialRun:
             params = [Param(_clean_name(name), str(value)[:_MAX_VALUE_LENGTH]) for name, value in config.items()]
             client.log_batch(self._id, params=params)
         self._values: dict[str, dict[int, float]] = {}
-        """The newest values in the run, by metric and step; only of metrics that were requested."""
+        """The newest values in the run, by metric and step; only of metrics that were fetched."""
         self._last = max(self._fetch_values(_STEP_METRIC), default=0) if runs else 0
 
     def log_step(self, report: StepReport) -> None:
@@ -165,8 +165,8 @@ class _TrialRun:
         self._log_metrics(metrics, report.step)
         self._last = max(self._last, report.step)
 
-    def log_last(self, report: StepReport) -> None:
-        """Let MLflow show the last metrics of a trial, if the run has later steps that were lost."""
+    def log_last_metrics(self, report: StepReport) -> None:
+        """Log the trial's last metrics again at the run's last step, if that step is later: MLflow then shows them."""
         if report.step < self._last:
             self._log_metrics(_make_metrics(report), self._last)
 
@@ -201,12 +201,12 @@ def _make_metrics(report: StepReport) -> dict[str, float]:
     return {**numbers, _STEP_METRIC: float(report.trained_seconds)}
 
 
-def _clean_name(name: str) -> str:
-    return _INVALID_CHARACTERS.sub("_", name)[:_MAX_NAME_LENGTH]
-
-
 def _is_equal_number(value: float, logged: float | None) -> bool:
     return value == logged or (logged is not None and isnan(value) and isnan(logged))
+
+
+def _clean_name(name: str) -> str:
+    return _INVALID_CHARACTERS.sub("_", name)[:_MAX_NAME_LENGTH]
 
 
 # TensorBoard: event files, written with tensorboardX, which needs neither torch nor TensorFlow.
@@ -217,9 +217,9 @@ _MAX_EVENT_FILES = 64
 class TensorBoardLogger(FolderLogger):
     """Writes an event file to each trial's folder: `tensorboard --logdir <directory>/<experiment>`.
 
-    Numbers become scalars by step, nested numbers with names like `eval/loss`; other values are left out. When a trial
+    Numbers become scalars by step. Nested numbers get names like `eval/loss`; other values are left out. When a trial
     ends, its configuration and last metrics appear under HPARAMS. When steps are trained again, a new event file
-    replaces the earlier file from its first step on. See `FileLogger`.
+    replaces their values in earlier files. See `FileLogger`.
 
     Args:
         directory: the parent of the folders `<experiment>/<trial>`.
@@ -238,13 +238,23 @@ class TensorBoardLogger(FolderLogger):
         self._open_event_file(trial.id, started.from_step + 1)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary
+
         file = self._files.get(trial.id) or self._open_event_file(trial.id, report.step)
         self._files.move_to_end(trial.id)
-        file.write_scalars(report.step, _select_numbers(report.metrics))
+        numbers = _select_numbers(report.metrics).items()
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in numbers]
+        file.write(step=report.step, summary=Summary(value=scalars))
 
     def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
+        from tensorboardX.summary import hparams
+
         del finished
-        self._write_hparams(trial)
+        file = self._files.get(trial.id) or self._open_event_file(trial.id, trial.step + 1)
+        config = flatten(trial.config)
+        plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in config.items()}
+        for summary in hparams(plain, _select_numbers(trial.metrics)):
+            file.write(summary=summary)
         self._close_event_file(trial.id)
 
     def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
@@ -262,7 +272,7 @@ class TensorBoardLogger(FolderLogger):
         return super().get_state()
 
     def _open_event_file(self, trial: str, step: int) -> _EventFile:
-        """Open an event file that replaces earlier files from `step` on."""
+        """Open an event file that replaces the values of earlier files from `step` on."""
         while len(self._files) >= _MAX_EVENT_FILES:
             self._close_event_file(next(iter(self._files)))
         self._files[trial] = _EventFile(self.make_trial_folder(trial), step)
@@ -272,18 +282,9 @@ class TensorBoardLogger(FolderLogger):
         if (file := self._files.pop(trial, None)) is not None:
             file.close()
 
-    def _write_hparams(self, trial: Trial) -> None:
-        from tensorboardX.summary import hparams
-
-        file = self._files.get(trial.id) or self._open_event_file(trial.id, trial.step + 1)
-        config = flatten(trial.config)
-        plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in config.items()}
-        for summary in hparams(plain, _select_numbers(trial.metrics)):
-            file.write(summary=summary)
-
 
 class _EventFile:
-    """An event file, written by the calling thread."""
+    """An event file; the calling thread writes to it."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -293,13 +294,6 @@ class _EventFile:
         suffix = f".{sum(1 for _ in folder.glob('events.out.tfevents.*')):06d}"
         self._writer = EventsWriter(str(folder / "events"), suffix)
         self.write(step=step, session_log=SessionLog(status=SessionLog.START))
-
-    def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the values of a step."""
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        summary_values = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self.write(step=step, summary=Summary(value=summary_values))
 
     def write(self, **fields: object) -> None:
         """Write an event with the current time."""
@@ -324,9 +318,9 @@ _MAX_OFFLINE_RUNS = 16
 class WandbLogger(RowLogger):
     """Writes an offline run for each trial: `wandb sync <directory>/<experiment>/wandb/offline-run-*`.
 
-    An offline run can be neither changed nor resumed. So when a trial resumes, its run is rewritten from
-    `wandb.json` in its folder, and the earlier run is removed. At the end of the search there is one run for each
-    trial, with exactly one row for each step. Upload the runs then. See `FileLogger`.
+    An offline run can be neither changed nor resumed. So when a trial resumes, its run is rewritten from `wandb.json`
+    in the trial's folder, and the earlier run is removed. At the end of the search, there is one run for each trial,
+    with exactly one row for each step. Upload the runs then. See `FileLogger`.
 
     Args:
         project: the W&B project. Default: the name of the experiment.

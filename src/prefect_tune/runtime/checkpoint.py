@@ -1,6 +1,6 @@
 """`pt.Checkpoint`: a directory of files, local or on a storage target.
 
-Trial processes import this module, so it imports little; each method imports its dependencies when called.
+Trial processes import this module, so it imports little: each method imports its dependencies when it is called.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DISPLAY_TIMEOUT = timedelta(seconds=10)
 
 
 class _AdvisingMeta(type):
-    """Raises an error with advice for unknown class attributes that are names of older APIs, as instances do."""
+    """Raises the same error for an unknown attribute of the class as for an unknown attribute of an instance."""
 
     if not TYPE_CHECKING:  # else a type checker would accept every name
 
@@ -111,15 +111,13 @@ class Checkpoint(metaclass=_AdvisingMeta):
         """
         return self._location.resolve().filesystem()
 
-    # -------------------------------------------------------------------------------------------- the files
-
     def to_directory(
         self, path: str | os.PathLike[str] | None = None, *, timeout: timedelta = _DOWNLOAD_TIMEOUT
     ) -> str:
         """Copy the files to a local directory and return its path. The caller owns the directory; it is not removed.
 
-        Without `path`, the directory is a temporary one that other users cannot write to. All calls on this object and
-        its copies in other processes share it, until its files are changed. If several processes request one directory,
+        Without `path`, the directory is temporary, and other users cannot write to it. This object and its copies in
+        other processes share that directory until its files are changed. If several processes request one directory,
         one downloads and the others wait. A directory appears complete or not at all. Existing files are reused.
 
         ```python
@@ -127,24 +125,19 @@ class Checkpoint(metaclass=_AdvisingMeta):
         ```
 
         Raises:
-            InvalidInput: `path` exists with other content, which stays unchanged.
+            InvalidInput: `path` exists with other content; that content stays unchanged.
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not done within `timeout`.
         """
-        from prefect_tune.stores.local.scratch import fill_directory
-
-        deadline = Deadline.after(timeout)
-        if path is None:
-            return self._to_temporary_directory(deadline)
-        destination = Path(os.fspath(path)).expanduser().resolve()
-        with self._location.resolve().open_content(self._token, deadline) as content:
-            fill_directory(destination, content, deadline)
-        return str(destination)
-
-    def _to_temporary_directory(self, deadline: Deadline) -> str:
         from prefect_tune.stores.local.scratch import DestinationInUse, fill_directory, user_folder
 
+        deadline = Deadline.after(timeout)
+        if path is not None:
+            destination = Path(os.fspath(path)).expanduser().resolve()
+            with self._location.resolve().open_content(self._token, deadline) as content:
+                fill_directory(destination, content, deadline)
+            return str(destination)
         base = user_folder().resolve() / f"checkpoint_tmp_{self._token}"
         with self._location.resolve().open_content(self._token, deadline) as content:
             for destination in (base if number == 0 else Path(f"{base}-{number}") for number in count()):
@@ -157,11 +150,11 @@ class Checkpoint(metaclass=_AdvisingMeta):
 
     @contextmanager
     def as_directory(self, *, timeout: timedelta = _DOWNLOAD_TIMEOUT) -> Iterator[str]:
-        """Yield a local directory of the files for a `with` block; do not write to it.
+        """Yield a local directory with the files for a `with` block; do not write to it.
 
-        A local checkpoint is yielded itself and is not removed. Any other checkpoint is downloaded once per machine,
-        for all processes and threads that use it, and removed when the last of them leaves the block. Files of a killed
-        process are removed after the next use of the checkpoint, or after a week without use.
+        A local checkpoint's own directory is yielded, and is not removed. Any other checkpoint is downloaded once per
+        machine: all processes and threads share the copy, and the copy is removed when the last of them leaves the
+        block. The copy of a killed process is removed after the next use of the checkpoint, or after an unused week.
 
         ```python
         with checkpoint.as_directory() as directory:
@@ -175,8 +168,6 @@ class Checkpoint(metaclass=_AdvisingMeta):
         """
         with self._location.resolve().local_directory(self._token, Deadline.after(timeout)) as directory:
             yield directory
-
-    # ----------------------------------------------------------------------------------------- the metadata
 
     def get_metadata(self) -> dict[str, object]:
         """Return the checkpoint's metadata; an empty dict if none was set. See `set_metadata`.
@@ -209,13 +200,11 @@ class Checkpoint(metaclass=_AdvisingMeta):
         self._location.resolve().revise_metadata(lambda _: new, Deadline.after(_METADATA_TIMEOUT))
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
-        """Add entries to the metadata: concurrent updates are not lost; see `set_metadata`."""
+        """Add entries to the metadata; concurrent updates are not lost. See `set_metadata`."""
         from prefect_tune.core.checkpoints.manifest import normalize_metadata
 
         new = normalize_metadata(metadata)
         self._location.resolve().revise_metadata(lambda current: {**current, **new}, Deadline.after(_METADATA_TIMEOUT))
-
-    # ---------------------------------------------------------------------------------------------- the rest
 
     def __repr__(self) -> str:
         return f"Checkpoint(filesystem={self._location.kind}, path={self._location.path})"
@@ -287,7 +276,7 @@ _HINTS: Mapping[str, tuple[str, str]] = {
 
 
 def _attribute_error(name: str) -> AttributeError:
-    """Return the error for `checkpoint.<name>`; for a name of an older API, with its replacement."""
+    """Return the error for an unknown attribute. For a name of an older API, it advises the replacement."""
     if name not in _HINTS:
         return AttributeError(f"'Checkpoint' has no attribute {name!r}", name=name)
     reason, example = _HINTS[name]

@@ -1,7 +1,7 @@
 """Join a trial as a rank that a launcher has started: torchrun, accelerate, `torch.multiprocessing`, Lightning, MPI.
 
-A rank finds its attempt by one environment variable, which the launcher passes on: the path of a socket on which the
-supervisor listens. It connects, names itself, receives the start message of the trial's process, and then reports:
+A rank finds its attempt by an environment variable that the launcher passes on: the path of the supervisor's socket.
+The rank connects, sends its number, receives the start message of the trial's process, and then reports:
 
     trial's process ── launcher ── rank ── socket ──► RankJoined ──► supervisor
                                      ◄──────────────────────── Start ───────────┘
@@ -58,10 +58,10 @@ class StopRank(StopTraining, SystemExit):
 
 
 def join_as_rank(call: str) -> TrialSession | None:
-    """Return the session of this process as a rank; None if no launcher of the trial made it a rank.
+    """Return the session of this process as a rank; None if this process is not a rank of a trial.
 
     Raises:
-        InvalidInput: the supervisor rejects it, such as a second process of one rank.
+        InvalidInput: the supervisor rejects this process, for example because its rank has already joined.
     """
     if (session := _rank_sessions.get(os.getpid())) is not None:
         return session
@@ -82,13 +82,11 @@ def join_as_rank(call: str) -> TrialSession | None:
         raise InvalidInput(f"{call}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
     connection, start = _connect_to_supervisor(rank, address, call)
     if is_relaunched_as_rank():
-        prepend_import_path(start.import_path)  # other programs have their own path
+        prepend_import_path(start.import_path)  # a rank that runs another program has its own path
     session = make_session(connection, start, cast("Stopper", load_by_name(start.stopper)))
     session.start_training_clock()
     _rank_sessions[os.getpid()] = session
-    os.environ[RANK_SOCKET_ENV] = (
-        ""  # its child processes are not ranks; a forked child may still read the trial's info
-    )
+    os.environ[RANK_SOCKET_ENV] = ""  # child processes are not ranks; a forked child may still read the trial's info
     activate_session(session, whole_process=True)
     if find_ancestor_trial() is not None:  # else the supervisor would consider this process killed
         session.stop_exception_type = StopRank
@@ -102,7 +100,7 @@ def join_as_rank(call: str) -> TrialSession | None:
 
 
 def _connect_to_supervisor(rank: RankInfo, address: str, call: str) -> tuple[SupervisorConnection, Start]:
-    """Connect to the supervisor at `address` as `rank`; return the connection and the trial's start message."""
+    """Join the trial as `rank` at the supervisor's `address`; return the connection and the start message."""
     channel = socket.socket(socket.AF_UNIX)
     try:
         channel.connect(address)
@@ -129,16 +127,13 @@ def make_session(connection: SupervisorConnection, start: Start, stopper: Stoppe
 
 
 def _send_rank_end(process: int, session: TrialSession) -> None:
-    """Send the end of this process: the exception that `multiprocessing` handles, or a normal end."""
+    """Send the end of this rank: a failure if an exception ends the process, else a normal end."""
     if os.getpid() != process:
         return
     error = sys.exc_info()[1]
     with suppress(Exception):  # the supervisor has exited
-        if (
-            error is None
-            or isinstance(error, StopRank)
-            or (isinstance(error, SystemExit) and not error.code and not was_raised_by_signal_handler(error))
-        ):
+        is_normal = isinstance(error, SystemExit) and not error.code and not was_raised_by_signal_handler(error)
+        if error is None or isinstance(error, StopRank) or is_normal:
             session.send_end(session.finish(None))
         else:
             raised = error.__context__ or error if isinstance(error, SystemExit) else error

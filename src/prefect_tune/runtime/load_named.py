@@ -1,4 +1,4 @@
-"""Send objects to another process, by name (`package.module:Name`) or by value (a pickle); compute their digests."""
+"""Send objects to other processes by name (`package.module:Name`) or by value (a pickle), and compute their digests."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def prepend_import_path(import_path: Sequence[str]) -> None:
 
 
 def load_by_name(name: str, parameter: str = "trainable") -> object:
-    """Return the object at `package.module:Name`; or, for a text without a colon, unpickle the hexadecimal text.
+    """Return the object at `package.module:Name`; a text without a colon is a pickle in hexadecimal.
 
     Args:
-        name: the name, or the text.
+        name: the name, or the pickle.
         parameter: the parameter that contains the name, for messages.
 
     Raises:
-        InvalidInput: the module cannot be imported or has no such name, or the text cannot be unpickled here.
+        InvalidInput: the module cannot be imported or has no such name, or the pickle cannot be loaded here.
     """
     module, _, attribute = name.partition(":")
     if not attribute:
@@ -67,9 +67,8 @@ def load_by_name(name: str, parameter: str = "trainable") -> object:
     except (Exception, SystemExit) as error:
         if os.getpid() != process:  # a process that the module has forked: let it exit
             raise
-        raise InvalidInput(
-            f"{parameter} {name!r}: module {module!r} cannot be imported: {describe_import_error(error)}"
-        ) from error
+        reason = describe_import_error(error)
+        raise InvalidInput(f"{parameter} {name!r}: module {module!r} cannot be imported: {reason}") from error
     finally:
         _importing_module.reset(before)
     for part in attribute.split("."):
@@ -84,11 +83,7 @@ _importing_module: ContextVar[str] = ContextVar("prefect_tune_importing", defaul
 
 
 def require_not_importing(flow: str) -> None:
-    """Refuse a flow that is called during the import of a trainable's module: each of its trials would call it again.
-
-    Raises:
-        InvalidInput: a module is being imported by its name.
-    """
+    """Raise InvalidInput if `load_by_name` is importing a module that calls `flow`: each trial would call it again."""
     if module := _importing_module.get():
         raise InvalidInput(
             f"{flow}: the import of module {module!r} calls it, so each trial would start it again. Call it "
@@ -97,11 +92,11 @@ def require_not_importing(flow: str) -> None:
 
 
 def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
-    """Return the object, and by name the functions and classes of the `__main__` module in which it was pickled."""
+    """Return the object, and the functions and classes, by name, of the `__main__` module that pickled the object."""
     process = os.getpid()
     try:
         obj, names = cloudpickle.loads(bytes.fromhex(text))
-    except (Exception, SystemExit) as error:  # it imports modules, which may raise any exception
+    except (Exception, SystemExit) as error:  # unpickling imports modules, and these may raise any exception
         if os.getpid() != process:  # as in `load_by_name`
             raise
         is_import_error = isinstance(error, ImportError | AttributeError | SystemExit)
@@ -114,8 +109,8 @@ def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
 def importable_name_of(obj: object) -> str | None:
     """Return the `package.module:Name` by which a new process imports this class or function; None if it cannot.
 
-    A new process cannot import lambdas, definitions in `__main__`, a notebook's cell or the body of a function, objects
-    whose name refers to another object, and modules that it would import from another file.
+    A new process cannot import a lambda, a definition in `__main__`, in a notebook's cell or in the body of a function,
+    an object whose name refers to another object, or a module that it would import from another file.
     """
     module = getattr(obj, "__module__", None)
     if not _is_importable(obj) or not isinstance(module, str) or not _is_reimportable(module):
@@ -137,10 +132,10 @@ def _is_reimportable(module: str) -> bool:
 def load_trainable(name: str) -> object:
     """Load a trainable like `load_by_name`, and check it.
 
-    In a trial's process, this puts the definitions of a script or notebook into `__main__`; they can then be pickled.
+    In a trial's process, put the definitions of a script or notebook into `__main__`, so that they can be pickled.
 
     Raises:
-        InvalidInput: it cannot be loaded, or is neither a function nor a subclass of `Trainable` with `step`.
+        InvalidInput: the object cannot be loaded, or is neither a function nor a subclass of `Trainable` with `step`.
     """
     if ":" in name:
         return require_trainable(load_by_name(name), name)
@@ -148,9 +143,8 @@ def load_trainable(name: str) -> object:
     require_trainable(trainable, name)
     if is_trial_program() and (defined := _script_globals(trainable) | names):
         main = ModuleType("__main__")
-        main.__dict__.update(
-            {**defined, "__spec__": INITIAL_MAIN_MODULE.__spec__}
-        )  # `multiprocessing` runs it in new processes
+        # `multiprocessing` runs the module of this spec in new processes.
+        main.__dict__.update({**defined, "__spec__": INITIAL_MAIN_MODULE.__spec__})
         sys.modules["__main__"] = main
     return trainable
 
@@ -170,8 +164,8 @@ _MAX_TRAINABLE_CHARACTERS = 64 * 1024 * 1024  # a larger file would cost too muc
 
 
 def write_trainable_for_spawn(trainable: str) -> None:
-    """Write a pickled trainable to a file, for processes that the trial spawns: see `load_names_for_spawn`."""
-    os.environ.pop(_TRAINABLE_FILE_ENV, None)  # of an outer search
+    """Write a pickled trainable to a file for the processes that the trial spawns; see `load_names_for_spawn`."""
+    os.environ.pop(_TRAINABLE_FILE_ENV, None)  # the file of an outer search
     if sys.modules["__main__"] is INITIAL_MAIN_MODULE or len(trainable) > _MAX_TRAINABLE_CHARACTERS:
         return
     file = tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False)  # noqa: SIM115  it is used after this call
@@ -187,7 +181,7 @@ def write_trainable_for_spawn(trainable: str) -> None:
 def load_names_for_spawn() -> dict[str, object]:
     """Return the definitions of the trial's script for the `__main__` of this spawned process.
 
-    If the file cannot be read, write the reason to stderr and return nothing: the process may not need them.
+    If the file cannot be read, write the reason to stderr and return an empty dict: the process may need none of them.
     """
     if not (file := os.environ.get(_TRAINABLE_FILE_ENV)):
         return {}  # the trainable is in a module
@@ -200,10 +194,10 @@ def load_names_for_spawn() -> dict[str, object]:
 
 
 def require_loadable(config: Mapping[str, object]) -> None:
-    """Load the trainable that `config` names, without training. It is a function trainable, for a trial's process.
+    """Load the trainable that `config` names, without training. A trial's process calls this as its function trainable.
 
     Raises:
-        InvalidInput: like `load_trainable`, and like `require_save_checkpoint` if `config` has a cadence.
+        InvalidInput: the trainable cannot be loaded; or it does not override `save_checkpoint`, but its cadence saves.
     """
     loaded = load_trainable(str(config["trainable"]))
     if isinstance(loaded, type) and config.get("cadence") is not None:
@@ -211,7 +205,7 @@ def require_loadable(config: Mapping[str, object]) -> None:
 
 
 def describe_import_error(error: BaseException) -> str:
-    """Return the error of an import, the line of module code that raised it, and advice."""
+    """Return text with the error of an import, the line of module code that raised it, and advice."""
     lines = [line for line in traceback.extract_tb(error.__traceback__) if line.name == "<module>"]
     raised_at = f" (raised in {lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
     raised = f"{type(error).__name__}: {error}{raised_at}"
@@ -221,7 +215,7 @@ def describe_import_error(error: BaseException) -> str:
 
 
 def working_directory() -> str:
-    """Return the working directory for messages; it may have been removed."""
+    """Return the working directory, for messages; `<removed>` if it does not exist."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:
@@ -229,7 +223,7 @@ def working_directory() -> str:
 
 
 def _missing_attribute_message(owner: object, name: str) -> str:
-    """Return the message that `owner` has no `name`, with near names: own classes and functions before imported."""
+    """Return the message that `owner` has no `name`, with a near name: one that `owner` defines before an imported."""
     from prefect_tune.core.display_text import did_you_mean_or_list, find_nearest_name
 
     public = [attribute for attribute in dir(owner) if not attribute.startswith("_")]
@@ -244,10 +238,9 @@ def _missing_attribute_message(owner: object, name: str) -> str:
 
 
 # Pickle the definitions of a script or a notebook by value: a trial's process cannot import its `__main__`.
-#
-# cloudpickle does so for functions and classes. This code adds the other objects that `pickle` stores as a name to
-# import (cached functions, types of `typing`), and objects that functions of a script often use and that have only
-# process-local state (locks, weak dictionaries). Any other object raises an error that names it.
+# cloudpickle does this for functions and classes. This code adds the other objects that `pickle` stores as a name to
+# import (cached functions, types of `typing`), and objects with process-local state that functions of a script often
+# use (locks, weak dictionaries). For any other object, pickling raises an error with the object's name.
 
 _LruCache = functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
 _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
@@ -257,7 +250,7 @@ def pickle_to_hex(obj: object) -> str:
     """Return a pickle of `obj` and of the `__main__` objects that it uses, as text for `load_by_name`.
 
     Raises:
-        Exception: any exception, if it cannot be pickled; see `find_unpicklable`.
+        Exception: any exception, if `obj` cannot be pickled; see `find_unpicklable`.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -270,7 +263,7 @@ def _name_of(obj: object) -> str:
 
 
 def _is_importable(obj: object) -> bool:
-    """Return whether another process finds this object by its name; False for objects of `__main__`."""
+    """Return whether another process can import this object by its name; False for objects of `__main__`."""
     module = getattr(obj, "__module__", None)
     try:
         return module != "__main__" and attrgetter(_name_of(obj))(sys.modules[str(module)]) is obj
@@ -305,7 +298,7 @@ def _reduce_new_type(new_type: typing.NewType) -> object:
 
 
 def _reduce_type_parameter(parameter: Any) -> object:
-    """Pickle a `ParamSpec` or `TypeVarTuple` by its name; programs read nothing else."""
+    """Pickle a `ParamSpec` or `TypeVarTuple` by its name: programs read only the name."""
     return _name_of(parameter) if _is_importable(parameter) else (type(parameter), (parameter.__name__,))
 
 
@@ -356,7 +349,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 def find_unpicklable(obj: object) -> tuple[str, object]:
-    """Return the innermost part of `obj` that cannot be pickled: its name, like `'lock' in 'data'`, and the part.
+    """Return the innermost part of `obj` that cannot be pickled, after its name, such as `'lock' in 'data'`.
 
     The name is empty if the part is `obj` itself.
     """
@@ -421,9 +414,8 @@ def _names_used_by(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*(_names_used_by(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
-# A digest of a value that is equal in every process: with it, a retry of a flow finds the calls of an earlier try.
-#
-# For an object that is not a plain value only its type counts: its pickle may differ in each process.
+# Digests of values that are equal in every process: by a digest, a retry of a flow finds the calls of an earlier try.
+# For an object that is not a plain value, only the type counts: the object's pickle may differ in each process.
 
 
 def stable_digest(value: object) -> str:
@@ -463,7 +455,7 @@ def _identifying_parts(value: Any) -> Iterable[object]:
         case MethodType():
             return [value.__self__, value.__func__]
         case FunctionType() | type() if "<locals>" not in value.__qualname__:
-            return []  # its code may be edited before a retry
+            return []  # only the name: the code may be edited before a retry
         case FunctionType():
             return [*_cell_values(value), value.__defaults__, value.__kwdefaults__]
         case type():

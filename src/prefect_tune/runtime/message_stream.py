@@ -1,7 +1,7 @@
 """Read complete, validated messages of bounded size from a socket.
 
-The frame format of `multiprocessing.connection` is used: a length of four bytes (or -1 and eight more bytes), then the
-message: one JSON object of `prefect_tune.core.messages.process_messages`.
+A frame is that of `multiprocessing.connection`: a length of four bytes (or -1 and eight more bytes), then the message.
+A message is one JSON object of `prefect_tune.core.messages.process_messages`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MalformedMessage(Exception):
 class MessageReader(Generic[_Message]):
     """The reading half of a connection; not thread-safe.
 
-    It never reads beyond the end of a message, so another reader can take over between messages. If only a part of a
-    message arrives, `read` returns after `timeout`, and the next call continues with the rest.
+    It never reads beyond the end of a message, so another reader can take over between two messages. If only a part of
+    a message has arrived after `timeout`, `read` returns, and the next call continues with the rest.
     """
 
     def __init__(self, connection: Connection, kind: TypeAdapter[_Message], *, limit_bytes: int) -> None:
@@ -48,7 +48,7 @@ class MessageReader(Generic[_Message]):
         self._poller.register(connection.fileno(), select.POLLIN)
 
     def read(self, timeout: timedelta | None = None) -> _Message | None:
-        """Return the next message; None if it is still incomplete after `timeout` (None: no limit).
+        """Return the next message; None if it is incomplete after `timeout`. Without a timeout, wait for it.
 
         Raises:
             EOFError: the other side has closed the connection.
@@ -74,7 +74,7 @@ class MessageReader(Generic[_Message]):
         return message
 
     def _missing_byte_count(self) -> int:
-        """Return how many bytes of the header, or then of the message, have not arrived yet."""
+        """Return how many bytes of the header are missing; after the header, how many of the message."""
         start = _SHORT_LENGTH.size
         if (missing := start - len(self._received)) > 0:
             return missing
@@ -95,7 +95,7 @@ class MessageReader(Generic[_Message]):
         return MalformedMessage(f"{expected}; found {len(self._received)} bytes that begin with {shown!r}")
 
 
-# The trial's side of its connection to the supervisor; closed in processes that the trial forks or executes.
+# The trial's end of its connection to the supervisor. It is closed in processes that the trial forks or executes.
 
 _TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message contains the pickled trainable with all its objects
 
@@ -103,8 +103,8 @@ _TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message contains the pickled t
 class SupervisorConnection:
     """Sends and receives complete messages.
 
-    Processes that the trainable starts cannot use it: a forked child closes its copy, and an executed program does not
-    inherit the descriptor.
+    Processes that the trainable starts cannot use the connection: a forked child closes its copy, and an executed
+    program does not inherit the descriptor.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -114,7 +114,7 @@ class SupervisorConnection:
         _open_connections.add(connection)
 
     def has_message(self) -> bool:
-        """Return whether bytes of the next message, or end of file, have arrived."""
+        """Return whether bytes of the next message, or the end of file, have arrived."""
         return self._connection.poll()
 
     def receive(self) -> ToTrial:
@@ -133,11 +133,7 @@ class SupervisorConnection:
         return message
 
     def send(self, message: FromTrial | StartReceived) -> None:
-        """Send a message.
-
-        Raises:
-            InvalidInput: it is longer than 64 MiB.
-        """
+        """Send a message. Raise InvalidInput if it is longer than 64 MiB."""
         data = message.model_dump_json().encode()
         if len(data) > MAX_TRIAL_MESSAGE_BYTES:
             raise InvalidInput(

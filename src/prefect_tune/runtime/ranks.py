@@ -25,20 +25,18 @@ _LAUNCHERS: Final = (
 """The variables by which a launcher passes a process its rank, the number of ranks, and its rank on this machine."""
 RANK0_ENV: Final = "PREFECT_TUNE_LEADS"
 """The environment variable that the trial's own process sets if it is rank 0: its child processes are not rank 0."""
-# MPI's rank on this machine is kept: a worker that mpirun has started may choose its GPU by it.
 SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
 """The environment variable with `sys.argv[0]` of the user's script, for copies of a trial's program."""
+# Without MPI's rank on this machine, by which a worker that mpirun has started may choose its GPU.
 _INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK0_ENV)
-_TRIAL_PROGRAMS: Final = frozenset(
-    {"prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server"}
-)
+_TRIAL_PROGRAMS: Final = ("prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server")
 INITIAL_MAIN_MODULE: Final = sys.modules["__main__"]
-"""The main module with which this process was started; in a trial, `__main__` is later replaced by the script's."""
+"""The main module with which this process was started. In a trial, the script's module replaces `__main__` later."""
 RANKS_ADVICE: Final = (
     "To train a trial with N processes, pass processes_per_trial=N to pt.tune or pt.durable_trainable, and N devices "
     "to the framework (Lightning: Trainer(devices=pt.get_trial().world_size)); for one process, devices=1"
 )
-"""Advice for the error that a framework and its trial have different numbers of processes."""
+"""Advice if a framework and its trial have different numbers of processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +50,18 @@ class TrialProcess:
 
 
 def is_trial_program() -> bool:
-    """Return whether this process was started for trials; with `isolation="thread"` it is a script or a notebook."""
+    """Return whether this process was started to run trials; False for a script or a notebook."""
     return _main_module_name() in _TRIAL_PROGRAMS
 
 
-def claim_process(start: Start, become_rank0: Callable[[int], None]) -> None:
-    """Mark this process, in its environment, as the trial's own; it may start copies of itself only as ranks.
+def claim_process(start: Start, become_rank_0: Callable[[int], None]) -> None:
+    """Mark this process as the trial's own in its environment, and let it start copies of itself only as ranks.
 
-    Inherited rank variables belong to another training and are removed. Before a copy is started, `become_rank0` is
-    called with the number of ranks: this process is rank 0 from then on.
+    Inherited rank variables are removed: they belong to another training. Before this process starts a copy,
+    `become_rank_0` is called with the number of ranks; from then on, this process is rank 0.
     """
-    global _become_rank0, _has_audit_hook  # noqa: PLW0603 - of the trial of this process; one hook per process
-    _become_rank0 = become_rank0
+    global _become_rank_0, _has_audit_hook  # noqa: PLW0603 - of the trial of this process; one hook per process
+    _become_rank_0 = become_rank_0
     os.environ[_TRIAL_PROCESS_ENV] = f"{os.getpid()} {start.trial}"
     for name in _INHERITED_VARIABLES:
         os.environ.pop(name, None)
@@ -74,13 +72,13 @@ def claim_process(start: Start, become_rank0: Callable[[int], None]) -> None:
 
 
 def find_ancestor_trial() -> TrialProcess | None:
-    """Return the trial's process that is an ancestor of this process; None if there is none."""
+    """Return the ancestor of this process that is a trial's own process; None if there is none."""
     process, _, name = os.environ.get(_TRIAL_PROCESS_ENV, "").partition(" ")
     return TrialProcess(int(process), name) if process.isdecimal() and int(process) != os.getpid() else None
 
 
 def detect_rank() -> RankInfo:
-    """Return the rank of this process according to `torch.distributed` or a launcher's variables."""
+    """Return the rank of this process, from `torch.distributed` or from a launcher's variables."""
     from prefect_tune.core.messages.process_messages import RankInfo  # flows import this module without messages
 
     present = (variables for variables in _LAUNCHERS if os.environ.keys() >= {*variables[:2]})
@@ -105,7 +103,7 @@ def _get_torch_distributed() -> Any:
 
 
 def is_launched_rank() -> bool:
-    """Return whether a launcher in the trial has assigned this process a rank, perhaps the only one."""
+    """Return whether a launcher in the trial has assigned this process a rank, even if it is the only rank."""
     return find_ancestor_trial() is not None and any(os.environ.keys() >= {rank, size} for rank, size, _ in _LAUNCHERS)
 
 
@@ -115,11 +113,10 @@ def _read_env_number(variable: str) -> int:
 
 
 # Copies of a trial's program.
-#
-# Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again and expect the user's script. Here `sys.argv` is
-# the program that serves one trial. With a rank's variables, the copy trains as that rank; without them it is refused.
+# Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again and expect the user's script. In a trial,
+# `sys.argv` is the trial's program. A copy of it with a rank's variables trains as that rank; other copies are refused.
 
-_become_rank0: Callable[[int], None] | None = None
+_become_rank_0: Callable[[int], None] | None = None
 _has_audit_hook = False
 
 
@@ -148,12 +145,12 @@ def _on_audit_event(event: str, arguments: tuple[object, ...]) -> None:
         if words != sys.orig_argv and words[1:] not in own_commands:
             return
         ranks = _rank_count_in(environment if isinstance(environment, Mapping) else os.environ)
-        if ranks == 1 or _become_rank0 is None:
+        if ranks == 1 or _become_rank_0 is None:
             raise InvalidInput(
                 f"expected another program, found a copy of the trial's own program ({' '.join(words)[:200]}), which a "
                 f"launcher of ranks starts. {RANKS_ADVICE}"
             )
-        _become_rank0(ranks)
+        _become_rank_0(ranks)
 
 
 def _main_module_name() -> str:

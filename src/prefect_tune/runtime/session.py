@@ -6,9 +6,9 @@ If several processes train a trial together, rank 0 decides, and the other ranks
     supervisor                                                                  ├─► sends it to all other ranks
     rank 1, 2, ...   report of step s ──► its CheckpointPart ──► waits for ◄────┘
 
-So all ranks save, continue and end at the same step, independent of their clocks. Rank 0 waits for other ranks only in
-the commit of a checkpoint, to which each rank adds its part before a deadline (`attempt/supervisor.py`).
-Never: a rank that decides on its own whether to save or end; a checkpoint that lacks the part of a rank.
+So all ranks save, continue and end at the same step, independently of their clocks. Rank 0 waits for the other ranks
+only in the commit of a checkpoint: each rank must add its part before a deadline (`attempt/supervisor.py`).
+Never: a rank that decides by itself whether to save or end; a checkpoint that lacks the part of a rank.
 """
 
 from __future__ import annotations
@@ -27,13 +27,7 @@ from typing import TYPE_CHECKING, cast
 
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.experiment.stoppers import Stopper, trial_stop_reason
-from prefect_tune.core.journal_events import (
-    AttemptEnded,
-    Cause,
-    FinishKind,
-    Outcome,
-    TrialFinished,
-)
+from prefect_tune.core.journal_events import AttemptEnded, Cause, FinishKind, Outcome, TrialFinished
 from prefect_tune.core.messages.process_messages import (
     CheckpointAndStop,
     CheckpointPart,
@@ -72,10 +66,10 @@ if TYPE_CHECKING:
 
 
 def resolve_local_directory(checkpoint: object) -> Path:
-    """Return the absolute path of a checkpoint's directory, links resolved, so that a later `chdir` does not matter.
+    """Return the absolute path of a checkpoint's directory, with links resolved: a later `chdir` does not change it.
 
     Raises:
-        InvalidInput: it is not a directory on this machine.
+        InvalidInput: `checkpoint` is not a directory on this machine.
     """
     path = getattr(checkpoint, "path", None)  # None if the caller passed a path instead of a checkpoint
     location = getattr(checkpoint, "_location", None)  # of `pt.Checkpoint`, without importing pyarrow
@@ -92,9 +86,9 @@ def resolve_local_directory(checkpoint: object) -> Path:
 
 
 def require_files_written(returned: object, directory: Path, step: int) -> None:
-    """Refuse a state that was returned instead of written (Ray allows it): it would not be stored.
+    """Raise if `save_checkpoint` returned the state instead of writing files: Ray stores a returned state, we do not.
 
-    For a trainable without state, an empty directory is allowed, with a warning.
+    An empty directory is allowed, with a warning: the trainable may have no state.
 
     Raises:
         InvalidInput: `save_checkpoint` returned a mapping, or wrote nothing and returned something else.
@@ -109,10 +103,10 @@ def require_files_written(returned: object, directory: Path, step: int) -> None:
 
 
 def require_no_returned_path(returned: object, directory: Path, step: int) -> None:
-    """Refuse a path that `save_checkpoint` returns for `load_checkpoint`: Ray 1 accepted it, Ray 2 refuses it.
+    """Raise if `save_checkpoint` returned a path for `load_checkpoint`: Ray 1 accepted such a path, Ray 2 refuses it.
 
     Raises:
-        InvalidInput: it is a path other than `directory`, which `load_checkpoint` receives.
+        InvalidInput: `returned` is a path other than `directory`; `load_checkpoint` receives `directory`.
     """
     if not isinstance(returned, str | os.PathLike):
         return
@@ -131,7 +125,7 @@ def copy_directory(source: Path, destination: Path) -> Path:
     Raises:
         InvalidInput: an entry is neither a file nor a directory, or a link does not point to a file.
         StagedFilesChanged: a file was truncated or deleted during the copy.
-        OSError: for example a full disk; `shutil.copytree` would raise an error without `errno`.
+        OSError: for example, the disk is full. (`shutil.copytree` would raise an error without `errno`.)
     """
     destination.mkdir(exist_ok=True)
     for path in source.iterdir():
@@ -148,7 +142,7 @@ def copy_directory(source: Path, destination: Path) -> Path:
 
 
 def _copy_file(source: Path, destination: Path) -> None:
-    """Copy a file; on XFS and Btrfs the copy shares its bytes with the source and takes milliseconds."""
+    """Copy a file. On XFS and Btrfs, the copy shares its bytes with the source and takes milliseconds."""
     if not stat.S_ISREG(source.stat().st_mode):  # opening a named pipe would block until it has a writer
         raise InvalidInput(f"{source}: neither a file nor a directory, so it cannot be saved")
     with source.open("rb") as reader, destination.open("wb") as writer:
@@ -162,15 +156,15 @@ def _copy_file(source: Path, destination: Path) -> None:
 
 
 _RETURN_TIMEOUT = timedelta(seconds=20)
-"""Time limit for the trainable to return if only a thread that it started received `StopTraining`."""
+"""The trainable's time limit to return if only a thread that it started received `StopTraining`."""
 
 
 class TrialSession:
     """The state of one attempt in the process of rank 0: its connection to the supervisor, and its reports.
 
-    It decides when to save and end, and sends commands to the other ranks, if there are any.
+    The session decides when to save and end, and sends commands to the other ranks, if there are any.
     It belongs to the process and the thread that create it. Other threads of the process may report too: each call
-    completes before the next one begins. A forked child may only read from it.
+    completes before the next call begins. A forked child may only read from the session.
     """
 
     def __init__(self, connection: SupervisorConnection, start: Start, stopper: Stopper) -> None:
@@ -224,7 +218,7 @@ class TrialSession:
         """Become rank 0 of `world_size` ranks: a launcher in this process starts the others.
 
         Raises:
-            InvalidInput: a step was already reported, which the other ranks do not have.
+            InvalidInput: a step was already reported: the other ranks would not have it.
         """
         with self._reporting("a launcher of ranks"):
             if self._is_group_leader:
@@ -241,9 +235,8 @@ class TrialSession:
         if self._is_group_leader:
             if not saves:
                 self._is_stop_sent_to_ranks = self.is_stop_requested
-            self._send_message(
-                RankCommand(step=self.step, save=saves, stop=self._is_stop_sent_to_ranks, outcome=outcome)
-            )
+            stop = self._is_stop_sent_to_ranks
+            self._send_message(RankCommand(step=self.step, save=saves, stop=stop, outcome=outcome))
 
     def poll_stop_request(self) -> bool:
         self._require_own_process("pt.get_trial().should_checkpoint")
@@ -322,25 +315,21 @@ class TrialSession:
                 if returned is not None:
                     self.send_step(self.make_report(returned))
                 self._wait_for_upload()
-                reason = make_reason("returned")
-                self._stop_error = StopTraining(
-                    TrialFinished(trial=self.start.trial, reason=reason, kind=FinishKind.RETURNED)
-                )
+                reason, kind = make_reason("returned"), FinishKind.RETURNED
+                self._stop_error = StopTraining(TrialFinished(trial=self.start.trial, reason=reason, kind=kind))
             # Else `StopTraining` was raised in another thread, or a broad `except` has caught it.
             return TrialEnded(outcome=self._stop_error.outcome)
 
     @contextmanager
     def _reporting(self, call: str) -> Iterator[None]:
-        """Serialize calls from all threads: each completes before the next begins.
+        """Serialize the calls of all threads: each call completes before the next call begins.
 
-        Raises:
-            StopTraining: the trial has ended; a framework may report once more while it leaves its loop.
-            InvalidInput: this is not the trial's own process.
+        Raise `StopTraining` again if the trial has ended: a framework may report once more while it leaves its loop.
         """
         self._require_own_process(call)
         with self._report_lock:
             if self._stop_error is not None:
-                raise self._record_stop(self._stop_error)
+                raise self._record_stop(self._stop_error.outcome)
             yield
 
     @property
@@ -359,13 +348,15 @@ class TrialSession:
     stop_exception_type: type[StopTraining] = StopTraining
     """The exception that ends the trainable in this process."""
 
-    def _record_stop(self, stop: StopTraining) -> StopTraining:
-        """Record the end of the trial; in a thread other than the trainable's, limit the trainable's time to return."""
-        self._stop_error = stop = self.stop_exception_type(stop.outcome)
+    def _record_stop(self, outcome: Outcome) -> StopTraining:
+        """Record the end of the trial, and return the exception to raise.
+
+        In a thread other than the trainable's own, also limit the time in which the trainable must return.
+        """
+        self._stop_error = stop = self.stop_exception_type(outcome)
         if threading.get_ident() != self._thread_id and self._return_timer is None:
-            self._return_timer = threading.Timer(
-                _RETURN_TIMEOUT.total_seconds(), self.send_end, [TrialEnded(outcome=stop.outcome)]
-            )
+            seconds, end = _RETURN_TIMEOUT.total_seconds(), TrialEnded(outcome=outcome)
+            self._return_timer = threading.Timer(seconds, self.send_end, [end])
             self._return_timer.daemon = True
             self._return_timer.start()
         return stop
@@ -374,12 +365,9 @@ class TrialSession:
         cadence = self.start.cadence
         steps, elapsed = self.step - self._saved_step, timedelta(seconds=time.monotonic() - self._saved_at)
         self.handle_pending_messages()
-        is_requested = self._wants_save or self.is_stop_requested or (self._awaits_decision and self.start.saves_first)
-        return (
-            is_requested
-            or cadence.is_save_due(steps, elapsed)
-            or (cadence.at_end and self._finish_reason() is not None)
-        )
+        is_due = self._wants_save or self.is_stop_requested or (self._awaits_decision and self.start.saves_first)
+        is_due = is_due or cadence.is_save_due(steps, elapsed)
+        return is_due or (cadence.at_end and self._finish_reason() is not None)
 
     def _write_checkpoint(self, save: Callable[[str], None]) -> Path:
         self._send_command(saves=True)
@@ -392,7 +380,7 @@ class TrialSession:
         return directory
 
     def make_report(self, metrics: Mapping[str, object], *, may_lack: bool = False) -> StepReport:
-        """Make the report of the next step; with `metrics_from="mean"`, of the mean over all ranks."""
+        """Make the report of the next step; with `metrics_from="mean"`, from the mean metrics of all ranks."""
         step = self.step + 1
         where = f"metrics of step {step}"
         stored = to_plain_metrics(metrics, where)
@@ -414,9 +402,9 @@ class TrialSession:
         return report
 
     def find_stop_reason(self) -> AnyReason | None:
-        """Return why the trial ends after the last step, which may precede a resume; None to continue.
+        """Return why the trial ends after its last step, which may be before a resume; None if the trial continues.
 
-        Call the stopper only once per step, since its result may already be in the journal.
+        The stopper is called only once for each step: its result may already be in the journal.
         """
         if self._stop_reason_step != self.step:
             self._stop_reason = (trial_stop_reason(self._stopper, self._reports) or None) if self._reports else None
@@ -424,7 +412,7 @@ class TrialSession:
         return self._stop_reason
 
     def _finish_reason(self) -> AnyReason | None:
-        """Return why this step finishes the trial, or None; an error of the stopper is raised only after the report."""
+        """Return why this step finishes the trial, or None. An error of the stopper is raised only after the report."""
         with suppress(Exception):
             return self.find_stop_reason()
         return None
@@ -435,16 +423,15 @@ class TrialSession:
     def send_checkpoint(
         self, report: StepReport, directory: Path, *, moved: bool, reason: AnyReason | None = None
     ) -> None:
-        """Send a step and its checkpoint; with `moved`, the supervisor owns `directory`; else wait for the commit."""
+        """Send a step and its checkpoint. If `moved`, the supervisor owns `directory`; else wait for the commit."""
         self._wait_for_upload()
-        path, seconds, asks = str(directory), self.phase_seconds(), self._awaits_decision
         done = StepDone(
             report=report,
-            checkpoint=path,
+            checkpoint=str(directory),
             is_owned_by_supervisor=moved,
-            awaits_decision=asks,
+            awaits_decision=self._awaits_decision,
             finish_reason=reason,
-            seconds=seconds,
+            seconds=self.phase_seconds(),
         )
         self._send_message(done)
         self._uploading_step = report.step
@@ -455,16 +442,16 @@ class TrialSession:
         """Send the checkpoint of a step that was already reported, and wait for its commit."""
         self._wait_for_upload()
         path, seconds = str(directory), self.phase_seconds()
-        self._send_message(
-            StepDone(report=report, checkpoint=path, is_owned_by_supervisor=True, is_reported=True, seconds=seconds)
-        )
+        done = StepDone(report=report, checkpoint=path, is_owned_by_supervisor=True, is_reported=True, seconds=seconds)
+        self._send_message(done)
         self._uploading_step = report.step
         self._wait_for_upload()
 
     def wait_for_pending_decision(self) -> None:
         """If the restored checkpoint is at a milestone, wait for the decision before the first step.
 
-        An earlier attempt saved it and crashed before the milestone was journaled. Raises `StopTraining` like `report`.
+        An earlier attempt saved that checkpoint, and crashed before the milestone was written to the journal. Raise
+        `StopTraining` if the trial ends.
         """
         if self._reports and self._milestone is not None and self.step >= self._milestone:
             self._awaits_decision = True
@@ -485,42 +472,35 @@ class TrialSession:
 
     def make_checkpoint_directory(self) -> Path:
         """Make an empty directory for a checkpoint."""
-        name = f"{self.step:010d}-{self.start.rank.rank}-{time.monotonic_ns()}"
-        directory = Path(self.start.staging) / name
+        directory = Path(self.start.staging) / f"{self.step:010d}-{self.start.rank.rank}-{time.monotonic_ns()}"
         directory.mkdir(parents=True)
         return directory
 
     def _end_if_due(self, *, saved: bool) -> None:
-        """End the trial if a stop criterion is met, or if the state is saved and a stop was requested.
-
-        Raises:
-            StopTraining: the trial ends.
-        """
-        stop = self._make_stop_exception(saved=saved)
-        self._send_command(outcome=None if stop is None else stop.outcome)
-        if stop is not None:
-            self._wait_for_upload()
-            raise self._record_stop(stop)
-
-    def _make_stop_exception(self, *, saved: bool) -> StopTraining | None:
+        """Raise `StopTraining` if a criterion or a decision ends the trial, or after the save for a requested stop."""
+        outcome: Outcome | None = None
         if (reason := self.find_stop_reason()) is not None:
-            return StopTraining(TrialFinished(trial=self.start.trial, reason=reason, kind=FinishKind.CRITERION))
-        if self._stop_decision is not None:
-            return StopTraining(self._stop_decision.outcome)
-        is_interrupted = saved and self.is_stop_requested
-        return StopTraining(self._make_preemption(make_reason("saved-as-requested"))) if is_interrupted else None
+            outcome = TrialFinished(trial=self.start.trial, reason=reason, kind=FinishKind.CRITERION)
+        elif self._stop_decision is not None:
+            outcome = self._stop_decision.outcome
+        elif saved and self.is_stop_requested:
+            outcome = self._make_preemption(make_reason("saved-as-requested"))
+        self._send_command(outcome=outcome)
+        if outcome is not None:
+            self._wait_for_upload()
+            raise self._record_stop(outcome)
 
     def _make_preemption(self, reason: AnyReason) -> AttemptEnded:
         return AttemptEnded(trial=self.start.trial, cause=Cause.PREEMPTED, reason=reason)
 
-    def send_trainable_loaded(self, code: str) -> None:
-        """Send that the trainable is loaded."""
+    def send_trainable_loaded(self, source_digest: str) -> None:
+        """Tell the supervisor that the trainable is loaded."""
         self._loaded_at = time.monotonic()
         self._waiting_seconds = 0.0  # a wait before this point is part of the startup
-        self._send_message(TrainableLoaded(pid=self._pid, source_digest=code))
+        self._send_message(TrainableLoaded(pid=self._pid, source_digest=source_digest))
 
     def send_end(self, message: TrialEnded) -> None:
-        """Send the end of the attempt. Only the first end is sent, and no message after it."""
+        """Send the end of the attempt. Only the first end is sent, and no other message follows it."""
         with self._send_lock:
             if not self._is_end_sent:
                 self._is_end_sent = True
@@ -536,7 +516,7 @@ class TrialSession:
             self.connection.send(message)
 
     def start_training_clock(self) -> None:
-        """Start the training clock: the trainable is set up and the checkpoint is loaded."""
+        """Start to measure the training time: the trainable is set up, and the checkpoint is loaded."""
         self._resumed_at = self._saved_at = self._training_started_at = time.monotonic()
 
     def handle_pending_messages(self) -> None:
@@ -554,7 +534,7 @@ class TrialSession:
 
     @contextmanager
     def _timing_save(self) -> Iterator[None]:
-        """Count the time of the block as time in which training is stopped for a checkpoint."""
+        """Add the duration of the block to the time in which training is stopped for checkpoints."""
         started_at = time.monotonic()
         try:
             yield
@@ -586,8 +566,8 @@ class TrialSession:
                 self.is_stop_requested = True
             case ContinueTraining(decision_step=milestone):
                 self._milestone, self._awaits_decision = milestone, False
-            case StopTrial() as leave:
-                self._stop_decision, self._awaits_decision = leave, False
+            case StopTrial() as decision:
+                self._stop_decision, self._awaits_decision = decision, False
             case MeanMetrics() as mean:
                 self._mean_metrics = mean
             case _:
@@ -595,10 +575,10 @@ class TrialSession:
 
 
 class WorkerRankSession(TrialSession):
-    """The session of a rank other than 0: it adds its part to checkpoints, and follows the commands of rank 0."""
+    """The session of a rank other than 0. It adds its part to checkpoints, and executes the commands of rank 0."""
 
     def make_report(self, metrics: Mapping[str, object], *, may_lack: bool = False) -> StepReport:
-        """Make the report of the next step, and send its metrics if rank 0 waits for their mean."""
+        """Make the report of the next step, and send its metrics if rank 0 waits for the mean of all ranks."""
         report = super().make_report(metrics, may_lack=may_lack)
         self._send_metrics(report)
         return report
@@ -623,23 +603,23 @@ class WorkerRankSession(TrialSession):
                     directory = copy_directory(directory, self.make_checkpoint_directory())
             self.make_report(metrics)
             self._send_part(directory)
-            self._follow_rank0(None)
+            self._execute_rank_0_commands(None)
 
     def report_step(
         self, metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False
     ) -> None:
         with self._reporting("pt.report_step"):
             self.make_report(metrics, may_lack=allow_missing)
-            self._follow_rank0(save)
+            self._execute_rank_0_commands(save)
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
         self._require_own_process("save_last_step")
         with self._report_lock:
             if self._stop_error is None:
-                self._follow_rank0(save)
+                self._execute_rank_0_commands(save)
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
-        """Return the message of the end. Returned metrics are not reported, but count in the mean."""
+        """Return the message of the end. Metrics that the function returned are not reported, but count in the mean."""
         with self._report_lock:
             if self.start.metrics_from == "mean" and self._stop_error is None and returned is not None:
                 self._send_metrics(super().make_report(returned), returned=True)
@@ -652,14 +632,14 @@ class WorkerRankSession(TrialSession):
     def wait_for_pending_decision(self) -> None:
         """Wait for the decision on the restored checkpoint's step, if it is a milestone."""
         if self._reports and self._milestone is not None and self.step >= self._milestone:
-            self._follow_rank0(None)
+            self._execute_rank_0_commands(None)
 
     def _send_part(self, directory: Path | None) -> None:
         path = None if directory is None else str(directory)
         self._send_message(CheckpointPart(step=self.step, directory=path))
 
-    def _follow_rank0(self, save: Callable[[str], None] | None) -> None:
-        """Execute rank 0's commands for this step.
+    def _execute_rank_0_commands(self, save: Callable[[str], None] | None) -> None:
+        """Wait for rank 0's commands for this step, and execute them.
 
         Raises:
             StopTraining: the trial ends.
@@ -676,7 +656,7 @@ class WorkerRankSession(TrialSession):
                             "with or without a checkpoint"
                         )
                     if command.outcome is not None:
-                        raise self._record_stop(StopTraining(command.outcome))
+                        raise self._record_stop(command.outcome)
                     if not command.save:
                         break
                     if save is not None:

@@ -88,14 +88,10 @@ def _describe_coroutine(function: object) -> str | None:
 
 
 def require_no_coroutine(returned: object) -> None:
-    """Refuse the result of a decorated `async def` or generator function: nothing was trained.
-
-    Raises:
-        InvalidInput: it is a coroutine or a generator.
-    """
+    """Raise InvalidInput if a function returned a coroutine or a generator, so that nothing was trained."""
     if isinstance(returned, Coroutine | Generator | AsyncGenerator):
         if not isinstance(returned, AsyncGenerator):
-            returned.close()  # else Python warns that it was never awaited
+            returned.close()  # else Python warns that the coroutine was never awaited
         raise InvalidInput(f"trainable: expected metrics or None, found a {type(returned).__name__}. {_DEF_ADVICE}")
 
 
@@ -115,7 +111,7 @@ def require_trainable(trainable: object, original: object) -> object:
     """Return `trainable` if it is a function or a trainable class; `original` is the value that the user passed.
 
     Raises:
-        InvalidInput: it is neither a function of one argument nor a subclass of `Trainable` with `step`.
+        InvalidInput: `trainable` is neither a function of one argument nor a subclass of `Trainable` with `step`.
     """
     if isinstance(trainable, type):
         return require_trainable_class(trainable)
@@ -139,8 +135,8 @@ def require_trainable_class(kind: type) -> type[Trainable]:
     """Return `kind` if it is a trainable class.
 
     Raises:
-        InvalidInput: it is not a subclass of `Trainable`, does not override `step`, or has a method that does not
-            accept the arguments with which it is called.
+        InvalidInput: `kind` is not a subclass of `Trainable`, does not override `step`, or has a method that does not
+            accept a trial's arguments.
     """
     if not issubclass(kind, Trainable):
         raise InvalidInput(
@@ -148,12 +144,9 @@ def require_trainable_class(kind: type) -> type[Trainable]:
             f"the configuration, found another class; write class {kind.__name__}(pt.Trainable)"
         )
     if kind.step is Trainable.step:
-        raise InvalidInput(
-            f"trainable {kind.__name__}: it has no `step`; write a method that trains and returns metrics"
-        )
-    methods = {name: inspect.getattr_static(kind, name) for name in METHOD_ARGUMENT_COUNTS}
-    for name, method in methods.items():
-        count = METHOD_ARGUMENT_COUNTS[name]
+        raise InvalidInput(f"trainable {kind.__name__}: it has no `step`; add a method that trains and returns metrics")
+    for name, count in METHOD_ARGUMENT_COUNTS.items():
+        method = inspect.getattr_static(kind, name)
         if kind_of_method := _describe_coroutine(getattr(method, "__func__", method)):
             raise InvalidInput(
                 f"trainable {kind.__name__}: expected a method {name} that returns when it is done, "
@@ -166,10 +159,9 @@ def require_trainable_class(kind: type) -> type[Trainable]:
 
 
 def require_save_checkpoint(kind: type, cadence: Cadence) -> None:
-    """Require that a trainable class overrides `save_checkpoint`, unless its `cadence` never saves.
+    """Raise InvalidInput if `cadence` saves but `kind`, a trainable class, does not override `save_checkpoint`.
 
-    Raises:
-        InvalidInput: it does not override it; the first save would raise, after some time of training.
+    Otherwise the first save would raise, after some training.
     """
     if getattr(kind, "save_checkpoint", None) is Trainable.save_checkpoint and not cadence.never_saves:
         raise InvalidInput(
@@ -181,7 +173,7 @@ def require_save_checkpoint(kind: type, cadence: Cadence) -> None:
 
 @dataclass(frozen=True)
 class TrialInfo:
-    """The trial that this process trains. `step` and `should_checkpoint` are up to date at each access."""
+    """The trial that this process trains. `step` and `should_checkpoint` are current at each access."""
 
     id: str
     """The trial's name in the experiment."""
@@ -220,7 +212,7 @@ class TrialInfo:
 
 
 class StopTraining(BaseException):
-    """Ends the user's function when the trial must end; a BaseException, which `except Exception` does not catch."""
+    """Ends the user's function when the trial must end. It is a BaseException: `except Exception` does not catch it."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(str(outcome.reason))
@@ -228,11 +220,11 @@ class StopTraining(BaseException):
         """How the attempt ends."""
 
 
-# A thread that the trainable starts does not inherit context variables: `_process_sessions` is for such threads.
+# A thread that the trainable starts does not inherit context variables; it uses `_process_sessions`.
 _context_session: ContextVar[TrialSession] = ContextVar("prefect_tune_session")
 _process_sessions: list[TrialSession] = []
 # In a process that serves several trials: threads that earlier trials left running, and threads that ran before the
-# first trial, such as a pool of the trainable's module. The latter serve each trial.
+# first trial, such as a pool of the trainable's module. Such a pool serves all trials.
 _earlier_trial_threads: WeakSet[threading.Thread] = WeakSet()
 _import_threads: WeakSet[threading.Thread] = WeakSet()
 
@@ -254,10 +246,10 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
         metrics: finite numbers, text, or JSON made of these.
         checkpoint: a local directory: `pt.Checkpoint.from_directory(path)`.
 
-    Threads of the trainable may report too: each report is one step, one after another. When the trial ends, each
-    thread receives `StopTraining` at its next report; if only such a thread receives it, the trainable has 20 seconds
-    to return. A thread that keeps running cannot report to the next trial of its process. Other processes must return
-    their results to the trial's own process, which reports them.
+    Threads of the trainable may report too: each report is one step, and the reports are handled one after another.
+    When the trial ends, each thread receives `StopTraining` at its next report. If only such a thread receives it, the
+    trainable must return within 20 seconds. A thread that keeps running cannot report to the next trial of its process.
+    Other processes must return their results to the trial's own process: only that process can report.
 
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
@@ -270,9 +262,9 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
 def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> None:
     """Report the metrics of one step, and call `save` to write the state after it if a checkpoint is due.
 
-    A checkpoint is due like for a class trainable: by the flow's `Cadence`, at the last step, when a stop is requested,
-    and when a scheduler needs the state. `save` is called with an empty directory, before this returns. With
-    `allow_missing` the report may lack the metric of the search.
+    A checkpoint is due at the same times as for a class trainable: by the flow's `Cadence`, at the last step, when a
+    stop is requested, and when a scheduler needs the state. `save` is called with an empty directory, before this
+    function returns. With `allow_missing`, the report may lack the metric of the search.
 
     ```python
     pt.report_step({"loss": 0.1}, lambda directory: Path(directory, "epoch").write_text("10"))
@@ -286,9 +278,9 @@ def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, a
 
 
 def save_last_step(save: Callable[[str], None]) -> None:
-    """Call `save` to write the state after the last step of `report_step`, unless it is already saved.
+    """Call `save` to write the state after the last `report_step`, unless that state is already saved.
 
-    For a loop that ends by itself: its last report did not know that it was the last.
+    Use it after a loop that ends by itself: `report_step` could not know that the step was the last.
     """
     _require_session("prefect_tune.runtime.trainable.save_last_step").save_last_step(save)
 
@@ -324,7 +316,7 @@ def get_trial() -> TrialInfo:
 
 
 def activate_session(session: TrialSession, *, whole_process: bool) -> None:
-    """Make `session` the trial of this context; with `whole_process`, of all threads of this process."""
+    """Make `session` the session of this context; with `whole_process`, of all threads of this process."""
     _context_session.set(session)
     if whole_process:
         others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
@@ -336,16 +328,12 @@ def activate_session(session: TrialSession, *, whole_process: bool) -> None:
 
 
 def get_process_session() -> TrialSession | None:
-    """Return the session of the trial that this process trains; None in its child processes."""
+    """Return the session of the trial that this process trains; None in a child process of it."""
     return next((session for session in _process_sessions if session.is_own_process), None)
 
 
 def _require_reporting_session(caller: str) -> TrialSession:
-    """Return the session of this trial.
-
-    Raises:
-        InvalidInput: no trial runs here, or this thread belongs to an earlier trial of the process.
-    """
+    """Return the trial's session. Raise InvalidInput if no trial runs here, or if the thread is an earlier trial's."""
     if threading.current_thread() in _earlier_trial_threads:
         raise InvalidInput(
             f"{caller}(): expected a thread that this trial has started, found {threading.current_thread().name!r}, "

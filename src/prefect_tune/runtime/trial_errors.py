@@ -16,7 +16,7 @@ from prefect_tune.core.reasons import Reason, find_code_location, make_reason
 from prefect_tune.runtime.message_stream import MalformedMessage
 
 _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The signals by which other processes end a process that a trial has started, such as a launcher."""
+"""The signals by which other processes end a trial's process, or a launcher that the trial has started."""
 _INTERNAL_MODULES = ("prefect_tune.runtime.", "importlib")
 
 
@@ -29,7 +29,7 @@ def failure_message(error: BaseException, trial: str) -> TrialEnded:
     if isinstance(error, BadStop):  # an error of `stop`: the traceback would mislead
         reason = make_reason("raised", text=str(error))
     else:
-        first = error.__traceback__  # skip prefect-tune's frames before the trainable's first frame, if it has one
+        first = error.__traceback__  # skip prefect-tune's frames before the trainable's frames, if there are any
         while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_INTERNAL_MODULES):
             first = first.tb_next
         shown = "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
@@ -46,7 +46,7 @@ def failure_message(error: BaseException, trial: str) -> TrialEnded:
 
 
 def _make_advice(error: BaseException) -> Reason | None:
-    """Return advice for errors that are caused by running in a trial's process; None for other errors."""
+    """Return advice if running in a trial's process causes the error; None for other errors."""
     if type(error).__qualname__ == "BdbQuit":
         return make_reason("advice-no-terminal")
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -72,7 +72,7 @@ def text_of(error: BaseException) -> str:
 
 
 def was_raised_by_signal_handler(error: BaseException) -> bool:
-    """Return whether a signal handler raised `error`, such as one that exits on SIGTERM: training did not finish."""
+    """Return whether a handler of an external signal raised `error`: then training did not finish."""
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in _EXTERNAL_SIGNALS}
     return any(frame.f_code in handlers for frame, _line in traceback.walk_tb(error.__traceback__))
 

@@ -1,23 +1,21 @@
 """The fork server, from which trial processes are forked, without Prefect.
 
-It is started as `python -m prefect_tune.runtime.processes.fork_server`.
-
-It has imported the modules that every trial needs, but no user code, and it has one thread: so it can be forked safely
-at any time. Between it and each trial's process is a subreaper process:
+It is started as `python -m prefect_tune.runtime.processes.fork_server`. It imports the modules that every trial needs,
+but no user code, and it has one thread. So it can be forked safely at any time. A subreaper process is between the fork
+server and each trial's process:
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
-A template is forked in the same way. It imports a trainable, and then becomes a fork server for trials of that
-trainable:
+A template is forked in the same way. It imports a trainable, and then becomes a fork server for trials of it:
 
     fork server <- subreaper <- template <- subreaper <- trial's process
 
-The subreaper sets `PR_SET_CHILD_SUBREAPER`, so orphaned descendants of the trial become its children, in any session.
-When the supervisor requests it or exits, and when the trial's process exits, the subreaper ends all of them and reports
-the trial's wait status. The fork server is a child subreaper too, in a session of its own: it ends the descendants of
-a killed subreaper. If the fork server is killed, its subreapers finish their work. Only `kill -9` of both leaves
-processes alive: descendants of the trial's process. Linux kills the trial's process itself together with its subreaper
-(`PR_SET_PDEATHSIG`).
+The subreaper sets `PR_SET_CHILD_SUBREAPER`, so the trial's orphaned descendants become its children, in any session.
+The subreaper ends all of them and reports the trial's wait status when the trial's process exits, when the supervisor
+requests it, and when the supervisor exits. The fork server is a child subreaper too, in a separate session, and ends
+the descendants of a killed subreaper. If the fork server is killed, its subreapers finish their work. Only if both are
+killed, descendants of the trial's process stay alive. The trial's process itself does not: Linux kills it together with
+its subreaper (`PR_SET_PDEATHSIG`).
 """
 
 from __future__ import annotations
@@ -80,16 +78,9 @@ from prefect_tune.runtime.processes.trial_process import (
 from prefect_tune.runtime.ranks import is_relaunched_as_rank
 from prefect_tune.runtime.trial_errors import text_of
 
-# Cluster schedulers and terminals send these to all processes of a job; fork server and subreaper ignore them.
-_IGNORED_SIGNALS = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+# Terminals and cluster schedulers send these signals to all processes of a job; fork server and subreaper ignore them.
+_TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+_SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _TERM_TIMEOUT = timedelta(seconds=0.5)
 _TRACKER_TIMEOUT = timedelta(seconds=3)  # trackers clean up in milliseconds, but the machine may be busy
 _DESCENDANTS_TIMEOUT = timedelta(seconds=4)
@@ -108,19 +99,15 @@ class _ForkRequest:
     status: int
     """Socket for `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
     command: bytes = FORK_REQUEST
-    """`FORK_REQUEST` for a trial's process; `IMPORT_REQUEST` for a template, which gets fork requests on `channel`."""
+    """`FORK_REQUEST` for a trial's process; `IMPORT_REQUEST` for a template that gets fork requests on `channel`."""
 
     @property
     def descriptors(self) -> list[int]:
         return [self.channel, self.output, self.status]
 
-    def close(self) -> None:
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-
 
 def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
-    """Serve fork requests on `control_fd` until its other side is closed or the supervisor exits."""
+    """Serve fork requests on the socket `control_fd` until its other end is closed or the supervisor exits."""
     supervisor_fds = open_pidfds(supervisor)
     if os.getppid() != supervisor:
         return None  # the supervisor exited before the pidfd was opened
@@ -131,8 +118,9 @@ def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
 
 def _serve_forks(control: socket.socket, supervisor_fds: Collection[int]) -> MainFunction | None:
     """Fork a process for each request."""
-    adopt_orphans()  # adopts the children of a killed subreaper
-    original_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED_SIGNALS}
+    adopt_orphans()  # the children of a killed subreaper
+    ignored = (*_TERMINAL_SIGNALS, *_SCHEDULER_SIGNALS)
+    original_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     sigchld_fd = open_sigchld_pipe()
     subreapers: set[int] = set()
     gc.freeze()  # else garbage collections in the children would copy shared memory pages
@@ -151,7 +139,8 @@ def _serve_forks(control: socket.socket, supervisor_fds: Collection[int]) -> Mai
                 return partial(_subreaper_main, request, supervisor_fds, original_handlers)
             if subreaper > 0:
                 subreapers.add(subreaper)
-            request.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
     while _reap_subreapers(sigchld_fd, subreapers) and subreapers:  # ends the descendants of killed subreapers
         poll_readable([sigchld_fd])
     _end_descendants(sigchld_fd)
@@ -160,7 +149,7 @@ def _serve_forks(control: socket.socket, supervisor_fds: Collection[int]) -> Mai
 
 
 def _reap_subreapers(sigchld_fd: int, subreapers: set[int]) -> bool:
-    """Reap exited children, and kill the descendants of killed subreapers; return whether a child is alive."""
+    """Reap exited children, and kill the descendants of killed subreapers. Return whether a child is alive."""
     drain_pipe(sigchld_fd)
     with suppress(ChildProcessError):
         while (exited := os.waitpid(-1, os.WNOHANG))[0]:
@@ -197,9 +186,9 @@ def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], hand
 
 
 def _wait_for_trial_exit(trial: int, sigchld_fd: int, stop_fds: Collection[int]) -> None:
-    """Return when the trial's process has exited, or when a descriptor of `stop_fds` is readable: end of file."""
+    """Wait until the trial's process has exited, or until one of `stop_fds` is readable (end of file)."""
     while True:
-        # Do not reap the trial's process yet: until then its pid is not reused.
+        # Do not reap the trial's process yet: its pid is not reused before it is reaped.
         exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if exited is not None and exited.si_pid == trial:
             return
@@ -212,9 +201,9 @@ def _wait_for_trial_exit(trial: int, sigchld_fd: int, stop_fds: Collection[int])
 
 
 def _end_descendants(sigchld_fd: int) -> None:
-    """End all children: SIGTERM at once, SIGKILL after 0.5 s, give up after 4 s.
+    """End all children: send SIGTERM at once and SIGKILL after 0.5 s; return after 4 s even if a child is alive.
 
-    Resource trackers ignore SIGTERM, remove the shared memory of the other processes, and exit: they have 3 s.
+    Resource trackers ignore SIGTERM: within 3 s, they remove the shared memory of the other processes and exit.
     """
     started_at = time.monotonic()
     terminated: set[int] = set()
@@ -242,9 +231,9 @@ def _reap_children() -> bool:
 
 
 def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> MainFunction | None:
-    """Serve trials; or be a template: import a trainable, then, if that is safe, serve forks for its trials.
+    """Serve trials; or, as a template, import a trainable and, if forks are then safe, serve forks for its trials.
 
-    First, the process is set up as if it had been started by exec.
+    First, set up the process as if it had been started by exec.
     """
     os.setsid()
     die_with_parent()
@@ -277,7 +266,7 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> M
 
 
 def _fork_child(request: _ForkRequest) -> int:
-    """Fork; on failure, report it on the request's socket and return -1.
+    """Fork and return the child's pid; 0 in the child. On failure, send the reason on the request's socket, return -1.
 
     A fork while other threads run may hang forever. Some libraries end their threads in a fork handler: so the parent
     looks for threads after the fork, and the child waits for the result.
@@ -310,24 +299,23 @@ def _fork_child(request: _ForkRequest) -> int:
 
 
 def _send_status(status: int, code: str, *arguments: object) -> None:
-    """Send a code and its arguments in one packet; the last argument may be text."""
+    """Send a code and its arguments in one packet. The last argument may contain spaces."""
     with suppress(OSError):  # the supervisor has exited
         os.write(status, " ".join((code, *map(str, arguments)))[:_MAX_STATUS_BYTES].encode())
 
 
-# Import a trainable once, in the process from which its trials are forked, if the import leaves it safe to fork.
-#
-# A forked child has only the thread that forked. Locks held by other threads stay locked in it, and a GPU driver or a
-# socket that it shares with the parent breaks or hangs. So after the import, some fast and certain checks follow:
+# Import a trainable once, in the process from which its trials are forked, if that process is then safe to fork.
+# A forked child has only the thread that forked. Locks held by other threads stay locked in the child, and a GPU driver
+# or a socket that it shares with the parent breaks or hangs. So some fast and certain checks follow the import:
 #
 # - libraries whose documentation forbids forks: JAX, TensorFlow, MPI;
 # - descriptors that the import left open: a GPU, sockets, pipes to processes, files;
-# - threads: Python's at once, libraries' threads after each fork, since some libraries end theirs in a fork handler.
+# - threads: Python's at once; those of libraries after each fork, since some libraries end them in a fork handler.
 #
-# The supervisor replaces a forked child that hangs despite these checks after 60 s.
+# After 60 s, the supervisor replaces a forked child that hangs despite these checks.
 # https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
 
-# Documented, or warned at each fork: a fork may hang once these libraries are imported.
+# After an import of these libraries, a fork may hang: they document it or warn at each fork.
 _FORK_UNSAFE_LIBRARIES = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
 # The allocator ends this thread in its own handler before a fork, and starts it again when needed.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
@@ -336,7 +324,7 @@ _GC_OFF_THRESHOLD = 1 << 30  # allocations until the next garbage collection
 
 
 def _preload_trainable(request: ImportRequest) -> str | None:
-    """Import the trainable; return why this process must not be forked, or None if it may be forked."""
+    """Import the trainable. Return why this process must not be forked, or None if it may be forked."""
     before, gc_threshold = list_descriptors(), gc.get_threshold()
     prepend_import_path(request.import_path)
     gc.set_threshold(_GC_OFF_THRESHOLD)  # collections during an import free nothing and take a sixth of its CPU time
@@ -361,12 +349,12 @@ def _preload_trainable(request: ImportRequest) -> str | None:
 
 
 def _warm_up_optimizer(trainable: object) -> None:
-    """Take a step with a PyTorch optimizer: the first step in a process imports 900 modules, in 1.7 s of CPU time.
+    """Take a step with a PyTorch optimizer: the first step in a process imports 900 modules in 1.7 s of CPU time.
 
-    Do so only if the trainable's module mentions an optimizer: a guess that can only save time.
+    Do so only if the trainable's module mentions an optimizer. If that guess is wrong, only time is lost.
     """
     name = getattr(trainable, "__module__", "")
-    with suppress(Exception):  # no source, for which `inspect` has several exceptions; trials report other errors
+    with suppress(Exception):  # `inspect` raises several exceptions if there is no source; trials report other errors
         # For a trainable of a script, `sys.modules["__main__"]` is not the script but the program of this process.
         source = inspect.getsource(cast("type", trainable) if name == "__main__" else sys.modules[name])
         if (torch := sys.modules.get("torch")) is not None and _OPTIMIZER_PATTERN.search(source):
@@ -374,7 +362,7 @@ def _warm_up_optimizer(trainable: object) -> None:
 
 
 def _running_thread_names() -> list[str]:
-    """Return the names of the other threads: Python's and those of libraries."""
+    """Return the names of Python's other threads; if there are none, of the threads that libraries have started."""
     if not (others := [name for name in list_other_threads() if name not in _FORK_SAFE_THREADS]):
         return []
     unnamed = others.count("")

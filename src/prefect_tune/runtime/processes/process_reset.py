@@ -29,7 +29,8 @@ from typing import Any
 
 from prefect_tune.core.messages.process_messages import ProcessEnvironment
 
-# Modules with a global generator, and the functions that seed it. Unseeded, it draws different numbers in each process.
+# Modules with a global random generator, with the function that seeds it. An unseeded generator draws different numbers
+# in each process.
 _SEED_FUNCTIONS = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
 
 
@@ -52,16 +53,16 @@ _import_effects: _ImportEffects | None = None
 def reset_process_state(new: ProcessEnvironment) -> None:
     """Set the environment, working directory and temporary directory, and reseed the random generators.
 
-    Settings made by the import of the trainable are kept: see `recording_import_effects`. The state of the trainable
-    itself (its object, its modules) is not reset: `reset_config` does that.
+    Settings that the trainable's import has made are kept: see `recording_import_effects`. The state of the trainable
+    itself (its object, its modules) is not reset here, but by `reset_config`.
     """
-    environment = {_encode_latin1(name): _encode_latin1(value) for name, value in new.environment.items()}
+    environment = {name.encode("latin-1"): value.encode("latin-1") for name, value in new.environment.items()}
     for name in os.environb.keys() - environment.keys():
         del os.environb[name]
     os.environb.update({name: value for name, value in environment.items() if os.environb.get(name) != value})
     if new.working_directory:
-        os.chdir(_encode_latin1(new.working_directory))
-    tempfile.tempdir = None  # it is read from the environment again
+        os.chdir(new.working_directory.encode("latin-1"))
+    tempfile.tempdir = None  # `tempfile` reads it from the environment again
     time.tzset()
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:  # `import numpy` alone does not import it
@@ -78,10 +79,6 @@ def reset_process_state(new: ProcessEnvironment) -> None:
             set_state(state)
 
 
-def _encode_latin1(characters: str) -> bytes:
-    return characters.encode("latin-1")
-
-
 def has_import_effects() -> bool:
     """Return whether `recording_import_effects` has completed in this process or in its parent."""
     return _import_effects is not None
@@ -91,8 +88,8 @@ def has_import_effects() -> bool:
 def recording_import_effects() -> Iterator[None]:
     """Record the changes that the block, an import of the trainable's module, makes to this process.
 
-    Each `reset_process_state` makes them again: else a trial in a fork or in a reused process would lack the variables
-    and seeds that the module sets. A generator from which the import only draws is reseeded for each trial.
+    `reset_process_state` applies them again: else a trial in a fork or in a reused process would lack the variables and
+    seeds that the module sets. If the import only draws from a generator, that generator is reseeded for each trial.
     """
     global _import_effects  # noqa: PLW0603 - of the process, like the state that it describes
     seeded: set[str] = set()
@@ -149,7 +146,7 @@ def _get_working_directory() -> str | None:
 
 
 class _AfterImportFinder(MetaPathFinder):
-    """Finds some modules with the other finders, and calls a function with each module after its import."""
+    """Lets the other finders find some modules, and calls a function with each of these modules after its import."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._functions = functions
@@ -170,8 +167,8 @@ class _AfterImportFinder(MetaPathFinder):
         return spec
 
 
-# Prefect's logging in a process that has no flow run and does not import Prefect by itself. The printed output of the
-# process becomes the log of its run: so the loggers that Prefect would send to its API print here.
+# Prefect's logging in a process that has no flow run and does not import Prefect by itself. Loggers print the records
+# that Prefect would send to its API: the printed output of the process becomes the log of its run.
 
 _EXTRA_LOGGERS_ENV = "PREFECT_LOGGING_EXTRA_LOGGERS"
 
@@ -180,7 +177,7 @@ class _PrintingHandler(logging.Handler):
     """Prints to the current `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201  its output is the log
+        print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201  the output is the log
 
 
 _printing_handler = _PrintingHandler()
@@ -208,7 +205,7 @@ def _make_logger_print(logger: logging.Logger) -> logging.Logger:
 
 
 def _patch_get_run_logger(module: ModuleType) -> None:
-    """Let `get_run_logger` of Prefect's module return a printing logger outside of a run."""
+    """Replace `get_run_logger` of Prefect's module: outside of a run, return a logger that prints."""
     original, missing_context_error = vars(module)["get_run_logger"], vars(module)["MissingContextError"]
 
     @wraps(original)
@@ -228,7 +225,7 @@ _run_logger_finder = _AfterImportFinder({"prefect.logging.loggers": _patch_get_r
 
 
 def flush_output() -> None:
-    """Flush stdout and stderr before `os._exit`, which does not flush them."""
+    """Flush stdout and stderr: `os._exit` does not flush them."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, replaced, or without a reader
             stream.flush()
@@ -243,14 +240,14 @@ def forget_exit_handlers() -> None:
     finalize = vars(weakref.finalize)
     for finalizer in list(finalize["_registry"]):
         finalizer.atexit = False
-    if finalize["_registered_with_atexit"]:  # it does not register itself a second time
+    if finalize["_registered_with_atexit"]:  # `weakref.finalize` does not register itself a second time
         atexit.register(finalize["_exitfunc"].__func__, weakref.finalize)
 
 
 def run_exit_handlers() -> None:
-    """Run the `atexit` handlers that this process has registered, before `os._exit`, which does not run them.
+    """Run the `atexit` handlers that this process has registered: `os._exit` does not run them.
 
-    Skip the handler of `multiprocessing`, which waits for children: the subreaper ends them.
+    Skip the handler of `multiprocessing`: it waits for children, which the subreaper ends.
     """
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         atexit.unregister(vars(util)["_exit_function"])

@@ -79,22 +79,22 @@ class _ReadyTrainable:
 
 
 def pop_program_arguments() -> tuple[int, int]:
-    """Return the two numbers of the command line and remove them: `sys.argv` is then that of the user's script."""
+    """Return the two numbers of the command line, and remove them so that `sys.argv` is that of the user's script."""
     numbers = int(sys.argv[1]), int(sys.argv[2])
     sys.argv[:] = sys.argv[3:]
     return numbers
 
 
-def run_and_exit(life: MainFunction | None) -> NoReturn:
+def run_and_exit(main_function: MainFunction | None) -> NoReturn:
     """Run a process's main function, then the main function that it returns, and so on; then exit.
 
-    A forked child returns its own main function, so that it does not run on its parent's stack. Remaining threads and
-    children of a trainable do not keep the process alive.
+    A forked child returns its own main function, so that it does not run on its parent's stack. Threads and children
+    that a trainable leaves running do not keep the process alive.
     """
     code = 1
     try:
-        while life is not None:
-            life = life()
+        while main_function is not None:
+            main_function = main_function()
         code = 0
     except BaseException:  # noqa: BLE001 - the edge of the process: a traceback and exit code 1
         with suppress(Exception):  # the trainable has replaced stderr
@@ -105,7 +105,7 @@ def run_and_exit(life: MainFunction | None) -> NoReturn:
 
 
 def main(channel_fd: int, supervisor: int) -> None:
-    """Serve attempts on the inherited descriptor, in a process that was not forked."""
+    """Serve attempts on the descriptor that this process, which was not forked, has inherited."""
     threading.Thread(target=_kill_group_after_parent_exit, args=(supervisor,), daemon=True).start()
     faulthandler.enable(all_threads=False)  # that thread's stack would displace the trial's last output
     serve_attempts(Connection(channel_fd))
@@ -121,7 +121,7 @@ def serve_one_attempt(channel: Connection) -> None:
 def serve_attempts(channel: Connection) -> None:
     """Run attempts one after another, as long as the trainable can be reused.
 
-    Return without a message if the trainable declines the next trial, or if the channel is closed.
+    If the trainable declines the next trial, or if the channel is closed, return without sending a message.
     """
     ignore_group_signals()
     connection = SupervisorConnection(channel)
@@ -196,10 +196,10 @@ class _AttemptRunner:
             _silence_stopped_threads()
 
     def run(self, start: Start) -> bool:
-        """Run an attempt and send its end; return whether the process waits for another trial.
+        """Run an attempt and send its end. Return whether the process waits for another trial.
 
         Raises:
-            _Declined: the trainable declined this trial; nothing was sent.
+            _ResetDeclined: the trainable declined this trial; no end was sent.
         """
         self._session = None
         with suppress(OSError):  # the supervisor has exited; the next message fails too
@@ -222,7 +222,7 @@ class _AttemptRunner:
             self._session.send_end(end)
 
     def clean_up_kept_trainable(self) -> None:
-        """Call `cleanup` of a trainable that is kept for another trial."""
+        """Call `cleanup` of the trainable that is kept for another trial, if there is one."""
         if self._kept_trainable is not None:
             self._kept_trainable.trainable.cleanup()
 
@@ -241,15 +241,14 @@ class _AttemptRunner:
         if self._whole_process:
             claim_process(start, session.become_rank_0)
             write_trainable_for_spawn(start.trainable)
-        if (
-            reason := session.find_stop_reason()
-        ) is not None:  # an earlier attempt committed the last step, but not its end
+        # An earlier attempt may have committed the last step, but not its end.
+        if (reason := session.find_stop_reason()) is not None:
             return TrialEnded(outcome=TrialFinished(trial=start.trial, reason=reason), awaits_reuse=kept is not None)
         try:
             session.wait_for_pending_decision()
             return self.train(session, trainable, start)
-        except StopTraining as over:
-            return self._make_end(over)
+        except StopTraining as stop:
+            return TrialEnded(outcome=stop.outcome, awaits_reuse=self._kept_trainable is not None)
 
     def train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
         with exit_forked_children():
@@ -288,23 +287,20 @@ class _AttemptRunner:
                     metrics = trainable.step()
                     require_no_coroutine(metrics)
                     session.report_step(metrics, trainable.save_checkpoint)
-        except StopTraining as over:
+        except StopTraining as stop:
             can_be_reset = type(trainable).reset_config is not Trainable.reset_config
             is_alone = session.start.rank.world_size == 1  # else `torch.distributed` and a launcher may still be active
-            if start.reusable and not isinstance(over.outcome, AttemptEnded) and can_be_reset and is_alone:
+            if start.reusable and not isinstance(stop.outcome, AttemptEnded) and can_be_reset and is_alone:
                 self._kept_trainable = ready
-            return self._make_end(over)
+            return TrialEnded(outcome=stop.outcome, awaits_reuse=self._kept_trainable is not None)
         finally:
             if self._kept_trainable is None:
                 trainable.cleanup()
 
-    def _make_end(self, over: StopTraining) -> TrialEnded:
-        return TrialEnded(outcome=over.outcome, awaits_reuse=self._kept_trainable is not None)
-
 
 @contextmanager
 def exit_forked_children() -> Iterator[None]:
-    """Exit forked children that return from the trainable or its import: they must not send the trial's end."""
+    """Exit a forked child that returns from the trainable or its import: it must not send the trial's end."""
     trial, code = os.getpid(), 1
     try:
         yield
@@ -332,7 +328,7 @@ def record_source_digest(trainable: object) -> None:
 
 
 def _source_digest(trainable: type | TrainFunction) -> str:
-    """Return a digest of the trainable's source; "" if there is no source, like for some pickled objects."""
+    """Return a digest of the trainable's source; "" if there is no source, for example of some pickled objects."""
     if (recorded := _source_digests.get(id(trainable))) is not None:
         return recorded[1]
     with suppress(Exception):  # no source; a file edited since; Python 3.11's parser, while another thread parses
@@ -341,7 +337,7 @@ def _source_digest(trainable: type | TrainFunction) -> str:
 
 
 def _silence_stopped_threads() -> None:
-    """Print no traceback if `StopTraining` ends a thread: the attempt's end is already reported."""
+    """Print no traceback if `StopTraining` ends a thread: that is not an error."""
     original_hook = threading.excepthook
 
     def handle_thread_error(arguments: threading.ExceptHookArgs) -> None:
@@ -352,9 +348,9 @@ def _silence_stopped_threads() -> None:
 
 
 def _kill_group_after_parent_exit(supervisor: int) -> None:
-    """Kill the process group after the supervisor exits for any reason: this process then has another parent.
+    """Kill the process group after the supervisor has exited for any reason: this process then has another parent.
 
-    A pipe to the supervisor would also show its exit, unless a fork of the supervisor keeps the other end open.
+    A pipe would not always show that exit: a fork of the supervisor may keep the pipe's other end open.
     """
     while os.getppid() == supervisor:
         time.sleep(_PARENT_POLL_SECONDS)
@@ -369,27 +365,25 @@ _fork_state = threading.local()  # the signal mask before the fork, of each thre
 
 
 def ignore_group_signals() -> None:
-    """Ignore SIGTERM and SIGINT, which SLURM and terminals send to the whole group, so that the trial can still save.
+    """Ignore SIGTERM and SIGINT so that the trial can save: SLURM and terminals send them to the whole process group.
 
-    Programs that the trainable executes do not inherit a handler, unlike SIG_IGN. In forked children the earlier
-    handlers are restored, so that `Process.terminate()` ends them.
+    A handler is set, not SIG_IGN: programs that the trainable executes would inherit SIG_IGN. In a forked child, the
+    earlier handlers are restored, so that `Process.terminate()` ends the child.
     """
     global _original_handlers  # noqa: PLW0603 - handlers are global too, and fork handlers take no arguments
     if not _original_handlers:
         _original_handlers = {number: signal.signal(number, _ignore_signal) for number in _GROUP_SIGNALS}
         os.register_at_fork(
-            before=_block_ignored_signals,
-            after_in_parent=_unblock_signals,
-            after_in_child=_restore_handlers,
+            before=_block_ignored_signals, after_in_parent=_unblock_signals, after_in_child=_restore_handlers
         )
 
 
 def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
-    """Ignore a signal that was sent to the process group: the supervisor asks the trial to save and end."""
+    """Ignore a signal to the process group: the supervisor asks the trial to save and end."""
 
 
 def _block_ignored_signals() -> None:
-    """Block the signals during the fork: else a signal to the child before `_restore_handlers` would be lost."""
+    """Block the signals during a fork: else a signal that the child gets before `_restore_handlers` would be lost."""
     ignored = [number for number in _GROUP_SIGNALS if signal.getsignal(number) is _ignore_signal]
     _fork_state.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
 
@@ -399,7 +393,7 @@ def _unblock_signals() -> None:
 
 
 def _restore_handlers() -> None:
-    """Restore the earlier handlers in a forked child; it inherits handlers that the trainable installed."""
+    """Restore the earlier handlers in a forked child, except where the trainable has installed a handler."""
     for number, handler in _original_handlers.items():
         if signal.getsignal(number) is _ignore_signal:
             signal.signal(number, handler)
