@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
@@ -24,25 +25,25 @@ if TYPE_CHECKING:
 _INT64_LIMIT = 2**63
 _REPORT_COLUMNS = ("trial", "step", "trained_seconds")
 COLUMN_VERSIONS: Mapping[ResultsTable, str] = {"trials": "2", "reports": "1"}
-"""Incremented if a column is removed or changes its meaning, or is added to the reports, whose file is read back.
+"""Increment a version if a column is removed or changes its meaning; for reports, also if a column is added.
 
-A file holds its version in the metadata `prefect-tune/version`.
+`from_parquet` reads the reports back. A file holds its version in the metadata `prefect-tune/version`.
 """
 
 
 def trials_to_arrow(experiment: Experiment) -> pa.Table:
     """Return one row per trial, in the order in which the trials were added.
 
-    Columns: trial, status and step; `config/...`; the last valid report's metrics; the cost of the training, the newest
-    checkpoint, and why the training ended. A metric with the name of another column becomes `metrics/...`.
+    The columns are the trial, its status and step, the configuration as `config/...`, the metrics of the last valid
+    report, the cost of the training, the newest checkpoint, and why the training ended. A metric with the name of
+    another column becomes `metrics/...`.
     """
     import pyarrow as pa
 
     trials = list(experiment.trials.values())
     config = _make_columns((dict(iter_leaves(trial.config, "config/")) for trial in trials), len(trials), ())
-    metrics = _make_columns(
-        (dict(iter_leaves(trial.metrics)) for trial in trials), len(trials), {*_FIRST, *_LAST, *config}
-    )
+    taken = {*_FIRST, *_LAST, *config}
+    metrics = _make_columns((dict(iter_leaves(trial.metrics)) for trial in trials), len(trials), taken)
 
     def build_columns(columns: _Columns) -> dict[str, pa.Array]:
         return {
@@ -71,20 +72,19 @@ def attempts_to_arrow(cost: ExperimentCost) -> pa.Table:
     """Return one row per attempt: trial, number, start, seconds by category, and resource usage."""
     import pyarrow as pa
 
-    usages = [attempt.usage for attempt in cost.attempts]
-    categories = [attempt for attempt in Category if attempt is not Category.IDLE]
-    return pa.table(
-        {
-            "trial": pa.array([attempt.trial for attempt in cost.attempts], "string"),
-            "attempt": pa.array([attempt.attempt for attempt in cost.attempts], "int64"),
-            "began_at": pa.array([attempt.began_at for attempt in cost.attempts], pa.timestamp("ms", "UTC")),
-            **{
-                f"{kind.key}_seconds": pa.array([attempt.seconds[kind] for attempt in cost.attempts], "float64")
-                for kind in categories
-            },
-            **{name: pa.array([getattr(use, name, None) for use in usages], t) for name, t in _USAGE_COLUMNS.items()},
-        }
-    )
+    attempts = cost.attempts
+    columns = {
+        "trial": pa.array([attempt.trial for attempt in attempts], "string"),
+        "attempt": pa.array([attempt.attempt for attempt in attempts], "int64"),
+        "began_at": pa.array([attempt.began_at for attempt in attempts], pa.timestamp("ms", "UTC")),
+    }
+    for category in Category:
+        if category is not Category.IDLE:
+            seconds = [attempt.seconds[category] for attempt in attempts]
+            columns[f"{category.key}_seconds"] = pa.array(seconds, "float64")
+    for name, arrow_type in _USAGE_COLUMNS.items():
+        columns[name] = pa.array([getattr(attempt.usage, name, None) for attempt in attempts], arrow_type)
+    return pa.table(columns)
 
 
 _USAGE_COLUMNS = {
@@ -96,14 +96,14 @@ _USAGE_COLUMNS = {
 }
 
 
-def metric_columns(reports: pa.Table, metrics: Sequence[str]) -> Mapping[str, str]:
+def find_metric_columns(reports: pa.Table, metrics: Sequence[str]) -> Mapping[str, str]:
     """Return the column names of `metrics` in a table of reports; omit metrics without a column."""
     columns = {name: f"metrics/{name}" if name in _REPORT_COLUMNS else name for name in metrics}
     return {name: column for name, column in columns.items() if column in reports.column_names}
 
 
 def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
-    """Return `table` as a Parquet file with `about` as its schema metadata; the keys get the prefix `prefect-tune/`."""
+    """Return `table` as a Parquet file with this schema metadata; the keys get the prefix `prefect-tune/`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -114,10 +114,9 @@ def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 
 
 def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
-    """Return the reports in a Parquet file; None if it was written for a journal state with another digest.
+    """Return the reports in a Parquet file; None if the file is damaged, or has another version or state digest.
 
-    Also None if the file is damaged, or its columns have another version: the journal has the reports. Nothing in the
-    file is executed.
+    The caller then reads the reports from the journal. Nothing in the file is executed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -190,14 +189,11 @@ def _make_column(column: list[Any]) -> pa.Array:
 
 
 def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
-    """Return the valid reports, one per row, from the published file of exactly this state, or from the journal."""
+    """Return one row per valid report, from the published file of this state, or else from the journal."""
     path = results_path(experiment.key, "reports", experiment.entry_count)
-    try:
-        table = from_parquet(read_document(store, path, JournalCorrupt), experiment.digest)
-    except (ObjectNotFound, JournalCorrupt):  # a file that is too large was not written by this package
-        table = None
-    if table is not None:
-        return table
+    with suppress(ObjectNotFound, JournalCorrupt):  # a file that is too large was not written by this package
+        if (table := from_parquet(read_document(store, path, JournalCorrupt), experiment.digest)) is not None:
+            return table
     return curves_to_arrow(experiment, read_curves(store, experiment))
 
 
@@ -207,7 +203,7 @@ def curves_to_arrow(experiment: Experiment, curves: LearningCurves) -> pa.Table:
 
 
 def read_curves(store: ObjectStore, experiment: Experiment) -> LearningCurves:
-    """Return the curves of all trials up to the experiment's last entry."""
+    """Return the learning curves of all trials, up to the last entry of `experiment`."""
     return LearningCurves(
         entry for entry, _ in iter_entries(store, experiment.key) if entry.number <= experiment.entry_count
     )

@@ -1,8 +1,7 @@
-"""Output of a notebook cell: one HTML display, updated in place; tables like in a terminal; no Prefect log lines."""
+"""Show a search or its results in a notebook cell: one HTML display, updated in place, without Prefect's log lines."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -13,11 +12,11 @@ from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from rich.console import Console
 
-from prefect_tune.arrow_tables import metric_columns
+from prefect_tune.arrow_tables import find_metric_columns
 from prefect_tune.core.display_text import first_line, format_duration, pluralize, shorten
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.cost import ExperimentCost, format_cost
@@ -54,7 +53,7 @@ class SearchEnding(StrEnum):
 
 
 Draw: TypeAlias = "Callable[[SearchEnding, str], tuple[str, str]]"
-"""Returns the output as HTML and as one line of text, given the ending and the error message of a failure."""
+"""Returns the output as HTML and as one line of text, from the ending and the error message of a failure."""
 
 
 class CellOutput:
@@ -81,8 +80,8 @@ def current_cell_output() -> CellOutput | None:
 
 
 @contextmanager
-def search_output(what: str) -> Iterator[None]:
-    """In a notebook, display that the search `what` starts, and hide Prefect's log; elsewhere do nothing.
+def search_output(flow: str) -> Iterator[None]:
+    """In a notebook, display that the flow is starting, and hide Prefect's log; outside a notebook, do nothing.
 
     Raises:
         KeyboardInterrupt: the kernel was interrupted; raised without the traceback of the waiting code.
@@ -90,7 +89,7 @@ def search_output(what: str) -> Iterator[None]:
     if not can_show_output():
         yield
         return
-    output = CellOutput(render_notebook_cell(Text([f"{what}: starting …"], kind="legend")), f"{what}: starting")
+    output = CellOutput(render_notebook_cell(Text([f"{flow}: starting …"], kind="legend")), f"{flow}: starting")
     token = _current_output.set(output)
     status = "nothing was left to do"
     try:
@@ -99,12 +98,12 @@ def search_output(what: str) -> Iterator[None]:
     except BaseException as error:
         status = f"{type(error).__name__}, before it began"
         if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(f"{what} was interrupted; run the cell again to resume it") from None
+            raise KeyboardInterrupt(f"{flow} was interrupted; run the cell again to resume it") from None
         raise
     finally:
         _current_output.reset(token)
         if not output.is_used:
-            output.show(render_notebook_cell(Text([f"{what}: {status}"], kind="legend")), f"{what}: {status}")
+            output.show(render_notebook_cell(Text([f"{flow}: {status}"], kind="legend")), f"{flow}: {status}")
 
 
 @contextmanager
@@ -113,7 +112,7 @@ def live_output(
 ) -> Iterator[None]:
     """Show the result of `draw` during the `with` block, at most once a second, and the ending afterwards.
 
-    A thread calls `draw`, for at most 5 % of the time. `on_error` receives errors of `draw` or the kernel; after an
+    A thread calls `draw`, and uses at most 5 % of a CPU. `on_error` receives errors of `draw` or the kernel. After an
     error, only the ending is drawn.
     """
     ended = threading.Event()
@@ -130,7 +129,7 @@ def live_output(
             pass
 
     def run_display() -> None:
-        """Draw until the end; after an error, draw only the ending, or the cell would show a running search forever."""
+        """Draw until the end; after an error, draw only the ending: the cell must not show a running search forever."""
         for step in (draw_until_end, draw_once):
             try:
                 step()
@@ -160,10 +159,8 @@ def live_output(
 
 
 def can_show_output(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process is a kernel whose cells show HTML; `PREFECT_TUNE_PROGRESS=off` disables this.
-
-    A kernel has already imported IPython and ipykernel, so this function imports neither.
-    """
+    """Return whether the cells of this process show HTML; `PREFECT_TUNE_PROGRESS=off` disables this."""
+    # A kernel has already imported IPython and ipykernel: this function imports neither.
     if environment.get("PREFECT_TUNE_PROGRESS") == "off" or "ipykernel" not in sys.modules:
         return False
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
@@ -172,7 +169,7 @@ def can_show_output(environment: Mapping[str, str] = os.environ) -> bool:
 
 _QUIET_FILTER = QuietFilter()
 _guard = threading.Lock()
-_active_uses: list[object] = []  # one object per search that is shown
+_active_uses: list[object] = []  # one object per running `quiet_console` block
 _jupyter_consoles: dict[Console, bool] = {}  # the previous `is_jupyter` of each console
 
 
@@ -180,7 +177,7 @@ _jupyter_consoles: dict[Console, bool] = {}  # the previous `is_jupyter` of each
 def quiet_console() -> Iterator[None]:
     """Make Prefect's console handlers write only warnings, errors and notices, as text.
 
-    In a notebook they would display an HTML output for each line. All other handlers still receive every record, so
+    In a notebook, these handlers would display HTML for each line. All other handlers still receive every record:
     Prefect's UI has the complete log.
     """
     use = object()
@@ -188,7 +185,10 @@ def quiet_console() -> Iterator[None]:
         _active_uses.append(use)
         for handler in console_handlers():
             handler.addFilter(_QUIET_FILTER)  # adding it again has no effect
-            _disable_html_output(handler)
+            console = getattr(handler, "console", None)
+            if isinstance(console, Console) and can_show_output():  # write to the stream: Rich would display HTML
+                _jupyter_consoles.setdefault(console, console.is_jupyter)
+                console.is_jupyter = False
     try:
         yield
     finally:
@@ -201,31 +201,23 @@ def quiet_console() -> Iterator[None]:
                 console.is_jupyter = is_jupyter
 
 
-def _disable_html_output(handler: logging.StreamHandler[TextIO]) -> None:
-    """Make the handler's console write to its stream; in a notebook, Rich would display HTML instead."""
-    console = getattr(handler, "console", None)
-    if isinstance(console, Console) and can_show_output():
-        _jupyter_consoles.setdefault(console, console.is_jupyter)
-        console.is_jupyter = False
-
-
 # Tables like in a terminal, and the learning curves of results.
 
 _TERMINAL_WIDTH = 120
 _TERMINAL_HEIGHT = 34
-"""The size, in characters and lines, of the terminal whose output a cell shows."""
+"""The width in characters, and the height in lines, of the tables in a cell."""
 _MAX_TABLE_CHARACTERS = 20_000
 
 
 def render_trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: str) -> str:
-    """Return a table with a row per trial: status, step, metrics, differing parameters; `more` is a note below it."""
+    """Return a table with a row per trial; the note `more` is below the table."""
     table, hidden = trials_table(trials, metrics, width=_TERMINAL_WIDTH)
     notes = (Text([note], kind="legend") for note in (hidden, more) if note)
     return render_notebook_cell(*([Code(render_text(table, width=_TERMINAL_WIDTH), "text")] if trials else []), *notes)
 
 
 def render_progress_html(state: ProgressState, ending: SearchEnding, error: str, link: str | None = None) -> str:
-    """Return the progress or the ending of a search; `error` is the message of a failure, `link` the URL of its run."""
+    """Return the progress or the ending of a search as HTML. `error` is the failure's message, `link` the run's URL."""
     after = f"after {format_duration(state.elapsed)}"
     headline: list[Cell] = []
     match ending:
@@ -258,18 +250,17 @@ _MAX_METRICS = 4
 
 
 def render_results_html(report: ReportInput, read_curves: ReadCurves, read_cost: Callable[[], ExperimentCost]) -> str:
-    """Return the report without its runs and settings, for any number of trials.
+    """Return the report as HTML, without its runs and settings.
 
-    `read_curves` and `read_cost` may read the target; if that fails, the error replaces the curves or hides the cost.
+    `read_curves` and `read_cost` may read the target. If reading fails, the HTML has the error instead of the curves,
+    or no cost.
     """
-    metrics = (
-        report.objective.metrics if report.objective else first_reported_metrics(report.first_trials)[:_MAX_METRICS]
-    )
+    reported = first_reported_metrics(report.first_trials)[:_MAX_METRICS]
+    metrics = report.objective.metrics if report.objective else reported
     blocks = [*headline_section(report), *best_trial_section(report)]
     try:
-        curves = read_curves(
-            [trial.id for trial in sample_trials([*report.ranking] or report.trials, MAX_CURVES)], metrics
-        )
+        drawn = [trial.id for trial in sample_trials([*report.ranking] or report.trials, MAX_CURVES)]
+        curves = read_curves(drawn, metrics)
     except TuneError as error:
         blocks.append(Text([f"The learning curves could not be read: {first_line(str(error))}"], kind="legend"))
         curves = {}
@@ -282,10 +273,10 @@ def render_results_html(report: ReportInput, read_curves: ReadCurves, read_cost:
 
 
 def select_curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str]) -> CurvePoints:
-    """Return the learning curves of some trials from a table with a row per report; long curves are thinned out."""
+    """Return the learning curves of some trials from a table of reports; long curves are downsampled."""
     import pyarrow.compute as pc
 
-    columns = metric_columns(reports, metrics)
+    columns = find_metric_columns(reports, metrics)
     selected = reports.select(["trial", "step", *columns.values()]).filter(pc.field("trial").isin(trials))
     curves: dict[str, dict[str, Series]] = {trial: {name: Series() for name in columns} for trial in trials}
     for row in selected.to_pylist():
@@ -298,5 +289,5 @@ def select_curve_points(reports: pa.Table, trials: Sequence[str], metrics: Seque
 
 
 def format_more_trials(count: int) -> str:
-    """Return how many trials a table leaves out, and how to get them; empty if none."""
+    """Describe how many trials a table omits, and how to get them; return "" if `count` is 0."""
     return f"and {pluralize(count, 'more trial', 'more trials')}: results.to_pandas()" if count else ""

@@ -14,7 +14,7 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from prefect_tune.arrow_tables import attempts_to_arrow, metric_columns, read_curves, read_reports, trials_to_arrow
+from prefect_tune.arrow_tables import attempts_to_arrow, find_metric_columns, read_curves, read_reports, trials_to_arrow
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.display_text import find_nearest_name, first_line
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput
@@ -86,7 +86,7 @@ def load_results(
     metric: str | Sequence[str] | None = None,
     mode: Mode | Sequence[Mode] = "min",
 ) -> Results:
-    """Read the results of an experiment from its target, at its journal's last entry; run and write nothing.
+    """Read the results of an experiment from its target, up to the last journal entry. Nothing is run or written.
 
     The experiment may still be running.
 
@@ -188,9 +188,9 @@ class Results:
 
     @cached_property
     def cost(self) -> ExperimentCost:
-        """How the experiment's slots spent their time in seconds, by category, run and attempt.
+        """The time in seconds that the experiment's slots spent, by category, run and attempt.
 
-        While a trial runs, its live status is read from the target, for the duration of running attempts.
+        While a trial is running, the live status is read from the target: it has the time of running attempts.
         """
         return self._read_cost(_TIMEOUT)
 
@@ -206,7 +206,7 @@ class Results:
 
     @property
     def best(self) -> Trial:
-        """The trial with the best last report; `best_trial` can compare other reports. Raises like `best_trial`."""
+        """The trial with the best last report: `best_trial` with its defaults, and with the same errors."""
         return self.best_trial()
 
     def best_trial(
@@ -214,17 +214,17 @@ class Results:
     ) -> Trial:
         """Return the best trial; among equal trials, the first proposed one.
 
-        Trials that still run or have errored are also compared, by their reports; see `status`.
+        Running and errored trials are compared too; see their `status`.
 
         ```python
         trial = results.best_trial("accuracy", "max", scope="all")
         ```
 
         Args:
-            metric: the metric to compare by; the next of several break ties. Default: the metric of the search.
+            metric: the metric to compare by; further metrics break ties. Default: the metric of the search.
             mode: the mode of `metric`, see `load_results`.
-            scope: the reports to compare: the last one (`"last"`, like everywhere else), the best one of each trial
-                (`"all"`), the mean of all (`"avg"`), or of the last five or ten (`"last-5-avg"`, `"last-10-avg"`).
+            scope: what represents a trial: its last report (`"last"`, also used by `show`), its best report (`"all"`),
+                the mean of all reports (`"avg"`), or of the last five or ten (`"last-5-avg"`, `"last-10-avg"`).
 
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
@@ -235,7 +235,7 @@ class Results:
     def best_trials(self) -> Sequence[Trial]:
         """The trials that no other trial dominates, by their last reports.
 
-        With several metrics: the Pareto front, sorted by the first metric. Raises like `best_trial`.
+        With several metrics: the Pareto front, sorted by the first metric. The errors are those of `best_trial`.
         """
         return pareto_front(self._rank_trials(self._require_objective(None, "min"), "last"))
 
@@ -256,9 +256,8 @@ class Results:
             ranking = rank_trials(trials, objective)
         else:
             curves = self._read_metric_curves(objective.metrics)
-            ranking = sort_by_losses(
-                (trial, score_reports(curves.get(trial.id, ()), objective, scope)) for trial in trials
-            )
+            scores = ((trial, score_reports(curves.get(trial.id, ()), objective, scope)) for trial in trials)
+            ranking = sort_by_losses(scores)
         if not ranking:
             curves = self._read_metric_curves(objective.metrics)
             reason = no_ranking_reason(trials, objective, scope, curves)
@@ -266,14 +265,13 @@ class Results:
             problem = f"none of its {count} trials has reported {names}"
             reports = (*chain.from_iterable(curves.values()), *(trial.metrics for trial in trials))
             if any(get_metric(report, name) is not None for report in reports for name in objective.metrics):
-                problem = (
-                    f"no {'last report' if scope == 'last' else 'report'} of its {count} trials has {names} as a number"
-                )
+                compared = "last report" if scope == "last" else "report"
+                problem = f"no {compared} of its {count} trials has {names} as a number"
             raise InvalidInput(f"experiment {self.experiment.name!r}: {problem}: {reason}")
         return ranking
 
     def _read_metric_curves(self, metrics: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, object]]]:
-        columns = metric_columns(self._reports, metrics)
+        columns = find_metric_columns(self._reports, metrics)
         curves: dict[str, list[Mapping[str, object]]] = defaultdict(list)
         for row in self._reports.select(["trial", *columns.values()]).to_pylist():
             curves[row["trial"]].append({name: row[column] for name, column in columns.items()})
@@ -282,7 +280,7 @@ class Results:
     # ------------------------------------------------------------------------------------------------ one trial
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
-        """Return the learning curve of a trial: one report per step, without reports that a retry has replaced.
+        """Return the learning curve of a trial: one report per step, the newest one if a retry repeated the step.
 
         ```python
         losses = [report.metrics["loss"] for report in results.curve("00003")]
@@ -316,8 +314,8 @@ class Results:
     ) -> str:
         """Write a checkpoint to a directory, with its trial's configuration and metrics; return the directory's path.
 
-        The configuration is in `config.json`, the metrics are in `metrics.json`. If the checkpoint has a file of that
-        name, it stays, and they are in `trial-config.json` or `trial-metrics.json`.
+        The configuration is in `config.json` and the metrics are in `metrics.json`. A file of that name in the
+        checkpoint is kept: the names are then `trial-config.json` and `trial-metrics.json`.
 
         ```python
         results.export("best-model")
@@ -331,7 +329,7 @@ class Results:
 
         Raises:
             CheckpointNotFound: the trial has no such checkpoint.
-            InvalidInput: the directory has other content, which stays unchanged; or there is no such trial.
+            InvalidInput: the directory has other content, which is not changed, or there is no such trial.
         """
         (current,) = self._reload_trials(self.best if trial is None else trial)
         keys = live_checkpoint_keys(self.experiment.trial_key(current.id), current)
@@ -349,11 +347,11 @@ class Results:
         metric: str | Sequence[str] | None = None,
         mode: Mode | Sequence[Mode] = "min",
     ) -> Checkpoint | None:
-        """Return the checkpoint whose step has the best report, of one trial or of all; None if none has the metrics.
+        """Return the checkpoint with the best metrics, of one trial or of all; None if no checkpoint has the metrics.
 
-        It may belong to another trial than `best_trial`, which compares last reports. With several metrics, the first
-        one decides, the next ones break ties. Among equally good checkpoints, the first proposed trial's is returned,
-        and of this trial's the oldest, which `Retention(best=1)` keeps.
+        Its trial may differ from `best_trial`, since that method compares last reports. With several metrics, further
+        metrics break ties. Among equal checkpoints, the trial that was proposed first wins, then the oldest checkpoint:
+        `Retention(best=1)` keeps the same one.
 
         ```python
         checkpoint = results.best_checkpoint(metric="accuracy", mode="max")
@@ -376,13 +374,13 @@ class Results:
         return None
 
     def _reload_trials(self, trial: str | Trial | None) -> Sequence[Trial]:
-        """Return the present state of a trial, or of all trials, which may have saved and deleted checkpoints since."""
+        """Return the current state of a trial, or of all trials: a running trial saves and deletes checkpoints."""
         trials = [self._require_trial(trial)] if trial is not None else list(self.trials.values())
-        if all(trial_.phase in ENDED_PHASES for trial_ in trials):
+        if all(earlier.phase in ENDED_PHASES for earlier in trials):
             return trials
         with self.target.open(timeout=_TIMEOUT) as store:
             state = load_experiment(store, self.experiment.key)
-        return [state.trials.get(trial_.id, trial_) for trial_ in trials]
+        return [state.trials.get(earlier.id, earlier) for earlier in trials]
 
     def _require_trial(self, trial: str | Trial) -> Trial:
         return require_trial(self.experiment, trial.id if isinstance(trial, Trial) else trial)
@@ -394,14 +392,14 @@ class Results:
 
         Nested configurations and metrics become columns such as `config/model/depth`. The reports of an ended
         experiment are read from its published file, the reports of a running experiment from its journal. The rows of
-        attempts are from `cost`: seconds by category, processor time and memory.
+        attempts have the seconds by category (see `cost`), the processor time and the memory.
 
         ```python
         table = results.to_arrow("reports")
         ```
 
         Raises:
-            InvalidInput: `rows` is none of `"trials"`, `"reports"` and `"attempts"`.
+            InvalidInput: `rows` is not `"trials"`, `"reports"` or `"attempts"`.
         """
         match rows:
             case "trials":
@@ -427,7 +425,7 @@ class Results:
             import pandas as pd  # noqa: F401  pyarrow's `to_pandas` imports it, but its error is less clear
         except ImportError as missing:
             install = "pip install 'prefect-tune[pandas]'"
-            raise InvalidInput(f"to_pandas needs pandas: {install}; `to_arrow` does not need it") from missing
+            raise InvalidInput(f"to_pandas needs pandas: {install}; `to_arrow` works without pandas") from missing
         return self.to_arrow(rows).to_pandas()
 
     @cached_property
@@ -439,13 +437,12 @@ class Results:
             return read_reports(store, self.experiment)
 
     def _repr_html_(self) -> str:
-        """Return the results for a notebook; curves and live status are read from the target, for at most 20 s each."""
-        report = make_report_input(
-            SearchSnapshot(self.experiment), objective=self.objective, uri=self.target.uri, now=datetime.now(UTC)
-        )
-        return render_results_html(report, self._read_points, partial(self._read_cost, _DISPLAY_TIMEOUT))
+        """Return HTML for a notebook; each read of curves or of the live status takes at most 20 s."""
+        snapshot, uri = SearchSnapshot(self.experiment), self.target.uri
+        report = make_report_input(snapshot, objective=self.objective, uri=uri, now=datetime.now(UTC))
+        return render_results_html(report, self._read_curve_points, partial(self._read_cost, _DISPLAY_TIMEOUT))
 
-    def _read_points(self, trials: Sequence[str], metrics: Sequence[str]) -> CurvePoints:
+    def _read_curve_points(self, trials: Sequence[str], metrics: Sequence[str]) -> CurvePoints:
         """Return the downsampled learning curves of some trials. Raises the target's errors."""
         reports = self._reports if "_reports" in vars(self) else self._read_reports(_DISPLAY_TIMEOUT)
         return select_curve_points(reports, trials, metrics)
@@ -465,11 +462,7 @@ _MetricsByTrial = Mapping[str, Sequence[Mapping[str, object]]]
 
 
 def no_ranking_reason(trials: Collection[Trial], objective: Objective, scope: Scope, curves: _MetricsByTrial) -> str:
-    """Return why none of the trials can be ranked by `scope`.
-
-    Args:
-        curves: all reports of all trials.
-    """
+    """Return why none of the trials can be ranked by `scope`; `curves` has all reports of all trials."""
     for trial in trials:
         for name in objective.metrics:
             if kind := describe_non_number(value := get_metric(trial.metrics, name)):
@@ -484,9 +477,8 @@ def no_ranking_reason(trials: Collection[Trial], objective: Objective, scope: Sc
         return "nothing was reported"
     by_last_part = {name.rpartition("/")[2]: name for name in names}
     for metric in objective.metrics:  # similar to a name, or to the last part of a name
-        similar = find_nearest_name(metric, names) or by_last_part.get(
-            find_nearest_name(metric, by_last_part) or metric
-        )
+        last_part = find_nearest_name(metric, by_last_part) or metric
+        similar = find_nearest_name(metric, names) or by_last_part.get(last_part)
         if metric not in names and similar is not None:
             return f"their reports have {names}; did you mean {similar!r}?"
     return f"their reports have {names}"
@@ -511,11 +503,11 @@ def export_checkpoint(
     A second call completes an interrupted export. `plain` omits the two JSON files.
 
     Returns:
-        The names of the two JSON files, by their default names `config.json` and `metrics.json`. If the checkpoint has
-        a file of that name, it stays, and the JSON file is called `trial-config.json` or `trial-metrics.json`.
+        The names of the two JSON files, by their default names `config.json` and `metrics.json`. A file of that name in
+        the checkpoint is kept: the JSON file is then called `trial-config.json` or `trial-metrics.json`.
 
     Raises:
-        InvalidInput: the directory has other content, which stays unchanged.
+        InvalidInput: the directory has other content, which is not changed.
         CheckpointNotFound, CheckpointCorrupt: see `Checkpoint.to_directory`.
     """
     folder = experiment.trial_key(trial.id)
@@ -528,28 +520,22 @@ def export_checkpoint(
         if trial.last_clone_sequence is not None:  # an exploit has changed the configuration
             entries = read_entries(store, experiment.key)
             config = config_of_checkpoint(entries, trial.id, ref.sequence)
-    names = {name: _choose_free_name(name, taken_names) for name in (_CONFIG_FILE, _METRICS_FILE)}
+    names: dict[str, str] = {}
+    for name in (_CONFIG_FILE, _METRICS_FILE):
+        candidates = chain((name, f"trial-{name}"), (f"trial-{number}-{name}" for number in count(2)))
+        names[name] = next(candidate for candidate in candidates if candidate not in taken_names)
     contents = {names[_CONFIG_FILE]: _encode_json(config), names[_METRICS_FILE]: _encode_json(ref.metrics)}
     folder_path = Path(directory).expanduser()
-    for name, content in contents.items():
-        _remove_earlier_export(folder_path / name, content)
+    for name, content in contents.items():  # remove files of an earlier export, even incomplete ones; keep other files
+        file_path = folder_path / name
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if not file_path.is_symlink() and file_path.is_file() and content.startswith(file_path.read_bytes()):
+                file_path.unlink()
     target.checkpoint(key).to_directory(folder_path)
     for name, content in {} if plain else contents.items():
         (folder_path / name).write_bytes(content)
     return {} if plain else names
 
 
-def _choose_free_name(name: str, taken_names: Collection[str]) -> str:
-    numbered = (f"trial-{number}-{name}" for number in count(2))
-    return next(candidate for candidate in chain((name, f"trial-{name}"), numbered) if candidate not in taken_names)
-
-
 def _encode_json(value: object) -> bytes:
     return f"{json.dumps(value, indent=2, ensure_ascii=False)}\n".encode(errors="backslashreplace")
-
-
-def _remove_earlier_export(file: Path, content: bytes) -> None:
-    """Remove a file of an earlier export, even if it is incomplete; keep any other file."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        if not file.is_symlink() and file.is_file() and content.startswith(file.read_bytes()):
-            file.unlink()

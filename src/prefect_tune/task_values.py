@@ -1,7 +1,7 @@
-"""The arguments and results of the public tasks: plain values.
+"""The arguments and results of the public tasks, as plain values.
 
-Arguments are parsed and validated first, before the task takes ownership or writes. Results are frozen, and can be
-printed, pickled and stored as JSON.
+A task parses and validates its arguments before it takes ownership or writes. Results are frozen, and can be printed,
+pickled and stored as JSON.
 """
 
 from __future__ import annotations
@@ -37,16 +37,11 @@ TrialEndStatus: TypeAlias = Literal["completed", "paused", "errored"]
 
 
 def _validate_step(value: object) -> int:
-    """Return `value` as a step. Raises `InvalidInput` unless it is a whole number from 1 on."""
+    """Return `value` as a step. Raises `InvalidInput` unless `value` is an integer of at least 1."""
     step = to_plain_scalar(value)
     if isinstance(step, int) and is_integer_at_least(step, 1):
         return step
-    raise InvalidInput(f"step: expected a number from 1 on, the count of trained steps, found {value!r}")
-
-
-def _path_as_text(value: object) -> object:
-    """Return a path-like object as text, because pydantic accepts only paths and text."""
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    raise InvalidInput(f"step: expected an integer of at least 1, the number of trained steps, found {value!r}")
 
 
 def _validate_metrics(value: Any) -> dict[str, object]:
@@ -58,14 +53,12 @@ def _validate_metadata(value: Any) -> dict[str, object]:
 
 
 def _parse_reports(value: Any) -> tuple[StepReport, ...]:
-    """Return reports in the order of their steps; in JSON parameters, the steps are text."""
+    """Return reports in the order of their steps; the steps of JSON parameters are text."""
     if value is not None and not isinstance(value, Mapping):
         raise InvalidInput(f"reports: expected metrics by step, such as {{1: {{'loss': 0.5}}}}, found {value!r}")
     numbered = {_parse_report_step(step): metrics for step, metrics in (value or {}).items()}
-    return tuple(
-        StepReport(step=step, metrics=to_plain_metrics(numbered[step], f"reports, step {step}"))
-        for step in sorted(numbered)
-    )
+    plain = {step: to_plain_metrics(numbered[step], f"reports, step {step}") for step in sorted(numbered)}
+    return tuple(StepReport(step=step, metrics=metrics) for step, metrics in plain.items())
 
 
 def _parse_report_step(value: object) -> int:
@@ -76,7 +69,10 @@ def _parse_report_step(value: object) -> int:
 
 
 _Step: TypeAlias = Annotated[int, BeforeValidator(_validate_step)]
-_Path: TypeAlias = Annotated[Path, BeforeValidator(_path_as_text)]
+_Path: TypeAlias = Annotated[
+    Path, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
+]
+"""A path; pydantic itself accepts only `Path` and text."""
 _Seconds: TypeAlias = Annotated[Number, Field(gt=0)]
 
 
@@ -137,14 +133,14 @@ class SyncArguments(TrialArguments):
 # Warn if a name is new on a target and similar to an existing name: it may be misspelled.
 
 _MIN_SIMILARITY = 0.75
-"""The minimum similarity of two spellings of one name, which `slow` and `slwo` have."""
+"""The minimum similarity of two spellings of one name: the similarity of `slow` and `slwo`."""
 _LIST_TIMEOUT = timedelta(seconds=5)
 _SERIES_PART = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 """The parts that differ within a series of names, such as `fold-a` and `fold-b` or `rate-0.1` and `rate-0.2`."""
 
 
 def similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
-    """Return `_similar_name_hint` for the experiments on `target`; "" if they cannot be listed within 5 s."""
+    """Return `; did you mean 'slow'?` if an experiment on `target` has a similar name; otherwise, or after 5 s, ""."""
     with suppress(TuneError), target.open(timeout=_LIST_TIMEOUT) as store:
         return _similar_name_hint(experiment, list_experiment_names(store))
     return ""
@@ -160,12 +156,9 @@ def misspelling_warning(target: StorageTarget, state: Experiment, trial: str) ->
 
 
 def _similar_name_hint(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean 'slow'?` if `name` may be a misspelled existing name; names of one series never are."""
-    return did_you_mean(name, (other for other in names if _series_of(other) != _series_of(name)), _MIN_SIMILARITY)
-
-
-def _series_of(name: str) -> str:
-    return _SERIES_PART.sub("", name)
+    """Return `; did you mean 'slow'?` for a similar name in `names`; ignore names of the same series."""
+    series = _SERIES_PART.sub("", name)
+    return did_you_mean(name, (other for other in names if _SERIES_PART.sub("", other) != series), _MIN_SIMILARITY)
 
 
 # The results.
@@ -184,14 +177,14 @@ class CommittedCheckpoint(Value):
     size_bytes: int
     """The size of the directory."""
     sent_bytes: int | None = None
-    """The uploaded bytes, without those that were on the target already; None if an earlier call saved it."""
+    """The uploaded bytes, without bytes that the target already had; None if an earlier call saved the checkpoint."""
 
 
 class RestoredCheckpoint(Value):
-    """A checkpoint whose verified files are in a local directory. It can be used as a path: `Path(restored, "x")`."""
+    """A checkpoint with its verified files in a local directory. It can be used as a path: `Path(restored, "x")`."""
 
     directory: Path
-    """The directory with the files. It belongs to the caller, and nothing removes it."""
+    """The directory with the files. The caller owns and deletes it."""
     experiment: str
     """The name of its experiment."""
     trial: str
@@ -226,7 +219,7 @@ class TrialState(Value):
     recomputed_steps: int
     """The number of steps known to be trained again."""
     recomputed_is_lower_bound: bool
-    """Whether there may be more: a run vanished, and its last reports are lost."""
+    """Whether more steps may be trained again: a run vanished, and its last reports are lost."""
     config: Mapping[str, Any]
     """The trial's configuration; empty if none was passed."""
 
@@ -240,7 +233,7 @@ class ExperimentState(Value):
     entry: int
     """The number of the entry."""
     owner: str
-    """The run that owns the experiment, named like in messages."""
+    """The name of the run that owns the experiment, in the same form as in messages."""
     trials: Mapping[str, TrialState] = Field(default_factory=dict)
     """The trials by name, in the order of their addition."""
 

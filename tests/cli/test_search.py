@@ -197,7 +197,7 @@ def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> 
             "lr: loguniform(0.1, 0.0001): expected low < high, found low=0.1 and high=0.0001; did you mean loguniform(",
         ),
         (["--set", "n=choice[1,2]"], "--set 'n=choice[1,2]': expected choice(...) in"),
-        (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': expected in the parentheses JSON"),
+        (["--set", "n=choice([1,2],adam)"], "--set 'n=choice([1,2],adam)': expected JSON in the parentheses"),
         (["--set", "a=1", "--set", "a.b=2"], "--set 'a.b=2': expected 'a' to be an object"),
         (["--stop", "loss"], "--stop 'loss': expected step=100, or package.module:name"),
         (["--stop", "MaxFailures=5"], 'stop: MaxFailures is a stopper: expected {"MaxFailures": {"failures": 3}}'),

@@ -126,7 +126,7 @@ def test_a_file_of_the_checkpoint_with_one_of_these_names_stays_as_it_is(
     assert [exported[name] for name in own] == [b"of the model"] * len(own)
     name = "trial-2-config.json" if "trial-config.json" in own else "trial-config.json"
     assert json.loads(exported[name]) == {"rate": 0.5}
-    assert f"config.json is a file of the checkpoint; the trial's is in {name}" in done.err
+    assert f"the checkpoint has its own config.json; the trial's is in {name}" in done.err
     metrics = "trial-metrics.json" if "metrics.json" in own else "metrics.json"
     assert json.loads(exported[metrics]) == {"loss": 0.5}
     assert run("export", tmp_path / "target", "e", tmp_path / "out").code == 0
@@ -314,7 +314,7 @@ def test_what_is_not_put_aside_cannot_be_released(run: Run, tmp_path: Path) -> N
     target = tmp_path / "target"
     write_experiment(target, "digits", [2, 4], quarantined=(4,))
     done = run("verify", target, "digits", "--release", 2)
-    assert (done.code, "step 2 is not quarantined; there are: 4" in done.err) == (2, True)
+    assert (done.code, "step 2 is not quarantined; quarantined: 4" in done.err) == (2, True)
 
 
 # `prefect-tune delete` and `pt.delete_experiment`: what is asked, what goes, and what is refused.

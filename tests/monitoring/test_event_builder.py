@@ -127,7 +127,7 @@ def test_an_experiment_is_named_by_its_place_without_secrets(uri: str, named: st
             place.redacted_target_uri,
             place.checkpoints_uri(first_generation("first").trial_key("00000")),
             place.best_model_key,
-            place.related_resource,
+            {**place.resource, "prefect.resource.role": "experiment"},
         ]
     )
 

@@ -40,7 +40,7 @@ from prefect_tune.core.search.objective import Mode, make_objective
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.progress import ProgressObserver, SearchLog, showing_progress
 from prefect_tune.monitoring.search_observer import SearchRecorder
-from prefect_tune.terminal.progress_view import SearchEstimate, progress_facts, render_progress_line
+from prefect_tune.terminal.progress_view import SearchEstimate, collect_progress_facts, render_progress_line
 from prefect_tune.tuner.search_policy import finish_event
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.outcomes import make_failure
@@ -323,7 +323,7 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     worse = StepReported(trial=T, report=StepReport(step=3, metrics={"loss": 0.9}))
     search.goes(worse)
     tracker.happens(worse, search.state)
-    best = progress_facts(tracker.read_state(3.0))["best"]
+    best = collect_progress_facts(tracker.read_state(3.0))["best"]
     assert best == "trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
 
 

@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.facts import ReportInput, report_fields
-from prefect_tune.reporting.page import cost_rows, make_page, render_html, render_markdown
+from prefect_tune.reporting.page import make_cost_rows, make_page, render_html, render_markdown
 from prefect_tune.terminal.formatting import format_cell
 from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, single
@@ -139,7 +139,7 @@ def test_the_training_time_of_the_report_is_that_of_the_cost() -> None:
     held = ExperimentCost([RunCost(began, 10.0, 1)], [AttemptCost("0", 1, began, seconds, None)], seconds)
     report_input.__dict__["cost"] = held
     assert (report_input.totals.useful_seconds, report_input.totals.lost_seconds) == (7.5, 2.5)
-    assert cost_rows(report_input.totals)["training"] == "7.5 s in 3 attempts, 2 killed or lost"
+    assert make_cost_rows(report_input.totals)["training"] == "7.5 s in 3 attempts, 2 killed or lost"
 
 
 def test_the_same_facts_are_json() -> None:

@@ -235,7 +235,7 @@ def test_a_metric_with_the_name_of_a_column_is_compared_and_drawn_by_what_was_re
     )
     vars(results)["_reports"] = reports_to_arrow(curves)
     assert (results.best.id, results.best_trial(scope="all").id) == ("b", "a")
-    assert results._read_points(["a"], ["step"]) == {"a": {"step": [(1, 9.0), (2, 1.0)]}}
+    assert results._read_curve_points(["a"], ["step"]) == {"a": {"step": [(1, 9.0), (2, 1.0)]}}
 
 
 def test_an_experiment_that_is_not_there_is_an_error_and_makes_no_folder(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ from prefect_tune.terminal.progress_view import (
     Note,
     ProgressState,
     SearchEstimate,
+    count_remaining_steps,
     fit_columns,
-    remaining_steps,
     render_progress,
     render_progress_line,
     resumes_all_paused_trials,
@@ -201,7 +201,7 @@ def test_the_remaining_steps_are_unknown_where_trials_are_promoted_or_the_search
 ) -> None:
     estimate = replace(SearchEstimate("e", trial_count=2, step_count=10), **known)
     made = [Trial(id=str(number), config={}, **facts) for number, facts in enumerate(trials)]
-    assert remaining_steps(made, estimate) == steps
+    assert count_remaining_steps(made, estimate) == steps
 
 
 def test_a_population_resumes_all_that_it_pauses_and_a_promotion_search_some() -> None:

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from io import TextIOWrapper
 from pathlib import Path
@@ -45,14 +45,14 @@ def printing_short_errors(when_interrupted: str) -> Iterator[None]:
     from prefect_tune.prefect_api.api_client import is_no_server_error
     from prefect_tune.prefect_api.flow_with_server import had_run_begun
 
-    def is_other_error(record: logging.LogRecord) -> bool:
-        """Keep each `TuneError` out of Prefect's log: `run_app` prints its message, and the run's state holds it."""
+    def has_no_tune_error(record: logging.LogRecord) -> bool:
+        """Filter each `TuneError` out of Prefect's log: `run_app` prints its message, and the run's state has it."""
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
-    # During a flow run Prefect handles SIGTERM; after the run Prefect sends the signal again, to this handler.
+    # During a flow run, Prefect handles SIGTERM; after the run, Prefect sends SIGTERM again, to this handler.
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger = logging.getLogger("prefect.flow_runs")
-    logger.addFilter(is_other_error)
+    logger.addFilter(has_no_tune_error)
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -66,7 +66,7 @@ def printing_short_errors(when_interrupted: str) -> Iterator[None]:
             raise
         raise TuneError(f"Prefect: {' '.join(str(error).split()) or type(error).__name__}") from error
     finally:
-        logger.removeFilter(is_other_error)
+        logger.removeFilter(has_no_tune_error)
         signal.signal(signal.SIGTERM, terminate)
 
 
@@ -77,19 +77,19 @@ PANELS = {
     "inspect": "Inspect",
     "storage": "Checkpoints and storage",
 }
-"""The help panels: the module of the panel's commands, and the panel's title."""
+"""The title of each help panel, by the module of the panel's commands."""
 COMMANDS: Mapping[str, Sequence[str]] = {
     "getting_started": ("demo", "drill", "blocks"),
     "search": ("run", "resume", "stop", "deploy"),
     "inspect": ("ls", "show", "logs", "report", "audit"),
     "storage": ("checkpoints", "verify", "export", "gc", "maintain", "delete"),
 }
-"""The commands of each help panel, in the order of the help; they are defined in `cli/PANEL.py`."""
+"""The commands of each help panel, in the order of the help. `cli/PANEL.py` defines them."""
 _ORDER = [name for names in COMMANDS.values() for name in names]
 
 
 class _HidesFlagTypes:
-    """Omits `<bool>` from the help of a flag: it looks as if the flag took a value."""
+    """Omits `<bool>` from the help of a flag: a flag takes no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:  # the class of `ctx` depends on typer's version
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the other base class
@@ -154,7 +154,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def command(function: _Function) -> _Function:
-    """Add a command to the application, with the function's name; its module, `cli/PANEL.py`, determines the panel."""
+    """Add a function to the application as a command of the same name, in the help panel of the function's module."""
     panel = function.__module__.rpartition(".")[2]
     return app.command(function.__name__, cls=Command, rich_help_panel=PANELS[panel])(function)
 
@@ -189,7 +189,7 @@ def exit_without_verdict(error: Exception) -> NoReturn:
 def run_app() -> None:
     """Run the application; print a `TuneError` or an `OSError` as one message without a traceback.
 
-    Exit with 2 if the command was wrong, so that it would fail again. A bad metric comes from the trials: exit with 1.
+    Exit with 2 after wrong usage, and with 1 after other errors, such as a bad metric that a trial reported.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the locale cannot encode must not fail the command
@@ -203,17 +203,13 @@ def run_app() -> None:
         sys.exit(_EXIT_NO_VERDICT if is_wrong_usage else 1)
 
 
-# Open a target and load an experiment, read-only: a missing folder is not created.
+# Open an existing target, and load an experiment. A missing folder is not created.
 
-_READ_TIMEOUT = timedelta(minutes=30)
+_TIMEOUT = timedelta(minutes=30)
 
 
 def resolve_existing_target(target: str) -> StorageTarget | LocalFolder:
-    """Return the target; for an existing local folder, without importing Prefect.
-
-    Raises:
-        InvalidInput: the target is a local path, and there is no such folder.
-    """
+    """Return the target; do not import Prefect for a local folder. Raise `InvalidInput` for a missing folder."""
     if folder := find_local_folder(target):
         return folder
     from prefect_tune.blocks import LocalTarget, resolve_existing
@@ -226,17 +222,15 @@ def resolve_existing_target(target: str) -> StorageTarget | LocalFolder:
     return resolved
 
 
-@contextmanager
-def open_store_readonly(target: str) -> Iterator[ObjectStore]:
-    """Open a target for reading. Raises like `resolve_existing_target`."""
-    with resolve_existing_target(target).open(timeout=_READ_TIMEOUT) as store:
-        yield store
+def open_existing_store(target: str) -> AbstractContextManager[ObjectStore]:
+    """Open the store of a target. Raises the errors of `resolve_existing_target`."""
+    return resolve_existing_target(target).open(timeout=_TIMEOUT)
 
 
 @contextmanager
 def open_store_and_load_experiment(target: str, experiment: str) -> Iterator[tuple[ObjectStore, Experiment]]:
-    """Open a target for reading, and load an experiment. Raises `InvalidInput` if the experiment does not exist."""
-    with open_store_readonly(target) as store:
+    """Open a target, and load an experiment. Raises `InvalidInput` if the experiment does not exist."""
+    with open_existing_store(target) as store:
         state = load_experiment(store, find_current_journal(store, experiment))
         if not state.entry_count:
             raise InvalidInput(no_experiment_message(store, experiment, resolve_existing_target(target).uri))
@@ -248,12 +242,12 @@ def select_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
     return list(state.trials.values()) if trial is None else [require_trial(state, trial)]
 
 
-def last_entry_time(store: ObjectStore, state: Experiment) -> str:
-    """Return when the last entry of the journal was written."""
+def read_last_entry_time(store: ObjectStore, state: Experiment) -> str:
+    """Return the time of the last journal entry."""
     last = read_next_entry(store, state.key, state.entry_count - 1)
     return last.at if last else ""
 
 
 def load_view(store: ObjectStore, state: Experiment) -> ExperimentView:
-    """Return the experiment with the newest reports of its running trials, and their times."""
-    return read_view(store, state, last_entry_time(store, state))
+    """Return the experiment with the newest reports of its running trials, and the times of these reports."""
+    return read_view(store, state, read_last_entry_time(store, state))

@@ -92,12 +92,12 @@ def drill(
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps of each run.")] = 12,
     kills: Annotated[int, typer.Option(metavar="N", min=1, help="How often the second run is killed.")] = 3,
     at: Annotated[
-        str | None, option_without_default("--at", "STEP,STEP", "Kill after these steps instead of random ones.")
+        str | None, option_without_default("--at", "STEP,STEP", "Kill after these steps, not after random ones.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random steps.")] = 0,
     save_every: Annotated[
         int | None,
-        option_without_default("--save-every", "N", "Steps between saves of a class. Default: a quarter.", at_least=1),
+        option_without_default("--save-every", "N", "Steps between a class's saves. Default: a quarter.", at_least=1),
     ] = None,
     processes_per_trial: Annotated[
         int, typer.Option(metavar="N", min=1, help="Processes that train together: DDP, FSDP.")

@@ -22,11 +22,11 @@ from prefect_tune.cli.app import (
     add_working_directory_to_path,
     command,
     exit_without_verdict,
-    last_entry_time,
     load_view,
+    open_existing_store,
     open_store_and_load_experiment,
-    open_store_readonly,
     option_without_default,
+    read_last_entry_time,
     resolve_existing_target,
     select_trials,
 )
@@ -81,18 +81,16 @@ from prefect_tune.terminal.progress_view import trials_table
 @command
 def ls(target: Target, as_json: AsJson = False) -> None:
     """List the experiments on TARGET: their trials, the best trial, and the time and age of the data."""
-    with open_store_readonly(target) as store:
-        rows = list(_experiment_rows(store, find_experiment_names(listed.path for listed in store.list(""))))
+    with open_existing_store(target) as store:
+        rows = list(_read_experiment_rows(store, find_experiment_names(listed.path for listed in store.list(""))))
     if as_json:
         print(json.dumps([{**asdict(row), **fresh.json_fields()} for row, fresh in rows], indent=2))
     elif rows:
         table = borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
         for row, fresh in rows:
-            best = (
-                f"{format_value(row.best)} ({best_trial_name(str(row.best_trial), str(row.best_status))})"
-                if row.best
-                else ""
-            )
+            best = ""
+            if row.best:
+                best = f"{format_value(row.best)} ({best_trial_name(str(row.best_trial), str(row.best_status))})"
             cells = (row.experiment, row.kind, row.damage or format_counts(row.trials), best, fresh.format_short())
             table.add_row(*plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
         print_parts(table)
@@ -117,12 +115,12 @@ class _ExperimentRow:
     damage: str | None = None
 
 
-def _experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_ExperimentRow, Freshness]]:
+def _read_experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_ExperimentRow, Freshness]]:
     """Yield the row of each experiment, and the freshness of its data."""
     for name in names:
         try:
             loaded = load_experiment(store, find_current_journal(store, name))
-            last_write = last_entry_time(store, loaded)
+            last_write = read_last_entry_time(store, loaded)
             view = read_view(store, loaded, last_write)
             state, best = view.experiment, find_best_trial(view.experiment)
             objective = objective_from_settings(state.settings)
@@ -147,7 +145,7 @@ def _experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple
 
 _MAX_TRIALS = 50
 _MAX_ERRORS = 5
-_MAX_VERIFIED_ENTRIES = 200  # entries; each is a request
+_MAX_VERIFIED_ENTRIES = 200  # reading an entry takes one request
 _TIME_FIELDS = ("attempt_began_at", "reported_at")
 
 
@@ -176,7 +174,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
     fresh, cost = freshness_of(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
     selected = next(iter(select_trials(state, trial)), None)
     attempts = cost.attempts_by_trial().get(selected.id, ()) if selected is not None else ()
-    facts = _trial_facts(view, selected, attempts) if selected is not None else {}
+    facts = _collect_trial_facts(view, selected, attempts) if selected is not None else {}
     facts |= {name: value for name, value in extra.items() if value}
     if as_json:
         header = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
@@ -217,10 +215,9 @@ def logs(
 
 
 def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -> None:
-    """Print a search: its settings, and its trials, the best trial first.
+    """Print the settings and the trials of a search, the best trial first.
 
-    Args:
-        resume_with: the command that resumes the search; printed if its process has probably ended.
+    If the search's process has probably ended, also print `resume_with`: the command that resumes the search.
     """
     state, now = view.experiment, datetime.now(UTC)
     fresh, cost = freshness_of(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
@@ -238,7 +235,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
             **fresh.json_fields(),
             "settings": settings_for_display(state.settings),
             "cost": cost_fields(cost),
-            "trials": [_trial_facts(view, trial, attempts.get(trial.id, ())) for trial in trials],
+            "trials": [_collect_trial_facts(view, trial, attempts.get(trial.id, ())) for trial in trials],
         }
         print(json.dumps(shown, indent=2))
         return
@@ -279,7 +276,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
 def _format_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
     """Return the facts of a trial with ages and ranges of steps; omit facts that are None or an empty text.
 
-    A reason with a traceback is cut to its first line: `show` prints the whole reason below the table.
+    Shorten a reason with a traceback to its first line: `show` prints the whole reason below the table.
     """
     if trial is None:
         return {}
@@ -309,7 +306,7 @@ class _AttemptOutput:
 
 
 def _read_outputs(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[int, _AttemptOutput]:
-    """Return the output of each attempt of a trial."""
+    """Return the last output of each attempt of a trial, by the attempt's number."""
     outputs: dict[int, _AttemptOutput] = {}
     name, number = trial.id, trial.attempt
     for event in (event for entry in read_entries(store, state.key) for event in entry.events):
@@ -321,8 +318,6 @@ def _read_outputs(store: ObjectStore, state: Experiment, trial: Trial) -> Mappin
             ):
                 if number not in outputs or outputs[number].reason is None:  # only the first end counts
                     outputs[number] = _AttemptOutput(number, str(reason), event.usage.output if event.usage else "")
-            case _:
-                pass
     return outputs
 
 
@@ -340,7 +335,7 @@ def _format_owner(state: Experiment) -> str:
     return f"{state.term}: {state.owner}" if state.owner else ""
 
 
-def _trial_facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, Any]:
+def _collect_trial_facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, Any]:
     attempt, fields = view.running_attempt(trial.id), trial_fields(trial)
     config = fields.pop("config")
     return {
@@ -389,14 +384,13 @@ def report(
             search.apply_report(name, attempt.report, now)
     age = fresh.describe("before this page was made") if fresh.is_running else ""
     uri = resolve_existing_target(target).uri
-    facts = make_report_input(
-        search.take_snapshot(select_curve_trials(state)), uri=uri, now=now, run_url=run_url, age=age
-    )
+    snapshot = search.take_snapshot(select_curve_trials(state))
+    facts = make_report_input(snapshot, uri=uri, now=now, run_url=run_url, age=age)
     if as_json:
         text = json.dumps({**report_fields(facts), **fresh.json_fields()}, indent=2, default=str) + "\n"
     elif ending == ".html":
         text = render_html(make_page(facts))
-    else:  # no pictures on stdout: each is a line of thousands of characters
+    else:  # no pictures on stdout: a picture is a line of thousands of characters
         text = render_markdown(make_page(facts), has_pictures=output is not None)
     if output is None:
         print(text, end="")
@@ -428,8 +422,8 @@ def audit(
 ) -> None:
     """Recompute each proposal and decision of an experiment from its journal, and print the first difference.
 
-    The audit only reads, and imports only the code that you name here.
-    Exits with 1 if one differs or the journal is damaged, and with 2 if the audit could not run.
+    The audit writes nothing, and imports only the code that you name in its options.
+    Exits with 1 after a difference or a damaged journal, and with 2 if the audit could not run.
     """
     from prefect_tune.runtime.load_named import load_by_name
     from prefect_tune.tuner.audit import audit as run_audit

@@ -65,7 +65,7 @@ _QUOTE_HINT = "put a text in quotes: '\"...\"'"
 
 
 def parse_space_option(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
-    """Return the space as JSON: read the file, then set each `name=value`; `model.depth=3` sets `depth` in `model`.
+    """Read the space from the file, then apply each `name=value`; `model.depth=3` sets `depth` in `model`.
 
     Raises:
         InvalidInput: the file cannot be read, or a setting is invalid.
@@ -109,7 +109,7 @@ def _parse_json(text: str, source: str) -> Any:
 
 
 def _parse_yaml(text: str, file: Path) -> Any:
-    """Parse YAML; parse floats by YAML 1.2, in which 1e-4 is a number."""
+    """Parse YAML, with floats like in YAML 1.2: 1e-4 is a number."""
     import yaml
 
     loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a new class: `add_implicit_resolver` changes the class
@@ -131,8 +131,8 @@ def _parse_value(text: str, setting: str) -> Any:
         arguments = list(json.loads(f"[{text}]"))
     except ValueError as error:  # choice(adam,sgd)
         if _JSON_CHARACTERS.search(text):
-            expected = 'JSON, such as choice("adam","sgd") or choice([1,2],[3]), or only words: choice(adam,sgd)'
-            raise InvalidInput(f"--set {setting!r}: expected in the parentheses {expected}") from error
+            expected = 'choice("adam","sgd") or choice([1,2],[3]), or only words, such as choice(adam,sgd)'
+            raise InvalidInput(f"--set {setting!r}: expected JSON in the parentheses, such as {expected}") from error
         arguments = [_parse_scalar(word.strip()) for word in text.split(",")]
     if name not in _DISTRIBUTION_NAMES:
         hint = did_you_mean(name, _DISTRIBUTION_NAMES) or ";"
@@ -149,7 +149,7 @@ def _parse_scalar(text: str) -> Any:
 
 
 def parse_stop_criteria(criteria: Sequence[str]) -> str | dict[str, Any] | None:
-    """Parse stop criteria: `step=100` (several: stop at the first one reached), `package.module:Name`, or JSON."""
+    """Parse stop criteria: `step=100` (of several, the first one reached), `package.module:Name`, or JSON."""
     match criteria:
         case [text] if text.lstrip().startswith("{"):
             return parse_json_object(text, "--stop")
@@ -170,11 +170,11 @@ def parse_name_value_pairs(settings: Sequence[str], option: str, expected: str =
 
 
 def _parse_name_or_object(text: str, option: str) -> str | Mapping[str, Any]:
-    """Parse a scheduler or a search: a JSON object, or only its name for the defaults."""
+    """Parse a scheduler or a search: a JSON object, or a name, which stands for the defaults."""
     return parse_json_object(text, option) if text.lstrip().startswith("{") else text
 
 
-def _single_or_list(values: Sequence[str]) -> object:
+def _unwrap_single_word(values: Sequence[str]) -> object:
     words = [str(word) for word in values]
     return words[0] if len(words) == 1 else words
 
@@ -215,22 +215,22 @@ class _OptionFlag:
 
 
 def _unwrap_optional(value_type: Any) -> Any:
-    """Return the type of an option without None and without its validators."""
+    """Return the type of an option, without None and without validators."""
     kinds = [argument for argument in get_args(value_type) if argument is not type(None)]
     unwrapped = kinds[0] if get_origin(value_type) in (Union, UnionType) and len(kinds) == 1 else value_type
     return get_args(unwrapped)[0] if get_origin(unwrapped) is Annotated else unwrapped
 
 
 def _to_typer_type(value_type: Any) -> Any:
-    """Return the type for typer: a choice for a literal, text for a type that typer does not know."""
+    """Return the type for typer: a choice for a literal, and text for types that typer does not support."""
     if get_origin(value_type) is Literal:
         return StrEnum("Choice", [(word, word) for word in get_args(value_type)])
     return value_type if value_type in (int, float, bool, Path) else str
 
 
 _VALUE_PARSERS: Mapping[str, Callable[[Any], object]] = {
-    "metric": _single_or_list,
-    "mode": _single_or_list,
+    "metric": _unwrap_single_word,
+    "mode": _unwrap_single_word,
     "scheduler": lambda text: _parse_name_or_object(text, "--scheduler"),
     "search": lambda text: _parse_name_or_object(text, "--search"),
     "stop": parse_stop_criteria,
@@ -241,7 +241,7 @@ _VALUE_PARSERS: Mapping[str, Callable[[Any], object]] = {
     "only_errored": lambda _: "only",
     "ignore_errors": lambda _: False,
 }
-"""The parsers of flags whose values are no plain numbers, words or lists of text."""
+"""The parsers of flags whose values are not plain numbers, words or lists of text."""
 _FLAGS = [_OptionFlag(option, flag) for option, flags in flags_by_option(SearchPlan).items() for flag in flags]
 _OPTIONS = {option.flag.name: option for option in _FLAGS}
 RUN_OPTIONS = [(panel, option) for panel in Panel for option in _FLAGS if option.flag.panel is panel]
@@ -255,29 +255,25 @@ RESUME_OPTIONS = [
 
 
 def with_options(flags: Sequence[tuple[Panel, _OptionFlag]]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds these flags to a command of `**options`, before its keyword-only parameters."""
+    """Return a decorator that adds these flags to a command of `**options`, before the keyword-only parameters."""
 
     def add_options(command: _Command) -> _Command:
         parameters = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
-        keyword_only = [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
+        first = [p for p in parameters if p.kind is not Parameter.KEYWORD_ONLY]
         options = [option.make_parameter(panel) for panel, option in flags]
-        command.__signature__ = signature(command).replace(  # type: ignore[attr-defined]  # typer reads it
-            parameters=[
-                *(p for p in parameters if p not in keyword_only),
-                *options,
-                *(p.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for p in keyword_only),
-            ]
-        )
+        last = [p.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for p in parameters if p not in first]
+        changed = signature(command).replace(parameters=[*first, *options, *last])
+        command.__signature__ = changed  # type: ignore[attr-defined]  # typer reads it
         return command
 
     return add_options
 
 
 def options_to_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the flow that the options set."""
+    """Convert command line options to parameters of the flow; omit parameters that no option sets."""
     passed = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
     if passed.keys() >= {"fail_fast", "ignore_errors"}:
-        raise InvalidInput("--fail-fast stops the search at the first error, --ignore-errors at none: pass only one")
+        raise InvalidInput("--fail-fast stops the search at the first error, --ignore-errors never: pass only one")
     last, best = passed.pop("keep_last", None), passed.pop("keep_best", None)
     parameters = {_OPTIONS[name].option: _OPTIONS[name].parse_value(value) for name, value in passed.items()}
     if best:
@@ -297,16 +293,16 @@ _EXIT_TRIALS_ERRORED = 3
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> None:
-    """Check the parameters that need neither the target nor a server, before a server starts."""
+    """Validate the parameters before a server starts; the target is not opened."""
     from prefect_tune.blocks import LocalTarget
 
     plan_options = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
-    # Placeholders: a saved block is on the server, and the trainable of a resume in the journal.
+    # Placeholders: a saved block is on the server, and `resume` reads the trainable from the journal.
     SearchPlan(**{"trainable": print, "experiment": "any", **plan_options, "target": LocalTarget(path=str(Path.cwd()))})
 
 
 def format_resume_command(target: str, experiment: str, trainable: str | None) -> str:
-    """Return the command that resumes. It names the trainable: a journal on a bucket is not trusted to choose code."""
+    """Return the command that resumes. It passes the trainable: a journal on a bucket must not choose code."""
     trainable_option = ["--trainable", trainable] if trainable else []
     return shlex.join(["prefect-tune", "resume", target, experiment, *trainable_option])
 
@@ -314,7 +310,7 @@ def format_resume_command(target: str, experiment: str, trainable: str | None) -
 def run_search(
     flow: Literal["tune", "resume"], parameters: Mapping[str, Any], resume_with: str, *, as_json: bool
 ) -> None:
-    """Search, print the results, and exit with 3 if trials errored. `resume_with` is the command that resumes."""
+    """Run the search, print its results, and exit with 3 if trials errored. `resume_with` is a command to print."""
     add_working_directory_to_path()
     message = ""
     with printing_short_errors(f"stopped; resume with: {resume_with}"):
@@ -417,22 +413,11 @@ def stop(
         raise typer.Exit(1)
 
 
-_FlowsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="FLOW", help="Such as tune. Default: all.", show_default=False)
-]
-_VariableOption = Annotated[
-    list[str] | None, option_without_default("--job-variable", "NAME=VALUE", "Variable of the job template.")
-]
-_ParamsOption = Annotated[str, option_without_default("--params", "JSON", "Parameters, as a JSON object.")]
-_ParamOption = Annotated[
-    list[str] | None, option_without_default("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")
-]
-_CronOption = Annotated[list[str] | None, option_without_default("--cron", "CRON", 'Schedule, such as "0 2 * * *".')]
-
-
 @command
 def deploy(
-    flows: _FlowsArgument = None,
+    flows: Annotated[
+        list[str] | None, typer.Argument(metavar="FLOW", help="Such as tune. Default: all.", show_default=False)
+    ] = None,
     work_pool: Annotated[str, option_without_default("--work-pool", "POOL", "Work pool of the runs; required.")] = "",
     work_queue: Annotated[
         str | None, option_without_default("--work-queue", "QUEUE", "Work queue of that pool.")
@@ -440,14 +425,20 @@ def deploy(
     image: Annotated[
         str | None, option_without_default("--image", "IMAGE", "Container image with this package.")
     ] = None,
-    job_variables: _VariableOption = None,
+    job_variables: Annotated[
+        list[str] | None, option_without_default("--job-variable", "NAME=VALUE", "Variable of the job template.")
+    ] = None,
     prefix: Annotated[
         str, option_without_default("--prefix", "TEXT", "Prefix of each deployment's name, such as staging-.")
     ] = "",
     name: Annotated[str | None, option_without_default("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
-    params: _ParamsOption = "{}",
-    param: _ParamOption = None,
-    cron: _CronOption = None,
+    params: Annotated[str, option_without_default("--params", "JSON", "Parameters, as a JSON object.")] = "{}",
+    param: Annotated[
+        list[str] | None, option_without_default("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")
+    ] = None,
+    cron: Annotated[
+        list[str] | None, option_without_default("--cron", "CRON", 'Schedule, such as "0 2 * * *".')
+    ] = None,
     every_seconds: Annotated[
         float | None, option_without_default("--every-seconds", "S", "Run it every S seconds.")
     ] = None,
@@ -458,8 +449,7 @@ def deploy(
         CollisionStrategy, typer.Option(metavar="WHAT", help="If the last run is still active: cancel-new or enqueue.")
     ] = "cancel-new",
     automations: Annotated[
-        bool,
-        typer.Option("--automations/--no-automations", help="Restart crashed runs; with --notify, alerts too."),
+        bool, typer.Option("--automations/--no-automations", help="Restart crashed runs; with --notify, alerts too.")
     ] = True,
     notify: Annotated[
         str | None, option_without_default("--notify", "BLOCK", "Block that sends alerts: slack-webhook/NAME.")
@@ -468,8 +458,8 @@ def deploy(
 ) -> None:
     """Create a deployment of each FLOW, by default of all flows; with --name, one deployment for one experiment.
 
-    Run the command again to update the deployments; it keeps schedules that were changed in the UI. The worker
-    imports the trainable: install your project there, or put its folder into PYTHONPATH: see the second example.
+    Run the command again to update the deployments; schedules that were changed in the UI are kept. The worker
+    imports the trainable. Install your project there, or add its folder to PYTHONPATH, as in the second example.
 
     prefect-tune deploy --work-pool training
 
@@ -485,10 +475,9 @@ def deploy(
         raise InvalidInput("--work-pool: expected a work pool for the runs; list them: `prefect work-pool ls`")
     if notify is not None and not automations:
         raise InvalidInput(f"--notify {notify}: alerts are automations; remove --no-automations")
-    variables = {
-        **(parse_name_value_pairs(job_variables or (), "--job-variable") or {}),
-        **({"image": image} if image else {}),
-    }
+    variables = parse_name_value_pairs(job_variables or (), "--job-variable") or {}
+    if image:
+        variables["image"] = image
     parameters = {**parse_json_object(params, "--params"), **(parse_name_value_pairs(param or (), "--param") or {})}
     schedules = [DeploymentSchedule(when, time_zone) for when in cron or ()]
     if every_seconds is not None:
@@ -510,20 +499,20 @@ def deploy(
     try:
         installed = apply_automations(notify=notify, without_action="leave out") if automations else []
     except TuneError as error:
-        _print_results(deployments, (), work_pool, as_json=as_json)
+        _print_deployments(deployments, (), work_pool, as_json=as_json)
         raise TuneError(f"{error}; the deployments were applied; --no-automations skips the automations") from error
-    _print_results(deployments, installed, work_pool, as_json=as_json)
+    _print_deployments(deployments, installed, work_pool, as_json=as_json)
 
 
-def _print_results(
-    results: Sequence[DeploymentResult], installed: Sequence[InstalledAutomation], pool: str, *, as_json: bool
+def _print_deployments(
+    deployments: Sequence[DeploymentResult], installed: Sequence[InstalledAutomation], pool: str, *, as_json: bool
 ) -> None:
     if as_json:
         names = [automation.name for automation in installed]
-        print(json.dumps({"deployments": [asdict(result) for result in results], "automations": names}, indent=2))
+        print(json.dumps({"deployments": [asdict(result) for result in deployments], "automations": names}, indent=2))
         return
-    width = max(len(deployment.name) for deployment in results)
-    for deployment in results:
+    width = max(len(deployment.name) for deployment in deployments)
+    for deployment in deployments:
         print(f"{deployment.outcome}  {deployment.name:{width}}  {deployment.link or ''}".rstrip())
         for schedule in deployment.schedules:
             print(f"         runs at {schedule}")

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """List the checkpoints of an experiment or of one of its trials."""
     with open_store_and_load_experiment(target, experiment) as (store, state):
-        rows = [row for selected in select_trials(state, trial) for row in _checkpoint_rows(store, state, selected)]
+        rows = [row for chosen in select_trials(state, trial) for row in _read_checkpoint_rows(store, state, chosen)]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -92,19 +92,15 @@ class _CheckpointRow:
     path: str = ""
 
 
-def _checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -> Iterator[_CheckpointRow]:
-    """Yield the row of each checkpoint of a trial, live or quarantined, oldest first.
-
-    List the target for quarantined saves that were never committed.
-    """
+def _read_checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -> Iterator[_CheckpointRow]:
+    """Yield a row for each live or quarantined checkpoint of a trial, oldest first."""
     folder = state.trial_key(trial.id)
     keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
     for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
         keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
-    if missing := set(trial.quarantined_sequences) - set(keys):
-        listed = (
-            CheckpointKey.from_manifest_path(folder, stored.path) for stored in store.list(folder.checkpoints_folder)
-        )
+    if missing := set(trial.quarantined_sequences) - set(keys):  # quarantined saves that were never committed
+        paths = (stored.path for stored in store.list(folder.checkpoints_folder))
+        listed = (CheckpointKey.from_manifest_path(folder, path) for path in paths)
         keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
     for _, (key, status) in sorted(keys.items()):
         try:
@@ -138,18 +134,21 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every live checkpoint, and verify every byte."""
+    """Read every live checkpoint, and verify each byte."""
     results: list[tuple[str, InspectedCheckpoint]] = []
     with open_store_and_load_experiment(target, experiment) as (store, state):
         trials = select_trials(state, trial)
-        args = store, state, trials
-        checks = _verify_trials(*args) if release is None else _release_step(*args, release)
+        if release is not None:
+            checks = _verify_and_release(store, state, trials, release)
+        else:
+            live = ((item.id, key) for item in trials for key in live_checkpoint_keys(state.trial_key(item.id), item))
+            checks = ((name, check) for name, key in live for check in inspect_live_checkpoint(store, key))
         for name, of_trial in groupby(checks, key=lambda check: check[0]):
             prefix, trial_checks = f"{name} " if is_search(state) else "", list[InspectedCheckpoint]()
             with Console(stderr=True).status(f"{name}: reading") as status:
                 for _, check in of_trial:
                     trial_checks.append(check)
-                    status.update(f"{name}: step {check.key.step} is read")
+                    status.update(f"{name}: step {check.key.step} was read")
                     if check.damage and not as_json:  # print now: an error of the target may end the checks
                         print(f"{prefix}step {check.key.step}: DAMAGED: {make_visible(check.damage)}", file=sys.stderr)
             results += [(name, check) for check in trial_checks]
@@ -167,15 +166,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_trials(
-    store: ObjectStore, state: Experiment, trials: Sequence[Trial]
-) -> Iterator[tuple[str, InspectedCheckpoint]]:
-    for trial in trials:
-        for key in live_checkpoint_keys(state.trial_key(trial.id), trial):
-            yield from ((trial.id, inspected) for inspected in inspect_live_checkpoint(store, key))
-
-
-def _release_step(
+def _verify_and_release(
     store: ObjectStore, state: Experiment, trials: Sequence[Trial], step: int
 ) -> Iterator[tuple[str, InspectedCheckpoint]]:
     """Verify the quarantined checkpoint of `step`, and reinstate it only if it is intact."""
@@ -188,10 +179,10 @@ def _release_step(
     if not keys:
         steps = {quarantined.checkpoint.step for trial in trials for quarantined in trial.quarantined_checkpoints}
         available = ", ".join(map(str, sorted(steps))) or "none"
-        raise CheckpointNotFound(f"experiment {state.name!r}: step {step} is not quarantined; there are: {available}")
+        raise CheckpointNotFound(f"experiment {state.name!r}: step {step} is not quarantined; quarantined: {available}")
     if len(set(keys.values())) > 1:
         names = ", ".join(keys)
-        raise InvalidInput(f"experiment {state.name!r}: step {step} is quarantined in {names}: choose one: --trial")
+        raise InvalidInput(f"experiment {state.name!r}: step {step} is quarantined in {names}; choose one with --trial")
     trial_name, key = next(iter(keys.items()))
     check = inspect_checkpoint(store, key)
     if check.damage is None:
@@ -226,9 +217,9 @@ def export(
     trial-metrics.json if the checkpoint has a file of that name. --plain omits them.
 
     DIRECTORY must be new or empty, or hold only this export, for example after an interruption.
-    Without --trial, the trial with the best last report is exported, like in `show`.
-    The best model in events and alerts may be another one:
-    pass the trial and step of the event as --trial and --step.
+    Without --trial, the command exports the trial with the best last report, which `show` lists first.
+    Events and alerts may name another best model. To export that model, pass its trial and step
+    as --trial and --step.
     """
     from prefect_tune.blocks import resolve_existing
     from prefect_tune.results import export_checkpoint
@@ -238,7 +229,7 @@ def export(
         chosen = find_best_trial(state) if trial is None and len(trials) > 1 else next(iter(trials), None)
         if chosen is None:
             raise InvalidInput(
-                f"experiment {state.name!r}: none of its {len(trials)} trials is the best; choose one: --trial"
+                f"experiment {state.name!r}: none of its {len(trials)} trials is the best; choose one with --trial"
             )
         live = live_checkpoint_keys(state.trial_key(chosen.id), chosen)
         key = next((key for key in reversed(live) if step in (None, key.step)), None)
@@ -251,7 +242,7 @@ def export(
     names = export_checkpoint(resolve_existing(target), state, chosen, key, directory, plain=plain)
     for standard_name, name in names.items():
         if name != standard_name:
-            print(f"{standard_name} is a file of the checkpoint; the trial's is in {name}", file=sys.stderr)
+            print(f"the checkpoint has its own {standard_name}; the trial's is in {name}", file=sys.stderr)
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
@@ -287,12 +278,12 @@ def gc(
         trials = [asdict(trial) for trial in garbage.trials]
         print(json.dumps({"deleted": delete, "trials": trials, "deleted_experiments": leftovers}, indent=2))
     else:
-        print_garbage(garbage, deleted=delete)
+        _print_garbage(garbage, deleted=delete)
     if any(trial.damage for trial in garbage.trials):
         raise typer.Exit(1)
 
 
-def print_garbage(garbage: ExperimentGarbage, *, deleted: bool) -> None:
+def _print_garbage(garbage: ExperimentGarbage, *, deleted: bool) -> None:
     """Print the garbage of each trial, and the total."""
     table = borderless_table("trial", "checkpoints", "objects", "size", "")
     for row in garbage.trials:
@@ -303,9 +294,8 @@ def print_garbage(garbage: ExperimentGarbage, *, deleted: bool) -> None:
     if table.rows:
         print_parts(table, "")
     if garbage.earlier_objects:
-        print_parts(
-            f"{pluralize(len(garbage.earlier_objects), 'object', 'objects')} of deleted experiments of this name", ""
-        )
+        leftovers = pluralize(len(garbage.earlier_objects), "object", "objects")
+        print_parts(f"{leftovers} of deleted experiments of this name", "")
     total = f"{pluralize(garbage.object_count, 'object', 'objects')}, {format_size(garbage.size_bytes)}"
     if not garbage.object_count:
         print_parts(f"nothing to collect in {pluralize(len(garbage.trials), 'trial', 'trials')}")
@@ -340,7 +330,7 @@ def maintain(
     from prefect_tune.core.experiment.retention import Retention
 
     resolve_existing_target(target)
-    with printing_short_errors("stopped; run it again to maintain the rest"):
+    with printing_short_errors("stopped; run the command again to maintain the rest"):
         from prefect_tune.flows.maintain import maintain as flow
 
         retention = None if keep_last is None else Retention(last=keep_last)
@@ -374,7 +364,7 @@ def delete(
 
     A marker of about 300 bytes remains; the name can be used again.
 
-    The command shows what it would delete, and asks for confirmation. It refuses while a run owns the experiment.
+    The command shows what it will delete, and asks for confirmation. It fails while a run owns the experiment.
     """
     from prefect_tune.maintenance import delete_experiment
 

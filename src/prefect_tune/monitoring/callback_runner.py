@@ -1,7 +1,7 @@
 """Run the callbacks of a search, each in its own thread, so that a slow callback delays no decision.
 
-A callback receives each event at least once, in order. The target stores the state of each callback, with the number of
-the last journal entry delivered to it in full: after a crash, the next run delivers the entries after that one.
+A callback receives each event at least once, in order. The target stores the state of each callback, and the number of
+the last journal entry that was delivered in full. After a crash, the next run delivers the later entries.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from prefect_tune.storage_retries import with_retries
 CallbackEvent: TypeAlias = (
     AttemptStarted | StepReported | CheckpointCommitted | AttemptEnded | TrialFinished | TrialErrored
 )
-"""The events for which callbacks have hooks."""
+"""The events that have hooks."""
 _TIMEOUT = timedelta(minutes=5)
 _STORE_INTERVAL = timedelta(seconds=10)
 _MAX_QUEUED_ITEMS = 20_000
@@ -57,11 +57,7 @@ _LOGGED_ERROR_COUNTS = frozenset(10**exponent for exponent in range(1, 12))
 
 
 def resolve_callbacks(specs: Sequence[Any] | None) -> Sequence[Callback]:
-    """Return callback objects from objects, classes, or `"package.module:Name"` of either.
-
-    Raises:
-        InvalidInput: an element is none of these.
-    """
+    """Resolve callbacks: objects, classes, or `"package.module:Name"`. Raises `InvalidInput` for other values."""
     callbacks = []
     for spec in specs or ():
         loaded = load_by_name(spec, "callback") if isinstance(spec, str) and ":" in spec else spec
@@ -73,7 +69,7 @@ def resolve_callbacks(specs: Sequence[Any] | None) -> Sequence[Callback]:
             )
         validate_name(callback.name)
         kind, hooks = type(callback), [name for name in vars(Callback) if name.startswith("on_")]
-        for name in dir(kind):  # a misspelt hook is never called
+        for name in dir(kind):  # a misspelt hook would never be called
             if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
                 hint = did_you_mean_or_list(name, hooks)
                 get_logger("prefect_tune").warning("callback %s: %s is not a hook: %s", kind.__name__, name, hint)
@@ -106,7 +102,7 @@ class _QueueItem:
 class CallbackThread(SearchObserver):
     """Calls the hooks of one callback in a separate thread. The observer's methods queue an item and return at once.
 
-    Events that the callback has not received are read from the journal.
+    If events are missing from the queue, the thread reads these events from the journal.
     """
 
     _journal: JournalKey
@@ -137,11 +133,11 @@ class CallbackThread(SearchObserver):
         self._queue_item(_QueueItem(experiment))
 
     def queue_end(self, experiment: Experiment) -> None:
-        """Queue the end: the thread delivers the remaining events, calls `on_experiment_end`, and exits."""
+        """Let the thread deliver the remaining events, call `on_experiment_end`, and exit."""
         self._queue_item(_QueueItem(experiment, is_last=True))
 
     def join(self, deadline: float) -> None:
-        """Wait for the thread until `deadline` (of `time.monotonic`); log a warning if it still runs then."""
+        """Wait for the thread until `deadline`, a time of `time.monotonic`; log a warning if the thread still runs."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._log.warning("callback %s did not finish in time; the next run delivers the rest", self._name)
@@ -174,7 +170,7 @@ class CallbackThread(SearchObserver):
                     self._call_hook(self._store_state)  # after an error, retried in the next interval
 
     def _set_up_callback(self) -> bool:
-        """Set up the callback with its stored state of an earlier run; return False if the callback fails."""
+        """Set up the callback, and restore its state from an earlier run; return False if the callback fails."""
         try:
             self._callback.setup(self._search)
             if (stored := with_retries(self._read_state)) is not None:
@@ -268,7 +264,7 @@ def make_hook_calls(callback: Callback, event: CallbackEvent, trial: Trial) -> I
 
 
 class CallbackRunner:
-    """The callbacks of a search. Further callbacks of the same name are called `name-2`, `name-3`."""
+    """Runs the callbacks of a search. Further callbacks of the same name are called `name-2`, `name-3`."""
 
     def __init__(self, callbacks: Sequence[Callback], target: StorageTarget, search: SearchInfo, log: Log) -> None:
         self.threads: list[CallbackThread] = []
@@ -276,8 +272,7 @@ class CallbackRunner:
         counts: Counter[str] = Counter()
         for callback in callbacks:
             counts[callback.name] += 1
-            number = counts[callback.name]
-            name = callback.name if number == 1 else f"{callback.name}-{number}"
+            name = callback.name if (number := counts[callback.name]) == 1 else f"{callback.name}-{number}"
             self.threads.append(CallbackThread(callback, name, target, search, log))
 
     def start(self, experiment: Experiment) -> None:
@@ -286,7 +281,7 @@ class CallbackRunner:
             thread.start(experiment)
 
     def finish(self, experiment: Experiment, timeout: timedelta) -> None:
-        """Deliver the remaining events, now all in the journal; wait up to `timeout` for all threads together."""
+        """Deliver the remaining events, which the journal now has; wait up to `timeout` for all threads together."""
         deadline = time.monotonic() + timeout.total_seconds()
         for thread in self.threads:
             thread.queue_end(experiment)

@@ -1,7 +1,7 @@
-"""Emit the Prefect events of an experiment, with checkpoints and best models as assets; a thread of Prefect sends them.
+"""Emit the Prefect events of an experiment, with checkpoints and best models as assets. A thread of Prefect sends them.
 
-Delivery is best effort, since the journal is the source of truth: some events are never sent if the Prefect API is
-unavailable for long or a process is killed. The run that owns the experiment emits each event once, and none for
+Delivery is best effort, because the journal is the source of truth. Events are lost if the Prefect API is unavailable
+for a long time or a process is killed. The owner of the experiment emits each event once, and emits no events for
 entries of earlier runs. `prefect_tune.core.prefect_events` defines the events.
 """
 
@@ -50,7 +50,7 @@ from prefect_tune.core.prefect_events import (
     event_payload,
 )
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.storage.layout import JournalKey, TrialKey
+from prefect_tune.core.storage.layout import JournalKey, TrialKey, join_uri
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
 from prefect_tune.prefect_api.artifacts_and_assets import (
@@ -78,20 +78,15 @@ Emit: TypeAlias = Callable[[PrefectEvent], None]
 
 
 def emit_event_if_configured(event: PrefectEvent) -> None:
-    """Queue an event in Prefect's events worker, which sends it later; do nothing if no API is configured."""
-    if get_current_settings().api.url is None:
-        return
-    emit_event(
-        event.event,
-        resource=dict(event.resource),
-        related=[dict(resource) for resource in event.related],
-        payload=dict(event.payload),
-    )
+    """Pass an event to Prefect's events worker, which sends it later; do nothing if no API is configured."""
+    if get_current_settings().api.url is not None:
+        related = [dict(resource) for resource in event.related]
+        emit_event(event.event, resource=dict(event.resource), related=related, payload=dict(event.payload))
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentAddress:
-    """The stable names of an experiment and its parts in events and assets; they hold no credentials."""
+    """The stable names, without credentials, of an experiment and its parts in events and assets."""
 
     target_uri: str
     experiment: str
@@ -108,33 +103,23 @@ class ExperimentAddress:
 
     @property
     def experiment_uri(self) -> str:
-        """The experiment's URI: the target's URI, followed by the experiment's name."""
-        return _join_uri(self.redacted_target_uri, self.experiment)
+        """The target's URI, followed by the experiment's name."""
+        return join_uri(self.redacted_target_uri, self.experiment)
 
     @property
     def resource(self) -> Mapping[str, str]:
         """The experiment, as a resource of events."""
-        return {
-            "prefect.resource.id": f"prefect-tune.experiment.{self.experiment_uri}",
-            "prefect.resource.name": self.experiment,
-        }
+        resource_id = f"prefect-tune.experiment.{self.experiment_uri}"
+        return {"prefect.resource.id": resource_id, "prefect.resource.name": self.experiment}
 
     def trial_resource(self, trial: str) -> Mapping[str, str]:
         """Return a trial of the experiment, as a resource of events."""
-        name = f"{self.experiment}/{trial}"
-        return {
-            "prefect.resource.id": f"prefect-tune.trial.{self.experiment_uri}/{trial}",
-            "prefect.resource.name": name,
-        }
-
-    @property
-    def related_resource(self) -> Mapping[str, str]:
-        """The experiment, as a related resource of a trial's events."""
-        return {**self.resource, "prefect.resource.role": "experiment"}
+        resource_id = f"prefect-tune.trial.{self.experiment_uri}/{trial}"
+        return {"prefect.resource.id": resource_id, "prefect.resource.name": f"{self.experiment}/{trial}"}
 
     def checkpoints_uri(self, trial: TrialKey) -> str:
-        """Return the URI of a trial's checkpoints; it is also the key of their asset."""
-        return _join_uri(self.redacted_target_uri, trial.checkpoints_folder)
+        """Return the URI of a trial's checkpoints, which is also the key of their asset."""
+        return join_uri(self.redacted_target_uri, trial.checkpoints_folder)
 
     @property
     def best_model_key(self) -> str:
@@ -142,15 +127,11 @@ class ExperimentAddress:
         return f"{self.experiment_uri}/best"
 
 
-def _join_uri(target: str, experiment: str) -> str:
-    return f"{target if target.endswith('/') else f'{target}/'}{experiment}"
-
-
 class AssetEventBuilder:
-    """Builds the asset events of one experiment; none if Prefect rejects its URI as an asset key.
+    """Builds the asset events of one experiment; builds none if Prefect rejects the experiment's URI as an asset key.
 
-    The checkpoints of each trial are one asset, and the best model of the experiment is another; each commit is a
-    materialization.
+    The checkpoints of each trial are one asset, and the best model of the experiment is another asset. Each commit is
+    a materialization.
     """
 
     def __init__(self, address: ExperimentAddress, journal: JournalKey) -> None:
@@ -181,14 +162,14 @@ class AssetEventBuilder:
         yield from self._make_materialization_events(asset, [self._checkpoints_uri(source)] if source else [], metadata)
 
     def make_asset_resources(self, trial: str) -> Sequence[Mapping[str, str]]:
-        """Return the related resources of a commit: the asset of the trial's checkpoints, if there is one."""
+        """Return the asset of the trial's checkpoints, as related resources of a commit; empty without an asset."""
         asset = make_asset(self._checkpoints_uri(trial))
         return [to_related_resource(asset)] if asset else []
 
     def make_best_model_events(self, better: BestImproved, experiment: Experiment) -> Iterator[PrefectEvent]:
-        """Yield the events of a new best model; none if the model is not saved.
+        """Yield the events of a new best model; yield nothing if the model is not saved.
 
-        Its sources are the trial's checkpoints and the best models of the forked and the warm-start experiments.
+        The sources are the trial's checkpoints and the best models of the forked and the warm-start experiments.
         """
         if better.manifest is None:
             return
@@ -197,9 +178,8 @@ class AssetEventBuilder:
         forked = [ExperimentAddress(self._address.target_uri, origin).best_model_key] if origin else []
         upstream = [self._checkpoints_uri(better.trial), *forked, *(f"{uri}/best" for uri in warm_starts)]
         metadata = {**event_payload(better), "warm_start": warm_starts, "forked_from": origin}
-        best = make_asset(
-            self._address.best_model_key, f"{self._address.experiment}: best model", _BEST_MODEL_DESCRIPTION
-        )
+        name = f"{self._address.experiment}: best model"
+        best = make_asset(self._address.best_model_key, name, _BEST_MODEL_DESCRIPTION)
         yield from self._make_materialization_events(best, upstream, metadata)
 
     def _checkpoints_uri(self, trial: str) -> str:
@@ -219,11 +199,10 @@ class AssetEventBuilder:
 
 
 class EventEmitter(SearchObserver):
-    """Emits the Prefect events of each change; a thread of Prefect sends them.
+    """Emits the Prefect events of each change.
 
-    Trial events are limited to bursts of 100 and an average of 5 a second, since each costs a millisecond of CPU time;
-    events beyond the limit are counted and dropped. `NEVER_DROPPED_EVENTS` events and events of the experiment are
-    never dropped.
+    Trial events are limited to bursts of 100 and an average of 5 per second, because each costs a millisecond of CPU
+    time. Events beyond the limit are counted and dropped, except `NEVER_DROPPED_EVENTS` and the experiment's events.
     """
 
     def __init__(
@@ -235,7 +214,7 @@ class EventEmitter(SearchObserver):
         emit: Emit = emit_event_if_configured,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """Args: recorder: the recorder of this run, before the run's first entry."""
+        """Args: recorder: the recorder of this run, in its state before the run's first entry."""
         self.experiment = recorder.read_search_snapshot().experiment
         """The last state that this observer has received."""
         self._address = address
@@ -256,8 +235,7 @@ class EventEmitter(SearchObserver):
     def emit_start(self, before: Experiment | None = None) -> None:
         """Emit the start of a run, and the ends of attempts that an earlier owner left running.
 
-        Args:
-            before: the experiment before this run became its owner, if that ended attempts.
+        `before` is the state before this run became the owner; None if this run ended no attempts at that time.
         """
         after = self.experiment
         self._emit_events([self._make_prefect_event(ExperimentStarted(term=after.term, trials=count_by_status(after)))])
@@ -285,11 +263,11 @@ class EventEmitter(SearchObserver):
                 self._emit_events([self._make_prefect_event(stalled)])
         self._emit_events(self._take_best_model_events(now))
 
-    def emit_end(self, end: RunOutcome, message: str = "") -> None:
+    def emit_end(self, outcome: RunOutcome, message: str = "") -> None:
         """Emit the best model if it is still pending, and the outcome of the run."""
         self._emit_events(self._take_best_model_events(None))
         trials, best = count_by_status(self.experiment), self._best.trial
-        ended = ExperimentEnded(end=end, message=message, trials=trials, best=best, dropped=self._dropped_count)
+        ended = ExperimentEnded(end=outcome, message=message, trials=trials, best=best, dropped=self._dropped_count)
         self._emit_events([self._make_prefect_event(ended)])
 
     def _emit_events(self, events: Iterable[PrefectEvent]) -> None:
@@ -305,11 +283,8 @@ class EventEmitter(SearchObserver):
         name, now = getattr(event, "trial", None), self._clock()
         earlier, trial = (None, None) if name is None else (before.trials.get(name), after.trials.get(name))
         if trial is not None and isinstance(event, CheckpointCommitted | TrialFinished):
-            better = (
-                self._best.on_commit(trial)
-                if isinstance(event, CheckpointCommitted)
-                else self._best.on_trial_ended(trial)
-            )
+            is_commit = isinstance(event, CheckpointCommitted)
+            better = self._best.on_commit(trial) if is_commit else self._best.on_trial_ended(trial)
             self._pending_best = (better, after) if better else self._pending_best
         is_limited = isinstance(event, TrialEvent) and not isinstance(event, NEVER_DROPPED_EVENTS)
         has_asset = isinstance(event, CheckpointCommitted | CheckpointCloned)  # its materialization is a second event
@@ -324,7 +299,7 @@ class EventEmitter(SearchObserver):
         yield from self._take_best_model_events(now)
 
     def _take_best_model_events(self, now: datetime | None) -> Iterator[PrefectEvent]:
-        """Yield the events of a pending best model, at most every 30 s; without this limit if `now` is None."""
+        """Yield the events of a pending best model, at most every 30 s; at once if `now` is None."""
         if self._pending_best is None or (now is not None and now - self._best_emitted_at < _BEST_INTERVAL):
             return
         better, experiment = self._pending_best
@@ -335,11 +310,8 @@ class EventEmitter(SearchObserver):
     def _make_prefect_event(self, event: Event | ExperimentEvent, trial: Trial | None = None) -> PrefectEvent:
         """Return the Prefect event of a journal event (`trial` is the state after it) or of an experiment event."""
         address = self._address
-        payload = {
-            "target": address.redacted_target_uri,
-            "experiment": address.experiment,
-            **event_payload(event, trial),
-        }
+        names = {"target": address.redacted_target_uri, "experiment": address.experiment}
+        payload = {**names, **event_payload(event, trial)}
         resource: Mapping[str, str] = address.resource
         related: list[Mapping[str, str]] = []
         if isinstance(event, ExperimentEvent):
@@ -349,10 +321,10 @@ class EventEmitter(SearchObserver):
         else:
             name = event_name(event)
             if trial is not None:
-                asset = (
-                    self._asset_events.make_asset_resources(trial.id) if isinstance(event, CheckpointCommitted) else []
-                )
-                resource, related = address.trial_resource(trial.id), [address.related_resource, *asset]
+                related = [{**resource, "prefect.resource.role": "experiment"}]
+                resource = address.trial_resource(trial.id)
+                if isinstance(event, CheckpointCommitted):
+                    related += self._asset_events.make_asset_resources(trial.id)
         return PrefectEvent(name, {**resource, **event_labels(payload)}, related, payload)
 
 
@@ -360,7 +332,7 @@ class EventEmitter(SearchObserver):
 def emitting_events(
     emitter: EventEmitter, stop: threading.Event, before: Experiment | None = None
 ) -> Iterator[EventEmitter]:
-    """Emit the start of a run, due events while it lasts, and its outcome on exit; see `EventEmitter.emit_start`."""
+    """Emit the start of a run (see `EventEmitter.emit_start`), then due events, and the run's outcome on exit."""
     ended = threading.Event()
 
     def emit_until_end() -> None:

@@ -62,18 +62,18 @@ class ArtifactContent:
 
     @property
     def identity(self) -> tuple[str, str | None]:
-        """The key and the task run, which never change for an artifact."""
+        """The key and the task run. An artifact never changes them."""
         return self.key, self.task_run
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierArtifacts:
-    """Artifacts of earlier runs, or of a killed process of this run, that may still exist."""
+    """Possible artifacts of earlier runs, or of a killed process of this run."""
 
     keys_to_update: frozenset[str]
     """Keys with one artifact per run: this process updates the artifact of its own run."""
     keys_to_delete: frozenset[str]
-    """Keys of artifacts that are deleted when their process ends."""
+    """Keys of artifacts that this process deletes."""
     key_prefix: str
     """The prefix of the keys in `keys_to_delete`; keys of other experiments may share it."""
 
@@ -83,7 +83,7 @@ class ArtifactPublisher:
 
     Each flow run creates an artifact once and updates it in place: `create_markdown_artifact` would add a version
     each time. An artifact that `render` no longer returns is deleted.
-    While the API is unreachable, nothing is published and no error is raised; the next round tries again.
+    If the API is unreachable, no error is raised, and the next round tries again.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ArtifactPublisher:
         self._thread.start()
 
     def notify_change(self) -> None:
-        """Mark the content as changed: the next round publishes it."""
+        """Publish the content in the next round."""
         if not self._changed.is_set():
             self._changed.set()
 
@@ -124,7 +124,7 @@ class ArtifactPublisher:
         self._thread.join(timeout.total_seconds())
 
     def stop_publishing(self) -> None:
-        """Publish nothing more, since another process publishes these artifacts now."""
+        """Stop, because another process publishes these artifacts now."""
         self._is_superseded = True
         self.begin_final_round()
 
@@ -166,7 +166,7 @@ class ArtifactPublisher:
         return False
 
     def _adopt_earlier_artifacts(self, client: SyncPrefectClient) -> None:
-        """Delete artifacts that earlier processes left, and adopt those of this run; read nothing in a first run."""
+        """Delete leftover artifacts of earlier processes, and adopt this run's artifacts; do nothing in a first run."""
         if self._earlier is None:
             return
         leftovers = ArtifactFilter(key=ArtifactFilterKey(like_=f"{self._earlier.key_prefix}%"))
@@ -224,7 +224,7 @@ _TIMEOUT = timedelta(minutes=5)
 _END_TIMEOUT = timedelta(seconds=10)
 _END_TIMEOUT_WHEN_STOPPED = timedelta(seconds=2)
 _MAX_HISTORY_ENTRIES = 20_000
-"""Earlier runs are not read from a longer journal: that would take a minute of CPU time."""
+"""The report omits earlier runs if the journal is longer: reading it would take a minute of CPU time."""
 _MAX_TRIAL_ARTIFACTS = 10
 """Each progress artifact of a trial costs the server about 15 ms per update."""
 
@@ -237,7 +237,7 @@ class ReportObserver(SearchObserver):
         experiment = snapshot.experiment
         self._target = target
         self._recorder = recorder
-        self._outlook = estimate
+        self._estimate = estimate
         self._log = log
         self._last_earlier_entry = experiment.entry_count
         self._lacks_earlier_runs = not snapshot.is_complete
@@ -270,26 +270,21 @@ class ReportObserver(SearchObserver):
         if self._lacks_earlier_runs:
             self._recorder.prepend_entries(self._read_earlier_entries())
             self._lacks_earlier_runs = False
-        snapshot = self._recorder.read_search_snapshot(
-            select_curve_trials(self._recorder.read_search_snapshot().experiment)
-        )
+        drawn = select_curve_trials(self._recorder.read_search_snapshot().experiment)
+        snapshot = self._recorder.read_search_snapshot(drawn)
         experiment, now, age = snapshot.experiment, datetime.now(UTC), ""
         if any(trial.phase is Phase.RUNNING for trial in experiment.trials.values()):
-            # With the date: a killed run leaves its last report in place.
+            # The date is shown because the last report of a killed run remains.
             period = format_duration(MIN_REFRESH_INTERVAL)
             age = f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {period} until the run ends"
-        uri, expected = self._target.uri, self._outlook.trial_count
-        page = make_page(
-            make_report_input(snapshot, uri=uri, now=now, run_url=run_url, expected_trial_count=expected, age=age)
-        )
-        description = f"Experiment {experiment.name} at {uri}"
-        report = ArtifactContent(
-            make_artifact_key("report", experiment.name), "markdown", render_markdown(page), description
-        )
+        uri, expected = self._target.uri, self._estimate.trial_count
+        facts = make_report_input(snapshot, uri=uri, now=now, run_url=run_url, expected_trial_count=expected, age=age)
+        key, description = make_artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
+        report = ArtifactContent(key, "markdown", render_markdown(make_page(facts)), description)
         return [report, *self._render_search_progress(snapshot), *self._render_trial_progress(snapshot)]
 
     def _read_earlier_entries(self) -> Iterable[Entry] | None:
-        """Return the entries of earlier runs; None if there are too many, or they cannot be read."""
+        """Return the entries of earlier runs; None if there are too many entries, or if reading them fails."""
         if self._last_earlier_entry > _MAX_HISTORY_ENTRIES:
             return None
         key = self._recorder.read_search_snapshot().experiment.key
@@ -302,22 +297,22 @@ class ReportObserver(SearchObserver):
         return (entry for entry in entries if entry.number <= self._last_earlier_entry)
 
     def _render_search_progress(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
-        """Yield the progress of the experiment, if its number of trials is known."""
+        """Yield the progress of the experiment; yield nothing if the number of trials is unknown."""
         experiment, trials = snapshot.experiment, list(snapshot.experiment.trials.values())
-        if self._outlook.trial_count is None or not trials:
+        if self._estimate.trial_count is None or not trials:
             return
-        expected = max(self._outlook.trial_count, len(trials))  # an earlier run may have requested more
+        expected = max(self._estimate.trial_count, len(trials))  # an earlier run may have requested more
         if expected == 1:
             done = self._describe_progress(trials[0], snapshot)
         else:
             done = f"{sum(trial.phase in ENDED_PHASES for trial in trials)} of {expected} trials done"
-        share = share_of_search(trials, snapshot.newest_report, self._outlook) or 0.0
+        share = share_of_search(trials, snapshot.newest_report, self._estimate) or 0.0
         key = make_artifact_key("progress", experiment.name)
         yield ArtifactContent(key, "progress", round(100 * share, 1), f"Experiment {experiment.name}: {done}")
 
     def _render_trial_progress(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
-        """Yield the progress of running trials; artifacts of trials that have ended are deleted."""
-        if self._outlook.step_count is None or self._outlook.trial_count == 1:
+        """Yield the progress of up to 10 running trials; yield nothing if the number of steps is unknown."""
+        if self._estimate.step_count is None or self._estimate.trial_count == 1:
             return
         experiment = snapshot.experiment
         running = {name: attempt for name, attempt in snapshot.running.items() if attempt.report}
@@ -328,31 +323,31 @@ class ReportObserver(SearchObserver):
             yield ArtifactContent(
                 _trial_progress_key(experiment, name, self._target.uri),
                 "progress",
-                round(100 * share_of_trial(trial, snapshot.newest_report(name), self._outlook), 1),
+                round(100 * share_of_trial(trial, snapshot.newest_report(name), self._estimate), 1),
                 f"Trial {name} of {experiment.name}: {self._describe_progress(trial, snapshot)}",
                 owner.task_run if owner else None,
             )
 
     def _describe_progress(self, trial: Trial, snapshot: SearchSnapshot) -> str:
-        report, steps = snapshot.newest_report(trial.id), self._outlook.step_count
+        report, steps = snapshot.newest_report(trial.id), self._estimate.step_count
         step = max(trial.step, report.step if report else 0)
         return f"step {step}{f' of {steps}' if steps else ''}, {trial.status}"
 
 
 @contextmanager
-def publishing_report(reporter: ReportObserver, stop: threading.Event) -> Iterator[ReportObserver]:
-    """Yield the reporter; on exit, wait up to 10 s for the final report, or 2 s if `stop` is set."""
+def publishing_report(observer: ReportObserver, stop: threading.Event) -> Iterator[ReportObserver]:
+    """Yield `observer`; on exit, wait up to 10 s for the final report, or up to 2 s if `stop` is set."""
     try:
-        yield reporter
+        yield observer
     except Superseded:
-        reporter.publisher.stop_publishing()
+        observer.publisher.stop_publishing()
         raise
     finally:
-        reporter.publisher.close(_END_TIMEOUT_WHEN_STOPPED if stop.is_set() else _END_TIMEOUT)
+        observer.publisher.close(_END_TIMEOUT_WHEN_STOPPED if stop.is_set() else _END_TIMEOUT)
 
 
 def _trial_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
-    """Return a key that differs from the key of an equally named experiment on another target."""
+    """Return an artifact key for a trial. Experiments of the same name on other targets have other keys."""
     names = (experiment.name, trial)
     return f"{slugify('progress', *names)}-{digest_of(json.dumps([uri, *names]).encode())[:6]}"
 

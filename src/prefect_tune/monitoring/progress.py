@@ -1,7 +1,7 @@
 """Show the progress of a running search: a live table in a terminal or a notebook, and log lines.
 
-The log has a line for each trial that begins, pauses, resumes or ends, with its result and the best result; without a
-live table, it also has a line about the whole search once a minute.
+The log has a line for each trial that begins, pauses, resumes or ends, with its result and the best result. Without a
+live table, the log also has a line about the whole search once a minute.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from typing import TypeAlias
 
 from rich.console import RenderableType
 
@@ -72,23 +73,18 @@ class ProgressObserver(SearchObserver):
             self.log_progress()
 
     def log_progress(self) -> None:
-        """Log the progress."""
         self._last_logged_at = time.monotonic()
         self._log.info("%s", progress_view.render_progress_line(self._reader.read_state(self._last_logged_at)))
 
     def log_final_progress(self) -> None:
-        """Log the final progress; if trials of a search errored, as a warning that says how to show their errors."""
+        """Log the final progress; if trials of a search errored, log a warning that says how to show their errors."""
         state = self._reader.read_state(time.monotonic())
         if state.estimate.is_training:
-            if self.is_shown:  # else the log already has a line about the end
+            if self.is_shown:  # otherwise, the log already has a line about the end
                 self.log_progress()
         elif state.counts.get(Status.ERRORED):
-            name = state.estimate.experiment
-            self._log.warning(
-                "%s; see results.errors, or prefect-tune show TARGET %s",
-                progress_view.render_progress_line(state),
-                name,
-            )
+            line, name = progress_view.render_progress_line(state), state.estimate.experiment
+            self._log.warning("%s; see results.errors, or prefect-tune show TARGET %s", line, name)
         else:
             self.log_progress()
 
@@ -102,7 +98,7 @@ class ProgressObserver(SearchObserver):
         return render_progress_html(state, ending, error, self._link), progress_view.render_progress_line(state)
 
     def on_display_error(self, error: Exception) -> None:
-        """Log progress lines from now on, since the table failed with `error`."""
+        """Log `error`, and from now on log progress lines instead of showing the table."""
         self.is_shown = False
         self._log.warning("the live table failed; the search continues: %s: %s", type(error).__name__, error)
 
@@ -117,11 +113,9 @@ def showing_progress(
     *,
     in_terminal: bool,
 ) -> Iterator[SearchObserver]:
-    """Yield the observer that shows the progress of a search or a training; log a final line unless the block raises.
+    """Yield an observer that shows the progress of a search or a training; log a final line unless the block raises.
 
-    Args:
-        notes: the last lines of the log.
-        in_terminal: whether to show a table if stdout is a terminal.
+    `notes` are the last lines of the log. `in_terminal` allows a live table if stdout is a terminal.
     """
     owner = recorder.read_search_snapshot().experiment.owner
     reader = ProgressReader(recorder.read_search_snapshot, estimate, notes, time.monotonic())
@@ -139,14 +133,15 @@ def showing_progress(
     observer.log_final_progress()
 
 
+_LoggedEvent: TypeAlias = AttemptStarted | CheckpointCloned | AttemptEnded | TrialFinished | TrialPaused | TrialErrored
 _MAX_NOTES = 50
 _NO_PARAMETERS = "no parameters"
 _MAX_METRICS = 3
-"""How many metrics a line shows if the search has no objective."""
+"""The number of metrics in a line if the search has no objective."""
 
 
 class SearchLog(SearchObserver):
-    """An observer that logs the events of trials, with the trial's name unless it is a single training."""
+    """Logs the events of trials; a line names its trial, except in a single training."""
 
     def __init__(self, recorder: SearchRecorder, objective: Objective | None, uri: str, log: Log) -> None:
         self.notes: deque[Note] = deque(maxlen=_MAX_NOTES)
@@ -165,26 +160,9 @@ class SearchLog(SearchObserver):
         }
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
-        if isinstance(
-            event, AttemptStarted | CheckpointCloned | AttemptEnded | TrialFinished | TrialPaused | TrialErrored
-        ):
-            self._log_event(event, experiment.trial(event.trial), experiment)
-
-    def on_attempt_lost(self, trial: Trial, reason: str) -> None:
-        if trial.phase is Phase.RUNNING:
-            self._lost_trials.add(trial.id)
-            text = f"crashed in attempt {trial.attempt}: {first_line(reason)}"
-        else:
-            text = f"crashed before attempt {trial.attempt + 1} began: {first_line(reason)}"
-        self._log_line(trial, text, logging.WARNING)
-
-    def _log_event(
-        self,
-        event: AttemptStarted | CheckpointCloned | AttemptEnded | TrialFinished | TrialPaused | TrialErrored,
-        trial: Trial,
-        experiment: Experiment,
-    ) -> None:
-        text, level, is_notice = "", logging.INFO, False
+        if not isinstance(event, _LoggedEvent):
+            return
+        trial, text, level, is_notice = experiment.trial(event.trial), "", logging.INFO, False
         match event:
             case AttemptStarted():
                 is_earlier = trial.outbox is not None and trial.launch_term < experiment.term
@@ -210,6 +188,14 @@ class SearchLog(SearchObserver):
         if text:
             self._log_line(trial, text, level, is_notice=is_notice)
 
+    def on_attempt_lost(self, trial: Trial, reason: str) -> None:
+        if trial.phase is Phase.RUNNING:
+            self._lost_trials.add(trial.id)
+            text = f"crashed in attempt {trial.attempt}: {first_line(reason)}"
+        else:
+            text = f"crashed before attempt {trial.attempt + 1} began: {first_line(reason)}"
+        self._log_line(trial, text, logging.WARNING)
+
     def _log_line(self, trial: Trial, text: str, level: int, *, is_notice: bool = False) -> None:
         line = make_visible(f"trial {trial.id} {text}" if trial.proposed_by_search else f"the trial {text}")
         self.notes.append(Note(datetime.now(UTC).astimezone(), line, is_problem=level >= logging.WARNING))
@@ -218,38 +204,33 @@ class SearchLog(SearchObserver):
     def _describe_start(self, event: AttemptStarted, trial: Trial, *, is_earlier: bool) -> str:
         repeated = trial.recomputed_steps - self._recomputed_steps.get(trial.id, 0)
         self._recomputed_steps[trial.id] = trial.recomputed_steps
+        config, again = format_config(trial) or _NO_PARAMETERS, f"attempt {event.attempt}"
         if is_earlier:
-            config = format_config(trial) or _NO_PARAMETERS
             return f"began attempt {event.attempt} in an earlier run: {config}"
         if event.attempt == 1:
-            return f"begins: {format_config(trial) or _NO_PARAMETERS}"
-        lost = (
-            f"; {format_recomputed_steps(repeated, at_least=trial.recomputed_is_lower_bound)} trained again"
-            if repeated
-            else ""
-        )
-        again = f"attempt {event.attempt}{lost}"
+            return f"begins: {config}"
+        if repeated:
+            steps = format_recomputed_steps(repeated, at_least=trial.recomputed_is_lower_bound)
+            again = f"{again}; {steps} trained again"
         if event.from_sequence is None:
             return f"begins again without a checkpoint ({again})"
         return f"resumes from step {event.from_step} ({again})"
 
     def _describe_end(self, end: str, reason: AnyReason, trial: Trial, experiment: JournalKey) -> str:
-        """Describe the end of a trial: its last metrics, how they compare, the reason, and the checkpoint."""
+        """Describe the end of a trial: its last metrics and whether they are the best, the reason, the checkpoint."""
         saved = self._describe_checkpoint(end, trial, experiment)
         if not trial.step:
             return f"{end} before its first step: {first_line(reason)}{saved}"
         has_losses = self._compute_losses(trial.metrics) is not None
         if has_losses:
             reason = strip_result(reason, trial.step)
+        names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
         reason_has_result = (  # such as a limit that was reached
             isinstance(reason, Reason)
             and bool(reason.arguments.keys() & {"value", "best"})
             and (self._objective is None or reason.arguments.get("metric") in self._objective.metrics)
         )
-        metrics, compared = "", ""
-        if not reason_has_result:
-            names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
-            metrics = _format_metrics(trial.metrics, names)
+        metrics, compared = "" if reason_has_result else _format_metrics(trial.metrics, names), ""
         best = self._recorder.best
         if self._objective is not None and best is not None and trial.proposed_by_search and has_losses:
             label, (name, losses) = best_label(self._objective), best

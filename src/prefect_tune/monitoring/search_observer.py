@@ -1,4 +1,4 @@
-"""Observers of a search, which make no decisions, and the live status of its running attempts."""
+"""Observe a search without making decisions, and publish the live status of its running attempts."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from prefect_tune.core.search_view import AttemptPeriod, SearchSnapshot, SearchV
 
 
 class SearchObserver:
-    """Base class of the observers of a search; its methods do nothing, and subclasses override the ones they need.
+    """Base class of the observers of a search. Its methods do nothing, and subclasses override some of the methods.
 
-    The driver calls them in its own thread, in order; each must return at once.
+    The driver calls the methods in its own thread, in order. A method must return at once.
     """
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         """Handle an event of the next journal entry; `experiment` is the state after the event."""
 
     def on_attempt_lost(self, trial: Trial, reason: str) -> None:
-        """Handle an attempt that ended without journaling its end, which is journaled later; the trial is retried."""
+        """Handle a lost attempt: its end is journaled later, and the trial is retried."""
 
     def on_entry_written(self, experiment: Experiment) -> None:
-        """Handle a written journal entry; `experiment` is the state up to that entry."""
+        """Handle a written journal entry; `experiment` is the state after the entry."""
 
 
 class ObserverGroup(SearchObserver):
-    """Passes each call to several observers, in order. An observer that raises is logged and not called again.
+    """Passes each call to several observers, in order. After an error, the observer is not called again.
 
     The search continues: no decision and no journal entry depends on an observer.
     """
@@ -69,9 +69,9 @@ class ObserverGroup(SearchObserver):
 
 
 class SearchRecorder(SearchObserver):
-    """Applies each event to the one `SearchView` of a run; `read_search_snapshot` may be called from any thread.
+    """Applies each event to the `SearchView` of a run; `read_search_snapshot` may be called from any thread.
 
-    It must be the first observer, since the others read it.
+    The recorder must be the first observer, because the other observers read the recorder.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -107,11 +107,11 @@ class SearchRecorder(SearchObserver):
             return self._view.best
 
     def expect_earlier_entries(self) -> None:
-        """Keep all changes from now on, until `prepend_entries` receives the entries of earlier runs."""
+        """Record all changes from now on, until `prepend_entries` receives the entries of earlier runs."""
         self._changes = []
 
     def prepend_entries(self, entries: Iterable[Entry] | None) -> None:
-        """Apply the entries of earlier runs, then reapply the changes of this run. Pass None if they cannot be read."""
+        """Apply the entries of earlier runs, then reapply the changes of this run; with None, keep the current view."""
         view = self._view
         if entries is not None:
             view = SearchView(self._initial_experiment)
@@ -141,7 +141,7 @@ class CurveCollector(SearchObserver):
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         del experiment
-        curves, self.curves = self.curves, None  # if None, they are read from the journal to be published
+        curves, self.curves = self.curves, None  # if None, the curves to publish are read from the journal
         if curves is not None:
             curves.add_event(event)
             if curves.report_count <= _MAX_CURVE_REPORTS:  # bounds the memory
@@ -154,14 +154,14 @@ _REQUEST_TIMEOUT = timedelta(seconds=30)
 _FIRST_DELAY = timedelta(seconds=1)
 _END_TIMEOUT = timedelta(seconds=1)
 _PAUSE_FACTOR = 20
-"""The pause after a write is at least this multiple of its duration: a slow target gets fewer writes."""
+"""The pause after a write is at least this multiple of the write's duration: a slow target gets fewer writes."""
 
 
 class LiveStatusPublisher:
     """Writes the running attempts during a `with` block: after 1 s, then every `period`. Best effort.
 
-    It also writes while no trial runs: `delete` treats an experiment with a recent live status as running.
-    While the target fails, nothing is written and no error is raised; the first such error is logged.
+    The publisher also writes while no trial is running: `delete` treats an experiment with a recent live status as
+    running. Errors of the target are not raised; only the first of several consecutive errors is logged.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class LiveStatusPublisher:
         Args:
             read: returns a snapshot of the experiment that this process owns.
             period: the time between two writes; None to write nothing.
-            is_own_trial: whether this owner runs a trial; trials that an earlier owner left are not published.
+            is_own_trial: returns whether this owner runs a trial; trials of earlier owners are not published.
         """
         self._target = target
         self._read = read
@@ -196,9 +196,9 @@ class LiveStatusPublisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Stop, and delete the live status if no trial runs any more. Waits at most 1 s for the target.
+        """Stop, and delete the live status if no trial is running. Waits at most 1 s for the target.
 
-        After `Superseded`, another process publishes; the live status of this process is then deleted.
+        After `Superseded`, the live status of this process is always deleted: another process publishes now.
         """
         self._is_superseded = kind is not None and issubclass(kind, Superseded)
         self._closed.set()
@@ -211,7 +211,11 @@ class LiveStatusPublisher:
             began = time.monotonic()
             self._write_status(next_pause)
             pause, next_pause = next_pause, max(period, timedelta(seconds=time.monotonic() - began) * _PAUSE_FACTOR)
-        self._delete_status()
+        experiment, running = self._read_running_trials()
+        may_be_left = self._written_count > 0 or experiment.term > 1  # by this owner, or by a killed owner
+        if may_be_left and (self._is_superseded or not running):
+            with suppress(TuneError), self._target.open(timeout=_REQUEST_TIMEOUT) as store:
+                delete_live_status(store, experiment.key, experiment.term)
 
     def _write_status(self, next_pause: timedelta) -> None:
         experiment, running = self._read_running_trials()
@@ -236,15 +240,8 @@ class LiveStatusPublisher:
             self._is_failing = False
         self._written_count += 1  # also after an error: the target may have written it
 
-    def _delete_status(self) -> None:
-        experiment, running = self._read_running_trials()
-        may_be_left = self._written_count > 0 or experiment.term > 1  # of this owner, or of one that was killed
-        if may_be_left and (self._is_superseded or not running):
-            with suppress(TuneError), self._target.open(timeout=_REQUEST_TIMEOUT) as store:
-                delete_live_status(store, experiment.key, experiment.term)
-
     def _read_running_trials(self) -> tuple[Experiment, tuple[RunningTrial, ...]]:
-        """Return the state and the running attempts; `began_at` is None for attempts of an earlier owner."""
+        """Return the experiment and its running attempts; `began_at` and `host` are None for an earlier owner's."""
         snapshot = self._read()
         running = [
             RunningTrial(

@@ -1,4 +1,4 @@
-"""The data of a report: trials with their newest reports, the ranking, runs and totals; as values and as JSON."""
+"""Collect the data of a report, as values and as JSON: trials with their newest reports, the ranking, runs, totals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAX_RUNS = 20
 _MAX_PARAMETERS = 200
 
 RunUrlFunction: TypeAlias = Callable[[Owner], str | None]
-"""Returns the URL of an owner's run; None if it has none."""
+"""Returns the URL of an owner's run; None if the URL is unknown."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Totals:
     wasted_steps: int
     """Steps that were trained, lost, and trained again."""
     wasted_at_least: bool
-    """Whether there may be more such steps."""
+    """Whether more steps may have been trained again."""
     wasted_seconds: float | None
-    """An estimate, from the average time of a step; None without `trained_seconds`."""
+    """An estimate from the average time of a step; None without `trained_seconds`."""
     checkpoints_committed: int
     committed_bytes: int
     measured_bytes: int
-    """The part of `committed_bytes` whose uploads are known; the uploads of adopted commits are not."""
+    """The part of `committed_bytes` with known uploads; the uploads of adopted commits are unknown."""
     sent_bytes: int
     saved_bytes: int
     """Bytes that were not uploaded, because the target already had them."""
@@ -103,9 +103,9 @@ class ReportInput:
     age: str = ""
     """The age of the report, in words; empty if no trial is running."""
     differing_parameters: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """The parameters that differ between trials, with a value per trial; None if a trial lacks the parameter."""
+    """A value per trial for each parameter that differs between trials; None if a trial lacks the parameter."""
     domains: Mapping[str, object] = field(default_factory=dict)
-    """The domains of the space, by parameter; options follow their choice. Empty if no space is journaled."""
+    """The domains of the space, by parameter; a choice precedes its options. Empty if no space is journaled."""
 
     @cached_property
     def ranking(self) -> Sequence[Trial]:
@@ -123,7 +123,7 @@ class ReportInput:
 
     @cached_property
     def first_trials(self) -> Sequence[Trial]:
-        """The first 50 trials: the best first, then trials that cannot be compared."""
+        """The first 50 trials: the compared trials, the best first, then the other trials."""
         others = (trial for trial in self.trials if trial.id not in self.losses)
         return [*self.ranking, *others][:MAX_TRIALS]
 
@@ -134,7 +134,6 @@ class ReportInput:
 
     @property
     def is_search(self) -> bool:
-        """Whether the experiment is a search, not a single training."""
         return is_search(self.experiment)
 
     @cached_property
@@ -154,7 +153,7 @@ class ReportInput:
 
     @cached_property
     def runs(self) -> Sequence[tuple[OwnershipPeriod, int]]:
-        """The period of each owner and its number of attempts; the last period lasts until now while a trial runs."""
+        """The period of each owner, and its number of attempts. While a trial runs, the last period ends `now`."""
         periods = list(self.snapshot.ownerships)
         begins = [period.began_at for period in periods]
         counts = Counter(bisect_right(begins, attempt.began_at) - 1 for attempt in self.snapshot.attempts)
@@ -164,12 +163,12 @@ class ReportInput:
 
     @property
     def elapsed_seconds(self) -> float:
-        """The time during which the experiment had an owner, without the time between runs."""
+        """The time, in seconds, during which the experiment had an owner: without the time between runs."""
         return sum(elapsed_seconds(period) for period, _ in self.runs)
 
     @cached_property
     def cost(self) -> ExperimentCost:
-        """How the time of the slots was spent."""
+        """The time that the slots spent, by category."""
         return compute_cost(self.experiment, self.now)
 
     @cached_property
@@ -200,14 +199,14 @@ class ReportInput:
         )
 
     def objective_values(self, trial: str) -> Mapping[str, float]:
-        """Return the reported objective values of a trial, bools as numbers; empty if the trial cannot be compared."""
+        """Return the reported objective values of a trial as numbers; empty if the trial cannot be compared."""
         if self.objective is None or trial not in self.losses:
             return {}
         rows = zip(self.objective.metrics, self.objective.modes, self.losses[trial], strict=True)
         return {name: loss if mode == "min" else -loss for name, mode, loss in rows}
 
     def has_log_scale(self, parameter: str) -> bool | None:
-        """Return whether a parameter is sampled on a log scale; None if the space does not say."""
+        """Return whether a parameter is sampled on a log scale; None if unknown."""
         domain = self.domains.get(parameter)
         return domain.scale == "log" if isinstance(domain, Float | Integer) else None
 
@@ -217,21 +216,18 @@ class ReportInput:
         if not self.is_search or (not self.domains and len(self.trials) < 2):
             return {}
         first = flatten(self.trials[0].config) if self.trials else {}
-        return {
-            name: value
-            for name, value in first.items()
-            if name not in self.differing_parameters and name not in self.domains
-        }
+        variable = {*self.differing_parameters, *self.domains}
+        return {name: value for name, value in first.items() if name not in variable}
 
     @cached_property
     def space(self) -> Mapping[str, str]:
-        """The domain of each other parameter, as text; empty if no space is journaled."""
+        """The domains as text, without the options of choices; empty if no space is journaled."""
         nested = tuple(f"{name}/" for name in self.domains)
         return {name: repr(domain) for name, domain in self.domains.items() if not name.startswith(nested)}
 
 
 def elapsed_seconds(period: OwnershipPeriod) -> float:
-    """Return how long a run owned the experiment."""
+    """Return how long a run owned the experiment, in seconds."""
     return (period.last_entry_at - period.began_at).total_seconds()
 
 
@@ -245,7 +241,7 @@ def make_report_input(
     expected_trial_count: int | None = None,
     age: str = "",
 ) -> ReportInput:
-    """Return a report's data; `snapshot` has the curves of `select_curve_trials`; `objective`: default the search's."""
+    """Return a report's data. `snapshot` has the curves of `select_curve_trials`. Default objective: the search's."""
     experiment = snapshot.experiment
     objective = objective or objective_from_settings(experiment.settings)
     trials = [apply_report(trial, snapshot.newest_report(trial.id)) for trial in experiment.trials.values()]
@@ -269,7 +265,7 @@ def make_report_input(
 
 
 def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
-    """Return at most `max_count` trials: half of them the first (best) ones, the others spread over the rest."""
+    """Return at most `max_count` trials: the first (best) ones, and as many from the rest at regular distances."""
     if len(trials) <= max_count:
         return trials
     best, others = trials[: max_count // 2], trials[max_count // 2 :]
@@ -278,13 +274,13 @@ def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
 
 
 def select_curve_trials(experiment: Experiment) -> Sequence[str]:
-    """Return the trials whose learning curves are drawn: the best and some others."""
+    """Return the trials with drawn learning curves: the best trials and some others."""
     ordered = sort_trials(list(experiment.trials.values()), objective_from_settings(experiment.settings))
     return [trial.id for trial in sample_trials(ordered, MAX_CURVES)]
 
 
 def _read_domains(space: object) -> Mapping[str, object]:
-    """Return the domains of a journaled space, by parameter name; functions of the space are not imported."""
+    """Return the domains of a journaled space, by parameter, without importing functions of the space."""
 
     def reject(_: Mapping[str, object]) -> object:
         raise InvalidInput("a report draws no values")

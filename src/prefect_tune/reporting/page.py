@@ -1,4 +1,4 @@
-"""The report page of an experiment: sections, their order and limits; rendered as Markdown or as one HTML file."""
+"""Make the report page of an experiment from its sections, and render the page as Markdown or as one HTML file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from prefect_tune.terminal.formatting import MIN_SHOWN_SECONDS, format_cell, for
 # The page: at most about 300 KB, for any number of trials.
 
 _GOOD_STATUSES = (Status.COMPLETED, Status.PRUNED)
-"""Statuses that only the table below the headline shows."""
+"""Statuses that the headline does not count."""
 _MAX_PARAMETER_COLUMNS = 5
 _BUILT_IN_COLUMNS = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
 _MAX_CELL = 24
@@ -71,17 +71,14 @@ _MAX_TRACEBACK_CHARACTERS = 4000
 _MAX_PARAMETERS = 40
 _MAX_DOMAIN_CHARACTERS = 200
 _UNSET_VALUES: tuple[object, ...] = (None, "", [], {}, ())
+_TIMELINE_LEGEND = (
+    "Above, in grey: the runs that owned the experiment. Below: all attempts, colored by how they ended. "
+    "✕: the attempt was killed, lost or failed."
+)
 _FIGURES = (
     ("Learning curves", draw_learning_curves, "Orange: the best. Blue: the next best, labelled; pale: the others."),
     ("Parameters", draw_parallel_coordinates, "Each line is a trial. Orange: the best; blue: the best fifth."),
-    (
-        "Timeline",
-        draw_timeline,
-        (
-            "Above, in grey: the runs that owned the experiment. Below: all attempts, colored by how they ended. "
-            "✕: the attempt was killed, lost or failed."
-        ),
-    ),
+    ("Timeline", draw_timeline, _TIMELINE_LEGEND),
 )
 _PARETO_LEGENDS: Mapping[Callable[[ReportInput], str | None], str] = {
     draw_learning_curves: "Orange: the Pareto front. Blue: the others.",
@@ -93,16 +90,8 @@ Column: TypeAlias = tuple[str, Sequence[Cell]]
 
 def make_page(report: ReportInput) -> Sequence[Block]:
     """Return the blocks of the report page."""
-    sections = (
-        headline_section,
-        best_trial_section,
-        figures_section,
-        trials_section,
-        errors_section,
-        _cost_section,
-        _runs_section,
-        _settings_section,
-    )
+    results = (headline_section, best_trial_section, figures_section, trials_section, errors_section)
+    sections = (*results, _cost_section, _runs_section, _settings_section)
     return [block for section in sections for block in section(report)]
 
 
@@ -147,13 +136,11 @@ def _format_headline(report: ReportInput) -> str:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
     expected = max(report.expected_trial_count or 0, len(report.trials))  # an earlier run may have requested more
-    kind = (
-        "trials" if report.expected_trial_count else "proposed trials"
-    )  # the journal does not say how many will follow
+    # The journal does not say how many trials will follow.
+    kind = "trials" if report.expected_trial_count else "proposed trials"
     parts.append(f"{sum(trial.phase in ENDED_PHASES for trial in report.trials):,} of {expected:,} {kind} done")
-    parts += [
-        f"{count:,} {name}" for name, count in count_by_status(report.experiment).items() if name not in _GOOD_STATUSES
-    ]
+    counts = count_by_status(report.experiment).items()
+    parts += [f"{count:,} {name}" for name, count in counts if name not in _GOOD_STATUSES]
     return " · ".join(parts)
 
 
@@ -192,11 +179,11 @@ def best_trial_section(report: ReportInput) -> Iterator[Block]:
 
 
 def figures_section(report: ReportInput) -> Iterator[Block]:
-    """Yield the charts that have data, each with a heading; if drawing one fails, yield the error instead."""
+    """Yield the charts that have data, each with a heading; yield an error message for a chart that cannot be drawn."""
     for title, draw, usual_legend in _FIGURES:
         try:
             svg = draw(report)
-        except Exception as error:  # noqa: BLE001  show the error and the rest of the page
+        except Exception as error:  # noqa: BLE001  the page must show the error and all other sections
             yield Text([f"{title} could not be drawn: {shorten(f'{type(error).__name__}: {error}', 200)}"])
             continue
         if svg is None:
@@ -227,7 +214,7 @@ def trials_section(report: ReportInput) -> Iterator[Block]:
 
 
 def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
-    """Return the columns of the table of trials, with as many parameters as fit."""
+    """Return the columns of the table of trials, with as many parameters as the width allows."""
     trials, metrics = report.first_trials, report.objective.metrics if report.objective else ()
     columns: list[Column] = [
         ("trial", [_make_link_cell(trial.id, report.run_url_of(trial)) for trial in trials]),
@@ -249,29 +236,29 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
     times, checkpoints = [trial.measured_seconds for trial in trials], [newest_checkpoint(trial) for trial in trials]
     last.append(("trained", ["not measured" if seconds is None else format_span(seconds) for seconds in times]))
     last.append(("checkpoint", [f"step {checkpoint.step:,}" if checkpoint else "" for checkpoint in checkpoints]))
-    # At most five of the differing parameters, or of all parameters of a single trial, as far as they fit the width.
-    free_width = _MAX_TABLE_WIDTH - sum(map(_column_width, (*columns, *last)))
+    # Show at most five of the differing parameters (for a single trial: of all parameters), if they fit the width.
+    free_width = _MAX_TABLE_WIDTH - sum(map(_measure_column, (*columns, *last)))
     configs = [flatten(trial.config) for trial in trials]
     names = dict.fromkeys(name for config in configs for name in config if name not in report.constants)
     differing = [name for name in names if len({str(config.get(name)) for config in configs}) > 1 or len(configs) == 1]
     for parameter in differing[:_MAX_PARAMETER_COLUMNS]:
         name = f"config/{parameter}" if parameter in {*_BUILT_IN_COLUMNS, *metrics} else parameter
         column = name[-_MAX_CELL:], [shorten(format_cell(config.get(parameter)), _MAX_CELL) for config in configs]
-        free_width -= _column_width(column)
+        free_width -= _measure_column(column)
         if free_width >= 0:
             columns.append(column)
     return [*columns, *last]
 
 
-def _column_width(column: Column) -> int:
-    """Return the width of a column in characters; names may be broken at spaces."""
+def _measure_column(column: Column) -> int:
+    """Return the width of a column in characters; the column's name may wrap at spaces."""
     name, cells = column
     texts = (cell if isinstance(cell, str) else cell.text for cell in cells)
     return max((*map(len, name.split()), *map(len, texts)), default=0) + _COLUMN_GAP
 
 
 def _make_compact_table(columns: Iterable[Column]) -> Iterator[Block]:
-    """Yield a table; columns with one value in all rows, except the first column, become a note above the table."""
+    """Yield a table. Columns with the same value in all rows become a note above the table, except the first column."""
     first, *others = columns
     kept, parts = [first], list[Cell]()
     for name, cells in others:
@@ -285,7 +272,7 @@ def _make_compact_table(columns: Iterable[Column]) -> Iterator[Block]:
 
 
 def errors_section(report: ReportInput) -> Iterator[Block]:
-    """Yield each error in one line; an error that an earlier trial also has is not repeated."""
+    """Yield a table with a line for each error; a repeated error refers to the first trial with this error."""
     errors = report.errored_trials
     if not errors:
         return
@@ -316,11 +303,11 @@ def _cost_section(report: ReportInput) -> Iterator[Block]:
     yield Heading("Cost")
     if report.totals.sentence:
         yield Text([f"{report.totals.sentence}."])
-    yield Table((), list(cost_rows(report.totals).items()))
+    yield Table((), list(make_cost_rows(report.totals).items()))
 
 
-def cost_rows(totals: Totals) -> Mapping[str, str]:
-    """Return rows for what was trained, lost, stored and sent."""
+def make_cost_rows(totals: Totals) -> Mapping[str, str]:
+    """Return table rows about what was trained, lost, stored and sent."""
     counts = {"killed or lost": totals.attempts_lost, "failed": totals.attempts_failed}
     failures = "".join(f", {count:,} {end}" for end, count in counts.items() if count)
     attempts, trained = f"{pluralize(totals.attempts, 'attempt', 'attempts')}{failures}", totals.useful_seconds
@@ -331,10 +318,8 @@ def cost_rows(totals: Totals) -> Mapping[str, str]:
         seconds = f"{format_span(totals.lost_seconds)} after the last checkpoints; " if totals.lost_seconds else ""
         nothing = "no step is known to have been" if totals.wasted_at_least else "no step was"
         lost = f"{seconds}{recomputed or nothing} trained again so far"
-    rows = {
-        "training": f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}",
-        "lost": lost,
-    }
+    training = f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}"
+    rows = {"training": training, "lost": lost}
     size, sent, saved = map(format_size, (totals.committed_bytes, totals.sent_bytes, totals.saved_bytes))
     if totals.checkpoints_committed:
         rows["checkpoints"] = f"{totals.checkpoints_committed:,} committed, {size} in all"
@@ -346,7 +331,7 @@ def cost_rows(totals: Totals) -> Mapping[str, str]:
 
 
 def _runs_section(report: ReportInput) -> Iterator[Block]:
-    """Yield a table of all runs, including scheduled ones: owner, times, and what each added."""
+    """Yield a table of the last runs: owners, times, and what each run added; yield nothing for a single run."""
     runs = report.runs[-MAX_RUNS:]
     if len(runs) < 2:
         return
@@ -389,14 +374,14 @@ def _make_link_cell(text: str, address: str | None) -> Cell:
     return Link(text, address) if address else text
 
 
-# Render a page as Markdown with embedded pictures, for the Prefect UI, GitHub and editors.
+# Render a page as Markdown with embedded pictures, for Prefect's UI, GitHub and editors.
 
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
 _MAX_UNBROKEN_CHARACTERS = 16
 
 
 def render_markdown(blocks: Sequence[Block], *, has_pictures: bool = True) -> str:
-    """Return the page as Markdown, with its pictures or a description of each. Names chosen by users are escaped."""
+    """Return the page as Markdown, with pictures or only their descriptions. Names chosen by users are escaped."""
     return "\n".join(line for block in blocks for line in _render_block(block, has_pictures=has_pictures)) + "\n"
 
 
@@ -423,20 +408,20 @@ def _render_block(block: Block, *, has_pictures: bool) -> Iterator[str]:
 
 
 def _render_table(table: Table) -> Iterator[str]:
-    """Yield a Markdown table; a table without a header gets its first row as the header, since Markdown needs one."""
-    rows = [
-        [_avoid_breaks(_render_cell(cell)) if table.head else _render_cell(cell) for cell in row] for row in table.rows
-    ]
+    """Yield a Markdown table. Markdown needs a header: without one, the first row becomes the header."""
+    rows = [list(map(_render_cell, row)) for row in table.rows]
     if not rows:
         return
-    if not table.head:
+    if table.head:
+        rows = [list(map(escape_markdown, table.head)), *(list(map(_avoid_breaks, row)) for row in rows)]
+    else:
         rows = [[f"**{row[0]}**", *row[1:]] for row in rows]
-    head, *body = [list(map(escape_markdown, table.head)), *rows] if table.head else rows
+    head, *body = rows
     yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
 def _avoid_breaks(cell: str) -> str:
-    """Return a short cell without places to break the line, since tables are narrow in Prefect's UI."""
+    """Replace the spaces of a short cell, so that it does not wrap: tables are narrow in Prefect's UI."""
     return cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _MAX_UNBROKEN_CHARACTERS else cell
 
 
@@ -457,7 +442,7 @@ def escape_markdown(text: str) -> str:
     return _MARKUP.sub(r"\\\1", make_visible_line(text))
 
 
-# Render a page as one self-contained HTML file, light or dark as the browser prefers.
+# Render a page as one self-contained HTML file, in the light or dark mode of the browser.
 
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1f2328;--soft:#59636e;--line:#d8dee4;--wash:#f6f8fa;--link:#0969da}
@@ -490,6 +475,5 @@ def render_html(blocks: Sequence[Block]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{escape_html(title)}</title><style>{_STYLE}</style></head><body><main>\n"
     )
-    return (
-        head + "\n".join(element for block in blocks for element in render_block(block)) + "\n</main></body></html>\n"
-    )
+    body = "\n".join(element for block in blocks for element in render_block(block))
+    return f"{head}{body}\n</main></body></html>\n"

@@ -1,8 +1,8 @@
 """Draw the charts of a report as SVG: learning curves, parallel coordinates, and the timeline.
 
-No plotting library is used: matplotlib takes 1.2 CPU s to import, 80 MiB of memory, and 0.3 s and 84 kB per chart; this
-module takes milliseconds and a tenth of the bytes. Charts are shown as `<img>`, which does not know the theme of its
-page. So they have no background, and colors halfway between black and white, readable on both.
+No plotting library is used: matplotlib takes 1.2 CPU s to import, 80 MiB of memory, and 0.3 s and 84 kB per chart. This
+module takes milliseconds, and its charts a tenth of the bytes. A chart is shown as an `<img>`, which does not know the
+theme of its page. So charts have no background, and their colors are readable on black and on white.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from prefect_tune.terminal.formatting import format_number, format_rank_ends
 
 Point = tuple[float, float]
 
-BLUE, ORANGE, GREEN, RED, VIOLET, TEAL, GREY = (
-    *("#3f87e0", "#cf6e0e", "#2f9e58", "#df4b4b", "#9a6ee8", "#14949c"),
-    "#78808a",
-)
+BLUE, ORANGE, GREEN, RED = "#3f87e0", "#cf6e0e", "#2f9e58", "#df4b4b"
+VIOLET, TEAL, GREY = "#9a6ee8", "#14949c", "#78808a"
 COLORS = (BLUE, ORANGE, GREEN, VIOLET, "#c2529b", TEAL, "#a98413", "#6b7fd7")
 FAINT, PALE = 0.5, 0.6
 """Opacities of the grid and of marks in the background: below 0.5 they vanish on a dark or a light page."""
@@ -45,16 +43,14 @@ class Pen:
     opacity: float = 1.0
     dash: str = ""
 
-    def stroke_attributes(self) -> str:
-        dash = f' stroke-dasharray="{self.dash}"' if self.dash else ""
-        return (
-            f'fill="none" stroke="{self.color}" stroke-width="{self.width:g}"{self._opacity_attribute("stroke")}{dash}'
-        )
+    def format_stroke(self) -> str:
+        opacity, dash = self._format_opacity("stroke"), f' stroke-dasharray="{self.dash}"' if self.dash else ""
+        return f'fill="none" stroke="{self.color}" stroke-width="{self.width:g}"{opacity}{dash}'
 
-    def fill_attributes(self) -> str:
-        return f'fill="{self.color}"{self._opacity_attribute("fill")}'
+    def format_fill(self) -> str:
+        return f'fill="{self.color}"{self._format_opacity("fill")}'
 
-    def _opacity_attribute(self, kind: str) -> str:
+    def _format_opacity(self, kind: str) -> str:
         return f' {kind}-opacity="{self.opacity:g}"' if self.opacity < 1 else ""
 
 
@@ -77,30 +73,30 @@ class Drawing:
 
     def line(self, points: Iterable[Point], pen: Pen) -> None:
         """Draw a line through the points."""
-        self._shapes.append(f'<path class="line" d="{_format_path(points)}" {pen.stroke_attributes()}/>')
+        self._shapes.append(f'<path class="line" d="{_format_path(points)}" {pen.format_stroke()}/>')
 
     def lines(self, lines: Iterable[Sequence[Point]], pen: Pen) -> None:
-        """Draw several lines with one pen, as separate paths, so that crossings are darker."""
+        """Draw several lines with one pen, as separate paths: crossings are darker."""
         paths = "".join(f'<path class="line" d="{_format_path(line)}"/>' for line in lines if line)
         if paths:
-            self._shapes.append(f"<g {pen.stroke_attributes()}>{paths}</g>")
+            self._shapes.append(f"<g {pen.format_stroke()}>{paths}</g>")
 
     def area(self, points: Iterable[Point], pen: Pen) -> None:
         """Fill the area that the points enclose."""
-        self._shapes.append(f'<path d="{_format_path(points)}z" {pen.fill_attributes()}/>')
+        self._shapes.append(f'<path d="{_format_path(points)}z" {pen.format_fill()}/>')
 
     def dots(self, points: Sequence[Point], pen: Pen) -> None:
         """Draw a dot with the width of the pen at each point."""
         if points:
             path = "".join(f"M{_format_coordinate(x)} {_format_coordinate(y)}h0" for x, y in points)
-            self._shapes.append(f'<path class="dots" d="{path}" stroke-linecap="round" {pen.stroke_attributes()}/>')
+            self._shapes.append(f'<path class="dots" d="{path}" stroke-linecap="round" {pen.format_stroke()}/>')
 
     def bar(self, corner: Point, size: Point, fill: Fill, *, title: str = "", kind: str = "bar") -> None:
-        """Draw a rectangle; `corner` is its upper left corner. Viewers of the SVG show the title as a tooltip."""
+        """Draw a rectangle with this upper left corner. Viewers show the title as a tooltip."""
         (x, y), (width, height) = corner, size
         match fill.style:
             case "solid":
-                style = Pen(fill.color).fill_attributes()
+                style = Pen(fill.color).format_fill()
             case "hatch":
                 name = f"hatch{fill.color.removeprefix('#')}"
                 style = f'fill="url(#{name})" stroke="{fill.color}" stroke-width="1"'
@@ -121,7 +117,7 @@ class Drawing:
         x, y = center
         down, back = f"{2 * reach:g}", f"{-2 * reach:g}"
         ends = f"M{_format_coordinate(x - reach)} {_format_coordinate(y - reach)}l{down} {down}m0 {back}l{back} {down}"
-        self._shapes.append(f'<path class="cross" d="{ends}" {pen.stroke_attributes()}/>')
+        self._shapes.append(f'<path class="cross" d="{ends}" {pen.format_stroke()}/>')
 
     def text(self, at: Point, text: str, style: str = "", ink: str = GREY) -> None:
         """Draw text; `style` holds SVG attributes such as `text-anchor="end"`."""
@@ -138,7 +134,7 @@ class Drawing:
 
 
 def escape_text(text: str) -> str:
-    """Return untrusted text on one line, shortened to 80 characters and escaped."""
+    """Escape untrusted text, on one line of at most 80 characters."""
     line = " ".join(_NO_XML.sub("", make_visible_line(text)).split())
     return escape(shorten(line, _MAX_CHARACTERS))
 
@@ -158,9 +154,9 @@ SMALL_TEXT = 'font-size="11"'
 ANCHOR_END, ANCHOR_MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
 
 _MIN_LOG_RATIO = 50.0
-"""A range of positive numbers that spans at least this factor may get a logarithmic scale."""
+"""A scale may be logarithmic if its largest number is at least this multiple of its smallest."""
 _OUTLIER_FACTOR = 8.0
-"""Outliers beyond this multiple of the range of the middle 90 % are drawn at the edge."""
+"""Numbers beyond this multiple of the range of the middle 90 % are outliers, which are drawn at the edge."""
 _TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -214,15 +210,11 @@ class Scale:
 def fit_scale(
     values: Sequence[float], begin: float, end: float, *, is_log: bool | None = None, room: float = 0.0
 ) -> Scale:
-    """Return a scale that fits `values`, which may be empty.
+    """Return a scale that fits `values`, which may be empty, between the positions `begin` and `end`.
 
     Args:
-        values: the numbers to show.
-        begin: the position of the smallest number.
-        end: the position of the largest number.
-        is_log: whether the scale is logarithmic, if the numbers are positive. Default: if they span orders of
-            magnitude.
-        room: the share of the range that is left free on each side.
+        is_log: whether a scale of positive numbers is logarithmic. Default: if the numbers span orders of magnitude.
+        room: the share of the range that stays free on each side.
     """
     ordered = sorted(values) or [0.0, 1.0]
     low, high = ordered[0], ordered[-1]
@@ -268,7 +260,7 @@ def draw_axes(drawing: Drawing, frame: Frame, x: Scale, y: Scale, names: tuple[s
 
 
 def draw_y_axis(drawing: Drawing, frame: Frame, y: Scale, max_ticks: int) -> None:
-    """Draw a labelled grid line at each of at most `max_ticks` ticks."""
+    """Draw a labelled grid line at each tick."""
     for position, label in y.ticks(max_ticks):
         drawing.line([(frame.left, position), (frame.right, position)], GRID_PEN)
         drawing.text((frame.left - 7, position + 4), label, f"{SMALL_TEXT} {ANCHOR_END}")
@@ -290,12 +282,10 @@ _UNRANKED_PEN = Pen(GREY, 1.2, 0.8)
 
 
 def draw_learning_curves(report: ReportInput) -> str | None:
-    """Draw a panel per objective metric and a small panel per other metric; return None if nothing was reported."""
-    history = report.snapshot
-    metrics, others = (
-        [name for name in names if any(name in curves for curves in history.curves.values())]
-        for names in (history.metrics, history.other_metrics)
-    )
+    """Draw a panel per objective metric, and a small panel per other metric; return None without any reports."""
+    drawn = {name for curves in report.snapshot.curves.values() for name in curves}
+    metrics = [name for name in report.snapshot.metrics if name in drawn]
+    others = [name for name in report.snapshot.other_metrics if name in drawn]
     columns = 1 if len(metrics) == 1 else 2
     height = 300 if columns == 1 else 230
     bottom = height * -(-len(metrics) // columns)
@@ -365,7 +355,7 @@ class Axis:
     categories: Sequence[str] = ()
 
     def position_of(self, trial: str, frame: Frame) -> float:
-        """Return the position where the trial's line crosses; a missing value is below the axis."""
+        """Return the vertical position of a trial's value; a missing value is below the axis."""
         value = self.values.get(trial)
         if value is None:
             return frame.bottom + 10
@@ -379,7 +369,7 @@ class Axis:
 
 
 def draw_parallel_coordinates(report: ReportInput) -> str | None:
-    """Draw each trial as a line through its parameters and metrics; None for fewer than two trials or no metric."""
+    """Draw each trial as a line through its parameters and metrics; return None without a metric or two trials."""
     if report.objective is None or len(report.ranking) < 2:
         return None
     frame = Frame(70, 44, WIDTH - 70, 280)
@@ -389,16 +379,15 @@ def draw_parallel_coordinates(report: ReportInput) -> str | None:
     drawing = Drawing(WIDTH, 300)
     positions = [frame.left + index * (frame.right - frame.left) / (len(axes) - 1) for index in range(len(axes))]
     trials = sample_trials(report.ranking, _MAX_LINES)
-    lines = [
-        [(x, axis.position_of(trial.id, frame)) for axis, x in zip(axes, positions, strict=True)] for trial in trials
-    ]
+    placed_axes = list(zip(axes, positions, strict=True))
+    lines = [[(x, axis.position_of(trial.id, frame)) for axis, x in placed_axes] for trial in trials]
     best = {trial.id for trial in report.best_trials}
     good_count = max(1, len(trials) // 5)
     drawing.lines(reversed(lines[good_count:]), Pen(BLUE, 1, FAINT if len(lines) > 40 else PALE))
     good = [line for line, trial in zip(lines[:good_count], trials, strict=False) if trial.id not in best]
     drawing.lines(good, _GOOD_PEN)
     drawing.lines([line for line, trial in zip(lines, trials, strict=True) if trial.id in best], _BEST_PEN)
-    for axis, x in zip(axes, positions, strict=True):
+    for axis, x in placed_axes:
         drawing.line([(x, frame.top), (x, frame.bottom)], Pen(GREY, 1, 0.8))
         drawing.text((x, frame.top - 22), axis.name[-22:], f'{SMALL_TEXT} {ANCHOR_MIDDLE} font-weight="600"')
         for y, label in axis.scale.ticks(4) if axis.scale else ():
@@ -437,7 +426,7 @@ def _make_axis(name: str, values: Mapping[str, object], frame: Frame, *, is_log:
 
 
 def _format_category(value: object) -> str:
-    """Return a value as a category; numbers like 1 and 1.0 are the same one."""
+    """Return a value as a category. Equal numbers such as 1 and 1.0 are one category."""
     return str(next(iter(numeric_metrics({"": value}).values()), value))
 
 
@@ -449,9 +438,9 @@ _MIN_ROW_HEIGHT = 13.0
 _MAX_TRIAL_ROWS = 26
 _MAX_BARS = 500
 _BREAK_WIDTH = 26.0
-"""The width, in pixels, of a long time without running attempts."""
+"""The width, in pixels, of a compressed idle time."""
 _BREAK_LABEL_WIDTH = 90.0
-"""The width, in pixels, that the label of such a time needs."""
+"""The width, in pixels, of the label of a compressed idle time."""
 STATUS_FILLS: Mapping[Status, Fill] = {
     Status.COMPLETED: Fill(GREEN),
     Status.PRUNED: Fill(TEAL, "outline"),
@@ -460,9 +449,7 @@ STATUS_FILLS: Mapping[Status, Fill] = {
     Status.RUNNING: Fill(BLUE),
     Status.PAUSED: Fill(VIOLET, "outline"),
 }
-"""The fill of an attempt's bar, by its final status; statuses differ in more than their color."""
-
-
+"""The fill of an attempt's bar, by the attempt's final status. Statuses differ in more than their color."""
 _AttemptBar: TypeAlias = tuple[AttemptPeriod, float, float]
 """An attempt, with the left and right ends of its bar."""
 
@@ -475,7 +462,7 @@ class _TimeAxis:
     knots: Sequence[tuple[float, float]]
     """Pairs of a time in seconds and a horizontal position."""
     breaks: Sequence[tuple[float, timedelta]]
-    """The position and duration of each idle time that is left out."""
+    """The position and duration of each compressed idle time."""
 
     def position_of(self, time: datetime) -> float:
         seconds = (time - self.begin).total_seconds()
@@ -486,15 +473,12 @@ class _TimeAxis:
 
 
 def draw_timeline(report: ReportInput) -> str | None:
-    """Draw the owners of the experiment and all attempts; return None if no owner is known."""
+    """Draw the owners of the experiment, and all attempts; return None if no owner is known."""
     ownerships = report.snapshot.ownerships
     if not ownerships:
         return None
-    # An attempt without an end lasts until the last journal entry of its owner.
-    attempts = [
-        (attempt, attempt.ended_at or max(attempt.began_at, ownerships[-1].last_entry_at))
-        for attempt in report.snapshot.attempts
-    ]
+    now = ownerships[-1].last_entry_at  # attempts without an end are drawn up to the last journal entry
+    attempts = [(attempt, attempt.ended_at or max(attempt.began_at, now)) for attempt in report.snapshot.attempts]
     periods = [(ownership.began_at, ownership.last_entry_at) for ownership in ownerships]
     time_axis = _make_time_axis(periods + [(attempt.began_at, end) for attempt, end in attempts])
     bars = [(attempt, time_axis.position_of(attempt.began_at), time_axis.position_of(end)) for attempt, end in attempts]
@@ -534,9 +518,8 @@ def draw_timeline(report: ReportInput) -> str | None:
 def _make_time_axis(periods: Sequence[tuple[datetime, datetime]]) -> _TimeAxis:
     begin = min(start for start, _ in periods)
     merged: list[tuple[float, float]] = []
-    for start, end in sorted(
-        ((start - begin).total_seconds(), (end - begin).total_seconds()) for start, end in periods
-    ):
+    spans = (((start - begin).total_seconds(), (end - begin).total_seconds()) for start, end in periods)
+    for start, end in sorted(spans):
         if merged and start <= merged[-1][1] + 1e-6:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -561,7 +544,7 @@ def _make_time_axis(periods: Sequence[tuple[datetime, datetime]]) -> _TimeAxis:
 
 
 def _make_lanes(bars: Sequence[_AttemptBar]) -> Sequence[tuple[str, Sequence[_AttemptBar]]]:
-    """Return a lane per trial; for many trials, a lane per slot, with trials one after another."""
+    """Return a lane per trial; for many trials, a lane per slot, in which trials follow one another."""
     bars_by_trial: dict[str, list[_AttemptBar]] = {}
     for bar in bars:
         bars_by_trial.setdefault(bar[0].trial, []).append(bar)
@@ -569,8 +552,7 @@ def _make_lanes(bars: Sequence[_AttemptBar]) -> Sequence[tuple[str, Sequence[_At
         return sorted(bars_by_trial.items())
     slots: list[list[_AttemptBar]] = []
     for bar in sorted(bars, key=lambda bar: bar[0].began_at):
-        _, left, _ = bar
-        free = next((slot for slot in slots if slot[-1][2] <= left), None)
+        free = next((slot for slot in slots if slot[-1][2] <= bar[1]), None)
         if free is None:
             slots.append([bar])
         else:
@@ -590,7 +572,7 @@ def _draw_attempts(
             drawing.text((_LEFT - 8, y + row / 2 + 2), name[-13:], f'font-size="10" {ANCHOR_END}')
         for attempt, left, right in bars:
             trial = trials[attempt.trial]
-            # The last attempt of an ended trial has the trial's status: a paused one is pruned if it was not promoted.
+            # The last attempt of an ended trial gets the trial's status: a paused trial may have been pruned later.
             is_last = attempt.attempt == trial.attempt and trial.phase in ENDED_PHASES
             has_ended_well = attempt.status in (Status.COMPLETED, Status.PAUSED)
             status = trial.status if is_last and has_ended_well else attempt.status
@@ -610,7 +592,7 @@ def _draw_attempts(
 
 
 def _draw_attempt_counts(drawing: Drawing, bars: Sequence[_AttemptBar], bottom: float) -> None:
-    """Draw how many attempts ran at once, and where attempts were lost; used if there are too many bars."""
+    """Draw how many attempts ran at the same time, and where attempts were lost."""
     columns = [0] * int(_RIGHT - _LEFT + 1)
     for _, left, right in bars:
         for column in range(int(left - _LEFT), max(int(left - _LEFT) + 1, int(right - _LEFT))):

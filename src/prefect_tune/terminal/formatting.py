@@ -1,4 +1,4 @@
-"""Format values, steps, numbers, errors, ages, costs and tables for terminals, notebooks and reports."""
+"""Format values, steps, errors, numbers, ages, costs and tables for terminals, notebooks and reports."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from prefect_tune.core.values import flatten, get_metric, parse_time
 # Tables, and output to stdout.
 
 UNLIMITED_WIDTH = 100_000
-"""The width of a pipe or a file, which gets all columns and uncut cells."""
+"""The width of a pipe or a file: all columns and complete cells are written."""
 
 
 def output_width() -> int:
-    """Return the width of stdout's terminal, or `COLUMNS` if it is set; otherwise the width is unlimited."""
+    """Return `COLUMNS` if it is set, or the width of stdout's terminal, or `UNLIMITED_WIDTH`."""
     has_width = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
     return Console().width if has_width else UNLIMITED_WIDTH
 
@@ -49,7 +49,7 @@ def print_parts(*parts: Table | str) -> None:
 
 
 def render_text(*parts: RenderableType, width: int) -> str:
-    """Render parts as plain text, as a terminal of this width would show them."""
+    """Return the plain text that a terminal of this width would show for these parts."""
     console = Console(color_system=None, force_jupyter=False, width=width, file=io.StringIO())
     with console.capture() as output:
         for part in parts:
@@ -63,7 +63,7 @@ def borderless_table(*names: str) -> Table:
 
 
 def plain_cells(cells: Iterable[str]) -> Iterator[Text]:
-    """Return cells as plain text, so that names chosen by users are not parsed as markup."""
+    """Return cells as plain text: names chosen by users must not be parsed as markup."""
     return (Text(make_visible(cell)) for cell in cells)
 
 
@@ -114,7 +114,7 @@ def format_time(at: str) -> str:
 
 
 def format_steps(steps: Sequence[int]) -> str:
-    """Return steps like `1-40 (40)`, `10, 20 … 60 (6)` or `1, 2, 5-9 (7)`; the count is added if steps are left out."""
+    """Return steps like `1-40 (40)`, `10, 20 … 60 (6)` or `1, 2, 5-9 (7)`; without a count if each step is listed."""
     parts: list[str] = []
     begin = 0
     while begin < len(steps):
@@ -132,13 +132,13 @@ def format_steps(steps: Sequence[int]) -> str:
 
 
 def append_last_output(reason: object, output: str) -> str:
-    """Return the visible reason why a process ended, followed by its last output unless the reason ends with it."""
+    """Return the reason why a process ended, and the process's last output unless the reason ends with this output."""
     text, last_output = make_visible(reason).strip(), make_visible(output.rstrip())
     return text if text.endswith(last_output) else f"{text}\nlast output:\n{last_output}"
 
 
 def group_trials_by_error(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequence[Trial]]]:
-    """Return each distinct error of these errored trials with its trials, the most frequent error first."""
+    """Return each distinct error with the errored trials that have this error, the most frequent error first."""
     trials_by_error: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
         trials_by_error[format_error(trial.end_reason)].append(trial)
@@ -146,7 +146,7 @@ def group_trials_by_error(trials: Iterable[Trial]) -> Sequence[tuple[str, Sequen
 
 
 def format_trial_names(trials: Sequence[Trial]) -> str:
-    """Return the names of the first trials and the number of others: `00000, 00001, 00002 and 5 more`."""
+    """Return trial names like `00000, 00001, 00002 and 5 more`."""
     more = len(trials) - _MAX_NAMED_TRIALS
     names = ", ".join(trial.id for trial in trials[:_MAX_NAMED_TRIALS])
     return f"{names} and {more} more" if more > 0 else names
@@ -196,11 +196,11 @@ def format_metrics(metrics: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {format_cell(value)}" for name, value in flatten(metrics).items())
 
 
-# The age of the state of an experiment that a command shows, as JSON fields and in words.
+# The age of the experiment state that a command shows, as JSON fields and in words.
 
-_MAX_MISSED = 2
+_MAX_MISSED_UPDATES = 2
 _STALE_MARGIN = timedelta(seconds=1)
-"""A live status is stale once this many updates are missing and this additional time has passed."""
+"""A live status is stale when `_MAX_MISSED_UPDATES` updates are missing and this additional time has passed."""
 _MAX_TIME_ONLY_AGE = timedelta(hours=12)
 
 
@@ -218,8 +218,10 @@ class Freshness:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the last two expected updates of a running experiment are missing: its process has probably ended."""
-        return self.is_running and self.period is not None and self.age > self.period * _MAX_MISSED + _STALE_MARGIN
+        """Whether the last two updates of a running experiment are missing: its process has probably ended."""
+        if not self.is_running or self.period is None:
+            return False
+        return self.age > self.period * _MAX_MISSED_UPDATES + _STALE_MARGIN
 
     def json_fields(self) -> Mapping[str, object]:
         """Return the fields for JSON outputs."""
@@ -230,7 +232,7 @@ class Freshness:
         }
 
     def format_short(self) -> str:
-        """Return the time and a rough age, like `01:32:20, 9 min ago`; with the date if older than half a day."""
+        """Return the time and a rough age, like `01:32:20, 9 min ago`; add the date after half a day."""
         if self.as_of is None:
             return ""
         pattern = "%H:%M:%S" if self.age < _MAX_TIME_ONLY_AGE else "%Y-%m-%d %H:%M"
@@ -238,7 +240,7 @@ class Freshness:
         return f"{self.as_of:{pattern}}, {rough_age} ago"
 
     def describe(self, since: str = "ago") -> str:
-        """Return the time and the age in words; `since` follows the age."""
+        """Return the time, the age and a warning if the state may be outdated; `since` follows the age."""
         if self.as_of is None:
             return "an unknown time"
         pattern = "%H:%M:%S" if self.age < _MAX_TIME_ONLY_AGE else "%Y-%m-%d %H:%M:%S"
@@ -254,7 +256,7 @@ UNKNOWN_FRESHNESS = Freshness(None, timedelta(0), is_running=False)
 
 
 def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
-    """Return the freshness of `view` at `now`; a time in the future counts as now, since clocks differ."""
+    """Return the freshness of `view` at `now`. Clocks differ: a time in the future counts as `now`."""
     is_running = any(trial.status is Status.RUNNING for trial in view.experiment.trials.values())
     period = timedelta(seconds=view.live.period_seconds) if view.live is not None else None
     as_of = parse_time(view.as_of)
@@ -291,15 +293,9 @@ def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
     table = borderless_table("attempt", "in all", "training", "largest losses", *names)
     for attempt, resources in zip(attempts, rows, strict=True):
         training = attempt.seconds[Category.TRAINING]
-        losses = sorted(
-            ((seconds, category) for category, seconds in attempt.seconds.items() if category is not Category.TRAINING),
-            key=lambda loss: -loss[0],
-        )
-        largest = [
-            f"{name} {format_span(seconds)}"
-            for seconds, name in losses[:MAX_LISTED_LOSSES]
-            if seconds >= MIN_SHOWN_SECONDS
-        ]
+        losses = [(seconds, kind) for kind, seconds in attempt.seconds.items() if kind is not Category.TRAINING]
+        shown = sorted(losses, key=lambda loss: -loss[0])[:MAX_LISTED_LOSSES]
+        largest = [f"{kind} {format_span(seconds)}" for seconds, kind in shown if seconds >= MIN_SHOWN_SECONDS]
         times = format_span(attempt.total_seconds), format_span(training)
         cells = (str(attempt.attempt), *times, ", ".join(largest), *(resources.get(name, "") for name in names))
         table.add_row(*plain_cells(cells))
@@ -310,7 +306,7 @@ _RESOURCES = ("processors", "peak memory", "GPU", "ranks that ended otherwise")
 
 
 def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
-    """Return the resources that an attempt used; a single sample does not say how many processors were busy."""
+    """Return the resources that an attempt used. A single sample does not tell how many processors were busy."""
     use, resources = attempt.usage, dict[str, str]()
     if use is not None and use.peak_memory_bytes is not None:
         busy_count = None
@@ -329,7 +325,7 @@ def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
 
 
 def format_rank_ends(ends: Sequence[RankEnd]) -> str:
-    """Describe the exits of ranks that ended unlike the others: `rank 1: ended by SIGKILL, the cause`."""
+    """Describe the exits of ranks that ended in another way than most: `rank 1: ended by SIGKILL, the cause`."""
     parts = []
     for end in ends:
         more = len(end.ranks) - _MAX_NAMED_RANKS
@@ -353,16 +349,12 @@ def cost_fields(cost: ExperimentCost) -> Mapping[str, object]:
 
 
 def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
-    """Return the cost of an attempt as JSON; null for what was not measured."""
+    """Return the cost of an attempt as JSON; values that were not measured are null."""
     use = cost.usage.model_dump(mode="json", exclude={"seconds", "output"}) if cost.usage else {}
     if cost.rank_ends:
         use["ends"] = [{**end.model_dump(mode="json"), "how": str(end.how)} for end in cost.rank_ends]
-    identity = {
-        "attempt": cost.attempt,
-        "began_at": cost.began_at.isoformat(),
-        "is_begin_clamped": cost.is_begin_clamped,
-    }
-    return {**identity, "seconds": _round_seconds(cost.seconds), **use}
+    began = {"began_at": cost.began_at.isoformat(), "is_begin_clamped": cost.is_begin_clamped}
+    return {"attempt": cost.attempt, **began, "seconds": _round_seconds(cost.seconds), **use}
 
 
 def _round_seconds(seconds: Mapping[Category, float]) -> Mapping[str, float]:

@@ -12,21 +12,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import NoReturn, TextIO, TypeGuard, cast
+from typing import NoReturn, TextIO, TypeAlias, TypeGuard, cast
 
 from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-# Capture the output of other code while a live table is shown, and print it above the table. Rich's own redirection
-# would make each `print` of a training wait for the terminal, and it ignores the handlers of `logging`.
+# Capture the output of other code while a live table is shown, and print the output above the table. Rich's own
+# redirection ignores the handlers of `logging`, and would make each `print` of a training wait for the terminal.
 
 _MAX_CHUNKS = 20_000
 _DROPPED_LINES_MESSAGE = "(lines are missing here: more was printed at once than the live table could show)"
 
 
 class OutputCapture(io.TextIOBase):
-    """Replaces the stream of a terminal and buffers its output; a write never waits for the terminal."""
+    """Replaces the stream of a terminal, and buffers what is written: a write never waits for the terminal."""
 
     def __init__(self, terminal: TextIO) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ class OutputCapture(io.TextIOBase):
         return True
 
     def __getattr__(self, name: str) -> object:
-        """Return other attributes of the terminal's stream, such as `buffer`, whose writes are not captured."""
+        """Return other attributes of the terminal's stream, such as `buffer`. Writes to `buffer` are not captured."""
         return getattr(self._terminal, name)
 
     def take_lines(self) -> Sequence[str]:
-        """Return the complete lines since the last call; if lines were dropped, a message comes first."""
+        """Return the complete lines since the last call, after a message if lines were dropped."""
         with self._guard:
             lines, newline, rest = "".join(self._chunks).rpartition("\n")
             self._chunks.clear()
@@ -77,7 +77,7 @@ class OutputCapture(io.TextIOBase):
         return [*dropped, *(lines.split("\n") if newline else ())]
 
     def pass_through(self) -> None:
-        """Write the buffered rest to the terminal, and pass later writes through. Raises the terminal's errors."""
+        """Write the remaining buffer to the terminal, and pass later writes through. Raises the terminal's errors."""
         self._passes_through = True
         with self._guard:
             rest = "".join(self._chunks)
@@ -87,11 +87,11 @@ class OutputCapture(io.TextIOBase):
 
 
 NOTICE: Mapping[str, object] = {"is_notice": True}
-"""The `extra` of a log line below WARNING that users must see; a live table or a cell hides other such lines."""
+"""The `extra` of a log line below WARNING that users must see. A live table or a cell hides all others."""
 
 
 class QuietFilter(logging.Filter):
-    """Passes warnings, errors and notices; everything if Prefect's log level is DEBUG."""
+    """Passes warnings, errors and notices; passes all records if Prefect's log level is DEBUG."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         is_shown = record.levelno >= logging.WARNING or hasattr(record, "is_notice")
@@ -100,9 +100,9 @@ class QuietFilter(logging.Filter):
 
 @contextmanager
 def capturing_output(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
-    """Redirect the output of `print` and logging handlers to these streams into `capture`.
+    """Redirect `print` and the logging handlers that write to these streams into `capture`.
 
-    Handlers with their own Rich console (Prefect's, which log every task run) get a `QuietFilter` meanwhile.
+    Prefect's handlers have their own Rich console, and log every task run: they get a `QuietFilter` during the block.
     """
     with ExitStack() as restores:
         for name in ("stdout", "stderr"):
@@ -124,7 +124,7 @@ def capturing_output(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iter
 
 
 def console_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
-    """Return the handlers with their own Rich console, which are Prefect's."""
+    """Return Prefect's handlers: those with their own Rich console."""
     return (handler for handler in _stream_handlers() if hasattr(handler, "console"))
 
 
@@ -141,12 +141,14 @@ def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
 _DRAW_INTERVAL = timedelta(seconds=0.5)
 _MAX_CPU_SHARE = 0.05
 _END_TIMEOUT = timedelta(seconds=2)
+DrawTable: TypeAlias = Callable[[int, int], RenderableType]
+ErrorHandler: TypeAlias = Callable[[Exception], None]
 _display_lock = threading.Lock()
 _displays: list[LiveDisplay] = []
 
 
 def can_show_display(stream: TextIO | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether `stream` can show a live table: a UTF-8 terminal with cursor control, and tables are enabled."""
+    """Return whether live tables are enabled, and `stream` is a UTF-8 terminal with cursor control."""
     if environment.get("PREFECT_TUNE_PROGRESS") == "off" or environment.get("TERM") == "dumb":
         return False
     return _is_terminal(stream) and (stream.encoding or "").lower().replace("-", "") == "utf8"
@@ -157,13 +159,11 @@ def _is_terminal(stream: TextIO | None) -> TypeGuard[TextIO]:
 
 
 @contextmanager
-def live_display(
-    draw: Callable[[int, int], RenderableType], on_error: Callable[[Exception], None], terminal: TextIO
-) -> Iterator[None]:
+def live_display(draw: DrawTable, on_error: ErrorHandler, terminal: TextIO) -> Iterator[None]:
     """Show a live table during the `with` block, then remove it; only one table is shown at a time.
 
-    A thread calls `draw` with the number of columns and lines. `on_error` receives errors of `draw` or the terminal,
-    which end only the table.
+    A thread calls `draw` with the number of columns and lines. `on_error` receives errors of `draw` or the terminal;
+    they end the table, but not the block.
     """
     if not _display_lock.acquire(blocking=False):
         yield
@@ -183,27 +183,21 @@ def live_display(
 
 
 def end_display() -> None:
-    """Remove the live table of this process, if any, before its `with` block ends; may be called from any thread."""
+    """Remove the live table of this process before its `with` block ends. May be called from any thread."""
     for screen in tuple(_displays):
         screen.stop()
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Raise an ordinary error; Rich would close stdout and end the process."""
+        """Raise an `OSError`; Rich would close stdout and end the process."""
         raise BrokenPipeError(f"{self.file}: the reader has closed it")
 
 
 class LiveDisplay(threading.Thread):
     """Draws until `stop` is called or the terminal fails. Drawing takes at most 5 % of the time."""
 
-    def __init__(
-        self,
-        draw: Callable[[int, int], RenderableType],
-        on_error: Callable[[Exception], None],
-        terminal: TextIO,
-        capture: OutputCapture,
-    ) -> None:
+    def __init__(self, draw: DrawTable, on_error: ErrorHandler, terminal: TextIO, capture: OutputCapture) -> None:
         super().__init__(name="progress", daemon=True)
         self._draw = draw
         self._on_error = on_error
@@ -234,12 +228,12 @@ class LiveDisplay(threading.Thread):
             redirect_stderr=False,
             vertical_overflow="crop",
         ) as live:
-            self.console.show_cursor()  # so that it is visible even if this process is killed
+            self.console.show_cursor()  # the cursor stays visible even if this process is killed
             pause = 0.0
             while not self._stop_requested.wait(pause):
                 began = time.thread_time()
                 self._print_captured_lines()
-                # The size of this terminal; Rich reads the size of stdin, stdout or stderr. Raises if it has hung up.
+                # Rich would use the size of stdin, stdout or stderr. Raises `OSError` if the terminal has hung up.
                 width, height = os.get_terminal_size(self.console.file.fileno())
                 if width and height:
                     self.console.size = ConsoleDimensions(width, height)

@@ -1,4 +1,4 @@
-"""The progress of a search: its state, computed from events and reports, and a rendering that fits the terminal."""
+"""Compute the progress of a search from events and reports, and render it to fit the terminal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MIN_ELAPSED = timedelta(seconds=1)
 
 @dataclass(frozen=True)
 class SearchEstimate:
-    """The expected extent of a search, as far as known at its start."""
+    """What is known about the extent of a search when it starts."""
 
     experiment: str
     objective: Objective | None = None
@@ -64,7 +64,7 @@ class SearchEstimate:
 
 
 def resumes_all_paused_trials(scheduler: Scheduler | None) -> bool:
-    """Return whether the scheduler is known to resume every trial that it pauses, even if only to end it."""
+    """Return whether the scheduler is known to resume every trial that it pauses, even if only to end the trial."""
     if isinstance(scheduler, ASHA):
         return scheduler.variant == "stopping"
     return scheduler is None or isinstance(scheduler, FIFO | PBT | MedianStopping)
@@ -87,36 +87,36 @@ class ProgressState:
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
     time_left: timedelta | None = None
-    """Estimated from the remaining steps and the rate of this run, or the rest of the time budget; None if unknown."""
+    """An estimate from the remaining steps and this run's rate, at most the remaining time budget; None if unknown."""
     rungs: Mapping[int, int] = field(default_factory=dict)
-    """The number of trials that the scheduler has decided on, by step."""
+    """The number of trials about which the scheduler has decided, by step."""
     running: Sequence[Trial] = ()
-    """Running trials with their newest reports, in the order of proposal."""
+    """The running trials with their newest reports, in the order of proposal."""
     others: Sequence[Trial] = ()
-    """Trials that are not running and can be compared, the best first."""
+    """The trials that are not running and can be compared, the best first."""
     best: Trial | None = None
     notes: Sequence[Note] = ()
     """The last events, oldest first."""
     stop_reason: str = ""
-    """Why the search ends early; empty if it does not."""
+    """Why the search ends early; empty if the search does not end early."""
     incomparable_count: int = 0
-    """The number of completed trials that cannot be compared, since their last report lacks a metric of the search."""
+    """The number of completed trials that cannot be compared: their last report lacks a metric of the search."""
     has_started_attempt: bool = True
     """Whether this run has started an attempt; if not, all trials ended in earlier runs."""
 
 
 class ProgressReader:
-    """Reads the progress of a search from its view, and tracks the rate of reports; not thread-safe.
+    """Reads the progress of a search, and tracks the rate of reports. Not thread-safe.
 
-    The caller passes times, in seconds of a monotonic clock.
+    The caller passes times in seconds of a monotonic clock.
     """
 
     def __init__(
         self, read: Callable[[], SearchSnapshot], estimate: SearchEstimate, notes: Sequence[Note], now: float
     ) -> None:
-        """Args: notes: the last lines of the log, oldest first; the sequence may change."""
+        """Args: notes: the last lines of the log, oldest first. The caller may change the sequence."""
         self._read = read
-        self._outlook = estimate
+        self._estimate = estimate
         self._notes = notes
         self._began = now
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
@@ -126,33 +126,27 @@ class ProgressReader:
         snapshot = self._read()
         experiment = snapshot.experiment
         trials = list(experiment.trials.values())
-        outlook, elapsed = self._outlook, timedelta(seconds=now - self._began)
-        objective = outlook.objective
+        objective, elapsed = self._estimate.objective, timedelta(seconds=now - self._began)
         newest = [
             apply_report(trial, snapshot.newest_report(trial.id)) if trial.phase is Phase.RUNNING else trial
             for trial in trials
         ]
-        if objective is None:  # the trials that ended last
+        if objective is None:  # the trials that were proposed last
             best_first = [trial for trial in reversed(newest) if trial.phase in ENDED_PHASES]
         else:
             best_first = [trial for trial, _ in rank_trials(newest, objective)]
         others = [trial for trial in best_first if trial.phase is not Phase.RUNNING]
-        steps = (
-            past.report.step
-            for trial in trials
-            for past in trial.policy_events
-            if past.report and past.kind == "decided"
-        )
+        events = (event for trial in trials for event in trial.policy_events)
+        steps = (event.report.step for event in events if event.report and event.kind == "decided")
+        time_left = None if experiment.stop_reason else self._estimate_time_left(elapsed, newest, snapshot.counts.steps)
         counts = Counter(trial.status for trial in trials)
         comparable_count = sum(trial.status is Status.COMPLETED for trial in others)
         return ProgressState(
-            estimate=outlook,
+            estimate=self._estimate,
             elapsed=elapsed,
             counts=counts,
             reports_per_second=self._update_rate(now, snapshot.counts.reports),
-            time_left=None
-            if experiment.stop_reason
-            else self._estimate_time_left(elapsed, newest, snapshot.counts.steps),
+            time_left=time_left,
             rungs=dict(sorted(Counter(steps).items())),
             running=[trial for trial in newest if trial.phase is Phase.RUNNING],
             others=others,
@@ -171,25 +165,25 @@ class ProgressReader:
         return (reports - earlier_reports) / (now - window_start) if now > window_start else 0.0
 
     def _estimate_time_left(self, elapsed: timedelta, trials: Sequence[Trial], trained_steps: int) -> timedelta | None:
-        """Return the time of the remaining steps at the rate of this run, or the rest of the time budget if shorter."""
-        time = self._outlook.time_budget
+        """Return the time for the remaining steps at the rate of this run, but at most the remaining time budget."""
+        time = self._estimate.time_budget
         budget = None if time is None else max(timedelta(0), time - elapsed)
         if elapsed < _MIN_ELAPSED or not trained_steps:
             return budget
         try:
-            steps = remaining_steps(trials, self._outlook)
+            steps = count_remaining_steps(trials, self._estimate)
             seconds = None if steps is None else elapsed.total_seconds() * steps / trained_steps
             left = budget if seconds is None else timedelta(seconds=seconds)
-        except OverflowError:  # so many steps are no limit: something else ends the search
+        except OverflowError:  # the search will not reach so many steps
             return budget
         return left if left is None or budget is None else min(left, budget)
 
 
-def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float | None:
+def count_remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float | None:
     """Return the number of steps that a search has left; None if its number of trials or steps is unknown.
 
-    Running trials train `step_count` steps; new trials train as many as the average of the ended trials. The steps
-    after a waiting trial's newest checkpoint are trained again. It is unknown if only some paused trials resume.
+    A running trial trains up to `step_count` steps, a new trial as many as the ended trials on average. A waiting trial
+    repeats the steps after its newest checkpoint. The number is also unknown if not every paused trial resumes.
     """
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
     new_trial_steps = fmean(last_steps) if last_steps else estimate.step_count
@@ -208,7 +202,7 @@ def remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float 
 def share_of_search(
     trials: Collection[Trial], newest: Callable[[str], StepReport | None], estimate: SearchEstimate
 ) -> float | None:
-    """Return the completed share of the search's training; None if its number of trials is unknown."""
+    """Return the completed share of the search's training; None if the number of trials is unknown."""
     if estimate.trial_count is None:
         return None
     done = sum(share_of_trial(trial, newest(trial.id), estimate) for trial in trials)
@@ -216,7 +210,7 @@ def share_of_search(
 
 
 def share_of_trial(trial: Trial, report: StepReport | None, estimate: SearchEstimate) -> float:
-    """Return the completed share of the trial's training; a paused trial counts as done unless all are resumed."""
+    """Return the completed share of a trial's training; 1 for a paused trial unless all paused trials resume."""
     if trial.phase in ENDED_PHASES or (trial.phase is Phase.PAUSED and not estimate.resumes_all_paused):
         return 1.0
     step, steps = max(trial.step, report.step if report else 0), estimate.step_count
@@ -237,10 +231,10 @@ def trials_table(
     width: int | None = None,
     styles: Mapping[Status, str] = MappingProxyType({}),
 ) -> tuple[Table, str]:
-    """Return a table with a row per trial: metrics, the columns `more`, and the differing parameters that fit.
+    """Return a table with a row per trial, and a line that names the hidden parameters ("" if none are hidden).
 
-    The second value is a line that names the parameters that do not fit; it is empty if all fit. The default of
-    `width` is the width of stdout; `styles` are Rich styles of rows.
+    The columns are metrics, the columns `more`, and the differing parameters that fit into `width` (default: the width
+    of stdout). `styles` are the Rich styles of rows, by status.
     """
     names, rows, hidden = fit_columns(trials, metrics, width or output_width(), more)
     table = borderless_table()
@@ -255,9 +249,9 @@ def trials_table(
 def fit_columns(
     trials: Sequence[Trial], metrics: Sequence[str], width: int, more: Mapping[str, list[str]] = MappingProxyType({})
 ) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return column names and rows that fit `width` if possible, and the names of the hidden parameters.
+    """Return column names and rows that fit into `width` if possible, and the names of the hidden parameters.
 
-    A column whose name is already taken gets a prefix.
+    A column gets a prefix if another column has its name.
     """
     columns: dict[str, list[str]] = {
         "trial": [trial.id for trial in trials],
@@ -269,10 +263,10 @@ def fit_columns(
         columns[f"metrics/{name}" if name in columns else name] = cells
     for name, cells in more.items():
         columns[f"trial's {name}" if name in columns else name] = cells
-    used, hidden = sum(_column_width(name, cells) + _COLUMN_GAP for name, cells in columns.items()) - _COLUMN_GAP, []
-    configuration = _differing_parameters(trials, width if width >= UNLIMITED_WIDTH else _MAX_CELL_WIDTH)
+    used, hidden = sum(_measure_column(name, cells) + _COLUMN_GAP for name, cells in columns.items()) - _COLUMN_GAP, []
+    configuration = _select_differing_parameters(trials, width if width >= UNLIMITED_WIDTH else _MAX_CELL_WIDTH)
     for name, cells in configuration.items():
-        column_width = _column_width(name, cells) + _COLUMN_GAP
+        column_width = _measure_column(name, cells) + _COLUMN_GAP
         if used + column_width <= width:
             used += column_width
             columns[f"config/{name}" if name in columns else name] = cells
@@ -282,15 +276,16 @@ def fit_columns(
 
 
 def format_config(trial: Trial) -> str:
-    """Return a configuration on one line: names and shortened values."""
-    return ", ".join(f"{name} {cells[0]}" for name, cells in _differing_parameters([trial], _MAX_CELL_WIDTH).items())
+    """Return a configuration on one line, with shortened values."""
+    parameters = _select_differing_parameters([trial], _MAX_CELL_WIDTH)
+    return ", ".join(f"{name} {cells[0]}" for name, cells in parameters.items())
 
 
-def _column_width(name: str, cells: Sequence[str]) -> int:
+def _measure_column(name: str, cells: Sequence[str]) -> int:
     return max(len(name), *map(len, cells), 0)
 
 
-def _differing_parameters(trials: Sequence[Trial], max_width: int) -> Mapping[str, list[str]]:
+def _select_differing_parameters(trials: Sequence[Trial], max_width: int) -> Mapping[str, list[str]]:
     """Return the parameters that differ between the trials; all parameters for a single trial."""
     configs = [flatten(trial.config) for trial in trials]
     columns: dict[str, list[str]] = {}
@@ -310,7 +305,7 @@ def first_reported_metrics(trials: Sequence[Trial]) -> Sequence[str]:
     return next((tuple(trial.metrics) for trial in trials if trial.metrics), ())
 
 
-# The progress as facts, as a table for a terminal, and as a line for a log.
+# Render the progress as facts, as a table for a terminal, and as a line for a log.
 
 _MAX_ROWS = 16
 _MAX_NOTES = 5
@@ -327,10 +322,10 @@ _STATUS_STYLES = {
 
 
 def render_progress(state: ProgressState, width: int, height: int) -> RenderableType:
-    """Render for a terminal of `width` columns and `height` lines, leaving its last line free.
+    """Render the progress for a terminal of `width` columns and `height` lines. The last line stays free.
 
-    A third of the rows is reserved for the best trials that are not running; the others show running trials. A single
-    training has no rows: the facts describe it.
+    A third of the rows is reserved for the best trials that are not running; the other rows show running trials.
+    A single training has no rows: the facts describe the training.
     """
     room = max(0, height - 1 - _HEADER_LINE_COUNT)
     notes = state.notes[-min(_MAX_NOTES, room // 3) :] if room >= 3 else ()
@@ -342,8 +337,9 @@ def render_progress(state: ProgressState, width: int, height: int) -> Renderable
         title.append(make_visible(f", {left}"))
     if rate := _format_rate(state):
         title.append(f"  {rate}", "dim")
-    facts = (Text.assemble((f"{name:<8}", "dim"), make_visible(text)) for name, text in progress_facts(state).items())
-    parts: list[RenderableType] = [title, *facts]
+    facts = collect_progress_facts(state).items()
+    lines = (Text.assemble((f"{name:<8}", "dim"), make_visible(text)) for name, text in facts)
+    parts: list[RenderableType] = [title, *lines]
     if rows:
         objective = state.estimate.objective
         metrics = objective.metrics if objective else first_reported_metrics(rows)
@@ -364,7 +360,7 @@ def render_progress(state: ProgressState, width: int, height: int) -> Renderable
 
 def render_progress_line(state: ProgressState) -> str:
     """Return the progress as one line for the log."""
-    facts, elapsed = progress_facts(state), format_duration(state.elapsed)
+    facts, elapsed = collect_progress_facts(state), format_duration(state.elapsed)
     objective = state.estimate.objective
     if state.estimate.is_training:
         metrics = f", {facts['metrics']}" if "metrics" in facts else ""
@@ -384,17 +380,17 @@ def render_progress_line(state: ProgressState) -> str:
     return f"{state.estimate.experiment}: {'; '.join(filter(None, parts))}"
 
 
-def progress_facts(state: ProgressState) -> Mapping[str, str]:
+def collect_progress_facts(state: ProgressState) -> Mapping[str, str]:
     """Return the facts above the table of trials: counts, rungs, and the best trial with its configuration.
 
-    For a single training, return its step, metrics, newest checkpoint and configuration.
+    The facts of a single training are its step, metrics, newest checkpoint and configuration.
     """
     if state.estimate.is_training:
-        return _training_facts(state)
+        return _collect_training_facts(state)
     counts = {str(status): state.counts[status] for status in Status if state.counts.get(status)}
     facts = {"trials": format_counts(counts)}
     if (trial_count := state.estimate.trial_count) is not None:
-        # An earlier run of the experiment may have passed a larger `num_samples`.
+        # An earlier run may have had a larger `num_samples`.
         facts["trials"] += f" of {max(trial_count, sum(state.counts.values()))}"
     if state.rungs:
         rungs = [f"{count} at step {step}" for step, count in state.rungs.items()]
@@ -409,7 +405,7 @@ def progress_facts(state: ProgressState) -> Mapping[str, str]:
     return facts
 
 
-def _training_facts(state: ProgressState) -> Mapping[str, str]:
+def _collect_training_facts(state: ProgressState) -> Mapping[str, str]:
     trial = next(iter((*state.running, *state.others)), None)
     if trial is None:
         return {"step": "none yet"}

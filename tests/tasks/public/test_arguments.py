@@ -27,10 +27,10 @@ SAVES: dict[str, tuple[dict[str, Any], str]] = {
     "a name that is a number": ({"trial": 3}, "trial: Input should be a valid string, found 3"),
     "a name with a slash": ({"experiment": "a/b"}, "name 'a/b'"),
     "a target that is a number": ({"target": 3}, "target: expected a block"),
-    "a step that is not finite": ({"step": NAN}, "step: expected a number from 1 on.*, found nan"),
+    "a step that is not finite": ({"step": NAN}, "step: expected an integer of at least 1.*, found nan"),
 }
 SYNCS: dict[str, tuple[dict[str, Any], str]] = {
-    "half a step": ({"reports": {1.5: {}}}, r"reports: step: expected a number from 1 on.*, found 1\.5"),
+    "half a step": ({"reports": {1.5: {}}}, r"reports: step: expected an integer of at least 1.*, found 1\.5"),
     "a step that is a word": ({"reports": {"last": {}}}, "reports: step: .*, found 'last'"),
     "reports in a list": ({"reports": [{"loss": 1}]}, r"reports: expected metrics by step, such as \{1: "),
     "a report that is a number": (
@@ -42,7 +42,7 @@ SYNCS: dict[str, tuple[dict[str, Any], str]] = {
     "another end": ({"status": "finished"}, "status: Input should be 'completed', 'paused' or 'errored'"),
 }
 RESTORES: dict[str, tuple[dict[str, Any], str]] = {
-    "half a step": ({"step": 1.5}, "step: expected a number from 1 on"),
+    "half a step": ({"step": 1.5}, "step: expected an integer of at least 1"),
 }
 
 
