@@ -1,7 +1,7 @@
 """Durable training and hyperparameter search as Prefect flows.
 
-This module exports the public names. Each one is imported on first use, so that a trial's process and
-`prefect-tune --help` do not wait for the import of Prefect.
+This module exports the public names. It imports a name on first use: a trial's process and `prefect-tune --help` do not
+wait for the import of Prefect.
 """
 
 from __future__ import annotations
@@ -292,7 +292,6 @@ _NAMES_BY_MODULE = {
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 _MODULE_BY_NAME |= {name: module for kind in _BUILT_IN.values() for name, module in kind.items()}
 
-
 _HINTS = {"Proposals": "; it is now called pt.SearchState"} | dict.fromkeys(
     ("CSVLogger", "JSONLogger"), "; use pt.FileLogger(directory, file_format)"
 )
@@ -303,15 +302,20 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         hint = _HINTS.get(name, "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    collects = gc.isenabled()
+    is_gc_enabled = gc.isenabled()
     gc.disable()  # useless collections would take a sixth of the import time of Prefect
     try:
-        value = _read_version() if name == "__version__" else getattr(import_module(_module_of(name)), name)
+        if name == "__version__":
+            from importlib.metadata import version
+
+            value: object = version("prefect-tune")
+        else:
+            value = getattr(import_module(_MODULE_BY_NAME.get(name, "prefect_tune.core.errors")), name)
     except KeyboardInterrupt:
         # The import takes seconds, and its traceback would show an arbitrary imported module.
         raise KeyboardInterrupt(f"interrupted while {__name__}.{name} was imported: nothing was started") from None
     finally:
-        if collects:
+        if is_gc_enabled:
             gc.enable()
     globals()[name] = value  # later uses do not call this function
     return value
@@ -319,13 +323,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _module_of(name: str) -> str:
-    return _MODULE_BY_NAME.get(name, "prefect_tune.core.errors")
-
-
-def _read_version() -> str:
-    from importlib.metadata import version
-
-    return version("prefect-tune")

@@ -1,4 +1,4 @@
-"""The schedulers, searches and stoppers that have names in JSON, forms and the command line; imports none of them."""
+"""The schedulers, searches and stoppers that have a name in JSON, in forms and on the command line, without imports."""
 
 from collections.abc import Mapping
 
@@ -14,15 +14,12 @@ BUILT_IN_MODULES = {
         "RandomSearch": "prefect_tune.core.search.random_search",
         "OptunaSearch": "prefect_tune.integrations.optuna",
     },
-    "stop": {
-        **dict.fromkeys(("MaxSteps", "MaxTime", "Plateau"), "prefect_tune.core.experiment.stoppers"),
-        **dict.fromkeys(
-            ("MaxFailures", "TrialBudget", "TimeBudget", "ExperimentPlateau"),
-            "prefect_tune.core.experiment.stoppers",
-        ),
-    },
+    "stop": dict.fromkeys(
+        ("MaxSteps", "MaxTime", "Plateau", "MaxFailures", "TrialBudget", "TimeBudget", "ExperimentPlateau"),
+        "prefect_tune.core.experiment.stoppers",
+    ),
 }
-"""The modules of the schedulers, searches and stoppers that have a JSON form, by the parameter that takes them."""
+"""The modules of the schedulers, searches and stoppers with a JSON form, by the parameter that takes them."""
 
 OPTION_FIELDS: Mapping[str, str] = {
     "ASHA": "max_t grace_period reduction_factor brackets variant",
@@ -43,4 +40,4 @@ OPTION_FIELDS: Mapping[str, str] = {
     "Retention": "last best metric mode every",
     "FailurePolicy": "max_failures max_machine_failures max_restarts quarantine_after",
 }
-"""The fields of option classes: a dict with exactly these keys is an object that a client sent without its class."""
+"""The fields of option classes. A dict with exactly these keys is an object that a client sent without its class."""

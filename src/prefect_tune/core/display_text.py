@@ -21,7 +21,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def make_visible(text: object) -> str:
     r"""Return a text, or the sentence of a reason, with control characters escaped like `\x1b`; tabs and newlines stay.
 
-    So text from a target can neither control a terminal nor reorder the characters around it.
+    A text from a target can then neither control a terminal nor reorder the characters around the text.
     """
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
@@ -37,12 +37,12 @@ def shorten(text: str, max_length: int) -> str:
 
 
 def first_line(text: object) -> str:
-    """Return the first non-blank line of a text or of a reason, made `make_visible`."""
+    """Return the first non-blank line of a text or of a reason, escaped by `make_visible`."""
     return make_visible(str(text).strip().partition("\n")[0])
 
 
 def is_utf8_encodable(text: str) -> bool:
-    """Return whether UTF-8 can encode `text`: not if it has a lone surrogate, like some file names."""
+    """Return whether UTF-8 can encode `text`; False for a lone surrogate, which some file names have."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -53,8 +53,8 @@ def is_utf8_encodable(text: str) -> bool:
 def make_storable(text: str) -> str:
     r"""Return `text` in a form that every JSON reader accepts, with at most 100,000 characters.
 
-    Surrogates, and NULs, which PostgreSQL does not store, are escaped like `\udcff` and `\x00`. The middle of a long
-    text is omitted. Other characters stay unchanged.
+    Surrogates are escaped like `\udcff`, and NULs like `\x00`, because PostgreSQL does not store them. The middle of a
+    long text is omitted. Other characters stay unchanged.
     """
     if len(text) > _MAX_LENGTH:
         text = f"{text[:_HALF_LENGTH]}\n[{len(text) - 2 * _HALF_LENGTH} characters left out]\n{text[-_HALF_LENGTH:]}"
@@ -67,7 +67,7 @@ def make_storable(text: str) -> str:
 
 
 def pluralize(count: int, one: str, many: str) -> str:
-    """Return `count` followed by `one` if it is 1, else by `many`: `"3 trials are"`."""
+    """Return `count` with `one` if the count is 1, else with `many`: `"3 trials are"`."""
     return f"{count:,} {one if count == 1 else many}"
 
 
@@ -77,7 +77,7 @@ def format_duration(span: timedelta) -> str:
 
 
 def format_seconds(number: float) -> str:
-    """Format a number of seconds like `format_duration`, even if it is too large for a `timedelta`."""
+    """Format a number of seconds like `format_duration`; the number may be too large for a `timedelta`."""
     seconds = max(0, round(number))
     for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= size:
@@ -112,10 +112,9 @@ def format_amount(amount: float, digits: int = 3) -> str:
 
 
 def find_nearest_name(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str | None:
-    """Return the name most similar to `name` in `names`, ignoring case; None if none is similar, or `name` is in it.
+    """Return the most similar other name in `names`, ignoring case; None if no name is similar or the best is `name`.
 
-    Args:
-        min_similarity: from 0 to 1; `num_gpus` and `gpu` have 0.5.
+    `min_similarity` is from 0 to 1; `num_gpus` and `gpu` have 0.5.
     """
     by_lower_case = {candidate.casefold(): candidate for candidate in names}
     matches = get_close_matches(name.casefold(), by_lower_case, n=1, cutoff=min_similarity)
@@ -123,23 +122,23 @@ def find_nearest_name(name: str, names: Iterable[str], min_similarity: float = 0
 
 
 def did_you_mean(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str:
-    """Return `; did you mean 'name'?`, or an empty text if no known name is similar enough."""
+    """Return `; did you mean 'name'?`; empty if no name in `names` is similar enough."""
     match = find_nearest_name(name, names, min_similarity)
     return f"; did you mean {match!r}?" if match else ""
 
 
 def did_you_mean_or_list(name: str, names: Iterable[str]) -> str:
-    """Return `did you mean 'name'?`, or `it has` and all known names if none is similar."""
+    """Return `did you mean 'name'?`; if no name is similar, return `it has` and all `names`."""
     known_names = list(names)
     match = find_nearest_name(name, known_names)
     return f"did you mean {match!r}?" if match else f"it has {', '.join(known_names) or 'nothing'}"
 
 
 def signature_if_mismatched(function: Callable[..., object], argument_count: int) -> str:
-    """Return the name and parameters of a function that does not accept this many positional arguments.
+    """Return the name and parameters of a function unless it accepts this number of positional arguments.
 
-    Empty if it accepts them, or if its parameters are unknown, like those of some C functions. Only a wrapper's own
-    parameters count, not those of the wrapped function.
+    Empty if it does, or if its parameters are unknown, as for some C functions. Of a wrapper, the wrapper's own
+    parameters count, not the parameters of the wrapped function.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)

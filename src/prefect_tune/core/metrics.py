@@ -1,8 +1,8 @@
 """Convert metrics and other values from outside to plain JSON, or reject them.
 
-A scalar is None, a bool, a number or a text: of Python's own type, of a subclass (`class Kind(str, Enum)`), of Python's
-numeric tower (NumPy's, a `Fraction`), or the element of an array or tensor without dimensions. It is converted to
-Python's own type. A `Path`, a date, a `Decimal` or a member of a plain `Enum` is not a JSON value.
+A scalar is None, a bool, a number or a text: a value of Python's own types, of a subclass (`class Kind(str, Enum)`) or
+of Python's numeric tower (NumPy's types, `Fraction`), or the element of an array or tensor without dimensions. It is
+converted to Python's own type. A `Path`, a date, a `Decimal` or a member of a plain `Enum` is not a JSON value.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ def to_plain_scalar(value: object) -> object:
         case _ if isinstance(value, type) or _has_time_dtype(value):
             return value
         case _:
-            return _convert_number(value)
-
-
-def _convert_number(value: object) -> object:
+            pass
     shape, item = getattr(value, "shape", None), None if _is_masked_element(value) else getattr(value, "item", None)
     if isinstance(shape, tuple) and not shape and callable(item) and type(element := item()) is not type(value):
         return to_plain_scalar(element)  # `item` of a NumPy long double returns the same object
@@ -77,13 +74,13 @@ def to_plain_metrics(value: Mapping[str, object], where: str) -> dict[str, objec
     """Return `value` as plain JSON: scalars of NumPy, PyTorch and similar libraries become Python numbers.
 
     Raises:
-        BadMetric: a value cannot be stored; the message says which one and where.
+        BadMetric: a metric cannot be stored; the message names the metric and `where`.
     """
     return _convert_mapping(value, where, _MAX_DEPTH)
 
 
 def average_metrics(ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the metrics of the first rank, but the mean of all ranks for each number that all ranks report."""
+    """Return the metrics of the first rank; a number that all ranks report becomes the mean of all ranks."""
     return {name: _average_values([metrics.get(name) for metrics in ranks]) for name in ranks[0]}
 
 
@@ -98,9 +95,7 @@ def _average_values(values: Sequence[object]) -> object:
 
 def _convert_mapping(value: Mapping[str, object], where: str, levels: int) -> dict[str, object]:
     if not isinstance(value, Mapping):
-        raise BadMetric(
-            f"{where}: expected a dict of metrics, found {type(value).__name__}; give it a name: {{'loss': value}}"
-        )
+        raise BadMetric(f"{where}: expected a dict of metrics, like {{'loss': value}}, found {type(value).__name__}")
     plain: dict[str, object] = {}
     for name, metric in to_plain_keys(value, where, BadMetric).items():
         if not isinstance(name, str):
@@ -120,7 +115,7 @@ def _convert_value(value: object, where: str, levels: int) -> object:
             return value
         raise BadMetric(
             f"{where}: found {short_repr(value)}; training has diverged, or the metric divides by zero. "
-            "To count the trial as a bad one, report a bad finite value, such as 1e9 for a loss, and return"
+            "To count the trial as bad, report a bad finite value, such as 1e9 for a loss, and return"
         )
     if levels <= 0:
         raise BadMetric(f"{where[:200]}…: expected at most {_MAX_DEPTH} levels, found more; save it in the checkpoint")
@@ -138,7 +133,7 @@ def _convert_value(value: object, where: str, levels: int) -> object:
 
 
 def _count_elements(value: object) -> object:
-    """Return the number of elements: NumPy's `size`, but PyTorch's `numel()`, whose `size()` is the shape."""
+    """Return the number of elements: `size` of NumPy, or `numel()` of PyTorch, where `size()` is the shape."""
     count = getattr(value, "numel", None)
     return count() if callable(count) else getattr(value, "size", 1)
 
@@ -155,7 +150,7 @@ _MAX_LENGTH = 80
 
 
 def is_finite(number: float | Real) -> bool:
-    """Return whether `number` is finite as a float: not a NaN, an infinity or an integer beyond a float's range."""
+    """Return whether `number` is finite as a float: no NaN, no infinity, no integer beyond the range of floats."""
     try:
         return math.isfinite(number)
     except OverflowError:
@@ -186,7 +181,7 @@ def describe_non_number(value: object) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Return `value` for a message, in ASCII, truncated to 80 characters."""
+    """Return the `ascii()` of a value for a message, truncated to 80 characters."""
     try:
         text = ascii(value)
     except ValueError:  # Python refuses to convert an integer of more than 4300 digits

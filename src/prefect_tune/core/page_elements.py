@@ -1,6 +1,6 @@
-"""The elements of reports and displays, and their HTML for a separate page or the output of a notebook cell.
+"""The elements of reports and displays, and their HTML for a page or for the output of a notebook cell.
 
-All text is escaped, and nothing is loaded: pictures are part of the markup.
+All text is escaped. A page loads nothing: its pictures are part of the markup.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells; if `head` is empty, the first cell of each row is its name."""
+    """Rows of cells. If `head` is empty, the first cell of a row is the name of the row."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -80,7 +80,7 @@ _MAX_VALUES = 60
 
 
 def make_values_table(name: str, values: Mapping[str, object]) -> Table:
-    """Return a table of `values`, parameters or metrics: the first 60, and the number of others."""
+    """Return a table of parameters or metrics: the first 60 values, and the number of other values."""
     shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in values.items()}
     rows = [(shorten(make_visible_line(key), 60), shorten(make_visible_line(text), 300)) for key, text in shown.items()]
     more = [("", f"and {len(rows) - _MAX_VALUES} more")] if len(rows) > _MAX_VALUES else []
@@ -88,37 +88,33 @@ def make_values_table(name: str, values: Mapping[str, object]) -> Table:
 
 
 def render_block(block: Block) -> Iterator[str]:
-    """Yield the HTML of a block. Names chosen by users are escaped."""
+    """Yield the HTML of a block."""
     match block:
         case Heading(text=text, level=level):
             yield f"<h{level}>{escape_html(text)}</h{level}>"
         case Text(parts=parts, kind=kind):
             attribute = f' class="{kind}"' if kind else ""
-            yield f"<p{attribute}>{''.join(map(_cell_html, parts))}</p>"
+            yield f"<p{attribute}>{''.join(map(_render_cell, parts))}</p>"
         case Figure():
             yield f'<img src="{data_uri(block.svg)}" alt="{escape_html(block.description)}">'
             if block.legend:
                 yield f'<p class="legend">{escape_html(block.legend)}</p>'
-        case Table():
-            yield from _table_html(block)
+        case Table(head=head, rows=rows):
+            if not rows:
+                return
+            yield '<div class="wide"><table>' if head else '<div class="wide"><table class="facts">'
+            if head:
+                yield f"<tr>{''.join(f'<th>{escape_html(name)}</th>' for name in head)}</tr>"
+            for row in rows:
+                yield f"<tr>{''.join(f'<td>{_render_cell(cell)}</td>' for cell in row)}</tr>"
+            yield "</table></div>"
         case Code(text=text):
             yield f"<pre>{escape_html(text)}</pre>"
         case never:
             assert_never(never)
 
 
-def _table_html(table: Table) -> Iterator[str]:
-    if not table.rows:
-        return
-    yield '<div class="wide"><table>' if table.head else '<div class="wide"><table class="facts">'
-    if table.head:
-        yield f"<tr>{''.join(f'<th>{escape_html(name)}</th>' for name in table.head)}</tr>"
-    for row in table.rows:
-        yield f"<tr>{''.join(f'<td>{_cell_html(cell)}</td>' for cell in row)}</tr>"
-    yield "</table></div>"
-
-
-def _cell_html(cell: Cell) -> str:
+def _render_cell(cell: Cell) -> str:
     match cell:
         case Link(text=text, address=address):
             return f'<a href="{escape_html(address)}" target="_blank" rel="noopener">{escape_html(text)}</a>'
@@ -139,7 +135,7 @@ def data_uri(svg: str) -> str:
 
 
 # The output of a notebook cell. Selectors repeat the class to override JupyterLab's rules for tables. Lines are half
-# transparent, so that they are visible in a light and a dark theme; text has the color of the page.
+# transparent, so that they are visible in light and dark themes; text has the color of the page.
 _STYLE = """
 .prefect-tune{font-size:13px;line-height:1.5;color:inherit;overflow-x:auto}
 .prefect-tune p{margin:.3em 0}.prefect-tune .strong{font-size:15px;font-weight:600}.prefect-tune .legend{opacity:.7}
@@ -161,6 +157,6 @@ monospace;font-size:12px;background:none;color:inherit;padding:0;border:none}
 
 
 def render_notebook_cell(*blocks: Block) -> str:
-    """Return the output of a notebook cell."""
+    """Return the HTML of a notebook cell's output."""
     elements = "".join(element for block in blocks for element in render_block(block))
     return f'<div class="prefect-tune"><style>{_STYLE}</style>{elements}</div>'

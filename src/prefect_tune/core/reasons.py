@@ -1,6 +1,6 @@
-"""Reasons of ends and decisions: a code with arguments. Only this module makes sentences of them; no code reads these.
+"""The reasons of ends and decisions: codes with arguments. Only this module makes sentences; no code reads a sentence.
 
-Users' schedulers, stoppers and requests pass texts instead, which are shown unchanged; no code compares texts.
+The schedulers, stoppers and requests of users pass texts instead. A text is shown unchanged, and no code compares it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from prefect_tune.core.values import Message, Value
 
 
 class Cause(StrEnum):
-    """Why an attempt ended without finishing; each cause counts toward one retry budget, or toward none."""
+    """Why an attempt ended without finishing. Each cause counts toward at most one retry budget."""
 
     MACHINE = "machine"
     """The machine, the worker or the target failed, not the trial."""
     PREEMPTED = "preempted"
-    """The attempt was asked to stop, and stopped gracefully: not a failure."""
+    """The attempt received a stop request, and stopped gracefully: this is not a failure."""
     TRAINABLE = "trainable"
     """The user's code raised."""
     IMPORT = "import"
@@ -32,9 +32,9 @@ class Cause(StrEnum):
     OUT_OF_MEMORY = "out-of-memory"
     """The kernel killed the process for using too much memory: a retry does not help."""
     BAD_METRIC = "bad-metric"
-    """It reported a metric that cannot be stored, such as a NaN: a retry does not help."""
+    """The trainable reported a metric that cannot be stored, such as a NaN: a retry does not help."""
     BAD_STOP = "bad-stop"
-    """The stop criterion needs a metric that it did not report: a retry does not help."""
+    """The stop criterion needs a metric that the trainable did not report: a retry does not help."""
 
 
 class FinishKind(StrEnum):
@@ -45,7 +45,7 @@ class FinishKind(StrEnum):
     CRITERION = "criterion"
     """A stop criterion was met."""
     ALL_STEPS = "all-steps"
-    """It has trained all steps of the scheduler."""
+    """The trial has trained all steps of the scheduler."""
     PRUNED = "pruned"
     """The scheduler ended it early."""
     STOPPED = "stopped"
@@ -57,7 +57,7 @@ _MAX_NUMBER = 2**63
 
 
 def _require_plain_arguments(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
-    """Return the arguments if they are shallow JSON without large numbers: a trial's process may send anything."""
+    """Return `arguments` if they are shallow JSON without large numbers; a trial's process may send anything."""
     for argument in arguments.values():
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, Mapping) and depth < _MAX_DEPTH:
@@ -97,7 +97,7 @@ class ProcessEnd(Value):
     signal: str | None = None
     """The signal's name, such as `SIGKILL`."""
     reason: Reason | None = None
-    """Why both are unknown: the node is lost, the training runs in a thread."""
+    """Why both are unknown: the node is lost, or the training runs in a thread."""
     output: Message = ""
     """The last lines that the process printed."""
 
@@ -107,16 +107,16 @@ class ProcessEnd(Value):
 
 
 def rank_end_reason(end: ProcessEnd) -> Reason:
-    """Return the reason for the end of a rank's process, for a list of ranks."""
+    """Return the reason for the end of one rank, for a list of ranks."""
     return make_reason("rank-died", **_process_end_arguments(end))
 
 
 def process_end_reason(end: ProcessEnd, rank: int | None = None, memory: Reason | None = None) -> Reason:
-    """Return the reason for the end of an attempt that ended because one of its processes did.
+    """Return the reason for the end of an attempt whose process ended.
 
     Args:
         rank: the rank of the process; None if it is the only process.
-        memory: how the memory limit was exceeded, if that ended the process.
+        memory: how the process exceeded the memory limit, if it was killed for that.
     """
     location = find_code_location(end.output, is_newest_first=True)  # in faulthandler's dump
     context = {"location": location, "rank": rank, "output": end.output or None}
@@ -128,7 +128,7 @@ def _process_end_arguments(end: ProcessEnd) -> Mapping[str, object]:
 
 
 def make_reason(code: str, /, **arguments: object) -> Reason:
-    """Return a reason of this package; arguments that are None are left out."""
+    """Return a reason of this package, without the arguments that are None."""
     return Reason(code=code, arguments={n: _to_json(value) for n, value in arguments.items() if value is not None})
 
 
@@ -158,17 +158,14 @@ _CODES_WITH_ERROR = frozenset(
 
 
 def root_error(reason: AnyReason) -> AnyReason:
-    """Return the error that ended an attempt, without the outer reason about retries."""
+    """Return the error that ended an attempt, without the reasons around it, which are about retries."""
     while isinstance(reason, Reason) and "error" in reason.arguments and reason.code in _CODES_WITH_ERROR:
         reason = _parse_reason(reason.arguments["error"])
     return reason
 
 
 def summarize_error(reason: AnyReason) -> AnyReason:
-    """Return the error that ended an attempt, without its location and the output before it.
-
-    The results of equal errors are equal, whatever the traceback, the rank and the retries.
-    """
+    """Return the error that ended an attempt, without its traceback, rank, location and output: errors can be equal."""
     error = root_error(reason)
     if not isinstance(error, Reason):
         return first_line(error)
@@ -177,10 +174,7 @@ def summarize_error(reason: AnyReason) -> AnyReason:
 
 
 def format_error(reason: AnyReason) -> str:
-    """Format an error in one line, with the last line of the user's code if known: `KeyError: 'lr' (train.py:9)`.
-
-    If the traceback has only library code, this is its last line outside this package.
-    """
+    """Format an error in one line, with its code location if known: `KeyError: 'lr' (train.py:9)`."""
     error = root_error(reason)
     location = error.arguments.get("location") if isinstance(error, Reason) else None
     return first_line(f"{first_line(error)} ({location})" if location else error)
@@ -202,10 +196,9 @@ _LIBRARY_PATH = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]pyth
 
 
 def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
-    """Return the innermost line of the user's code in a Python traceback or a faulthandler dump: `train.py:9`.
+    """Return the innermost line of the user's code in a traceback or a faulthandler dump, such as `train.py:9`.
 
-    Args:
-        is_newest_first: the order of the frames: True for a dump, False for a traceback.
+    Without user code, return the innermost line outside of this package. In a dump, the newest frame comes first.
     """
     frames = [frame for frame in _FRAME_PATTERN.findall(trace) if not _NON_USER_PATH.search(frame[0])]
     users = [frame for frame in frames if not _LIBRARY_PATH.search(frame[0])] or frames
@@ -216,26 +209,20 @@ def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
 
 
 def strip_result(reason: AnyReason, step: int) -> AnyReason:
-    """Return a scheduler's reason without the result of `step` at its beginning, for a text that already has it."""
-    if (
-        not isinstance(reason, Reason)
-        or reason.code not in ("rank-promoted", "rank-continued", "cutoff")
-        or reason.arguments.get("step") != step
-    ):
-        return reason
-    return make_reason(reason.code, **{**reason.arguments, "value": None})
+    """Return a scheduler's reason without the result of `step`, for a text that already shows this result."""
+    codes = ("rank-promoted", "rank-continued", "cutoff")
+    if isinstance(reason, Reason) and reason.code in codes and reason.arguments.get("step") == step:
+        return make_reason(reason.code, **{**reason.arguments, "value": None})
+    return reason
 
 
-# The sentences, by code. A part between < and > is left out if an argument in it is missing.
+# The sentences, by code. A part between < and > is omitted if one of its arguments is missing.
 
 _OPTIONAL_PART = re.compile(r"<([^>]*)>")
 
 
 class _Formatter(string.Formatter):
-    """Formats like `str.format`; also formats durations, sizes, ranks and reasons (complete, or their first `line`).
-
-    For numbers there are `one|several` and `none|one|several: #`.
-    """
+    """Formats like `str.format`, with `_FORMATS`, and with forms for a number: `one|many`, or `none|one|many: #`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         forms = format_spec.split("|")
@@ -339,12 +326,12 @@ _SENTENCES: Mapping[str, str] = {
     "node-silent": "the connection to node {node} was closed, or was silent for {seconds:g} s: the node is lost",
     "node-unreadable": "node {node} sent an unreadable message: {error}",
     "node-not-started": "its processes did not start on node {node}: {error}",
-    "node-not-needed": "the attempt has ended, has begun without this node, or has another process for it",
+    "node-not-needed": "the attempt has ended, has begun without this node, or has another process for this node",
     "node-0-late": "node 0 did not begin within {seconds:g} s",
     "nodes-missing": "{error}",
     "attempt-over": "the attempt has ended",
-    "save-overtaken": "it was saved while another checkpoint was quarantined, and may share its damage",
-    "owner-vanished": "the process that ran it died without ending it",
+    "save-overtaken": "it was saved while another checkpoint was quarantined, and may have the same damage",
+    "owner-vanished": "the process that ran the attempt exited without ending it",
     "supervisor-failed": "its supervisor failed, and was retried",
     "task-failed": "its task failed, and was started again",
     "saved-as-requested": "saved, as requested",
@@ -363,7 +350,7 @@ _SENTENCES: Mapping[str, str] = {
     "ranks-missing": "{ranks:ranks} of {world_size} did not join the trial within {seconds:g} s of the first rank",
     "ranks-left-save": "{ranks:ranks} ended before step {step}, for which rank 0 reported a checkpoint",
     "ranks-left-mean": "{ranks:ranks} ended before step {step}, for which rank 0 reported metrics",
-    "part-late": "{ranks:ranks} did not add its part within {seconds:g} s",
+    "part-late": "{ranks:ranks} did not add a part within {seconds:g} s",
     "part-missing": "{error}",
     "metrics-late": "{ranks:ranks} did not report step {step} within {seconds:g} s",
     "surplus-report": (
@@ -385,10 +372,10 @@ _SENTENCES: Mapping[str, str] = {
     "not-retried": "{cause} is not retried: {error:reason}",
     "max-machine-failures": "{failures} machine failures without a commit (max_machine_failures): {error:reason}",
     "max-failures": "failure {failures} of the trainable (max_failures={limit}): {error:reason}",
-    "died-at-start": "{attempts} attempts died before their first step: {error:reason}",
+    "died-at-start": "{attempts} attempts failed before their first step: {error:reason}",
     "died-at-each-start": (
-        "{attempts} attempts died before their first step, also from the checkpoint before, so no checkpoint is the "
-        "cause: {error:reason}"
+        "{attempts} attempts failed before their first step, also from the previous checkpoint, so no checkpoint is "
+        "the cause: {error:reason}"
     ),
     "attempts-lost": "{count} attempts were lost without a commit: {error:reason}",
     "no-result": "the attempt ended without writing a result",

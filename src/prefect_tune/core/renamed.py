@@ -1,4 +1,4 @@
-"""Reject earlier names of public methods and attributes, and name the new ones."""
+"""Reject earlier names of public methods, attributes and functions; the error names the new name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class Renamed:
-    """A class with renamed members: a subclass that defines an old name, and a read of one, is an error with a hint."""
+    """A class with renamed members: to define an old name in a subclass, or to read one, is an error with a hint."""
 
     __slots__ = ()
     _renamed: ClassVar[Mapping[str, str]] = {}
-    """The new names by the old ones."""
+    """The new names by the old names."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

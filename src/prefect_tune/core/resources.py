@@ -11,7 +11,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_number, short_repr, to_plain_scalar
 
 Processes: TypeAlias = int | tuple[int, int]
-"""The number of processes of a trial; or a minimum and a maximum: then each attempt has one for each device."""
+"""The number of processes of a trial; or a minimum and a maximum for an attempt with one process per device."""
 
 MAX_PROCESSES = 1024
 """The maximum number of ranks of a trial on one machine."""
@@ -35,7 +35,7 @@ class Machine:
 
 
 def parse_resources(requested: Mapping[str, object], where: str) -> Resources:
-    """Return the resources of a mapping such as `{"cpu": 2, "gpu": 0.5}`; `cpu` is 1 by default, `gpu` 0.
+    """Return the resources in a mapping such as `{"cpu": 2, "gpu": 0.5}`; `cpu` is 1 by default, `gpu` is 0.
 
     Raises:
         InvalidInput: `requested` has another key or an impossible amount.
@@ -55,10 +55,9 @@ def parse_resources(requested: Mapping[str, object], where: str) -> Resources:
 
 
 def parse_processes(value: object, where: str = "processes_per_trial", example: str = "(1, 8)") -> Processes:
-    """Return a number of processes, or their minimum and maximum; a text such as `1-8` is a range.
+    """Return a number of processes, or a minimum and a maximum; raise `InvalidInput` for any other `value`.
 
-    Raises:
-        InvalidInput: `value` is neither.
+    A text such as `1-8` is a minimum and a maximum.
     """
     value = to_plain_scalar(value)
     parts: Sequence[object] = value.split("-") if isinstance(value, str) else [value]
@@ -83,12 +82,9 @@ def process_count_on(wanted: Processes, devices: int) -> int:
 
 
 def divide_into_slots(machine: Machine, needed: Resources, max_slots: int | None) -> Sequence[tuple[str, ...]]:
-    """Return a slot, given by its GPUs, for each trial that the machine can train in parallel.
+    """Return the slots of a machine, each given by its GPUs; at most `max_slots`, unless that is None.
 
-    A whole GPU belongs to one slot. Fractions are assigned so that each GPU has one slot before any has two.
-
-    Args:
-        max_slots: the maximum number of slots; None for no limit.
+    A whole GPU belongs to one slot. Fractions of GPUs are assigned so that each GPU has one slot before any has two.
 
     Raises:
         InvalidInput: the machine lacks the resources for a single trial.

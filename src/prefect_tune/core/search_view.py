@@ -1,7 +1,7 @@
 """The live view of a search: its attempts with their newest reports, counts, the best trial, curves and costs.
 
-Each event is applied once, to one `SearchView`. Table, notebook, report, artifacts, log lines, live status and Prefect
-events read it. No decision and no resume uses it.
+Each event is applied once, to one `SearchView`. The view feeds the table, notebooks, reports, artifacts, log lines, the
+live status and Prefect events. No decision and no resume uses the view.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from prefect_tune.core.usage_records import GroupUsage, RankEnd
 from prefect_tune.core.values import StepReport, iter_leaves, parse_time
 
 _OBJECTIVE_COUNT = 4
-"""Without an objective, this many first numbers of a report get the large panels."""
+"""The number of metrics with large panels, if there is no objective: the first numbers of a report."""
 _OTHER_METRIC_COUNT = 12
-"""The number of other metrics with curves; only the names of further metrics are kept."""
+"""The number of other metrics with curves. Of further metrics, only the names are kept."""
 _OTHER_POINT_COUNT = 24
 _MAX_METRIC_NAMES = 1000
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class Series:
-    """Numbers by step: always the first and the last; with more than `max_points`, only every second, fourth, … one."""
+    """Numbers by step. Above `max_points`, only every second, fourth, … is kept, besides the first and the last."""
 
     __slots__ = ("_max_points", "_points_since_kept", "_steps", "_stride", "_values")
 
@@ -60,7 +60,7 @@ class Series:
         self._points_since_kept = 1
 
     def add_point(self, step: float, value: float) -> None:
-        """Add the next number; ignore a step that is not later. To replace steps, `truncate_after` first."""
+        """Add the next number; ignore a step that is not later. To replace steps, call `truncate_after` first."""
         if self._steps and step <= self._steps[-1]:
             return
         if self._points_since_kept < self._stride and len(self._steps) > 1:
@@ -83,21 +83,17 @@ class Series:
             self._points_since_kept = self._stride
 
     def points(self) -> Sequence[tuple[float, float]]:
-        """Return the points, by step."""
         return list(zip(self._steps, self._values, strict=True))
 
 
 def numeric_metrics(metrics: Mapping[str, object]) -> Mapping[str, float]:
     """Return the numeric metrics, which can be drawn."""
-    return {
-        name: float(value)
-        for name, value in iter_leaves(metrics)
-        if isinstance(value, int | float) and is_number(value)
-    }
+    leaves = iter_leaves(metrics)
+    return {name: float(value) for name, value in leaves if isinstance(value, int | float) and is_number(value)}
 
 
 class RunCounts(NamedTuple):
-    """Counts of what a run has done so far."""
+    """What a run has done so far."""
 
     reports: int = 0
     steps: int = 0
@@ -115,9 +111,9 @@ class OwnershipPeriod:
     last_entry_at: datetime
     """The time of its last journal entry."""
     trial_count: int = 0
-    """The number of trials that it added."""
+    """The number of trials that the run added."""
     sample_count: int = 0
-    """The number of samples that it was asked to add to the samples of earlier runs."""
+    """The number of samples that the user requested in addition to the samples of earlier runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,30 +125,28 @@ class AttemptPeriod:
     began_at: datetime
     from_step: int
     step: int
-    """The last step that it reported, in the order of the steps."""
+    """The largest step that the attempt reported."""
     owner: Owner | None
     last_event_at: datetime
-    """The time of its last event."""
     is_earlier: bool = False
-    """Whether an earlier run started it."""
+    """Whether an earlier run started the attempt."""
     is_abandoned: bool = False
     """Whether another owner has taken over: the attempt ended with its last event, and its outcome is unknown."""
     report: StepReport | None = None
     """The newest report while the attempt runs; None before its first step."""
     reported_at: datetime | None = None
     longest_gap_seconds: float | None = None
-    """The longest time between two reports, or before the first one."""
+    """The longest time between two reports, or before the first report."""
     ended_at: datetime | None = None
     status: Status = Status.RUNNING
-    """The status that is drawn: `COMPLETED` for each `TrialFinished`, `ERRORED` for each failure not of the machine."""
+    """The drawn status: `COMPLETED` for each `TrialFinished`; `ERRORED` for a failure, except of the machine."""
     is_lost: bool = False
-    """Whether it ended because its machine, its target or its run failed."""
+    """Whether the attempt ended because its machine, its target or its run failed."""
     rank_ends: Sequence[RankEnd] = ()
-    """The ends of ranks that ended differently from the others."""
+    """The ends of the ranks that ended differently from the other ranks."""
 
     @property
     def is_running(self) -> bool:
-        """Whether it is training, as far as is known."""
         return self.ended_at is None and not self.is_abandoned
 
 
@@ -167,12 +161,12 @@ class Costs:
     sent_bytes: int = 0
     upload_seconds: float = 0.0
     cloned_bytes: int = 0
-    """The size of cloned checkpoints, which upload no bytes."""
+    """The size of cloned checkpoints. A clone uploads no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSnapshot:
-    """The state of a `SearchView` at one moment."""
+    """The state of a `SearchView` at some time."""
 
     experiment: Experiment
     running: Mapping[str, AttemptPeriod] = field(default_factory=dict)
@@ -180,21 +174,21 @@ class SearchSnapshot:
     counts: RunCounts = field(default_factory=RunCounts)
     """The counts of this run."""
     metrics: tuple[str, ...] = ()
-    """The metrics of the objective; without one, the first four reported numbers."""
+    """The metrics of the objective; without an objective, the first four reported numbers."""
     other_metrics: tuple[str, ...] = ()
     """The first twelve other reported numbers."""
     metric_count: int = 0
     """The number of reported metrics, including metrics without curves."""
     curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
-    """Points by trial and metric, thinned out."""
+    """The points of a `Series`, by trial and metric."""
     attempts: Sequence[AttemptPeriod] = ()
     ownerships: Sequence[OwnershipPeriod] = ()
     costs: Costs = Costs()
     is_complete: bool = True
-    """Whether it covers the journal from its first entry."""
+    """Whether the view covers the journal from the first entry."""
 
     def newest_report(self, trial: str) -> StepReport | None:
-        """Return the newest report of a running attempt; None if there is none."""
+        """Return the newest report of the trial's running attempt; None without a report."""
         return self.running[trial].report if trial in self.running else None
 
 
@@ -204,13 +198,13 @@ _STATUS_AFTER: Mapping[type[Event] | Cause, Status] = {
     Cause.PREEMPTED: Status.INTERRUPTED,
     Cause.MACHINE: Status.INTERRUPTED,
 }
-"""The status after an attempt, by its final event or its cause; `ERRORED` for all others."""
+"""The status after an attempt, by its final event or its cause; `ERRORED` for all other events and causes."""
 
 
 class SearchView:
-    """Applies the events of an experiment in order; needs about 1 KiB per trial and metric, however long it runs.
+    """Applies the events of an experiment in order. Not thread-safe.
 
-    Not thread-safe. The caller passes the times.
+    The view needs about 1 KiB per trial and metric, however long the experiment runs.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -218,7 +212,7 @@ class SearchView:
         self._experiment = experiment
         self._objective = objective_from_settings(experiment.settings)
         self._metrics = self._objective.metrics if self._objective else ()
-        self._other_metrics: dict[str, None] = {}  # the other metrics
+        self._other_metrics: dict[str, None] = {}
         self._curves: dict[str, dict[str, Series]] = {}
         self._attempts: list[AttemptPeriod] = []
         self._newest: dict[str, int] = {}  # the index of each trial's newest attempt
@@ -228,15 +222,15 @@ class SearchView:
         self._costs = Costs()
         self._counts = RunCounts()
         self._run_began = _EPOCH
-        self._is_whole = True
+        self._is_complete = True
         self._losses: dict[str, tuple[Losses, bool]] = {}  # of last reports, and whether they are inherited
         self._best: tuple[str, Losses] | None = None  # None if unknown, since `_losses` has changed
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run: events of earlier runs no longer count; their lost steps are not compared."""
+        """Begin the present owner's run: events of earlier runs no longer count, and lost steps are not compared."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
-            self._is_whole = not (experiment.trials or experiment.extensions)
+            self._is_complete = not (experiment.trials or experiment.extensions)
         if experiment.owner is not None and (not self._ownerships or self._ownerships[-1].term != experiment.term):
             self._ownerships.append(OwnershipPeriod(experiment.term, experiment.owner, at, at))
         for trial in experiment.trials.values():
@@ -245,9 +239,8 @@ class SearchView:
             if index is not None:
                 self._attempts[index] = replace(self._attempts[index], is_earlier=True)
             elif trial.status is Status.RUNNING:
-                self._add_attempt(
-                    AttemptPeriod(trial.id, trial.attempt, at, trial.step, trial.step, None, at, is_earlier=True)
-                )
+                step = trial.step
+                self._add_attempt(AttemptPeriod(trial.id, trial.attempt, at, step, step, None, at, is_earlier=True))
 
     def apply_entry(self, entry: Entry) -> None:
         """Apply the next entry of the journal."""
@@ -267,12 +260,12 @@ class SearchView:
             self._counts = counts
         for index in range(len(self._ownerships) - 1, -1, -1):
             ownership = self._ownerships[index]
-            if at >= ownership.began_at:  # the run that owned the experiment at that time, which may be an earlier one
+            if at >= ownership.began_at:  # this run owned the experiment at that time; it may be an earlier run
                 self._ownerships[index] = replace(ownership, last_entry_at=max(ownership.last_entry_at, at))
                 break
 
     def apply_report(self, trial: str, report: StepReport, at: datetime) -> None:
-        """Apply the report of a step; the live status may have it before the journal."""
+        """Apply the report of a step. The live status may bring a report before the journal does."""
         if (attempt := self._find_running_attempt(trial)) is None or report.step <= attempt.step:
             return
         self._add_points(trial, report.step, report.metrics)
@@ -283,10 +276,10 @@ class SearchView:
         longest = max(attempt.longest_gap_seconds or 0.0, gap)
         self._update_attempt(trial, step=report.step, report=report, reported_at=at, longest_gap_seconds=longest)
         if self._objective is not None:
-            self._set_losses(trial, compute_losses(report.metrics, self._objective), inherits=False)
+            self._set_losses(trial, compute_losses(report.metrics, self._objective), is_inherited=False)
 
     def set_experiment(self, experiment: Experiment) -> None:
-        """Set the state after a write: it may include entries of non-owners."""
+        """Set the state after a write. The state may include entries of non-owners."""
         self._experiment = experiment
 
     @property
@@ -320,7 +313,7 @@ class SearchView:
             attempts=tuple(self._attempts),
             ownerships=tuple(self._ownerships),
             costs=self._costs,
-            is_complete=self._is_whole,
+            is_complete=self._is_complete,
         )
 
     def _dispatch_event(self, event: Event, at: datetime) -> None:
@@ -347,17 +340,15 @@ class SearchView:
                     self._update_attempt(event.trial, rank_ends=use.ends)
                 end = event.cause if isinstance(event, AttemptEnded) else type(event)
                 self._end_attempt(event.trial, end, at)
-            case TrialAdded() | ExperimentConfigured() if self._ownerships:
+            case TrialAdded() if self._ownerships:
                 period = self._ownerships[-1]
-                trials = period.trial_count + isinstance(event, TrialAdded)
-                samples = period.sample_count + (
-                    sum(event.extensions.values()) if isinstance(event, ExperimentConfigured) else 0
-                )
-                self._ownerships[-1] = replace(period, trial_count=trials, sample_count=samples)
+                self._ownerships[-1] = replace(period, trial_count=period.trial_count + 1)
+            case ExperimentConfigured() if self._ownerships:
+                period = self._ownerships[-1]
+                samples = period.sample_count + sum(event.extensions.values())
+                self._ownerships[-1] = replace(period, sample_count=samples)
             case _:
                 pass
-
-    # ---------------------------------------------------------------------------------------------------- attempts
 
     def _find_running_attempt(self, trial: str) -> AttemptPeriod | None:
         index = self._newest.get(trial)
@@ -375,7 +366,7 @@ class SearchView:
         self._attempts.append(attempt)
 
     def _start_attempt(self, event: AttemptStarted, at: datetime) -> None:
-        """Begin an attempt, not before the end of the trial's previous attempt: their clocks may differ."""
+        """Begin an attempt, but not before the trial's previous attempt ended: the clocks of machines differ."""
         trial, free_at = event.trial, _EPOCH
         self._end_attempt(trial, Cause.MACHINE, at)
         if (index := self._newest.get(trial)) is not None:
@@ -399,7 +390,7 @@ class SearchView:
             self._counts = self._counts._replace(ended_attempts=self._counts.ended_attempts + 1)
 
     def _end_attempt(self, trial: str, end: type[Event] | Cause, at: datetime) -> None:
-        """End an attempt; an abandoned one ends with its last event, not when its loss was detected."""
+        """End an attempt. An abandoned attempt ended with its last event, not when its loss was detected."""
         index = self._newest.get(trial)
         if index is None or (attempt := self._attempts[index]).ended_at is not None:
             return
@@ -408,10 +399,7 @@ class SearchView:
         status = _STATUS_AFTER.get(end, Status.ERRORED)
         self._update_attempt(trial, ended_at=ended, status=status, is_lost=end is Cause.MACHINE)
 
-    # -------------------------------------------------------------------------------------- curves, costs, the best
-
     def _add_points(self, trial: str, step: int, metrics: Mapping[str, object]) -> None:
-        """Add a step's numbers to the curves of the trial."""
         numbers = numeric_metrics(metrics)
         self._metrics = self._metrics or tuple(numbers)[:_OBJECTIVE_COUNT]
         curves = self._curves.setdefault(trial, {})
@@ -437,14 +425,15 @@ class SearchView:
         self._costs = costs
 
     def _compare_trial(self, trial: str) -> None:
-        """Compare a trial by the last report in its state."""
+        """Compare a trial with the best trial, by the last report in its state."""
         if self._objective is not None and (state := self._experiment.trials.get(trial)) is not None:
-            self._set_losses(trial, compute_losses(state.metrics, self._objective), inherits=state.has_inherited_report)
+            losses = compute_losses(state.metrics, self._objective)
+            self._set_losses(trial, losses, is_inherited=state.has_inherited_report)
 
-    def _set_losses(self, trial: str, losses: Losses | None, *, inherits: bool) -> None:
+    def _set_losses(self, trial: str, losses: Losses | None, *, is_inherited: bool) -> None:
         if self._best is not None and (trial == self._best[0] or (losses is not None and losses <= self._best[1])):
             self._best = None
         if losses is None:
             self._losses.pop(trial, None)
         else:
-            self._losses[trial] = losses, inherits
+            self._losses[trial] = losses, is_inherited

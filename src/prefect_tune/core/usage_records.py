@@ -1,7 +1,6 @@
 """Records of the resource usage of attempts and runs: seconds by phase, CPU, memory and slots.
 
-An attempt measures itself with monotonic clocks. Wall-clock times only order it among the other attempts. No decision
-uses these values.
+Monotonic clocks measure an attempt; wall-clock times only order attempts. No decision uses these values.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.values import Message, Value, parse_time
 
 _MAX_SECONDS = 1e9
-"""30 years: a wall-clock time that far in the future is still valid."""
+"""30 years: a wall-clock time so far in the future is still valid."""
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=_MAX_SECONDS)]
 
 
 class PhaseSeconds(Value):
-    """The seconds of an attempt so far, by phase; each second is in one phase. With several ranks: rank 0 only."""
+    """The seconds of an attempt so far, by phase. Each second is in one phase. With several ranks: rank 0 only."""
 
     start: Seconds = 0.0
     """The time before the trainable is loaded, except the restore: the journal, the process, the import, `setup`."""
     restoring: Seconds = 0.0
-    """Downloading the checkpoint, and `load_checkpoint`."""
+    """The time of the download of the checkpoint, and of `load_checkpoint`."""
     training: Seconds = 0.0
     saving: Seconds = 0.0
-    """The time in which a checkpoint blocked training: `save_checkpoint`, its copy, and waiting for the upload."""
+    """The time in which a save blocked training: `save_checkpoint`, the copy of the files, the wait for the upload."""
     waiting: Seconds = 0.0
     """The time in which training waited for a decision of the search."""
     ending: Seconds = 0.0
@@ -36,11 +35,10 @@ class PhaseSeconds(Value):
 
     @property
     def total(self) -> float:
-        """The sum of all phases."""
         return self.start + self.restoring + self.training + self.saving + self.waiting + self.ending
 
     def add_seconds(self, phase: str, seconds: float) -> Self:
-        """Return a copy with `seconds` more in `phase`, within valid limits: a trial may report any number."""
+        """Return a copy with `seconds` added to `phase`, within valid limits: a trial may report any number."""
         return self.model_copy(update={phase: min(_MAX_SECONDS, max(0.0, getattr(self, phase) + seconds))})
 
 
@@ -50,7 +48,7 @@ class RankEnd(Value):
     ranks: tuple[int, ...]
     how: AnyReason
     is_cause: bool = False
-    """Whether this is the reason for the attempt's failure."""
+    """Whether the attempt failed because of this end."""
 
 
 class AttemptUsage(Value):
@@ -58,20 +56,20 @@ class AttemptUsage(Value):
 
     seconds: PhaseSeconds
     cpu_seconds: Seconds | None = None
-    """CPU time of its processes since the trainable was loaded; None if it ended before the second sample."""
+    """CPU time of its processes since the trainable was loaded; None if the attempt ended before the second sample."""
     peak_memory_bytes: int | None = None
     """The highest sample of the total resident memory of its processes."""
     mean_memory_bytes: int | None = None
     peak_gpu_memory_bytes: int | None = None
     """The highest sample of the used memory of its visible GPUs."""
     mean_gpu_utilization: float | None = None
-    """The mean utilization of these GPUs, from 0 to 1."""
+    """The mean utilization of its visible GPUs, from 0 to 1."""
     output: Message = ""
     """The last lines that its processes printed."""
 
 
 class GroupUsage(AttemptUsage):
-    """The resource usage of an attempt, some of whose ranks ended differently from the others."""
+    """The resource usage of an attempt in which some ranks ended differently from the others."""
 
     ends: tuple[RankEnd, ...]
 
@@ -84,31 +82,29 @@ class AttemptRecord(Value):
 
     attempt: int
     began_at: str | None = None
-    """The time at which it began, by the clock of its machine."""
+    """The time at which the attempt began, by the clock of its machine."""
     term: int = 0
-    """The term of the owner when it began; 0 if unknown."""
+    """The term of the owner when the attempt began; 0 if unknown."""
     slot_term: int = 0
-    """The term of the owner that freed its slot; differs from `term` if the attempt outlived its search."""
+    """The term of the owner that freed the slot; differs from `term` if the attempt outlived its search."""
     slot_at: str | None = None
-    """The time at which the search gave it a slot, by the clock of the run; None until the slot was freed."""
+    """The time at which the attempt got its slot, by the clock of the run; None until the slot is freed."""
     slot_seconds: Seconds = 0.0
-    """The time for which it held the slot."""
+    """The time for which the attempt held the slot."""
     seconds: PhaseSeconds = PhaseSeconds()
-    """The seconds at its end or, if its end has none, at its last known step."""
+    """The seconds at the end of the attempt; if they are unknown, the seconds at its last known step."""
     saved_seconds: Seconds = 0.0
-    """The training time of this attempt up to its last commit."""
+    """The training time of the attempt up to its last commit."""
     usage: AnyUsage | None = None
-    """The usage at its end; None for an attempt that runs, or was lost."""
+    """The usage at the end of the attempt; None if the attempt runs or was lost."""
     has_ended: bool = False
     is_lost: bool = False
-    """Whether its training after the last commit is lost: the same steps are trained again."""
+    """Whether the training after the last commit is lost: the same steps are trained again."""
 
     def with_commit(self, seconds: PhaseSeconds | None, trained_seconds: float) -> AttemptRecord:
-        """Return the record after a commit.
+        """Return the record after a commit; `trained_seconds` is the training time since the last commit.
 
-        Args:
-            seconds: the seconds of the attempt at the checkpoint's step; None if unknown.
-            trained_seconds: the trial's training time since its last commit.
+        `seconds` are the seconds of the attempt at the checkpoint's step; None if unknown.
         """
         if seconds is None:
             seconds = self.seconds.add_seconds("training", trained_seconds)
@@ -117,9 +113,8 @@ class AttemptRecord(Value):
     def with_end(self, usage: AttemptUsage | None, trained_seconds: float, *, is_lost: bool) -> AttemptRecord:
         """Return the record after the attempt's end; `trained_seconds` is the training time since the last commit."""
         seconds = usage.seconds if usage else self.seconds.add_seconds("training", trained_seconds)
-        usage = (
-            usage.model_copy(update={"output": ""}) if usage and usage.output else usage
-        )  # only the event has the output
+        if usage and usage.output:
+            usage = usage.model_copy(update={"output": ""})  # only the event has the output
         return self.model_copy(update={"usage": usage, "seconds": seconds, "has_ended": True, "is_lost": is_lost})
 
 
@@ -129,15 +124,15 @@ class RunRecord(Value):
     term: int
     began_at: str
     ended_at: str | None = None
-    """The last known time at which it ran; None if none is known after its begin."""
+    """The last known time at which the run was active; None if no time after `began_at` is known."""
     slots: int | None = None
-    """The number of trials that it trained in parallel; None if unlimited."""
+    """The number of trials that the run trained in parallel; None if unlimited."""
 
 
 def record_slot_freed(
     records: tuple[AttemptRecord, ...], attempt: int, slot_at: str, seconds: float
 ) -> tuple[AttemptRecord, ...]:
-    """Return the records of a trial after the slot of an attempt was freed; the attempt may have no record yet."""
+    """Return a trial's records after the slot of an attempt was freed. The attempt may have no record yet."""
     slot = {"slot_at": slot_at, "slot_seconds": seconds}
     if any(record.attempt == attempt for record in records):
         return tuple(record.model_copy(update=slot) if record.attempt == attempt else record for record in records)
@@ -145,20 +140,19 @@ def record_slot_freed(
 
 
 def extend_last_run(runs: tuple[RunRecord, ...], since: str, seconds: float) -> tuple[RunRecord, ...]:
-    """Return the records after the last run freed a slot that had been held for `seconds` since the time `since`."""
-    begin = parse_time(since)
-    return (*runs[:-1], *(_extend_run(run, begin, seconds) for run in runs[-1:]))
+    """Return the records after the last run freed a slot that was held for `seconds` from the time `since` on."""
+    return (*runs[:-1], *(_extend_run(run, parse_time(since), seconds) for run in runs[-1:]))
 
 
 def extend_previous_run(runs: tuple[RunRecord, ...], at: str | None) -> tuple[RunRecord, ...]:
-    """Return the records after a change of owner: the run before the last one still ran at `at`."""
+    """Return the records after a change of owner: the run before the last run was still active at `at`."""
     if at is None or len(runs) < 2:
         return runs
     return (*runs[:-2], _extend_run(runs[-2], parse_time(at), 0.0), runs[-1])
 
 
 def _extend_run(run: RunRecord, begin: datetime | None, seconds: float) -> RunRecord:
-    """Return the run with a later end, `seconds` after `begin`; an unreadable time changes nothing."""
+    """Return the run with an end `seconds` after `begin` if that is later. An unreadable time changes nothing."""
     last_known = parse_time(run.ended_at or run.began_at)
     if begin is None or last_known is None or (begin - last_known).total_seconds() + seconds <= 0:
         return run

@@ -34,7 +34,7 @@ MAX_LIVE_PERIOD_SECONDS = 24 * 3600.0
 """The maximum time between two live statuses."""
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 _MAX_SAFE_BRACKETS = 100
-"""JSON with at most this many opening brackets is never nested too deeply for readers: each opens one level."""
+"""JSON with at most this many opening brackets is never nested too deeply for readers: each bracket opens a level."""
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -46,7 +46,7 @@ class Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     def model_post_init(self, _context: object, /) -> None:
-        # Pydantic stores the set of explicitly passed fields in each value. No code reads it, and it takes more than a
+        # Pydantic stores the set of explicitly passed fields in each value. No code reads this set, which takes a
         # quarter of a value's memory: 60 MiB for ten thousand trials. So all values of a class share one set of all
         # fields, and `exclude_unset` excludes nothing.
         object.__setattr__(self, "__pydantic_fields_set__", _field_names(type(self)))
@@ -56,7 +56,7 @@ class Value(BaseModel):
         return [name for name in super().__dir__() if name.startswith("__") or not hasattr(BaseModel, name)]
 
     def __copy__(self) -> Self:
-        """Copy for `model_copy`, which adds updated names to the set of fields: the shared set already has them."""
+        """Copy for `model_copy`, which adds the updated names to the set of fields: the shared set has them already."""
         copied = object.__new__(type(self))
         object.__setattr__(copied, "__dict__", self.__dict__.copy())
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__)
@@ -86,18 +86,18 @@ def _to_integer(value: object) -> object:
 
 NUMBER_VALIDATOR = BeforeValidator(_to_number)
 INTEGER_VALIDATOR = BeforeValidator(_to_integer)
-"""For types with bounds: `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`. Forms ignore bounds that come after it."""
+"""For types with bounds: `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`. Forms ignore bounds after the validator."""
 Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), NUMBER_VALIDATOR]
-"""The type of a parameter that is a finite number, also of NumPy, or in a text from JSON or YAML; not a bool."""
+"""The type of a parameter that is a finite number: of Python or NumPy, or a text from JSON or YAML; not a bool."""
 WholeNumber: TypeAlias = Annotated[int, INTEGER_VALIDATOR]
-"""The type of a parameter that is an integer, of the same kinds; neither a bool nor 3.0."""
+"""The type of a parameter that is an integer, like `Number`; 3.0 is not an integer."""
 
 
 class HasJsonForm:
     """An option that is an object in code, and has a JSON form for deployments, forms and the journal.
 
-    Prefect's client sends parameters through pydantic, which would write a dataclass as a dict of its fields, without
-    its class: the receiver would read a distribution as a constant. This class's serializer sends its JSON form.
+    Prefect's client sends parameters through pydantic, which would write a dataclass as a dict of its fields: without
+    the class, the receiver would read a distribution as a constant. The serializer of this class sends the JSON form.
     """
 
     __slots__ = ()
@@ -106,7 +106,7 @@ class HasJsonForm:
         """Return the JSON from which `pt.tune` makes an equal object.
 
         Raises:
-            InvalidInput: it has no JSON form, for example because this package does not know its class.
+            InvalidInput: the object has no JSON form, for example because this package does not know its class.
         """
         raise InvalidInput(
             f"{self!r} has no JSON form, which deployments and journals need: pass it in code, to a flow that is "
@@ -121,14 +121,14 @@ class HasJsonForm:
 
 
 class WriteStamp(Value):
-    """The id and the time of one write. The caller makes it: the core uses neither randomness nor a clock."""
+    """The id and the time of one write. The caller makes the stamp: the core uses neither randomness nor a clock."""
 
     write_id: str
     at: str
 
 
 class StepReport(Value):
-    """The metrics of a step, and the trial's training time up to it over all attempts, without lost steps."""
+    """The metrics of a step, and the trial's training time up to the step: of all attempts, without lost steps."""
 
     step: int
     metrics: Mapping[str, Any]
@@ -168,7 +168,7 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def iter_leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the innermost values of `values`, with names like `model/depth`."""
+    """Yield the innermost values of `values`, with names such as `model/depth`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from iter_leaves(value, f"{prefix}{name}/")
@@ -177,7 +177,7 @@ def iter_leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tupl
 
 
 def get_metric(metrics: Metrics, name: str) -> object:
-    """Return the metric `name`, such as `eval/loss` for a nested one; None if it was not reported."""
+    """Return the metric `name`, such as `eval/loss` for a nested metric; None if it was not reported."""
     if name in metrics:
         return metrics[name]
     value: object = metrics
@@ -190,9 +190,9 @@ def canonical_json(value: object) -> bytes:
     """Encode `value` so that equal values give equal bytes.
 
     Raises:
-        ValueError: it holds a NaN or an infinity, which JSON cannot represent, or something that readers reject: a
-            lone surrogate, or more than about 200 levels.
-        TypeError: it holds another value that JSON cannot represent.
+        ValueError: the value has a NaN, an infinity, a lone surrogate or more than about 200 levels: readers of JSON
+            reject them.
+        TypeError: the value has another part that JSON cannot represent.
     """
     text = _ENCODER.encode(value)
     if "\\ud" in text or text.count("{") + text.count("[") > _MAX_SAFE_BRACKETS:
@@ -211,10 +211,10 @@ def parse_json(model: type[_Model], data: bytes | bytearray | memoryview, error:
 
 
 def argument_error(invalid: ValidationError, within: str = "") -> Exception:
-    """Return a validator's `TuneError` if there is one; otherwise the first field's innermost error, without texts.
+    """Return a validator's `TuneError` if there is one; otherwise the innermost error of the first field.
 
     Args:
-        invalid: pydantic's error. A text in it may be a secret.
+        invalid: the error of pydantic. Its texts are omitted, because a text may be a secret.
         within: the parameter that contains the invalid value.
     """
     errors = invalid.errors(include_url=False)
@@ -236,12 +236,10 @@ def parse_time(at: str) -> datetime | None:
         return None
 
 
-def _make_readable(value: object) -> object:
-    return make_storable(value) if isinstance(value, str) else value
-
-
-Message: TypeAlias = Annotated[str, BeforeValidator(_make_readable)]
-"""A text for display, possibly from the user's code, with any content and length: it is made `make_storable`."""
+Message: TypeAlias = Annotated[
+    str, BeforeValidator(lambda value: make_storable(value) if isinstance(value, str) else value)
+]
+"""A text for display, which may come from the user's code. Any content and length is valid: see `make_storable`."""
 
 
 def _decode_path(value: object, info: ValidationInfo) -> object:
@@ -255,4 +253,4 @@ def _encode_path(path: str) -> str:
 
 
 PathName: TypeAlias = Annotated[str, BeforeValidator(_decode_path), PlainSerializer(_encode_path, when_used="json")]
-"""A path on this machine, which need not be UTF-8. In JSON each character is one byte of the path (Latin-1)."""
+"""A path on this machine, which need not be UTF-8. In JSON, each character is one byte of the path (Latin-1)."""

@@ -164,7 +164,7 @@ def test_a_slow_rank_fails_its_save_and_training_continues(
     with caplog.at_level(logging.INFO):
         result = trained(tmp_path, napping, {"rank": 1, "step": 2, "until": str(tmp_path / "go-on")})
     assert (result.status, result.attempts) == ("completed", 1)
-    assert "step 2 is not committed: rank 1 did not add its part within 0.5 s; training continues" in caplog.text
+    assert "step 2 is not committed: rank 1 did not add a part within 0.5 s; training continues" in caplog.text
     assert result.checkpoint is not None
     assert result.checkpoint.get_metadata() is not None
     assert states(result).keys() == {"rank-0.json", "rank-1.json"}

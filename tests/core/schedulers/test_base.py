@@ -78,7 +78,7 @@ def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing(name:
 
 WRONG = [
     (ASHA, {"max_t": 0}, "max_t and grace_period in whole steps, 1 or more$"),
-    (ASHA, {"grace_period": 28}, "a grace_period of at most max_t, which is 27$"),
+    (ASHA, {"grace_period": 28}, "a grace_period of at most max_t=27$"),
     (ASHA, {"grace_period": 0}, "whole steps, 1 or more$"),
     (ASHA, {"reduction_factor": 1.5}, "a reduction_factor of 2 or more$"),
     (ASHA, {"brackets": 5}, "1 to 4 brackets: there are 3 rungs below max_t"),

@@ -367,7 +367,7 @@ def test_a_real_zero_that_no_factor_changes_is_drawn_anew(domain: object, zero: 
     "mutation", [[0.1], [1, 1.0], pt.choice(["a", "a"]), pt.randint(3, 4), pt.quniform(1, 1, 1), pt.qrandint(8, 8, 8)]
 )
 def test_a_mutation_that_can_change_nothing_is_refused(mutation: object) -> None:
-    with pytest.raises(InvalidInput, match=r"here\['a'\]\['b'\]: expected .* two .*its mutation changes nothing"):
+    with pytest.raises(InvalidInput, match=r"here\['a'\]\['b'\]: expected .* two .*this mutation changes nothing"):
         parse_mutations({"a": {"b": mutation}}, "here")
 
 

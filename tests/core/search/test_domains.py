@@ -229,7 +229,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     ids=repr,
 )
 def test_a_domain_shows_the_call_that_makes_it(domain: Range) -> None:
-    name, arguments = domain.constructor_call
+    name, arguments = domains.constructor_call(domain)
     assert repr(domain) == f"{name}({', '.join(map(repr, arguments))})"
     assert eval(repr(domain)) == domain
 
@@ -333,7 +333,7 @@ def test_the_page_on_search_spaces_says_what_each_call_draws_or_that_it_is_refus
 def test_what_the_page_says_below_the_table_is_refused_too() -> None:
     with pytest.raises(InvalidInput, match="expected a parameter of the space at this place"):
         pt.PBT(perturbation_interval=2, hyperparam_mutations={"lr": pt.uniform(0, 1)}).require_supported_space({"x": 1})
-    with pytest.raises(BadMetric, match="expected a dict of metrics, found float; give it a name"):
+    with pytest.raises(BadMetric, match=r"expected a dict of metrics, like {'loss': value}, found float"):
         to_plain_metrics(0.5, "step 1")  # type: ignore[arg-type]  # that is the fault
 
 
@@ -461,7 +461,7 @@ def test_a_function_without_a_name_to_find_it_by_cannot_be_written(function: obj
         ({"a": {"choice": []}}, "^a: choice.*expected at least one option"),
         ({"a": {"constant": float("nan")}}, "^a: expected a value or a domain, found nan"),
         ({"a": b"x"}, "^a: expected a value or a domain, found b'x'"),
-        ({3: [1]}, "^space: expected text for a key, like in JSON, found 3"),
+        ({3: [1]}, "^space: expected text for a key, as in JSON, found 3"),
         ({"a": {3: [1]}}, "^space.a: expected text for a key"),
     ],
 )

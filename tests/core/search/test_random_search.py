@@ -438,7 +438,7 @@ def test_the_search_hears_of_a_failure_when_no_repetition_succeeded() -> None:
 def test_what_cannot_be_repeated_is_refused() -> None:
     with pytest.raises(InvalidInput, match="expected at least 1 for times, found 0"):
         Repeated(RandomSearch(1), 0)
-    with pytest.raises(InvalidInput, match="expected no 'lr' in the space: it counts the repetitions"):
+    with pytest.raises(InvalidInput, match="expected no 'lr' in the space, because index_as adds it"):
         Repeated(RandomSearch(1), 2, index_as="lr").begin(ONE_PARAMETER, None, 1)
 
 

@@ -91,12 +91,12 @@ def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile:
     [
         (lambda: choice([]), r"choice\(\[\]\): expected at least one option"),
         (lambda: grid_search([]), r"grid_search\(\[\]\): expected at least one option"),
-        (lambda: choice("abc"), "choice: expected a list, found 'abc': a text is one value"),
-        (lambda: choice({1, 2}), "expected a list, found {1, 2}: .* a set has no order"),
+        (lambda: choice("abc"), "choice: expected a list, found 'abc'; a text is one value"),
+        (lambda: choice({1, 2}), "expected a list, found {1, 2}; .* a set has no order"),
         (lambda: choice(3), "expected a list, found 3"),
         (lambda: choice([1, len]), r"choice: option 1: expected a value or a domain, found <built-in function len>"),
         (lambda: choice([{"a": [float("nan")]}]), r"choice: option 0.a\[0\]: expected a value"),
-        (lambda: choice([{3: 4}]), "choice: option 0: expected text for a key, like in JSON, found 3"),
+        (lambda: choice([{3: 4}]), "choice: option 0: expected text for a key, as in JSON, found 3"),
         (lambda: choice([1, 2], [1]), "expected a weight >= 0 for each of 2 options"),
         (lambda: choice([1, 2], [1, -1]), "expected a weight >= 0 for each"),
         (lambda: choice([1, 2], [1, float("nan")]), "expected a weight >= 0 for each"),
@@ -248,11 +248,11 @@ def test_a_function_cannot_change_what_others_get() -> None:
     [
         (
             {"a": sample_from(lambda config: config["b"]), "b": sample_from(lambda config: config["a"])},
-            "sample_from at a: it depends on itself, a -> b -> a",
+            "sample_from at a: the value depends on itself, a -> b -> a",
         ),
         (
             {"c": sample_from(lambda config: config["a"]), "a": sample_from(lambda config: config["a"])},
-            "sample_from at a: it depends on itself, a -> a: ",
+            "sample_from at a: the value depends on itself, a -> a; ",
         ),
         ({"a": sample_from(lambda config: config["lr"])}, r"sample_from at a: there is no lr, only \['a'\]"),
         (

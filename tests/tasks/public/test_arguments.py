@@ -35,7 +35,7 @@ SYNCS: dict[str, tuple[dict[str, Any], str]] = {
     "reports in a list": ({"reports": [{"loss": 1}]}, r"reports: expected metrics by step, such as \{1: "),
     "a report that is a number": (
         {"reports": {1: 0.5}},
-        "reports, step 1: expected a dict of metrics, found float; give it a name: {'loss': value}",
+        "reports, step 1: expected a dict of metrics, like {'loss': value}, found float",
     ),
     "a metric that is not finite": ({"reports": {1: {"loss": NAN}}}, "reports, step 1: 'loss': found nan"),
     "a configuration with an object": ({"config": {"model": object()}}, "config.model"),

@@ -1,4 +1,1 @@
-"""Schedulers: which trials continue, pause, stop or exploit; deterministic functions of the reports.
-
-`prefect_tune.registry` lists the ones that have a name in JSON.
-"""
+"""The schedulers. `prefect_tune.registry` lists the schedulers that have a name in JSON."""

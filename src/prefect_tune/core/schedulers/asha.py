@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count, takewhile
 from typing import Literal, TypeAlias
@@ -32,21 +32,12 @@ from prefect_tune.core.values import TrialId
 # Rungs: the steps at which trials are compared, and the losses of the trials that reached them.
 
 RungEntry: TypeAlias = tuple[float, int, TrialId]
-"""A trial on a rung: its loss and the number of trials before it; of equal losses, the earlier one is better."""
-
-
-def _rung_steps(first: int, max_t: int, reduction_factor: float) -> Iterator[int]:
-    """Yield `first` times each power of `reduction_factor`, rounded up like in Ray, below `max_t`."""
-    steps = (math.ceil(first * reduction_factor**power) for power in count())
-    return takewhile(lambda step: step < max_t, steps)
+"""A trial at a rung: its loss, the number of trials before it, and its id. Of equal losses, the earlier is better."""
 
 
 @dataclass(slots=True)
 class Rung:
-    """The trials that reached a step, best first, and the ones paused there.
-
-    Both lists are sorted, so finding a rank takes logarithmic time.
-    """
+    """The trials that reached a step and the trials paused there, best first: a rank is found in logarithmic time."""
 
     step: int
     reached: list[tuple[float, int]] = field(default_factory=list)
@@ -59,11 +50,10 @@ class Rung:
         return entry
 
     def mark_paused(self, entry: RungEntry) -> None:
-        """Mark an added trial as paused here."""
         insort(self.paused, entry)
 
     def mark_resumed(self, entry: RungEntry) -> None:
-        """Mark a paused trial as no longer paused; its loss stays."""
+        """Mark a paused trial as no longer paused. Its loss stays at the rung."""
         del self.paused[bisect_left(self.paused, entry)]
 
     def count_better_trials(self, entry: RungEntry) -> int:
@@ -84,24 +74,23 @@ class Rung:
         return low + (high - low) * share
 
     def promotable_trial(self, reduction_factor: float) -> TrialId | None:
-        """Return the best paused trial if it can be promoted, else None."""
+        """Return the best paused trial if its rank is within the quota; otherwise None."""
         if self.paused and self.count_better_trials(self.paused[0]) < self.promotion_quota(reduction_factor):
             return self.paused[0][2]
         return None
 
 
-# The brackets of ASHA, and the position of each trial in its bracket; shared by both variants.
-
-
 @dataclass(slots=True)
 class TrialProgress:
-    """A trial's position: the rungs of its bracket, and the index of its last comparison (-1: none)."""
+    """The position of a trial in its bracket."""
 
     rungs: Sequence[Rung]
+    """The rungs of its bracket."""
     rung_index: int = -1
+    """The index of the rung at which the trial was last compared; -1 before the first comparison."""
     stopped: Stop | None = None
     paused: tuple[Rung, RungEntry] | None = None
-    """The rung at which it is paused, and its entry there; None while it is not paused."""
+    """The rung at which the trial is paused, and its entry there; None while it is not paused."""
 
     def rung_index_at(self, step: int) -> int:
         """Return the index of the highest rung at or below `step`; -1 for none."""
@@ -117,18 +106,13 @@ class TrialProgress:
 class Brackets:
     """The rungs of every bracket; each trial is assigned to one bracket."""
 
-    rung_steps: Sequence[Sequence[int]]
+    rungs: Sequence[Sequence[Rung]]
     max_t: int
     reduction_factor: float
     seed: int
-    rungs: Sequence[Sequence[Rung]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        rungs = [[Rung(step) for step in steps] for steps in self.rung_steps]
-        object.__setattr__(self, "rungs", rungs)
 
     def assign_trial(self, number: int) -> TrialProgress:
-        """Assign trial `number` to a random bracket; all brackets train about the same number of steps."""
+        """Assign trial `number` to a random bracket, so that all brackets train about the same number of steps."""
         if len(self.rungs) == 1:
             return TrialProgress(self.rungs[0])
         sizes = [self.reduction_factor ** len(rungs) / (len(rungs) + 1) for rungs in self.rungs]
@@ -138,9 +122,9 @@ class Brackets:
 
 
 class RungSchedule(Schedule):
-    """Compares each trial once at each rung, by its report at the rung's step or the first report after it.
+    """Compares each trial once at each rung, by the trial's first report at or after the step of the rung.
 
-    A report that passes several rungs counts only at the highest: the lower ones have losses of earlier steps.
+    A report that passes several rungs counts only at the highest of them: lower rungs have losses of earlier steps.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -174,22 +158,18 @@ class RungSchedule(Schedule):
 
     @abstractmethod
     def _repeat_decision(self, progress: TrialProgress) -> Decision:
-        """Decide on a trial that repeats lost steps, up to a rung at which it was already compared."""
-
-
-# ASHA, stopping variant: stop a trial that is not among the best 1 / eta of the earlier trials at a rung.
+        """Return the decision for a trial that repeats lost steps: it was already compared at this rung."""
 
 
 class StoppingSchedule(RungSchedule):
     """Stops a trial whose loss is above the 1 / eta quantile of the trials that reached the rung before it.
 
-    Decides like Ray's AsyncHyperBandScheduler: the quantile is interpolated; the first trial at a rung, and a trial
-    that equals the quantile, continue.
+    It decides like Ray's AsyncHyperBandScheduler: the quantile is interpolated; the first trial at a rung, and a trial
+    whose loss equals the quantile, continue.
     """
 
     def on_trial_ended(self, trial: TrialId) -> None:
-        """Change nothing: the trial's losses stay at the rungs for comparisons."""
-        del trial
+        del trial  # its losses stay at the rungs for comparisons
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         rung = progress.rungs[progress.rung_index]
@@ -206,15 +186,12 @@ class StoppingSchedule(RungSchedule):
         return progress.stopped or Continue()
 
 
-# ASHA, promotion variant: pause every trial at each rung, and resume the best 1 / eta when slots become free.
-
-
 class PromotionSchedule(RungSchedule):
-    """Algorithm 2 of Li et al. 2020: a free slot goes to the highest rung with a promotable trial.
+    """Pauses every trial at each rung. A free slot goes to the highest rung with a promotable trial (Algorithm 2).
 
-    A trial that is promotable when it reaches a rung continues without a pause. If no new trial is available, none is
-    running and none was ever promoted from a last rung, the best paused trial of the highest such rung is resumed, so
-    even a small search trains one trial to the end. Then paused trials are stopped.
+    A trial that is promotable when it reaches a rung continues without a pause. If no new trial is available and no
+    trial is running, the best paused trial of the highest rung resumes, unless a trial was promoted from a last rung
+    before: so even a small search trains one trial to the end. Then the other paused trials are stopped.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -257,7 +234,7 @@ class PromotionSchedule(RungSchedule):
         self._running.discard(trial)
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
-        self._unpause_trial(trial)  # a reporting trial is not paused, even if the last decision on it was a pause
+        self._unpause_trial(trial)  # a trial that reports is not paused, even if the last decision was a pause
         rung = progress.rungs[progress.rung_index]
         entry = rung.add_trial(trial, loss)
         progress.paused = (rung, entry)
@@ -283,7 +260,7 @@ class PromotionSchedule(RungSchedule):
         return next((trial for trial in trials if trial), None)
 
     def _rank_reason(self, rung: Rung, entry: RungEntry) -> Reason:
-        """Return the reason of a decision: the trial's rank among the trials that reached the rung."""
+        """Return a reason with the trial's rank among the trials that reached the rung."""
         return make_reason(
             "rank-promoted",
             **metric_reason_arguments(entry[0], self._objective),
@@ -296,19 +273,19 @@ class PromotionSchedule(RungSchedule):
 
 @dataclass(frozen=True, slots=True)
 class ASHA(Scheduler):
-    """Train many trials for a few steps and few to the end: at each rung only the best 1 / `reduction_factor` continue.
+    """Train many trials for few steps and few to the end: at each rung only the best 1 / `reduction_factor` continue.
 
-    Rungs are the steps `grace_period`, `grace_period` * `reduction_factor`, and so on below `max_t`, where every trial
-    ends; fractions are rounded up. It is asynchronous: a trial is compared with those that reached the rung before.
+    Rungs are the steps `grace_period`, `grace_period` * `reduction_factor` and so on, rounded up, below `max_t`. ASHA
+    is asynchronous: a trial is compared with the trials that reached the rung earlier.
 
-    `variant="promotion"`, the default, pauses every trial at each rung, and gives a free slot to the best paused trial
-    that is among the best 1 / `reduction_factor` of its rung; if there is none, a new trial starts (the algorithm of
-    the paper). It needs checkpoints, trains fewer steps for the same result, and corrects early mistakes: a trial that
-    was not promoted at first may be promoted later. `variant="stopping"` stops a trial that is not good enough, and
-    never pauses one (Ray's AsyncHyperBandScheduler): use it for a trainable that saves no checkpoints.
+    `variant="promotion"`, the default, is the algorithm of the paper: every trial pauses at each rung, and a free slot
+    goes to the best paused trial among the best 1 / `reduction_factor` of its rung; without such a trial, a new trial
+    starts. This variant needs checkpoints, trains fewer steps for the same result, and corrects early mistakes: a trial
+    may be promoted later. `variant="stopping"` is Ray's AsyncHyperBandScheduler: it stops the worse trials of a rung,
+    and pauses no trial. Use it for a trainable that saves no checkpoints.
 
-    With several `brackets`, trials are distributed over brackets that each begin one rung higher, in the proportions of
-    Hyperband: this protects against misleading early results.
+    Several `brackets` protect against misleading early results: each begins one rung higher than the bracket before,
+    and trials are distributed over them in the proportions of Hyperband.
 
     ```python
     scheduler = pt.ASHA(max_t=81, grace_period=3)
@@ -320,7 +297,7 @@ class ASHA(Scheduler):
     Args:
         max_t: the step at which every trial ends.
         grace_period: the step of the first rung.
-        reduction_factor: the ratio of the steps of two rungs; 1 / `reduction_factor` of the trials of a rung continue.
+        reduction_factor: the ratio of the steps of two rungs; 1 / `reduction_factor` of a rung's trials continue.
         brackets: the number of brackets.
         variant: `promotion` pauses the other trials of a rung; `stopping` ends them.
     """
@@ -336,21 +313,21 @@ class ASHA(Scheduler):
         if not (is_integer_at_least(self.max_t, 1) and is_integer_at_least(self.grace_period, 1)):
             raise InvalidInput(f"{self}: expected max_t and grace_period in whole steps, 1 or more")
         if self.grace_period > self.max_t:
-            raise InvalidInput(f"{self}: expected a grace_period of at most max_t, which is {self.max_t}")
+            raise InvalidInput(f"{self}: expected a grace_period of at most max_t={self.max_t}")
         if not is_number_at_least(self.reduction_factor, 2):
             raise InvalidInput(f"{self}: expected a reduction_factor of 2 or more")
-        limit = len(self._bracket_steps(0)) + 1
+        limit = len(self._rung_steps()) + 1
         if not (is_integer_at_least(self.brackets, 1) and self.brackets <= limit):
             raise InvalidInput(f"{self}: expected 1 to {limit} brackets: there are {limit - 1} rungs below max_t")
         if self.variant not in {"stopping", "promotion"}:
             raise InvalidInput(f"{self}: expected variant 'promotion' or 'stopping'")
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
-        rung_steps = [self._bracket_steps(skipped) for skipped in range(self.brackets)]
-        brackets = Brackets(rung_steps, self.max_t, self.reduction_factor, seed)
-        if self.variant == "promotion":
-            return PromotionSchedule(brackets, objective)
-        return StoppingSchedule(brackets, objective)
+        steps = self._rung_steps()
+        rungs = [[Rung(step) for step in steps[skipped:]] for skipped in range(self.brackets)]
+        schedule = PromotionSchedule if self.variant == "promotion" else StoppingSchedule
+        return schedule(Brackets(rungs, self.max_t, self.reduction_factor, seed), objective)
 
-    def _bracket_steps(self, skipped: int) -> Sequence[int]:
-        return tuple(_rung_steps(self.grace_period, self.max_t, self.reduction_factor))[skipped:]
+    def _rung_steps(self) -> Sequence[int]:
+        steps = (math.ceil(self.grace_period * self.reduction_factor**power) for power in count())
+        return list(takewhile(lambda step: step < self.max_t, steps))  # rounded up, as in Ray

@@ -1,8 +1,8 @@
-"""The interface of a scheduler: it decides on trials at milestones, deterministically for the same history.
+"""The interface of schedulers. A scheduler decides on trials at milestones; the same history gives the same decisions.
 
-`FIFO` lets every trial continue. To add a scheduler, write a file next to this one, and a line in `registry.py`
-(CONTRIBUTING, *Add a scheduler*). Examples: `StoppingSchedule` in `asha.py` decides by a quantile,
-`median_stopping.py` by the median.
+`FIFO` lets every trial continue. To add a scheduler, write a file in this folder, and a line in `registry.py`
+(CONTRIBUTING, *Add a scheduler*). Two examples: `StoppingSchedule` in `asha.py` decides by a quantile,
+`MedianStopping` in `median_stopping.py` by the median.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Continue(Value):
 
 
 class Pause(Value):
-    """Save, and release the slot until `Schedule.next_trial_to_resume` returns the trial.
+    """Save the trial, and release its slot until `Schedule.next_trial_to_resume` returns the trial.
 
-    If `next_trial_to_resume` returns this trial at once, the trial keeps its slot: it is `on_trial_resumed`, and
-    continues in place.
+    If `next_trial_to_resume` returns the trial at once, the driver calls `on_trial_resumed`, and the trial continues in
+    its slot.
     """
 
     type: Literal["pause"] = "pause"
@@ -40,19 +40,19 @@ class Pause(Value):
 
 
 class Stop(Value):
-    """The trial is finished."""
+    """Finish the trial."""
 
     type: Literal["stop"] = "stop"
     reason: AnyReason
     """Shown to users; kept in the journal."""
     early: bool = True
-    """Whether the trial is stopped early; False if it has trained all steps of the scheduler."""
+    """Whether the trial stops early; False if it has trained all steps of the scheduler."""
 
 
 class Exploit(Value):
-    """Continue from the newest checkpoint of `source`, with this `config` (Jaderberg et al. 2017).
+    """Continue with `config` from the newest checkpoint of the trial `source` (Jaderberg et al. 2017).
 
-    If `source` no longer has a checkpoint, the trial continues from its own newest checkpoint with this `config`.
+    If `source` no longer has a checkpoint, the trial continues with `config` from its own newest checkpoint.
     """
 
     type: Literal["exploit"] = "exploit"
@@ -74,7 +74,7 @@ class TrialReport:
     report: StepReport
     """Its step, metrics and training time."""
     config: Mapping[str, Any] | None = None
-    """Its present configuration; None if unchanged since the trial was added or last exploited another one."""
+    """Its present configuration; None if it is the one of `on_trial_added` or of the trial's last `Exploit`."""
 
 
 class Scheduler(NamedOptions, Renamed, ABC):
@@ -91,27 +91,23 @@ class Scheduler(NamedOptions, Renamed, ABC):
         """
 
     def require_supported_space(self, space: Mapping[str, object]) -> None:
-        """Raise unless the scheduler supports trials of a valid `space`; most ignore configurations.
-
-        Raises:
-            InvalidInput: the scheduler does not support the space.
-        """
+        """Raise `InvalidInput` unless the scheduler supports a valid `space`. Most schedulers support every space."""
         del space
 
 
 class Schedule(Renamed, ABC):
     """The state of a scheduler: a deterministic function of the sequence of calls.
 
-    Whenever a slot is free, the driver stops the trials that `next_trial_to_stop` returns, until it returns None. Then
-    it resumes the trial that `next_trial_to_resume` returns; if that is None and `is_waiting` is false, it starts a new
-    trial. After `on_search_exhausted`, while no trial is running and one is paused, `next_trial_to_resume` or
-    `next_trial_to_stop` must return a trial.
+    Whenever a slot is free, the driver stops the trials that `next_trial_to_stop` returns, until that returns None.
+    Then the driver resumes the trial that `next_trial_to_resume` returns. If that is None and `is_waiting` is false,
+    the driver starts a new trial. After `on_search_exhausted`, while no trial is running and a trial is paused,
+    `next_trial_to_resume` or `next_trial_to_stop` must return a trial.
 
-    A resumed experiment replays the journal to a new schedule, in the journal's order: each `on_trial_added`, `decide`
-    (whose decision is ignored: the journaled one was carried out), `on_trial_resumed` and `on_trial_ended`. Both
-    schedules are then in the same state. So a schedule reads no clock, and draws random numbers only from the seed
-    given to `begin`. If the scheduler was changed, its decisions may differ: a trial that only the old scheduler paused
-    is `on_trial_resumed`, and a trial that the old scheduler stopped stays stopped.
+    A resumed experiment replays the journal, in its order, to a new schedule: each `on_trial_added`, `decide`,
+    `on_trial_resumed` and `on_trial_ended`. It ignores the decisions of `decide`, and carries out those of the journal.
+    Both schedules are then in the same state. So a schedule reads no clock, and draws random numbers only from the seed
+    that `begin` receives. If the user has changed the scheduler, its decisions may differ: `on_trial_resumed` is called
+    for a trial that only the old scheduler paused, and a trial that the old scheduler stopped stays stopped.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -124,26 +120,26 @@ class Schedule(Renamed, ABC):
         "stop_next": "next_trial_to_stop",
     }
     saves_first: ClassVar[bool] = False
-    """Whether a trial commits a checkpoint of the same step before `decide` is called, so others can clone it."""
+    """Whether a trial commits a checkpoint of a step before `decide` decides on the step: other trials can clone it."""
 
     @abstractmethod
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
-        """Record a new trial before it starts, or an ended one that continues."""
+        """Record a new trial before it starts, or an ended trial before it continues."""
 
     @abstractmethod
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
-        Called for each attempt that starts, and after each decision; it changes no state. If a trial cannot save at
-        exactly that step (a function trainable), its milestone is the first report at or after it.
+        Called for each attempt that starts, and after each decision; changes no state. A function trainable cannot save
+        at every step: its milestone is the first report at or after the returned step.
         """
 
     @abstractmethod
     def decide(self, report: TrialReport) -> Decision:
         """Decide on a report at or after the trial's milestone.
 
-        A repeated report of a decided step (an attempt repeats lost steps) gets the same kind of decision, and is not
-        counted twice.
+        An attempt that repeats lost steps repeats their reports: return the same kind of decision, and do not count a
+        report twice.
 
         Raises:
             BadMetric: the report lacks the objective's metric.
@@ -161,22 +157,22 @@ class Schedule(Renamed, ABC):
         del trial
 
     def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
-        """Return a paused trial to stop, because it will not be resumed; None if there is none.
+        """Return a paused trial to stop, because it will never resume; None if there is no such trial.
 
         Changes no state: `on_trial_ended` does.
         """
         return None
 
     def is_waiting(self) -> bool:
-        """Return whether new trials must wait although slots are free, such as while a full bracket is undecided."""
+        """Return whether new trials must wait although slots are free, for example until a full bracket is decided."""
         return False
 
     def on_search_exhausted(self) -> None:
-        """Record that no new trial is available, so paused trials need not wait for more trials to compare with.
+        """Record that no new trial is available: paused trials need not wait for more trials to compare with.
 
-        Either the search is exhausted, or it waits for a trial to end while none is running. This may change the
-        results of `next_trial_to_resume` and `next_trial_to_stop`, but not a decision: it is not journaled, and is
-        called again if it still holds after a resume. The next `on_trial_added` revokes it.
+        Either the search is exhausted, or the search waits for a trial to end while no trial is running. The call may
+        change the results of `next_trial_to_resume` and `next_trial_to_stop`, but no decision: the call is not
+        journaled, and is repeated after a resume if it still applies. The next `on_trial_added` revokes it.
         """
         return
 
@@ -187,7 +183,7 @@ class Schedule(Renamed, ABC):
 
 @dataclass(frozen=True, slots=True)
 class FIFO(Scheduler):
-    """First in, first out: trials start in the order in which they are proposed, and none is stopped or paused."""
+    """First in, first out: trials start in the order of their proposals; the scheduler stops and pauses no trial."""
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del objective, seed
@@ -216,19 +212,15 @@ class _FifoSchedule(Schedule):
 
 
 def loss_of(trial_report: TrialReport, objective: Objective) -> float:
-    """Return the loss that the trial is compared by; smaller is better.
-
-    Raises:
-        BadMetric: the report lacks the metric, or it is not a finite number.
-    """
+    """Return the loss by which trials are compared (smaller is better). Raises like `Objective.losses`."""
     return objective.loss(trial_report.report.metrics, f"trial {trial_report.trial!r}, step {trial_report.report.step}")
 
 
 def metric_from_loss(loss: float, objective: Objective) -> float:
-    """Return the value of the objective's metric whose loss is `loss`."""
+    """Return the value of the objective's metric that has this loss."""
     return loss if objective.modes[0] == "min" else -loss
 
 
 def metric_reason_arguments(loss: float, objective: Objective) -> dict[str, object]:
-    """Return the arguments of a reason that name the objective's metric and its value."""
+    """Return the arguments of a reason: the name and the value of the objective's metric."""
     return {"metric": objective.metrics[0], "value": metric_from_loss(loss, objective)}

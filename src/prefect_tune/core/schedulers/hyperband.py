@@ -9,7 +9,7 @@ from math import ceil
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import convert_fields, is_integer_at_least, is_number_at_least
-from prefect_tune.core.reasons import Reason, make_reason
+from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
     Decision,
@@ -24,62 +24,54 @@ from prefect_tune.core.schedulers.base import (
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
 
-# One bracket of Hyperband: a group of trials; only the best of them continue after each rung.
-
 
 @dataclass(slots=True)
 class Bracket:
-    """Trials that train from rung to rung, and are compared when all of them have reached a rung.
+    """A group of trials, compared when all of them have reached a rung; only the best continue to the next rung.
 
-    A trial that ends before the rung keeps its place, and counts as the worst.
+    A trial that ends before the rung keeps its place in the bracket, and counts as the worst.
     """
 
     size: int
-    """The number of trials that it takes; once closed, the number that it has."""
+    """The number of trials that the bracket takes; once it is closed, the number that it has."""
     steps: Sequence[int]
-    """The steps of its rungs; training ends at the last rung, without a comparison."""
+    """The steps of the rungs. Training ends at the last rung, without a comparison."""
     reduction_factor: float
     rung_index: int = 0
-    """The index of the rung to which its trials train now."""
+    """The index of the present rung, to which the trials train now."""
     trial_count: int = 0
-    """The number of trials that entered the bracket or were promoted to that rung."""
+    """The number of trials that entered the bracket, or that were promoted to the present rung."""
     training: set[TrialId] = field(default_factory=set)
-    """The trials that have not reached that rung yet; some of them may wait for a slot."""
+    """The trials that have not reached the present rung; some of them may wait for a slot."""
     reached: dict[TrialId, float] = field(default_factory=dict)
-    """The losses of the trials that reached that rung, in the order of arrival."""
+    """The losses of the trials that reached the present rung, in the order of arrival."""
 
     @property
     def is_full(self) -> bool:
-        """Whether it takes no more trials."""
+        """Whether the bracket takes no more trials."""
         return self.rung_index > 0 or self.trial_count >= self.size
 
     @property
     def is_complete(self) -> bool:
-        """Whether all trials reached the rung or ended, and at least one reached it."""
+        """Whether each trial reached the present rung or ended, and at least one trial reached it."""
         return self.is_full and not self.training and bool(self.reached)
 
-    @property
-    def promotion_quota(self) -> int:
-        """The number of trials that continue after the rung."""
-        return max(1, int(self.trial_count / self.reduction_factor))
-
     def add_trial(self, trial: TrialId) -> None:
-        """Add a new trial."""
         self.trial_count += 1
         self.training.add(trial)
 
     def record_loss(self, trial: TrialId, loss: float) -> None:
-        """Record that a trial reached the rung with this loss."""
+        """Record that a trial reached the present rung with this loss."""
         self.training.discard(trial)
         self.reached[trial] = loss
 
     def remove_trial(self, trial: TrialId) -> None:
-        """Remove an ended trial."""
+        """Remove an ended trial; its place stays taken."""
         self.training.discard(trial)
         self.reached.pop(trial, None)
 
     def find_best_trial(self) -> TrialId | None:
-        """Return the best trial at the rung, the first of equal ones; None if there is none."""
+        """Return the best trial at the present rung, the first of equal trials; None for an empty rung."""
         return min(self.reached, key=self.reached.__getitem__, default=None)
 
     def close(self) -> None:
@@ -89,7 +81,7 @@ class Bracket:
     def promote_best(self) -> Sequence[TrialId]:
         """Advance to the next rung. Return the trials, best first: the first `trial_count` continue, the rest stop."""
         ranking = sorted(self.reached, key=self.reached.__getitem__)
-        self.trial_count = self.promotion_quota
+        self.trial_count = max(1, int(self.trial_count / self.reduction_factor))
         self.rung_index += 1
         self.training = set(ranking[: self.trial_count])
         self.reached = {}
@@ -101,12 +93,13 @@ class Hyperband(Scheduler):
     """Compare whole groups of trials: a rung is decided when all trials of its bracket have reached it; see `ASHA`.
 
     Trials fill one bracket after the other. The first bracket has many trials and a first rung at few steps; the few
-    trials of the last bracket all train `max_t` steps; then the brackets repeat. Each rung keeps the best 1 /
-    `reduction_factor`, at least one. A trial that reaches a rung pauses until the rung is decided; the next bracket's
-    trials use the slots meanwhile. When no new trial is available, the last bracket is decided with the trials it has.
+    trials of the last bracket all train `max_t` steps; then the brackets repeat. At each rung, the best 1 /
+    `reduction_factor` of the trials continue, at least one. A trial that reaches a rung pauses until the rung is
+    decided; meanwhile, the next bracket's trials use the slots. When no new trial is available, the last bracket is
+    decided with the trials that it has.
 
-    `brackets` returns the sizes: for `max_t=81` and `reduction_factor=3` they are (81, 1), (34, 3), (15, 9),
-    (8, 27), (5, 81), as trials and steps at the first rung.
+    `brackets` returns each bracket's number of trials and first rung: (81, 1), (34, 3), (15, 9), (8, 27) and (5, 81)
+    for `max_t=81` and `reduction_factor=3`.
 
     Args:
         max_t: the step at which every trial ends.
@@ -141,7 +134,7 @@ class Hyperband(Scheduler):
 
 
 class _HyperbandSchedule(Schedule):
-    """The brackets, and the trials that they resume or stop."""
+    """The brackets, and the trials to resume or to stop after their rungs are decided."""
 
     def __init__(
         self, plans: Sequence[tuple[int, Sequence[int]]], reduction_factor: float, objective: Objective
@@ -187,12 +180,12 @@ class _HyperbandSchedule(Schedule):
     def next_trial_to_resume(self) -> TrialId | None:
         bracket = self._filling_bracket
         if self._to_resume or not (self._exhausted and bracket) or bracket.is_full or bracket.training:
-            return self._next_to_resume()
-        return bracket.find_best_trial()  # the bracket will never fill
+            return self._first_to_resume()
+        return bracket.find_best_trial()  # the bracket will never be full
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         bracket = self._bracket_of.get(trial)
-        # Another scheduler paused it; it need not wait for this bracket to fill.
+        # Another scheduler paused the trial: do not let it wait until this bracket is full.
         if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
             self._decide_rung_if_complete(bracket)
@@ -207,24 +200,26 @@ class _HyperbandSchedule(Schedule):
     def on_trial_ended(self, trial: TrialId) -> None:
         self._to_resume.pop(trial, None)
         self._to_stop.pop(trial, None)
-        bracket = self._bracket_of.pop(trial, None)
-        if bracket:
+        if bracket := self._bracket_of.pop(trial, None):
             bracket.remove_trial(trial)
             self._decide_rung_if_complete(bracket)
 
     def _decide_at_rung(self, trial: TrialId, bracket: Bracket) -> Decision:
         """Decide on a trial that reached its rung."""
-        stop = self._to_stop.get(trial)
-        if stop:
+        if stop := self._to_stop.get(trial):
             self.on_trial_ended(trial)
             return stop
-        if trial == self._next_to_resume():
+        if trial == self._first_to_resume():
             self.on_trial_resumed(trial)
             return Continue()
-        return Pause(reason=_wait_reason(trial, bracket))
+        step, others = bracket.steps[bracket.rung_index], len(bracket.training)
+        if trial not in bracket.reached:
+            return Pause(reason=make_reason("waits-for-slot", step=step))
+        if not bracket.is_full:
+            others += bracket.size - bracket.trial_count
+        return Pause(reason=make_reason("waits-for-others", step=step, others=others))
 
     def _decide_rung_if_complete(self, bracket: Bracket) -> None:
-        """Decide the rung if the bracket is complete."""
         if not bracket.is_complete:
             return
         losses, step = bracket.reached, bracket.steps[bracket.rung_index]
@@ -235,16 +230,7 @@ class _HyperbandSchedule(Schedule):
             else:
                 result = metric_reason_arguments(losses[trial], self._objective)
                 ranks = {"rank": rank + 1, "ranked": len(ranking), "quota": bracket.trial_count}
-                reason = make_reason("rank-continued", **result, step=step, **ranks)
-                self._to_stop[trial] = Stop(reason=reason)
+                self._to_stop[trial] = Stop(reason=make_reason("rank-continued", **result, step=step, **ranks))
 
-    def _next_to_resume(self) -> TrialId | None:
+    def _first_to_resume(self) -> TrialId | None:
         return next(iter(self._to_resume), None)
-
-
-def _wait_reason(trial: TrialId, bracket: Bracket) -> Reason:
-    step = bracket.steps[bracket.rung_index]
-    if trial not in bracket.reached:
-        return make_reason("waits-for-slot", step=step)
-    others = len(bracket.training) if bracket.is_full else len(bracket.training) + bracket.size - bracket.trial_count
-    return make_reason("waits-for-others", step=step, others=others)

@@ -1,4 +1,4 @@
-"""The median stopping rule (Golovin et al. 2017, "Google Vizier"), with running averages like in Ray."""
+"""The median stopping rule (Golovin et al. 2017, "Google Vizier"), with running averages as in Ray."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from prefect_tune.core.values import TrialId
 class MedianStopping(Scheduler):
     """Stop a trial whose best result is worse than the median of the other trials' averages up to the same step.
 
-    From `grace_period` on, every `interval` steps, a trial is compared with the other trials that reached that step:
-    its best loss since its first step with the median of their mean losses since `grace_period`. It continues while
-    fewer than `min_samples_required` others reached the step. Best and mean use only every `interval`-th report:
-    `interval=1` uses every step, and costs a decision at every step.
+    From `grace_period` on, every `interval` steps, a trial is compared with the other trials that reached the step: its
+    best loss since its first step with the median of their mean losses since `grace_period`. The trial continues while
+    fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only every
+    `interval`-th report: `interval=1` uses every step, and costs a decision at every step.
 
-    With `min_time_slice`, a trial with too few others to compare with releases its slot after that many steps, and
-    continues when there are enough, so comparisons start early with few slots. It needs checkpoints. See `ASHA`.
+    With `min_time_slice`, a trial that lacks other trials to compare with releases its slot after that many steps, and
+    continues when there are enough: comparisons start early even with few slots. This needs checkpoints. See `ASHA`.
 
     Args:
         grace_period: the step of the first comparison.
         min_samples_required: the number of other trials that a comparison needs.
         interval: the number of steps between two comparisons of a trial.
-        min_time_slice: the number of steps after which a trial without enough others releases its slot. Default: never.
+        min_time_slice: after so many steps, a trial that lacks other trials releases its slot. Default: never.
     """
 
     grace_period: int = 1
@@ -55,9 +55,7 @@ class MedianStopping(Scheduler):
         convert_fields(self)
         counts = (self.grace_period, self.min_samples_required, self.interval, self.min_time_slice or 1)
         if self.min_time_slice == 0 or not all(is_integer_at_least(count, 1) for count in counts):
-            raise InvalidInput(
-                f"{self}: expected whole numbers from 1 on; pass min_time_slice=None for trials that keep their slots"
-            )
+            raise InvalidInput(f"{self}: expected whole numbers from 1 on; min_time_slice=None lets trials keep slots")
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del seed
@@ -65,20 +63,20 @@ class MedianStopping(Scheduler):
 
 
 @dataclass(slots=True)
-class _LossSummary:
-    """A summary of a trial's losses."""
+class _TrialProgress:
+    """The losses of one trial, and its slot."""
 
     last_milestone: int
-    """The index of the last milestone with a decision; before the first decision, the index of step 0."""
+    """The index of the last decided milestone; before the first decision, the index of step 0."""
     loss_count: int = 0
     loss_sum: float = 0.0
     """The sum of the `loss_count` losses since the grace period."""
     best_loss: float = math.inf
     """The best loss since the first step."""
     slot_since_step: int = 0
-    """The step at which it got its present slot."""
+    """The step at which the trial got its present slot."""
     paused_at_step: int | None = None
-    """The step at which it was paused; None while it is not paused."""
+    """The step at which the trial was paused; None while it is not paused."""
     stopped: Stop | None = None
 
     @property
@@ -93,85 +91,81 @@ class _MedianStoppingSchedule(Schedule):
         self._rule = rule
         self._objective = objective
         self._means: defaultdict[int, array[float]] = defaultdict(lambda: array("d"))
-        self._summaries: dict[TrialId, _LossSummary] = {}
+        self._progress: dict[TrialId, _TrialProgress] = {}
         self._paused: dict[TrialId, None] = {}
         self._exhausted = False
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
         self._exhausted = False
-        self._summaries.setdefault(trial, _LossSummary(self._milestone_index(0))).stopped = None
+        self._progress.setdefault(trial, _TrialProgress(self._milestone_index(0))).stopped = None
 
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
-        index = max(self._summaries[trial].last_milestone, self._milestone_index(step)) + 1
+        index = max(self._progress[trial].last_milestone, self._milestone_index(step)) + 1
         return self._rule.grace_period + index * self._rule.interval
 
     def decide(self, report: TrialReport) -> Decision:
-        summary, step = self._summaries[report.trial], report.report.step
+        progress, step = self._progress[report.trial], report.report.step
         loss, index = loss_of(report, self._objective), self._milestone_index(step)
-        if index <= summary.last_milestone:
-            return self._repeat_decision(summary)
-        self.on_trial_resumed(
-            report.trial
-        )  # a reporting trial is not paused, even if the last decision on it was a pause
-        if summary.loss_count:  # its mean so far counts at milestones that it passed without a report
-            for passed_index in range(summary.last_milestone + 1, index):
-                insort(self._means[passed_index], summary.mean_loss)
-        summary.last_milestone = index
-        summary.best_loss = min(summary.best_loss, loss)
+        if index <= progress.last_milestone:
+            return self._repeat_decision(progress)
+        self.on_trial_resumed(report.trial)  # a trial that reports is not paused, even if the last decision was a pause
+        if progress.loss_count:  # its mean so far counts at milestones that it passed without a report
+            for passed_index in range(progress.last_milestone + 1, index):
+                insort(self._means[passed_index], progress.mean_loss)
+        progress.last_milestone = index
+        progress.best_loss = min(progress.best_loss, loss)
         if index < 0:
             return Continue()
-        summary.loss_count += 1
-        summary.loss_sum += loss
-        decision = self._compare_with_median(report.trial, summary, step)
-        insort(self._means[index], summary.mean_loss)
+        progress.loss_count += 1
+        progress.loss_sum += loss
+        decision = self._compare_with_median(report.trial, progress, step)
+        insort(self._means[index], progress.mean_loss)
         return decision
 
     def next_trial_to_resume(self) -> TrialId | None:
-        # The means at the milestone of a paused trial include its own.
-        min_others, means = self._rule.min_samples_required, self._means
-        milestones = ((trial, self._summaries[trial].last_milestone) for trial in self._paused)
-        ready = next((trial for trial, index in milestones if len(means[index]) > min_others), None)
-        if ready or not self._exhausted:
-            return ready
-        return min(self._paused, key=lambda trial: self._summaries[trial].last_milestone, default=None)
+        milestones = {trial: self._progress[trial].last_milestone for trial in self._paused}
+        for trial, index in milestones.items():
+            if len(self._means[index]) > self._rule.min_samples_required:  # the trial's own mean is one of them
+                return trial
+        return min(milestones, key=milestones.__getitem__, default=None) if self._exhausted else None
 
     def on_trial_resumed(self, trial: TrialId) -> None:
-        summary = self._summaries[trial]
-        if summary.paused_at_step is not None:
-            summary.slot_since_step, summary.paused_at_step = summary.paused_at_step, None
+        progress = self._progress[trial]
+        if progress.paused_at_step is not None:
+            progress.slot_since_step, progress.paused_at_step = progress.paused_at_step, None
             del self._paused[trial]
 
     def on_search_exhausted(self) -> None:
         self._exhausted = True
 
     def on_trial_ended(self, trial: TrialId) -> None:
-        """Remove the trial from the paused trials; its losses stay for comparisons."""
+        """Remove a trial from the paused trials. Its losses stay for comparisons."""
         self.on_trial_resumed(trial)
 
     def _milestone_index(self, step: int) -> int:
-        """Return the index of the last milestone at or before `step`: 0 at `grace_period`, negative before."""
+        """Return the index of the last milestone at or before `step`: 0 at `grace_period`, negative before it."""
         return (step - self._rule.grace_period) // self._rule.interval
 
-    def _repeat_decision(self, summary: _LossSummary) -> Decision:
-        if summary.paused_at_step is not None:
-            return Pause(reason=make_reason("waits-for-others", step=summary.paused_at_step))
-        return summary.stopped or Continue()
+    def _repeat_decision(self, progress: _TrialProgress) -> Decision:
+        if progress.paused_at_step is not None:
+            return Pause(reason=make_reason("waits-for-others", step=progress.paused_at_step))
+        return progress.stopped or Continue()
 
-    def _compare_with_median(self, trial: TrialId, summary: _LossSummary, step: int) -> Decision:
-        others = self._means[summary.last_milestone]
+    def _compare_with_median(self, trial: TrialId, progress: _TrialProgress, step: int) -> Decision:
+        others = self._means[progress.last_milestone]
         if len(others) < self._rule.min_samples_required:
             time_slice = self._rule.min_time_slice
-            if time_slice is None or step - summary.slot_since_step < time_slice:
+            if time_slice is None or step - progress.slot_since_step < time_slice:
                 return Continue()
-            summary.paused_at_step = step
+            progress.paused_at_step = step
             self._paused[trial] = None
-            return self._repeat_decision(summary)
+            return self._repeat_decision(progress)
         middle = len(others) // 2
         median = (others[middle] + others[~middle]) / 2
-        if summary.best_loss <= median:
+        if progress.best_loss <= median:
             return Continue()
-        values = [metric_from_loss(value, self._objective) for value in (summary.best_loss, median)]
+        values = [metric_from_loss(value, self._objective) for value in (progress.best_loss, median)]
         result = {"metric": self._objective.metrics[0], "best": values[0], "median": values[1]}
-        summary.stopped = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
-        return summary.stopped
+        progress.stopped = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
+        return progress.stopped

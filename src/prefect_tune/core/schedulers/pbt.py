@@ -8,7 +8,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import ceil
 from typing import Any, ClassVar, TypeAlias
 
 from prefect_tune.core import seeded_random
@@ -57,18 +56,17 @@ Mutations: TypeAlias = "Mapping[str, Range | Choice | SampleFrom | Mutations]"
 Config: TypeAlias = Mapping[str, object]
 
 _MAX_QUANTILE = math.nextafter(1, 0)
-_NO_CHANGE = "its mutation changes nothing. Leave it out here, and set the value in the space"
+_NO_CHANGE = "this mutation changes nothing. Remove it, and set the value in the space"
 
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """Multiplies a value by one of `factors`, or resamples it with `resample_probability`.
+    """Changes a configuration: resamples a value with `resample_probability`, or multiplies it by one of `factors`.
 
-    An option moves to the next or the previous option of its list; at an end it may stay the same. A value outside of
-    its domain is clipped to the domain's end; an integer, or a number with a step `q`, moves by at least one step. The
-    type depends on the domain, not on the present value: real domains give floats, only `randint` and its variants give
-    integers. A real 0, which no factor changes, is resampled. Functions are computed last, from the changed
-    configuration.
+    In a list of options, the next or the previous option is taken; at an end, the option may stay the same. A value
+    outside of its domain is clipped to the domain's end. An integer, or a number with a step `q`, moves by at least one
+    step. The domain determines the type: real domains give floats, only `randint` and its variants give integers. A
+    real 0 is resampled, because no factor changes it. Functions are computed last, from the changed configuration.
     """
 
     mutations: Mutations
@@ -95,7 +93,7 @@ class Explorer:
         is_resampled = seeded_random.uniform(self.seed, *purpose, "again") < self.resample_probability
         factor = self.factors[seeded_random.integer(len(self.factors), self.seed, *purpose, "factor")]
         drawn = domain.draw_at(seeded_random.uniform(self.seed, *purpose, "value"))
-        if isinstance(domain, Choice):  # its options are treated as ordered
+        if isinstance(domain, Choice):  # the order of its options counts
             indexes = (index for index, option in enumerate(domain.options) if are_json_equal(option, value))
             if is_resampled or (index := next(indexes, None)) is None:
                 return domain.options[int(drawn)]
@@ -111,11 +109,7 @@ class Explorer:
 
 
 def parse_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
-    """Return the user's `hyperparam_mutations` as domains, lists of options, functions, or nested mappings of these.
-
-    Raises:
-        InvalidInput: it is empty, or has another kind of value.
-    """
+    """Return the user's `hyperparam_mutations`; raise `InvalidInput` if they are empty, or not a `Mutation`."""
     if not mutations:
         raise InvalidInput(f"{where}: expected at least one value that may change, found none")
     by_name = to_plain_keys(mutations, where)
@@ -123,11 +117,7 @@ def parse_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
 
 
 def _require_parameters(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
-    """Require that every mutation names a parameter of a space in `nodes`: the trainable reads no other parameter.
-
-    Raises:
-        InvalidInput: a mutation names another parameter.
-    """
+    """Raise unless each mutation names a parameter of a space in `nodes`: a trainable reads no other parameter."""
     possible_nodes = list(chain.from_iterable(map(_possible_nodes, nodes)))
     if any(isinstance(node, SampleFrom) for node in possible_nodes):
         return  # its value is unknown until it is computed
@@ -156,19 +146,19 @@ def _parse_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom
         return parse_mutations(mutation, where)
     if isinstance(mutation, Float | Integer | Normal | SampleFrom):
         if not isinstance(mutation, Normal | SampleFrom) and mutation.draw_at(0) == mutation.draw_at(_MAX_QUANTILE):
-            raise InvalidInput(f"{where}: expected a domain of at least two values, found {mutation!r}: {_NO_CHANGE}")
+            raise InvalidInput(f"{where}: expected a domain of at least two values, found {mutation!r}; {_NO_CHANGE}")
         return mutation
     if isinstance(mutation, Choice | list | tuple):
         choice = mutation if isinstance(mutation, Choice) else Choice(tuple(mutation))
         if any(any(find_domains(option)) for option in choice.options):
             raise InvalidInput(f"{where}: expected options that are plain values, found {choice!r}")
         if all(are_json_equal(option, choice.options[0]) for option in choice.options):
-            raise InvalidInput(f"{where}: expected at least two different options, found {choice!r}: {_NO_CHANGE}")
+            raise InvalidInput(f"{where}: expected at least two different options, found {choice!r}; {_NO_CHANGE}")
         return choice
     if callable(mutation):
         try:
             inspect.signature(mutation).bind({})
-        except TypeError as error:  # also Ray's functions without parameters: they can only draw, and not reproducibly
+        except TypeError as error:  # also for Ray's functions without parameters, whose draws are not reproducible
             raise InvalidInput(
                 f"{where}: expected a function of the configuration, found one that cannot be called with it "
                 f"({error}). For random values use a domain: pt.uniform(...), pt.choice(...)"
@@ -198,28 +188,29 @@ def _compute_functions(config: Config, mutations: Mutations, whole: Config, wher
 Mutation: TypeAlias = (
     Range | Choice | SampleFrom | Sequence[object] | Callable[[Mapping[str, Any]], object] | Mapping[str, Any]
 )
-"""The new values of a parameter: a domain, options, a function of the configuration; or a nested mapping of these."""
+"""The new values of a parameter: a domain, options, a function of the configuration, or a mapping of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class PBT(Scheduler):
-    """Train a population in parallel; bad trials continue from clones of good ones, with a perturbed configuration.
+    """Train a population in parallel; bad trials continue from clones of good trials, with changed configurations.
 
-    `perturbation_interval` steps after its last comparison, and not before `burn_in_period`, a trial commits a
-    checkpoint and is compared with the last results of the other trials that have not ended. If it is among the worst
-    `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over that trial's checkpoint,
-    configuration, and step of the last comparison. The values named in `hyperparam_mutations` change: they are
-    resampled with `resample_probability`, and otherwise multiplied by one of the `perturbation_factors`. The trial's
-    last result counts until its next one, like in Ray, but no other trial exploits it meanwhile.
+    A trial is compared `perturbation_interval` steps after its last comparison, and not before `burn_in_period`. It
+    commits a checkpoint, and its result is compared with the last results of all other trials that have not ended. If
+    the trial is among the worst `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over the
+    checkpoint, the configuration and the step of the last comparison of that trial. Then the values named in
+    `hyperparam_mutations` are resampled with `resample_probability`, and otherwise multiplied by one of the
+    `perturbation_factors`. The last result of an exploiting trial counts until its next result, as in Ray, but no other
+    trial exploits it before.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
     functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
     `uniform` gives floats, even if the present value is a whole number; `randint` gives integers. A value of 0 in a
-    real domain, which no factor changes, is resampled. The search, not PBT, proposes the initial configurations.
+    real domain is resampled, because no factor changes it. The search, not PBT, proposes the initial configurations.
 
-    It is asynchronous: no trial waits for a comparison. If the population is larger than the slots, its trials take
-    turns of one interval, the trial with the fewest steps first; paused trials are compared, too. A trial that ends (by
-    a stopper such as `stop={"step": 100}`) leaves the population.
+    PBT is asynchronous: no trial waits for a comparison. If there are more trials than slots, trials take turns of one
+    interval, the trial with the fewest steps first; paused trials are compared, too. A trial that ends (by a stopper
+    such as `stop={"step": 100}`) leaves the population.
 
     ```python
     scheduler = pt.PBT(perturbation_interval=5, hyperparam_mutations={"lr": pt.loguniform(1e-4, 0.1)})
@@ -228,9 +219,9 @@ class PBT(Scheduler):
     Args:
         perturbation_interval: the number of steps between two comparisons of a trial.
         hyperparam_mutations: the parameters that change, and their possible values.
-        quantile_fraction: the share of the population that exploits, and the share that it exploits.
-        resample_probability: how often a value is resampled instead of multiplied.
-        perturbation_factors: the factors of which one is drawn for each multiplied value.
+        quantile_fraction: the share of bad trials, which exploit others, and the share of good trials.
+        resample_probability: the probability that a value is resampled instead of multiplied.
+        perturbation_factors: the factors; one of them is drawn for each multiplied value.
         burn_in_period: the step before which no trial is compared.
     """
 
@@ -246,9 +237,7 @@ class PBT(Scheduler):
     def __post_init__(self) -> None:
         convert_fields(self)
         if not (is_integer_at_least(self.perturbation_interval, 1) and is_integer_at_least(self.burn_in_period, 0)):
-            raise InvalidInput(
-                f"{self}: expected perturbation_interval >= 1 and burn_in_period >= 0, both in whole steps"
-            )
+            raise InvalidInput(f"{self}: expected whole steps: perturbation_interval >= 1, burn_in_period >= 0")
         shares = is_number_at_least(self.quantile_fraction, 0) and is_number_at_least(self.resample_probability, 0)
         if not (shares and self.quantile_fraction <= 0.5 and self.resample_probability <= 1):
             raise InvalidInput(f"{self}: expected quantile_fraction from 0 to 0.5, resample_probability from 0 to 1")
@@ -257,19 +246,16 @@ class PBT(Scheduler):
         if not (factors and all(is_number_at_least(factor, 0) for factor in factors)):
             raise InvalidInput(f"{self}: expected perturbation_factors >= 0, at least one")
         if set(factors) == {1} and not self.resample_probability:
-            raise InvalidInput(
-                f"{self}: expected a factor other than 1, or a resample_probability above 0: otherwise no value changes"
-            )
+            raise InvalidInput(f"{self}: expected a factor other than 1 or resample_probability > 0, to change values")
         parse_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         mutations = parse_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
-        return _PbtSchedule(
-            self, Explorer(mutations, self.resample_probability, self.perturbation_factors, seed), objective
-        )
+        explorer = Explorer(mutations, self.resample_probability, self.perturbation_factors, seed)
+        return _PbtSchedule(self, explorer, objective)
 
     def require_supported_space(self, space: Mapping[str, object]) -> None:
-        """Raise unless every mutation is in `space`, or `space` is empty, because the search has its own."""
+        """Raise unless every mutation names a parameter of `space`. If it is empty, the search has its own space."""
         if space:
             where = "PBT: hyperparam_mutations"
             _require_parameters([space], parse_mutations(self.hyperparam_mutations, where), where)
@@ -282,14 +268,14 @@ class _Member:
     number: int
     config: Mapping[str, object]
     decision_step: int = 0
-    """The step of the last decision in the history of its weights; after an exploit, that history is the source's."""
+    """The step of the last decision in the history of the weights: after an exploit, in the history of the source."""
     exploit_count: int = 0
     has_just_exploited: bool = False
-    """Whether it exploited another trial since it got its slot."""
+    """Whether the trial has exploited another trial since it got its slot."""
     loss: float | None = None
-    """Its last loss; None before the first one and after it left the population."""
+    """The last loss; None before the first loss, and after the trial left the population."""
     is_evaluated: bool = False
-    """Whether `loss` belongs to its present weights, so other trials may exploit it."""
+    """Whether `loss` belongs to the present weights: only then may other trials exploit the trial."""
     paused_at_step: int | None = None
 
 
@@ -322,11 +308,27 @@ class _PbtSchedule(Schedule):
         member.config = member.config if report.config is None else report.config
         if step <= member.decision_step:
             return Continue() if member.paused_at_step is None else self._pause_trial(report.trial, member)
-        self._unpause_trial(report.trial, member)  # a reporting trial is not paused, even if the last decision was
+        self._unpause_trial(report.trial, member)  # a trial that reports is not paused, even if the last decision was
         member.decision_step = step
-        self._add_to_ranking(report.trial, member, loss)
-        source = self._select_source(report.trial, member, loss)
-        return self._make_exploit(member, loss, source) if source else self._pause_trial(report.trial, member)
+        self._remove_from_ranking(report.trial, member)
+        member.loss, member.is_evaluated = loss, True
+        insort(self._ranking, (loss, member.number, report.trial))
+        if (ranked_source := self._select_source(report.trial, member, loss)) is None:
+            return self._pause_trial(report.trial, member)
+        source_loss, source_id = ranked_source
+        source = self._members[source_id]
+        reason = make_reason(
+            "exploit",
+            **metric_reason_arguments(loss, self._objective),
+            step=step,
+            source_value=metric_from_loss(source_loss, self._objective),
+            source_step=source.decision_step,
+        )
+        member.config = self._explorer.explore(source.config, "pbt", member.number, member.exploit_count)
+        member.exploit_count, member.decision_step = member.exploit_count + 1, source.decision_step
+        member.has_just_exploited = True
+        member.is_evaluated = False  # the trial keeps its rank until its new weights are evaluated
+        return Exploit(source=source_id, config=member.config, reason=reason)
 
     def next_trial_to_resume(self) -> TrialId | None:
         return self._paused[0][2] if self._exhausted and self._paused else None
@@ -345,22 +347,17 @@ class _PbtSchedule(Schedule):
         self._unpause_trial(trial, member)
         self._remove_from_ranking(trial, member)
 
-    def _add_to_ranking(self, trial: TrialId, member: _Member, loss: float) -> None:
-        self._remove_from_ranking(trial, member)
-        member.loss, member.is_evaluated = loss, True
-        insort(self._ranking, (loss, member.number, trial))
-
     def _remove_from_ranking(self, trial: TrialId, member: _Member) -> None:
         if member.loss is not None:
             del self._ranking[bisect_left(self._ranking, (member.loss, member.number, trial))]
             member.loss = None
 
     def _select_source(self, trial: TrialId, member: _Member, loss: float) -> tuple[float, TrialId] | None:
-        """Return the loss and name of the trial to clone; None if this one is good enough, or it is another's turn."""
+        """Return the loss and id of the trial to clone; None if `trial` is good enough, or if another trial is next."""
         if member.has_just_exploited and self._paused:
             return None
         size = len(self._ranking)
-        quantile = min(ceil(size * self._rule.quantile_fraction), size // 2)
+        quantile = min(math.ceil(size * self._rule.quantile_fraction), size // 2)
         if bisect_left(self._ranking, (loss, member.number, trial)) < size - quantile:
             return None
         sources = [entry for entry in self._ranking[:quantile] if self._members[entry[2]].is_evaluated]
@@ -369,23 +366,6 @@ class _PbtSchedule(Schedule):
         purpose = ("pbt-source", member.number, member.exploit_count)
         source_loss, _, source = sources[seeded_random.integer(len(sources), self._explorer.seed, *purpose)]
         return source_loss, source
-
-    def _make_exploit(self, member: _Member, loss: float, ranked_source: tuple[float, TrialId]) -> Exploit:
-        """Let the trial continue from another one. It keeps its rank until its new weights are evaluated."""
-        source_loss, source = ranked_source
-        reason = make_reason(
-            "exploit",
-            **metric_reason_arguments(loss, self._objective),
-            step=member.decision_step,
-            source_value=metric_from_loss(source_loss, self._objective),
-            source_step=self._members[source].decision_step,
-        )
-        purpose = ("pbt", member.number, member.exploit_count)
-        member.config = self._explorer.explore(self._members[source].config, *purpose)
-        member.exploit_count, member.decision_step = member.exploit_count + 1, self._members[source].decision_step
-        member.has_just_exploited = True
-        member.is_evaluated = False
-        return Exploit(source=source, config=member.config, reason=reason)
 
     def _pause_trial(self, trial: TrialId, member: _Member) -> Pause:
         if member.paused_at_step is None:

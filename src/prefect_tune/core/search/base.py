@@ -1,4 +1,4 @@
-"""The interface of a search: it proposes configurations, and receives the reports and ends of their trials.
+"""The interface of searches. A search proposes configurations, and receives the reports and the ends of their trials.
 
 `Repeated` proposes each configuration of another search several times.
 """
@@ -24,14 +24,14 @@ Space: TypeAlias = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The next trial, with this `config`: plain JSON, with a value for each domain of the space."""
+    """The configuration of the next trial: plain JSON, with a value for each domain of the space."""
 
     config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No proposal now; try again when a running trial has ended."""
+    """No proposal now: call `suggest` again after a running trial has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Exhausted:
     """The search has no more proposals."""
 
     reason: str
-    """For the log."""
+    """Shown in the log."""
 
 
 Suggestion: TypeAlias = Proposed | Wait | Exhausted
@@ -57,7 +57,7 @@ class Search(NamedOptions, ABC):
         """
 
     def trial_count(self, space: Space) -> int | None:
-        """Return the total number of trials it proposes for `space`; None if it is not known beforehand."""
+        """Return the number of trials that the search proposes for `space`; None if unknown beforehand."""
         del space
         return None
 
@@ -65,10 +65,10 @@ class Search(NamedOptions, ABC):
 class SearchState(Renamed, ABC):
     """The state of a search: a deterministic function of the sequence of calls.
 
-    Trials are numbered from 0 in the order in which they were proposed. A resumed experiment replays the journal to a
-    new instance, in the journal's order: `restore_trial` in place of each `suggest`, each `on_report` and
-    `on_trial_ended`. Then both instances suggest the same: draws for trial `number` come from a generator seeded by
-    (seed, number), never from a generator whose state carries over from trial to trial.
+    Trials are numbered from 0, in the order of their proposals. A resumed experiment replays the journal, in its order,
+    to a new instance: `restore_trial` in place of each `suggest`, each `on_report` and each `on_trial_ended`. Then both
+    instances must suggest the same. So draw for trial `number` from a generator seeded by (seed, number); do not keep
+    a generator's state from trial to trial.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -81,14 +81,11 @@ class SearchState(Renamed, ABC):
 
     @abstractmethod
     def suggest(self, number: int) -> Suggestion:
-        """Propose the configuration of trial `number`, the number after the last trial's."""
+        """Propose the configuration of the next trial; `number` is its number."""
 
     @abstractmethod
     def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
-        """Record that trial `number` was already proposed with `config`, possibly from another space.
-
-        A configuration outside the present space also counts as data.
-        """
+        """Record that trial `number` exists. Its `config` counts as data, even if the present space excludes it."""
 
     def on_report(self, number: int, report: StepReport) -> None:
         """Record a running trial's report at a milestone."""
@@ -99,16 +96,13 @@ class SearchState(Renamed, ABC):
         del number
 
     def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
-        """Record that a trial ended, with its last report; None if it has none.
-
-        A trial that is retried or trained further ends again: the last call counts.
-        """
+        """Record a trial's end and last report, if any. If a continued trial ends again, the last call counts."""
         del number, report, failed
 
     def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
         """Record a finished trial of another experiment, before all other calls; return whether the search uses it.
 
-        It has no number, and does not count as a sample. `stopped` means that a scheduler ended it early.
+        The trial has no number, and does not count as a sample. `stopped`: whether a scheduler ended the trial early.
         """
         del config, report, stopped
         return False
@@ -116,16 +110,16 @@ class SearchState(Renamed, ABC):
 
 @dataclass(frozen=True, slots=True)
 class Repeated(Search):
-    """Proposes each configuration of `search` in `times` consecutive trials, which `search` counts as one trial.
+    """Propose each configuration of `search` in `times` consecutive trials; `search` counts them as one trial.
 
-    When all of them have ended, `search` gets the mean of each metric that every trial without a failure reported. It
-    gets no reports of running trials. See `RandomSearch`.
+    When all of these trials have ended, `search` receives the means of their metrics. Failed trials do not count, nor
+    does a metric that another trial did not report. `search` receives no reports of running trials. See `RandomSearch`.
     """
 
     search: Search
     times: int
     index_as: str | None = None
-    """A parameter, such as a seed, that gets the number of the repetition, from 0; None for no such parameter."""
+    """The parameter, such as a seed, whose value is the number of the repetition, from 0; None for no parameter."""
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -133,13 +127,9 @@ class Repeated(Search):
             raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        """Begin the repeated search; raises what its `begin` raises.
-
-        Raises:
-            InvalidInput: the space has a parameter named `index_as`.
-        """
+        """Begin the repeated search. Raises like its `begin`; also if the space has a parameter named `index_as`."""
         if self.index_as in space:
-            raise InvalidInput(f"Repeated: expected no {self.index_as!r} in the space: it counts the repetitions")
+            raise InvalidInput(f"Repeated: expected no {self.index_as!r} in the space, because index_as adds it")
         return _RepeatedState(self.search.begin(space, objective, seed), self)
 
     def trial_count(self, space: Space) -> int | None:

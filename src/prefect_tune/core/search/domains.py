@@ -17,11 +17,10 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_finite, is_number, short_repr, to_plain_keys, to_plain_scalar
 from prefect_tune.core.values import HasJsonForm
 
-# Numeric domains of a search space: each is a function from a quantile to a value.
-#
-# Bounds are like Ray's: without a step the high end is exclusive. With a step `q` both ends belong to the domain and
-# must be multiples of `q`; a value is drawn from half a step below `low` to half a step above `high` and rounded to the
-# nearest multiple, so the ends are as likely as their neighbors.
+# A numeric domain is a function from a quantile to a value. Its bounds are like Ray's: without a step, `high` is
+# exclusive. With a step `q`, both ends belong to the domain and must be multiples of `q`. A value is drawn from half a
+# step below `low` to half a step above `high`, and rounded to the nearest multiple, so the ends are as likely as their
+# neighbors.
 
 Scale: TypeAlias = Literal["linear", "log"]
 
@@ -54,21 +53,13 @@ class Float(_SpaceNode):
     def __post_init__(self) -> None:
         for name in ("low", "high") if self.q is None else ("low", "high", "q"):
             object.__setattr__(self, name, _require_finite(self, name))
-        _check_bounds(self)
-        if self.q is not None:
-            _check_step(self.q, max(abs(self.low), abs(self.high)), self)
-            _check_multiples(self, _is_multiple(self.low, self.q) and _is_multiple(self.high, self.q))
-
-    @property
-    def constructor_call(self) -> tuple[str, tuple[float, ...]]:
-        """The name and the arguments of the call that creates it."""
-        return _make_call("uniform", self.scale, (self.low, self.high), self.q)
+        _check_bounds(self, max(abs(self.low), abs(self.high)))
 
     def __repr__(self) -> str:
-        return _format_call(*self.constructor_call)
+        return _format_call(*constructor_call(self))
 
     def draw_at(self, quantile: float) -> float:
-        """Return the value at `quantile`, in [0, 1), of the distribution: this share of the draws is below it."""
+        """Return the value below which a share `quantile`, in [0, 1), of all draws lies."""
         if self.q is not None:
             half = self.q / 2
             return self.nearest_value(_interpolate(self.low - half, self.high + half, self.scale, quantile))
@@ -98,19 +89,16 @@ class Integer(_SpaceNode):
 
     def __post_init__(self) -> None:
         for name in ("low", "high") if self.q is None else ("low", "high", "q"):
-            object.__setattr__(self, name, _require_integer(self, name))
-        _check_bounds(self)
-        if self.q is not None:
-            _check_step(self.q, 0, self)
-            _check_multiples(self, self.low % self.q == 0 and self.high % self.q == 0)
-
-    @property
-    def constructor_call(self) -> tuple[str, tuple[float, ...]]:
-        """The name and the arguments of the call that creates it."""
-        return _make_call("randint", self.scale, (self.low, self.high), self.q)
+            value = to_plain_scalar(getattr(self, name))
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InvalidInput(f"{short_repr(self)}: expected a whole number for {name}, found {short_repr(value)}")
+            if abs(value) > _MAX_INTEGER:
+                raise InvalidInput(f"{short_repr(self)}: expected at most 2^64 for {name}, found {short_repr(value)}")
+            object.__setattr__(self, name, value)
+        _check_bounds(self, 0)  # integers are exact: any number of steps is valid
 
     def __repr__(self) -> str:
-        return _format_call(*self.constructor_call)
+        return _format_call(*constructor_call(self))
 
     @property
     def step(self) -> int:
@@ -123,17 +111,15 @@ class Integer(_SpaceNode):
         return self.high - 1 if self.q is None else self.high
 
     def draw_at(self, quantile: float) -> int:
-        """Return the value at `quantile`, in [0, 1), of the distribution: this share of the draws is below it."""
         if self.scale == "linear":
             count = (self.max_value - self.low) // self.step + 1
             return self.low + count * int(quantile * _QUANTILE_COUNT) // _QUANTILE_COUNT * self.step
         if self.q is not None:
             return self.nearest_value(_interpolate(self.low - self.q / 2, self.high + self.q / 2, "log", quantile))
         value = _interpolate(self.low, self.high, "log", quantile)
-        return min(max(math.floor(value), self.low), self.max_value)  # rounded down, like in Ray
+        return min(max(math.floor(value), self.low), self.max_value)  # rounded down, as in Ray
 
     def nearest_value(self, value: float) -> int:
-        """Return the value of the domain nearest to `value`: a multiple of `q`, within both ends."""
         clipped = Fraction(min(max(value, self.low), self.max_value))
         return round(clipped / self.step) * self.step
 
@@ -161,21 +147,14 @@ class Normal(_SpaceNode):
         if self.q is not None:
             _check_step(self.q, max_distance, self)
 
-    @property
-    def constructor_call(self) -> tuple[str, tuple[float, ...]]:
-        """The name and the arguments of the call that creates it."""
-        return _make_call("randn", "linear", (self.mean, self.sd), self.q)
-
     def __repr__(self) -> str:
-        return _format_call(*self.constructor_call)
+        return _format_call(*constructor_call(self))
 
     def draw_at(self, quantile: float) -> float:
-        """Return the value at `quantile`, in [0, 1), of the distribution: this share of the draws is below it."""
         inner = min(quantile + 0.5 / _QUANTILE_COUNT, 1 - 1 / _QUANTILE_COUNT)  # the values at 0 and 1 are infinite
         return self.nearest_value(NormalDist(self.mean, self.sd).inv_cdf(inner))
 
     def nearest_value(self, value: float) -> float:
-        """Return `value`, rounded to the nearest multiple of `q` if `q` is set."""
         return float(value) if self.q is None else _round_to_multiple(value, self.q)
 
     def contains(self, value: object) -> bool:
@@ -187,6 +166,16 @@ Range: TypeAlias = Float | Integer | Normal
 """A numeric domain: `draw_at(quantile)` draws, `nearest_value(value)` rounds, `contains(value)` checks."""
 
 
+def constructor_call(domain: Range) -> tuple[str, tuple[float, ...]]:
+    """Return the name and the arguments of the call that creates `domain`."""
+    if isinstance(domain, Normal):
+        name, numbers = "randn", (domain.mean, domain.sd)
+    else:
+        name = ("log" if domain.scale == "log" else "") + ("uniform" if isinstance(domain, Float) else "randint")
+        numbers = (domain.low, domain.high)
+    return (name, numbers) if domain.q is None else (f"q{name}", (*numbers, domain.q))
+
+
 def _require_finite(domain: Range, name: str) -> float:
     value = to_plain_scalar(getattr(domain, name))
     if is_number(value):
@@ -195,18 +184,10 @@ def _require_finite(domain: Range, name: str) -> float:
     raise InvalidInput(f"{short_repr(domain)}: expected a finite number for {name}, found {short_repr(value)}{hint}")
 
 
-def _require_integer(domain: Range, name: str) -> int:
-    value = to_plain_scalar(getattr(domain, name))
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{short_repr(domain)}: expected a whole number for {name}, found {short_repr(value)}")
-    if abs(value) > _MAX_INTEGER:
-        raise InvalidInput(f"{short_repr(domain)}: expected at most 2^64 for {name}, found {short_repr(value)}")
-    return value
-
-
-def _check_bounds(domain: Float | Integer) -> None:
+def _check_bounds(domain: Float | Integer, max_distance: float) -> None:
+    """Raise unless the bounds and the step are valid; `max_distance` is the distance of the ends from 0."""
     if domain.low > domain.high:
-        name, (low, high, *step) = domain.constructor_call
+        name, (low, high, *step) = constructor_call(domain)
         raise InvalidInput(
             f"{domain!r}: expected low < high, found low={low!r} and high={high!r}; did you mean "
             f"{_format_call(name, (high, low, *step))}?"
@@ -215,6 +196,13 @@ def _check_bounds(domain: Float | Integer) -> None:
         raise InvalidInput(f"{domain!r}: expected low < high, since high is exclusive; a single value is a constant")
     if domain.scale == "log" and domain.low <= 0:
         raise InvalidInput(f"{domain!r}: expected low > 0, since its logarithm is drawn, found {domain.low!r}")
+    if domain.q is not None:
+        _check_step(domain.q, max_distance, domain)
+        if not (domain.contains(domain.low) and domain.contains(domain.high)):
+            raise InvalidInput(
+                f"{domain!r}: expected multiples of q={domain.q!r} for low and high, because both can be drawn; "
+                "change the ends or the step"
+            )
 
 
 def _check_step(q: float, max_distance: float, domain: Range) -> None:
@@ -222,14 +210,6 @@ def _check_step(q: float, max_distance: float, domain: Range) -> None:
         raise InvalidInput(f"{domain!r}: expected q > 0, found {q!r}; for no step, use the function without the q")
     if max_distance / _QUANTILE_COUNT > q:
         raise InvalidInput(f"{domain!r}: expected at most 2^53 steps from 0 to the ends, found q={q!r}")
-
-
-def _check_multiples(domain: Range, are_multiples: bool) -> None:  # noqa: FBT001 - the checked condition
-    if not are_multiples:
-        raise InvalidInput(
-            f"{domain!r}: expected multiples of q={domain.q!r} for low and high, because both can be drawn; "
-            "change the ends or the step"
-        )
 
 
 def _interpolate(low: float, high: float, scale: Scale, quantile: float) -> float:
@@ -248,11 +228,6 @@ def _is_multiple(value: float, q: float) -> bool:
     return math.isclose(_round_to_multiple(value, q), value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * q)
 
 
-def _make_call(name: str, scale: Scale, numbers: tuple[float, ...], q: float | None) -> tuple[str, tuple[float, ...]]:
-    full_name = ("" if q is None else "q") + ("log" if scale == "log" else "") + name
-    return full_name, numbers if q is None else (*numbers, q)
-
-
 def _format_call(name: str, arguments: tuple[float, ...]) -> str:
     return f"{name}({', '.join(map(repr, arguments))})"
 
@@ -267,21 +242,27 @@ _JSON_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Choice(_SpaceNode):
-    """One of the options. An option with domains is a nested space, drawn only when the option is chosen."""
+    """One of the options. An option with domains is a nested space: it is drawn only if the option is chosen."""
 
     options: tuple[object, ...]
     weights: tuple[float, ...] | None = None
     """The relative probability of each option; None if all are equal."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", _freeze_options(self.options, "choice"))
+        object.__setattr__(self, "options", _to_plain_options(self.options, "choice"))
         if any(map(has_grid, self.options)):
             raise InvalidInput(
                 f"{self!r}: expected options without grid_search, since a grid tries all values and a choice only one; "
                 "make the outer domain a grid_search too, or the inner domain a choice"
             )
-        if self.weights is not None:
-            object.__setattr__(self, "weights", _require_weights(self))
+        if self.weights is None:
+            return
+        weights = [weight for weight in map(to_plain_scalar, self.weights) if is_number(weight) and weight >= 0]
+        if not len(weights) == len(self.weights) == len(self.options):
+            raise InvalidInput(f"{self!r}: expected a weight >= 0 for each of {len(self.options)} options")
+        if not 0 < sum(weights) < float("inf"):
+            raise InvalidInput(f"{self!r}: expected weights with a finite sum above 0")
+        object.__setattr__(self, "weights", tuple(map(float, weights)))
 
     def __repr__(self) -> str:
         weights = "" if self.weights is None else f", weights={list(self.weights)}"
@@ -303,13 +284,13 @@ class Grid(_SpaceNode):
     options: tuple[object, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", _freeze_options(self.options, "grid_search"))
+        object.__setattr__(self, "options", _to_plain_options(self.options, "grid_search"))
 
     def __repr__(self) -> str:
         return f"grid_search({list(self.options)})"
 
     def draw_at(self, quantile: float) -> int:
-        """Return the index of an option like `Choice`, for a search that draws from grids, too."""
+        """Return the index of an option, like `Choice`: some searches also draw from grids."""
         return int(quantile * len(self.options))
 
 
@@ -319,7 +300,7 @@ class SampleFrom(_SpaceNode):
 
     function: Callable[[Mapping[str, Any]], object]
     path: str | None = None
-    """`package.module:name`, if the user named the function."""
+    """`package.module:name` if the user passed the function by its name; otherwise None."""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -407,25 +388,22 @@ def grid_search(values: Sequence[object]) -> Grid:
 
 
 def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
-    """Compute a value from the others.
+    """Compute a value from other values of the configuration.
 
     ```python
     space = {"width": pt.randint(1, 9), "depth": pt.sample_from(lambda config: 2 * config["width"])}
     ```
 
     `config` is the whole configuration; a value is resolved when the function reads it. The function must not draw
-    random numbers: read them from a domain, so a resumed experiment gets the same numbers.
+    random numbers: read random numbers from a domain, so that a resumed experiment gets the same numbers.
     """
     return SampleFrom(function)
 
 
 def as_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
-    """Return part of a configuration or space with its dataclasses and mappings as dicts, and plain scalars.
+    """Return a part of a configuration or space with dicts for its dataclasses and mappings, and with plain scalars.
 
-    Domains stay unchanged, and so do values that are not JSON, which `freeze` rejects.
-
-    Raises:
-        InvalidInput: a mapping has two keys that are equal as text.
+    Domains and values that are not JSON stay unchanged. Raises `InvalidInput` if two keys of a mapping become equal.
     """
     if isinstance(node, HasJsonForm) or levels <= 0:
         return node
@@ -439,10 +417,10 @@ def as_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
 
 
 def freeze(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
-    """Return a copy of part of a space: domains unchanged, everything else plain JSON.
+    """Return a copy of a part of a space: domains stay unchanged, all other values become plain JSON.
 
     Raises:
-        InvalidInput: JSON cannot represent a value; the message begins with its path below `where`.
+        InvalidInput: JSON cannot represent a value; the message begins with the path of the value, below `where`.
     """
     if isinstance(node, Domain | SampleFrom):
         return node
@@ -460,7 +438,7 @@ def freeze(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
         case Mapping():
             mapping = to_plain_keys(plain, where)
             if invalid_keys := [key for key in mapping if not (isinstance(key, str) and is_utf8_encodable(key))]:
-                raise InvalidInput(f"{where}: expected text for a key, like in JSON, found {invalid_keys[0]!a}")
+                raise InvalidInput(f"{where}: expected text for a key, as in JSON, found {invalid_keys[0]!a}")
             return {key: freeze(value, f"{where}.{key}", levels - 1) for key, value in mapping.items()}
         case MutableSequence() | tuple() if not isinstance(plain, bytearray):
             return [freeze(value, f"{where}[{index}]", levels - 1) for index, value in enumerate(plain)]
@@ -472,7 +450,7 @@ def freeze(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
 
 
 def find_domains(node: object) -> Iterator[Domain | SampleFrom]:
-    """Yield every domain in a part of a space, including those in options."""
+    """Yield every domain in a part of a space, and in the options of its domains."""
     match node:
         case dict():
             yield from chain.from_iterable(map(find_domains, node.values()))
@@ -492,24 +470,15 @@ def has_grid(node: object) -> bool:
     return any(isinstance(domain, Grid) for domain in find_domains(node))
 
 
-def _freeze_options(options: Sequence[object], name: str) -> tuple[object, ...]:
+def _to_plain_options(options: Sequence[object], name: str) -> tuple[object, ...]:
     if not options:
         raise InvalidInput(f"{name}([]): expected at least one option")
     return tuple(freeze(option, f"{name}: option {index}") for index, option in enumerate(options))
 
 
-def _require_weights(domain: Choice) -> tuple[float, ...]:
-    weights = [weight for weight in map(to_plain_scalar, domain.weights or ()) if is_number(weight) and weight >= 0]
-    if len(weights) != len(domain.options) or len(weights) != len(domain.weights or ()):
-        raise InvalidInput(f"{domain!r}: expected a weight >= 0 for each of {len(domain.options)} options")
-    if not 0 < sum(weights) < float("inf"):
-        raise InvalidInput(f"{domain!r}: expected weights with a finite sum above 0")
-    return tuple(map(float, weights))
-
-
 def _require_list(values: Sequence[Any], name: str) -> tuple[Any, ...]:
     if isinstance(values, str | bytes | Mapping | AbstractSet) or not hasattr(values, "__iter__"):
-        raise InvalidInput(f"{name}: expected a list, found {values!r}: a text is one value, a set has no order")
+        raise InvalidInput(f"{name}: expected a list, found {values!r}; a text is one value, and a set has no order")
     return tuple(values)
 
 

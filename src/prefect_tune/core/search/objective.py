@@ -24,16 +24,16 @@ _MAXIMIZED_WORDS = re.compile(
     "|meteor|miou|mrr|ndcg|pearson|prauc|precision|psnr|r2|recall|returns?|rewards?|rocauc|rouge|scores?|sensitivity"
     "|spearman|specificity|ssim|success"
 )
-_NEGATION_WORDS = frozenset({"neg", "negative"})  # like in scikit-learn's neg_mean_squared_error
+_NEGATION_WORDS = frozenset({"neg", "negative"})  # as in scikit-learn's neg_mean_squared_error
 
 
 class Objective(Value):
-    """The reported metrics that trials are compared by; schedulers use the first one."""
+    """The metrics by which trials are compared. Schedulers use only the first metric."""
 
     metrics: tuple[str, ...]
-    """The names of the metrics; a nested one is named like `eval/loss`."""
+    """The names of the metrics; a nested metric has a name like `eval/loss`."""
     modes: tuple[Mode, ...]
-    """`min` or `max` for each metric: whether small or large values are good."""
+    """`min` or `max` for each metric: whether small or large values are better."""
 
     @model_validator(mode="after")
     def _require_mode_per_metric(self) -> Objective:
@@ -42,15 +42,15 @@ class Objective(Value):
         return self
 
     def loss(self, metrics: Mapping[str, object], where: str) -> float:
-        """Return the first metric, negated for `max`, so that smaller is better.
-
-        Raises:
-            BadMetric: the metric was not reported, or is not a finite number; the message begins with `where`.
-        """
+        """Return the first of the `losses`. Raises like `losses`."""
         return self.losses(metrics, where)[0]
 
     def losses(self, metrics: Mapping[str, object], where: str) -> tuple[float, ...]:
-        """Return every metric, negated for `max`, so that smaller is better. Raises like `loss`."""
+        """Return the metrics as losses: values for `max` are negated, so that smaller is better.
+
+        Raises:
+            BadMetric: a metric was not reported, or is not a finite number; the message begins with `where`.
+        """
         return tuple(
             (1 if mode == "min" else -1) * _require_metric(metrics, name, where)
             for name, mode in zip(self.metrics, self.modes, strict=True)
@@ -62,11 +62,10 @@ PLACEHOLDER_OBJECTIVE = Objective(metrics=("unnamed",), modes=("min",))
 
 
 def make_objective(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
-    """Return the objective of `metric` and `mode` (one mode for all metrics, or one for each); None without a metric.
+    """Return the objective; None without a metric. `mode` is one mode for all metrics, or a list with one per metric.
 
     Raises:
-        InvalidInput: a metric is not text, the number of modes is neither 1 nor the number of metrics, or a mode is
-            neither `min` nor `max`.
+        InvalidInput: a metric is not text, the number of modes is wrong, or a mode is neither `min` nor `max`.
     """
     if metric is None:
         return None
@@ -75,16 +74,14 @@ def make_objective(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mod
         raise InvalidInput(f"metric: expected a name, or a list of names, found {metric!r}")
     modes = modes * len(metrics) if isinstance(mode, str) else modes
     if not metrics or len(metrics) != len(modes) or not all(mode in ("min", "max") for mode in modes):
-        raise InvalidInput(
-            f"mode: expected 'min' or 'max', one for all metrics or one for each, found {mode!r} for {metric!r}"
-        )
+        raise InvalidInput(f"mode: expected 'min' or 'max', or one of them per metric, found {mode!r} for {metric!r}")
     return Objective(metrics=metrics, modes=modes)
 
 
 def usual_mode(metric: str) -> Mode | None:
-    """Return the usual mode of a metric with this name: `max` for `val_acc` or `mAP@50`; None if it is unknown.
+    """Return the usual mode of a metric by its name: `max` for `val_acc` or `mAP@50`; None if unknown.
 
-    It matches whole words: `surf1` is not an F1. A word such as `loss` or `error` takes precedence over `score`.
+    Only whole words match: `surf1` is not an F1. A word such as `loss` or `error` takes precedence over `score`.
     """
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", metric)
     words = set(re.split(r"[^a-z0-9]+", f"{metric} {spaced}".lower()))
@@ -96,7 +93,7 @@ def usual_mode(metric: str) -> Mode | None:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a sequence as a tuple, and any other value (a journal's settings may be anything) as a tuple of one."""
+    """Return a sequence as a tuple, and any other value as a tuple of one: a journal's settings may have any value."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
@@ -110,7 +107,7 @@ def _require_metric(metrics: Mapping[str, object], name: str, where: str) -> flo
 
 
 def require_metrics(metrics: Mapping[str, object], names: Iterable[str], where: str) -> None:
-    """Raise `BadMetric` if a report lacks a metric of the search; the error names the option that allows this."""
+    """Raise `BadMetric` if a report lacks one of the metrics; the message names the option that allows this."""
     for name in names:
         try:
             _require_metric(metrics, name, where)

@@ -25,14 +25,12 @@ from prefect_tune.core.search.space import (
     validate_space,
 )
 
-# Number the points of a grid without listing them: a point of nested and conditional grids is a mixed-radix number.
-#
-# The alphabetically first parameter changes fastest, so the order does not depend on the order of keys in the space or
-# in its copy in a journal.
+# Grid points have numbers, and are never listed: a point of nested and conditional grids is a mixed-radix number. The
+# alphabetically first parameter changes fastest: the order of keys in the space, or in a journal's copy, is irrelevant.
 
 
 def extract_grids(node: object) -> object:
-    """Return a part of a space reduced to its grids: the input of the other functions in this module."""
+    """Return a part of a space, reduced to its grids; the other functions of this module take the result."""
     match node:
         case dict():
             return {key: extract_grids(node[key]) for key in sorted(node) if has_grid(node[key])}
@@ -55,7 +53,7 @@ def count_points(node: object) -> int:
 
 
 def grid_choices(point: int, node: object, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the name of each grid that point number `point` fixes, with the index of its option."""
+    """Yield the name of each grid that point number `point` fixes, and the index of the grid's option."""
     if isinstance(node, Grid):
         index, first = next(pair for pair in reversed([*enumerate(_first_points(node))]) if pair[1] <= point)
         yield name, index
@@ -66,7 +64,7 @@ def grid_choices(point: int, node: object, name: str = "") -> Iterator[tuple[str
 
 
 def find_points(value: object, node: object) -> list[int]:
-    """Return the numbers of the points that give `value`: usually one, none if the value is not in this grid."""
+    """Return the numbers of the points that give `value`: usually one number; none if the grid lacks the value."""
     if isinstance(node, Grid):
         pairs = zip(_first_points(node), node.options, strict=True)
         return [
@@ -106,37 +104,29 @@ def _iter_children(node: object) -> Iterator[tuple[str | int, object]]:
 DEFAULT_NUM_SAMPLES = 10
 """The default of `num_samples` for a space with random parameters."""
 UNLIMITED = -1
-"""The `num_samples` of a search without limit: a stopper or another limit ends the experiment."""
+"""The value of `num_samples` for a search without limit: a stopper or another limit ends the experiment."""
 
 
 def default_num_samples(space: Space) -> int:
-    """Return the default of `num_samples`: 1 for a space of grids only, where repeated trials are equal, else 10.
-
-    Raises:
-        InvalidInput: the space is invalid.
-    """
+    """Return 1 for a space of grids only, where repeated trials are equal; else 10. Raises like `validate_space`."""
     domains = list(find_domains(validate_space(space)))
     return 1 if domains and all(isinstance(domain, Grid) for domain in domains) else DEFAULT_NUM_SAMPLES
 
 
 def require_num_samples(count: object) -> None:
     """Raise `InvalidInput` unless `count` is a number of samples, `UNLIMITED`, or None."""
-    if (
-        count is not None
-        and not is_integer_at_least(count, 1)
-        and not (is_integer_at_least(count, UNLIMITED) and count == UNLIMITED)
-    ):
+    if count is not None and (not is_integer_at_least(count, UNLIMITED) or count == 0):
         raise InvalidInput(f"num_samples: expected 1 or more, or -1 for no limit, found {short_repr(count)}")
 
 
 @dataclass(frozen=True, slots=True)
 class RandomSearch(Search):
-    """Try every point of the grid `num_samples` times; without a grid, `num_samples` configurations.
+    """Try every point of the grid `num_samples` times; without a grid, try `num_samples` configurations.
 
     A draw depends only on the seed, the trial's number and the parameter's name. So a resumed search proposes the same
-    trials, and a parameter's draws stay when other parameters are added or removed. Earlier trials count: the grid
-    points with the fewest tries come next, also after `num_samples`, the grid or the space has changed. Reported
-    metrics have no effect.
+    trials, and you can add or remove parameters without a change of the other draws. Earlier trials count, even if
+    `num_samples` or the space has changed: the grid points with the fewest tries come next. Reported metrics have no
+    effect.
 
     ```python
     search = pt.RandomSearch(20, points_to_evaluate=[{"lr": 0.01}])
@@ -146,11 +136,11 @@ class RandomSearch(Search):
     """
 
     num_samples: int | None = field(default=None, metadata={"example": 20})
-    """How often each grid point is tried; -1 for no limit; None for `default_num_samples` of the space."""
+    """The number of tries of each grid point; -1 for no limit; None for `default_num_samples` of the space."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
-    """Configurations that are tried first, and count as samples. Omitted parameters are drawn, or next in the grid."""
+    """Configurations to try first; they count as samples. Omitted parameters are drawn, or next in the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
-    """Draw random parameters once for each sample of the whole grid, so its points differ only in the grid."""
+    """Whether to draw random parameters once per sample of the whole grid: its points then share these draws."""
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -158,11 +148,7 @@ class RandomSearch(Search):
         object.__setattr__(self, "points_to_evaluate", validate_points(self.points_to_evaluate))
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        """Return the state of a search of `space`, which needs no objective.
-
-        Raises:
-            InvalidInput: the space is invalid, or a point to evaluate is outside of it.
-        """
+        """Begin without an objective. Raises `InvalidInput` also if a point to evaluate is outside of the space."""
         del objective
         return _RandomSearchState(self, validate_space(space), self._num_samples_for(space), seed)
 
@@ -176,7 +162,7 @@ class RandomSearch(Search):
 
 
 class _RandomSearchState(SearchState):
-    """The points still to try. Like a resume, `suggest` records its proposal with `restore_trial`."""
+    """The points that are left to try. `suggest` records its own proposal with `restore_trial`, like a resume."""
 
     def __init__(self, search: RandomSearch, space: dict[str, object], samples: int, seed: int) -> None:
         self._space = space

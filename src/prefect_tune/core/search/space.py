@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast, overload
+from typing import TypeAlias, cast
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
@@ -30,7 +30,7 @@ from prefect_tune.core.search.domains import (
 )
 
 Draw: TypeAlias = Callable[[str, Domain], float]
-"""Draws a parameter by its name: a value of a range, or the index of an option of a choice or grid."""
+"""Draws the parameter with this name and domain: a value of a range, or the index of a choice's or grid's option."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NOTHING_FIXED: Mapping[str, object] = {}
@@ -41,7 +41,7 @@ def validate_space(space: object) -> dict[str, object]:
     """Return a copy of a space in which everything except domains is plain JSON.
 
     Raises:
-        InvalidInput: it is not an object, or has a value that a configuration cannot have.
+        InvalidInput: the space is not an object, or has a value that a configuration cannot have.
     """
     copy = freeze(space, "space")
     if isinstance(copy, dict):
@@ -52,9 +52,9 @@ def validate_space(space: object) -> dict[str, object]:
 def resolve_space(
     space: Mapping[str, object], draw: Draw, fixed: Mapping[str, object] = _NOTHING_FIXED
 ) -> dict[str, object]:
-    """Return a configuration of a valid `space`: each parameter that it needs is drawn once.
+    """Return a configuration of a valid `space`. Each parameter that the configuration needs is drawn once.
 
-    `fixed` has the values, or the indexes of the options, of parameters that are not drawn, by name.
+    `fixed` maps the names of the parameters that are not drawn to their values or to the indexes of their options.
 
     Raises:
         InvalidInput: a function of `sample_from` reads a missing parameter, depends on itself, or returns no JSON.
@@ -64,7 +64,7 @@ def resolve_space(
 
 
 def child_path(name: str, key: str | int) -> str:
-    """Return the path of the child of node `name` with this key or index."""
+    """Return the path of the child `key` of the node at `name`."""
     if isinstance(key, int):
         return f"{name}[{key}]"
     text = key if _PLAIN_KEY.fullmatch(key) else json.dumps(key)
@@ -72,17 +72,15 @@ def child_path(name: str, key: str | int) -> str:
 
 
 def option_path(name: str, index: int) -> str:
-    """Return the path of an option of the choice or grid `name`."""
+    """Return the path of an option of the choice or grid at `name`."""
     return f"{name}?{index}"
 
 
 def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
-    """Call all functions of `sample_from` in a valid `space`, for the draws of trial 0 and some other trials.
+    """Call all functions of `sample_from` in a valid `space`, for trial 0 and some other trials.
 
-    The other trials take each option that is a nested space: a function may read a parameter of only some options.
-
-    Raises:
-        InvalidInput: like `resolve_space`.
+    The other trials take each option that is a nested space, because a function may read a parameter of one option.
+    Raises like `resolve_space`.
     """
     if not any(isinstance(domain, SampleFrom) for domain in find_domains(space)):
         return
@@ -91,12 +89,12 @@ def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
 
 
 def make_draw_function(seed: int, number: int) -> Draw:
-    """Return the function that draws a trial's parameters, by the seed, the trial's number and the parameter's name."""
+    """Return a function for one trial: a draw depends only on the seed, the trial's number and the parameter's name."""
     return lambda name, domain: domain.draw_at(seeded_random.uniform(seed, "space", number, name))
 
 
 def _iter_branches(node: object, name: str) -> Iterator[dict[str, object]]:
-    """Yield the option indexes, by parameter, that select each option with a nested object, list, choice or grid."""
+    """For each option that is an object, list, choice or grid, yield the indexes that select it, by parameter."""
     match node:
         case dict():
             for key, child in node.items():
@@ -124,7 +122,7 @@ class _SpaceResolver:
         self._computing: list[str] = []
 
     def resolve_node(self, node: object, name: str) -> object:
-        """Return the configuration's value for a part of the space."""
+        """Return the value of a part of the space in the configuration."""
         match node:
             case dict():
                 return {key: self.resolve_node(child, child_path(name, key)) for key, child in node.items()}
@@ -147,7 +145,7 @@ class _SpaceResolver:
         return self._computing[-1]
 
     def choose_option(self, node: object, name: str) -> tuple[object, str]:
-        """Return the option that a choice or grid takes, and its path; other nodes unchanged."""
+        """Return the drawn option of a choice or grid, and its path; return any other node unchanged."""
         while isinstance(node, Branch):
             index = int(self._draw_value(node, name))
             node, name = node.options[index], option_path(name, index)
@@ -163,7 +161,9 @@ class _SpaceResolver:
     def _call_function(self, node: SampleFrom, name: str) -> object:
         if name in self._computing:
             cycle = " -> ".join([*self._computing[self._computing.index(name) :], name])
-            raise InvalidInput(f"sample_from at {name}: it depends on itself, {cycle}: compute one from other values")
+            raise InvalidInput(
+                f"sample_from at {name}: the value depends on itself, {cycle}; compute one of them from other values"
+            )
         self._computing.append(name)
         try:
             returned = node.function(_LazyConfig(self, self._space, ""))
@@ -180,14 +180,14 @@ class _SpaceResolver:
         value = freeze(returned, f"sample_from at {name}")
         if any(find_domains(value)):
             raise InvalidInput(
-                f"sample_from at {name}: expected a value, found {returned!r}: draw it in a parameter of its own, "
-                "such as uniform(0, 1), and compute the value from that parameter"
+                f"sample_from at {name}: expected a value, found {returned!r}; draw it in another parameter of the "
+                "space, and compute the value from that parameter"
             )
         return value
 
 
 class _LazyConfig(Mapping[str, object]):
-    """The configuration that a function of `sample_from` gets: a value is resolved when it is read."""
+    """The configuration that a function of `sample_from` receives: a value is resolved when the function reads it."""
 
     def __init__(self, resolver: _SpaceResolver, node: Mapping[str, object], name: str) -> None:
         self._resolver = resolver
@@ -208,12 +208,6 @@ class _LazyConfig(Mapping[str, object]):
     def __contains__(self, key: object) -> bool:
         return key in self._node
 
-    @overload
-    def get(self, key: str, /) -> object: ...
-
-    @overload
-    def get(self, key: str, /, default: object) -> object: ...
-
     def get(self, key: str, /, default: object = None) -> object:
         return self[key] if key in self._node else default
 
@@ -224,12 +218,12 @@ class _LazyConfig(Mapping[str, object]):
         return len(self._node)
 
 
-# Invert a space: find the draws that give a configuration, in order to replay earlier trials and fix initial points.
+# Invert a space: find the draws that give a configuration, to replay earlier trials and to fix initial points.
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFound:
-    """What a parameter received: the drawn or computed value, or the index of the drawn option."""
+    """A parameter's drawn or computed value, or the index of its drawn option."""
 
     name: str
     node: Domain | SampleFrom
@@ -264,15 +258,15 @@ _DISTANCES: Mapping[type[ParameterReading], int] = {
 
 
 def read_config(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[ParameterReading]:
-    """Yield a reading of `config`, which may come from another space, for each part of a valid `space`.
+    """Yield a reading of `config` for each part of a valid `space`; `config` may come from another space.
 
-    A choice is read as the first option that gives exactly this value, else as the first option that can contain it.
+    A choice is read as the first option that gives exactly the value, else as the first option that can contain it.
     """
     return _read_object(space, config, "")
 
 
 def accepts_value(node: object, value: object) -> bool:
-    """Return whether this part of a space can produce `value`, which may omit parameters."""
+    """Return whether a part of a space can produce `value`. The value may omit parameters."""
     return not any(isinstance(reading, ParameterMismatch) for reading in _read_node(node, value, ""))
 
 
@@ -341,11 +335,7 @@ InitialPoint = Mapping[str, object]
 
 
 def validate_points(points: Sequence[InitialPoint]) -> tuple[dict[str, object], ...]:
-    """Return a copy of `points_to_evaluate` as plain JSON.
-
-    Raises:
-        InvalidInput: a point is not an object of plain values.
-    """
+    """Return `points_to_evaluate` as plain JSON; raise `InvalidInput` if a point is not an object of plain values."""
     copies = [freeze(point, f"points_to_evaluate[{index}]") for index, point in enumerate(points)]
     for index, point in enumerate(copies):
         if not isinstance(point, dict) or any(find_domains(point)):
@@ -356,7 +346,7 @@ def validate_points(points: Sequence[InitialPoint]) -> tuple[dict[str, object], 
 
 
 def fixed_parameters(point: InitialPoint, space: Mapping[str, object]) -> dict[str, object]:
-    """Return the values and option indexes that the point fixes, by parameter name.
+    """Return the values and option indexes that `point` fixes, by parameter name.
 
     Raises:
         InvalidInput: the point is outside of the space.

@@ -2,9 +2,9 @@
 
     {"lr": {"loguniform": [0.0001, 0.1]}, "layers": {"choice": [1, 2, 3]}, "model": {"depth": {"randint": [1, 5]}}}
 
-An object with one key that names a domain is that domain; every other object is a nested space. An object that only
-looks like a domain must be wrapped: `{"constant": value}` keeps a value unchanged, `{"space": {...}}` reads an object's
-keys as parameters. The keys of the outermost object are always parameters.
+An object is a domain if its only key is the name of a domain; every other object is a nested space. Wrap an object that
+only looks like a domain: `{"constant": value}` keeps a value unchanged, `{"space": {...}}` reads the keys of an object
+as parameters. The keys of the outermost object are always parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prefect_tune.registry import BUILT_IN_MODULES, OPTION_FIELDS
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
-"""Loads the function of a `sample_from` by `package.module:name`. It imports code: only for trusted documents."""
+"""Loads the function of a `sample_from` by `package.module:name`. Loading imports code: only for trusted documents."""
 
 _RANGES: Mapping[str, Callable[..., Domain]] = {
     function.__name__: function
@@ -70,17 +70,17 @@ _NO_ARGUMENTS: Mapping[str, object] = {}
 
 
 def space_from_json(document: Mapping[str, object], load: FunctionLoader | None = None) -> dict[str, object]:
-    """Return the space that `document` describes. Domain objects in it stay unchanged.
+    """Return the space that `document` describes. Domain objects in the document stay unchanged.
 
-    `load` loads the functions of `sample_from`; without it they are rejected, since loading a function runs code.
+    `load` loads the functions of `sample_from`. Without `load`, a function is an error, because loading it runs code.
 
     ```python
     space = pt.space_from_json({"lr": {"loguniform": [1e-4, 0.1]}})
     ```
 
     Raises:
-        InvalidInput: it does not describe a valid space; the message says where.
-        UnsafePayload: it names a function, and `load` is None.
+        InvalidInput: the document does not describe a valid space; the message says where.
+        UnsafePayload: the document names a function, and `load` is None.
     """
     if not isinstance(document, Mapping):
         raise InvalidInput(f'space: expected an object such as {{"lr": {{"uniform": [0, 1]}}}}, found {document!r}')
@@ -101,7 +101,7 @@ def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
 
 
 class _SpaceReader:
-    """Reads one document; `where` is the name of the parameter, for messages."""
+    """Reads one document. `where` is the name of the parameter, for messages."""
 
     def __init__(self, load: FunctionLoader | None) -> None:
         self._load = load
@@ -157,7 +157,7 @@ class _SpaceReader:
 
 
 def _domain_keyword(node: Mapping[Any, object]) -> str | None:
-    """Return the only key of an object if the key is, or resembles, the name of a domain."""
+    """Return the only key of an object if the key is, or resembles, the name of a domain; otherwise None."""
     if len(node) != 1:
         return None
     key, argument = next(iter(node.items()))
@@ -175,7 +175,7 @@ def _reject_option_object(node: Mapping[str, object], where: str) -> None:
         form = JSON_FORMS.get(name.partition(" ")[0], "")
         raise InvalidInput(
             f"{where}: found the fields of a {name} without its class: {short_repr(dict(node))}. A client "
-            f"without this release sent it; pass its JSON form{form and f', such as {form}'}. {_CONSTANT_HINT}"
+            f"without this release sent them; pass the JSON form{form and f', such as {form}'}. {_CONSTANT_HINT}"
         )
 
 
@@ -188,7 +188,7 @@ def match_option_class(node: Mapping[str, object]) -> str:
 
 
 def find_distribution(node: object) -> Mapping[str, object] | None:
-    """Return the first distribution, in JSON form or without its class, in a plain value; None if there is none."""
+    """Return the first distribution in a plain value, in JSON form or as a dict without its class; None without any."""
     if isinstance(node, Mapping):
         return node if is_distribution(node) else find_distribution(list(node.values()))
     return next(filter(None, map(find_distribution, node)), None) if isinstance(node, list) else None
@@ -210,12 +210,10 @@ def is_distribution(node: Mapping[str, object]) -> bool:
 
 
 def _domain_error(keyword: str, argument: object, where: str) -> InvalidInput:
-    match = get_close_matches(keyword, JSON_FORMS, 1, _MIN_SIMILARITY)[0]
-    start = (
-        "expected" if keyword in JSON_FORMS else f"unknown distribution {keyword!r}; did you mean {match!r}? Expected"
-    )
+    name = get_close_matches(keyword, JSON_FORMS, 1, _MIN_SIMILARITY)[0]
+    start = "expected" if name == keyword else f"unknown distribution {keyword!r}; did you mean {name!r}? Expected"
     return InvalidInput(
-        f"{where}: {start} {JSON_FORMS[match]}, found {{{keyword!r}: {argument!r}}}; if {keyword!r} "
+        f"{where}: {start} {JSON_FORMS[name]}, found {{{keyword!r}: {argument!r}}}; if {keyword!r} "
         f'is a name in your configuration, write {{"space": {{"{keyword}": ...}}}}'
     )
 
@@ -240,7 +238,7 @@ def node_to_json(node: object, where: str) -> Json:
     """Return the JSON of a part of a valid space. Raises like `space_to_json`."""
     match node:
         case Float() | Integer() | Normal():
-            keyword, arguments = node.constructor_call
+            keyword, arguments = domains.constructor_call(node)
             return {keyword: list(arguments)}
         case Grid():
             return {"grid_search": _options_to_json(node, where)}
@@ -252,9 +250,7 @@ def node_to_json(node: object, where: str) -> Json:
             return {"sample_from": _function_path(node, where)}
         case dict():
             document = {key: node_to_json(child, child_path(where, key)) for key, child in node.items()}
-            is_ambiguous = (
-                _domain_keyword(node) or match_option_class(node) or not node.keys().isdisjoint(OPTION_FIELDS)
-            )
+            is_ambiguous = _domain_keyword(node) or match_option_class(node) or node.keys() & OPTION_FIELDS.keys()
             return {"space": document} if is_ambiguous else document
         case list():
             return [node_to_json(child, child_path(where, index)) for index, child in enumerate(node)]
@@ -282,12 +278,12 @@ _MODULE_BY_CLASS = {name: module for kind in BUILT_IN_MODULES.values() for name,
 
 
 class NamedOptions(HasJsonForm):
-    """The configuration of a scheduler, search algorithm or stopper. Only built-in classes have a name in JSON."""
+    """The configuration of a scheduler, search or stopper. In JSON, only built-in classes have a name."""
 
     __slots__ = ()
 
     def to_json_form(self) -> object:
-        """Return the name of the class with the options that differ from their defaults."""
+        """Return the name of the class, and the options that differ from their defaults."""
         name, options = type(self).__name__, cast("Any", self)
         if not is_dataclass(options) or not type(self).__module__.startswith(_MODULE_BY_CLASS.get(name, "no module")):
             return super().to_json_form()
