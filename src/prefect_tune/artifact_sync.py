@@ -1,4 +1,4 @@
-"""Artifacts of a trial: `pt.Syncer`, which users may subclass, and the built-in syncer for any target.
+"""The syncers of a trial's artifacts: `pt.Syncer`, which users may subclass, and the built-in syncer for any target.
 
 The built-in syncer mirrors a directory in the background: one plain object per file, and only changed files are sent.
 
@@ -6,7 +6,7 @@ The built-in syncer mirrors a directory in the background: one plain object per 
 
 A later upload replaces the object. Nothing else on the target depends on artifacts: a reader may see a mix of two
 successive syncs, and an attempt that wrongly counts as dead may replace a file of its successor.
-Never: an object outside the remote folder; a local file outside the directory, whatever a key or a link says.
+Never: write an object outside the remote folder, or a local file outside the directory, whatever a key or a link names.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class SyncTimedOut(DeadlineExceeded, TimeoutError):
     """A sync did not end in time: retry it, or increase the timeout."""
 
 
-class Act(Enum):
-    """An operation of a syncer; the values are for messages."""
+class SyncAction(Enum):
+    """An action of a syncer. Messages contain the values."""
 
     UP = "sync up"
     DOWN = "sync down"
@@ -66,10 +66,10 @@ class Act(Enum):
 class Syncer(ABC):
     """Copies a directory to a target and back, at most once per period, and retries failed syncs.
 
-    A subclass needs only the three abstract methods; its constructor need not call this one. Each attempt of each
-    trial uses and closes its own syncer, a `copy.deepcopy` of the configured object.
-    The three methods may work before they return, or in the background. A subclass that works in the background should
-    override `wait`, to raise the errors, and `retry`.
+    A subclass needs only the three abstract methods; its constructor need not call this constructor. Each attempt of a
+    trial uses and closes its own syncer, a `copy.deepcopy` of the configured object. The three methods may end their
+    work before they return, or in the background. A subclass that works in the background should override `wait`, to
+    raise the errors, and `retry`.
     """
 
     sync_period: timedelta = timedelta(seconds=300)
@@ -77,9 +77,9 @@ class Syncer(ABC):
     sync_timeout: timedelta = timedelta(seconds=1800)
     """The maximum time of one sync; `wait` must enforce it."""
     last_sync_up_time: float = -math.inf
-    """Start of the last sync up that did not fail, in seconds on this process's monotonic clock."""
+    """Start of the last `sync_up` that did not fail, in seconds on the monotonic clock of this process."""
     last_sync_down_time: float = -math.inf
-    """Start of the last sync down that did not fail, on the same clock."""
+    """Start of the last `sync_down` that did not fail, on the same clock."""
 
     _clock = staticmethod(time.monotonic)
     _sleep = staticmethod(time.sleep)
@@ -124,9 +124,9 @@ class Syncer(ABC):
         """Wait for all background work, and raise its error. Override it in a subclass that works in the background."""
 
     def wait_or_retry(self, max_retries: int = 3, backoff_s: float = 5) -> None:
-        """Wait; on an error pause, retry and wait again, up to `max_retries` times.
+        """Wait; after an error, pause, retry and wait again, up to `max_retries` times.
 
-        The pause doubles each time, from `backoff_s` seconds up to a minute, times a random factor of 0.5 to 1.
+        The pause doubles each time, from `backoff_s` seconds up to a minute; a random factor of 0.5 to 1 shortens it.
 
         Raises:
             InvalidInput: `max_retries` is not positive, or `backoff_s` is negative.
@@ -139,11 +139,11 @@ class Syncer(ABC):
         for attempt in range(max_retries + 1):
             if last_error is not None:
                 pause_seconds = min(backoff_s * 2 ** (attempt - 1), _MAX_PAUSE_SECONDS)
-                self._sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311  it spreads retries, it keeps no secret
+                self._sleep(pause_seconds * random.uniform(0.5, 1.0))  # noqa: S311  it spreads retries, and keeps no secret
                 self.retry()
             try:
                 return self.wait()
-            except Exception as error:  # noqa: BLE001  a user's syncer may raise anything; the last is raised below
+            except Exception as error:  # noqa: BLE001  a user's syncer may raise any error; the last error is raised below
                 self.reset()
                 last_error = error
             if isinstance(last_error, NON_RETRYABLE_ERRORS) and not is_retryable(last_error):
@@ -155,28 +155,28 @@ class Syncer(ABC):
 
         A sync that returned False, or that failed, does not count.
         """
-        return self._start_sync_if_due(Act.UP, lambda: self.sync_up(local_dir, remote_dir, exclude))
+        return self._start_sync_if_due(SyncAction.UP, lambda: self.sync_up(local_dir, remote_dir, exclude))
 
     def sync_down_if_needed(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool | None:
         """Call `sync_down`; return None instead if a sync down began less than `sync_period` ago."""
-        return self._start_sync_if_due(Act.DOWN, lambda: self.sync_down(remote_dir, local_dir, exclude))
+        return self._start_sync_if_due(SyncAction.DOWN, lambda: self.sync_down(remote_dir, local_dir, exclude))
 
-    def _start_sync_if_due(self, act: Act, start: Callable[[], bool]) -> bool | None:
-        if not self._is_sync_due(act):
+    def _start_sync_if_due(self, action: SyncAction, start: Callable[[], bool]) -> bool | None:
+        if not self._is_sync_due(action):
             return None
         now = self._clock()
         if is_started := start():
-            self._record_start(act, now)
+            self._record_start(action, now)
         return is_started
 
-    def _is_sync_due(self, act: Act) -> bool:
-        last_time = self.last_sync_up_time if act is Act.UP else self.last_sync_down_time
+    def _is_sync_due(self, action: SyncAction) -> bool:
+        last_time = self.last_sync_up_time if action is SyncAction.UP else self.last_sync_down_time
         return self._clock() - last_time >= self.sync_period.total_seconds()
 
-    def _record_start(self, act: Act, at_seconds: float) -> None:
-        if act is Act.UP:
+    def _record_start(self, action: SyncAction, at_seconds: float) -> None:
+        if action is SyncAction.UP:
             self.last_sync_up_time = at_seconds
-        elif act is Act.DOWN:
+        elif action is SyncAction.DOWN:
             self.last_sync_down_time = at_seconds
 
     def reset(self) -> None:
@@ -191,7 +191,7 @@ class Syncer(ABC):
         """Return True if `upload_dir` is a valid target; do not connect to it.
 
         Raises:
-            InvalidInput: it is not valid. The message names the missing package, or the nearest valid value.
+            InvalidInput: `upload_dir` is not valid. The message names the missing package, or the nearest valid value.
         """
         if upload_dir:
             validate_target(upload_dir)
@@ -207,29 +207,29 @@ def _parse_duration(name: str, value: timedelta | float) -> timedelta:
 
 _MAX_NAMED_PATHS = 5
 _MAX_SHOWN_CHARACTERS = 200
-_GRACE = timedelta(seconds=10)  # time for a store to end its work after the deadline and to raise an error
+_GRACE_PERIOD = timedelta(seconds=10)  # the time in which a store ends its work after the deadline and raises an error
 _FIRST_PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    act: Act
+    action: SyncAction
     remote: str
     local: str = ""
     excludes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         paths = {
-            Act.UP: f"{self.local} to {self.remote}",
-            Act.DOWN: f"{self.remote} to {self.local}",
-            Act.DELETE: self.remote,
+            SyncAction.UP: f"{self.local} to {self.remote}",
+            SyncAction.DOWN: f"{self.remote} to {self.local}",
+            SyncAction.DELETE: self.remote,
         }
-        return f"{self.act.value} of {paths[self.act]}"
+        return f"{self.action.value} of {paths[self.action]}"
 
     def replaces(self, failed: _Command) -> bool:
         """Return whether this command makes a retry of `failed` unnecessary."""
-        writes = (Act.UP, Act.DELETE)
-        return self == failed or (self.remote == failed.remote and self.act in writes and failed.act in writes)
+        writes = (SyncAction.UP, SyncAction.DELETE)
+        return self == failed or (self.remote == failed.remote and self.action in writes and failed.action in writes)
 
 
 class TargetSyncer(Syncer):
@@ -239,13 +239,13 @@ class TargetSyncer(Syncer):
     directory is not queued again, because a sync copies the files that exist when it begins. A command is stopped
     after `sync_timeout`; the next command begins only when it has ended.
 
-    A sync up sends the files whose size or modification time changed since this syncer last sent or received them. It
-    deletes remote files that this syncer sent or received and that were deleted locally. A sync down deletes no local
-    files. For `exclude`, see `prefect_tune.core.storage.layout`. Other files that a sync leaves out
-    (`ArtifactMirror.upload`) are logged once.
+    `sync_up` sends the files whose size or modification time changed since this syncer last sent or received them. It
+    deletes remote files that this syncer sent or received and that were deleted locally. `sync_down` deletes no local
+    files. For `exclude`, see `prefect_tune.core.storage.layout`. `ArtifactMirror.upload` documents which other files a
+    sync leaves out; they are logged once.
 
-    `remote_dir` is a URI, or a folder on `target` if there is one. A pickled copy keeps the settings and the commands
-    that `retry` runs again; running and queued commands stay with the original.
+    `remote_dir` is a URI, or a folder on `target` if the syncer has a target. A pickled copy keeps the settings and the
+    commands that `retry` runs again. The original keeps its running and queued commands.
     """
 
     def __init__(
@@ -290,18 +290,22 @@ class TargetSyncer(Syncer):
         Raises:
             InvalidInput: `remote_dir` is not a valid target or folder, or this syncer is closed.
         """
-        return self._enqueue_command(_Command(Act.UP, remote_dir, _absolute_path(local_dir), _user_patterns(exclude)))
+        return self._enqueue_command(
+            _Command(SyncAction.UP, remote_dir, _absolute_path(local_dir), _user_patterns(exclude))
+        )
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
         """Queue a download of the files below `remote_dir` into `local_dir`, like `sync_up`.
 
         If `remote_dir` has no files, `wait` raises `CheckpointNotFound`, which is a `FileNotFoundError`.
         """
-        return self._enqueue_command(_Command(Act.DOWN, remote_dir, _absolute_path(local_dir), _user_patterns(exclude)))
+        return self._enqueue_command(
+            _Command(SyncAction.DOWN, remote_dir, _absolute_path(local_dir), _user_patterns(exclude))
+        )
 
     def delete(self, remote_dir: str) -> bool:
         """Queue the deletion of everything below `remote_dir`, like `sync_up`."""
-        return self._enqueue_command(_Command(Act.DELETE, remote_dir))
+        return self._enqueue_command(_Command(SyncAction.DELETE, remote_dir))
 
     def retry(self) -> None:
         """Queue again all failed commands that no later command replaced; if there are none, the last command.
@@ -320,19 +324,20 @@ class TargetSyncer(Syncer):
         """Wait until all commands are done.
 
         Args:
-            timeout: the longest wait; 0 to return at once. None: as long as the commands may take.
+            timeout: the maximum wait; 0 to return at once. None: as long as the commands may take.
 
         Raises:
-            SyncTimedOut: not done within `timeout`, or `sync_timeout` stopped a command; a `TimeoutError` too.
-            TuneError: a command failed; the error has the class of its cause. Each `wait` raises it until a retry
-                succeeds or a later command replaces it. If no retry can help a sync down, only one `wait` raises it.
+            SyncTimedOut: the commands did not end within `timeout`, or `sync_timeout` stopped a command.
+            TuneError: a command failed; the error has the class of its cause. Each `wait` raises the error until a
+                retry succeeds or a later command replaces the failed command. An error of `sync_down` that no retry can
+                help is raised once.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deadline = None if seconds is None else self._clock() + seconds
         with self._state:
             while self._running_command or self._queue:
                 now = self._clock()
-                limit = (self.sync_timeout + _GRACE).total_seconds()
+                limit = (self.sync_timeout + _GRACE_PERIOD).total_seconds()
                 ends_at = self._started_at_seconds + limit if self._running_command else now + 1
                 remaining = min(ends_at, ends_at if deadline is None else deadline) - now
                 if remaining <= 0:
@@ -340,17 +345,17 @@ class TargetSyncer(Syncer):
                     raise SyncTimedOut(f"{late}: not done in time; no other sync begins before it has ended")
                 self._state.wait(min(remaining, 1.0))
             for command, error in list(self._failed_commands.items()):
-                if command.act is Act.DOWN and isinstance(error, NON_RETRYABLE_ERRORS):
+                if command.action is SyncAction.DOWN and isinstance(error, NON_RETRYABLE_ERRORS):
                     del self._failed_commands[command]  # raise it once: a retry cannot help, and no file is unsaved
                 if error is None:
-                    raise TuneError(f"{command}: was running when this syncer was copied, and may not be done")
+                    raise TuneError(f"{command}: it was running when this syncer was copied, and may not be done")
                 if isinstance(error, TuneError):
                     kind = SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error)
                     raise kind(f"{command}: {error}") from error
                 raise TuneError(f"{command}: {error!r}") from error
 
     def close(self) -> None:
-        """Refuse further commands, and wait for the queued ones. Idempotent."""
+        """Refuse further commands, and wait for the queued commands. Idempotent."""
         with self._state:
             self._is_closed = True
         self.wait()
@@ -361,16 +366,16 @@ class TargetSyncer(Syncer):
         with self._state:
             self._next_start_seconds = 0.0
 
-    def _is_sync_due(self, act: Act) -> bool:
+    def _is_sync_due(self, action: SyncAction) -> bool:
         """Count a running sync as the last sync; after a failure, wait 2, 4, 8 ... s, up to `sync_period`."""
         with self._state:
             if self._queue or self._clock() < self._next_start_seconds:
                 return False
-            if self._running_command and self._running_command.act is act:
+            if self._running_command and self._running_command.action is action:
                 return self._clock() - self._started_at_seconds >= self.sync_period.total_seconds()
-        return super()._is_sync_due(act)
+        return super()._is_sync_due(action)
 
-    def _record_start(self, act: Act, at_seconds: float) -> None:
+    def _record_start(self, action: SyncAction, at_seconds: float) -> None:
         """Do nothing: a sync counts only after it has succeeded."""
 
     def _enqueue_command(self, command: _Command) -> bool:
@@ -403,14 +408,17 @@ class TargetSyncer(Syncer):
             mirror = self._mirrors.setdefault((command.local, command.remote), ArtifactMirror(Path(command.local)))
             target, folder = self._resolve_folder(command.remote)
             with target.open(timeout=self.sync_timeout) as store:
-                match command.act:
-                    case Act.UP:
+                match command.action:
+                    case SyncAction.UP:
                         self._report_left_out_files(command.local, mirror.upload(store, folder, command.excludes))
-                    case Act.DOWN:
+                    case SyncAction.DOWN:
                         mirror.download(store, folder, (*command.excludes, *NON_ARTIFACT_PATTERNS))
-                    case Act.DELETE:
+                    case SyncAction.DELETE:
                         self._mirrors.clear()
-                        _delete_folder(store, folder)
+                        if not folder:
+                            raise InvalidInput("delete: expected a folder; the whole target is never deleted")
+                        while listed := store.list(folder):
+                            store.delete([listed_object.path for listed_object in listed])
             error = None
         except Exception as failure:  # noqa: BLE001  it is stored, and `wait` raises it
             error = failure
@@ -424,7 +432,7 @@ class TargetSyncer(Syncer):
     def _record_outcome(self, command: _Command, error: Exception | None) -> None:
         if error is None:
             self._failures, self._next_start_seconds = 0, 0.0
-            super()._record_start(command.act, self._started_at_seconds)
+            super()._record_start(command.action, self._started_at_seconds)
             return
         if not any(waiting.replaces(command) for waiting in self._queue):
             self._failed_commands[command] = error
@@ -433,7 +441,7 @@ class TargetSyncer(Syncer):
         self._next_start_seconds = self._clock() + pause_seconds
 
     def _report_left_out_files(self, directory: str, left_out: Mapping[str, str]) -> None:
-        """Report each path once."""
+        """Report each path that is left out once."""
         new = {path: reason for path, reason in left_out.items() if f"{directory}/{path}" not in self._reported_paths}
         if not new:
             return
@@ -468,20 +476,13 @@ class TargetSyncer(Syncer):
 
 
 def _absolute_path(local_dir: str) -> str:
-    """Return the absolute path now: when the command runs, the working directory may have changed."""
+    """Return the absolute path: the working directory may change before the command runs."""
     return os.path.abspath(local_dir)  # noqa: PTH100  links stay as written
 
 
 def _user_patterns(exclude: list[str] | None) -> tuple[str, ...]:
-    """Return the user's patterns without the built-in patterns, whose matches are reported."""
+    """Return the patterns without the built-in patterns: the syncer reports files that match these."""
     return tuple(pattern for pattern in exclude or () if pattern not in NON_ARTIFACT_PATTERNS)
-
-
-def _delete_folder(store: ObjectStore, folder: str) -> None:
-    if not folder:
-        raise InvalidInput("delete: expected a folder of the target, found the whole target, which is never deleted")
-    while listed := store.list(folder):
-        store.delete([listed_object.path for listed_object in listed])
 
 
 _PIECE_BYTES = 8 * 1024 * 1024
@@ -505,10 +506,10 @@ class ArtifactMirror:
     def upload(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> Mapping[str, str]:
         """Send new and changed files, delete vanished files, and return the reason for each path that is left out.
 
-        It deletes only files that this mirror sent or received. Left out without a reason are excluded files, empty
-        folders, and files that vanish before they are read. The result names links that lead out of the directory or to
-        folders, entries that are neither a file nor a folder or cannot be read, names that not every target accepts,
-        and `NON_ARTIFACT_PATTERNS`. On the target, the paths in the result stay unchanged, with everything below them.
+        It deletes only files that this mirror sent or received. The result contains links that lead out of the
+        directory or to folders, entries that are neither a file nor a folder or cannot be read, names that not every
+        target accepts, and matches of `NON_ARTIFACT_PATTERNS`; but no excluded files, empty folders, or files that
+        vanish before they are read. On the target, the paths in the result and all paths below them stay unchanged.
 
         Raises:
             InvalidInput: the directory does not exist.
@@ -541,7 +542,7 @@ class ArtifactMirror:
                 left_out[path] = str(unsendable)
                 del mirrored[path]
                 return
-            if local[path][1] < settled_ns:  # else a write in the same clock tick may follow
+            if local[path][1] < settled_ns:  # a later write in the same clock tick would not change the stamp
                 mirrored[path] = local[path]
 
         for _ in store.map(upload_file, [path for path, stamp in local.items() if mirrored.get(path) != stamp]):
@@ -552,7 +553,7 @@ class ArtifactMirror:
         """Download the files below `folder`; replace local files of the same names, and keep all others.
 
         Raises:
-            CheckpointNotFound: the target has no files there; a `FileNotFoundError` too.
+            CheckpointNotFound: the target has no files there. It is also a `FileNotFoundError`.
             CheckpointCorrupt: a key would lead out of the directory. Nothing is downloaded.
             InvalidInput: a local link or file has the name of a remote folder, or a local folder the name of a file.
         """
@@ -589,7 +590,7 @@ class ArtifactMirror:
 
 
 def _is_path_left_out(path: str, left_out: Mapping[str, str]) -> bool:
-    """Return whether a file, one of its folders or the whole directory is left out, and so may still exist."""
+    """Return whether a file, one of its folders or the whole directory is left out; the file may then still exist."""
     names = path.split("/")
     return any("/".join(names[:depth]) in left_out for depth in range(len(names) + 1))
 
@@ -603,7 +604,7 @@ def _stamp_of(status: os.stat_result) -> _FileStamp:
 
 
 class _FilePieces:
-    """The bytes of an open file, up to its size when it was opened; a store may iterate them repeatedly."""
+    """The bytes of an open file, up to its size at the time of opening; a store may iterate over them repeatedly."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -630,7 +631,7 @@ def _read_pieces(store: ObjectStore, key: str, size_bytes: int) -> Iterator[Buff
 def _scan_files(
     directory: Path, folder: str, excludes: Sequence[str], left_out: dict[str, str]
 ) -> Iterator[tuple[str, _FileStamp]]:
-    """Yield the files to send; add the reason for each other path to `left_out`."""
+    """Yield the files to send; add each path that is left out, and the reason, to `left_out`."""
     pending = [""]
     while pending:
         folder_path = pending.pop()

@@ -44,8 +44,8 @@ _PREFECT_SETTINGS = {
 def without_server() -> Iterator[None]:
     """Within this context `pt.tune`, `pt.durable_trainable`, `pt.resume` and `pt.maintain` need no Prefect server.
 
-    They return, raise and write to the target the same as with a server. Call your own flow as `my_flow.fn(...)`.
-    Not thread-safe.
+    Their results, errors and writes to the target are the same as with a server. Call your own flow as
+    `my_flow.fn(...)`. Not thread-safe.
     """
     settings = {getattr(prefect_settings, name): value for name, value in _PREFECT_SETTINGS.items()}
     with ExitStack() as changes:
@@ -71,31 +71,32 @@ async def _refuse_async_request(_client: object, request: httpx.Request, **_opti
 
 
 def _run_flow(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
-    """Call the flow; remove this package's frames from the traceback of a user error, for readable test failures."""
+    """Validate the arguments, and call the flow's function in the context of a flow run.
+
+    Remove this package's frames from the traceback of a user error, for readable test failures.
+    """
     __tracebackhide__ = True
     try:
-        return _run_flow_in_context(flow, *args, **options)
-    except TuneError as error:
-        raise error.with_traceback(None)  # noqa: B904  it is the same error
-
-
-def _run_flow_in_context(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
-    """Validate the arguments, and call the flow's function in the context of a flow run."""
-    arguments = validate_arguments(flow, args, options)
-    with flow.call_context(flow.name), flow.task_runner.duplicate() as runner, get_client(sync_client=True) as client:
-        run = FlowRun(id=uuid4(), flow_id=uuid4(), name="without-server", state=Running(), run_count=1)
-        with FlowRunContext(
-            flow=flow,
-            flow_run=run,
-            client=client,
-            task_runner=runner,
-            parameters=dict(arguments),
-            result_store=get_result_store().update_for_flow(flow, _sync=True),  # type: ignore[call-arg]  # of async_dispatch
-            persist_result=False,
+        arguments = validate_arguments(flow, args, options)
+        with (
+            flow.call_context(flow.name),
+            flow.task_runner.duplicate() as runner,
+            get_client(sync_client=True) as client,
+            FlowRunContext(
+                flow=flow,
+                flow_run=FlowRun(id=uuid4(), flow_id=uuid4(), name="without-server", state=Running(), run_count=1),
+                client=client,
+                task_runner=runner,
+                parameters=dict(arguments),
+                result_store=get_result_store().update_for_flow(flow, _sync=True),  # type: ignore[call-arg]  # of async_dispatch
+                persist_result=False,
+            ),
         ):
             returned = flow.fn(*args, **options)
-    if isinstance(returned, State):  # the search failed
-        raise cast(Exception, returned.data)
+        if isinstance(returned, State):  # the search failed
+            raise cast(Exception, returned.data)
+    except TuneError as error:
+        raise error.with_traceback(None)  # noqa: B904  it is the same error
     return returned
 
 
@@ -104,7 +105,7 @@ with suppress(ImportError):  # the fixture is for tests; the rest needs no pytes
 
     @pytest.fixture
     def tune_folder(tmp_path: Path, pytestconfig: pytest.Config) -> Iterator[str]:
-        """Yield an empty folder as a target, in a test that needs no Prefect server.
+        """Yield an empty folder as a target, and run the test within `without_server`.
 
         If pytest captures the log, Prefect's handler does not also write it to stderr.
         """

@@ -41,10 +41,10 @@ def shared_access_reason(root: Path, folders: Sequence[str]) -> str | None:
     try:
         real = Path(os.path.realpath(root, strict=True))
         for path in _iter_traversed_paths(root):
-            if reason := _writer_reason(path, is_above=path != real):
+            if reason := _shared_path_reason(path, is_above=path != real):
                 return reason
         for folder in folders:
-            if reason := _folder_reason(real, folder):
+            if reason := _shared_folder_reason(real, folder):
                 return reason
     except OSError as error:
         return f"{root}: {error.strerror}"
@@ -66,24 +66,24 @@ def _iter_traversed_paths(path: Path) -> Iterator[Path]:
         yield current
 
 
-def _folder_reason(root: Path, folder: str) -> str | None:
+def _shared_folder_reason(root: Path, folder: str) -> str | None:
     path = root
     for name in folder.split("/"):
         path /= name
         try:
-            reason = _writer_reason(path)
+            reason = _shared_path_reason(path)
         except FileNotFoundError:
             return None
         if reason:
             return reason
-    return next(filter(None, map(_writer_reason, path.iterdir())), None)
+    return next(filter(None, map(_shared_path_reason, path.iterdir())), None)
 
 
-def _writer_reason(path: Path, *, is_above: bool = False) -> str | None:
+def _shared_path_reason(path: Path, *, is_above: bool = False) -> str | None:
     """Return why other users can write to `path`; None if they cannot.
 
-    Above a target, accept links and sticky folders (`/tmp`): others can add names to a sticky folder, but not replace
-    existing names.
+    Above a target, accept links and sticky folders (`/tmp`): other users can add names to a sticky folder, but cannot
+    replace existing names.
     """
     status = path.lstat()
     if status.st_uid not in {0, os.geteuid()}:
@@ -103,7 +103,7 @@ def _writer_reason(path: Path, *, is_above: bool = False) -> str | None:
 
 @lru_cache(maxsize=8)
 def _is_private_group(user: int, group: int) -> bool:
-    """Whether `user` is the only member of `group`: many systems create such a group per user, with umask 002."""
+    """Return whether `user` is the only member of `group`. Many systems create such a group per user (umask 002)."""
     try:
         account, members = pwd.getpwuid(user), grp.getgrgid(group).gr_mem
     except KeyError:
@@ -138,7 +138,7 @@ def find_code_choices(settings: Mapping[str, object], earlier_sources: Collectio
 
     Args:
         settings: the settings in the journal.
-        earlier_sources: the experiments that the search has already warm-started from: it does not open them again.
+        earlier_sources: the sources of earlier warm starts; the search does not open them again.
 
     Raises:
         InvalidInput: the search space in the settings is invalid.
@@ -186,7 +186,7 @@ def _find_in_sync(value: Any) -> Iterator[CodeChoice]:
 
 
 def _find_in_job_variables(value: Any) -> Iterator[CodeChoice]:
-    """Job variables choose code: `command` in a process pool, `image` in others. Values may be secret: show names."""
+    """Yield the names of the job variables, which choose code (`command`, `image`); their values may be secret."""
     if value:
         names = ", ".join(map(repr, value)) if isinstance(value, Mapping) else "no mapping"
         yield CodeChoice("trial_job_variables", names)
@@ -225,13 +225,13 @@ _CODE_FINDERS: Mapping[str, _CodeFinder] = {
     "trial_job_variables": _find_in_job_variables,
     "warm_start": _find_in_warm_start,
 }
-"""The functions that find code and locations in values of options that `SearchPlan` declares `StoredKind.CHOICE`."""
+"""By option: the function that finds code and locations in its value. All options are of `StoredKind.CHOICE`."""
 
 
 # Refuse a resume by name if its journal names untrusted code, locations or job variables.
 #
-# A user who can write to a target can write a journal there. So trust what a journal names only with one of these:
-# the target's `signing_key`, a local folder that only this user can write to, or trusted packages.
+# A user who can write to a target can write a journal there. So a journal is trusted only with one of these: the
+# target's `signing_key`, a local folder that only this user can write to, or trusted packages.
 
 TRUSTED_PACKAGES = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
 """The environment variable with the trusted packages of a machine or a work pool, separated by commas."""
@@ -240,18 +240,17 @@ _MAX_VALUE_CHARACTERS = 400
 
 
 def resolve_trusted_packages(packages: Sequence[str] | None) -> Sequence[str]:
-    """Return `given` as the trusted packages; if None, the packages in the environment variable.
+    """Return `packages`; if None, the packages in the environment variable `TRUSTED_PACKAGES`.
 
     Raises:
         InvalidInput: an entry is not the name of a package.
     """
-    names = packages
-    if names is None:
-        names = [name.strip() for name in os.environ.get(TRUSTED_PACKAGES, "").split(",") if name.strip()]
-    for name in names:
+    if packages is None:
+        packages = [name.strip() for name in os.environ.get(TRUSTED_PACKAGES, "").split(",") if name.strip()]
+    for name in packages:
         if not is_module_name(name):
             raise InvalidInput(f"trusted_packages: expected names of packages, such as 'my_project', found {name!r}")
-    return names
+    return packages
 
 
 def require_trusted_code(
@@ -261,7 +260,7 @@ def require_trusted_code(
 
     Args:
         target: where the experiment is stored.
-        state: the experiment that was read.
+        state: the experiment, as read from the journal.
         passed: the parameters of this run, which replace the journal's values.
         packages: the trusted packages.
 
@@ -304,7 +303,7 @@ def sign_settings(target: StorageTarget, state: Experiment, settings: Mapping[st
 
 
 def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | None:
-    """Return why others may have written the journal, or a journal that it was forked from; None if not."""
+    """Return why other users may have written the journal, or a journal of an origin; None if only this user can."""
     if not isinstance(target, LocalTarget):
         return "the target is not a local folder"
     if target.may_hang:
@@ -316,10 +315,8 @@ def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | No
             origin = read_experiment(target, origin.key).origin
     except TuneError as error:
         return str(error)
-    return shared_access_reason(
-        Path(target.path),
-        [folder for journal in journals for folder in (journal.entries_folder, journal.snapshots_folder)],
-    )
+    folders = [folder for journal in journals for folder in (journal.entries_folder, journal.snapshots_folder)]
+    return shared_access_reason(Path(target.path), folders)
 
 
 def _format_refusal(target: StorageTarget, state: Experiment, notes: Mapping[CodeChoice, str], reason: str) -> str:

@@ -1,4 +1,4 @@
-"""A client of Prefect's API with one-line errors, its temporary errors, and the error of an incompatible Prefect.
+"""A client of Prefect's API with one-line errors, the temporary errors, and the error of an incompatible Prefect.
 
 To ask upstream: a class for temporary errors, and one for features that a release lacks.
 """
@@ -29,7 +29,7 @@ def is_temporary_error(error: BaseException | None) -> bool:
 
 
 def is_no_server_error(error: RuntimeError) -> bool:
-    """Return whether Prefect raised the error because no server answers; Prefect has no class for that."""
+    """Return whether Prefect raised the error because no server answers. Prefect has no class for this error."""
     return "API" in str(error)
 
 
@@ -59,15 +59,15 @@ def require_api() -> None:
         with get_client(sync_client=True) as client:
             client.read_flows(limit=1)
     except Exception as error:
-        if (message := find_wrong_setting(error)) is not None:
+        if (message := _wrong_setting_message(error)) is not None:
             raise InvalidInput(message) from None
         if isinstance(error, httpx.HTTPError) or isinstance(error.__cause__, httpx.HTTPError):
             return
         raise
 
 
-def find_wrong_setting(error: BaseException) -> str | None:
-    """Return a message that names the wrong setting; None if `error`, of a basic request, does not indicate one."""
+def _wrong_setting_message(error: BaseException) -> str | None:
+    """Return a message that names the wrong setting; None if `error`, of a basic request, indicates none."""
     api = get_current_settings().api
     address = f"PREFECT_API_URL={api.url}"
     expected = "Expected the address of a Prefect API, which ends with /api: http://127.0.0.1:4200/api"
@@ -92,7 +92,7 @@ def find_wrong_setting(error: BaseException) -> str | None:
 
 @contextmanager
 def prefect_server(about: str) -> Iterator[SyncPrefectClient]:
-    """Yield a client of the Prefect server, to change the objects that it stores.
+    """Yield a client of the Prefect server, to change stored objects.
 
     Args:
         about: the kind of objects, such as `deployments`; error messages begin with it.
@@ -104,21 +104,10 @@ def prefect_server(about: str) -> Iterator[SyncPrefectClient]:
     if not get_current_settings().api.url:
         raise InvalidInput(f"{about}: no Prefect server is configured to store them: {SERVER_SETUP_ADVICE}")
     require_api()
-    with translating_http_errors(about), get_client(sync_client=True) as client:
-        yield client
-
-
-@contextmanager
-def translating_http_errors(about: str) -> Iterator[None]:
-    """Translate HTTP errors of the Prefect client into one-line messages that begin with `about`.
-
-    Raises:
-        TuneError: the server does not answer, or rejects a request.
-    """
-    url = get_current_settings().api.url
-    server = f"{about}: the Prefect server at {url}" if url else f"{about}: the Prefect server"
+    server = f"{about}: the Prefect server at {get_current_settings().api.url}"
     try:
-        yield
+        with get_client(sync_client=True) as client:
+            yield client
     except PrefectHTTPStatusError as error:
         raise TuneError(f"{server} rejected the request: {_format_server_reason(error)}") from error
     except httpx.HTTPError as error:
@@ -126,7 +115,7 @@ def translating_http_errors(about: str) -> Iterator[None]:
 
 
 def _format_server_reason(error: PrefectHTTPStatusError) -> str:
-    """Return the reason that the server gave, or else the HTTP status."""
+    """Return the reason in the server's answer; without a reason, the HTTP status."""
     try:
         return str(error.response.json()["detail"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Record Prefect artifacts without an event for each update, and assets without a task run for each."""
+"""Record Prefect artifacts without an event for each update, and assets without a task run for each asset."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def update_artifact(client: SyncPrefectClient, artifact: UUID, data: str | float
     return True
 
 
-# The events by which Prefect records assets, emitted without a task run for each.
+# The events by which Prefect records assets, emitted without task runs.
 #
 # `@materialize` emits the same events when its task run ends. That would need a task run for each checkpoint and each
 # new best model: 34 to 41 ms of the server's CPU time, instead of 0.07 ms for an event. Also, the checkpoint is often
@@ -55,7 +55,7 @@ class PrefectEvent:
 
 
 def make_asset(key: str, name: str = "", description: str = "") -> Asset | None:
-    """Return the asset with this key; None if Prefect rejects the key, because of a space in it or its length."""
+    """Return the asset with this key; None if Prefect rejects the key because of a space or its length."""
     properties = AssetProperties(name=name, description=description) if name else None
     try:
         return Asset(key=key, properties=properties)

@@ -1,4 +1,4 @@
-"""Separate a flow run from its caller: its own log and tags, and a key of the call that a repetition keeps.
+"""Separate the log and tags of a flow run from its caller, and identify its call by a key that repetitions keep.
 
 Experiment names, seeds and added samples are derived from the key if a call does not specify them.
 """
@@ -54,7 +54,7 @@ def _set_variable(resets: ExitStack, variable: ContextVar[_Value], value: _Value
 
 
 def get_caller_tags() -> frozenset[str]:
-    """Return the tags that a call passes to its trials, without tags whose slots the calling task holds."""
+    """Return the tags that a call passes to its trials: without the tags whose slots the calling task holds."""
     return _caller_tags.get()
 
 
@@ -73,21 +73,21 @@ class CallPath(NamedTuple):
     """Identifies the call of a flow run."""
 
     key: str
-    """Stays the same if this run, or a run that called it, is started again by any means."""
+    """The key stays the same if this run, or a run that called it, is started again by any means."""
     prefix: str
     """The prefix of the key: the caller, and what it calls; empty for a run without a caller."""
     caller: tuple[str, UUID | None, int]
     """The execution of the calling flow, the id of the calling task run, and its run count."""
 
 
-def current_call_path(what: object = "") -> CallPath:
+def current_call_path(purpose: object = "") -> CallPath:
     """Return the path of this flow run's call: the id of the root run and, for each level, the flow and its call.
 
     A run that is started again keeps its id, but its subflow runs and task runs may be new runs. A run that calls the
     search every night has another key for each call. Journals and experiment names contain these keys: with a different
     key, a run would add samples again, or train from step 0.
 
-    Calls of the same caller are distinguished by `what` they do and by the parameters of the subflows that lead to
+    Calls of the same caller are distinguished by their `purpose` and by the parameters of the subflows that lead to
     them, and only then by their order. Tasks run concurrently: they are distinguished by name and arguments, and only
     then by their order. Subflows are distinguished by their order. Without a flow run, the root is the task run.
 
@@ -95,7 +95,7 @@ def current_call_path(what: object = "") -> CallPath:
     """
     run, calls = current_flow_run(), deque[tuple[FlowRun, TaskRun]]()
     if run.parent_task_run_id is None:
-        return _build_path(run, (), what, None)
+        return _build_path(run, (), purpose, None)
     with get_client(sync_client=True) as client:
         while run.parent_task_run_id is not None:
             call = client.read_task_run(run.parent_task_run_id)
@@ -103,7 +103,7 @@ def current_call_path(what: object = "") -> CallPath:
             if call.flow_run_id is None:
                 break
             run = client.read_flow_run(call.flow_run_id)
-        return _build_path(run, calls, what, client)
+        return _build_path(run, calls, purpose, client)
 
 
 def current_flow_run() -> FlowRun:
@@ -115,21 +115,19 @@ def current_flow_run() -> FlowRun:
 
 
 def _build_path(
-    root: FlowRun, calls: Collection[tuple[FlowRun, TaskRun]], what: object, client: SyncPrefectClient | None
+    root: FlowRun, calls: Collection[tuple[FlowRun, TaskRun]], purpose: object, client: SyncPrefectClient | None
 ) -> CallPath:
     """Return the path of the last of `calls`, which pair a flow run with the task run that represents its call."""
     path, task = CallPath(str(root.id), "", (f"{root.id}@{root.run_count}", None, 0)), _calling_task_context()
     parameters: list[Mapping[str, Any]] = []
     if task is not None and task.task_run.flow_run_id is None:
-        action = "" if calls else stable_digest(what)
+        action = "" if calls else stable_digest(purpose)
         path = _build_task_path(root, task.task_run, _digest_task_arguments(task), action, str(task.task_run.id), "")
     for run, call in calls:
         parent, execution = path.key, path.caller[0]
-        # The key `__parents__` is described at `TaskRun.task_inputs`.
-        callers = call.task_inputs.get("__parents__", ())
-        caller = next((result.id for result in callers if isinstance(result, TaskRunResult)), None)
-        # A subflow's call does not depend on what it calls; the parameters that lead to a call are part of its action.
-        action = stable_digest([what, parameters]) if run.id == current_flow_run().id else ""
+        caller = next(iter(get_caller_ids(call)), None)
+        # Only the last call has an action. It includes the parameters of the runs that lead to the call.
+        action = stable_digest([purpose, parameters]) if run.id == current_flow_run().id else ""
         if caller is None:
             prefix = f"{parent}/{run.flow_id}"
             number = _number_call(run.id, f"{path.caller}/{prefix}-{action}") if action else call.dynamic_key
@@ -142,6 +140,11 @@ def _build_path(
         parameters.append(run.parameters)
         path = path._replace(caller=path.caller if action else (f"{execution}/{run.id}@{run.run_count}", None, 0))
     return path
+
+
+def get_caller_ids(run: TaskRun) -> list[UUID]:
+    """Return the ids of the task runs that called `run`. `TaskRun.task_inputs` documents the key."""
+    return [caller.id for caller in run.task_inputs.get("__parents__", ()) if isinstance(caller, TaskRunResult)]
 
 
 def _calling_task_context() -> TaskRunContext | None:
@@ -174,10 +177,10 @@ def _number_call(run: UUID, caller: str) -> int:
 
 
 def claim_call_key(key: str) -> None:
-    """Claim this run's key; reject it if only the order distinguishes it from a running call, which a retry may change.
+    """Claim the key of this run; reject it if only the order of calls, which a retry may change, makes it unique.
 
     Raises:
-        InvalidInput: the key is rejected; the other call continues.
+        InvalidInput: the key is rejected. The running call with the similar key continues.
     """
     with _guard:
         others = [(other, run) for other, run in _runs_by_key.items() if _differ_by_order(key, other)]

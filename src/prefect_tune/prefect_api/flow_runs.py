@@ -13,7 +13,7 @@ from contextvars import copy_context
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
-from typing import IO, Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 from uuid import UUID
 
 import httpx
@@ -37,10 +37,10 @@ _R = TypeVar("_R")
 
 
 def make_failed_result(error: Exception, returns: type[_R]) -> _R:
-    """Return a value that a flow returns instead of one of type `returns`: its run then fails with `error`.
+    """Return what a flow must return, in place of a value of type `returns`, so that its run fails with `error`.
 
-    Prefect raises `error` in the caller of the flow, or returns the state if the caller requested it. The state has the
-    message of the error. If the flow raised the error itself, Prefect would log a traceback.
+    Prefect raises `error` in the caller of the flow, or returns the state if the caller requested the state. The state
+    has the message of the error. If the flow raised the error itself, Prefect would log a traceback.
 
     In a flow with retries, the error is raised: Prefect 3.8 retries a flow only after an exception, and would leave a
     run that returns its failure scheduled.
@@ -74,7 +74,8 @@ def was_started_by_user(states: Sequence[State[Any]]) -> bool:
     For a crashed run, only the message of the state tells. If Prefect changes that message, a retry of a crashed run
     counts as automatic; the run then ends as Failed with `CrashLoop`, and its retry counts as a user's.
     """
-    starts = [(old, new) for old, new in pairwise((None, *sort_states(states))) if new and _is_scheduled_state(new)]
+    pairs = pairwise((None, *sort_states(states)))
+    starts = [(old, new) for old, new in pairs if new and new.type is StateType.SCHEDULED]
     if not starts:
         return False
     before, start = starts[-1]
@@ -84,8 +85,8 @@ def was_started_by_user(states: Sequence[State[Any]]) -> bool:
 
 
 def has_resume_state(states: Sequence[State[Any]]) -> bool:
-    """Return whether a run was resumed, given its states since the suspension; a forced retry is no *Resume*."""
-    return any(_is_scheduled_state(state) and state.name == _RESUMING for state in states)
+    """Return whether a run was resumed, given its states since the suspension. A forced retry is no *Resume*."""
+    return any(state.type is StateType.SCHEDULED and state.name == _RESUMING for state in states)
 
 
 def check_run_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
@@ -107,10 +108,6 @@ def check_run_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
     return datetime.now(UTC) - began < timeout or bool(client.read_events(heartbeats, limit=1).events)
 
 
-def _is_scheduled_state(state: State[Any]) -> bool:
-    return state.type is StateType.SCHEDULED
-
-
 # *Suspend* of a flow run: detect it, prevent it from interrupting tasks, and add an input form. To ask upstream: a
 # public `is_suspended()`; a context in which tasks still run, so that a suspended run can save;
 # `suspend_flow_run` for a run that is already Suspended; and that form and state are set in one request.
@@ -119,7 +116,7 @@ _SUSPENSION_FIELD = "flow_run_suspension_request"
 
 
 def is_flow_run_suspended() -> bool:
-    """Return whether the flow run of this context was suspended; makes no request, since Prefect observes the state."""
+    """Return whether the flow run of this context was suspended. It needs no request: Prefect observes the state."""
     return get_suspension_state() is not None
 
 
@@ -133,10 +130,10 @@ def get_suspension_state() -> State[Any] | None:
 def ignoring_suspension() -> Iterator[None]:
     """Let tasks in this context run even if the flow run is suspended.
 
-    Otherwise Prefect raises `Pause` in the thread that submits the next task, which may be the one that saves.
+    Otherwise Prefect raises `Pause` in the thread that submits the next task, possibly in the thread that saves.
 
     Raises:
-        TuneError: this release of Prefect has no known way to do so.
+        TuneError: this release of Prefect has no known way to ignore a suspension.
     """
     context = FlowRunContext.get()
     if context is None:
@@ -159,11 +156,11 @@ def set_state_with_form(client: SyncPrefectClient, run_id: UUID, state: State[An
     """Set a running or suspended flow run to the Suspended `state`, with the form that *Resume* shows.
 
     `suspend_flow_run` saves the form after the state: if the process ends in between, the UI cannot resume the run. It
-    also rejects a run that was suspended in the UI. So the form is saved first, and the state is forced: the server's
-    rules reject it for a suspended run, and since 3.9 they delete the form when they accept it.
+    also rejects a run that was suspended in the UI. So this function saves the form first, and forces the state: the
+    server's rules reject this state for a suspended run, and since 3.9 they delete the form when they accept it.
 
     Raises:
-        Abort: the run is neither running nor suspended any more.
+        Abort: the run is no longer running or suspended.
     """
     keyset = keyset_from_paused_state(state)
     state.state_details.run_input_keyset = {str(name): key for name, key in keyset.items()}
@@ -215,7 +212,7 @@ def watching_cancellation(period: timedelta) -> Iterator[Callable[[], bool]]:
 
 
 def _read_calling_runs(client: SyncPrefectClient) -> Sequence[UUID]:
-    """Return the flow run of this context and its callers, up to the run that the process was started for."""
+    """Return the ids of this context's flow run and its callers, up to the run for which the process was started."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
     runs: list[UUID] = []
@@ -229,11 +226,7 @@ def _read_calling_runs(client: SyncPrefectClient) -> Sequence[UUID]:
 
 
 def raise_cancellation() -> NoReturn:
-    """Raise the same error as a worker's *Cancel*; the flow runs of this process then end as Cancelled.
-
-    Raises:
-        TerminationSignal: always.
-    """
+    """Raise `TerminationSignal`, like a worker's *Cancel*; the flow runs of this process then end as Cancelled."""
     if control_listener.get_intent() is None:
         control_listener._set_intent("cancel")  # noqa: SLF001 - like the listener when the worker cancels
         os.environ[_CANCELLATION_HOOKS_VARIABLE] = "true"  # normally set by the worker, which may have exited
@@ -257,7 +250,7 @@ def clear_cancellation() -> bool:
 
 
 def ignore_broken_log_pipe() -> None:
-    """From now on, drop console log lines of this process once their reader has exited. May be called at any time."""
+    """Drop console log lines of this process after their reader has exited. May be called at any time."""
     from prefect_tune.terminal.live_display import console_handlers  # the flows import this module
 
     for handler in console_handlers():
@@ -267,21 +260,15 @@ def ignore_broken_log_pipe() -> None:
 
 
 def _silence_console(console: Console) -> None:
-    """Print nothing more; discard other output, such as `print`, if its reader has exited too."""
+    """Silence the console; discard other output, such as that of `print`, if its reader has exited too."""
     console.quiet = True
     for stream in (console.file, sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # the stream is no file, closed, or None
-            _redirect_if_broken(stream)
-
-
-def _redirect_if_broken(stream: IO[str]) -> None:
-    descriptor = stream.fileno()
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):  # POLLHUP: on macOS
-        return
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, descriptor)
-    finally:
-        os.close(null)
+            descriptor, poll = stream.fileno(), select.poll()
+            poll.register(descriptor, 0)
+            if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):  # POLLHUP: on macOS
+                null = os.open(os.devnull, os.O_WRONLY)
+                try:
+                    os.dup2(null, descriptor)
+                finally:
+                    os.close(null)

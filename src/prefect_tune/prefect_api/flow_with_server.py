@@ -1,13 +1,14 @@
-"""Flows that find or start a Prefect server if no API is configured; they start it faster than Prefect does.
+"""Flows that find or start a Prefect server if no API is configured. They start the server faster than Prefect does.
 
-Prefect also imports the complete server into the client process: that takes half of the time before a script's first
-trial, 80 MB of memory, and a quarter of the CPU time of a short search. It gives the server 20 s to start; the first
-start on a machine runs all migrations, and may take longer.
+Prefect also imports the complete server into the client process. This import takes half of the time before a script's
+first trial, 80 MB of memory, and a quarter of the CPU time of a short search. Prefect gives the server 20 s to start;
+the first start on a machine runs all migrations, and may take longer.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import socket
 import sys
@@ -17,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import copy
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -26,14 +28,20 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, refresh_global_settings_context
 from prefect.exceptions import ObjectNotFound, PrefectException, TerminationSignal
 from prefect.flows import Flow
+from prefect.futures import PrefectFuture
 from prefect.logging import get_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 from prefect.states import Cancelled
+from prefect.utilities.collections import visit_collection
+from pydantic import TypeAdapter, ValidationError
 
+from prefect_tune.core.display_text import did_you_mean_or_list
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, TuneError
+from prefect_tune.core.values import argument_error
 from prefect_tune.prefect_api.api_client import require_api
 from prefect_tune.prefect_api.call_paths import isolated_run_context
 from prefect_tune.prefect_api.flow_runs import clear_cancellation
@@ -43,19 +51,6 @@ from prefect_tune.runtime.load_named import require_not_importing
 
 if TYPE_CHECKING:
     from typing import Self
-
-
-import json
-from functools import cache
-from inspect import signature
-
-from prefect.client.schemas.objects import State
-from prefect.futures import PrefectFuture
-from prefect.utilities.collections import visit_collection
-from pydantic import TypeAdapter, ValidationError
-
-from prefect_tune.core.display_text import did_you_mean_or_list
-from prefect_tune.core.values import argument_error
 
 _log = get_logger("prefect_tune")
 _RESTART_TIMEOUT_SECONDS = 15.0
@@ -70,7 +65,7 @@ _R = TypeVar("_R")
 
 
 def had_run_begun(interrupt: KeyboardInterrupt) -> bool:
-    """Return whether the interrupt came after a flow run had begun; False for other interrupts."""
+    """Return whether the interrupt came from a call of a flow whose run had begun."""
     return _RUN_BEGAN_ATTRIBUTE in vars(interrupt)
 
 
@@ -78,7 +73,7 @@ class FlowWithServer(Flow[_P, _R]):
     """A flow that uses this user's Prefect server if no API is configured, or starts one until the process ends."""
 
     call_context: Callable[[str], AbstractContextManager[object]]
-    """Entered with the flow's name for the duration of each call, including the start of a server."""
+    """Returns the context in which a call of the flow of this name runs; a server starts within the context."""
 
     def __repr__(self) -> str:
         return f"<flow {self.name!r}>"
@@ -92,9 +87,8 @@ class FlowWithServer(Flow[_P, _R]):
         Raises:
             InvalidInput: an argument is wrong, or nothing answers at the configured `PREFECT_API_URL`; no run was
                 started.
-            KeyboardInterrupt: Ctrl-C. The message names the next step.
-                `had_run_begun` tells whether the flow run had begun; the run then ends as *Interrupted*, of type
-                Cancelled.
+            KeyboardInterrupt: Ctrl-C. The message names the next step. If the flow run had begun (`had_run_begun`), it
+                ends as *Interrupted*, of type Cancelled.
         """
         marks: dict[str, bool] = {}
         advice = f"{self.name} was interrupted before it began: run it again"
@@ -117,7 +111,7 @@ class FlowWithServer(Flow[_P, _R]):
         except ObjectNotFound as error:
             raise _deleted_run_error(self.name, error) from None
         except TuneError as error:
-            raise error.with_traceback(None) from None  # without the irrelevant lines of Prefect's engine
+            raise error.with_traceback(None) from None  # the lines of Prefect's engine are irrelevant
         except KeyboardInterrupt as interrupt:
             # Not a subclass: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
@@ -137,12 +131,7 @@ class FlowWithServer(Flow[_P, _R]):
 def flow_with_server(
     *, call_context: Callable[[str], AbstractContextManager[object]] = nullcontext, **options: Any
 ) -> Callable[[Callable[_P, _R]], FlowWithServer[_P, _R]]:
-    """Return a decorator that makes a `FlowWithServer`, with the options of `prefect.flow`.
-
-    Args:
-        call_context: see `FlowWithServer`.
-        options: the options of `prefect.flow`.
-    """
+    """Return a decorator that makes a `FlowWithServer` with this `call_context` and the options of `prefect.flow`."""
 
     def decorate(function: Callable[_P, _R]) -> FlowWithServer[_P, _R]:
         flow = FlowWithServer(_wrap_interruptible(function), **options)
@@ -154,7 +143,7 @@ def flow_with_server(
 
 
 def search_output(flow: str) -> AbstractContextManager[object]:
-    """Show a search in a notebook's cell: a `call_context` that imports the notebook module only in a call."""
+    """Return the `call_context` that shows a search in a notebook's cell; import the notebook module only in a call."""
     output = import_module("prefect_tune.notebook").search_output
     return cast("AbstractContextManager[object]", output(flow))
 
@@ -180,7 +169,7 @@ _last_run_id: ContextVar[UUID | None] = ContextVar("_last_run_id", default=None)
 
 
 def record_flow_run() -> None:
-    """Record the id of this flow run. A function, for the same reason as `_try_defer_interrupt`."""
+    """Record the id of this flow run. It is a function for the reason given at `_try_defer_interrupt`."""
     context = FlowRunContext.get()
     _last_run_id.set(context.flow_run.id if context is not None and context.flow_run is not None else None)
 
@@ -193,7 +182,7 @@ def _is_top_level_call() -> bool:
 
 
 def _try_defer_interrupt(interrupt: KeyboardInterrupt) -> bool:
-    """Defer an interrupt of a call. A function, since Dask pickles a flow's globals, but no `ContextVar`."""
+    """Defer an interrupt, if a call is active. Dask pickles the globals of a flow, and cannot pickle a `ContextVar`."""
     if (interrupts := _deferred_interrupts.get()) is None:
         return False
     interrupts.append(interrupt)
@@ -243,10 +232,10 @@ def _deleted_run_error(flow: str, error: ObjectNotFound) -> Exception:
 
 
 def _ensure_server(resources: ExitStack) -> None:
-    """Use the configured API or else this user's server, or start a server for this process and its children.
+    """Use the configured API or this user's server; without either, start a server for this process and its children.
 
-    No server is started if ephemeral servers are off, or Prefect has loaded its own server. `resources` stay open for
-    the duration of the flow.
+    No server is started if ephemeral servers are off, or if Prefect has loaded its own server. `resources` stay open
+    for the duration of the flow.
 
     Raises:
         InvalidInput: nothing answers at the configured URL, or the server rejects the request, or is no Prefect API.
@@ -355,7 +344,7 @@ def _disabling_heartbeats() -> AbstractContextManager[object]:
 
 
 def _skip_heartbeat_joins() -> None:
-    """Let our flow runs end without waiting up to 1 s for Prefect's heartbeat thread, which ends by itself.
+    """Let our flow runs end without waiting up to 1 s for Prefect's heartbeat thread; the thread ends by itself.
 
     To ask upstream: that this thread waits for its stop event, instead of sleeping a second at a time.
     """
@@ -414,10 +403,7 @@ _OTHER_NAMES: Mapping[str, str] = {
 
 
 def validate_arguments(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the arguments of a call like Prefect, except arguments that contain futures or block references.
-
-    Returns:
-        the checked arguments, by name.
+    """Check and return the arguments of a call, by name, except arguments that contain futures or block references.
 
     Raises:
         InvalidInput: an argument is unknown, missing, or of a wrong type.
@@ -445,7 +431,7 @@ def require_storable_arguments(flow: Flow[..., Any], arguments: Mapping[str, Any
     """Check that Prefect's API accepts the arguments; its own error would print all of them.
 
     Raises:
-        InvalidInput: they are too large in total, or one contains text that is not Unicode.
+        InvalidInput: the arguments are too large in total, or an argument contains text that is not Unicode.
     """
     sizes, max_bytes = {}, get_current_settings().server.api.max_parameter_size
     for name, value in arguments.items():

@@ -63,7 +63,7 @@ def _take_signal() -> signal.Signals | None:
 
 
 class _HeldSignal:
-    """A signal, which is held back from its handler while it `is_held`."""
+    """A signal that can be held back from its handler."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
@@ -71,7 +71,7 @@ class _HeldSignal:
         self._handler_before: int | None = None
 
     def install_handler(self) -> None:
-        """Hold the signal, even if another flow, for example, has installed its handler meanwhile."""
+        """Hold the signal, even if other code, such as another flow, has installed its own handler since."""
         if self.number == signal.SIGINT and not callable(signal.getsignal(signal.SIGINT)):
             self.restore_handler()  # it is ignored: in a kernel without a running cell, or in a shell's background
         elif (handler := _get_handler(self.number)) != _HANDLER_ADDRESS:
@@ -87,7 +87,7 @@ class _HeldSignal:
 
 @dataclass(eq=False)
 class _ActiveCall:
-    """A call that ends on a signal; a call in the main thread participates while other threads have calls."""
+    """A call that ends on a signal. A call in the main thread takes part while other threads have calls."""
 
     signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     is_nested: bool = field(default_factory=lambda: bool(FlowRunContext.get() or TaskRunContext.get()))
@@ -122,11 +122,15 @@ class _SignalHolder:
             for number in self._received:
                 self._notify_call(call, number)
             if not _is_main_thread() and self._stopped.is_set():
-                self._start_holding()
+                self._stopped = threading.Event()
+                _take_signal()
+                for held_signal in self._held_signals:
+                    held_signal.install_handler()
+                threading.Thread(target=self._poll_signals, args=(self._stopped,), name="signals", daemon=True).start()
             return call
 
     def end_call(self) -> None:
-        """Remove the call of this thread; after a signal, wait for the other threads, and release the signal."""
+        """Remove the call of this thread; after a signal, wait for the other threads' calls, and release the signal."""
         with self._changed:
             call = self._calls.pop(threading.get_ident())
             if not _is_main_thread() and not self._count_other_threads():
@@ -146,13 +150,6 @@ class _SignalHolder:
             held_signal.restore_handler()
         self._reset_state()
         _restore_signal_mask()
-
-    def _start_holding(self) -> None:
-        self._stopped = threading.Event()
-        _take_signal()
-        for held_signal in self._held_signals:
-            held_signal.install_handler()
-        threading.Thread(target=self._poll_signals, args=(self._stopped,), name="signals", daemon=True).start()
 
     def _poll_signals(self, stopped: threading.Event) -> None:
         while not stopped.wait(_POLL_INTERVAL_SECONDS):
@@ -179,7 +176,7 @@ class _SignalHolder:
         call.signals.put(number)
 
     def _release_signals(self) -> None:
-        """Restore the handlers, and resend the received signals to this process unless the main thread raises them."""
+        """Restore the handlers, and resend the received signals to this process, unless the main thread raises them."""
         self._stopped.set()
         for held_signal in self._held_signals:
             held_signal.restore_handler()

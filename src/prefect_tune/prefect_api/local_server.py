@@ -41,7 +41,7 @@ class PrefectServer:
     process: subprocess.Popen[bytes]
 
     def wait_until_healthy(self) -> bool:
-        """Wait until the server is healthy; return False if it exits, or is not healthy within three minutes."""
+        """Wait until the server is healthy; return False if it exits, or is not healthy after three minutes."""
         deadline = time.monotonic() + _START_TIMEOUT.total_seconds()
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while self.process.poll() is None and time.monotonic() < deadline:
@@ -95,19 +95,18 @@ def _run_server(descriptor: int, services: str) -> None:
     gc.enable()
 
     server = uvicorn.Server(uvicorn.Config(create_app(ephemeral=services == "few", final=True), log_level="error"))
-    logging.getLogger(_RECORDER_MODULE).addFilter(
-        lambda record: not (server.should_exit and is_cancelled_batch(record))
-    )
+    recorder_log = logging.getLogger(_RECORDER_MODULE)
+    recorder_log.addFilter(lambda record: not (server.should_exit and is_cancelled_batch(record)))
     server.run(sockets=[socket.socket(fileno=descriptor)])
 
 
 def is_cancelled_batch(record: logging.LogRecord) -> bool:
-    """Return whether the log record is about a cancelled batch, which at shutdown is written shortly afterwards."""
+    """Return whether the log record is about a cancelled batch; at shutdown, the server still writes that batch."""
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def _exit_with_parent() -> None:
-    """End the server when its parent exits: stdin then reaches end of file, since nothing is ever written to it."""
+    """End the server when its parent exits: stdin then reaches its end, since the parent never writes to it."""
     os.read(sys.stdin.fileno(), 1)  # not `sys.stdin.read`, during which Python cannot shut down cleanly
     os.kill(os.getpid(), signal.SIGTERM)  # the server first stores the received events
     time.sleep(_EXIT_TIMEOUT.total_seconds())
@@ -130,8 +129,8 @@ _MAX_RESPONSE_BYTES = 64 * 1024
 def find_user_server() -> str | None:
     """Return the API URL of this user's server where `prefect server start` listens; None if there is none.
 
-    The port is the setting `PREFECT_SERVER_API_PORT`, 4200 by default. Returns None except on Linux, since other
-    systems do not report the owner of a socket.
+    The port is the setting `PREFECT_SERVER_API_PORT`, 4200 by default. On systems other than Linux the result is None:
+    they do not report the owner of a socket.
     """
     settings = get_current_settings().server.api
     path = (settings.base_path or "/api").rstrip("/")
@@ -150,7 +149,7 @@ def _fetch_body(port: int, path: str, deadline: float) -> bytes | None:
     """Return the response body of a GET request; None if its status is not 200, or it is too long.
 
     Raises:
-        OSError: the response is incomplete at `deadline`; no server can extend this time.
+        OSError: the response is incomplete at `deadline`, even if the server still sends bytes.
     """
     received = b""
     with socket.create_connection((LOOPBACK, port), timeout=max(deadline - time.monotonic(), 1e-3)) as connection:

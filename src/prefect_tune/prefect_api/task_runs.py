@@ -1,4 +1,4 @@
-"""Task runs of Prefect: their start, log lines, types, concurrency slots, and the end of lost ones."""
+"""Task runs of Prefect: their start, log lines, types and concurrency slots, and the end of lost task runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefect.client.schemas.filters import (
     TaskRunFilterState,
     TaskRunFilterStateType,
 )
-from prefect.client.schemas.objects import State, StateType, TaskRun, TaskRunResult
+from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
 from prefect.concurrency._sync import concurrency
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
@@ -38,6 +38,7 @@ from prefect.utilities.annotations import quote
 from prefect.utilities.callables import get_call_parameters
 
 from prefect_tune.prefect_api.api_client import is_temporary_error
+from prefect_tune.prefect_api.call_paths import get_caller_ids
 from prefect_tune.prefect_api.flow_runs import check_run_alive
 from prefect_tune.prefect_api.flow_with_server import FlowWithServer
 from prefect_tune.storage_retries import run_log, setting_context_variable
@@ -50,16 +51,16 @@ _LIVE_STATE_TYPES = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]
 def mark_task_runs_crashed(
     owner_run: str, is_lost: Callable[[TaskRun], bool], *, successor: str, has_owner_exited: bool
 ) -> None:
-    """Set the task runs of a flow run that `is_lost`, and their callees, to Crashed, once the flow run has ended.
+    """Set the lost task runs of a flow run, and the task runs that they called, to Crashed.
 
-    This function waits while the flow run may be alive, since the server may not know yet that a process was killed.
-    Ended task runs are not changed. If the server does not answer or rejects a request, no state is set.
+    This function waits while the flow run may be alive: the server may not know yet that a process was killed. Ended
+    task runs are not changed. If the server does not answer or rejects a request, no state is set.
 
     Args:
-        owner_run: the flow run, as named in a journal; ignored if it is not the id of a run.
-        is_lost: whether a task run that has not ended is to be set.
+        owner_run: the id of the flow run, from a journal; if it is no id, no state is set.
+        is_lost: returns whether a task run that has not ended is lost.
         successor: the name of the new owner, for the message of the new states.
-        has_owner_exited: whether the process of the flow run is known to have ended; else the server is queried.
+        has_owner_exited: whether the process of the flow run is known to have ended; if not, the server is queried.
     """
     with (
         suppress(PrefectException, httpx.HTTPError, OSError, RuntimeError, ValueError),
@@ -76,7 +77,7 @@ def mark_task_runs_crashed(
             dead = pending.popleft()
             crashed: State[Any] = Crashed(message=f"its process was lost; {successor} took over")
             client.set_task_run_state(dead.id, crashed, force=True)
-            pending.extend(run for run in live if dead.id in _get_caller_ids(run))
+            pending.extend(run for run in live if dead.id in get_caller_ids(run))
 
 
 def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
@@ -89,11 +90,6 @@ def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[Task
     ):
         runs += page
     return runs
-
-
-def _get_caller_ids(run: TaskRun) -> set[UUID]:
-    """Return the ids of the task runs that called `run`. `TaskRun.task_inputs` documents the key."""
-    return {caller.id for caller in run.task_inputs.get("__parents__", ()) if isinstance(caller, TaskRunResult)}
 
 
 # The type of the public tasks: for pyright, Prefect's own types of `submit` are partly unknown, and lack `wait_for`.
@@ -150,8 +146,8 @@ _hides_task_ends: ContextVar[bool] = ContextVar("prefect_tune_is_quiet", default
 def quiet_inner_tasks() -> Iterator[None]:
     """Hide Prefect's log lines about the ends of attempts, and of successful tasks in this context.
 
-    If a service of Prefect cannot send an item, such as an event while the server is down, this is logged in one line
-    without the item, at most once a minute. At the log level DEBUG, nothing is hidden.
+    If a service of Prefect cannot send an item, such as an event while the server is down, one line without the item is
+    logged, at most once a minute. At the log level DEBUG, nothing is hidden.
     """
     logging.getLogger(_SERVICES_LOGGER).addFilter(_shorten_unsent_record)  # adding it again has no effect
     logging.getLogger("prefect.task_runs").addFilter(_keep_task_record)
@@ -160,7 +156,7 @@ def quiet_inner_tasks() -> Iterator[None]:
 
 
 def _keep_task_record(record: logging.LogRecord) -> bool:
-    """Filter out records that only say that a task has ended; keep messages with a different wording."""
+    """Return False for records that only report the end of a task; keep messages with a different wording."""
     if record.module != _ENGINE_MODULE or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     message, is_attempt = str(record.msg), getattr(record, "task_name", "") == TRIAL_TASK_NAME
@@ -173,7 +169,7 @@ _last_log_time = {"seconds": -_NOT_SENT_LOG_INTERVAL_SECONDS}
 
 
 def _shorten_unsent_record(record: logging.LogRecord) -> bool:
-    """Filter: remove the item from the message about an unsent item; drop further messages within a minute."""
+    """Remove the item from the message about an unsent item; return False for further messages within a minute."""
     if record.msg != _NOT_SENT_MESSAGE or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     service, now = next(iter(record.args)), time.monotonic()
@@ -193,7 +189,7 @@ def _shorten_unsent_record(record: logging.LogRecord) -> bool:
 # To ask upstream: that such a task run begins with Running; or that the server stores states in batches by default, as
 # `PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE` allows.
 
-# None in a release of Prefect without it. The public `Task.create_local_run` is asynchronous and opens a client.
+# None if this release of Prefect lacks it. The public `Task.create_local_run` is asynchronous and opens a client.
 _create_task_run = getattr(task_engine, "_create_task_run_locally", None)
 
 
@@ -253,10 +249,11 @@ _stop_of_waits: ContextVar[threading.Event | None] = ContextVar("prefect_tune_st
 
 
 def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> AbstractContextManager[None]:
-    """Return a context that waits for a slot of each of `limits` and holds them; once `stop` is set, it enters without.
+    """Return a context that waits for a slot of each of `limits`, and holds the slots.
 
-    It keeps waiting while the API is unreachable or a limit is 0. If a lease cannot be renewed later, the block
-    continues; if a slot cannot be released at the end, it becomes free a minute later.
+    The wait continues while the API is unreachable or a limit is 0, and ends when `stop` is set. If a lease
+    cannot be renewed later, the block continues. If a slot cannot be released at the end, it becomes free a minute
+    later.
     """
     lease_seconds = _LEASE_DURATION.total_seconds()
     options: dict[str, Any] = {"lease_duration": lease_seconds, "raise_on_lease_renewal_failure": False}
@@ -264,7 +261,7 @@ def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> 
 
 
 def ending_slot_waits(stop: threading.Event) -> AbstractContextManager[None]:
-    """Let `stop` end the waits for slots of tags of the tasks that are called in this block."""
+    """Let `stop` end the waits of the tasks in this block for the slots of their tags."""
     return setting_context_variable(_stop_of_waits, stop)
 
 
@@ -275,7 +272,7 @@ def _holding_slots(
     is_logged = False
     with ExitStack() as held_slots:
         while names and not stop.is_set():
-            # Prefect serializes these requests: each caller makes one, limited in time while the API fails.
+            # Prefect serializes these requests, so each caller makes one request, with a timeout.
             slots = slots_of(max_retries=0, timeout_seconds=_ACQUIRE_TIMEOUT.total_seconds())
             try:
                 slots.__enter__()
@@ -301,7 +298,7 @@ def _release_slots(slots: AbstractContextManager[None]) -> None:
 
 
 def _acquire_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
-    """Wait for the slots of a task's tags: with `_holding_slots` in our flows, with Prefect's wait in others."""
+    """Return the context that waits for the slots of a task's tags: our wait in our flows, Prefect's wait in others."""
     context, stop = FlowRunContext.get(), _stop_of_waits.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
         return concurrency(names, **options)
