@@ -1,8 +1,8 @@
-"""The Prefect automations of this package: their triggers and actions, and how to install them.
+"""The Prefect automations of this package: their triggers and actions, and their installation.
 
-Two automations restart runs whose process was killed. Prefect's own *retries* cannot: the process that would retry
-no longer exists. The others are alerts on this package's events (`prefect_tune.core.prefect_events`), and on failed
-runs; the user chooses the actions of alerts at installation.
+Two automations restart runs whose process was killed. Prefect's own *retries* cannot do this: the process that would
+retry no longer exists. The other automations are alerts on events of this package (`prefect_tune.core.prefect_events`)
+and on failed runs; the user chooses their actions at installation.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.prefect_events import (
-    BestImproved,
-    TrialStalled,
-)
+from prefect_tune.core.prefect_events import BestImproved, TrialStalled
 from prefect_tune.prefect_api.api_client import prefect_server
 
 _PREFIX = "prefect-tune: "
@@ -47,7 +44,7 @@ _METRICS = (
 )
 _FLOW_RUN = "prefect.flow-run."
 _RESTART_DELAY = timedelta(seconds=30)
-# After each of these events no restart is needed or allowed; a heartbeat means that the run is still running.
+# After one of these events, no restart is needed or allowed; a heartbeat means that the run is still running.
 _CONTINUING_EVENTS = (
     "Pending",
     "Submitting",
@@ -70,9 +67,9 @@ class AutomationSpec:
     description: str
     trigger: EventTrigger
     action: ActionTypes | None = None
-    """None for an alert: its actions are chosen at installation; an alert without an action is switched off."""
+    """None for an alert: the user chooses its actions at installation. An alert without an action is switched off."""
     message: str = ""
-    """The message of an alert, as a Prefect template."""
+    """The message of an alert, a Prefect template."""
 
     @property
     def is_alert(self) -> bool:
@@ -83,10 +80,10 @@ def all_automations(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]
     """Return all automations by their names.
 
     Args:
-        heartbeat_window: time without a heartbeat after which a run counts as crashed: at least two heartbeat periods.
+        heartbeat_window: time without a heartbeat after which a run is marked as crashed; at least two intervals.
     """
-    # The runner and, some seconds later, its worker report a crash. A restart between both reports would leave the run
-    # with two processes, so the automation waits. The search itself restarts attempts of trials.
+    # A crash is reported by the runner and, some seconds later, by its worker. A restart between both reports would
+    # start two processes of the run, so the automation waits. It excludes trials: the search restarts their attempts.
     restart = AutomationSpec(
         f"{_PREFIX}restart a crashed run",
         f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_RESTART_DELAY.seconds} s, as the same run: it "
@@ -126,7 +123,7 @@ _TAGGED_RUNS: dict[str, str | list[str]] = {
 def _make_silence_trigger(
     related: list[dict[str, str | list[str]]], *, after: str, expect: Sequence[str], within: timedelta
 ) -> EventTrigger:
-    """Return a trigger that fires if none of the expected events of a flow run follows `after` in time."""
+    """Return a trigger that fires if no expected event of a flow run follows the event `after` within this time."""
     return EventTrigger(
         posture=Posture.Proactive,
         match={"prefect.resource.id": f"{_FLOW_RUN}*"},
@@ -170,8 +167,8 @@ _ALERTS = (
         {TrialStalled.name},
         match=_PACKAGE_EVENTS,
     ),
-    # Also for a run that fails before it opens an experiment, and so emits no event of this package. Runs are matched
-    # by flow: matched by tag, a flow that calls `pt.tune` and the attempts of trials would send more alerts.
+    # Also for a run that fails before it has an experiment: it emits no event of this package. Runs are matched by
+    # flow, not by tag: otherwise attempts of trials, and flows that call `pt.tune`, would send more alerts.
     _make_alert(
         "alert on a failed run",
         "A run ended with an error. No automation restarts it: fix the cause first.",
@@ -184,7 +181,7 @@ _ALERTS = (
 )
 
 
-# Install and remove the automations by name.
+# Install and remove automations by name.
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +192,10 @@ class InstalledAutomation:
     is_alert: bool
     enabled: bool
     has_action: bool
-    """Whether the automation has an action; an alert may have none."""
 
 
 _WINDOW_HEARTBEATS = 3
-_DEFAULT_SECONDS = 180
+_DEFAULT_HEARTBEAT_SECONDS = 180
 _FIELDS = {"name", "description", "tags", "trigger", "enabled", "actions"}
 
 
@@ -218,20 +214,18 @@ def install_automations(
 ) -> Sequence[str]:
     """Install automations on the Prefect server, or update existing ones; return their names.
 
-    Automations are matched by name; others are not changed. Installing twice is the same as installing once. An alert
-    without an action is switched off. An update keeps whether any other automation is enabled, and keeps an alert's
-    actions unless `notify` or `run` is passed.
+    Automations are matched by name; other automations are not changed. Installing twice is the same as installing once.
+    An alert without an action is switched off. An update does not switch other automations on or off, and keeps an
+    alert's actions unless `notify` or `run` is passed.
 
     Args:
         names: some of `automation_names()`. Default: all.
         notify: the notification block that sends alerts, such as `"slack-webhook/alerts"`.
         run: the deployment that alerts run, such as `"evaluate/nightly"`. Without `run` and `notify`, a new alert
             is switched off: add an action in the UI, and switch the alert on.
-        parameters: parameters of that deployment; texts may be templates, such as
-            `"{{ event.payload.experiment }}"`.
-        heartbeat_window_seconds: seconds without a heartbeat after which a run is considered crashed. Default: three
-            heartbeats (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, default 180 s; set the same value where the runs
-            execute).
+        parameters: parameters of that deployment; texts may be templates, such as `"{{ event.payload.experiment }}"`.
+        heartbeat_window_seconds: seconds without a heartbeat after which a run is marked as crashed. Default: three
+            heartbeat intervals (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, default 180 s; use the same value for the runs).
 
     Raises:
         InvalidInput: an automation, block or deployment does not exist, or no Prefect server is configured. Nothing
@@ -251,30 +245,25 @@ def apply_automations(
     parameters: Mapping[str, Any] | None = None,
     without_action: Literal["switch off", "leave out"] = "switch off",
 ) -> Sequence[InstalledAutomation]:
-    """Install these automations, or all; return the installed automations.
+    """Install automations; return the installed automations. For other arguments and errors see `install_automations`.
 
     Args:
         specs: the automations. Default: all.
-        notify: see `install_automations`.
-        run: the deployment that alerts run.
-        parameters: the parameters of that deployment.
-        without_action: whether to install a new alert without an action switched off, or not at all.
-
-    Raises like `install_automations`.
+        without_action: whether a new alert without an action is installed and switched off, or is not installed.
     """
     specs = _select_specs(None, _make_heartbeat_window(None)) if specs is None else specs
     with prefect_server("automations") as client:
         actions = _make_alert_actions(client, notify, run, parameters)
         skipped = [] if actions or without_action == "switch off" else [spec for spec in specs if spec.is_alert]
         wanted = [spec for spec in specs if spec not in skipped or _find_installed(client, spec)]
-        return [_install_one(client, spec, actions) for spec in wanted]
+        return [_install_automation(client, spec, actions) for spec in wanted]
 
 
 def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[str]:
     """Remove installed automations: all, or only `names`; return the names of the removed automations.
 
     Raises:
-        InvalidInput: this package has no automation of that name, or no Prefect server is configured.
+        InvalidInput: this package has no automation of a name in `names`, or no Prefect server is configured.
         TuneError: the server did not answer, or refused: for example, the role or plan forbids automations.
     """
     removed = []
@@ -288,7 +277,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
 
 
 def _delete_automation(client: SyncPrefectClient, automation: Automation) -> None:
-    """Delete an automation. Accept that it is gone: another process, or a request whose answer was lost, deleted it."""
+    """Delete an automation that may be deleted already, by another process or by a request whose response was lost."""
     try:
         client.delete_automation(automation.id)
     except PrefectHTTPStatusError as error:
@@ -309,7 +298,7 @@ def require_notification_block(slug: str) -> None:
 
 def _make_heartbeat_window(seconds: float | None) -> timedelta:
     if seconds is None:
-        seconds = _WINDOW_HEARTBEATS * (get_current_settings().flows.heartbeat_frequency or _DEFAULT_SECONDS)
+        seconds = _WINDOW_HEARTBEATS * (get_current_settings().flows.heartbeat_frequency or _DEFAULT_HEARTBEAT_SECONDS)
     if seconds < 10:
         raise InvalidInput(f"heartbeat_window_seconds: expected at least 10, found {seconds:g}")
     return timedelta(seconds=seconds)
@@ -327,13 +316,13 @@ def _select_specs(names: Collection[str] | None, window: timedelta) -> Sequence[
 def _make_alert_actions(
     client: SyncPrefectClient, notify: str | None, run: str | None, parameters: Mapping[str, Any] | None
 ) -> Sequence[ActionTypes]:
-    """Return the actions of alerts; `_make_automation` adds the message of a notification."""
+    """Return the actions of all alerts; `_make_automation` adds the messages of notifications."""
     actions: list[ActionTypes] = []
     if notify is not None:
         block = _read_block_id(client, notify)
         actions.append(SendNotification(block_document_id=block, subject="{{ automation.name }}", body=""))
     if run is None and parameters is not None:
-        raise InvalidInput("parameters: expected also run='flow/deployment', the deployment that takes them")
+        raise InvalidInput("parameters: requires run='flow/deployment', the deployment that receives them")
     if run is not None:
         try:
             deployment = client.read_deployment_by_name(run).id
@@ -350,23 +339,23 @@ def _read_block_id(client: SyncPrefectClient, slug: str) -> Any:
         return client.read_block_document_by_name(name, kind).id
     except ObjectNotFound as error:
         raise InvalidInput(
-            f"notify={slug!r}: no such block is saved; expected TYPE/NAME of a notification block. Save one "
-            "first, in the UI or with SlackWebhook(url=...).save('alerts'), which is then 'slack-webhook/alerts'"
+            f"notify={slug!r}: no such block is saved; expected the TYPE/NAME of a notification block. Save the block "
+            "first, in the UI or in Python: SlackWebhook(url=...).save('alerts') saves 'slack-webhook/alerts'"
         ) from error
 
 
 def _find_installed(client: SyncPrefectClient, spec: AutomationSpec) -> Sequence[Automation]:
-    """Return the automations of this name on the server, those with an action first."""
+    """Return the automations of this name on the server; automations with an action are first."""
     return sorted(client.read_automations_by_name(spec.name), key=lambda installed: not _has_action(installed.actions))
 
 
-def _install_one(
+def _install_automation(
     client: SyncPrefectClient, spec: AutomationSpec, actions: Sequence[ActionTypes]
 ) -> InstalledAutomation:
     is_active = bool(spec.action or actions)
     if installed := _find_installed(client, spec):
         first, *duplicates = installed
-        for duplicate in duplicates:  # concurrent installs created duplicates
+        for duplicate in duplicates:  # created by concurrent installations
             _delete_automation(client, duplicate)
         # Prefect Cloud may have types of actions that this version of Prefect does not know.
         is_active = first.enabled if _has_action(first.actions) else is_active
@@ -394,7 +383,7 @@ def _make_automation(spec: AutomationSpec, actions: Sequence[Any], *, enabled: b
         trigger=spec.trigger,
         actions=[
             action.model_copy(update={"body": spec.message})
-            if isinstance(action, SendNotification) and not action.body  # else keep the user's text
+            if isinstance(action, SendNotification) and not action.body  # keep the user's text
             else action
             for action in actions
         ],

@@ -1,4 +1,4 @@
-"""The deployable flows and the specifications of deployments, as plain values; `prefect.yaml` has the same ones."""
+"""The deployable flows and the specifications of deployments, as plain values; `prefect.yaml` repeats them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from prefect_tune.core.values import validate_name
 TAG = "prefect-tune"
 """The tag of every deployment and of its runs: automations match runs by this tag."""
 CollisionStrategy: TypeAlias = Literal["cancel-new", "enqueue"]
-_TRIAL_DEPLOYMENT_PARAMETER = "trial_deployment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,9 @@ class DeployableFlow:
     """A dotted path: a file path would load a second copy of the module, with other classes."""
     description: str
     concurrency_limit: int | None = None
-    """The concurrency limit of its runs; None: no limit."""
+    """The maximum number of concurrent runs; None for no limit."""
     has_experiment: bool = True
-    """Whether each run has one experiment, which its parameter `experiment` names."""
+    """Whether the parameter `experiment` names the one experiment of a run."""
 
     @property
     def module(self) -> str:
@@ -100,7 +99,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSchedule:
-    """When Prefect starts a run of a deployment."""
+    """When Prefect starts runs of a deployment."""
 
     when: str | Interval
     """A cron expression, or an interval."""
@@ -115,7 +114,7 @@ class DeploymentSpec:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     schedules: Sequence[DeploymentSchedule] | None = None
-    """None: keep existing schedules."""
+    """None to keep the existing schedules."""
     concurrency_limit: int | None = None
     collision: CollisionStrategy = "cancel-new"
     """Whether Prefect cancels or queues a run above the concurrency limit."""
@@ -131,7 +130,7 @@ def find_deployable_flows(names: Sequence[str]) -> Sequence[DeployableFlow]:
     Raises:
         InvalidInput: no flow has one of the names.
     """
-    flows = {offer.name: offer for offer in DEPLOYABLE_FLOWS}
+    flows = {flow.name: flow for flow in DEPLOYABLE_FLOWS}
     for name in names:
         if name not in flows:
             hint = did_you_mean(name, flows)
@@ -139,42 +138,42 @@ def find_deployable_flows(names: Sequence[str]) -> Sequence[DeployableFlow]:
     return [flows[name] for name in dict.fromkeys(names or flows)]
 
 
-def make_general_specs(offers: Sequence[DeployableFlow], prefix: str = "") -> Sequence[DeploymentSpec]:
-    """Return the specifications of general deployments; `prefix` begins each of their names."""
+def make_general_specs(flows: Sequence[DeployableFlow], prefix: str = "") -> Sequence[DeploymentSpec]:
+    """Return the specifications of deployments for any experiment; their names begin with `prefix`."""
     return [
         DeploymentSpec(
-            flow=offer,
-            name=validate_name(f"{prefix}{offer.name}"),
-            parameters=_trial_parameters(offer, prefix),
-            concurrency_limit=offer.concurrency_limit,
+            flow=flow,
+            name=validate_name(f"{prefix}{flow.name}"),
+            parameters=_trial_parameters(flow, prefix),
+            concurrency_limit=flow.concurrency_limit,
         )
-        for offer in offers
+        for flow in flows
     ]
 
 
-def _trial_parameters(offer: DeployableFlow, prefix: str) -> Mapping[str, Any]:
-    """Return the parameter with which `tune` starts trials by the `train-trial` deployment of the same prefix."""
-    return {_TRIAL_DEPLOYMENT_PARAMETER: f"train-trial/{prefix}train-trial"} if prefix and offer.name == "tune" else {}
+def _trial_parameters(flow: DeployableFlow, prefix: str) -> Mapping[str, Any]:
+    """Return the parameter for `tune` that names the `train-trial` deployment with the same prefix."""
+    return {"trial_deployment": f"train-trial/{prefix}train-trial"} if prefix and flow.name == "tune" else {}
 
 
 def make_experiment_spec(
-    offer: DeployableFlow,
+    flow: DeployableFlow,
     name: str,
     parameters: Mapping[str, Any],
     schedules: Sequence[DeploymentSchedule] | None,
     collision: CollisionStrategy = "cancel-new",
     prefix: str = "",
 ) -> DeploymentSpec:
-    """Return the specification of a deployment for one experiment: `name`, unless `parameters` name another one.
+    """Return the specification of a deployment for one experiment, which `name` names unless `parameters` do.
 
     At most one flow run of the deployment runs at a time.
     """
     name = f"{prefix}{name}"
-    experiment = {"experiment": name} if offer.has_experiment else {}
+    experiment = {"experiment": name} if flow.has_experiment else {}
     return DeploymentSpec(
-        flow=offer,
+        flow=flow,
         name=validate_name(name),
-        parameters={**_trial_parameters(offer, prefix), **experiment, **parameters},
+        parameters={**_trial_parameters(flow, prefix), **experiment, **parameters},
         schedules=schedules,
         concurrency_limit=1,
         collision=collision,

@@ -1,7 +1,4 @@
-"""Create or update deployments on a Prefect server, idempotently.
-
-The parameters are validated first, and contain no credentials.
-"""
+"""Create or update deployments on a Prefect server, idempotently: validate their parameters, and store no secret."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ SlugLookup: TypeAlias = Callable[[str], str | None]
 
 
 def look_up_slug(client: SyncPrefectClient, block: str) -> str | None:
-    """Look up a block on a Prefect server (see `SlugLookup`), without reading its secrets."""
+    """Look up a block on a Prefect server without reading its secrets; a `SlugLookup` for this client."""
     try:
         if BLOCK_SLUG.fullmatch(block):
             kind, name = block.split("/")
@@ -63,9 +60,9 @@ def look_up_slug(client: SyncPrefectClient, block: str) -> str | None:
 def validate_parameters(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], find_slug: SlugLookup, *, complete: bool
 ) -> dict[str, Any]:
-    """Return the parameters that the deployment stores: blocks by their names, never by their fields.
+    """Return the parameters that the deployment stores; they contain the names of blocks, never the fields.
 
-    `complete` requires all parameters that a run needs: scheduled runs show no form.
+    `complete` requires all parameters that a run needs: a scheduled run shows no form.
 
     Raises:
         InvalidInput: a parameter is unknown, missing, invalid, or would reveal a secret. The message has no secret.
@@ -80,7 +77,7 @@ def validate_parameters(
     if isinstance(sync := validated.get("sync"), Mapping):
         validated["sync"] = _validate_sync(sync, find_slug)
     passed = {name: value for name, value in validated.items() if value is not None}
-    is_resume = "fork" in schema["properties"]  # the journal has the other settings
+    is_resume = "fork" in schema["properties"]  # then the journal has the other settings
     if "trusted_packages" in passed:
         resolve_trusted_packages(passed["trusted_packages"])
     plan_type = _DeploymentOptions if is_resume else _DeploymentPlan
@@ -107,7 +104,7 @@ def _validate_sync(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
 
 
 def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
-    """Return a URI or `type/name`: Prefect does not resolve this text to the block's fields when a run starts."""
+    """Return a URI or `type/name`, a text that Prefect does not resolve to the block's fields when a run starts."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
             return _require_saved_block(target["$ref"], field, find_slug)
@@ -153,14 +150,13 @@ def _import_string_validator(parameter: str) -> AfterValidator:
 
 
 class _DeploymentOptions(SearchOptions):
-    """Options of a deployment's runs. Their code is installed where they run: check only the syntax of its name."""
+    """Options of a deployment's runs. Code is installed only where the runs execute: check only the syntax of names."""
 
     trainable: Annotated[str, _import_string_validator("trainable")] = "later:Later"
     target: Any = None  # like `sync`, checked in `validate_parameters`
     space: (
         Annotated[
-            Mapping[str, Any],
-            BeforeValidator(lambda space: space_from_json(space, load=lambda name: lambda _: name)),
+            Mapping[str, Any], BeforeValidator(lambda space: space_from_json(space, load=lambda name: lambda _: name))
         ]
         | None
     ) = None
@@ -219,8 +215,8 @@ class _ValidatedDeployment:
 def deploy(specs: Sequence[DeploymentSpec], pool: Pool) -> Sequence[DeploymentResult]:
     """Create or update these deployments; validate all of them before writing any.
 
-    Runs use the package that is installed where they run: Prefect pulls no code. Schedules that equal the existing
-    schedules keep their state, active or paused; otherwise they replace all existing schedules.
+    Runs use the package that is installed where they execute: Prefect pulls no code. If the schedules equal the
+    existing ones, these stay active or paused; otherwise the new schedules replace all existing schedules.
 
     Raises:
         InvalidInput: a flow cannot be imported, the work pool does not exist, or a parameter or schedule is invalid.
@@ -229,11 +225,11 @@ def deploy(specs: Sequence[DeploymentSpec], pool: Pool) -> Sequence[DeploymentRe
     with prefect_server("deployments") as client:
         _require_pool(client, pool)
         validated = [_validate_deployment(client, spec, pool) for spec in specs]
-        return [_create_or_update(client, deployment) for deployment in validated]
+        return [_create_or_update_deployment(client, deployment) for deployment in validated]
 
 
 def _require_pool(client: SyncPrefectClient, pool: Pool) -> None:
-    """Require the work pool, and that its template defines each job variable: Prefect ignores unknown ones."""
+    """Require that the work pool exists and its template defines all job variables: Prefect ignores unknown ones."""
     try:
         existing = client.read_work_pool(pool.name)
     except ObjectNotFound as missing:
@@ -253,13 +249,9 @@ def _validate_deployment(client: SyncPrefectClient, spec: DeploymentSpec, pool: 
     module, _, name = spec.flow.entrypoint.rpartition(".")
     flow: Flow[Any, Any] = getattr(import_module(module), name)
     schedules = None if spec.schedules is None else [_make_schedule(schedule) for schedule in spec.schedules]
-    flat = flow.flat_flow if isinstance(flow, GroupedFlow) else flow
-    parameters = validate_parameters(
-        flatten_parameters(spec.parameters),
-        make_form_schema(flat),
-        partial(look_up_slug, client),
-        complete=bool(schedules),
-    )
+    schema = make_form_schema(flow.flat_flow if isinstance(flow, GroupedFlow) else flow)
+    parameters, find_slug = flatten_parameters(spec.parameters), partial(look_up_slug, client)
+    parameters = validate_parameters(parameters, schema, find_slug, complete=bool(schedules))
     strategy = ConcurrencyOptions(collision_strategy=_COLLISION_STRATEGIES[spec.collision])
     fields = {
         "description": spec.flow.description,
@@ -288,8 +280,8 @@ def _make_schedule(schedule: DeploymentSchedule) -> _PrefectSchedule:
         raise InvalidInput(f"schedule {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}") from error
 
 
-def _create_or_update(client: SyncPrefectClient, deployment: _ValidatedDeployment) -> DeploymentResult:
-    """Create a deployment, or update the existing one: if it was created again, Prefect would delete its schedules."""
+def _create_or_update_deployment(client: SyncPrefectClient, deployment: _ValidatedDeployment) -> DeploymentResult:
+    """Create a deployment, or update the existing one: creating it again would delete its schedules."""
     fields, new_schedules = dict(deployment.fields), deployment.schedules
     try:
         existing = client.read_deployment_by_name(deployment.spec.full_name)
@@ -316,7 +308,7 @@ def _create_or_update(client: SyncPrefectClient, deployment: _ValidatedDeploymen
 
 
 def _schedule_key(schedule: Any) -> str:
-    """Return a text that equal schedules share; omit the anchor date of an interval, which users do not set."""
+    """Return a text that is equal for equal schedules; ignore the anchor date of an interval: users do not set it."""
     return str(sorted(schedule.model_dump(exclude={"anchor_date"}).items()))
 
 

@@ -183,12 +183,7 @@ Verdict: TypeAlias = Literal["exact", "not exact", "not deterministic"]
 _MAX_SHOWN, _MAX_SHOWN_IGNORED = 8, 8
 _SEED_ADVICE = "set seeds, and the library's deterministic mode"
 _FILE_NAME_ADVICE = "give the files of a checkpoint the same names in each run"
-_VICTIMS = {
-    "trial": "the trial",
-    "rank": "another rank",
-    "search": "the search",
-    "upload": "the search, in an upload",
-}
+_VICTIMS = {"trial": "the trial", "rank": "another rank", "search": "the search", "upload": "the search, in an upload"}
 
 
 class RunComparison(NamedTuple):

@@ -1,9 +1,9 @@
 """Parse and check a flow's arguments before any work starts: values, trainables, JSON of schedulers and other objects.
 
-The JSON of a scheduler, a search or a stopper, for forms, deployments and the journal, is `{"ASHA": {"max_t": 81}}`.
-`prefect_tune.registry` lists the classes with a JSON form. Their options are the fields of the dataclass, whose
-metadata holds an example of each option for messages. `core/search/space_json.py` writes the JSON that is parsed here.
-The command line's help imports this module: it imports Prefect only inside functions.
+Forms, deployments and the journal have JSON in place of a scheduler, search or stopper: `{"ASHA": {"max_t": 81}}`.
+`prefect_tune.registry` lists the classes with a JSON form. The options of a class are its dataclass fields; the field
+metadata has an example for messages. `core/search/space_json.py` writes the JSON that is parsed here.
+The help of the command line imports this module, so it imports Prefect only inside functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from prefect_tune.runtime.trainable import require_trainable
 
 
 def validate_experiment_name(name: str | None) -> str:
-    """Return `name`, or the id of the flow run without it; calls by a flow or task get their default elsewhere.
+    """Return `name`, or the id of the flow run if `name` is None; calls in a flow or task have another default.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
@@ -48,7 +48,7 @@ def validate_experiment_name(name: str | None) -> str:
 
 
 def config_to_json(config: object) -> dict[str, object]:
-    """Return the configuration, a mapping, a dataclass or None, as plain JSON.
+    """Return a configuration (a mapping, a dataclass or None) as plain JSON.
 
     Raises:
         InvalidInput: the configuration has a value that JSON cannot represent.
@@ -56,7 +56,7 @@ def config_to_json(config: object) -> dict[str, object]:
     plain = value_to_json({} if config is None else config, "config")
     if distribution := find_distribution(plain):
         raise InvalidInput(
-            f"config: expected values, found distribution {short_repr(distribution)}: only pt.tune draws from `space`"
+            f"config: expected values, found distribution {short_repr(distribution)}: only pt.tune draws, from `space`"
         )
     if isinstance(plain, dict):
         return plain
@@ -64,7 +64,7 @@ def config_to_json(config: object) -> dict[str, object]:
 
 
 def value_to_json(value: object, where: str) -> object:
-    """Return a value as plain JSON, see `freeze`.
+    """Return a value as plain JSON (see `freeze`).
 
     Raises:
         InvalidInput: the value contains a distribution, or something that JSON cannot represent.
@@ -78,10 +78,10 @@ def value_to_json(value: object, where: str) -> object:
 
 
 def validate_trainable(trainable: object) -> object:
-    """Return the trainable after all checks that need no import of the user's module.
+    """Return the trainable after all checks that do not import the user's module.
 
     Raises:
-        InvalidInput: it is neither a subclass of `Trainable` with `step`, nor a function, nor `package.module:Name`.
+        InvalidInput: it is not a subclass of `Trainable` with `step`, a function, or an existing `package.module:Name`.
     """
     if not isinstance(trainable, str):
         return require_trainable(trainable, trainable)
@@ -92,7 +92,7 @@ def validate_trainable(trainable: object) -> object:
             missing_module = module
     except ModuleNotFoundError as error:
         missing_module = error.name
-        if not f"{module}.".startswith(f"{missing_module}."):  # the package exists, and imports a missing module
+        if not f"{module}.".startswith(f"{missing_module}."):  # the package exists, but imports a missing module
             raise InvalidInput(f"trainable {trainable!r}: {describe_import_error(error)}") from error
     except (Exception, SystemExit) as error:  # `find_spec` imports the package, which may raise anything
         raise InvalidInput(f"trainable {trainable!r}: {describe_import_error(error)}") from error
@@ -110,7 +110,7 @@ def validate_trainable(trainable: object) -> object:
 
 
 def split_import_path(name: str, where: str) -> tuple[str, str]:
-    """Split `package.module:Name` into the module and the name in it; import nothing.
+    """Return the module and the name in `package.module:Name`, without an import.
 
     Raises:
         InvalidInput: `name` does not have that form.
@@ -122,15 +122,15 @@ def split_import_path(name: str, where: str) -> tuple[str, str]:
 
 
 def trainable_fingerprint(trainable: object) -> Mapping[str, str]:
-    """Return the identity of a trainable: its name without the module, which depends on how the code is run."""
+    """Return the identity of a trainable: its name, without the module, whose name depends on how the code is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
     return {"trainable": name.rpartition(".")[2]} if name else {}
 
 
 def source_digest(trainable: object) -> str:
-    """Return a digest of the source of a class or function, or of `package.module:Name`, without importing its file.
+    """Return a digest of the source of a trainable, without importing its module; empty if the source is unavailable.
 
-    Empty if the source is not available. The digest covers only this definition, not the code that it calls.
+    The digest covers only the definition of the class or function, not the code that it calls.
     """
     try:
         if isinstance(trainable, str):
@@ -140,7 +140,7 @@ def source_digest(trainable: object) -> str:
             source = _find_definition(Path(file).read_text(encoding="utf-8"), name) if file else ""
         else:
             source = _find_source(trainable)
-    except Exception:  # noqa: BLE001  `inspect` and the parser have many errors, see `trial_process`
+    except Exception:  # noqa: BLE001 - `inspect` and the parser raise many errors, see `trial_process`
         return ""
     return digest_of(source.encode())[:16] if source else ""
 
@@ -151,7 +151,7 @@ def _find_source(trainable: Any) -> str:
     except (TypeError, OSError):
         if not isinstance(trainable, type):
             raise
-    # For a class defined in a notebook cell: `__main__` has no file, but the methods have one.
+    # A class of a notebook cell: its module `__main__` has no file, but its methods have a file.
     methods = (method for method in vars(trainable).values() if inspect.isfunction(method))
     files = dict.fromkeys(method.__code__.co_filename for method in methods)
     texts = ("".join(linecache.getlines(file)) for file in files)
@@ -185,10 +185,10 @@ def parse_search(search: object) -> Search:
 
 
 def with_samples(search: Search, num_samples: int | None) -> Search:
-    """Return the search with this number of samples; None keeps its own.
+    """Return the search with this number of samples, or unchanged if the number is None.
 
     Raises:
-        InvalidInput: the search has no number of samples.
+        InvalidInput: the search has no field `num_samples`.
     """
     if num_samples is None:
         return search
@@ -196,19 +196,18 @@ def with_samples(search: Search, num_samples: int | None) -> Search:
     if "num_samples" in getattr(search, "__dataclass_fields__", ()):
         return cast("Search", replace(untyped_search, num_samples=num_samples))
     raise InvalidInput(
-        f"num_samples: {type(search).__name__} has its own number of samples; omit num_samples, and set the number "
-        "in the search"
+        f"num_samples: {type(search).__name__} has its own number of samples: set it there, and omit num_samples"
     )
 
 
 def parse_stop(stop: object) -> object:
     """Return `stop` with stopper objects in place of their JSON: `{"step": 100, "MaxFailures": {"failures": 3}}`.
 
-    A name with a number is a metric: a trial stops when its value reaches the number (`>=`). A name with an object is
-    a stopper with these options. `package.module:name` imports the object of that name.
+    A name with a number is a metric: a trial stops when the metric reaches the number (`>=`). A name with an object is
+    a stopper with these options. `package.module:name` is imported.
 
     Raises:
-        InvalidInput: no stopper has this name or these options, or the name cannot be imported.
+        InvalidInput: no stopper has this name or these options, or the import fails.
     """
     if isinstance(stop, str) and ":" in stop:
         return parse_stop(load_by_name(stop, "stop"))
@@ -216,7 +215,7 @@ def parse_stop(stop: object) -> object:
         if (name := match_option_class(stop)) in BUILT_IN_MODULES["stop"]:
             raise InvalidInput(
                 f"stop: found the fields of {name} without its class: {short_repr(dict(stop))}; expected "
-                f"{_example_json(name)}. To limit a metric with this name, pass a function: 'package.module:name'"
+                f"{_example_json(name)}. To limit a metric of such a name, pass a function: 'package.module:name'"
             )
         stopper_arguments = {name: arguments for name, arguments in stop.items() if isinstance(arguments, Mapping)}
         limits = {name: limit for name, limit in stop.items() if name not in stopper_arguments}
@@ -250,7 +249,7 @@ def make_stopper(stop: StopCriteria | str) -> Stopper:
 
 
 def component_to_json(component: object) -> dict[str, Any] | None:
-    """Return a scheduler, search or stopper as JSON; None if JSON cannot represent it, or its class is unknown."""
+    """Return a scheduler, search or stopper as JSON; None if its class or its values have no JSON form."""
     try:
         return cast("dict[str, Any]", component.to_json_form()) if isinstance(component, HasJsonForm) else None
     except InvalidInput:
@@ -258,14 +257,12 @@ def component_to_json(component: object) -> dict[str, Any] | None:
 
 
 def _build_from_json(value: object, where: str) -> object:
-    """Return the object that `{name: options}` or a name alone describes."""
-    built_in, arguments_by_name = BUILT_IN_MODULES[where], {value: {}} if isinstance(value, str) else value
-    if not (isinstance(arguments_by_name, Mapping) and len(arguments_by_name) == 1):
-        example = next(iter(built_in))
-        raise InvalidInput(
-            f"{where}: expected an object, or its JSON such as {{{example!r}: {{...}}}}, found {value!r}"
-        )
-    ((name, arguments),) = arguments_by_name.items()
+    """Return the object that a name, or `{name: options}`, describes."""
+    built_in, options_by_name = BUILT_IN_MODULES[where], {value: {}} if isinstance(value, str) else value
+    if not (isinstance(options_by_name, Mapping) and len(options_by_name) == 1):
+        example = f"{{{next(iter(built_in))!r}: {{...}}}}"
+        raise InvalidInput(f"{where}: expected an object, or its JSON such as {example}, found {value!r}")
+    ((name, arguments),) = options_by_name.items()
     if name not in built_in:
         raise InvalidInput(
             f"{where}: unknown name {name!r}; expected one of {', '.join(built_in)}{did_you_mean(str(name), built_in)}"

@@ -1,9 +1,8 @@
-"""The types of the flows' parameters: what type checkers accept in a call, and JSON schemas for forms.
+"""The types of the flows' parameters, for type checkers, and their JSON schemas, for forms.
 
-A parameter has its own schema if the schema of its type is unclear or asks for secrets.
-
-The flows still accept objects from a script. But Prefect's API rejects deployment parameters that do not match the
-schema, so a form selects or names a saved block, and never takes a block's fields with their credentials.
+A parameter has its own schema if the schema of its type is unclear or asks for secrets. Calls from a script may pass
+objects. But Prefect's API rejects deployment parameters that do not match the schema, so a form can only select or name
+a saved block: it cannot have a block's fields with their credentials.
 """
 
 from __future__ import annotations
@@ -18,15 +17,7 @@ from prefect.context import FlowRunContext
 from prefect.flows import Flow
 from prefect.logging import get_run_logger
 from prefect.utilities.callables import parameter_docstrings, parameter_schema
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    WithJsonSchema,
-    create_model,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema, create_model
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -56,7 +47,7 @@ def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
     """Return the schema of a flow's parameters, simplified for forms.
 
     An optional parameter is a field that may stay empty, not a choice between a type and None. Descriptions have no
-    Markdown, since a form shows it literally. The grouped parameters of a `GroupedFlow` are also valid outside it.
+    Markdown: a form shows it literally. The grouped parameters of a `GroupedFlow` are also valid outside the group.
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
@@ -64,7 +55,7 @@ def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
         for name, kind in schema.get("definitions", {}).items()
     }
     form = {**schema, "properties": _simplify_fields(schema["properties"]), "definitions": definitions}
-    if isinstance(flow, GroupedFlow):  # no form shows patterns as fields
+    if isinstance(flow, GroupedFlow):  # forms do not show patterns
         group = definitions[OPTIONS_DEFINITION]["properties"]
         form["patternProperties"] = {f"^{name}$": {"anyOf": [field, _NULL]} for name, field in group.items()}
     return form
@@ -82,10 +73,10 @@ def _plain_description(field: _Schema) -> _Schema:
 
 
 def _drop_null(field: dict[str, Any]) -> _Schema:
-    """Return the field without null: a form omits an empty field, and the API accepts null for it anyway."""
+    """Return the field without null: a form omits an empty field, and Prefect's API accepts null for any field."""
     choices = [choice for choice in field.get("anyOf", ()) if choice != _NULL]
     if field.get("default", ...) is not None or any({"$ref", "properties"} & choice.keys() for choice in choices):
-        return field  # keep the choice for an optional section, so that the form shows it collapsed
+        return field  # with a choice, the form shows an optional section collapsed
     del field["default"]
     if len(choices) == 1:
         del field["anyOf"]
@@ -94,7 +85,7 @@ def _drop_null(field: dict[str, Any]) -> _Schema:
 
 
 class _WithSchema:
-    """An annotation that replaces the JSON schema of a parameter; the schema is built on demand."""
+    """An annotation that replaces the JSON schema of a parameter; it builds the schema on demand."""
 
     def __init__(self, schema: Callable[[], _Schema]) -> None:
         self._schema = schema
@@ -104,7 +95,7 @@ class _WithSchema:
 
 
 class _WithType:
-    """An annotation that replaces the type for pydantic; type checkers see the declared type."""
+    """An annotation that replaces the type for pydantic, but not for type checkers."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
@@ -130,7 +121,7 @@ def _list_schema(title: str, items: _Schema) -> _Schema:
 
 
 def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
-    """Return the schema of a reference to a saved block, selected from a list, without the block's fields."""
+    """Return the schema of a saved block that a form selects from a list, without the block's fields."""
     names = {name: {"type": "string"} for name in ("block_document_id", "block_document_slug")}
     reference = {"type": "object", "properties": names, "additionalProperties": False, "minProperties": 1}
     return {
@@ -144,12 +135,12 @@ def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
 
 
 def _target_text_schema() -> _Schema:
-    """Return the schema of a target as text: Prefect's API rejects a relative path before a run begins."""
+    """Return the schema of a target as text, with which Prefect's API rejects a relative path before a run begins."""
     return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE_PATTERN}|{block_slug_pattern()}$)"}
 
 
 def _target_schema() -> _Schema:
-    blocks = sorted(TARGET_TYPES, key=lambda block: not issubclass(block, ObjectTarget))  # buckets, for deployments
+    blocks = sorted(TARGET_TYPES, key=lambda block: not issubclass(block, ObjectTarget))  # buckets first
     return {"anyOf": [_target_text_schema(), *(_block_reference_schema(block) for block in blocks)]}
 
 
@@ -173,7 +164,7 @@ def _sync_schema() -> _Schema:
         "type": "object",
         "properties": {name: {**field, "position": position} for position, (name, field) in enumerate(schemas.items())},
         "additionalProperties": False,
-        # Prefect's client adds these to a block that it sends; no form shows patterns as fields.
+        # Prefect's client adds these to a block that it sends; forms do not show patterns.
         "patternProperties": {"^(_block_|_is_anonymous|block_type_slug)": {}},
     }
     return {"anyOf": [options, _block_reference_schema(SyncConfig), _NULL]}
@@ -192,7 +183,7 @@ _TARGET_TITLE = "Absolute path or URI, or type/name of a saved block"
 _MODE_SCHEMA = _choice_schema("One mode for all metrics", "min", "max")
 _OPTIONAL_DICT = _WithType(dict[str, Any] | None)
 _ANY_TYPE = _WithType(Any)
-"""For parameters that `SearchPlan` validates with better messages."""
+"""For parameters that `SearchPlan` validates, with better messages."""
 _Json: TypeAlias = Mapping[str, Mapping[str, Any]]
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 
@@ -201,7 +192,7 @@ TargetLike: TypeAlias = StorageTarget | str | os.PathLike[str]
 TrainableLike: TypeAlias = type[Trainable] | Callable[[Any], object] | str
 """A subclass of `pt.Trainable`, a function of the configuration, or the `package.module:Name` of either."""
 ConfigLike: TypeAlias = Mapping[str, Any] | _Dataclass
-"""A configuration or a space: a dict, or a dataclass whose fields are its parameters."""
+"""A configuration or a space: a dict, or a dataclass with a field for each parameter."""
 StopLike: TypeAlias = (
     Stopper
     | _Function
@@ -210,7 +201,7 @@ StopLike: TypeAlias = (
     | str
     | None
 )
-"""A stopper, a function of the metrics, limits of metrics, several of these, or a stopper's JSON or name."""
+"""A stopper, a function of the metrics, limits of metrics, several of these, or a stopper's JSON or import path."""
 
 TargetField: TypeAlias = Annotated[
     TargetLike, _WithType(StorageTarget | str), BeforeValidator(_resolve_path_target), _WithSchema(_target_schema)
@@ -239,36 +230,19 @@ MetricField: TypeAlias = Annotated[
     _any_of(_text_schema("One metric"), _list_schema("Several metrics", {"type": "string"}), _NULL),
 ]
 ModeField: TypeAlias = Annotated[
-    Mode | list[Mode] | None,
-    _any_of(_MODE_SCHEMA, _list_schema("One mode for each metric", _MODE_SCHEMA), _NULL),
+    Mode | list[Mode] | None, _any_of(_MODE_SCHEMA, _list_schema("One mode for each metric", _MODE_SCHEMA), _NULL)
 ]
 CallbacksField: TypeAlias = Annotated[
     Sequence[Callback | str] | None,
     _WithType(list[Any] | None),
     _any_of(_list_schema("package.module:Name", {"type": "string"}), _NULL),
 ]
-ResumeLike: TypeAlias = Literal[
-    "auto",
-    "must",
-    "never",
-    "errored",
-    "errored_only",
-    "auto+errored",
-    "auto+errored_only",
-    "local",
-    "local+errored",
-    "local+errored_only",
-    "remote",
-    "remote+errored",
-    "remote+errored_only",
-    "AUTO",
-    "AUTO+ERRORED",
-    "AUTO+ERRORED_ONLY",
-    "ERRORED_ONLY",
-    "LOCAL",
-    "REMOTE",
-]
-"""The values of `resume`, with Ray Tune's, for type checkers; the words also work in other cases and orders."""
+_AutoWord: TypeAlias = Literal["auto", "must", "never", "errored", "errored_only", "auto+errored", "auto+errored_only"]
+_LocalWord: TypeAlias = Literal["local", "local+errored", "local+errored_only"]
+_RemoteWord: TypeAlias = Literal["remote", "remote+errored", "remote+errored_only"]
+_RayWord: TypeAlias = Literal["AUTO", "AUTO+ERRORED", "AUTO+ERRORED_ONLY", "ERRORED_ONLY", "LOCAL", "REMOTE"]
+ResumeLike: TypeAlias = Literal[_AutoWord, _LocalWord, _RemoteWord, _RayWord]
+"""The values of `resume` for type checkers, with Ray Tune's words; the flow also accepts other cases and orders."""
 ResumeField: TypeAlias = Annotated[
     bool | ResumeLike,
     _WithType(bool | str),
@@ -283,7 +257,7 @@ RerunField: TypeAlias = Annotated[
 ]
 
 
-# Flows for deployments: their forms show the few parameters that everybody needs; the others are in one group.
+# Flows for deployments: their forms show the few parameters that all users need; the others are in one group.
 
 ADVANCED_PARAMETER = "advanced"
 """The parameter that holds the group."""
@@ -296,50 +270,42 @@ _R = TypeVar("_R")
 class GroupedFlow(FlowWithServer[_P, _R]):
     """A flow to deploy. Its form shows the parameters `first`, in this order, and all others in the group `advanced`.
 
-    Python clients may also pass a grouped parameter outside the group; its value then replaces the group's value.
+    Python clients may also pass a grouped parameter outside the group; this value then replaces the group's value.
 
     Args:
-        flow: the flow to run, whose parameters are flat.
-        first: names of parameters, at least of the required ones.
+        flow: the flow to run, with flat parameters.
+        first: the names of all required parameters, and of others.
         module: the module that the entrypoint of a deployment names.
     """
 
     __signature__: Signature
-    """The form's parameters, from which Prefect makes a deployment's schema."""
+    """The form's parameters; Prefect makes a deployment's schema from them."""
 
     def __init__(self, flow: FlowWithServer[_P, _R], first: Sequence[str], module: str) -> None:
         parameters = signature(flow.fn, eval_str=True).parameters
         by_keyword = {name: parameter.replace(kind=Parameter.KEYWORD_ONLY) for name, parameter in parameters.items()}
         others = [parameter for name, parameter in by_keyword.items() if name not in first]
-        descriptions = parameter_docstrings(getdoc(flow.fn))
-        fields: dict[str, Any] = {
-            parameter.name: (
-                parameter.annotation,
-                Field(
-                    default=parameter.default,
-                    title=parameter.name,
-                    description=descriptions.get(parameter.name),
-                    json_schema_extra={"position": position},
-                ),
-            )
-            for position, parameter in enumerate(others)
-        }
+        descriptions, fields = parameter_docstrings(getdoc(flow.fn)), dict[str, Any]()
+        for position, parameter in enumerate(others):
+            name, extra = parameter.name, {"position": position}
+            text = descriptions.get(name)
+            field = Field(default=parameter.default, title=name, description=text, json_schema_extra=extra)
+            fields[name] = parameter.annotation, field
         strict = ConfigDict(title="Options", extra="forbid", arbitrary_types_allowed=True)
         options = create_model(OPTIONS_DEFINITION, __config__=strict, **fields)
         default = Field(default=None, description=f"{len(fields)} more parameters: choose Options.")
         group = Parameter(ADVANCED_PARAMETER, Parameter.KEYWORD_ONLY, default=default, annotation=options | None)
-        # Before version 3.9, Prefect passes a default that is a `Field` as the argument.
+        # Prefect before version 3.9 passes a default that is a `Field` as the argument.
         call_flow = _make_entrypoint(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
         super().__init__(call_flow, name=flow.name, version=flow.version, persist_result=flow.persist_result)
         self.flat_flow = flow
         self.__signature__ = Signature([*(by_keyword[name] for name in first), group])
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the flow with flat parameters."""
         return self.flat_flow(*args, **flatten_parameters(options))
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with other options and the same form."""
+        """Return a copy with other options, but the same form."""
         other = super().with_options(**options)
         other.flat_flow = self.flat_flow.with_options(**options)
         other.__signature__ = self.__signature__
@@ -353,7 +319,7 @@ class GroupedFlow(FlowWithServer[_P, _R]):
 
 
 def flatten_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a form's parameters without the group; a parameter outside the group replaces the one in it.
+    """Return a form's parameters without the group; a parameter outside the group replaces its value in the group.
 
     Raises:
         InvalidInput: the group is not a mapping.
@@ -366,13 +332,13 @@ def flatten_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
-    """Return the function that a run calls; Prefect's engine rejects parameters that its signature lacks."""
+    """Return the function that a run calls; Prefect's engine rejects parameters that are not in its signature."""
     function: Callable[..., _R] = flow.fn
 
     def call_flow(**parameters: Any) -> _R:
         group: BaseModel | None = parameters.pop(ADVANCED_PARAMETER)
         if group is not None:
-            context = FlowRunContext.get()  # its flow run has the parameters without Prefect's defaults
+            context = FlowRunContext.get()  # the parameters of its flow run have no defaults
             passed = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
             for name in sorted(group.model_fields_set):
                 if name not in passed:

@@ -1,7 +1,7 @@
-"""Check from the source alone that a name can be imported: nothing is imported before it is trusted.
+"""Check by the source alone that a name can be imported: no module is imported before it is trusted.
 
-`undefined_name_reason` returns why trusted packages do not define a name of a journal. `require_importable` calls it
-before a search, and imports a trainable only if its source is inconclusive, in a process like a trial's.
+`undefined_name_reason` returns why trusted packages do not define a name that a journal contains. `require_importable`
+calls it before a search; only if the source is inconclusive, it imports the trainable, in a process like a trial's.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def require_importable(
         trainable: the trainable of a search.
         isolation: where its trials run.
         log: receives the output of the import.
-        cadence: when its trials save; None if unknown, and then not checked.
+        cadence: when its trials save; None to skip this check.
 
     Raises:
-        InvalidInput: the module cannot be imported or lacks the name; or the object is no trainable, or cannot save
+        InvalidInput: the module cannot be imported or lacks the name; or the object is not a trainable, or cannot save
             although `cadence` requires it.
     """
     if not isinstance(trainable, str):
@@ -79,7 +79,7 @@ def require_importable(
                 wait_log.log_if_due()
                 try:
                     message = channel.receive(_POLL_INTERVAL)
-                except EOFError:  # the process was killed: the trials find out
+                except EOFError:  # the process was killed: the trials will report the reason
                     return
                 match message:
                     case TrialEnded(raised=True, outcome=AttemptEnded(reason=Reason(arguments=arguments) as reason)):
@@ -92,29 +92,26 @@ def require_importable(
 
 
 def _defines_trainable(definition: ast.stmt, module: ast.Module) -> bool:
-    """Return whether the source proves that this is a trainable; if not, only the import can tell."""
+    """Return whether the source proves that the definition is a trainable; if not, only an import can show it."""
     match definition:
         case ast.FunctionDef(decorator_list=[]):
             return _accepts_arguments(definition, 1)
         case ast.ClassDef(decorator_list=[], bases=bases, body=body):
-            imported = dict(_imported_trainables(module))
+            imported = dict(_iter_imported_trainables(module))
             base_names = {imported[name] for name in map(ast.unparse, bases) if name in imported}
             methods = {statement.name: statement for statement in body if isinstance(statement, ast.FunctionDef)}
             has_async_method = any(isinstance(statement, ast.AsyncFunctionDef) for statement in body)
             has_required_methods = base_names != {"Trainable"} or methods.keys() >= {"step", "save_checkpoint"}
-            calls = [
-                (method, METHOD_ARGUMENT_COUNTS[name])
-                for name, method in methods.items()
-                if name in METHOD_ARGUMENT_COUNTS
-            ]
-            are_callable = all(not m.decorator_list and _accepts_arguments(m, count) for m, count in calls)
+            counts = METHOD_ARGUMENT_COUNTS
+            called = [(method, counts[name]) for name, method in methods.items() if name in counts]
+            are_callable = all(not m.decorator_list and _accepts_arguments(m, count) for m, count in called)
             return bool(base_names) and has_required_methods and are_callable and not has_async_method
         case _:
             return False
 
 
 def _accepts_arguments(definition: ast.FunctionDef, count: int) -> bool:
-    """Return whether a function takes `count` positional arguments, and no `yield` is in it or in inner functions."""
+    """Return whether a function accepts `count` positional arguments, and neither it nor its inner functions yield."""
     parameters = definition.args
     positional = len(parameters.posonlyargs) + len(parameters.args)
     is_count_accepted = positional - len(parameters.defaults) <= count and None not in parameters.kw_defaults
@@ -122,8 +119,8 @@ def _accepts_arguments(definition: ast.FunctionDef, count: int) -> bool:
     return has_no_yield and is_count_accepted and (count <= positional or parameters.vararg is not None)
 
 
-def _imported_trainables(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield each name under which a module imports a trainable class of this package, with the class's own name."""
+def _iter_imported_trainables(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the trainable classes of this package that a module imports: the name in the module, and the class name."""
     for statement in module.body:
         match statement:
             case ast.Import(names=names):
@@ -135,17 +132,17 @@ def _imported_trainables(module: ast.Module) -> Iterator[tuple[str, str]]:
                 pass
 
 
-# Check that a trusted package defines a name: parse its source instead of importing the module.
+# Check that a trusted package defines a name: parse the source of the module, do not import it.
 
 _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CODE_NAME = re.compile(rf"({_MODULE}):({_MODULE})", re.ASCII)
 _DEFINITION_TYPES = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _VALUE_EXPRESSIONS = ast.Call | ast.Lambda | ast.BinOp
-"""Expressions whose value the module itself creates; a name or attribute may alias an object of another module."""
+"""Expressions that create their value; a name or an attribute may be an alias of an object of another module."""
 _MAX_IMPORTS = 20
 
 DefinitionCheck: TypeAlias = Callable[[ast.stmt, ast.Module], bool]
-"""Returns whether a definition in this module is accepted."""
+"""Returns whether a definition in a module is accepted."""
 
 
 def is_module_name(name: object) -> bool:
@@ -157,12 +154,7 @@ def undefined_name_reason(name: str, packages: Sequence[str], is_accepted: Defin
     """Return why `packages` do not define `package.module:Name` as a class, function or object; empty if they do.
 
     The lookup follows imports through modules of `packages`. To find a module's source, it imports the parent packages,
-    but not the module.
-
-    Args:
-        name: the name.
-        packages: the packages or modules that may define the name.
-        is_accepted: an additional check that each definition of the name has to pass.
+    but not the module. Each definition of the name must also pass `is_accepted`.
     """
     parts = _CODE_NAME.fullmatch(name)
     if parts is None:
@@ -203,7 +195,7 @@ class _DefinitionLookup:
     ) -> str:
         """Return why `body`, of a module or class, does not define the name at `path`; empty if it does.
 
-        Every statement that binds the name has to define it, since without running them the last one is unknown.
+        Every statement that binds the name must define it: which of them runs last is unknown.
         """
         name, *rest = path
         aliases = f"{spec.name} does not define {name!r}, but aliases another object"
@@ -220,7 +212,7 @@ class _DefinitionLookup:
                     bound == name
                 ):
                     reason = "" if self._is_accepted(statement, tree) else "not accepted"
-                case ast.Assign() | ast.AnnAssign() if name in _assigned_names(statement):
+                case ast.Assign() | ast.AnnAssign() if name in _list_assigned_names(statement):
                     is_value = isinstance(statement.value, _VALUE_EXPRESSIONS) and not rest
                     reason = aliases if not is_value else "" if self._is_accepted(statement, tree) else "not accepted"
                 case ast.Import(names=names) if any(_local_name(alias) == name for alias in names):
@@ -243,7 +235,7 @@ class _DefinitionLookup:
     def _resolve_import(
         self, statement: ast.ImportFrom, path: Sequence[str], spec: ModuleSpec, depth: int
     ) -> tuple[str, str]:
-        """Return the module that a statement imports from (empty for none), and why it does not define the name."""
+        """Return the source module of an import (empty if invalid), and why this module does not define the name."""
         package = spec.name if spec.submodule_search_locations is not None else spec.parent
         try:
             module = importlib.util.resolve_name(f"{'.' * statement.level}{statement.module or ''}", package)
@@ -253,7 +245,7 @@ class _DefinitionLookup:
 
 
 def _walk_body(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield all statements that may bind a name of the module, including those in blocks such as `if` and `try`."""
+    """Yield all statements that may bind a name of the module, including statements in blocks such as `if`, `try`."""
     for statement in body:
         yield statement
         if not isinstance(statement, _DEFINITION_TYPES):
@@ -263,7 +255,7 @@ def _walk_body(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _has_other_binding(statement: ast.stmt, name: str) -> bool:
-    """Return whether the statement binds the name by a loop, `with`, pattern, assignment expression or `global`."""
+    """Return whether a statement binds the name by a loop, `with`, pattern, assignment expression or `global`."""
     if isinstance(statement, _DEFINITION_TYPES):
         return any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(statement))
     nodes: list[ast.AST | None] = list(ast.iter_child_nodes(statement))
@@ -287,7 +279,7 @@ def _has_other_binding(statement: ast.stmt, name: str) -> bool:
     return False
 
 
-def _assigned_names(statement: ast.Assign | ast.AnnAssign) -> list[str]:
+def _list_assigned_names(statement: ast.Assign | ast.AnnAssign) -> list[str]:
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
 

@@ -1,7 +1,6 @@
-"""Check a plan before anything is written, also against the journal that it resumes, and derive what a run needs.
+"""Check a plan, and the journal that it resumes, before anything is written; derive the specification of the trials.
 
-A `require_` function raises; a `log_` or `warn_of_` function warns about what may not be intended.
-`with_added_samples` computes the number of samples, `make_trial_spec` the specification of the trials.
+A `require_` function raises; a `log_` or `warn_of_` function warns of settings that are probably not intended.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ def require_same_search(state: Experiment, settings: Mapping[str, object]) -> No
     """Require that the journal's earlier decisions stay valid with these settings.
 
     Raises:
-        InvalidInput: the experiment is a single training, its seed differs from today's, or its metric or mode differs
-            after trials were compared by it.
+        InvalidInput: the experiment is a single training; or it has trials and another seed, or has compared them by
+            another metric or mode.
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_continuable(state)
@@ -81,13 +80,13 @@ def _effective_setting(name: str, settings: Mapping[str, object]) -> object:
 
 
 def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
-    """Return the plan, with the seed of the experiment's journal if the plan has none."""
+    """Return the plan; if it has no seed, with the seed in the experiment's journal."""
     seed = state.settings.get("seed")
     return plan.with_changes(seed=seed) if plan.seed is None and state.trials and seed is not None else plan
 
 
 def _was_metric_used(state: Experiment) -> bool:
-    """Return whether a decision or proposal may have used the metric; False if it is misspelt: no report has it."""
+    """Return whether a decision or proposal may have used the metric; False if no report has it: it is misspelt."""
     objective, trials = objective_from_settings(state.settings), state.trials.values()
     if objective is None or any(record.kind == "decided" for trial in trials for record in trial.policy_events):
         return True
@@ -95,7 +94,7 @@ def _was_metric_used(state: Experiment) -> bool:
 
 
 def require_search(state: Experiment, uri: str) -> None:
-    """Require a search: only a search has the settings in its journal by which it can be resumed.
+    """Require a search: only the journal of a search has the settings for a resume.
 
     Raises:
         InvalidInput: the experiment is a single training, or belongs to a user's own flow.
@@ -105,11 +104,11 @@ def require_search(state: Experiment, uri: str) -> None:
 
 
 def _resume_advice(state: Experiment) -> str:
-    """Return what kind of experiment this is, if not a search, and how to continue it."""
+    """Return the kind of an experiment that is not a search, and how to continue it."""
     owner = state.owner
     if not state.trials and not (owner and owner.attempt):
         return "has no trials and no settings yet: repeat the call that began it, with the same target and experiment"
-    # The public tasks journal the run count of their flow run; a trial that only they save has no trainable.
+    # Only the public tasks journal the run count of their flow run; a trial that only they save has no trainable.
     if (owner and owner.attempt) or any(not trial.fingerprint for trial in state.trials.values()):
         return (
             "belongs to your own flow, not to a search: run that flow again with the same target and experiment, or "
@@ -121,7 +120,7 @@ def _resume_advice(state: Experiment) -> str:
 
 
 def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[str, object]) -> None:
-    """Require that the experiment is new, or the single training that `spec` and `config` specify.
+    """Require that the experiment is new, or is the single training that `spec` and `config` specify.
 
     Raises:
         InvalidInput: the experiment is a search, or trains another trainable or configuration.
@@ -151,7 +150,7 @@ def require_continuable(state: Experiment) -> None:
     """Require an experiment that is complete and not being deleted.
 
     Raises:
-        ResumeFailed: the experiment is a fork whose copying was interrupted, or is being deleted.
+        ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     if state.is_being_deleted:
         raise ResumeFailed(
@@ -159,8 +158,8 @@ def require_continuable(state: Experiment) -> None:
         )
     if not state.is_complete:
         raise ResumeFailed(
-            f"experiment {state.name!r} is an incomplete fork of {state.origin}: the fork was interrupted; "
-            "repeat the fork with the same name to complete it"
+            f"experiment {state.name!r} is an incomplete fork of {state.origin}: to complete it, fork again with the "
+            "same name"
         )
 
 
@@ -169,16 +168,16 @@ def require_presence(
 ) -> Experiment | None:
     """Check, before anything is written, that the experiment exists or does not exist, as `resume` requires.
 
-    Return `state`, or the state read from the journal; None if it was not needed.
+    Returns `state`, or the state read from the journal; None if it was not needed.
 
     Raises:
-        ResumeFailed: the experiment has to exist and does not, or cannot be read. Nothing was started.
-        InvalidInput: the experiment must not exist, and does; or `resume` is 'local', and the target no `LocalTarget`.
+        ResumeFailed: the experiment must exist, and does not exist or cannot be read. Nothing was started.
+        InvalidInput: the experiment must not exist, and exists; or `resume` is 'local', and the target is remote.
     """
     if resume.requires_local_target and not isinstance(target, LocalTarget):
         raise InvalidInput(
-            f"resume='local': an experiment is stored only on its target, {target.uri}: this machine has no "
-            "copy that could be newer or older. Use 'must', or a target on this machine"
+            f"resume='local': the experiment is stored only on its target, {target.uri}: this machine has no copy. "
+            "Use 'must', or a target on this machine"
         )
     if resume.presence == "auto":
         return state
@@ -188,7 +187,7 @@ def require_presence(
     if resume.presence == "never" and state.entry_count:
         raise InvalidInput(
             f"experiment {experiment!r} at {target.uri} already exists, with {len(state.trials)} trials, but "
-            "resume='never' (or False) requires a new one: use another name; experiments are never overwritten"
+            "resume='never' (or False) requires a new experiment: use another name; experiments are never overwritten"
         )
     return state
 
@@ -199,11 +198,11 @@ NEW_CODE_TRAINS = "steps from now on are trained by the new code; earlier report
 NEW_CODE_UNUSED = (
     "this run trained nothing with the new code; to train with it, raise num_samples, or choose another experiment name"
 )
-"""The effect of changed code: when a trial starts, and at the end of a run that started none."""
+"""The effect of changed code: for a run that starts a trial, and for a run that started no trial."""
 
 
 def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
-    """Reject a changed trainable, for `on_code_change="refuse"`; called before an earlier owner is superseded.
+    """Reject a changed trainable, for `on_code_change="refuse"`; called before this run supersedes an earlier owner.
 
     Raises:
         InvalidInput: the trainable has changed since the experiment last trained.
@@ -216,19 +215,19 @@ def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
 
 
 def settings_before_training(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return today's settings with the code that trained last; the journal gets today's code when it trains."""
+    """Return the settings with the digest of the code that trained last; the first new step journals today's code."""
     code = state.settings.get("code")
     return {**settings, "code": code} if code and state.trials else settings
 
 
 def log_code_change(state: Experiment, plan: SearchPlan, effect: str, log: Log) -> None:
-    """Log a warning with its `effect` if the trainable has changed since the experiment last trained."""
+    """Log a warning with the `effect` of the change if the trainable has changed since the experiment last trained."""
     if changed := _describe_code_change(state, plan):
         log.warning("%s: %s", changed, effect)
 
 
 def format_code_note(state: Experiment, plan: SearchPlan) -> str:
-    """Return a line for a form: whether the trainable's source has changed since the experiment last trained."""
+    """Return the line of a form that says whether the trainable has changed since the experiment last trained."""
     if not (code := plan.source_digest):
         return "code: source unavailable, unknown whether it changed"
     return f"⚠️ {changed}" if (changed := _describe_code_change(state, plan)) else f"code: unchanged ({code})"
@@ -239,10 +238,8 @@ def _describe_code_change(state: Experiment, plan: SearchPlan) -> str | None:
     if not (state.trials and before and now and before != now):
         return None
     old_trainable, (*_, last_trial) = state.settings.get("trainable"), state.trials.values()
-    old_name = (trainable_fingerprint(old_trainable) if isinstance(old_trainable, str) else last_trial.fingerprint).get(
-        "trainable"
-    )
-    name = plan.fingerprint.get("trainable")
+    old = trainable_fingerprint(old_trainable) if isinstance(old_trainable, str) else last_trial.fingerprint
+    old_name, name = old.get("trainable"), plan.fingerprint.get("trainable")
     if old_name and name and old_name != name:
         what, before, now = "trainable", f"{old_name} {before}", f"{name} {now}"
     else:
@@ -254,7 +251,7 @@ def _describe_code_change(state: Experiment, plan: SearchPlan) -> str | None:
 
 
 def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None:
-    """Check that the new total number of samples, for example of a resume form, is not below the experiment's.
+    """Require that the new total number of samples, such as that of a resume form, is not below the old total.
 
     Raises:
         InvalidInput: the number is smaller.
@@ -265,37 +262,36 @@ def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None
     old_count = _stored_sample_count(stored_count, state.settings.get("search"))
     if isinstance(old_count, int) and UNLIMITED not in (old_count, num_samples) and num_samples < old_count:
         raise InvalidInput(
-            f"num_samples: experiment {state.name!r} already has {old_count}, and this run passes {num_samples}, which "
-            f"is the new total (with a grid, per grid point). Pass {old_count} or more, or "
-            f"samples_per_run={num_samples} to add {num_samples}"
+            f"num_samples: experiment {state.name!r} already has {old_count}, and this run passes {num_samples} as the "
+            f"new total (with a grid, per grid point). Pass {old_count} or more, or samples_per_run={num_samples} to "
+            f"add {num_samples}"
         )
 
 
 def with_added_samples(
     plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
 ) -> tuple[SearchPlan, Mapping[str, int]]:
-    """Return `plan` with the total number of samples, and the samples that this run adds, by run, for the journal.
+    """Return `plan` with the total number of samples, and by run the samples that this run adds, for the journal.
 
-    This run also proposes samples that earlier runs should have proposed and did not. A restarted run adds no further
-    samples.
+    This run also proposes samples that earlier runs were to propose but did not. A restarted run adds no samples again.
 
     Raises:
-        InvalidInput: the experiment has no number of samples to add to.
+        InvalidInput: the experiment has no fixed number of samples.
     """
     added = plan.samples_per_run
     if added is None:
         return with_default_samples(plan, state), {}
     run_key, count_before = call_path(), _count_earlier_samples(plan, state)
-    form_count = plan.num_samples or 0  # in a resume form
+    form_count = plan.num_samples or 0  # of a resume form
     if run_key in state.extensions:
         return plan.with_changes(num_samples=max(count_before, form_count)), {}
     return plan.with_changes(num_samples=max(count_before + added, form_count)), {run_key: added}
 
 
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
-    """Return `plan` with the default number of samples if it is not ten, so that the journal stores it.
+    """Return `plan` with the default number of samples if the default is not ten, so that the journal stores it.
 
-    A journal without a number means ten, for any space: an experiment that was begun with ten keeps them.
+    A journal without a number means ten, for any space; an experiment that was begun with ten keeps ten.
     """
     if plan.num_samples is not None or plan.samples_per_run is not None or not _has_no_sample_count(plan.search):
         return plan
@@ -333,17 +329,17 @@ def _count_earlier_samples(plan: SearchPlan, state: Experiment) -> int:
 
 
 def _stored_sample_count(num_samples: Any, search: Any) -> object:
-    """Return the total number of samples in an experiment's settings; None if they do not have one."""
+    """Return the total number of samples of an experiment's settings; None if the settings do not determine it."""
     if num_samples is not None:
         return num_samples
     return DEFAULT_NUM_SAMPLES if _has_no_sample_count(search) else getattr(parse_search(search), "num_samples", None)
 
 
-# Warnings about parameters that are probably not intended.
+# Warn of parameters that are probably not intended.
 
 
 def log_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials this run does not retry; without other trials, the search's error says so."""
+    """Log how many errored trials this run does not retry; if it has no other trial, the search's error says so."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):
@@ -368,7 +364,7 @@ def log_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
 
 
 def log_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log a warning if existing trials were drawn from another space, and whether new trials will be drawn."""
+    """Log a warning if existing trials were drawn from another space; it says whether new trials will be drawn."""
     space_before, space_now = (
         None if "space" in options_only_in_code(settings) else canonical_json(settings.get("space", {}))
         for settings in (state.settings, plan.settings)
@@ -377,27 +373,26 @@ def log_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
         return
     total_count, trial_count = plan.trial_count, len(state.trials)
     is_total_reached = total_count is not None and total_count <= trial_count
+    advice = f", and the search proposes only {total_count} in total: raise num_samples to draw from the new space"
     log.warning(
         "the search space has changed; %s drawn from the old one%s",
         pluralize(trial_count, "earlier trial was", "earlier trials were"),
-        f", and the search proposes only {total_count} in total: raise num_samples to draw from the new space"
-        if is_total_reached
-        else "",
+        advice if is_total_reached else "",
     )
 
 
 def warn_of_stop_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
     """Log a warning for each stop limit that is probably not intended.
 
-    A limit of a minimized metric ends most trials at once. A limit of a metric that Ray Tune adds to each report makes
-    every trial fail, unless the trainable reports the metric.
+    A limit of a minimized metric ends most trials at once. Ray Tune adds some metrics to each report: a limit of such a
+    metric fails every trial whose trainable does not report it.
     """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
     for name, limit in metric_limits(stopper).items():
         if name in RAY_EQUIVALENTS:
             log.warning(
-                "stop={'%s': %g} limits a metric of this name; trials that do not report it fail. Ray Tune's %s "
-                "is %s here",
+                "stop={'%s': %g} limits a metric of this name; a trial that does not report it fails. The equivalent "
+                "of Ray Tune's %s is %s",
                 name,
                 limit,
                 name,
@@ -405,18 +400,18 @@ def warn_of_stop_limits(stopper: Stopper, objective: Objective | None, log: Log)
             )
         if modes.get(name) == "min":
             log.warning(
-                "stop={'%s': %g} ends a trial as soon as %s >= %g, but the metric is minimized: most trials end at "
-                "their first step. To end a trial that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
+                "stop={'%s': %g} ends a trial once %s >= %g, but the metric is minimized: most trials end at their "
+                "first step. To end a trial that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
                 *(name, limit) * 3,
             )
 
 
 def warn_of_no_metric(plan: SearchPlan, log: Log) -> None:
-    """Log a warning if a search of several trials has no metric: then no trial is the best."""
+    """Log a warning if a search of several trials has no metric: then it has no best trial."""
     if plan.objective is None and plan.trial_count != 1:
         log.warning(
             "no metric: trials are not compared, and results.best raises. Pass the name of a reported metric, such as "
-            "metric='loss'; or pass it later: results.best_trial('loss')"
+            "metric='loss', or compare the trials later: results.best_trial('loss')"
         )
 
 
@@ -450,7 +445,7 @@ def warn_of_mode(plan: SearchPlan, log: Log) -> None:
 def warn_of_constants(plan: SearchPlan, log: Log) -> None:
     """Log a warning if the search has several trials but nothing to draw, so that all trials are equal.
 
-    A user's own search, or `Repeated` with its index, may propose values that the space does not have.
+    Logs none for a user's own search or `Repeated`, which may propose values that the space does not have.
     """
     space = validate_space(plan.space or {})
     proposes_more = type(plan.effective_search).__name__ not in BUILT_IN_MODULES["search"]
@@ -470,7 +465,7 @@ def warn_of_constants(plan: SearchPlan, log: Log) -> None:
     )
 
 
-# Reject searches with several writers of one journal on a target that is safe for one writer only.
+# Reject searches in which several processes write one journal, on a target that supports only one writer.
 
 
 def external_task_runner() -> TaskRunner[Any] | None:
@@ -485,7 +480,7 @@ def require_one_process(uri: str, external: str = "") -> None:
 
     Args:
         uri: the URI of the target, which has no atomic create-if-absent.
-        external: what runs the trials outside this process, if it is not the flow's task runner.
+        external: what runs trials in other processes; empty for the flow's task runner.
 
     Raises:
         InvalidInput: `external` is not empty, or the flow's task runner uses other processes.
@@ -494,10 +489,10 @@ def require_one_process(uri: str, external: str = "") -> None:
         external = f"task runner: {type(runner).__name__}"
     if external:
         raise InvalidInput(
-            f"{external}, at {uri}: an attempt in another process may be presumed lost, but still run and write beside "
-            "its successor. Expected a target with atomic create-if-absent, found one without (ONE RUNNER ONLY), where "
-            "the second of two writers overwrites the first. Nothing was started: use S3, GCS, Azure or a folder "
-            "(prefect-tune blocks check TARGET), or trials='tasks' with a thread pool task runner"
+            f"{external}, at {uri}: an attempt that is presumed lost may still run in another process, and write while "
+            "the next attempt writes. On a target without atomic create-if-absent (ONE RUNNER ONLY), the second writer "
+            "overwrites the first. Nothing was started: use S3, GCS, Azure or a folder (prefect-tune blocks check "
+            "TARGET), or trials='tasks' with a thread pool task runner"
         )
 
 
@@ -510,32 +505,29 @@ class SearchLimits:
     max_concurrent_trials: int
     """The number of slots; `options` has only its upper bound."""
     end_reason: AnyReason | None = None
-    """Why the run ends before training; None if it trains."""
+    """Why the run ends without training; None if it trains."""
     meets_stop_criterion: Callable[[Trial], bool] = lambda _: True
-    """Returns whether a finished trial also meets today's stop criterion; otherwise it is requeued."""
+    """Returns whether a finished trial also meets today's stop criterion; if not, the trial is requeued."""
 
 
 # The specification of a plan's trials.
 
 
 def make_trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
-    """Return the specification of a search's trials, with a placeholder for the trial.
+    """Return the specification of a search's trials, with a placeholder for the trial's key.
 
     An option of a trial has the same name in `SearchPlan` and `TrialSpec`.
 
     Raises:
         InvalidInput: a concurrency limit does not exist, or the trainable cannot be sent to a process.
     """
-    _require_concurrency_limits(plan.concurrency_limits or ())
+    limits, silence_seconds = tuple(plan.concurrency_limits or ()), plan.silence_timeout_seconds
+    _require_concurrency_limits(limits)
     names = OPTIONS.keys() & {field.name for field in fields(TrialSpec)}
     trial_options: dict[str, Any] = {name: value for name in names if (value := getattr(plan, name)) is not None}
-    silence_seconds = plan.silence_timeout_seconds
-    computed_options = {
-        "trainable": serialize_for_trial(plan.trainable),
-        "concurrency_limits": tuple(plan.concurrency_limits or ()),
-    }
+    trial_options |= {"trainable": serialize_for_trial(plan.trainable), "concurrency_limits": limits}
     return TrialSpec(
-        **{**trial_options, **computed_options},
+        **trial_options,
         trial=TrialKey(experiment=plan.experiment, generation=1, trial="any"),
         fingerprint=plan.fingerprint,
         stopper=serialize_for_trial(stopper),
@@ -550,7 +542,7 @@ def make_trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
 
 
 def _require_concurrency_limits(names: Sequence[str]) -> None:
-    """Require that `names` are global concurrency limits of Prefect: a missing limit would limit nothing."""
+    """Require that the global concurrency limits exist in Prefect: a missing limit would limit nothing."""
     if not names:
         return
     with get_client(sync_client=True) as client:
@@ -565,10 +557,10 @@ def _require_concurrency_limits(names: Sequence[str]) -> None:
 
 
 def make_single_trial_spec(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Stopper]:
-    """Return the specification of a trial whose attempts write the experiment's journal, and its stop criterion.
+    """Return the specification of a single trial, whose attempts write the experiment's journal, and its stopper.
 
     Raises:
-        InvalidInput: the criterion is for a search of many trials; or see `make_trial_spec` and `require_valid_sync`.
+        InvalidInput: the stopper is for a search of many trials; or see `make_trial_spec` and `require_valid_sync`.
     """
     stopper = plan.stopper
     if wrong := experiment_stoppers(stopper):
@@ -582,7 +574,7 @@ def make_single_trial_spec(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Sto
 
 
 def require_valid_sync(spec: TrialSpec) -> None:
-    """Check the sync settings of a specification before anything is written.
+    """Require valid sync settings in a specification, before anything is written.
 
     Raises:
         InvalidInput: the syncer or the upload target is invalid.

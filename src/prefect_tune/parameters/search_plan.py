@@ -1,11 +1,11 @@
-"""`SearchPlan`: the parameters of a search, parsed and validated once, and the settings that the journal stores.
+"""`SearchPlan`: the parsed and validated parameters of a search, and the settings that the journal stores.
 
     name: Annotated[type, Option(stored, at_resume, fixed), Flag(flag, metavar, help, panel)] = default
                               │       │          │               └──► `prefect-tune run` and `resume`, and messages
                               │       └──────────┴──► what a resume may change
                               └──► the settings in the journal, and the check of what a journal may choose
 
-The flows repeat names, types and defaults in their signatures, for type checkers and forms; tests compare them.
+The flows repeat names, types and defaults in their signatures, for type checkers and forms; tests compare both.
 This module imports Prefect only inside functions: the help of a command reads these declarations.
 """
 
@@ -75,7 +75,7 @@ class StoredKind(Enum):
     DATA = "data"
     """No value names code, a file, a location or a command."""
     CHOICE = "choice"
-    """A value may name one of these: `prefect_tune.trust` checks it before a resume uses it."""
+    """A value may name code, a file, a location or a command: `prefect_tune.trust` checks it before a resume."""
 
 
 class Panel(StrEnum):
@@ -98,10 +98,10 @@ class Flag:
     panel: Panel | None = Panel.SEARCH
     """The flag's panel in the help of `run`; None if `run` does not have it."""
     kind: Any = None
-    """The type of the values; None: an integer with `minimum`, otherwise the option's type, or text."""
+    """The type of the values. None: an integer if `minimum` is set; otherwise the option's type, or text."""
     minimum: int | None = None
     flag: str = ""
-    """The default is the option's name: `--keep-best` for `keep_best`."""
+    """Empty for the option's name: `--keep-best` for `keep_best`."""
     resume_position: int | None = None
     """The flag's position in the help of `resume`; None if `resume` does not have it."""
 
@@ -116,11 +116,11 @@ class Option:
     """The properties of a search's option, except its flags."""
 
     stored: StoredKind | None = None
-    """What its values in the journal may choose; None if it belongs to one run: the journal does not store it."""
+    """What its values in the journal may choose; None if the journal does not store it: it belongs to one run."""
     at_resume: bool = False
     """Whether `pt.resume` accepts it."""
     fixed_reason: str = ""
-    """Why a resume may not change it; empty if it may."""
+    """Why a resume may not change it; empty if a resume may change it."""
 
 
 def flags_by_option(plan: type[BaseModel]) -> Mapping[str, Sequence[Flag]]:
@@ -151,7 +151,7 @@ class ValidatedParameters(Value):
         except ValidationError as error:
             invalid = argument_error(error)
         if invalid is not None:
-            raise invalid  # outside `except`: the traceback of pydantic's error would print values, maybe secret ones
+            raise invalid  # outside `except`: the traceback of pydantic's error would print values, perhaps secrets
 
 
 # The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials are retried.
@@ -162,7 +162,7 @@ RerunErrored: TypeAlias = bool | Literal["only"]
 _PRESENCES: dict[str, Presence] = {"auto": "auto", "must": "must", "remote": "must", "local": "must", "never": "never"}
 _RERUNS: dict[str, RerunErrored] = {"errored": True, "errored_only": "only"}
 _UNSUPPORTED_WORDS = {
-    "prompt": "a flow cannot prompt: use 'auto', 'must' (the experiment has to exist) or 'never' (it must not exist)",
+    "prompt": "a flow cannot prompt: use 'auto', 'must' (the experiment must exist) or 'never' (it must not exist)",
     "restart_errored": "a trial that has a checkpoint never restarts from step 0; 'errored' resumes from the "
     "checkpoint, and pt.resume(..., fork='name', at=entry) starts from an earlier entry",
 }
@@ -176,7 +176,7 @@ class ResumeOption:
     presence: Presence = "auto"
     rerun_errored: RerunErrored = False
     requires_local_target: bool = False
-    """Whether the target has to be a folder on this machine."""
+    """Whether the target must be a folder on this machine."""
 
 
 def parse_resume(resume: object) -> ResumeOption:
@@ -199,17 +199,15 @@ def parse_resume(resume: object) -> ResumeOption:
     presence = {_PRESENCES[word] for word in words if word in _PRESENCES} or {"must"}
     if len(presence) > 1:
         raise InvalidInput(f"resume={resume!r}: {' and '.join(map(repr, sorted(presence)))} contradict each other")
-    rerun_choices = [_RERUNS[word] for word in words if word in _RERUNS]
-    return ResumeOption(
-        presence.pop(), rerun_choices[0] if rerun_choices else False, requires_local_target="local" in words
-    )
+    rerun_errored: RerunErrored = next((_RERUNS[word] for word in words if word in _RERUNS), False)
+    return ResumeOption(presence.pop(), rerun_errored, requires_local_target="local" in words)
 
 
 _DATA, _CHOICE = StoredKind.DATA, StoredKind.CHOICE
 _FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, Panel.WHERE
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 _MAX_SECONDS = 1e10
-"""The maximum of a time parameter, some 300 years: a `timedelta` or a date cannot hold every number."""
+"""The maximum of a time parameter, about 300 years: a `timedelta` or a date cannot represent every number."""
 _MAX_NODES = 1024
 PositiveSeconds: TypeAlias = Annotated[Number, Field(gt=0, le=_MAX_SECONDS)]
 
@@ -231,7 +229,7 @@ def _parse_sync(sync: object) -> SyncConfig | None:
 
 
 def parse_space(space: object) -> dict[str, object]:
-    """Return a space (a mapping or a dataclass) with domain objects in place of their JSON; existing objects stay.
+    """Return a space, passed as a mapping or dataclass, with domain objects in place of their JSON.
 
     Raises:
         InvalidInput: the space is invalid, or a function of a `sample_from` cannot be imported.
@@ -247,10 +245,10 @@ def parse_space(space: object) -> dict[str, object]:
 
 
 class SearchOptions(ValidatedParameters):
-    """The parameters of `prefect_tune.flows.tune.tune`, which documents them, each parsed and validated separately.
+    """The parameters of `prefect_tune.flows.tune.tune`, each parsed and validated separately; the flow documents them.
 
-    The fields have the flow's names and defaults. The journal omits values that equal their default: changing a
-    default changes every search that is resumed. `fixed_reason` and `at_resume` determine what a resume may change;
+    The fields have the flow's names and defaults. The journal omits values that equal their default, so a changed
+    default changes all resumed searches. `fixed_reason` and `at_resume` determine what a resume may change;
     `plan_checks.py` rejects other changes, and fewer samples.
 
     Raises:
@@ -261,13 +259,13 @@ class SearchOptions(ValidatedParameters):
         Any,
         AfterValidator(validate_trainable),
         Option(_CHOICE, at_resume=True),
-        Flag("MODULE:NAME", "Replaces the one in the journal; required on a bucket.", None, resume_position=10),
+        Flag("MODULE:NAME", "The trainable; required if the journal's name is not trusted.", None, resume_position=10),
     ]
     target: Annotated[StorageTarget, PlainValidator(_resolve_target), Option()]
     space: Annotated[
         Annotated[Mapping[str, Any], BeforeValidator(parse_space)] | None,
         Option(_CHOICE, at_resume=True),
-        Flag("NAME=VALUE", "A parameter: n=choice(1,2).", kind=list[str], resume_position=6, flag="--set"),
+        Flag("NAME=VALUE", "A parameter of the space: n=choice(1,2).", kind=list[str], resume_position=6, flag="--set"),
         Flag("FILE", "The space, as JSON or YAML.", kind=Path, resume_position=7),
     ] = None
     experiment: Annotated[str, BeforeValidator(validate_experiment_name), Option()] = Field(
@@ -275,20 +273,20 @@ class SearchOptions(ValidatedParameters):
     )
     metric: Annotated[
         str | list[str] | None,
-        Option(_DATA, fixed_reason="earlier decisions compared trials by the first one"),
-        Flag("NAME", "What trials are compared by.", kind=list[str]),
+        Option(_DATA, fixed_reason="earlier decisions compared trials by the earlier metric"),
+        Flag("NAME", "The metric that ranks the trials.", kind=list[str]),
     ] = None
     mode: Annotated[
         Mode | list[Mode] | None,
         Option(_DATA, fixed_reason="earlier decisions ranked trials in the other direction"),
-        Flag("min|max", "Its direction. Default: min.", kind=list[Mode]),
+        Flag("min|max", "Direction of the metric. Default: min.", kind=list[Mode]),
     ] = None
-    """As passed; None means `min`."""
+    """The passed value; None means `min`."""
     num_samples: Annotated[
         WholeNumber | None,
         Option(_DATA, at_resume=True),
-        Flag("N", "Trials; with a grid, per point. Default: 10; grid alone: 1."),
-        Flag("N", "New --num-samples, not fewer than now: of trials, with a grid per point.", None, resume_position=3),
+        Flag("N", "Number of trials (with a grid, per grid point). Default: 10; for a grid alone 1."),
+        Flag("N", "New total of trials (with a grid, per grid point), not fewer than now.", None, resume_position=3),
     ] = None
     scheduler: Annotated[
         Annotated[InstanceOf[Scheduler], BeforeValidator(parse_scheduler)] | None,
@@ -304,18 +302,18 @@ class SearchOptions(ValidatedParameters):
         Any,
         BeforeValidator(as_dicts),
         Option(_CHOICE, at_resume=True),
-        Flag("step=N", "Ends a trial; or MODULE:NAME.", kind=list[str], resume_position=5),
+        Flag("step=N", "When a trial ends; or MODULE:NAME.", kind=list[str], resume_position=5),
     ] = None
-    """As passed but with plain scalars, for the journal; `stopper` is the parsed criterion."""
+    """The passed value with plain scalars, for the journal; `stopper` is the parsed criterion."""
     max_concurrent_trials: Annotated[
         Annotated[WholeNumber, Field(ge=1)] | None,
         Option(_DATA, at_resume=True),
-        Flag("N", "Default: one per CPU.", resume_position=8),
+        Flag("N", "Trials that run at once. Default: one per CPU.", resume_position=8),
     ] = None
     resources_per_trial: Annotated[
         Mapping[str, Number] | None,
         Option(_DATA, at_resume=True),
-        Flag("NAME=N", "Of a trial: gpu=0.5 or cpu=2.", flag="--resource"),
+        Flag("NAME=N", "A trial's resource: gpu=0.5 or cpu=2.", flag="--resource"),
     ] = None
     resources_total: Annotated[Mapping[str, Number] | None, Option(at_resume=True)] = None
     checkpoint: Annotated[
@@ -346,7 +344,7 @@ class SearchOptions(ValidatedParameters):
         bool | None,
         Option(_DATA),
         Flag(None, "Stop at the first error.", _FAILURES),
-        Flag(None, "Errors end no search.", _FAILURES, bool, flag="--ignore-errors"),
+        Flag(None, "Succeed despite failed trials.", _FAILURES, bool, flag="--ignore-errors"),
     ] = None
     allow_missing_metric: Annotated[
         bool, Option(_DATA, at_resume=True), Flag(None, "Reports may lack the --metric.", _FAILURES)
@@ -364,7 +362,7 @@ class SearchOptions(ValidatedParameters):
     samples_per_run: Annotated[
         Annotated[WholeNumber, Field(ge=1)] | None,
         Option(at_resume=True),
-        Flag("N", "N new samples, in place of a total.", _MORE, minimum=1, resume_position=4),
+        Flag("N", "Samples that this run adds, in place of a total.", _MORE, minimum=1, resume_position=4),
     ] = None
     seed: Annotated[
         WholeNumber | None,
@@ -379,7 +377,7 @@ class SearchOptions(ValidatedParameters):
     time_budget_seconds: Annotated[
         PositiveSeconds | None,
         Option(at_resume=True),
-        Flag("S", "After S seconds save all trials and end.", _MORE, resume_position=9),
+        Flag("S", "After S seconds, save all trials and end.", _MORE, resume_position=9),
     ] = None
     callbacks: Annotated[
         list[Any] | None,
@@ -406,7 +404,7 @@ class SearchOptions(ValidatedParameters):
     trials: Annotated[
         Literal["tasks", "deployment"],
         Option(_DATA),
-        Flag("WHERE", "tasks (default): in this run; deployment: a flow run each.", _WHERE),
+        Flag("WHERE", "tasks (default): in this flow run; deployment: in flow runs.", _WHERE),
     ] = "tasks"
     trial_deployment: Annotated[str, Option(_CHOICE), Flag("NAME", "Deployment for --trials deployment.", _WHERE)] = (
         "train-trial/train-trial"
@@ -424,18 +422,18 @@ class SearchOptions(ValidatedParameters):
     concurrency_limits: Annotated[
         list[str] | None,
         Option(_DATA),
-        Flag("NAME", "Global limit that each attempt waits for.", _WHERE, flag="--concurrency-limit"),
+        Flag("NAME", "Global concurrency limit for attempts.", _WHERE, flag="--concurrency-limit"),
     ] = None
     isolation: Annotated[
         Literal["process", "thread"],
         Option(_DATA),
-        Flag("WHAT", "process (default): one for each trial; thread: for debuggers.", _WHERE),
+        Flag("WHAT", "process (default): a process per trial; thread: for debuggers.", _WHERE),
     ] = "process"
     processes_per_trial: Annotated[
         Processes,
         BeforeValidator(parse_processes),
         Option(_DATA, at_resume=True),
-        Flag("N", "Processes: 4, or 1-8. Default: 1.", _WHERE, kind=str),
+        Flag("N", "Processes of a trial: 4, or 1-8. Default: 1.", _WHERE, kind=str),
     ] = 1
     nodes_per_trial: Annotated[
         WholeNumber,
@@ -447,12 +445,10 @@ class SearchOptions(ValidatedParameters):
         WholeNumber | None,
         Field(ge=1, le=_MAX_NODES),
         Option(_DATA, at_resume=True),
-        Flag("N", "Fewest of them. Default: all.", _WHERE, minimum=1),
+        Flag("N", "Minimum number of nodes. Default: all.", _WHERE, minimum=1),
     ] = None
     metrics_from: Annotated[
-        MetricsSource,
-        Option(_DATA, at_resume=True),
-        Flag("WHAT", "rank 0 (default), or mean of ranks.", _WHERE),
+        MetricsSource, Option(_DATA, at_resume=True), Flag("WHAT", "rank 0 (default), or mean of all ranks.", _WHERE)
     ] = "rank 0"
     reuse: Annotated[Reuse, Option(_DATA), Flag("HOW", "Share imports: auto (default) or never.", _WHERE)] = "auto"
 
@@ -476,15 +472,14 @@ class SearchOptions(ValidatedParameters):
 
 
 class SearchPlan(SearchOptions):
-    """The consistent parameters of a search, and values that depend on several of them.
+    """The consistent parameters of a search, and values that follow from several parameters.
 
     Raises:
-        InvalidInput: a parameter is invalid, or contradicts another one.
+        InvalidInput: a parameter is invalid, or contradicts another parameter.
     """
 
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:
-        """Raise `InvalidInput` if parameters contradict each other."""
         if self.trials == "deployment" and self.resources_per_trial is not None:
             raise InvalidInput(
                 "resources_per_trial: with trials='deployment' the work pool assigns resources; pass "
@@ -493,9 +488,9 @@ class SearchPlan(SearchOptions):
         if self.trials != "deployment" and self.trial_job_variables is not None:
             raise InvalidInput("trial_job_variables: requires trials='deployment'")
         if self.resources_total is not None and self.resources_per_trial is None:
-            raise InvalidInput("resources_total: requires resources_per_trial, which divides it among the trials")
+            raise InvalidInput("resources_total: requires resources_per_trial, the share of each trial")
         if self.metric is None and self.mode is not None:
-            raise InvalidInput(f"mode={self.mode!r}: requires a metric, whose direction it is: metric='loss'")
+            raise InvalidInput(f"mode={self.mode!r}: requires a metric, such as metric='loss'")
         is_range = not isinstance(self.processes_per_trial, int)
         if is_range and self.nodes_per_trial > 1:
             raise InvalidInput(
@@ -522,17 +517,17 @@ class SearchPlan(SearchOptions):
 
     @property
     def objective(self) -> Objective | None:
-        """The metrics by which trials are compared; None if there are none."""
+        """The metrics by which trials are compared, with their modes; None without a metric."""
         return make_objective(self.metric, self.mode or "min")
 
     @property
     def effective_search(self) -> Search:
-        """The search with the number of samples of this plan; `search` has its own."""
+        """The search algorithm, with the number of samples of this plan if it has one."""
         return with_samples(RandomSearch() if self.search is None else self.search, self.num_samples)
 
     @property
     def trial_count(self) -> int | None:
-        """The total number of trials that the search proposes; None if not known beforehand."""
+        """The total number of trials that the search proposes; None if unknown beforehand."""
         return self.effective_search.trial_count(self.space or {})
 
     @property
@@ -542,7 +537,7 @@ class SearchPlan(SearchOptions):
 
     @property
     def resources(self) -> Resources | None:
-        """The resources of each trial; None if none were passed."""
+        """The resources of each trial; None if the plan has none."""
         resources = self.resources_per_trial
         return None if resources is None else parse_resources(resources, "resources_per_trial")
 
@@ -558,7 +553,7 @@ class SearchPlan(SearchOptions):
 
     @property
     def effective_rerun_errored(self) -> RerunErrored:
-        """Whether errored trials are retried; `only` if no other trials run."""
+        """Whether errored trials are retried; `"only"` if no other trials run."""
         return self.rerun_errored or self.resume.rerun_errored
 
     @property
@@ -573,9 +568,9 @@ class SearchPlan(SearchOptions):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The settings that the journal stores: all values that have a JSON form and differ from the default.
+        """The settings that the journal stores: all values that have a JSON form and differ from their default.
 
-        `options_only_in_code` lists options without a JSON form: a resume by experiment name alone cannot restore them.
+        `options_only_in_code` returns the options without a JSON form, which a resume by name alone cannot restore.
         """
         fields = type(self).model_fields
         defaults = {name: fields[name].default for name, option in OPTIONS.items() if option.stored}
@@ -615,10 +610,8 @@ def _option_to_json(name: str, value: Any) -> object | None:
             case _ if name == "stop":
                 return stop_to_json(value)
             case _ if name == "space":
-                functions = [
-                    item.function for item in find_domains(value) if isinstance(item, SampleFrom) and item.path is None
-                ]
-                are_named = all(importable_name_of(item) is not None for item in functions)  # their JSON is this name
+                samples = (item for item in find_domains(value) if isinstance(item, SampleFrom))  # stored by name
+                are_named = all(importable_name_of(item.function) is not None for item in samples if item.path is None)
                 return space_to_json(value) if are_named else None
             case _ if name == "trainable":
                 return value if isinstance(value, str) else importable_name_of(value)
@@ -632,7 +625,7 @@ def _option_to_json(name: str, value: Any) -> object | None:
 
 
 def options_only_in_code(settings: Mapping[str, object]) -> list[str]:
-    """Return the names of the passed parameters that the journal could not store."""
+    """Return the names of the passed parameters that the journal could not store as JSON."""
     names: Any = settings.get("only_in_code", ())
     return list(names)
 
@@ -643,17 +636,17 @@ def plan_from_settings(
     """Return the plan of an experiment from its settings, the parameters of this `run` and the `changed` parameters.
 
     Raises:
-        InvalidInput: the journal could not store a parameter, and `changed` does not pass it. Missing callbacks are no
-            error: they decide nothing.
+        InvalidInput: the journal could not store a parameter, and `changed` does not have it. Only callbacks may be
+            missing: they affect no decision.
     """
     names = dict.fromkeys([*({"trainable"} - settings.keys()), *options_only_in_code(settings)])
     if missing_names := [name for name in names if name not in changed and name != "callbacks"]:
         raise InvalidInput(
             f"the journal of experiment {run['experiment']!r} does not store {', '.join(map(repr, missing_names))}, "
             "which has no import path or JSON form. Pass it to pt.resume (--trainable MODULE:NAME), or call "
-            "pt.tune(...) like before, with the same experiment name"
+            "pt.tune(...) again with the same arguments and experiment name"
         )
     stored_values = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed or run.get("samples_per_run") is not None:
-        stored_values.pop("num_samples", None)  # belongs to the earlier search, or is the total that this run raises
+        stored_values.pop("num_samples", None)  # the earlier search's number, or the total that this run raises
     return SearchPlan(**{**stored_values, **run, **changed})

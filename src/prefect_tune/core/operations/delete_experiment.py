@@ -3,12 +3,12 @@
     new owner, writes `DeletionStarted` ──► marker of the next generation ──► first entry ──► all other objects
 
 The deletion becomes the owner of the journal: the old owner's next write fails, and no other process can become the
-owner. Then it ends the generation (`generations`): from then on the name is free, and everything in the folder of that
-generation is garbage, which any deletion of the name, or maintenance, collects. An attempt on another machine is
-refused at its next post, because the first entry is missing. No other experiment refers to objects of this one.
+owner. Then the deletion ends the generation (see `generations`): the name is free, and all objects of the generation
+are garbage, which a later deletion of the name or maintenance may collect, too. An attempt on another machine fails at
+its next post, because the first entry is missing. No other experiment refers to objects of this one.
 
-A deletion is bound to the generation that it found. If it is paused, another process finishes it, and the name is used
-again, it continues with the marker or the missing first entry of its own generation, and deletes only garbage.
+A deletion is bound to the generation that it found. A paused deletion may continue after another process has finished
+it and the name is in use again: it finds the marker of the next generation or no first entry, and deletes only garbage.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MAX_ROUNDS = 16
 
 
 def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, stamp: WriteStamp) -> int:
-    """Delete a generation of an experiment and the remains of earlier ones; a process that runs it is superseded.
+    """Delete a generation of an experiment, and the remains of earlier generations; supersede the experiment's owner.
 
-    Returns the number of deleted objects. If this is killed at any time, a second call finishes the deletion. Only the
-    marker of the next generation stays: 300 bytes, and about 40 for each run that owned the experiment.
+    Returns the number of deleted objects. If the process is killed, a second call finishes the deletion. Only the
+    marker of the next generation stays: 300 bytes, plus about 40 bytes for each run that owned the experiment.
 
     Raises:
         JournalCorrupt: the journal is corrupt; nothing was deleted.
-        Superseded: another process is deleting the experiment, too.
+        Superseded: another process deletes the experiment, too.
         StoreUnavailable, CommitUnknown: call again with the same stamp.
     """
     if not is_generation_deleted(store, experiment):
@@ -64,7 +64,7 @@ def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, 
 def find_generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey | None:
     """Return the generation that a deletion of the name would delete; None if there is nothing to delete.
 
-    This is the current generation or, if it is empty, the previous one if its deletion has left objects.
+    This is the current generation. If it is empty, it is the previous generation, if its deletion has left objects.
 
     Raises:
         UnknownVersion: see `find_current_journal`.
@@ -78,10 +78,10 @@ def find_generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey
 
 
 def _list_other_writers(store: ObjectStore, state: Experiment, by: Owner) -> Sequence[str]:
-    """Return the identities of the experiment's owners, except those of the run that deletes it."""
+    """Return the identities of all owners of the experiment, except the flow run or process of the owner `by`."""
     try:
         owners = read_earlier_owners(store, state)
-    except JournalCorrupt:  # an old entry, which a snapshot replaces, is damaged: this must not prevent the deletion
+    except JournalCorrupt:  # an old entry is damaged; a snapshot replaces it, so this must not prevent the deletion
         return ()
     others = (owner for owner in owners if (owner.host, owner.pid) != (by.host, by.pid))
     return [owner.identity for owner in others if owner.flow_run is None or owner.flow_run != by.flow_run]

@@ -1,13 +1,13 @@
-"""Fork an experiment: a new one continues from any entry of its journal, with copies of its checkpoints.
+"""Fork an experiment: a new experiment continues from any entry of its journal, with copies of its checkpoints.
 
     first entry, names the origin ──► blobs ──► seen in the fork ──► manifests ──► entry: old events, `ExperimentForked`
 
-A fork begins with the state of the origin's journal at that entry. The origin is only read, so it may be running. The
-target itself copies the blobs if it can, so that no bytes pass through this machine. Manifests keep their step and
-sequence, and clones stay references within the fork. Once the fork is complete, neither experiment needs the other.
+A fork begins with the state of the origin after that entry. The origin is only read, so it may be running. If the
+target can copy objects, no bytes pass through this machine. Manifests keep their step and sequence, and clones stay
+references within the fork. Once the fork is complete, neither experiment needs the other.
 
-The last entry holds all events of the origin and completes the fork. An incomplete fork cannot be used; forking again
-with the same name copies the missing objects and completes it.
+The last entry has all events of the origin, and completes the fork. An incomplete fork cannot be used. To complete it,
+fork again with the same name: only missing objects are copied.
 
 Never: create a manifest before all its blobs, or the last entry before all its manifests.
 """
@@ -20,13 +20,7 @@ from dataclasses import dataclass, field
 
 from prefect_tune.core.checkpoints.commit import key_fields, publish_manifest, require_stored
 from prefect_tune.core.checkpoints.manifest import Manifest, read_newest_metadata
-from prefect_tune.core.errors import (
-    CheckpointCorrupt,
-    CheckpointNotFound,
-    InvalidInput,
-    ObjectNotFound,
-    Superseded,
-)
+from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput, ObjectNotFound, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import is_cloned_checkpoint, is_live_checkpoint
 from prefect_tune.core.journal.journal import acquire_ownership, append_events, load_at, load_experiment, write_snapshot
@@ -71,7 +65,7 @@ class ForkPoint:
 
     @property
     def settings_event(self) -> ExperimentConfigured:
-        """The event with the parameters of the fork, and all samples and warm starts of the origin."""
+        """The event with the parameters of the fork, and with all added samples and warm starts of the origin."""
         extensions = self.experiment.extensions
         return ExperimentConfigured(settings=self.settings, extensions=extensions, warm_starts=tuple(self.warm_starts))
 
@@ -89,8 +83,8 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
     """Return the state and events of `experiment` up to entry `number` (None: up to its last entry).
 
     Raises:
-        InvalidInput: there is no such entry, or the experiment is being deleted, an incomplete fork, or not a search.
-        JournalCorrupt: its journal is inconsistent.
+        InvalidInput: the entry does not exist, or the experiment is being deleted, incomplete, or not a search.
+        JournalCorrupt: the journal is inconsistent.
     """
     state, entries = load_at(store, experiment, number)
     if state.is_being_deleted:
@@ -105,34 +99,29 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
             match event:
                 case ExperimentConfigured():
                     warm_starts += event.warm_starts
-                case CheckpointQuarantined() if entry.writer == "non-owner":  # in the fork, the owner writes it
+                case CheckpointQuarantined() if entry.writer == "non-owner":  # in the fork, the owner writes the event
                     past_events.append(event.model_copy(update={"by_non_owner": True}))
                 case CheckpointsAdopted():
-                    past_events.append(event.model_copy(update={"last_seen_at": None}))  # of a run of the origin
+                    past_events.append(event.model_copy(update={"last_seen_at": None}))  # of the origin's run
                 case OwnerChanged() | StopRequested() | DeletionStarted() | ExperimentForked(trials=None):
-                    pass  # a stop request without effect up to this entry was for the origin
+                    pass  # a stop request without an effect yet concerns only the origin
                 case _:
                     past_events.append(event)
     return ForkPoint(state, past_events, state.settings, warm_starts)
 
 
 def find_deleted_checkpoints(store: ObjectStore, point: ForkPoint) -> Mapping[str, Sequence[CheckpointRef]]:
-    """Return, by trial, the checkpoints that the origin has retired or quarantined since the forked entry."""
+    """Return, by trial, the checkpoints of `point` that the origin has retired or quarantined since then."""
     used = _list_used_keys(point.experiment, load_experiment(store, point.experiment.key))
     return _select_lost_refs(point.experiment, used)
 
 
 def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[CheckpointKey]:
-    """Return the keys of those checkpoints of `state` that `current` uses; a clone has the key of its origin."""
-    live = (
-        state.trial_key(trial.id).checkpoint_key(ref) for trial in state.trials.values() for ref in trial.checkpoints
-    )
+    """Return the keys of the checkpoints of `state` that `current` still uses; a clone has the key of its origin."""
+    trials = state.trials.values()
+    live = (state.trial_key(trial.id).checkpoint_key(ref) for trial in trials for ref in trial.checkpoints)
     keys_with_trial = ((key, current.trial(key.trial.trial)) for key in dict.fromkeys(live))
-    return [
-        key
-        for key, trial_state in keys_with_trial
-        if is_live_checkpoint(trial_state, key) or is_cloned_checkpoint(trial_state, key)
-    ]
+    return [key for key, trial in keys_with_trial if is_live_checkpoint(trial, key) or is_cloned_checkpoint(trial, key)]
 
 
 def _select_lost_refs(state: Experiment, keys: Sequence[CheckpointKey]) -> Mapping[str, Sequence[CheckpointRef]]:
@@ -146,9 +135,7 @@ def _select_lost_refs(state: Experiment, keys: Sequence[CheckpointKey]) -> Mappi
 
 
 def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: Owner, stamp: WriteStamp) -> Experiment:
-    """Become the owner of the experiment `into`, a new or existing fork of `origin`.
-
-    A second call for an incomplete fork returns the same fork.
+    """Become the owner of the experiment `into`, a new or existing fork of `origin`; return its state.
 
     Raises:
         InvalidInput: `into` is another experiment or a fork of another entry, or is being deleted.
@@ -169,12 +156,12 @@ def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: 
 
 
 def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp: WriteStamp) -> ForkResult:
-    """Make `into`, which `begin_fork` returned, a fork of `point`; return the complete fork.
+    """Complete `into`, which `begin_fork` returned, as a fork of `point`; return the complete fork.
 
-    If this is killed at any time, call `begin_fork` and this function again: existing objects are kept.
+    If the process is killed, call `begin_fork` and this function again: existing objects are kept.
 
     Raises:
-        InvalidInput: the origin is being deleted, and not all of its checkpoints were copied.
+        InvalidInput: the origin was deleted before all of its checkpoints were copied.
         Superseded: another process makes the same fork.
         StoreUnavailable, CommitUnknown: call again with the same stamp.
     """
@@ -193,11 +180,7 @@ def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp:
 
 
 def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) -> Sequence[CheckpointKey]:
-    """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints in the fork.
-
-    Raises:
-        InvalidInput: the origin is being deleted, and not all checkpoints were copied.
-    """
+    """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints in the fork."""
     folder = f"{into.key.folder}/trials"
     existing = {listed.path: listed.size_bytes for listed in store.list(folder)}
     needed = _list_used_keys(point.experiment, point.experiment)
@@ -212,10 +195,8 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
             manifest, metadata = read_manifest(store, key), read_newest_metadata(store, key.metadata_folder)
         except (CheckpointNotFound, CheckpointCorrupt):
             return key, None
-        about = (
-            manifest.metadata if metadata is None else manifest.metadata.model_copy(update={"user_metadata": metadata})
-        )
-        return key, manifest.model_copy(update={"metadata": about})
+        update = {} if metadata is None else {"user_metadata": metadata}
+        return key, manifest.model_copy(update={"metadata": manifest.metadata.model_copy(update=update)})
 
     manifests = {key: manifest for key, manifest in store.map(read_source, sources) if manifest}
     # Paths of blobs are relative to the experiment's folder, so they are the same in both experiments.
@@ -253,7 +234,7 @@ def _key_in_fork(key: CheckpointKey, into: Experiment) -> CheckpointKey:
 
 
 def _load_origin(store: ObjectStore, point: ForkPoint, into: Experiment) -> Experiment:
-    """Return the present state of the origin; raise InvalidInput if it is being deleted."""
+    """Return the current state of the origin; raise `InvalidInput` if it is being deleted."""
     key = point.experiment.key
     with suppress(Superseded):
         current = load_experiment(store, key)

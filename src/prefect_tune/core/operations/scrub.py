@@ -1,4 +1,4 @@
-"""Read checkpoints back to find damage, all of them or a share each day; quarantine and reinstate checkpoints."""
+"""Read checkpoints back, all or a share each day, to find damage; quarantine and reinstate checkpoints."""
 
 from __future__ import annotations
 
@@ -33,28 +33,27 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import WriteStamp, digest_of
 
-# Quarantine a damaged checkpoint, or reinstate one, in a journal of another owner.
+# Quarantine and reinstate checkpoints in the journal of another owner.
 #
-# The owner of a trial quarantines a checkpoint when it finds damage during a restore. A process that finds damage at
-# any other time writes an entry to the journal as a non-owner: the owner stays the owner. From then on the owner does
-# not restore the checkpoint, and does not reuse its blobs or the blobs of older checkpoints, which may be the same. The
-# alternatives are worse: a request needs a running owner, and a separate document would be a second source of truth
-# that every reader has to check.
+# The owner of a trial quarantines a checkpoint when it finds damage during a restore. Any other process that finds
+# damage writes an entry to the journal as a non-owner: the owner stays the owner. From then on the owner does not
+# restore the checkpoint, and does not reuse its blobs or the blobs of older checkpoints, which may be the same. The
+# alternatives are worse: a request needs a running owner, and a separate document would be a second source of truth.
 #
-# A key names a manifest, which several trials may use: the trial that saved it, and trials with a clone of it. The
-# checkpoint is quarantined, and reinstated, in all of them.
+# A key names a manifest. Several trials may use it: the trial that saved it, and trials with a clone. The checkpoint is
+# quarantined, and reinstated, in all these trials.
 #
-# A running save may have reused blobs of the damaged checkpoint: if it commits after the non-owner's entry, it is
-# quarantined with that commit, and the owner saves again. Nothing is deleted: the bytes stay until the trial retires
-# the checkpoint, so that it can be reinstated.
+# A running save may have reused blobs of the damaged checkpoint. If it commits after the non-owner's entry, the new
+# checkpoint is quarantined at its commit, and the owner saves again. Nothing is deleted until the trial retires the
+# checkpoint, so that it can be reinstated.
 
 
 def quarantine(
     store: ObjectStore, journal: JournalKey, damaged: Mapping[CheckpointKey, str], stamp: WriteStamp
 ) -> Sequence[CheckpointKey]:
-    """Quarantine checkpoints of an experiment, each with its damage as the reason; return those quarantined now.
+    """Quarantine checkpoints of an experiment, each with its damage as the reason; return those that are quarantined.
 
-    Checkpoints that were retired meanwhile are left out. Idempotent.
+    Leaves out checkpoints that were retired meanwhile. Idempotent.
 
     Raises:
         JournalCorrupt, UnknownVersion: see `load_experiment`.
@@ -78,7 +77,7 @@ def reinstate(
 ) -> Sequence[CheckpointKey]:
     """Reinstate quarantined checkpoints of an experiment; return those that are live now.
 
-    The caller has verified them. If one is a trial's newest checkpoint, the trial's next attempt starts from it.
+    The caller has verified them. A trial's next attempt starts from its newest checkpoint, reinstated or not.
     Raises like `quarantine`.
     """
 
@@ -96,7 +95,7 @@ def reinstate(
 
 @dataclass(frozen=True, slots=True)
 class DailyShare:
-    """One of `parts` equal shares of the checkpoints, the share of day number `day`."""
+    """The share of the checkpoints to inspect on day number `day`: one of `parts` equal shares."""
 
     parts: int = 1
     day: int = 0
@@ -124,12 +123,13 @@ def parse_share(text: str, today: date) -> DailyShare:
 
 @dataclass(frozen=True, slots=True)
 class InspectedCheckpoint:
-    """The result of reading a checkpoint back; `damage` is None if it is undamaged."""
+    """The result of reading a checkpoint back."""
 
     key: CheckpointKey
     size_bytes: int = 0
     file_count: int = 0
     damage: str | None = None
+    """The damage; None if the checkpoint is intact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +139,12 @@ class Inspection:
     live: tuple[CheckpointKey, ...]
     inspected: tuple[InspectedCheckpoint, ...] = ()
     unread_count: int = 0
-    """The number of checkpoints of the share that were not read, for lack of time or because of `max_bytes`."""
+    """The number of checkpoints of the share that were not read, because of `max_bytes` or lack of time."""
     unreadable: tuple[UnreadableObject, ...] = ()
-    """Checkpoints that could not be read, at all or in time."""
+    """Checkpoints that the target did not return, or not in time."""
 
     @property
     def corrupt_checkpoints(self) -> Sequence[InspectedCheckpoint]:
-        """The checkpoints with damage."""
         return [checkpoint for checkpoint in self.inspected if checkpoint.damage is not None]
 
 
@@ -161,36 +160,33 @@ def inspect_checkpoints(
     max_bytes: float = math.inf,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Inspection:
-    """Read the live checkpoints of a share; if one is damaged, read all others of its trial, too.
+    """Read the live checkpoints of a share, and all checkpoints of a trial with a damaged one.
 
-    The limits `max_bytes` and `has_time` apply to the share, of which at least one checkpoint is read. Checkpoints of a
-    trial share blobs, so that one damaged blob often damages several. A checkpoint that is retired during the read is
-    not damaged. An object that cannot be read is reported, and the other objects are read.
+    Checkpoints of a trial share blobs, so a damaged blob often damages several. The limits `max_bytes` and `has_time`
+    apply only to the share, and at least one checkpoint of the share is read. A checkpoint that is retired during the
+    read is not damaged. If an object cannot be read, it is reported, and the other objects are read.
 
     Raises:
         StoreUnavailable, StoreRefused: the whole target cannot be read.
     """
     trials = () if state.is_being_deleted else state.trials.values()
-    live = list(
-        dict.fromkeys(key for trial in trials for key in live_checkpoint_keys(state.trial_key(trial.id), trial))
-    )
+    keys = (key for trial in trials for key in live_checkpoint_keys(state.trial_key(trial.id), trial))
+    live = list(dict.fromkeys(keys))
     inspected, unreadable = list[InspectedCheckpoint](), list[UnreadableObject]()
 
     def inspect_keys(keys: Sequence[CheckpointKey], max_bytes: float, has_time: Callable[[], bool]) -> tuple[int, bool]:
-        """Return how many of `keys` were read or reported, and whether no time is left for the whole run."""
+        """Return how many of `keys` were read or reported, and whether the deadline of the whole run has passed."""
         for count, key in enumerate(keys):
             if count and (max_bytes <= 0 or not has_time()):
                 return count, False
             try:
-                result = run_or_report_unreadable(
-                    store, key.trial, key.folder, partial(inspect_live_checkpoint, store, key)
-                )
+                inspect = partial(inspect_live_checkpoint, store, key)
+                result = run_or_report_unreadable(store, key.trial, key.folder, inspect)
             except DeadlineExceeded as late:
                 if count:
                     return count, True
-                unreadable.append(
-                    UnreadableObject(key.folder, str(late), key.trial.trial)
-                )  # this one took all the time
+                # The first checkpoint took all the time.
+                unreadable.append(UnreadableObject(key.folder, str(late), key.trial.trial))
                 return 1, True
             if isinstance(result, UnreadableObject):
                 unreadable.append(result)
@@ -209,7 +205,7 @@ def inspect_checkpoints(
 
 
 def inspect_live_checkpoint(store: ObjectStore, key: CheckpointKey) -> Sequence[InspectedCheckpoint]:
-    """Read every byte of a live checkpoint; return an empty list if it is damaged and no longer live."""
+    """Read every byte of a live checkpoint; return an empty list if it is damaged but no longer live."""
     checkpoint = inspect_checkpoint(store, key)
     return [checkpoint] if checkpoint.damage is None or is_checkpoint_live(store, key) else []
 
@@ -224,7 +220,7 @@ def inspect_checkpoint(store: ObjectStore, key: CheckpointKey) -> InspectedCheck
     return InspectedCheckpoint(key, manifest.size_bytes, len(manifest.files))
 
 
-# Turn a failure to read one object into a result, so that maintenance continues with the others.
+# Turn a failure to read one object into a result, so that maintenance continues with the other objects.
 
 _Result = TypeVar("_Result")
 _MAX_TRIES = 2
@@ -232,10 +228,9 @@ _MAX_TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class UnreadableObject:
-    """An object that could not be read, and the reason."""
+    """An object on the target that could not be read, and the reason."""
 
     folder: str
-    """The object's folder on the target."""
     reason: str
     trial: str
 
@@ -243,9 +238,9 @@ class UnreadableObject:
 def run_or_report_unreadable(
     store: ObjectStore, trial: TrialKey, folder: str, act: Callable[[], _Result]
 ) -> _Result | UnreadableObject:
-    """Return `act()`, or an `UnreadableObject` if it cannot read the objects in `folder` (of the trial).
+    """Return `act()`, or an `UnreadableObject` if `act` cannot read the trial's objects in `folder`.
 
-    After a store error `act` is called a second time.
+    After a store error, `act` is called a second time.
 
     Raises:
         StoreUnavailable, StoreRefused: other objects of the target cannot be read either, or no time is left.

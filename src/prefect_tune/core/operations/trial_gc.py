@@ -1,20 +1,20 @@
-"""Garbage-collect trials: the bytes of retired checkpoints, remains of interrupted saves, old messages.
+"""Collect the garbage of trials: the bytes of retired checkpoints, remains of interrupted saves, old messages.
 
 There is no grace period, and no reachable object is deleted: an object may be deleted once a later entry of the journal
-is a barrier of its trial, that is, a retirement (see `is_deletable_checkpoint`). Names are never written twice, so a
-late deletion (from a process believed dead, or a request believed lost) cannot delete a newer object.
+is a barrier of its trial, which is a retirement (see `is_deletable_checkpoint`). Names are never written twice, so a
+late deletion, by a process believed dead or a request believed lost, cannot delete a newer object.
 
 - **The owner** writes a barrier with each retirement, and deletes the retired checkpoints (`delete_retired_objects`).
-- **A non-owner**, such as maintenance, collects whole trials (`collect_experiment_garbage`). When a trial has ended, no
-  save is running, so the non-owner may write a barrier (`CheckpointsRetired`): entries have one order, so a process
-  that starts the trial again comes after that entry. A trial with an open outbox has not ended: its attempt may save at
-  any time, and writes its own barriers. On a target that supports only one writer, non-owners write no entries: only
-  objects that need no new barrier are deleted, and `TrialGarbage.kept` gives the reason for the others.
-- **A clone** is an entry, not an object: it keeps the bytes of its origin in the folder of another trial, retired or
-  not. Once its last clone is retired, too, the origin is deleted like any other checkpoint of its own trial
-  (`find_collectable_origins`).
-- **Messages.** The replies and posts of trials on other machines are also stored on the target. The numbers of attempts
-  and outboxes only increase, so the messages of an ended attempt may be deleted at any time.
+- **A non-owner**, such as maintenance, collects whole trials (`collect_experiment_garbage`). While a trial has ended,
+  no save is running, so the non-owner may write a barrier (`CheckpointsRetired`): entries have one order, so a process
+  that starts the trial again comes after the barrier. A trial with an open outbox has not ended: its attempt may save
+  at any time, and writes its own barriers. On a target that supports only one writer, non-owners write no entries: they
+  delete only objects that need no new barrier, and `TrialGarbage.kept` gives the reason for the others.
+- **A clone** is an entry, not an object: it keeps the bytes of its origin, a checkpoint of another trial, even if the
+  origin is retired. Once the last clone of a retired origin is retired, the origin is deleted like any other checkpoint
+  of its trial (`find_collectable_origins`).
+- **Messages.** Replies to trials on other machines, and their posts, are also stored on the target. The numbers of
+  attempts and outboxes only increase, so the messages of an ended attempt may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ _Result = TypeVar("_Result")
 def delete_retired_objects(
     store: ObjectStore, trial: TrialKey, state: Trial, to_delete: Collection[CheckpointKey]
 ) -> int:
-    """Delete retired checkpoints of `trial`: blobs that no other checkpoint needs, metadata, then manifests.
+    """Delete retired checkpoints of `trial`: first blobs that no other checkpoint needs, then metadata and manifests.
 
-    Manifests are deleted last, so that the next call finds and finishes an interrupted deletion. Skips checkpoints that
-    are not collectable or belong to other trials. Returns the number of deleted blobs and manifests.
+    Returns the number of deleted blobs and manifests. Manifests are deleted last, so that the next call finds and
+    finishes an interrupted deletion. Skips checkpoints that are not collectable, and checkpoints of other trials.
 
     If another process has retired and deleted checkpoints that `state` still has, the journal is read again.
 
     Raises:
-        CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable, so that
-            its blobs are unknown: nothing is deleted.
+        CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable, and so
+            its blobs are unknown; nothing is deleted.
         Superseded: the experiment is being deleted, or was deleted.
     """
 
@@ -101,7 +101,7 @@ def _delete_manifests(store: ObjectStore, keys: Collection[CheckpointKey]) -> No
 
 
 def find_collectable_origins(experiment: Experiment, retired: Iterable[CheckpointRef]) -> Sequence[CheckpointKey]:
-    """Return the origins of clones among `retired` that may be deleted: they are retired and have no other clone."""
+    """Return the deletable origins of the clones among `retired`: they are retired, and have no other clone."""
     keys = dict.fromkeys(
         CheckpointKey(trial=experiment.trial_key(origin.trial), step=origin.step, sequence=origin.sequence)
         for origin in (ref.origin for ref in retired)
@@ -113,10 +113,10 @@ def find_collectable_origins(experiment: Experiment, retired: Iterable[Checkpoin
 def find_leftover_manifests(
     store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[ListedObject] | None = None
 ) -> Sequence[CheckpointKey]:
-    """Return keys of manifests on the target that are not checkpoints: retired but not deleted, or never committed.
+    """Return the keys of manifests that are not checkpoints: retired but not deleted, or never committed.
 
-    Includes manifests that clones still need: they are checked again later. Excludes manifests at or after the trial's
-    barrier: they may belong to a running save. `listed` are the objects in `trial.checkpoints_folder`.
+    Includes manifests that clones still need; the caller checks this. Excludes manifests at or after the trial's
+    barrier, which may belong to a running save. `listed` are the objects in `trial.checkpoints_folder`.
     """
     limit = max(state.adopted_up_to, state.collected_up_to)
     if limit <= 1:
@@ -130,15 +130,15 @@ def find_leftover_manifests(
 def find_orphan_blobs(
     store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[ListedObject] | None = None
 ) -> Sequence[ListedObject]:
-    """Return the blobs to which neither a live checkpoint nor a clone refers, and which no save will ever reuse.
+    """Return the blobs that no live checkpoint and no clone needs, and that no save will reuse.
 
-    They are left by interrupted saves and by deletions of unreadable manifests, and may be deleted at any time.
-    Excludes blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in
-    `trial.blobs_folder`, or the remaining candidates among them.
+    Interrupted saves and deletions of unreadable manifests leave such blobs; they may be deleted at any time. Excludes
+    blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in `trial.blobs_folder`, or the
+    remaining candidates among them.
 
     Raises:
         CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable.
-        OutdatedStateError: `state` is outdated, these manifests are retired: repeat with the error's `current`.
+        OutdatedStateError: these manifests are retired, so `state` is outdated: repeat with the error's `current`.
         Superseded: the experiment is being deleted, or was deleted.
     """
     if listed is not None and not listed:
@@ -152,7 +152,7 @@ def find_orphan_blobs(
 
 
 def _find_reachable_blobs(store: ObjectStore, trial: TrialKey, state: Trial) -> set[str]:
-    """Return the paths of the trial's blobs in live or quarantined checkpoints, and in clones of other trials."""
+    """Return the paths of the trial's blobs that live or quarantined checkpoints, or clones in other trials, need."""
 
     def read_needed(key: CheckpointKey) -> Manifest | CheckpointCorrupt:
         try:
@@ -174,7 +174,7 @@ def _find_reachable_blobs(store: ObjectStore, trial: TrialKey, state: Trial) -> 
 
 
 def _list_quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset[str]:
-    """Return the blobs of a quarantined checkpoint; if its manifest is unreadable, all blobs up to its sequence."""
+    """Return the blobs of a quarantined checkpoint, or all blobs up to its sequence if its manifest is unreadable."""
     try:
         return read_manifest(store, key).blob_paths()
     except (CheckpointCorrupt, CheckpointNotFound):
@@ -182,12 +182,12 @@ def _list_quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset
         return frozenset(blob.path for blob in listed if blob_sequence(blob.path) <= key.sequence)
 
 
-# Collect the garbage of whole trials in any process, not only their owner.
+# Collect the garbage of whole trials; any process may do this, not only their owner.
 
 
 @dataclass(frozen=True, slots=True)
 class TrialGarbage:
-    """The garbage of a trial that was found (dry run) or deleted."""
+    """The garbage of a trial: deleted, or only found by a dry run."""
 
     trial: str
     checkpoints: tuple[int, ...] = ()
@@ -195,23 +195,23 @@ class TrialGarbage:
     orphan_count: int = 0
     orphan_bytes: int = 0
     undecided_count: int = 0
-    """Manifests that a clone needs, or that a running save may need until the trial's next retirement or end."""
+    """Manifests that a clone needs, or that a running save may need before the trial's next retirement or end."""
     answer_count: int = 0
     """Replies to ended attempts, messages between their nodes, and journaled posts."""
     kept: str | None = None
     """Why some garbage is not deleted; None if all is deleted."""
     damage: str | None = None
-    """Why nothing of the trial may be deleted: damage or a read error; None if there is neither."""
+    """The damage or read error because of which nothing was deleted; None if there is neither."""
 
     @property
     def object_count(self) -> int:
-        """The number of objects; a checkpoint counts as one."""
+        """The number of objects; a checkpoint counts as one object."""
         return len(self.checkpoints) + self.orphan_count + self.answer_count
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentGarbage:
-    """The garbage of an experiment that was found (dry run) or deleted."""
+    """The garbage of an experiment: deleted, or only found by a dry run."""
 
     trials: Sequence[TrialGarbage]
     skipped_count: int
@@ -221,18 +221,18 @@ class ExperimentGarbage:
 
     @property
     def object_count(self) -> int:
-        """The number of objects; a checkpoint counts as one."""
+        """The number of objects; a checkpoint counts as one object."""
         return len(self.earlier_objects) + sum(item.object_count for item in self.trials)
 
     @property
     def size_bytes(self) -> int:
-        """The size of the listed objects; the size of retired checkpoints is unknown."""
+        """The size of the garbage except retired checkpoints, whose size is unknown."""
         return sum(item.size_bytes for item in self.earlier_objects) + sum(item.orphan_bytes for item in self.trials)
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The objects of an ended trial that are garbage after a barrier; they are checked again once it is written."""
+    """The objects of an ended trial that may be garbage after a barrier; they are checked again after it."""
 
     checkpoints: Sequence[ListedObject]
     blobs: Sequence[ListedObject]
@@ -245,7 +245,7 @@ def has_trial_ended(trial: Trial) -> bool:
 
 
 def _find_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candidates | None:
-    """List a trial's objects; None if it may not get a barrier, or damage, which `collect_trial_garbage` reports."""
+    """Return a trial's objects; None if it may not get a barrier, or is damaged: `collect_trial_garbage` reports it."""
     if not has_trial_ended(trial) or not trial.attempt:
         return None
     try:
@@ -255,10 +255,10 @@ def _find_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candid
     except (CheckpointCorrupt, OutdatedStateError, Superseded):
         return None
     leftovers = find_leftover_manifests(store, key, new_state, checkpoints)
-    needs_barrier = any(
-        is_deletable_checkpoint(new_state, old) and not is_deletable_checkpoint(trial, old) for old in leftovers
-    ) or any(blob_sequence(blob.path) >= trial.collected_up_to for blob in blobs)
-    return _Candidates(checkpoints, blobs, needs_barrier)
+    deletable = [old for old in leftovers if is_deletable_checkpoint(new_state, old)]
+    has_new_checkpoints = not all(is_deletable_checkpoint(trial, old) for old in deletable)
+    has_new_blobs = any(blob_sequence(blob.path) >= trial.collected_up_to for blob in blobs)
+    return _Candidates(checkpoints, blobs, needs_barrier=has_new_checkpoints or has_new_blobs)
 
 
 def collect_experiment_garbage(
@@ -272,9 +272,9 @@ def collect_experiment_garbage(
 ) -> ExperimentGarbage:
     """Delete the garbage of an experiment, or of the trials in `only`, and return it.
 
-    First it writes `CheckpointsRetired` events for ended trials if that frees garbage, unless the target supports only
-    one writer. A dry run writes and deletes nothing, and returns what a run would delete. An object that cannot be read
-    is reported as damage of its trial; the other trials are collected.
+    First writes `CheckpointsRetired` events for ended trials if that frees garbage, unless the target supports only one
+    writer. A dry run writes and deletes nothing, and returns the garbage that a run would delete. An object that cannot
+    be read is reported as damage of its trial; the other trials are collected.
 
     Raises:
         JournalCorrupt, Superseded, UnknownVersion: see `load_experiment`.
@@ -310,30 +310,28 @@ def collect_experiment_garbage(
         lambda key, trial: collect_trial_garbage(store, key, trial, candidates.get(trial.id), dry_run=dry_run)
     )
     delete = list_earlier_objects if dry_run else delete_earlier_objects
-    return ExperimentGarbage(
-        [
-            TrialGarbage(result.trial, damage=result.reason) if isinstance(result, UnreadableObject) else result
-            for result in collected
-            if result is not None
-        ],
-        collected.count(None),
-        delete(store, state.name, state.key.generation) if only is None else (),
-    )
+    garbage = [
+        TrialGarbage(result.trial, damage=result.reason) if isinstance(result, UnreadableObject) else result
+        for result in collected
+        if result is not None
+    ]
+    earlier_objects = delete(store, state.name, state.key.generation) if only is None else ()
+    return ExperimentGarbage(garbage, collected.count(None), earlier_objects)
 
 
 def collect_trial_garbage(
     store: ObjectStore, key: TrialKey, trial: Trial, candidates: _Candidates | None = None, *, dry_run: bool = False
 ) -> TrialGarbage:
-    """Delete the garbage of a trial, and return what was deleted. The next call finishes an interrupted one.
+    """Delete the garbage of a trial, and return it; a dry run deletes nothing.
 
-    Manifests are deleted last, so that the next call finds their blobs. A dry run deletes nothing.
+    Manifests are deleted last, so that the next call can finish an interrupted deletion.
 
     Raises:
         JournalCorrupt, UnknownVersion: see `load_experiment`.
         StoreUnavailable: call again.
     """
     if not trial.attempt:
-        return TrialGarbage(trial.id)  # added, but never started
+        return TrialGarbage(trial.id)  # never started
     lacks_barrier = candidates is not None and candidates.needs_barrier and not store.conditional_create
     kept = f"some garbage needs an entry in the journal first: {SINGLE_WRITER_ERROR}" if lacks_barrier else None
     checkpoints = store.list(key.checkpoints_folder) if candidates is None else candidates.checkpoints
@@ -373,17 +371,15 @@ def collect_trial_garbage(
 
 
 def plan_pruning(experiment: Experiment, policy: Retention) -> Sequence[CheckpointsRetired]:
-    """Return the retirements of checkpoints that `policy` does not keep; none unless all trials have ended.
+    """Return the retirements of checkpoints that `policy` does not keep; none before all trials have ended.
 
-    The newest checkpoint of each trial stays, as do the best trial and the best checkpoint of all.
+    Keeps the newest checkpoint of each trial, all checkpoints of the best trial, and the best checkpoint of all.
     """
     trials = experiment.trials.values()
     if experiment.is_being_deleted or not all(has_trial_ended(trial) for trial in trials):
         return ()
-    best, best_saved = (
-        find_best_trial(experiment),
-        find_best_checkpoints(experiment, objective_from_settings(experiment.settings)),
-    )
+    best = find_best_trial(experiment)
+    best_saved = find_best_checkpoints(experiment, objective_from_settings(experiment.settings))
     retirements = []
     for trial in trials:
         quarantined = quarantined_to_retire(trial.quarantined_checkpoints, trial.checkpoints, policy)
@@ -397,9 +393,9 @@ def plan_pruning(experiment: Experiment, policy: Retention) -> Sequence[Checkpoi
 def retire_unkept_checkpoints(
     store: ObjectStore, journal: JournalKey, policy: Retention, stamp: WriteStamp, *, dry_run: bool = False
 ) -> Sequence[CheckpointsRetired]:
-    """Write the `plan_pruning` retirements in one entry, and return them. `collect_trial_garbage` deletes the bytes.
+    """Write the `plan_pruning` retirements in one entry, and return them; `collect_trial_garbage` deletes the bytes.
 
-    If a trial runs again by then, none is retired: its owner has a policy. A dry run writes nothing.
+    If a trial runs again by then, no checkpoint is retired: the trial's owner has a policy. A dry run writes nothing.
 
     Raises:
         StoreRefused: the target supports only one writer.
