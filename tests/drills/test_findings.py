@@ -135,7 +135,7 @@ def test_the_bytes_of_a_killed_upload_that_were_not_sent_again_are_counted() -> 
 @pytest.mark.parametrize(
     ("undisturbed", "kill", "said"),
     [
-        (replace(run(), manifests={}), Kill("trial", 3, 0, 1.0), "the training saved no checkpoint"),
+        (replace(run(), manifests={}), Kill("trial", 3, 0, 1.0), "no saved checkpoint"),
         (run(), Kill("trial", 1, 0, 1.0), "killed after steps 1; the first checkpoint is at step 2. Kill after"),
     ],
 )
@@ -179,7 +179,7 @@ def test_bytes_that_cannot_be_read_say_nothing_of_the_training_if_all_metrics_ar
     )
     lines = list(reported([unread]).lines())
     assert lines[0] == f"not exact: first difference at {unread}"
-    assert any("the values in them may be equal: to compare them, save arrays, JSON or skops" in each for each in lines)
+    assert any("Their values may be equal: to compare the values, save arrays, JSON or skops" in each for each in lines)
     assert not any("look for an iterator" in each for each in lines)
     assert any("look for an iterator" in each for each in reported([unread, at(4, METRICS, "loss")]).lines())
 

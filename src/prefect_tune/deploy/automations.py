@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from prefect.automations import (
     AutomationCore,
@@ -114,14 +114,12 @@ def all_automations(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]
     return {spec.name: spec for spec in (restart, mark_crashed, *_ALERTS)}
 
 
-_TAGGED_RUNS: dict[str, str | list[str]] = {
-    "prefect.resource.role": "tag",
-    "prefect.resource.id": f"prefect.tag.{_TAG}",
-}
+_Labels: TypeAlias = dict[str, str | list[str]]
+_TAGGED_RUNS: _Labels = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{_TAG}"}
 
 
 def _make_silence_trigger(
-    related: list[dict[str, str | list[str]]], *, after: str, expect: Sequence[str], within: timedelta
+    related: list[_Labels], *, after: str, expect: Sequence[str], within: timedelta
 ) -> EventTrigger:
     """Return a trigger that fires if no expected event of a flow run follows the event `after` within this time."""
     return EventTrigger(
@@ -138,9 +136,8 @@ def _make_silence_trigger(
 
 def _make_alert(name: str, description: str, message: str, events: set[str], **match: Any) -> AutomationSpec:
     trigger = EventTrigger(posture=Posture.Reactive, expect=events, threshold=1, within=timedelta(0), **match)
-    return AutomationSpec(
-        f"{_PREFIX}{name}", f"{description} An alert without an action is switched off.", trigger, message=message
-    )
+    description = f"{description} An alert without an action is switched off."
+    return AutomationSpec(f"{_PREFIX}{name}", description, trigger, message=message)
 
 
 _PACKAGE_EVENTS = {"prefect.resource.id": f"{_TAG}.*"}

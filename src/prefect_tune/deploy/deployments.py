@@ -38,6 +38,7 @@ from prefect_tune.trust import resolve_trusted_packages
 from prefect_tune.tuner.run_search import begin_schedule, parse_warm_start
 
 _TEMPLATE = re.compile(r"\{\{\s*prefect\.blocks\.([a-z0-9-]+)\.([^.\s}]+)\s*\}\}")
+_SPACE_VALIDATOR = BeforeValidator(lambda space: space_from_json(space, load=lambda name: lambda _: name))
 
 
 SlugLookup: TypeAlias = Callable[[str], str | None]
@@ -154,12 +155,7 @@ class _DeploymentOptions(SearchOptions):
 
     trainable: Annotated[str, _import_string_validator("trainable")] = "later:Later"
     target: Any = None  # like `sync`, checked in `validate_parameters`
-    space: (
-        Annotated[
-            Mapping[str, Any], BeforeValidator(lambda space: space_from_json(space, load=lambda name: lambda _: name))
-        ]
-        | None
-    ) = None
+    space: Annotated[Mapping[str, Any], _SPACE_VALIDATOR] | None = None
     experiment: ExperimentName = "later"
     sync: dict[str, Any] | None = None  # type: ignore[assignment]  # the JSON of a form
     warm_start: Annotated[list[Any], AfterValidator(_require_absolute_sources)] | None = None

@@ -42,10 +42,10 @@ GENERATORS = ".."
 ValueLocation: TypeAlias = tuple[str, str]
 """A file, and the key of a value in the file."""
 _TIME_UNITS = (1.0, 1e3, 1e6, 1e9)
-"""The units of a time of day: seconds, ms, µs, ns."""
+"""Units per second in which a number may be a time of day: s, ms, µs, ns."""
 _CLOCK_MARGIN_SECONDS, _TIMER_MARGIN_SECONDS = 60.0, 1e-3
 ValueHistory = Mapping[int, object]
-"""The values at one place, by step."""
+"""The values at one location, by step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class Record:
     seconds: float
     """The duration of the step."""
     wait_seconds: float
-    """Seconds between the previous step and this step: the training waited, mostly for its save."""
+    """The time between the previous step and this step, in which the training waited, mostly for its save."""
     states: Mapping[str, str]
-    """A value or a digest, by kind and name; see `probe.collect_states`."""
+    """Values or digests, by kind and name; see `probe.collect_states`."""
 
     @property
     def resumed_from(self) -> int:
-        """The step from which an attempt resumed, if this is its first record."""
+        """The step from which the attempt resumed; only for the first record of an attempt."""
         return self.step if self.is_restored else self.step - 1
 
 
@@ -92,11 +92,11 @@ class Kill:
     seconds: float
     """The time from the kill to the end of the next step."""
     kept_bytes: int = 0
-    """Bytes of a killed upload that had arrived and were not sent again."""
+    """The bytes of a killed upload that had arrived, and so were not sent again."""
 
     @property
     def repeated_steps(self) -> int:
-        """Steps that were trained again."""
+        """The number of steps that were trained again."""
         return max(0, self.step - self.resumed_from)
 
 
@@ -120,7 +120,7 @@ class DrillRun:
 
     @property
     def undisturbed_steps(self) -> int:
-        """How many steps of the first attempt no later attempt trained again."""
+        """The number of first steps that only the first attempt trained."""
         return min((record.resumed_from for record in self.restart_records), default=max(self.metrics, default=0))
 
 
@@ -131,25 +131,20 @@ def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
         StoreUnavailable, StoreRefused: the target failed.
     """
     events = [event for entry in read_entries(store, trial.journal_key) for event in entry.events]
-    commits = [event for event in events if isinstance(event, CheckpointCommitted)]
-    keys = {event.checkpoint.step: trial.checkpoint_key(event.checkpoint) for event in commits}
+    metrics = {event.report.step: event.report.metrics for event in events if isinstance(event, StepReported)}
+    commits = [(event, event.checkpoint) for event in events if isinstance(event, CheckpointCommitted)]
+    saves = [
+        MeasuredSave(ref.step, ref.size_bytes, commit.sent_bytes or 0, commit.upload_seconds or 0.0)
+        for commit, ref in commits
+    ]
     records = list(read_records(plan.records_path))
-    return DrillRun(
-        {event.report.step: event.report.metrics for event in events if isinstance(event, StepReported)},
-        {step: read_manifest(store, key) for step, key in keys.items()},
-        [
-            MeasuredSave(
-                event.checkpoint.step, event.checkpoint.size_bytes, event.sent_bytes or 0, event.upload_seconds or 0.0
-            )
-            for event in commits
-        ],
-        records,
-        list(find_kills(plan, records)),
-    )
+    keys = {ref.step: trial.checkpoint_key(ref) for _, ref in commits}
+    manifests = {step: read_manifest(store, key) for step, key in keys.items()}
+    return DrillRun(metrics, manifests, saves, records, list(find_kills(plan, records)))
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records; the last line of a killed process may be incomplete."""
+    """Yield the records; skip an incomplete line, which may be the last line of a killed process."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -164,15 +159,13 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def find_kills(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
-    """Yield the kills of a run, and how it resumed after each."""
+    """Yield the kills of a run, each with the resume after it."""
     trained = [record for record in records if not record.is_restored]
     for victim, killed_at in plan.read_kills():
         attempt = next((record.attempt for record in reversed(trained) if record.ended_at <= killed_at), 1)
-        # After a kill of another rank, rank 0 may continue training until it is ended.
-        index = next(
-            (i for i, later in enumerate(trained) if later.ended_at > killed_at and later.attempt > attempt), None
-        )
-        if index is not None:
+        # After a kill of another rank, rank 0 may train until the supervisor ends it.
+        later = (i for i, record in enumerate(trained) if record.ended_at > killed_at and record.attempt > attempt)
+        if (index := next(later, None)) is not None:
             next_record, step = trained[index], trained[index - 1].step if index else 0
             yield Kill(victim, step, next_record.step - 1, next_record.ended_at - killed_at)
 
@@ -189,7 +182,7 @@ class Difference:
 
     @property
     def location(self) -> ValueLocation:
-        """The file and the key, which identify the value at every step."""
+        """The file and the key, which are the same at every step."""
         return self.detail.file, self.detail.path or self.detail.key
 
     @property
@@ -198,7 +191,6 @@ class Difference:
         return self.location in {(METRICS, ""), (CHECKPOINTS, "")} or self.detail.description in {MISSING, UNEXPECTED}
 
     def __str__(self) -> str:
-        """Format the step, the place and the difference."""
         texts = {
             METRICS: f"metric `{self.detail.key}`: {self.detail.description}",
             CHECKPOINTS: self.detail.description,
@@ -208,7 +200,7 @@ class Difference:
 
 
 def compare_runs(store: ObjectStore, expected: DrillRun, actual: DrillRun) -> Sequence[Difference]:
-    """Return the first difference of each metric, file, tensor or key between two runs, by step."""
+    """Return the first difference of each metric, file, tensor or key between two runs, in the order of steps."""
     differences: list[Difference] = []
     for step in expected.metrics.keys() | actual.metrics.keys():
         if step not in actual.metrics:
@@ -231,7 +223,7 @@ def compare_runs(store: ObjectStore, expected: DrillRun, actual: DrillRun) -> Se
 
 
 def first_difference_by_location(differences: Sequence[Difference]) -> Sequence[Difference]:
-    """Return the first difference at each place, by step."""
+    """Return the first difference at each location, in the order of steps."""
     first: dict[tuple[str, str], Difference] = {}
     for difference in sorted(differences, key=lambda difference: (difference.step, difference.detail.file != METRICS)):
         first.setdefault(difference.location, difference)
@@ -239,9 +231,9 @@ def first_difference_by_location(differences: Sequence[Difference]) -> Sequence[
 
 
 def find_changes(store: ObjectStore, run: DrillRun) -> Mapping[ValueLocation, Mapping[int, object]]:
-    """Return the places that change from one checkpoint of a run to the next, with their scalars by step.
+    """Return the locations whose values change between consecutive checkpoints of a run, with their scalars by step.
 
-    A value that only one of two checkpoints has, such as the last entry of a log, does not count as changed.
+    A value that only one of the two checkpoints has, such as the last entry of a log, does not count as changed.
     """
     changes: dict[ValueLocation, dict[int, object]] = {}
     for before, after in pairwise(sorted(run.manifests)):
@@ -275,9 +267,9 @@ def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest)
 # -------------------------------------------------------------------------------- differences without a kill
 #
 # Some differences say nothing about the training: a measured time, the time of a save, an identifier of a run. Such a
-# value is ignored if values that training changes are equal despite it. Weights are never ignored: an array, an element
-# of a list or an unreadable file is a result. A number in a checkpoint may be a weight, too, so it is ignored only if
-# it is a time of day, or if no metric can depend on it: all metrics that differ are measured times.
+# value is ignored if the values that training changes are equal. Weights are never ignored: an array, an element of a
+# list or an unreadable file is a result. A number in a checkpoint may be a weight, too. So a number is ignored only if
+# it is a time of day, or if no metric can depend on it because all metrics that differ are measured times.
 
 
 def find_result_locations(
@@ -286,21 +278,18 @@ def find_result_locations(
     undisturbed: DrillRun,
     generators: Collection[object],
 ) -> Collection[ValueLocation]:
-    """Return the places of results in checkpoints: training changes them, and they do not follow from the step.
+    """Return the locations of results in checkpoints: training changes their values, and no step determines them.
 
     Args:
-        changes: the places in the undisturbed run's checkpoints that change; empty if it has one checkpoint.
+        changes: the values that change in the undisturbed run's checkpoints; empty if it has one checkpoint.
         unstable: the differences without a kill.
         undisturbed: the undisturbed run.
         generators: the generators without a seed from which the run draws.
     """
     in_files = {diff.location: diff for diff in unstable if diff.detail.file != METRICS}
     candidates = changes.keys() if len(undisturbed.manifests) > 1 else in_files.keys()
-    metrics_are_the_same = (
-        not generators
-        and bool(find_result_metrics(undisturbed, unstable))
-        and not find_unexplained_metrics(undisturbed, unstable)
-    )
+    has_result_metrics = bool(find_result_metrics(undisturbed, unstable))
+    metrics_are_the_same = has_result_metrics and not (generators or find_unexplained_metrics(undisturbed, unstable))
     return {
         location
         for location in candidates
@@ -316,9 +305,8 @@ def _can_be_ignored(difference: Difference, run: DrillRun, *, metrics_are_the_sa
     scalars = difference.detail.scalars
     if None in scalars:
         return False
-    if all(isinstance(value, str | date | TimeOfDay | UUID) for value in scalars):
-        return True
-    if all(_is_time_of_day(value, run) for value in scalars):
+    is_identifier = all(isinstance(value, str | date | TimeOfDay | UUID) for value in scalars)
+    if is_identifier or all(_is_time_of_day(value, run) for value in scalars):
         return True
     return metrics_are_the_same and not is_list_element(difference.detail.path)
 
@@ -332,9 +320,9 @@ def _is_time_of_day(value: object, run: DrillRun) -> bool:
 
 
 def is_derived_from_step(values: ValueHistory) -> bool:
-    """Whether the values are growing whole numbers, or numbers that grow by a constant amount or factor per step.
+    """Return whether the values are growing integers, or numbers that grow by a constant amount or factor per step.
 
-    Counts of steps and most rates of a schedule are such values.
+    Counts of steps and most learning rates of a schedule are such values.
     """
     numbers = {step: value for step, value in values.items() if isinstance(value, int | float)}
     if len(numbers) < max(2, len(values)) or any(isinstance(value, bool) for value in numbers.values()):
@@ -352,7 +340,7 @@ def _is_linear(numbers: Mapping[int, float]) -> bool:
 
 
 def metric_histories(run: DrillRun) -> Mapping[ValueLocation, ValueHistory]:
-    """Return the values of each metric by step."""
+    """Return the values of each metric, by step."""
     histories: dict[ValueLocation, dict[int, object]] = {}
     for step, metrics in run.metrics.items():
         for path, value in iter_scalars(metrics):
@@ -361,7 +349,7 @@ def metric_histories(run: DrillRun) -> Mapping[ValueLocation, ValueHistory]:
 
 
 def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collection[ValueLocation]:
-    """Return the metrics that training changes, that do not follow from the step or differ without a kill."""
+    """Return the metrics that training changes; omit metrics that follow from the step, or differ without a kill."""
     differing = {difference.location for difference in unstable}
     return {
         location
@@ -371,7 +359,7 @@ def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collec
 
 
 def find_unexplained_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
-    """Return the metrics that differ without a kill and that training changes, except measured times."""
+    """Return the differences without a kill in metrics that training changes, except measured times."""
     histories = metric_histories(run)
     return [
         difference
@@ -385,7 +373,7 @@ def _has_changes(history: ValueHistory) -> bool:
 
 
 def _is_measured_time(history: ValueHistory, run: DrillRun) -> bool:
-    """Whether the values match the drill's measurements: times of day, durations of steps, or elapsed times."""
+    """Return whether the values match the drill's measurements: times of day, durations of steps, or elapsed times."""
     records = {record.step: record for record in reversed(run.records) if not record.is_restored}
     pairs = [(value, records[step]) for step, value in sorted(history.items()) if step in records]
     if len(pairs) < len(history) or not all(isinstance(value, int | float) for value, _ in pairs):
@@ -400,7 +388,7 @@ def _is_measured_time(history: ValueHistory, run: DrillRun) -> bool:
 
 
 def find_unseeded_generators(run: DrillRun, others: Sequence[DrillRun | None]) -> Sequence[Difference]:
-    """Return the generators from which the run draws, whose states differ in another run before its first kill."""
+    """Return the generators from which the run draws and whose states differ in another run before its first kill."""
     states = {record.step: record.states for record in reversed(run.records) if record.attempt == 1}
     names = {name for at_step in states.values() for name in at_step if name.startswith(("global ", "rng "))}
     drawn = {name for name in names if len({at_step.get(name) for at_step in states.values()}) > 1}

@@ -1,11 +1,11 @@
 """Compare two files of a checkpoint: by their values if the format is known, else by their bytes.
 
-No pickle is executed: `torch.load` reads with `weights_only=True`, NumPy without pickles, and any other pickle is read
-with stand-ins for its classes and functions. So equal values compare equal even if their bytes differ: the bytes of a
-pickle depend on which of its objects are identical, and loading the pickle changes that.
+Equal values compare equal even if their bytes differ: the bytes of a pickle depend on which of its objects are
+identical, and loading the pickle changes this. No pickle is executed: `torch.load` reads with `weights_only=True`,
+NumPy reads without pickles, and any other pickle is read with stand-ins for its classes and functions.
 
-Never: report two files as equal with bytes that were not compared, except times in headers and bytes that follow from
-the values: sizes, checksums, offsets.
+Never: report two files as equal if some bytes were not compared, except times in headers and bytes that follow from
+the values (sizes, checksums, offsets).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TORCH_SUFFIXES = {".bin", ".ckpt", ".pt", ".pth"}
 _JSON_SUFFIXES = {".json", ".jsonl", ".ndjson"}
 _TORCH_PICKLE, _TORCH_CHECKSUM = "data.pkl", ".data/serialization_id"
 _TORCH_FILES = {_TORCH_PICKLE, "version", "byteorder", ".format_version", ".storage_alignment", _TORCH_CHECKSUM}
-"""Members of a `torch.save` archive without tensors, or whose content follows from the other members."""
+"""Members of a `torch.save` archive that have no tensors, or whose content follows from other members."""
 _SKOPS_SCHEMA = "schema.json"
 """The member of a skops file that describes all other members."""
 
@@ -65,14 +65,14 @@ def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDiffe
     Args:
         expected: the file of the undisturbed run.
         actual: the file of the other run.
-        name: the path in the checkpoint, which also determines the format if the content does not.
+        name: the path in the checkpoint; its suffix determines the format if the content does not.
     """
     if filecmp.cmp(expected, actual, shallow=False):
         return []
-    with suppress(Exception):  # a damaged file, or not the format of its name: compare bytes
+    with suppress(Exception):  # the file is damaged, or has another format than its name says: compare bytes
         files = [_Content(name, _map_bytes(path), path) for path in (expected, actual)]
         differences = compare_values(_read_values(files[0]), _read_values(files[1]), name)
-        # Parquet stores no times: bytes that differ without a column or metadata that differs count as a difference.
+        # Parquet stores no times: if only the bytes differ, but no column or metadata, the files differ, too.
         if differences or bytes(files[0].data[: len(_PARQUET)]) != _PARQUET:
             return differences
     sizes = [path.stat().st_size for path in (expected, actual)]
@@ -93,12 +93,11 @@ class _Content:
     """None for a member of an archive."""
 
     def open(self) -> Any:
-        """Return a stream of its bytes."""
         return io.BytesIO(self.data) if self.path is None else self.path.open("rb")
 
 
 def _map_bytes(path: Path) -> memoryview:
-    """Map the bytes of a file into memory, so that they are read on comparison."""
+    """Map the bytes of a file into memory: they are read only when they are compared."""
     if not path.stat().st_size:
         return memoryview(b"")
     with path.open("rb") as file:
@@ -106,11 +105,7 @@ def _map_bytes(path: Path) -> memoryview:
 
 
 def _read_values(file: _Content) -> Any:
-    """Return the values of a file.
-
-    Raises:
-        Exception: its format is unknown, it is damaged, or it cannot be read without a pickle.
-    """
+    """Return the values of a file; raise an exception if it is damaged, or cannot be read without its pickles."""
     head, suffix = bytes(file.data[:8]), Path(file.name).suffix.lower()
     for magic, read in _READERS.items():
         if head.startswith(magic):
@@ -121,7 +116,7 @@ def _read_values(file: _Content) -> Any:
         with suppress(ValueError):
             return _read_json(file)
     if suffix in _TORCH_SUFFIXES and find_spec("torch"):
-        with suppress(Exception):  # a pickle is needed
+        with suppress(Exception):  # torch would need a pickle
             return _read_torch(file)
     if len(file.data) > _MAX_PICKLED_BYTES:
         raise OverflowError
@@ -135,19 +130,15 @@ def _read_values(file: _Content) -> Any:
 
 
 def _read_member(file: _Content) -> Any:
-    """Return the values of a member of an archive; its bytes if the values cannot be read."""
+    """Return the values of a member of an archive, or its bytes if the values cannot be read."""
     try:
         return _read_values(file)
-    except Exception:  # noqa: BLE001 - as above
+    except Exception:  # noqa: BLE001 - see `_read_values`
         return bytes(file.data)
 
 
 def _single_or_sequence(values: Sequence[object]) -> object:
-    """Return the value of a file, or a node of several consecutive values.
-
-    Raises:
-        ValueError: there is no value.
-    """
+    """Return the only value of a file, or a node of its consecutive values; raise `ValueError` without a value."""
     if not values:
         raise ValueError("no value")
     several = {f"#{index}": value for index, value in enumerate(values)}
@@ -165,7 +156,7 @@ def _read_json(file: _Content) -> object:
 
 
 def _read_npy(file: _Content) -> object:
-    """Return all arrays of a file; `numpy.load` returns only the first."""
+    """Return all arrays of a file: `numpy.load` returns only the first array."""
     numpy, arrays = import_module("numpy"), list[Any]()
     layouts = numpy.lib.format
     headers = {(1, 0): layouts.read_array_header_1_0, (2, 0): layouts.read_array_header_2_0}
@@ -182,7 +173,7 @@ def _read_npy(file: _Content) -> object:
 
 
 def _read_safetensors(file: _Content) -> Node:
-    """Return the bytes and types of the tensors, and the metadata, unordered: the writer keeps no order."""
+    """Return the bytes and types of the tensors, and the metadata without its order: the writer keeps no order."""
     numpy = import_module("numpy")
     (length,) = struct.unpack("<Q", file.data[:8])
     header = dict(json.loads(bytes(file.data[8 : 8 + length]), object_pairs_hook=Pairs))
@@ -224,7 +215,7 @@ def _read_parquet(file: _Content) -> Node:
 
 
 def _read_torch(file: _Content) -> object:
-    """Return the saved object. Tensors are read on comparison: a checkpoint may be larger than the memory."""
+    """Return the saved object; its tensors are read when they are compared: a checkpoint may exceed the memory."""
     torch, objects = import_module("torch"), list[object]()
     if bytes(file.data[:4]) == b"PK\x03\x04":
         source, is_mapped = (file.open(), None) if file.path is None else (file.path, True)
@@ -240,20 +231,17 @@ def _read_compressed(file: _Content, decompress: Callable[[bytes], bytes]) -> ob
 
 
 def _read_zip(file: _Content) -> Any:
-    """Return the values of `torch.save` or skops by their paths, and of other members by the members' names."""
+    """Return the values of `torch.save` or skops by their paths, and the values of other members by their names."""
     with file.open() as stream, zipfile.ZipFile(stream) as archive:
         _require_no_gaps(archive, file.data)
         names = archive.namelist()
         comments = [archive.comment, *(member.comment for member in archive.infolist())]
-        members = [
-            (name, _read_member_data(archive, member, file.data))
-            for name, member in zip(names, archive.infolist(), strict=True)
-        ]
+        members = [(info.filename, _read_member_data(archive, info, file.data)) for info in archive.infolist()]
     content, used = None, set[str]()
     top = next((name.removesuffix(_TORCH_PICKLE) for name in names if name.endswith(f"/{_TORCH_PICKLE}")), None)
     if top is not None and find_spec("torch"):
         used = {f"{top}{_TORCH_CHECKSUM}"}
-        with suppress(Exception):  # a pickle is needed: compare members, without names of tensors
+        with suppress(Exception):  # torch would need a pickle: compare the members, without the names of tensors
             content = _read_torch(file)
             used = {name for name in names if name.removeprefix(top) in _TORCH_FILES or name.startswith(f"{top}data/")}
     elif _SKOPS_SCHEMA in names:
@@ -276,13 +264,13 @@ def _read_zip(file: _Content) -> Any:
 
 
 def _require_no_gaps(archive: zipfile.ZipFile, data: memoryview) -> None:
-    """Raise `ValueError` if the archive has bytes that belong to no member, such as another archive before it."""
+    """Raise `ValueError` if the file has bytes that belong to no member, such as another archive before this one."""
     end = 0
     for member in archive.infolist():
         if member.header_offset != end:
             raise ValueError("bytes between members")
         end = _member_start(member, data) + member.compress_size
-        if member.flag_bits & 8:  # sizes and the checksum follow; in zip64 the sizes have 8 bytes
+        if member.flag_bits & 8:  # the checksum and the sizes follow; in zip64 a size has 8 bytes
             magic = 4 if bytes(data[end : end + 4]) == b"PK\x07\x08" else 0
             sizes = struct.pack("<LL", member.compress_size & 0xFFFFFFFF, member.file_size & 0xFFFFFFFF)
             end += magic + (12 if bytes(data[end + magic + 4 : end + magic + 12]) == sizes else 20)
@@ -305,9 +293,9 @@ def _read_member_data(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: m
 
 
 def _strip_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> Any:
-    """Return a skops node with the values of its file, but without ids, which differ between processes.
+    """Return a skops node without ids, which differ between processes, and with the values of its file.
 
-    skops also names its files by the ids of the objects, and writes sets in the order of their hashes.
+    skops also names its files by the ids of objects, and writes sets in the order of hashes.
     """
     if isinstance(node, list) and not isinstance(node, Pairs):
         return [_strip_ids(inner, members, used) for inner in node]
@@ -338,7 +326,7 @@ _READERS: Mapping[bytes, Callable[[_Content], Any]] = {
 
 
 class _StandIn(NodeConvertible):
-    """Replaces a class or function that a pickle names: it runs no code, and stores the arguments and state."""
+    """Replaces a class or function that a pickle names: stores the arguments and the state, and runs no code."""
 
     path: str
     file: io.BytesIO
@@ -391,6 +379,7 @@ _PLAIN_CLASSES: Mapping[tuple[str, str], object] = {
 """Classes of plain values: creating an instance runs no code of the pickle's author."""
 _NUMPY_CALLS = {"_reconstruct", "_frombuffer", "scalar", "ndarray", "dtype"}
 """The functions and classes that pickles of NumPy's arrays and numbers call."""
+_NUMPY_MODULES = {"numpy", *(f"numpy.{core}.{of}" for core in ("core", "_core") for of in ("multiarray", "numeric"))}
 
 
 class _StandInUnpickler(pickle.Unpickler):
@@ -404,17 +393,11 @@ class _StandInUnpickler(pickle.Unpickler):
         if (plain := _PLAIN_CLASSES.get((module, name))) is not None:
             return plain
         if (module, name) == ("_codecs", "encode"):
-            return _encode_latin1  # old protocols encode bytes this way
-        if name in _NUMPY_CALLS and module in {
-            "numpy",
-            *(f"numpy.{core}.{of}" for core in ("core", "_core") for of in ("multiarray", "numeric")),
-        }:
+            return _encode_latin1  # old protocols pickle bytes this way
+        if name in _NUMPY_CALLS and module in _NUMPY_MODULES:
             return super().find_class(module, name)
-        return type(
-            "_Named",
-            (_StandIn,),
-            {"path": f"{module}.{name}", "file": self._file, "__module__": module, "__qualname__": name},
-        )
+        attributes = {"path": f"{module}.{name}", "file": self._file, "__module__": module, "__qualname__": name}
+        return type("_Named", (_StandIn,), attributes)
 
     def persistent_load(self, reference: object) -> object:
         return "persistent", reference
@@ -427,7 +410,7 @@ def _encode_latin1(text: str, encoding: str) -> bytes:
 
 
 def _read_joblib_array(file: io.BytesIO, header: Mapping[str, Any]) -> object:
-    """Return the values of a joblib array, which follow the object that describes the array."""
+    """Return the values of a joblib array: they follow the pickled header of the array."""
     numpy, dtype = import_module("numpy"), header["dtype"]
     if dtype.hasobject:
         return _StandInUnpickler(file).load()
@@ -437,7 +420,7 @@ def _read_joblib_array(file: io.BytesIO, header: Mapping[str, Any]) -> object:
 
 
 def _read_pickles(file: _Content) -> object:
-    """Return the values of the consecutive pickles in a file, or in a zlib stream, as written by joblib."""
+    """Return the values of the consecutive pickles in a file, or in a zlib stream, which joblib writes."""
     data = bytes(file.data)
     if data.startswith(b"\x78"):
         unpacking = zlib.decompressobj()

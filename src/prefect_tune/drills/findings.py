@@ -1,4 +1,4 @@
-"""The result of a drill: its verdict, the differences, unrestored states, and the costs of saves and kills."""
+"""The result of a drill: its verdict, the differences, the unrestored states, and the costs of saves and kills."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _FILLED_ON_USE = frozenset({"optimizer", "schedule", "scaler"})
 """Kinds whose states get entries on first use, such as the moments of an optimizer."""
 _ABSENT = "absent"
 _LASTING_KINDS = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
-"""Kinds whose states have an effect later, if not yet; an attribute may have none."""
+"""Kinds whose states affect the training sooner or later; an attribute may never affect it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,9 @@ class UnrestoredState:
     actual: str
     expected: str
     is_local: bool = False
-    """Whether it is a local variable of a function: then both values are from the next step."""
+    """Whether it is a local variable of a function: then both values are those after the next step."""
 
     def __str__(self) -> str:
-        """Describe the state, and what to save."""
         if self.kind == "global":
             of_gpu = f"torch's generator of {self.name.removeprefix('torch.')}", "torch.cuda.get_rng_state_all()"
             generator, call = _GLOBAL_GENERATORS.get(self.name, of_gpu)
@@ -97,14 +96,14 @@ def find_unrestored_states(
     saved: Collection[str] = (),
     differs_at: int | None = None,
 ) -> Sequence[UnrestoredState]:
-    """Return the states that were not restored at the first resume that shows any, the likeliest first.
+    """Return the states that were not restored at the first resume with such states, the likeliest state first.
 
     Compare the states after the load of the checkpoint (for a function, after the next step) with the states of the
-    undisturbed run. A state that training does not change, or that differs without a kill up to that step, is no
-    evidence; nor is a resume after step `differs_at`, where the runs began to differ. After a step of a function, all
-    values that follow from a sum differ, whatever the cause. So name such a value only if no generator, count or rate
-    differs, a metric in a variable only if nothing else differs but states `saved` in the checkpoints, and a saved
-    state only if nothing else differs.
+    undisturbed run. Ignore a state that training does not change, and a state that differs without a kill up to that
+    step. Ignore a resume after step `differs_at`, at which the runs began to differ. After a step of a function, all
+    values that follow from a sum differ, whatever the cause. So return such a value only if no generator, count or rate
+    differs. Return a metric in a variable only if all other differing states are `saved` in checkpoints, and a saved
+    state only if no other state differs.
     """
     references = {record.step: record for record in undisturbed.records}
     pairs = {pair for record in undisturbed.records for pair in record.states.items()}
@@ -133,17 +132,17 @@ def find_unrestored_states(
 def _select_causes(
     states: list[UnrestoredState], metrics: Mapping[str, object], saved: Collection[str]
 ) -> list[UnrestoredState]:
-    """Return the states that may cause all differences one step after a resume."""
+    """Return the states that may have caused all differences one step after a resume."""
     results = {repr(value) for _, value in iter_scalars(metrics) if isinstance(value, float)}
     unsaved = [state for state in states if state.name.partition(".")[0] not in saved]
     plain = [state for state in unsaved if state.actual not in results]
-    metrics_held = [replace(state, kind="metric") for state in unsaved if state.kind in {"value", "state"}]
+    metrics_in_variables = [replace(state, kind="metric") for state in unsaved if state.kind in {"value", "state"}]
     causes = [state for state in states if _is_cause(state) and state.actual not in results]
-    return causes or plain or metrics_held or unsaved or states
+    return causes or plain or metrics_in_variables or unsaved or states
 
 
 def _is_cause(state: UnrestoredState) -> bool:
-    """Whether the state is no result of other differences: one step later sums are, generators and counts are not."""
+    """Return whether a state may be a cause: one step later, sums may be results, but generators and counts are not."""
     return state.kind in {"global", "rng"} or not (_is_digest(state.actual) or state.kind == "value")
 
 
@@ -161,12 +160,12 @@ def _iter_differing_states(record: Record, reference: Record, evidence: Collecti
 
 
 def _owner_of(name: str) -> str:
-    """Return the kind and the attribute or variable of a state, without the path below it."""
+    """Return the kind of a state and its attribute or variable, without the path below it."""
     return name.partition(".")[0]
 
 
 def _select_one_per_object(states: Sequence[UnrestoredState], *, has_one_optimizer: bool) -> Sequence[UnrestoredState]:
-    """Return one state of each object, preferably a counter, which is the most readable one.
+    """Return one state of each object, preferably a counter, which is the most readable state.
 
     Omit the learning rate of a single optimizer with a schedule: the schedule determines it.
     """
@@ -180,7 +179,7 @@ def _select_one_per_object(states: Sequence[UnrestoredState], *, has_one_optimiz
 
 
 Verdict: TypeAlias = Literal["exact", "not exact", "not deterministic"]
-_MAX_SHOWN, _MAX_SHOWN_IGNORED = 8, 8
+_MAX_SHOWN = 8
 _SEED_ADVICE = "set seeds, and the library's deterministic mode"
 _FILE_NAME_ADVICE = "give the files of a checkpoint the same names in each run"
 _VICTIMS = {"trial": "the trial", "rank": "another rank", "search": "the search", "upload": "the search, in an upload"}
@@ -198,20 +197,20 @@ class RunComparison(NamedTuple):
     unstable: Sequence[Difference]
     """Differences without a kill: between the undisturbed runs, and before the first kill."""
     result_locations: Collection[tuple[str, str]]
-    """The places in checkpoints with results of training: no counts of steps, and no values that can be ignored."""
+    """The locations in checkpoints with results of training, without counts of steps and values that can be ignored."""
     generators: Sequence[Difference] = ()
     """The generators without a seed from which the training draws."""
 
 
 @dataclass(frozen=True)
 class SaveCosts:
-    """The costs of a save of the undisturbed run; medians."""
+    """The median costs of a save of the undisturbed run."""
 
     save_count: int
     seconds: float
     """The time of an upload."""
     blocked_seconds: float
-    """The time that training waited: to write the files, and for the upload."""
+    """The time that training waited for the save: for its files and its upload."""
     size_bytes: int
     sent_bytes: int
     """The bytes that were not on the target yet."""
@@ -241,22 +240,21 @@ class DrillReport(Renamed):
     trainable: str
     """The import path of the trainable."""
     verdict: Verdict
-    """`exact`; `not exact`; or `not deterministic`, if two runs differ without a kill."""
+    """`not deterministic` if two runs differ without a kill."""
     steps: int
     compared_metric_count: int
     """The number of compared metric values."""
     compared_file_count: int
     """The number of compared checkpoint files."""
     kills: Sequence[Kill]
-    """The kills of the run, and how it resumed."""
     missed_kill_count: int
     """The number of planned kills that did not happen: no step or upload began after their step."""
     differences: Sequence[Difference]
     """The first difference of each metric, file, tensor or key, by step, without the differences in `unstable`."""
     unstable: Sequence[Difference]
-    """The differences that occur without a kill too: values that training changes first."""
+    """The differences that occur without a kill, too; first the values that training changes."""
     is_inconclusive: bool
-    """Whether the equal values would be equal in any training, such as counts of steps."""
+    """Whether the equal values, such as counts of steps, would be equal in any training."""
     unrestored: Sequence[UnrestoredState]
     """The states that were probably not restored."""
     save: SaveCosts | None
@@ -282,19 +280,19 @@ class DrillReport(Renamed):
         if self.verdict == "not exact":
             first = self.differences[0]
             yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._format_compared()}"
-            yield from _format_list("", _summarize(self.differences)[1:], _MAX_SHOWN)
+            yield from _format_list("", _summarize(self.differences)[1:])
         without_kills = _summarize(self.unstable)
         if self.verdict == "not deterministic":  # the headline has the first difference
-            yield from _format_list("differs without a kill too: ", without_kills[1:], _MAX_SHOWN_IGNORED)
+            yield from _format_list("differs without a kill too: ", without_kills[1:])
             if self.is_inconclusive:
                 yield f"  the rest is equal, but shows little of the training: {self._format_compared()}"
         else:
-            yield from _format_list("differs without a kill too, and is ignored: ", without_kills, _MAX_SHOWN_IGNORED)
+            yield from _format_list("differs without a kill too, and is ignored: ", without_kills)
         yield from self._format_causes()
         yield from self._format_costs()
 
     def summary(self) -> str:
-        """Return the verdict and the states that were probably not restored: the message of `NotExact`."""
+        """Return the verdict and the states that were probably not restored, the message of `NotExact`."""
         return "\n".join((self._format_headline(), *self._format_causes()))
 
     def _format_causes(self) -> Iterator[str]:
@@ -307,11 +305,11 @@ class DrillReport(Renamed):
 
     def _format_hint(self) -> str:
         if all(diff.location == (CHECKPOINTS, "") for diff in self.differences):
-            return "  everything in both runs is equal: save a checkpoint at the same steps after a resume, too"
+            return "  all values in both runs are equal: save a checkpoint at the same steps after a resume, too"
         if all(diff.detail.is_byte_comparison for diff in self.differences):
             return (
-                "  all metrics are equal, and only bytes of files that the drill cannot read differ; the values in "
-                "them may be equal: to compare them, save arrays, JSON or skops, or use PartialFitTrainable"
+                "  all metrics are equal; only the bytes of files that the drill cannot read differ. Their values may "
+                "be equal: to compare the values, save arrays, JSON or skops, or use PartialFitTrainable"
             )
         return (
             "  the drill sees no state that was not restored: look for an iterator over the data, a library's own "
@@ -325,10 +323,10 @@ class DrillReport(Renamed):
         if self.verdict == "not deterministic":
             first = self.unstable[0]
             is_named = first.detail.description in {MISSING, UNEXPECTED}
+            advice = _FILE_NAME_ADVICE if is_named else _SEED_ADVICE
             return (
                 f"not deterministic: two runs differ without a kill, at {first}. To show that a resume is exact, first "
-                "make both runs equal: "
-                f"{_FILE_NAME_ADVICE if is_named else _SEED_ADVICE}"
+                f"make both runs equal: {advice}"
             )
         return f"not exact: first difference at {_summarize(self.differences)[0]}"
 
@@ -348,14 +346,12 @@ class DrillReport(Renamed):
         if self.missed_kill_count:
             missed_text = pluralize(self.missed_kill_count, "kill was", "kills were")
             yield f"  {missed_text} not made: no step or upload began after their step"
-        if self.save is not None:
-            save = self.save
+        if (save := self.save) is not None:
             yield (
                 f"  a save: {format_size(save.size_bytes)}, {format_size(save.sent_bytes)} of it sent, in "
                 f"{save.seconds:.2f} s; training waits {save.blocked_seconds:.2f} s"
             )
-        if self.advice is not None:
-            advice = self.advice
+        if (advice := self.advice) is not None:
             yield (
                 f"  with a failure every {advice.hours_between_failures:g} h: save every {advice.seconds:.0f} s "
                 f"({pluralize(advice.steps, 'step', 'steps')}), which loses the least time, "
@@ -363,15 +359,15 @@ class DrillReport(Renamed):
             )
 
 
-def _format_list(prefix: str, differences: Sequence[str], max_count: int) -> Iterator[str]:
-    for diff in differences[:max_count]:
+def _format_list(prefix: str, differences: Sequence[str]) -> Iterator[str]:
+    for diff in differences[:_MAX_SHOWN]:
         yield f"  {prefix}{diff}"
-    if len(differences) > max_count:
-        yield f"  … and {len(differences) - max_count} more"
+    if len(differences) > _MAX_SHOWN:
+        yield f"  … and {len(differences) - _MAX_SHOWN} more"
 
 
 def _summarize(differences: Sequence[Difference]) -> Sequence[str]:
-    """Return the differences as texts, with one text for all differences within one list."""
+    """Return the differences as texts, with one text for all differences in the same list."""
     lists: dict[tuple[str, str], list[Difference]] = {}
     for diff in differences:
         lists.setdefault((diff.detail.file, re.sub(r"(\.|^)\d+(\.\d+)*$", "", diff.detail.key)), []).append(diff)
@@ -385,18 +381,18 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
     """Return the report of the runs of a drill.
 
     Raises:
-        TuneError: everything comparable after the first resume differs without a kill.
+        TuneError: there is nothing to compare after the first resume.
     """
     undisturbed, killed, again, differences, unstable, changing, _ = runs
     ignored = {diff.location for diff in unstable}
     resumed_at = killed.undisturbed_steps
     if max(undisturbed.manifests, default=0) > resumed_at >= max(killed.manifests, default=0):
-        ignored -= {(CHECKPOINTS, "")}  # none was saved after a resume
+        ignored -= {(CHECKPOINTS, "")}  # no checkpoint was saved after a resume
     remaining = [diff for diff in differences if diff.location not in ignored]
     saved = {part for diff in differences for part in re.split(r"[./]", f"{diff.detail.file}.{diff.detail.key}")}
     differs_at = remaining[0].step if remaining else None
     forgotten = find_unrestored_states(undisturbed, killed, again, saved, differs_at)
-    # Differences between two undisturbed runs matter if they are in a checkpoint and training changes the values.
+    # A difference without a kill matters if it is in a checkpoint and training changes the value.
     results = [diff.step for diff in unstable if diff.location in changing]
     verdict: Verdict = "not exact" if remaining else "exact"
     if results and (not remaining or min(results) <= remaining[0].step):
@@ -422,7 +418,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
         steps=plan.steps,
         compared_metric_count=sum(map(len, compared.values())),
         compared_file_count=sum(len(undisturbed.manifests[step].files) for step in both),
-        # The undisturbed run sent all new bytes; the upload after the resume sent only bytes missing on the target.
+        # The undisturbed run sent all new bytes; the upload after the resume sent only the bytes that were missing.
         kills=[
             replace(kill, kept_bytes=kept.get(kill.step, 0) if kill.victim == "upload" else 0) for kill in killed.kills
         ],
@@ -437,14 +433,14 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
 
 
 def _find_doubts(runs: RunComparison) -> Sequence[Difference]:
-    """Return the differences without a kill, the best evidence first, if the equal values would be equal anyway.
+    """Return the differences without a kill if the equal values prove nothing, the best evidence first.
 
-    A count of steps, or a rate that follows from it, is the same in any run, so it proves nothing if metrics differ.
-    Then the checkpoints must show that the training is deterministic. If it draws from a generator without a seed,
-    different metrics, except measured times, show that it is not deterministic.
+    A count of steps, and a rate that follows from it, is the same in any run, so it proves nothing if metrics differ.
+    Then the checkpoints must show that the training is deterministic. If the training draws from a generator without a
+    seed, different metrics, except measured times, show that it is not deterministic.
 
     Raises:
-        TuneError: nothing differs, and nothing changes either.
+        TuneError: no value differs, but no value changes in the training either.
     """
     undisturbed, killed, _, _, unstable, changing, generators = runs
     metrics, unexplained = find_result_metrics(undisturbed, unstable), find_unexplained_metrics(undisturbed, unstable)
@@ -457,12 +453,11 @@ def _find_doubts(runs: RunComparison) -> Sequence[Difference]:
     if unstable:
         return () if metrics or files else unstable
     contents = {tuple((file.path, file.chunks) for file in undisturbed.manifests[step].files) for step in both}
-    if len(contents) < 2 and all(
-        len(set(map(repr, history.values()))) < 2 for history in metric_histories(undisturbed).values()
-    ):
+    histories = metric_histories(undisturbed).values()
+    if len(contents) < 2 and all(len(set(map(repr, history.values()))) < 2 for history in histories):
         raise TuneError(
             "nothing to compare: no metric and no checkpoint changes from step to step, so all runs are equal; "
-            "report a metric that training changes, or save a value that it changes"
+            "report a metric, or save a value, that training changes"
         )
     return ()
 
@@ -492,15 +487,15 @@ def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save:
     return SaveAdvice(plan.hours_between_failures, seconds, max(1, round(seconds / step_seconds)), share)
 
 
-# How often to save: the interval that minimizes the time lost to failures and saves.
+# How often to save: the interval with the least time lost to failures and saves.
 
 
 def optimal_save_interval(save_seconds: float, seconds_between_failures: float) -> float:
     """Return the seconds of training between two saves that minimize the time lost to saves and failures.
 
     The first-order optimum is `sqrt(2 C M)`, for the cost `C` of a save and the mean time `M` between failures
-    (J. W. Young, *A first order approximation to the optimum checkpoint interval*, CACM 17(9), 1974). This is the
-    higher-order estimate for `C < 2 M`; beyond that it is `M`
+    (J. W. Young, *A first order approximation to the optimum checkpoint interval*, CACM 17(9), 1974). This function
+    returns the higher-order estimate if `C < 2 M`, and `M` otherwise
     (J. T. Daly, *A higher order estimate of the optimum checkpoint interval for restart dumps*, FGCS 22, 2006, eq. 37).
     The time of a restart does not change the optimum.
 
@@ -516,9 +511,9 @@ def optimal_save_interval(save_seconds: float, seconds_between_failures: float) 
 
 
 def compute_lost_share(interval: float, save_seconds: float, restart_seconds: float, mean_seconds: float) -> float:
-    """Return the share of time lost to saves, and per failure to half an interval and the restart.
+    """Return the share of the time that is lost to saves, and with each failure to half an interval and the restart.
 
-    This is the first-order model of Young (1974), for a mean time between failures much longer than the interval.
+    This is the first-order model of Young (1974): the mean time between failures is much longer than the interval.
     """
     per_failure = (interval + save_seconds) / 2 + restart_seconds
     return min(1.0, save_seconds / (interval + save_seconds) + per_failure / mean_seconds)

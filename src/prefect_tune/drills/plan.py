@@ -1,4 +1,4 @@
-"""The plan of a drill: what it trains, and after which steps it kills."""
+"""The plan of a drill: its trainable, and its kills."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _VICTIMS_WITH_RANKS: tuple[Victim, ...] = ("rank", *_VICTIMS)
 
 @dataclass(frozen=True, slots=True)
 class DrillPlan:
-    """What a drill trains, and after which steps it kills which process."""
+    """The trainable of a drill, and its kills: after which steps, and of which process."""
 
     trainable: str
     """`package.module:Name`."""
     config: Mapping[str, object] = field(default_factory=dict)
     steps: int = 12
     save_every: int = 3
-    """The steps between two saves of a class; a function saves when it reports a checkpoint."""
+    """The number of steps between two saves of a class; a function saves when it reports a checkpoint."""
     kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
     hours_between_failures: float = 24.0
     processes: int = 1
-    """How many processes train the trial together."""
+    """The number of processes that train the trial together."""
 
 
 def plan_kills(
     steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
-    """Return the steps after which a drill kills, and the victims: at steps `at`, or at `count` steps drawn by `seed`.
+    """Return the steps after which a drill kills, and the victims; the steps are `at`, or `count` random steps.
 
-    Draw steps after the first save, if there are enough steps: a resume from the beginning shows little.
+    Draws only steps after the first save if there are enough of them: a resume from step 0 shows little.
 
     Raises:
         InvalidInput: a step is not between 1 and `steps - 1`, or there are too few steps.
@@ -46,9 +46,7 @@ def plan_kills(
     if not at and not 0 < count < steps:
         raise InvalidInput(f"kills: expected a number from 1 to {steps - 1}, one less than steps, found {count}")
     if invalid := [step for step in at if not 0 < step < steps]:
-        raise InvalidInput(
-            f"at: expected steps from 1 to {steps - 1}, before the end of {steps} steps, found {invalid[0]}"
-        )
+        raise InvalidInput(f"at: expected steps from 1 to {steps - 1}, one less than steps, found {invalid[0]}")
     kill_steps = sorted(set(at)) or sorted(generator.sample(range(1, steps), count))
     while not at and kill_steps[0] <= first_save and count < steps - first_save:
         kill_steps = sorted(generator.sample(range(1, steps), count))
@@ -76,15 +74,13 @@ def drill_plan(
         InvalidInput: the trainable has no import path, or a number is out of its range.
     """
     if ":" not in trainable:
-        raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name': a new process imports it")
+        raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name', which a new process imports")
     if steps < 2:
-        raise InvalidInput(f"steps: expected 2 or more, to kill between two steps, found {steps}")
+        raise InvalidInput(f"steps: expected at least 2, for a kill between two steps, found {steps}")
     if save_every is not None and not 0 < save_every <= steps:
         raise InvalidInput(f"save_every: expected a number of steps from 1 to {steps}, found {save_every}")
     if not 0 < hours_between_failures < math.inf:
-        raise InvalidInput(
-            f"hours_between_failures: expected a positive number of hours, found {hours_between_failures}"
-        )
+        raise InvalidInput(f"hours_between_failures: expected a positive number, found {hours_between_failures}")
     if not 1 <= processes <= MAX_PROCESSES:
         raise InvalidInput(f"processes_per_trial: expected a number from 1 to {MAX_PROCESSES}, found {processes}")
     interval = save_every or max(1, steps // 4)

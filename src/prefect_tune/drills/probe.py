@@ -1,9 +1,9 @@
-"""The trainable of a drill: the user's trainable, which also records its state after each step, and kills as planned.
+"""The trainable of a drill: the user's trainable with a probe, which records its states and kills as planned.
 
-It runs in the trial's process. Each record is a line of a file on this machine, so a kill loses no record. A record
-has digests of all states on which the next step may depend: the generators of Python, NumPy and PyTorch, and the
-objects that training uses: the attributes of a class, or the local variables of a function at its reports. The drill
-compares these digests of a resumed run and of the undisturbed run, and so can name the states that were not restored.
+The probe runs in the trial's process. It writes a record after each step as a line of a file on this machine, so a kill
+loses no record. A record has digests of all states on which the next step may depend: the generators of Python, NumPy
+and PyTorch, and the attributes of a class, or the local variables of a function at its reports. The drill compares the
+digests of a resumed run and of the undisturbed run, and names the states that were not restored.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from prefect_tune.runtime.session import TrialSession, WorkerRankSession
 from prefect_tune.runtime.trainable import Trainable, get_trial
 
 Victim: TypeAlias = Literal["trial", "rank", "search", "upload"]
-"""The process that a kill ends: the trial (rank 0 of several), another rank, the search, or the search during an
-upload."""
+"""The process that a kill ends: the trial (its rank 0), another rank, the search, or the search during an upload."""
 
 _PLAN_VARIABLE = "PREFECT_TUNE_DRILL"
 _MAX_VALUES = 4000
@@ -52,16 +51,16 @@ _MAX_COPIED_ENTRIES = 5_000
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The plan for the processes of one run of a drill, passed in an environment variable."""
+    """The plan of one run of a drill; its processes get the plan in an environment variable."""
 
     trainable: str
     """`package.module:Name`, see `pt.durable_trainable`."""
     folder: str
-    """The folder of the run on this machine, for its records and kills."""
+    """The folder on this machine for the records and kills of the run."""
     kills: tuple[tuple[int, Victim], ...] = ()
-    """The step after which to kill, and the victim; in order."""
+    """For each kill, in order, the step after which it is due, and the victim."""
     search_pid: int = 0
-    """The process id of the search; 0 if the plan is not in use yet."""
+    """The process id of the search; 0 before the search begins."""
 
     def to_environment(self) -> dict[str, str]:
         """Return the environment variable that contains the plan."""
@@ -75,18 +74,17 @@ class RunPlan:
 
     @property
     def records_path(self) -> Path:
-        """The file of the records, one JSON document per line."""
         return Path(self.folder, "records.jsonl")
 
     def next_due_kill(self, step: int, *victims: Victim) -> int | None:
-        """Return the number of the next kill, if it is due after `step` and of one of these victims; else None."""
+        """Return the number of the next kill; None if it is not due after `step`, or has another victim."""
         for number, (at, victim) in enumerate(self.kills):
-            if not Path(self.folder, f"kill-{number}").exists():  # the first kill that was not made
+            if not Path(self.folder, f"kill-{number}").exists():  # the first kill that was not made yet
                 return number if step >= at and victim in victims else None
         return None
 
     def read_kills(self) -> Iterator[tuple[Victim, float]]:
-        """Yield the kills that were made: the victim, and the time of day in seconds."""
+        """Yield the kills that were made: each with its victim, and its time of day in seconds."""
         for number, (_, victim) in enumerate(self.kills):
             with suppress(FileNotFoundError, ValueError):
                 yield victim, float(Path(self.folder, f"kill-{number}").read_text(encoding="ascii"))
@@ -98,14 +96,14 @@ class RunPlan:
 
 
 def __getattr__(name: str) -> object:
-    """Return the trainable in the plan of this process, wrapped with a probe; each call returns the same object."""
+    """Return the trainable of this process's plan with a probe as `Probed`; each call returns the same object."""
     if name != "Probed":
         raise AttributeError(name)
     plan = RunPlan.from_environment()
     loaded = load_trainable(plan.trainable)
     train = cast(Callable[..., object], loaded)
     wrapped = _wrap_class(loaded, plan) if isinstance(loaded, type) else _wrap_function(train, plan)
-    globals()[name] = wrapped  # so that pickle finds the class again
+    globals()[name] = wrapped  # pickle looks up the class by its name
     return wrapped
 
 
@@ -113,7 +111,7 @@ def __getattr__(name: str) -> object:
 
 
 def _wrap_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
-    probe = _Probe(plan)  # no attribute of the trainable, which may save all of its attributes
+    probe = _Probe(plan)  # not an attribute of the trainable: the trainable may save all of its attributes
 
     class Probed(kind):  # type: ignore[misc]  # a base class loaded at runtime
         def setup(self, config: dict[str, Any]) -> None:
@@ -137,7 +135,7 @@ def _wrap_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
 
 
 def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., object]:
-    """Return the function with a probe at each report; a framework's callback may make the report."""
+    """Return the function with a probe at each report, including reports by callbacks of a framework."""
     code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # a callable object has none
 
     @functools.wraps(train)
@@ -151,15 +149,15 @@ def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[...,
 
 
 def probe_rank() -> None:
-    """Probe the reports of this process, like `_wrap_function`: it is a rank that a launcher in the trial started."""
-    # The frame of the program, which reports directly or through a framework.
+    """Probe the reports of this process, a rank that a launcher in the trial started; see `_wrap_function`."""
+    # The frame of the launched program, which reports directly or through a framework.
     _probe_reports(RunPlan.from_environment(), lambda frame: frame.f_globals.get("__name__") == "__main__")
 
 
 def _probe_reports(plan: RunPlan, is_probed_frame: Callable[[FrameType], bool]) -> None:
-    """Write a record at each report of this process until it ends; a fork inherits the probe.
+    """Write a record at each report of this process and of its forks.
 
-    A record has the local variables of the innermost frame for which `is_probed_frame` is true.
+    A record has the local variables of the innermost frame for which `is_probed_frame` returns True.
     """
     probe = _Probe(plan)
 
@@ -195,7 +193,7 @@ class _Probe:
         self._step = 0
 
     def on_step_begin(self) -> None:
-        """Measure the waiting time, and make a kill that is due: the previous step was reported and saved."""
+        """Measure the waiting time, and make the kill that is due after the previous step, which was reported."""
         now = time.time()
         self._waited, self._began = now - self._ended, now
         trial = get_trial()
@@ -206,14 +204,13 @@ class _Probe:
         is_search = self._plan.kills[number][1] == "search"
         self._plan.kill(number, self._plan.search_pid if is_search else os.getpid())
         if is_search:
-            time.sleep(600)  # this process ends when the search does
+            time.sleep(600)  # this process ends with the search
 
     def on_step_end(self) -> None:
-        """Store the end time of the step."""
         self._ended = time.time()
 
     def write_record(self, step: int, objects: Mapping[str, object], *, is_restored: bool = False) -> None:
-        """Write a line: the state after this step, or after the load of the checkpoint of this step."""
+        """Write a record: the states after this step, or after the load of the checkpoint of this step."""
         self._step, trial = step, get_trial()
         if trial.rank:
             return
@@ -228,20 +225,20 @@ class _Probe:
         }
         with self._plan.records_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        self._ended = time.time()  # exclude the time of the record from the training's
+        self._ended = time.time()  # the time of the record does not belong to the training
 
 
 # ------------------------------------------------------------------------------------------------- digests of states
 
 
 def collect_states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the states of this process's generators and of `objects`: `kind name`, and a value or a digest."""
+    """Yield the states of this process's generators and of `objects`: `"kind name"`, and a value or digest."""
     yield "global random", _compute_digest(random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None:
         yield "global numpy.random", _compute_digest(numpy.random.get_state())
     if (torch := sys.modules.get("torch")) is not None:
         yield "global torch", _compute_digest(torch.get_rng_state())
-        if torch.cuda.is_initialized():  # a training on the CPU must not take memory of a GPU
+        if torch.cuda.is_initialized():  # a training on the CPU must not use memory of a GPU
             for number, state in enumerate(torch.cuda.get_rng_state_all()):
                 yield f"global torch.cuda:{number}", _compute_digest(state)
     yield from islice((item for name, value in objects.items() for item in _iter_states(name, value)), _MAX_VALUES)
@@ -263,15 +260,15 @@ def _iter_states(name: str, value: Any, depth: int = _MAX_DEPTH) -> Iterator[tup
         for key, part in parts.items():
             yield from _iter_states(f"{name}.{key}", part, depth - 1)
     else:
-        # For an iterator of PyTorch's DataLoader: how many batches it has yielded.
-        state = value._num_yielded if kind == "data" else _read_state(value)  # noqa: SLF001 - it has no public name
-        with suppress(Exception):  # a tensor that NumPy cannot represent: only a hint is lost
+        # The state of an iterator of PyTorch's DataLoader is the number of yielded batches.
+        state = value._num_yielded if kind == "data" else _read_state(value)  # noqa: SLF001 - no public attribute
+        with suppress(Exception):  # NumPy cannot represent the tensor: only a hint is lost
             for path, leaf in iter_leaves(state, name):
                 yield f"{kind} {path}", _format_leaf(leaf)
 
 
 def _classify_value(value: object) -> str | None:
-    """Return the kind of a value, by which the drill names it; None for code and modules."""
+    """Return the kind of a value, for messages of the drill; None for code and modules."""
     if inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value):
         return None
     names = {base.__name__ for base in type(value).__mro__}
@@ -316,10 +313,10 @@ def iter_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def to_array(value: Any) -> Any:
-    """Return a tensor as an array. Widen bfloat16 and 8-bit floats, which NumPy lacks: this is exact."""
+    """Return a tensor as an array, and any other value unchanged; widen floats that NumPy lacks, which is exact."""
     if not all(hasattr(value, name) for name in ("detach", "is_floating_point")):
         return value
-    local = value.to_local() if hasattr(value, "to_local") else value  # the part of a DTensor on this rank
+    local = value.to_local() if hasattr(value, "to_local") else value  # this rank's part of a DTensor
     array = local.detach().cpu()
     array = array.to_dense() if getattr(array, "is_sparse", False) else array
     try:
@@ -336,7 +333,7 @@ def _format_leaf(value: object) -> str:
 
 
 class _HashFile:
-    """A writable file that hashes its data, and raises `OverflowError` if there is too much."""
+    """A writable file that hashes its data; raises `OverflowError` above `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -353,7 +350,7 @@ class _HashFile:
 
 
 def _compute_digest(value: Any) -> str:
-    """Return a digest of the content; only the type if the value is too large or cannot be pickled."""
+    """Return a digest of a value, or its type if it is too large or cannot be pickled."""
     if getattr(value, "nbytes", 0) > _MAX_HASHED_BYTES:
         return f"<{type(value).__name__} of {value.nbytes:,} bytes>"
     value = to_array(value)
@@ -366,28 +363,28 @@ def _compute_digest(value: Any) -> str:
         else:
             digest = _HashFile(_MAX_PICKLED_BYTES)
             pickler = pickle.Pickler(digest)
-            pickler.fast = True  # no memo: equal values have equal bytes, whether they are one object or two
+            pickler.fast = True  # without a memo, equal values have equal bytes, whether they are one object or two
             pickler.dump(value)
-    except Exception:  # noqa: BLE001 - an iterator, an open file, a cycle: it has no digest
+    except Exception:  # noqa: BLE001 - an iterator, an open file or a cycle cannot be pickled
         return f"<{type(value).__name__}>"
     return str(digest)
 
 
 # -------------------------------------------------------------------------------------- a directory for each attempt
 #
-# On another machine, files that an attempt leaves in its working directory would not exist for the next attempt, so a
-# training that reads them must not pass as exact.
+# An attempt leaves files in its working directory. On another machine, the next attempt would not have these files, so
+# a training that reads them must not pass as exact.
 #
 #     /home/me/project          the working directory of the drill; its attempts do not write there
 #     FOLDER/home/me/project    its copy, in which an attempt trains
 #     FOLDER/home/me/data       a link, so that `../data` exists
 #
-# Small files are copied. Hidden directories, and files and directories that are too large to copy for each attempt, are
-# linked: all attempts share what they write there.
+# Small files are copied. Hidden directories, and files and directories that are too large for a copy per attempt, are
+# linked: all attempts share their content.
 
 
 def enter_copied_directory(folder: Path) -> None:
-    """Copy the working directory below `folder`, unless another rank has done so, and change to the copy."""
+    """Copy the working directory to `folder`, unless another rank has done so; change to the copy."""
     original = Path.cwd().resolve()
     copied = Path(folder, *original.parts[1:])
     if not folder.exists():
@@ -401,18 +398,18 @@ def enter_copied_directory(folder: Path) -> None:
 
 
 def _link_parents(original: Path, folder: Path) -> None:
-    """Make the parent directories of the copy; all their other entries are links."""
+    """Make the parent directories of the copy, with links to all other entries of the original parents."""
     for depth, part in enumerate(original.parts[1:], 1):
         above, copied = Path(*original.parts[:depth]), Path(folder, *original.parts[1:depth])
         copied.mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):  # a directory without read permission
+        with suppress(PermissionError):  # this process may not read the directory
             for entry in os.scandir(above):
                 if entry.name != part:
                     (copied / entry.name).symlink_to(above / entry.name)
 
 
 def _copy_directory(original: Path, copied: Path, without: Path) -> None:
-    """Copy a directory level by level up to a limit, and link the rest."""
+    """Copy a directory level by level up to a limit; link the rest."""
     left_bytes, left_entries = _MAX_COPIED_BYTES, _MAX_COPIED_ENTRIES
     copied.mkdir(parents=True)
     directories = deque([(original, copied)])

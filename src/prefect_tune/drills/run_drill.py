@@ -1,7 +1,7 @@
 """Run a drill: an undisturbed run, a run with kills and resumes, and their comparison.
 
-A terminal shows a line per run, with its commits, kills and resumes, the current activity and how long it usually
-takes, and then the report. Without a terminal, such as in a pipe, each activity prints a line when it begins.
+A terminal shows a line per run with its commits, kills and resumes, and the current activity with its usual duration;
+the report follows. Without a terminal, such as in a pipe, each activity prints a line when it begins.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from prefect_tune.runtime.load_named import require_not_importing
 
 _log = get_logger("prefect_tune")
 _MAX_OUTPUT_CHARACTERS, _ERROR_MARK = 2000, "| ERROR "
-_LIMIT_FACTOR, _MIN_LIMIT_SECONDS = 10, 600.0  # times the undisturbed run: a run that takes longer hangs
+_TIMEOUT_FACTOR, _MIN_TIMEOUT_SECONDS = 10, 600.0  # a run hangs after this multiple of the undisturbed run's time
 _RUN_START_TIME, _KILL_TIME, _IMPORT_TIME, _SERVER_START_TIME = "5 to 30 s", "1 to 15 s", "1 to 15 s", "5 to 20 s"
-"""Measured on two cores, idle and beside eight programs: start of a run, a kill, an import, start of a server."""
-# The number of threads changes the order in which sums are rounded: use one, so that bits are comparable.
+"""Measured on two cores, idle and with eight other programs."""
+# The number of threads changes the order in which sums are rounded. With one thread, bits are comparable.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _IMPORT_SCRIPT = """import os, sys
 from pathlib import Path
@@ -88,6 +88,7 @@ class RunProgress:
     steps: int
     step: int = 0
     committed: Collection[int] = ()
+    """The steps with a committed checkpoint."""
     kills: Sequence[int] = ()
     """The steps after which the run was killed."""
     resumes: Sequence[int] = ()
@@ -107,12 +108,12 @@ def run_drill(
     """Train undisturbed, then again with kills, and compare; if needed, train undisturbed a second time.
 
     Args:
-        plan: what to train, and after which steps to kill.
+        plan: the trainable, and the kills.
         target: where the runs store their checkpoints and journals.
         environment: the environment of the training processes, with the address of a Prefect API.
-        keep: whether to keep what the runs write to the target.
-        progress_readers: the drill appends a function for each run, which returns the progress of the run.
-        on_activity: called with a line when an activity begins: what it is and how long it usually takes.
+        keep: whether to keep the experiments of the runs.
+        progress_readers: the drill appends a function for each run; the function returns the progress of the run.
+        on_activity: called when an activity begins, with a line that describes it and its usual duration.
 
     Raises:
         StoreRefused, StoreUnavailable: the target cannot be used.
@@ -123,9 +124,8 @@ def run_drill(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(temporary_folder()))
         store = stack.enter_context(target.open(timeout=timedelta(days=1)))
-        drill = Drill(
-            plan, target, store, folder, environment, [] if progress_readers is None else progress_readers, on_activity
-        )
+        readers = [] if progress_readers is None else progress_readers
+        drill = Drill(plan, target, store, folder, environment, readers, on_activity)
         if not keep:
             stack.callback(drill.delete_experiments)
         undisturbed, killed = drill.train_run("undisturbed"), drill.train_run("killed", plan.kills)
@@ -134,23 +134,20 @@ def run_drill(
 
 
 def require_resume_from_checkpoint(undisturbed: DrillRun, killed: DrillRun) -> None:
-    """Raise `TuneError` if the killed run never resumed from a checkpoint: then the drill would prove nothing."""
+    """Raise `TuneError` if the killed run never resumed from a checkpoint: the drill would prove nothing."""
     if not undisturbed.manifests:
-        raise TuneError(
-            "the training saved no checkpoint: report one, or implement save_checkpoint and load_checkpoint"
-        )
+        raise TuneError("no saved checkpoint: report a checkpoint, or implement save_checkpoint and load_checkpoint")
     if not any(kill.resumed_from for kill in killed.kills):
         steps = ", ".join(str(kill.step) for kill in killed.kills) or "none"
         raise TuneError(
-            f"no resume from a checkpoint to compare: killed after steps {steps}; the first checkpoint is at "
-            f"step {min(undisturbed.manifests)}. Kill after it (--at), train more --steps, or save more often "
-            "(--save-every)"
+            f"no resume from a checkpoint to compare: killed after steps {steps}; the first checkpoint is at step "
+            f"{min(undisturbed.manifests)}. Kill later (--at), train more --steps, or save more often (--save-every)"
         )
 
 
 @dataclass
 class Drill:
-    """The runs of one drill."""
+    """The runs of one drill; see `run_drill`."""
 
     plan: DrillPlan
     target: StorageTarget
@@ -159,11 +156,10 @@ class Drill:
     environment: Mapping[str, str]
     progress_readers: list[Callable[[], RunProgress]] = field(default_factory=list)
     on_activity: Callable[[str], object] = lambda _: None
-    """Called with a line when an activity begins."""
     first_run_seconds: float | None = None
-    """The duration of the first, undisturbed run; None before its end."""
+    """The duration of the first run; None before its end."""
     run_timeout_seconds: float | None = None
-    """The time limit of a run; None before the end of the first run."""
+    """The timeout of later runs; None before the end of the first run."""
 
     def __post_init__(self) -> None:
         self.name = f"drill-{uuid4().hex[:6]}"
@@ -171,7 +167,7 @@ class Drill:
         self._changes: Mapping[ValueLocation, Mapping[int, object]] | None = None
 
     def train_run(self, run: str, kills: tuple[tuple[int, Victim], ...] = ()) -> DrillRun:
-        """Train in separate processes until the last step, like a script that is started again after each kill."""
+        """Train until the last step; after each kill, start a new process."""
         slug = run.replace(" ", "-")
         trial = TrialKey(experiment=f"{self.name}-{slug}", generation=1, trial="trial")
         (run_folder := self.folder / slug).mkdir()
@@ -191,34 +187,32 @@ class Drill:
             output = read_last_output(run_folder / "output.log")
             raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{output}")
         self.first_run_seconds = self.first_run_seconds or time.monotonic() - began
-        self.run_timeout_seconds = self.run_timeout_seconds or max(
-            _MIN_LIMIT_SECONDS, _LIMIT_FACTOR * self.first_run_seconds
-        )
+        timeout = max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_FACTOR * self.first_run_seconds)
+        self.run_timeout_seconds = self.run_timeout_seconds or timeout
         return read_run(self.store, trial, plan)
 
     def describe_run(self, kills: Sequence[tuple[int, Victim]]) -> str:
-        """Describe what a run trains, and how long it takes; estimate the time from the first run once it has ended."""
+        """Describe the steps of a run and its usual duration, with the time of the first run once it has ended."""
         if self.first_run_seconds is None:
             return f"{self.plan.steps} steps, usually {_RUN_START_TIME} besides the training"
         summary = f"{self.plan.steps} steps again, which took {self.first_run_seconds:.0f} s in run 1"
         if not kills:
-            return f"{summary}; it shows which values differ without a kill"
+            return f"{summary}; this run shows which values differ without a kill"
         steps = ", ".join(str(step) for step, _ in kills)
         return f"{summary}; a kill after step {steps} usually adds {_KILL_TIME} each"
 
     def compare(self, undisturbed: DrillRun, killed: DrillRun) -> RunComparison:
         """Return the differences between the runs, and the differences without a kill.
 
-        Before its first kill, the second run is undisturbed, too. Only if this part does not explain the differences,
-        train a third run.
+        Before its first kill, the second run is undisturbed, too. If this part does not explain the differences, train
+        a third run.
         """
-        self.on_activity("comparing both runs: all metrics, and all checkpoints, which are read from the target")
+        self.on_activity("comparing both runs: reading all metrics, and all checkpoints from the target")
         differences = compare_runs(self.store, undisturbed, killed)
         undisturbed_steps = killed.undisturbed_steps
-        # An absent value may have existed before the kill.
-        unstable: Sequence[Difference] = [
-            diff for diff in differences if diff.step <= undisturbed_steps and not diff.is_missing_in_one_run
-        ]
+        early = [diff for diff in differences if diff.step <= undisturbed_steps]
+        # A value that is missing in one run may have existed before the kill.
+        unstable: Sequence[Difference] = [diff for diff in early if not diff.is_missing_in_one_run]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)
         if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):
             return runs
@@ -237,7 +231,7 @@ class Drill:
         generators = find_unseeded_generators(undisturbed, (killed, again))
         changing: Collection[ValueLocation] = ()
         if unstable or generators:
-            if self._changes is None:  # only once: it reads every checkpoint
+            if self._changes is None:  # only once: this reads all checkpoints
                 self._changes = find_changes(self.store, undisturbed)
             changing = find_result_locations(self._changes, unstable, undisturbed, generators)
         return RunComparison(undisturbed, killed, again, differences, unstable, changing, generators)
@@ -266,14 +260,13 @@ class Drill:
                 return process.wait(self.run_timeout_seconds)
             except subprocess.TimeoutExpired:
                 raise TuneError(
-                    f"{trial.experiment} did not end within {self.run_timeout_seconds:.0f} s, {_LIMIT_FACTOR} times as "
-                    f"long as the undisturbed run; its last output:\n{read_last_output(log)}"
+                    f"{trial.experiment} did not end within {self.run_timeout_seconds:.0f} s, at least "
+                    f"{_TIMEOUT_FACTOR} times the undisturbed run; its last output:\n{read_last_output(log)}"
                 ) from None
             finally:
                 process.kill()
 
     def _read_progress(self, run: str, trial: TrialKey, plan: RunPlan, seconds: float) -> RunProgress:
-        """Return the progress of a run."""
         records = list(read_records(plan.records_path))
         kills, committed = list(find_kills(plan, records)), set[int]()
         with suppress(TuneError):
@@ -290,7 +283,7 @@ class Drill:
         )
 
     def delete_experiments(self) -> None:
-        """Delete the runs' experiments from the target: nothing else has their names."""
+        """Delete the runs' experiments from the target; no other objects have their names."""
         for trial in self._trials:
             try:
                 self.store.delete([listed.path for listed in self.store.list(trial.experiment)])
@@ -299,7 +292,7 @@ class Drill:
 
 
 def read_last_output(log: Path) -> str:
-    """Return the end of the output without color codes; if it is long, only from the first error in the end on."""
+    """Return the output without color codes; if it is long, only its end, beginning with the first error in it."""
     output = _COLOR_CODES.sub("", log.read_text(errors="replace")).rstrip()
     if len(output) <= _MAX_OUTPUT_CHARACTERS:
         return output
@@ -308,11 +301,11 @@ def read_last_output(log: Path) -> str:
 
 
 def require_importable(trainable: str) -> None:
-    """Import the trainable in a separate process, before starting anything that takes longer.
+    """Import the trainable in a separate process, before anything slower starts.
 
     Raises:
         InvalidInput: the import of a trainable's module calls this function.
-        TuneError: it cannot be imported, is no trainable, or is a class that does not save or load.
+        TuneError: the object cannot be imported, is not a trainable, or is a class that cannot save and load.
     """
     require_not_importing("drill")
     with temporary_folder() as folder:
@@ -332,7 +325,7 @@ def require_importable(trainable: str) -> None:
                 code = None
             finally:
                 with suppress(ProcessLookupError, PermissionError):  # the group has ended; macOS raises PermissionError
-                    os.killpg(process.pid, signal.SIGKILL)  # also processes that the module started
+                    os.killpg(process.pid, signal.SIGKILL)  # includes processes that the module started
                 process.wait()
         if code == 0:
             return
@@ -343,19 +336,19 @@ def require_importable(trainable: str) -> None:
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder, removed at the end of the block, or of the process if a signal ends it earlier."""
+    """Return a temporary folder; it is removed at the end of the block, or when a signal ends the process."""
     return tempfile.TemporaryDirectory(prefix="prefect-tune-drill-", ignore_cleanup_errors=True)
 
 
 def make_run_environment() -> dict[str, str]:
-    """Return the environment for a drill's runs within a flow run, with the address of the flow run's API."""
+    """Return the environment for a drill's runs in a flow run, with the address of the flow run's Prefect API."""
     url = get_current_settings().api.url
     return {**os.environ, **({"PREFECT_API_URL": url} if url else {})}
 
 
 @contextmanager
 def prefect_api_environment(on_activity: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, str]]:
-    """Yield the environment for a drill's runs, with the configured API or a server that ends with the drill.
+    """Yield the environment for a drill's runs, with the configured Prefect API or a server that ends with the drill.
 
     Raises:
         TuneError: the server did not start.
@@ -390,15 +383,9 @@ _LEGEND = {
 
 
 def run_drill_in_terminal(plan: DrillPlan, location: str | None, console: Console, *, keep: bool) -> DrillReport:
-    """Run a drill, show the progress of its runs, and print the report.
+    """Run a drill, show the progress of its runs, and print the report; see `run_drill`.
 
-    Args:
-        plan: what to train, and after which steps to kill.
-        location: the location of the target; None for a temporary folder.
-        console: where to print.
-        keep: whether to keep what the runs write.
-
-    Raises like `run_drill`.
+    `location` is the location of the target; None for a temporary folder.
     """
     title = f" of {make_visible_line(plan.trainable)}, {plan.steps} steps\n"
     console.print(Text.assemble("\n  ", ("prefect-tune drill", "bold"), title), soft_wrap=True)
@@ -428,7 +415,7 @@ def run_drill_in_terminal(plan: DrillPlan, location: str | None, console: Consol
 
 
 class DrillProgress:
-    """Shows the activity of a drill: in a terminal as the last line of the display, elsewhere as a printed line."""
+    """Shows the activity of a drill: in a terminal as the last line of the display, otherwise as a printed line."""
 
     def __init__(self, console: Console) -> None:
         self.tracks: list[Callable[[], RunProgress]] = []
@@ -436,17 +423,15 @@ class DrillProgress:
         self._activity, self._since = "", time.monotonic()
 
     def show_activity(self, activity: str) -> None:
-        """Show the activity that begins."""
         self._activity, self._since = activity, time.monotonic()
         if not self._console.is_terminal:
             self._console.print(Text(f"  {activity}"), soft_wrap=True)
 
     def clear_activity(self) -> None:
-        """Show only the runs, no activity."""
         self._activity = ""
 
     def render(self) -> RenderableType:
-        """Return the runs, and in a terminal the current activity with its elapsed seconds."""
+        """Return the runs; in a terminal, also the current activity with its elapsed seconds."""
         picture = render_runs([track() for track in self.tracks])
         if not self._activity or not self._console.is_terminal:
             return picture
@@ -463,7 +448,7 @@ def print_report(report: DrillReport, console: Console) -> None:
 
 
 def render_runs(tracks: Sequence[RunProgress]) -> Table:
-    """Return a table with the progress of each run in a row."""
+    """Return a table with a row for the progress of each run."""
     table = Table.grid(padding=(0, 2))
     for number, track in enumerate(tracks, 1):
         step, seconds = f"step {track.step}" if track.step else "", f"{track.seconds:.1f} s"
@@ -481,7 +466,7 @@ def render_cells(track: RunProgress, width: int) -> Text:
     """Return a bar of `width` cells: trained steps, committed checkpoints, kills, resumes."""
     last = [max(0, -(-step * width // track.steps) - 1) for step in range(track.steps + 1)]
     marks = [("━", "cyan") if track.step and cell <= last[track.step] else ("·", "dim") for cell in range(width)]
-    after = 1 if width >= 2 * track.steps else 0  # show a kill after its step, if there is room: it hides no commit
+    after = 1 if width >= 2 * track.steps else 0  # if there is room, a kill must not hide the commit of its step
     for steps, mark, offset in (
         (track.committed, ("●", "green"), 0),
         (track.resumes, ("↻", "bold yellow"), 0),

@@ -1,4 +1,4 @@
-"""The program of one run of a drill: trains the trial of its plan durably, and is killed according to the plan."""
+"""The program of one run of a drill: it trains one trial durably, and kills itself as planned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefect_tune.drills.probe import RunPlan
 
 
 class _KillingStore:
-    """A proxy of a store that kills its process once the first part of an upload has arrived."""
+    """A proxy of a store that kills this process after the first object of an upload that the plan selects."""
 
     def __init__(self, store: Any, plan: RunPlan) -> None:
         self._store = store
@@ -41,14 +41,14 @@ class _KillingStore:
         if "/blobs/" not in path:
             return
         with self._plan.records_path.open(encoding="utf-8") as records:
-            last = deque(records, maxlen=1)[0]  # a save comes after the record of its step
+            last = deque(records, maxlen=1)[0]  # the record of a step is written before the step's save
         if (number := self._plan.next_due_kill(json.loads(last)["step"], "upload")) is not None:
             self._plan.kill(number, os.getpid())
 
 
 @contextmanager
 def _killing_during_upload(target: type[Any], plan: RunPlan) -> Iterator[None]:
-    """Make targets of this class open stores that kill as planned; only in this process, which belongs to the drill."""
+    """Make all targets of this class in this process open stores that kill as planned."""
     open_store = target.open
 
     @contextmanager
@@ -61,7 +61,7 @@ def _killing_during_upload(target: type[Any], plan: RunPlan) -> Iterator[None]:
 
 
 def _exit_with_drill() -> None:
-    while os.read(0, 1):  # EOF when the drill ends, for any reason
+    while os.read(0, 1):  # EOF when the process of the drill ends
         pass
     os._exit(1)
 

@@ -1,7 +1,7 @@
 """Compare two values: trees of containers and leaves.
 
-Values are equal if their types and bits are: `1` differs from `1.0`, `0.0` from `-0.0`, a list from a tuple, and NaNs
-with different bits differ. The order of a dictionary's keys counts, too: a program may iterate over them.
+Values are equal if their types and all their bits are equal: `1` differs from `1.0`, `0.0` from `-0.0`, a list from a
+tuple, and a NaN from a NaN with other bits. The order of a dictionary's keys counts: a program may iterate over them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 ValuePath: TypeAlias = tuple[str, ...]
-"""Tokens that are unique for each key: `1` and `'1'` differ, and so do `a.b` and `b` in `a`."""
+"""Tokens, unique for each key: `1` and `'1'` have different tokens, and `a.b` differs from `b` in `a`."""
 Scalar: TypeAlias = bool | int | float | str | dt.date | dt.time | dt.timedelta | uuid.UUID
 
 MISSING, UNEXPECTED = "missing", "not in the undisturbed run"
-"""The description of a value or a file that only one of two runs has."""
+"""The descriptions of a value or file that only one of the two runs has."""
 _PLAIN_KEY = re.compile(r"[^\s.#'\"\[\]()]+")
 _INTEGER = re.compile(r"-?\d+")
 _MAX_SHOWN_CHARACTERS, _MAX_SCALAR_CHARACTERS = 60, 100
@@ -31,23 +31,22 @@ _COMPARE_CHUNK_ROWS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileDifference:
-    """A difference between two versions of a file, in two checkpoints of the same step."""
+    """A difference between two files of the same path, in two checkpoints of the same step."""
 
     file: str
-    """Its path in the checkpoint."""
+    """The path in the checkpoint."""
     key: str
     """The tensor, array, column, or path in JSON; empty if the file is compared as a whole."""
     description: str
     """For example `1 of 4,096 values, max |Δ| 2e-09`, or `5, expected 7`."""
     is_byte_comparison: bool = False
-    """Whether the bytes of the whole file were compared, because its values cannot be read."""
+    """Whether the bytes of the whole file were compared, because the values cannot be read."""
     path: str = ""
-    """The key as a unique text, if different from `key`."""
+    """The key as a unique text; empty if `key` is unique."""
     scalars: tuple[Scalar | None, Scalar | None] = field(default=(None, None), compare=False)
-    """The expected and the actual value, if they are numbers, times or short texts."""
+    """The expected and the actual value; None for a value that is no number, time or short text."""
 
     def __str__(self) -> str:
-        """Format the file, the key and the difference."""
         return ", ".join([f"`{self.file}`", *([f"`{self.key}`"] if self.key else []), self.description])
 
 
@@ -55,7 +54,7 @@ def compare_values(expected: object, actual: object, name: str) -> Sequence[File
     """Return the differences between the values of two files, or the metrics of two steps.
 
     Raises:
-        OverflowError: there are too many differences: shared objects may be at many paths.
+        OverflowError: there are too many differences, for example because a shared object has many paths.
     """
     comparison = _Comparison(name)
     comparison.compare(expected, actual, ())
@@ -67,7 +66,7 @@ class _Comparison:
     name: str
     differences: list[FileDifference] = field(default_factory=list)
     compared: dict[tuple[int, int], object] = field(default_factory=dict)
-    """Ids of pairs that are equal or being compared; with the objects, so that their ids are not reused."""
+    """Pairs that are equal or being compared, by their ids; as long as the objects exist, ids are not reused."""
 
     def compare(self, expected: object, actual: object, path: ValuePath) -> None:
         pair = id(expected), id(actual)
@@ -91,28 +90,27 @@ class _Comparison:
             else:
                 self.add((*path, token), MISSING if token in left.parts else UNEXPECTED)
         if len(self.differences) > count:
-            del self.compared[pair]  # report it at its other paths, too
+            del self.compared[pair]  # report the difference at the other paths of these objects, too
 
     def add(self, path: ValuePath, text: str, scalars: tuple[Scalar | None, Scalar | None] = (None, None)) -> None:
         if len(self.differences) == _MAX_DIFFERENCES:
             raise OverflowError
-        key, unique = ".".join(map(_format_token, path)), ".".join(path)
-        self.differences.append(
-            FileDifference(self.name, key, text, path=unique if unique != key else "", scalars=scalars)
-        )
+        key, path_text = ".".join(map(_format_token, path)), ".".join(path)
+        unique = "" if path_text == key else path_text
+        self.differences.append(FileDifference(self.name, key, text, path=unique, scalars=scalars))
 
 
 def _describe_order_difference(expected: Node, actual: Node) -> str:
     orders = list(actual.parts), list(expected.parts)
     if not expected.is_ordered or orders[0] == orders[1] or set(orders[0]) != set(orders[1]):
-        return ""  # a missing key is reported as such
+        return ""  # `compare` reports a missing key
     position = next(index for index, (one, other) in enumerate(zip(*orders, strict=True)) if one != other)
     keys = (_format_token(tokens[position]) for tokens in orders)
     return "keys in another order: number {} is `{}`, expected `{}`".format(position + 1, *keys)
 
 
 def iter_scalars(value: object) -> Iterator[tuple[str, Scalar | None]]:
-    """Yield the leaves with their paths (see `FileDifference.path`); None for a leaf that is no scalar."""
+    """Yield the path (see `FileDifference.path`) and the value of each leaf; None if the leaf is not a scalar."""
 
     def walk(value: object, path: ValuePath) -> Iterator[tuple[str, Scalar | None]]:
         if (node := to_node(value)) is None:
@@ -128,7 +126,7 @@ def iter_scalars(value: object) -> Iterator[tuple[str, Scalar | None]]:
 
 
 def is_list_element(canonical: str) -> bool:
-    """Whether a value is an element of a list, such as one of many weights."""
+    """Return whether a path ends with an element of a list, such as one of many weights."""
     return re.search(r"(^|\.)#\d+$", canonical) is not None
 
 
@@ -140,7 +138,7 @@ def key_token(key: object) -> str:
 
 
 def _format_token(token: str) -> str:
-    """Return the token in its usual form, such as `exp_avg` or `3`."""
+    """Return the token in its common form, such as `exp_avg` or `3`."""
     if token[:1] not in {"'", '"'} or token[-1:] != token[:1]:
         return token.removeprefix("#")
     key = str(literal_eval(token))
@@ -152,7 +150,7 @@ def _format_token(token: str) -> str:
 
 
 class Pairs(list[tuple[object, object]]):
-    """The keys and values of a JSON object in order; a key may occur twice."""
+    """The keys and values of a JSON object in their order; a key may occur twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,24 +167,23 @@ class NodeConvertible:
     """The base class of objects that convert to a `Node`."""
 
     def as_node(self) -> Node:
-        """Return the node of this object."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array or a tensor: its bytes, for comparison, and its numbers, to show their distance."""
+    """An array or a tensor: its bytes, for the comparison, and its numbers, for the distance."""
 
     type_text: str
     """The dtype and the shape."""
     details: str
-    """Other properties that must be equal: the class, the order of the axes in memory."""
+    """Other properties that must be equal: the class, and the order of the axes in memory."""
     rows: Any
     """The bytes as a NumPy array, with a row for each number."""
     numbers: Any = None
     """The numbers as a flat array or tensor; None if there are no numbers."""
     scalar: Scalar | None = None
-    """The only number of an array without axes."""
+    """The number of an array without axes; None for other arrays."""
 
 
 class Line(str):
@@ -196,7 +193,7 @@ class Line(str):
 
 
 def to_node(value: Any) -> Node | None:
-    """Return the node of a container; None for all other values."""
+    """Return the node of a container; None for a leaf."""
     match value:
         case type():
             return None
@@ -258,7 +255,7 @@ def _split_tensor(value: Any) -> Node | None:
         names = ("crow_indices", "col_indices") if is_row_compressed else ("ccol_indices", "row_indices")
         parts = {name: getattr(tensor, name)() for name in (*names, "values")}
     elif tensor.is_quantized:
-        parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # these include the scales
+        parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # the values include the scales
     else:
         return None
     kind = f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {_tensor_details(value)}"
@@ -270,12 +267,12 @@ def _tensor_details(value: Any) -> str:
 
 
 def _to_leaf(value: Any) -> object:
-    """Return an array or a tensor as `Array`, and all other values unchanged."""
+    """Return an array or a tensor as an `Array`, a class as its name, and any other leaf unchanged."""
     if isinstance(value, type):
         return f"<{value.__module__}.{value.__qualname__}>"
     if _is_tensor(value):
         torch = import_module("torch")
-        local = value.to_local() if hasattr(value, "to_local") else value  # the part of a DTensor on this rank
+        local = value.to_local() if hasattr(value, "to_local") else value  # this rank's part of a DTensor
         tensor = local.detach().cpu()
         plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
         return Array(
@@ -301,7 +298,7 @@ def _to_leaf(value: Any) -> object:
 
 
 def to_byte_rows(flat: Any, width: int) -> Any:
-    """Return the bytes of an array, with a row for each number of this width."""
+    """Return the bytes of an array, with a row of `width` bytes for each number."""
     numpy = import_module("numpy")
     if not (width and flat.size):
         return numpy.zeros((0, 1), numpy.uint8)
@@ -316,21 +313,21 @@ def _format_axis_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
 
 
 def _to_scalar(value: object) -> Scalar | None:
-    """Return a value that is a number, a time or a short text; else None."""
+    """Return the value if it is a number, a time or a short text; None otherwise."""
     if isinstance(value, Array):
         return value.scalar
     if isinstance(value, str):
         if len(value) > _MAX_SCALAR_CHARACTERS or isinstance(value, Line):
             return None
         try:
-            return float(value)  # the text may be a weight
+            return float(value)  # a number as text may be a weight
         except ValueError:
             return value
     return value if isinstance(value, bool | int | float | dt.date | dt.time | dt.timedelta | uuid.UUID) else None
 
 
 def _describe_leaf_difference(expected: object, actual: object) -> str:
-    """Describe how two values differ; empty if their types and all their bits are equal."""
+    """Describe how two leaves differ; empty if their types and all their bits are equal."""
     if isinstance(expected, Array) and isinstance(actual, Array):
         return _describe_array_difference(expected, actual)
     if type(expected) is type(actual) and _comparable_bits(expected) == _comparable_bits(actual):
@@ -341,7 +338,7 @@ def _describe_leaf_difference(expected: object, actual: object) -> str:
 
 
 def _comparable_bits(value: Any) -> object:
-    """Return a value that is equal only for values with the same bits, for one type."""
+    """Return a value that is equal only for values of the same type with the same bits."""
     if isinstance(value, float):
         return struct.pack("<d", value)
     if isinstance(value, complex):

@@ -55,9 +55,8 @@ def config_to_json(config: object) -> dict[str, object]:
     """
     plain = value_to_json({} if config is None else config, "config")
     if distribution := find_distribution(plain):
-        raise InvalidInput(
-            f"config: expected values, found distribution {short_repr(distribution)}: only pt.tune draws, from `space`"
-        )
+        text = short_repr(distribution)
+        raise InvalidInput(f"config: expected values, found distribution {text}: only pt.tune draws from a `space`")
     if isinstance(plain, dict):
         return plain
     raise InvalidInput(f"config: expected a dict or a dataclass, found {short_repr(config)}")
@@ -71,9 +70,7 @@ def value_to_json(value: object, where: str) -> object:
     """
     plain = freeze(as_dicts(value), where)
     if node := next(find_domains(plain), None):
-        raise InvalidInput(
-            f"{where}: expected values, found {node!r}: distributions are allowed only in the `space` of pt.tune"
-        )
+        raise InvalidInput(f"{where}: expected values, found {node!r}: only the space of pt.tune has distributions")
     return plain
 
 
@@ -195,9 +192,7 @@ def with_samples(search: Search, num_samples: int | None) -> Search:
     untyped_search: Any = search  # mypy takes no Search for a dataclass
     if "num_samples" in getattr(search, "__dataclass_fields__", ()):
         return cast("Search", replace(untyped_search, num_samples=num_samples))
-    raise InvalidInput(
-        f"num_samples: {type(search).__name__} has its own number of samples: set it there, and omit num_samples"
-    )
+    raise InvalidInput(f"num_samples: {type(search).__name__} has its own number of samples: set it in the search")
 
 
 def parse_stop(stop: object) -> object:
@@ -264,9 +259,8 @@ def _build_from_json(value: object, where: str) -> object:
         raise InvalidInput(f"{where}: expected an object, or its JSON such as {example}, found {value!r}")
     ((name, arguments),) = options_by_name.items()
     if name not in built_in:
-        raise InvalidInput(
-            f"{where}: unknown name {name!r}; expected one of {', '.join(built_in)}{did_you_mean(str(name), built_in)}"
-        )
+        hint = did_you_mean(str(name), built_in)
+        raise InvalidInput(f"{where}: unknown name {name!r}; expected one of {', '.join(built_in)}{hint}")
     if not isinstance(arguments, Mapping):
         raise InvalidInput(f"{where}: {name}: expected its options, as in {_example_json(name)}, found {arguments!r}")
     cls = getattr(prefect_tune, name)

@@ -287,9 +287,9 @@ class GroupedFlow(FlowWithServer[_P, _R]):
         others = [parameter for name, parameter in by_keyword.items() if name not in first]
         descriptions, fields = parameter_docstrings(getdoc(flow.fn)), dict[str, Any]()
         for position, parameter in enumerate(others):
-            name, extra = parameter.name, {"position": position}
+            name, default = parameter.name, parameter.default
             text = descriptions.get(name)
-            field = Field(default=parameter.default, title=name, description=text, json_schema_extra=extra)
+            field = Field(default=default, title=name, description=text, json_schema_extra={"position": position})
             fields[name] = parameter.annotation, field
         strict = ConfigDict(title="Options", extra="forbid", arbitrary_types_allowed=True)
         options = create_model(OPTIONS_DEFINITION, __config__=strict, **fields)

@@ -1,6 +1,6 @@
 """Check a plan, and the journal that it resumes, before anything is written; derive the specification of the trials.
 
-A `require_` function raises; a `log_` or `warn_of_` function warns of settings that are probably not intended.
+A `require_` function raises; a `warn_of_` function logs a warning about settings that are probably not intended.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ def _resume_advice(state: Experiment) -> str:
             "belongs to your own flow, not to a search: run that flow again with the same target and experiment, or "
             f"retry the last run of its deployment, {owner}; it continues from the newest checkpoints"
         )
-    return (
-        "is a single training, not a search: call pt.durable_trainable(...) again, with the same target and experiment"
-    )
+    return "is a single training, not a search: call pt.durable_trainable again with the same target and experiment"
 
 
 def require_same_training(state: Experiment, spec: TrialSpec, config: Mapping[str, object]) -> None:
@@ -153,14 +151,9 @@ def require_continuable(state: Experiment) -> None:
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     if state.is_being_deleted:
-        raise ResumeFailed(
-            f"experiment {state.name!r} is being deleted: finish the deletion, or choose another experiment name"
-        )
+        raise ResumeFailed(f"experiment {state.name!r} is being deleted: finish the deletion, or choose another name")
     if not state.is_complete:
-        raise ResumeFailed(
-            f"experiment {state.name!r} is an incomplete fork of {state.origin}: to complete it, fork again with the "
-            "same name"
-        )
+        raise ResumeFailed(f"experiment {state.name!r} is an incomplete fork of {state.origin}: repeat the fork first")
 
 
 def require_presence(
@@ -195,9 +188,7 @@ def require_presence(
 # Detect whether a trainable's source has changed since its experiment last trained.
 
 NEW_CODE_TRAINS = "steps from now on are trained by the new code; earlier reports came from the old code"
-NEW_CODE_UNUSED = (
-    "this run trained nothing with the new code; to train with it, raise num_samples, or choose another experiment name"
-)
+NEW_CODE_UNUSED = "this run did not use the new code: to train with it, raise num_samples, or choose another name"
 """The effect of changed code: for a run that starts a trial, and for a run that started no trial."""
 
 
@@ -564,9 +555,7 @@ def make_single_trial_spec(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Sto
     """
     stopper = plan.stopper
     if wrong := experiment_stoppers(stopper):
-        raise InvalidInput(
-            f"stop: {wrong[0]} is for a search of many trials; for one trial use MaxSteps, MaxTime or Plateau"
-        )
+        raise InvalidInput(f"stop: {wrong[0]} is for a search of many trials: use MaxSteps, MaxTime or Plateau")
     spec = make_trial_spec(plan, stopper)
     spec = replace(spec, trial=spec.trial.journal_key.trial_key(trial), proposed_by_search=False)
     require_valid_sync(spec)

@@ -229,7 +229,7 @@ def _parse_sync(sync: object) -> SyncConfig | None:
 
 
 def parse_space(space: object) -> dict[str, object]:
-    """Return a space, passed as a mapping or dataclass, with domain objects in place of their JSON.
+    """Return a space (a mapping or a dataclass) with domain objects in place of their JSON; domain objects stay.
 
     Raises:
         InvalidInput: the space is invalid, or a function of a `sample_from` cannot be imported.

@@ -64,7 +64,7 @@ def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, 
 def find_generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey | None:
     """Return the generation that a deletion of the name would delete; None if there is nothing to delete.
 
-    This is the current generation. If it is empty, it is the previous generation, if its deletion has left objects.
+    This is the current generation if it has entries; else the previous generation if some of its objects are left.
 
     Raises:
         UnknownVersion: see `find_current_journal`.

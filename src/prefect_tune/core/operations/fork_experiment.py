@@ -111,7 +111,7 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
 
 
 def find_deleted_checkpoints(store: ObjectStore, point: ForkPoint) -> Mapping[str, Sequence[CheckpointRef]]:
-    """Return, by trial, the checkpoints of `point` that the origin has retired or quarantined since then."""
+    """Return, by trial, the checkpoints that the origin has retired or quarantined since the entry of `point`."""
     used = _list_used_keys(point.experiment, load_experiment(store, point.experiment.key))
     return _select_lost_refs(point.experiment, used)
 

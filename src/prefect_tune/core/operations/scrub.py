@@ -37,21 +37,21 @@ from prefect_tune.core.values import WriteStamp, digest_of
 #
 # The owner of a trial quarantines a checkpoint when it finds damage during a restore. Any other process that finds
 # damage writes an entry to the journal as a non-owner: the owner stays the owner. From then on the owner does not
-# restore the checkpoint, and does not reuse its blobs or the blobs of older checkpoints, which may be the same. The
+# restore the checkpoint, and does not reuse its blobs, nor blobs of older checkpoints, which may be the same blobs. The
 # alternatives are worse: a request needs a running owner, and a separate document would be a second source of truth.
 #
 # A key names a manifest. Several trials may use it: the trial that saved it, and trials with a clone. The checkpoint is
 # quarantined, and reinstated, in all these trials.
 #
-# A running save may have reused blobs of the damaged checkpoint. If it commits after the non-owner's entry, the new
-# checkpoint is quarantined at its commit, and the owner saves again. Nothing is deleted until the trial retires the
-# checkpoint, so that it can be reinstated.
+# A running save may have reused blobs of the damaged checkpoint. If the save commits after the non-owner's entry, the
+# new checkpoint is quarantined at its commit, and the owner saves again. A quarantined checkpoint can be reinstated:
+# its bytes stay until the trial retires it.
 
 
 def quarantine(
     store: ObjectStore, journal: JournalKey, damaged: Mapping[CheckpointKey, str], stamp: WriteStamp
 ) -> Sequence[CheckpointKey]:
-    """Quarantine checkpoints of an experiment, each with its damage as the reason; return those that are quarantined.
+    """Quarantine checkpoints of an experiment, each with its damage as the reason; return the quarantined keys.
 
     Leaves out checkpoints that were retired meanwhile. Idempotent.
 
@@ -75,7 +75,7 @@ def quarantine(
 def reinstate(
     store: ObjectStore, journal: JournalKey, keys: Collection[CheckpointKey], stamp: WriteStamp
 ) -> Sequence[CheckpointKey]:
-    """Reinstate quarantined checkpoints of an experiment; return those that are live now.
+    """Reinstate quarantined checkpoints of an experiment; return the keys of live checkpoints.
 
     The caller has verified them. A trial's next attempt starts from its newest checkpoint, reinstated or not.
     Raises like `quarantine`.
@@ -141,7 +141,7 @@ class Inspection:
     unread_count: int = 0
     """The number of checkpoints of the share that were not read, because of `max_bytes` or lack of time."""
     unreadable: tuple[UnreadableObject, ...] = ()
-    """Checkpoints that the target did not return, or not in time."""
+    """Checkpoints that could not be read, or not in time."""
 
     @property
     def corrupt_checkpoints(self) -> Sequence[InspectedCheckpoint]:

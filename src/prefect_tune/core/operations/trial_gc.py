@@ -201,7 +201,7 @@ class TrialGarbage:
     kept: str | None = None
     """Why some garbage is not deleted; None if all is deleted."""
     damage: str | None = None
-    """The damage or read error because of which nothing was deleted; None if there is neither."""
+    """The damage or read error that prevented the deletion; None if there is neither."""
 
     @property
     def object_count(self) -> int:
@@ -232,7 +232,7 @@ class ExperimentGarbage:
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The objects of an ended trial that may be garbage after a barrier; they are checked again after it."""
+    """The objects of an ended trial that may be garbage after a barrier; they are checked again after the barrier."""
 
     checkpoints: Sequence[ListedObject]
     blobs: Sequence[ListedObject]
@@ -293,11 +293,8 @@ def collect_experiment_garbage(
         return list(store.map(act_if_time, names))
 
     def make_barriers(state: Experiment) -> Sequence[CheckpointsRetired]:
-        return [
-            CheckpointsRetired(trial=name, retired_sequences=())
-            for name in barrier_names
-            if has_trial_ended(state.trial(name))
-        ]
+        ended = (name for name in barrier_names if has_trial_ended(state.trial(name)))
+        return [CheckpointsRetired(trial=name, retired_sequences=()) for name in ended]
 
     results = map_trials(lambda key, trial: _find_candidates(store, key, trial))
     candidates = {n: result for n, result in zip(names, results, strict=True) if isinstance(result, _Candidates)}
