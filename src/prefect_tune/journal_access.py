@@ -278,7 +278,7 @@ def _set_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None
 
 
 def make_attempt_filter(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool]:
-    """Return a predicate: whether a task run of the owner's flow run is an attempt of `owner`.
+    """Return a predicate that is true if a task run of the owner's flow run is an attempt of `owner`.
 
     Args:
         owner: the owner of the journal, or the supervisor of one attempt, with the id of its task run.

@@ -33,7 +33,7 @@ class Owner(Value):
     pid: int
     flow_run: str | None = None
     task_run: str | None = None
-    """The id of the task run, if the process runs an attempt as one."""
+    """The id of the task run in which the process runs an attempt; None if there is none."""
     is_manual: bool = False
     """Whether the user resumed this run: it does not count as a restart after a crash."""
     attempt: int = 0
@@ -109,7 +109,7 @@ class PriorTrial(Value):
 
 
 class WarmStart(Value):
-    """An experiment from which a search warm-starts, with copies of its trials: it may be deleted afterwards."""
+    """An experiment from which a search warm-starts, and its trials: the experiment may be deleted afterwards."""
 
     source: str
     """The experiment as the user named it: by its name, or `target/name`."""
@@ -168,7 +168,7 @@ class CheckpointCommitted(TrialEvent):
     checkpoint: CheckpointRef
     retired_sequences: tuple[int, ...] = ()
     sent_bytes: int | None = None
-    """The bytes that were not on the target yet; None if unknown."""
+    """The number of bytes that were not on the target yet; None if unknown."""
     upload_seconds: float | None = None
     """The duration of the upload; None if unknown."""
     seconds: PhaseSeconds | None = None
@@ -413,7 +413,7 @@ class FormAnswered(Value):
 
     type: Literal["form-answered"] = "form-answered"
     key: Message
-    """The key of the form, which is answered once."""
+    """The key of the form; each form is answered once."""
     answer: Mapping[str, object]
     flow_run: str | None = None
     """The id of the suspended run. The answer also applies after restarts of this run."""

@@ -76,9 +76,9 @@ class AuditDifference:
     trial: str | None
     """The trial's id; None for a decision about the whole search."""
     expected: str
-    """What the search had to decide."""
+    """The decision that the search had to make."""
     found: str
-    """What the journal holds."""
+    """The decision that the journal holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +434,7 @@ class _Derivation:
         return is_ours and "scheduler" not in plan.unknown
 
     def _expect_report(self, policy: SearchPolicy, trial: Trial, event: StepReported, plan: _AuditPlan) -> _Finding:
-        """Return the decision that had to be journaled before this report, or the report of the last decision."""
+        """Return the decision that is missing before this report, or the report that the last decision is about."""
         step = event.report.step
         last, self._reports[trial.id] = self._reports.get(trial.id), event.report
         milestone, decided_report = self._decisions.get(trial.id, (step, None))
@@ -507,7 +507,7 @@ def _comparable_fields(event: Event) -> Mapping[str, object]:
 
 
 def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Finding:
-    """Return the clone for a trial's exploit: of the source's checkpoint, or of the trial's own if the source has none.
+    """Return the clone for a trial's exploit: of the source, or of the trial itself if the source has no checkpoint.
 
     A user may also restart a trial from one of its own checkpoints, with its own configuration.
     """
@@ -521,7 +521,7 @@ def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Finding:
 
 
 def _signal_search_exhausted(policy: SearchPolicy, plan: _AuditPlan) -> None:
-    """Signal to the scheduler that the search proposes no more trials, if that is so or if the search is unknown."""
+    """Signal the end of proposals to the scheduler, unless the search proposes a trial; an unknown search does not."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
         policy.schedule.on_search_exhausted()
 

@@ -148,7 +148,7 @@ class FailureHandler:
             self._ready_queue.append(trial)
 
     def record_undecidable(self, trial: str, error: BadMetric) -> StopTrial:
-        """Record that the scheduler cannot decide about a trial, for `give_up_if_undecidable`; return the answer."""
+        """Record that the scheduler cannot decide about a trial, so that it is given up; return the answer."""
         reason = self._undecidable_trials[trial] = make_reason("raised", text=str(error))
         errored = AttemptEnded(trial=trial, cause=Cause.BAD_METRIC, reason=reason)
         return StopTrial(outcome=errored, save=False)
@@ -228,6 +228,7 @@ class DecisionHandler:
         return decision
 
     def _make_answer(self, name: str, decision: Decision) -> ContinueTraining | StopTrial:
+        """Return the answer for a decision; journal the resume of a paused trial that can continue at once."""
         match decision:
             case Continue():
                 return self._make_continue_answer(name)

@@ -127,9 +127,7 @@ class Driver:
         )
         self._previous_attempts: dict[str, int] = {}  # by trial: the number of the attempt before the present one
         self._reattached: set[str] = set()  # trials whose running attempt was started by an earlier owner
-        self._slot_starts: dict[
-            str, tuple[str, float]
-        ] = {}  # when a trial got its slot, by the run's clock and monotonic
+        self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: the run's clock and the monotonic clock
         self._messages: deque[Message] = deque()  # not handled yet
         self._is_search_exhausted = False
         begin_run_clock()
@@ -151,7 +149,7 @@ class Driver:
             self._background_worker.close()
 
     def _journal_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
-        """Journal the events that attempts submitted before the loop failed; pass an error of the write to them."""
+        """Journal the events that attempts submitted before the loop failed; if the write fails, they get its error."""
         unhandled = [message for message in self._messages if isinstance(message, EventsSubmitted)]
         self._messages.clear()
         for events in (*unhandled, *submitted):
@@ -410,7 +408,7 @@ class Driver:
             self._log.error("trial %s: %s. Later posts are ignored", name, closed.damage)
         if self._state.trial(name).outbox is not None:  # the attempt has not posted its end
             self._put_event(OutboxClosed(trial=name))
-        if closed.damage and self._state.trial(name).phase is Phase.PENDING:  # start damaged: `_end_vanished_attempt`
+        if closed.damage and self._state.trial(name).phase is Phase.PENDING:  # the damaged post was its start
             self._put_event(make_attempt_started(self._state.trial(name)))
 
     def _has_queued_attempt(self, name: str) -> bool:

@@ -32,7 +32,7 @@ from prefect_tune.tasks.checkpoints import delete_retired_checkpoints
 from prefect_tune.tuner.search_policy import SearchPolicy
 
 _STATUS_DELAY = timedelta(seconds=2)
-"""How long a changed status of a trial may stay unwritten: trials that start in all slots share an entry."""
+"""How long a trial's changed status may stay unwritten, so that the starts in all slots share one entry."""
 
 
 class BackgroundWorker:
@@ -54,9 +54,9 @@ class BackgroundWorker:
     def delete_post(self, key: TrialKey, outbox: int, number: int) -> None:
         """Delete a post whose events the journal holds, together with all other posts that wait for deletion."""
         self._posts_to_delete.put((key, outbox, number))
-        self._enqueue_action(self._delete_posts)
+        self._enqueue_action(self._delete_queued_posts)
 
-    def _delete_posts(self) -> None:
+    def _delete_queued_posts(self) -> None:
         if self._posts_to_delete.empty():
             return
         with self._target.open(timeout=READ_TIMEOUT) as store:  # no retries: maintenance deletes the rest
@@ -70,7 +70,7 @@ class BackgroundWorker:
         self._enqueue_action(lambda: delete_retired_checkpoints.fn(self._target, key, trial, retired))
 
     def close(self) -> None:
-        """End the thread after the present work, without waiting."""
+        """Let the thread end after its present work; do not wait for it."""
         self._actions.put(None)
 
     def _enqueue_action(self, action: Callable[[], object]) -> None:

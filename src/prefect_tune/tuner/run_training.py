@@ -61,11 +61,11 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
         `durable_trainable`.
     """
     with quiet_inner_tasks():
-        turn = first_iteration(RunIteration(plan), TRAINING_QUESTION, read_last_form())
-        spec, stopper = make_single_trial_spec(turn.plan, ONLY_TRIAL)
+        iteration = first_iteration(RunIteration(plan), TRAINING_QUESTION, read_last_form())
+        spec, stopper = make_single_trial_spec(iteration.plan, ONLY_TRIAL)
         require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
-        state = _run_training_iteration(spec, config_to_json(config), stopper, turn)
-        raise_pause_if_suspended(turn.plan, TRAINING_QUESTION, state)
+        state = _run_training_iteration(spec, config_to_json(config), stopper, iteration)
+        raise_pause_if_suspended(iteration.plan, TRAINING_QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
         return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
@@ -78,23 +78,23 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
 
 
 def _run_training_iteration(
-    spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, turn: RunIteration
+    spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, iteration: RunIteration
 ) -> Experiment:
-    target, plan = spec.target, turn.plan
+    target, plan = spec.target, iteration.plan
 
     def train(stop: threading.Event) -> Experiment:
         check_target(target)
-        state_before = turn.loaded_experiment or read_experiment_to_resume(target, plan.experiment)
+        state_before = iteration.loaded_experiment or read_experiment_to_resume(target, plan.experiment)
         trial_spec = replace(spec, trial=state_before.trial_key(ONLY_TRIAL))
         require_same_training(state_before, trial_spec, config)  # before an earlier owner is superseded
         was_finished = ONLY_TRIAL in state_before.trials and state_before.trial(ONLY_TRIAL).phase is Phase.FINISHED
         if spec.isolation == "process" and not was_finished:
             pool.start_import(spec.trainable, get_run_logger())  # its fork server starts during the takeover
-        state = acquire_run_ownership(turn, state_before, slots=1)
-        require_same_training(state, trial_spec, config)  # another run may have begun it in the meantime
-        journal_writer = turn.set_journal_writer(JournalWriter(target, state, write_entry))
+        state = acquire_run_ownership(iteration, state_before, slots=1)
+        require_same_training(state, trial_spec, config)  # another run may have started in the meantime
+        journal_writer = iteration.set_journal_writer(JournalWriter(target, state, write_entry))
         with retrying_refusals():
-            if follow_up_events := answer_events(trial_spec, state, turn):
+            if follow_up_events := answer_events(trial_spec, state, iteration):
                 journal_writer.write(follow_up_events)
             return drive(trial_spec, journal_writer, state_before, stop)
 
@@ -119,7 +119,7 @@ def _run_training_iteration(
             reporter.begin_final_report()  # draws the last page while the event emitter ends
         return state
 
-    with TrialProcessPool(slots=0) as pool, guarding_ownership(turn):
+    with TrialProcessPool(slots=0) as pool, guarding_ownership(iteration):
         return run_interruptible(train, grace=spec.grace_period, poll_interval=spec.sync.request_period)
 
 

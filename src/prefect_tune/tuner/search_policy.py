@@ -98,7 +98,7 @@ class SearchPolicy:
             self.record_training_time(trial.id, trial.trained_seconds)
 
     def record_training_time(self, trial: str, trained_seconds: float) -> None:
-        """Record the training time of a trial, which may have grown."""
+        """Record the present training time of a trial."""
         self._stopper_state.on_training_time(trial, trained_seconds)
 
     def end_reason(self) -> AnyReason | None:
@@ -139,7 +139,7 @@ class SearchPolicy:
     def next_milestone(self, trial: Trial) -> int | None:
         """Return the step of the trial's next decision; None if there is none.
 
-        If the last stop or pause has had no effect yet, this is its step again.
+        If the last stop or pause has had no effect yet, return its step again.
         """
         last_decision = pending_decision(trial)
         if last_decision is not None and last_decision.report is not None:

@@ -122,14 +122,14 @@ class StopHandler:
 
     def finish_trial(self, trial: str) -> None:
         """Finish a trial that was requested to stop and has no running attempt."""
-        self._pending_entry.add_event(self._make_stop_finish(trial))
+        self._pending_entry.add_event(self._make_finish_event(trial))
 
     def send_stop(self, trial: str) -> None:
         """After the next write, send a running trial the command to save and end, with the event of its end."""
-        command = StopTrial(outcome=self._make_stop_finish(trial), save=True)
+        command = StopTrial(outcome=self._make_finish_event(trial), save=True)
         self._pending_entry.after_write(lambda: self._executor.send_decision(trial, command))
 
-    def _make_stop_finish(self, trial: str) -> TrialFinished:
+    def _make_finish_event(self, trial: str) -> TrialFinished:
         reason = self._pending_entry.state.pending_stops[trial]
         return TrialFinished(trial=trial, reason=reason, kind=FinishKind.STOPPED)
 
@@ -342,7 +342,7 @@ class _StopRequestSender:
         return state
 
     def _send_to_attempts(self, state: Experiment) -> None:
-        """Send the stop to each attempt of a deployment: it may outlive the search's flow run."""
+        """Send the stop to each attempt of a deployment: attempts may outlive the search's flow run."""
         if state.settings.get("trials") != "deployment":
             return
         for trial in [state.trial(self._trial)] if self._trial else state.trials.values():

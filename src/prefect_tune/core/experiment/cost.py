@@ -88,7 +88,7 @@ class AttemptCost:
 
 @dataclass(frozen=True, slots=True)
 class RunCost:
-    """The slots of one run, and how long it held them."""
+    """The slots of one run, and how long the run held them."""
 
     began_at: datetime
     seconds: float
@@ -132,7 +132,7 @@ class ExperimentCost:
         return render_notebook_cell(Text([sentence]), Table(("slots", "time", "share", ""), rows))
 
     def attempts_by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
-        """Return the attempts by trial, without trials that have none."""
+        """Return the attempts by trial. Trials without attempts are left out."""
         attempts: dict[str, list[AttemptCost]] = {}
         for attempt in self.attempts:
             attempts.setdefault(attempt.trial, []).append(attempt)
@@ -266,7 +266,7 @@ def _compute_slot_end(
 def _categorize_seconds(
     record: AttemptRecord, seconds_before: float, held_seconds: float, *, is_running: bool
 ) -> Mapping[Category, float]:
-    """Return the seconds in a slot by category; `seconds_before` is the start, and the rest gets its likely use."""
+    """Return the seconds in a slot by category: measured seconds, `seconds_before` as start, the rest by likely use."""
     measured = {category: float(getattr(record.seconds, category.key)) for category in _MEASURED_CATEGORIES}
     seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
     seconds[Category.START] += seconds_before

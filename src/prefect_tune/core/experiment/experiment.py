@@ -115,7 +115,7 @@ class TrialMap(Mapping[str, Trial]):
 
 
 class Experiment(Value):
-    """The state of an experiment after the first `number` entries of its journal."""
+    """The state of an experiment after the first `entry_count` entries of its journal."""
 
     key: JournalKey
     """The key of the journal."""
@@ -305,11 +305,13 @@ def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Wri
     trial, changes = apply_trial_event(before, event, writer), dict[str, object]()
     match event:
         case AttemptStarted(attempt=attempt):
-            trial = _set_terms(trial, attempt, term=experiment.term if trial.outbox is None else trial.launch_term)
+            trial = _set_record_terms(
+                trial, attempt, term=experiment.term if trial.outbox is None else trial.launch_term
+            )
         case AttemptLaunched():
             trial = trial.model_copy(update={"launch_term": experiment.term})
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
-            trial = _set_terms(trial, attempt, slot_term=experiment.term)
+            trial = _set_record_terms(trial, attempt, slot_term=experiment.term)
             changes["runs"] = extend_last_run(experiment.runs, since, seconds)
         case _:
             pass
@@ -347,7 +349,7 @@ def last_report(trial: Trial) -> StepReport:
     return StepReport(step=trial.step, metrics=trial.metrics, trained_seconds=trial.trained_seconds)
 
 
-def _set_terms(trial: Trial, attempt: int, **terms: int) -> Trial:
+def _set_record_terms(trial: Trial, attempt: int, **terms: int) -> Trial:
     records = trial.attempt_records
     changed = (record.model_copy(update=terms) if record.attempt == attempt else record for record in records)
     return trial.model_copy(update={"attempt_records": tuple(changed)})

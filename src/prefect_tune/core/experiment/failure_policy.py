@@ -56,7 +56,7 @@ class RetryTrial:
 
 @dataclass(frozen=True, slots=True)
 class QuarantineCheckpoint:
-    """Quarantine this checkpoint, then start another attempt from the one before it."""
+    """Quarantine this checkpoint, then start another attempt from the previous checkpoint."""
 
     sequence: int
     reason: Reason

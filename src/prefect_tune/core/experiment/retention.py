@@ -24,7 +24,7 @@ _Count = Annotated[int, Field(ge=1), INTEGER_VALIDATOR]
 
 
 class Cadence(Value):
-    """When a class trainable saves: at the first of these conditions.
+    """When a class trainable saves: as soon as one of these conditions is met.
 
     It also saves when it must stop, and when a report has `should_checkpoint`. A function trainable saves whenever it
     reports a checkpoint; with `report_step` or the integrations' callbacks it saves like a class trainable.
@@ -60,10 +60,10 @@ class Cadence(Value):
 
 
 class Retention(Value):
-    """Which checkpoints are kept: every checkpoint that at least one rule keeps; all without any rule.
+    """Which checkpoints are kept: every checkpoint that at least one rule keeps. Without a rule, all are kept.
 
-    The newest checkpoint is always kept. A checkpoint without the metric is never among
-    the best; of equally good ones the older is kept, so a new one does not replace it.
+    The newest checkpoint is always kept. A checkpoint without the metric is never among the best. Of equally good
+    checkpoints, the older one is kept, so a new checkpoint does not replace it.
 
     ```python
     retention = pt.Retention(last=2, best=1, metric="loss")

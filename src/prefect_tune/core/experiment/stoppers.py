@@ -270,7 +270,7 @@ def _convert_count(stopper: MaxSteps | MaxFailures | TrialBudget, count: object,
 
 
 def _convert_plateau(stopper: Plateau | ExperimentPlateau, **minimums: int) -> None:
-    """Convert the fields of a stopper to plain values; raise unless `std` and the whole numbers have their minimums."""
+    """Convert the fields to plain values; raise unless `std` is at least 0 and the whole numbers meet `minimums`."""
     convert_fields(stopper)
     are_integers = all(is_integer_at_least(getattr(stopper, name), minimum) for name, minimum in minimums.items())
     if not (is_number_at_least(stopper.std, 0) and are_integers):
@@ -310,7 +310,7 @@ StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
 class StopperState(Renamed, ABC):
-    """The state of an experiment's stopper. A search and the replay of a resume call it alike. Each call is O(1)."""
+    """The state of an experiment's stopper. A running search and a replay make the same calls. Each call is O(1)."""
 
     _renamed: ClassVar[Mapping[str, str]] = {
         "added": "on_trial_added",
@@ -336,7 +336,7 @@ class StopperState(Renamed, ABC):
 
 
 class ExperimentStopper(Stopper):
-    """Stops an experiment. Frozen; its state is the `StopperState` that `begin` returns."""
+    """Stops an experiment. It is frozen: the `StopperState` that `begin` returns holds its state."""
 
     @property
     def needs_history(self) -> bool:
@@ -536,7 +536,7 @@ class _BestLosses(StopperState):
     losses: dict[TrialId, float] = field(default_factory=dict)
     sorted_losses: list[float] = field(default_factory=list)
     plateau_length: int = 0
-    """The number of consecutive finished trials since the best losses are about equal."""
+    """The number of consecutive finished trials after which the best losses were about equal."""
 
     def on_trial_added(self, trial: TrialId) -> None:
         if (loss := self.losses.pop(trial, None)) is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # checkpoints by the report that they were saved with; retention uses it too.
 
 Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
-"""The reports that trials are compared by, in Ray Tune's words: the last one, the best of all, or a mean."""
+"""The reports by which trials are compared, in Ray Tune's words: the last one, the best of all, or a mean."""
 
 Losses: TypeAlias = tuple[float, ...]
 """One number for each metric, smaller is better."""
@@ -108,7 +108,7 @@ def pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
 
 @dataclass(frozen=True, slots=True)
 class ExploitRecord:
-    """The exploit of another trial: from then on, the trial continued from its checkpoint with a new configuration."""
+    """An exploit: a trial continued from another trial's checkpoint, with another configuration."""
 
     step: int
     source: str

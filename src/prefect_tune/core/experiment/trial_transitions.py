@@ -155,7 +155,7 @@ class Trial(Renamed, Value):
     collected_up_to: int = 0
     """The limit of the last retirement: blobs of earlier saves are reusable only while a checkpoint refers to them."""
     clones: tuple[Clone, ...] = ()
-    """Other trials' clones of its live and retired checkpoints, whose bytes stay as long as the clones."""
+    """Other trials' clones of its checkpoints. The bytes of a cloned checkpoint stay, even if it is retired."""
     trainable_failures: int = 0
     """Failures of the user's code since the trial was added or requeued."""
     machine_failures: int = 0
@@ -219,7 +219,7 @@ class Trial(Renamed, Value):
 
     @property
     def has_inherited_report(self) -> bool:
-        """Whether its last report comes from the trial whose checkpoint it cloned: it has not reported since."""
+        """Whether its last report comes from the trial whose checkpoint it cloned: the trial has not reported since."""
         newest = newest_checkpoint(self)
         return newest is not None and (newest.sequence, newest.step) == (self.last_clone_sequence, self.step)
 

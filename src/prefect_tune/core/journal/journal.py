@@ -136,7 +136,7 @@ def read_next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Ent
 
 
 def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
-    """Return the experiment: the fold of the journal's entries; the empty experiment for an empty journal.
+    """Return the fold of the journal's entries; the empty experiment for an empty journal.
 
     Reads the newest readable snapshot and the entries after it. If the entries do not continue the snapshot, reads all
     entries.
@@ -337,7 +337,7 @@ def acquire_ownership(
         try:
             return append_events(store, state, [owner_changed, *events], stamp)
         except Superseded as race:
-            require_not_deleted(store, journal)  # a deletion, and no race
+            require_not_deleted(store, journal)  # if it was deleted, there was no race
             lost_race, loaded = race, None
     raise Superseded(f"{journal}: lost {_MAX_RACES} races for its ownership; try again") from lost_race
 

@@ -108,7 +108,7 @@ class ClosedOutbox:
 
     posts: Sequence[Post]
     damage: str = ""
-    """The damage of the first unreadable post, which ends `posts`; empty if all posts are readable."""
+    """The damage of the first unreadable post: `posts` has only the posts before it. Empty if all are readable."""
 
 
 def close_outbox(
