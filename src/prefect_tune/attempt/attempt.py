@@ -1,11 +1,11 @@
 """One attempt of a trial: restore its newest valid checkpoint, train, and journal how it ended.
 
-    restored ──► Started ──► process ══ reports, checkpoints ══► outcome ──► its events journaled
-                                └─ supervisor (this thread)  └─ commit worker (its own thread)
+    restore ──► AttemptStarted ──► process ══ reports, checkpoints ══► outcome ──► journal
+                                      └─ supervisor (this thread)  └─ commit worker (another thread)
 
-The request carries the trial's state; the attempt journals every change to it (`search_channel`). Never: a process that
-trains before `AttemptStarted` is durable; an end that is journaled before an earlier save; a trial that starts from
-scratch although it has checkpoints, all of them unusable.
+The request carries the trial's state; the attempt journals every change of that state (`search_channel`). Never: a
+process that trains before `AttemptStarted` is durable; an end that is journaled before an earlier save; a trial that
+starts from scratch because all its checkpoints are unusable.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AttemptResult:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of a trial, as its search requested it."""
+    """One attempt of a trial, which a search has requested."""
 
     spec: TrialSpec
     request: AttemptRequest
@@ -92,7 +92,7 @@ class Attempt:
         new attempt, unless the trial has ended.
 
         Raises:
-            Superseded: another process owns the experiment or trains the trial (this trial's process has been killed),
+            Superseded: another process owns the experiment or trains the trial, and this attempt's process was killed;
                 or the experiment that requested the attempt was deleted.
             ResumeFailed: the trial has checkpoints, but none of them can be used.
             StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
@@ -104,7 +104,7 @@ class Attempt:
         return self._get_journaled_result(journal.trial) or self.run_with_journal(journal)
 
     def run_with_journal(self, journal: TrialJournal) -> AttemptResult:
-        """Train a trial that waits for an attempt, and journal how it ended. Raises the errors of `run`."""
+        """Train a trial that waits for an attempt, and journal how the attempt ended. Raises the errors of `run`."""
         spec, channel, log = self.spec, self.channel, self.log
         if channel.stop.is_set():
             stopped = AttemptEnded(trial=self._name, cause=Cause.PREEMPTED, reason=make_reason("stopped-before-start"))
@@ -164,11 +164,10 @@ class Attempt:
                 yield group
 
     def _open_process(self, start: Start) -> AbstractContextManager[TrialChannel]:
-        """Open the process of one rank. Log lines of every rank but the first name their rank."""
+        """Open the process of one rank. The log lines of each rank but rank 0 name the rank."""
         if self.spec.isolation == "thread":
             return trial_in_thread(start, self.log)
-        rank = start.rank.rank
-        log = make_rank_log(self.log, rank) if rank else self.log
+        log = make_rank_log(self.log, start.rank.rank) if start.rank.rank else self.log
         return self.channel.open_process(start, log, self.request.environment)
 
     def _get_journaled_result(self, trial: Trial) -> AttemptResult | None:
@@ -181,7 +180,7 @@ class Attempt:
         return None
 
     def _restore_newest_checkpoint(self, journal: TrialJournal, destination: Path) -> Path | None:
-        """Restore the newest checkpoint that verifies. Quarantine the others in the journal, and log them."""
+        """Restore the newest valid checkpoint. Quarantine newer invalid checkpoints in the journal, and log them."""
         spec, name = self.spec, self._name
         _log_quarantined_checkpoints(journal.trial, self.log)
         while (newest := newest_checkpoint(journal.trial)) is not None:
@@ -190,7 +189,7 @@ class Attempt:
                 return self.tasks.restore_checkpoint(key, destination)
             except (CheckpointCorrupt, CheckpointNotFound) as error:
                 reason = f"{type(error).__name__}: {error}"
-                # Raises `Superseded` if another process owns the trial, and may have retired the checkpoint.
+                # Raises Superseded if another process owns the trial: that process may have retired the checkpoint.
                 journal.write([CheckpointQuarantined(trial=name, sequence=newest.sequence, reason=reason)])
                 self.log.error("quarantined step %d: cannot be restored: %s", key.step, error)  # noqa: TRY400 - no trace: it is handled
         if lost := journal.trial.lost_checkpoint_count:
@@ -207,11 +206,9 @@ class Attempt:
         origin = {"supervisor": supervisor, "task_run": None if supervisor else task_run.id}
         journal.write([make_attempt_started(journal.trial, self.meter.began_at).model_copy(update=origin)])
         trial, newest = journal.trial, newest_checkpoint(journal.trial)
-        curve: Sequence[StepReport] = ()
+        reports: Sequence[StepReport] = () if newest is None else (newest.report,)
         if newest is not None and spec.needs_history:
-            curve = tuple(report for report in request.reports if report.step <= newest.step)
-        elif newest is not None:
-            curve = (newest.report,)
+            reports = tuple(report for report in request.reports if report.step <= newest.step)
         return Start(
             experiment=spec.trial.experiment,
             trial=trial.id,
@@ -225,7 +222,7 @@ class Attempt:
             restored_directory=str(restored) if restored else None,
             from_step=trial.step,
             trained_seconds=trial.trained_seconds,
-            reports=curve,
+            reports=reports,
             cadence=spec.cadence,
             async_commit=spec.sync.commit == "async",
             decision_step=request.decision_step,
@@ -235,7 +232,7 @@ class Attempt:
         )
 
     def _log_lost_steps(self, trial: Trial) -> None:
-        """Warn that all trained steps are lost if the trial has no checkpoint."""
+        """Warn if all trained steps are lost because the trial has no checkpoint."""
         if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
             self.log.warning(
                 "no checkpoint was committed: its %s trained again; save%s",
@@ -245,7 +242,7 @@ class Attempt:
 
 
 def _log_quarantined_checkpoints(trial: Trial, log: Log) -> None:
-    """Log the quarantined checkpoints that are newer than the restored one; nothing else reports them."""
+    """Log the quarantined checkpoints that are newer than the restored checkpoint; nothing else reports them."""
     newest = newest_checkpoint(trial)
     for quarantined in trial.quarantined_checkpoints:
         step, reason = quarantined.checkpoint.step, make_visible(quarantined.reason)
@@ -255,7 +252,7 @@ def _log_quarantined_checkpoints(trial: Trial, log: Log) -> None:
 
 
 def make_attempt_started(trial: Trial, at: str | None = None) -> AttemptStarted:
-    """Return the event that starts the next attempt of `trial`, from its newest checkpoint, at the time `at`."""
+    """Return the event that starts the next attempt of `trial` at the time `at`, from its newest checkpoint."""
     newest = newest_checkpoint(trial)
     return AttemptStarted(
         trial=trial.id,
@@ -267,7 +264,7 @@ def make_attempt_started(trial: Trial, at: str | None = None) -> AttemptStarted:
 
 
 class ReportReader:
-    """Reads the reports of an experiment's trials from its journal; reads each entry once."""
+    """Reads the reports of an experiment's trials from the journal; reads each entry once."""
 
     def __init__(self, target: StorageTarget, journal: JournalKey) -> None:
         self._target, self._journal = target, journal
@@ -285,7 +282,7 @@ class ReportReader:
 
 
 def meets_stop_criterion(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
-    """Return whether a finished trial meets the current stop criterion, or was not ended by a stop criterion."""
+    """Return whether a finished trial meets the current stop criterion, or ended for any other reason."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
     reports = reader.read_reports(trial) if stopper.needs_history else [last_report(trial)]
@@ -295,13 +292,13 @@ def meets_stop_criterion(trial: Trial, stopper: Stopper, reader: ReportReader) -
 # The state of an attempt's task run, and the log of its failure.
 
 NODE_0_SILENT = "FirstNodeSilent"
-"""The name of the final state of a node's flow run that lost contact with node 0."""
+"""The name of the final state of the flow run of a node that lost contact with node 0."""
 
 
 def make_task_state(outcome: Outcome) -> State[Any]:
     """Return the final state of an attempt: Completed, Pruned, Paused, Interrupted or Failed.
 
-    Its message is the first line of the reason; the result of a Failed state is a `TrialFailed`.
+    The state's message is the first line of the reason. The result of a Failed state is a `TrialFailed`.
     """
     message = first_line(outcome.reason)
     match outcome:
@@ -322,14 +319,14 @@ def make_task_state(outcome: Outcome) -> State[Any]:
 
 
 def make_node_state(reason: Reason) -> State[Any]:
-    """Return the final state of the flow run of a node other than node 0, which ended for this reason."""
+    """Return the final state of the flow run of a node other than node 0, whose part ended for this reason."""
     return states.Completed(name=NODE_0_SILENT if reason.code == "node-silent" else None, message=str(reason))
 
 
 def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_term: int, log: Log) -> None:
     """Log a failure with its traceback and the last output; other places show only its first line.
 
-    If this process has logged the same error for another trial of this experiment and owner, log one line.
+    If this process has logged the same error for another trial in the same term of this experiment, log one line.
     """
     text = append_last_output(failure.reason, failure.usage.output if failure.usage else "")
     if failure.cause is Cause.PREEMPTED or "\n" not in text:
@@ -342,5 +339,5 @@ def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_ter
 
 @lru_cache(maxsize=8)
 def _get_logged_errors(_target: str, _experiment: JournalKey, _search_term: int) -> dict[str, str]:
-    """Return the errors that this process has logged with a traceback in one term, each with its first trial."""
+    """Return the errors that this process has logged with a traceback in one term, with the first trial of each."""
     return {}

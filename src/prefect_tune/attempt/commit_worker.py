@@ -1,11 +1,11 @@
 """The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order.
 
-For how the entries are written, see `attempt/search_channel.py`. Queued reports are written every
-`sync_period_seconds`, and immediately if one of them needs a decision. The training loop never waits for a journal
-entry, only for decisions and saves (`runtime/session.py`).
+`attempt/search_channel.py` writes the entries. Queued reports are written every `sync_period_seconds`, and immediately
+if a report needs a decision. The training loop never waits for a journal entry, only for decisions and saves
+(`runtime/session.py`).
 
-If the last step has a checkpoint, the trial finishes with the entry after its commit: only then it is certain that no
-checkpoint was quarantined during the save, since the last one may share its damage. Never: two files of one checkpoint
+If the last step has a checkpoint, the trial finishes with the entry after its commit. Only then is it certain that no
+checkpoint was quarantined during the save: the last checkpoint may share the damage. Never: two files of one checkpoint
 with the same name and different bytes; an end that is journaled before an earlier save.
 """
 
@@ -84,7 +84,7 @@ _MAX_METRICS = 3
 def make_checkpoint_metadata(
     folder: TrialKey, trial: Trial, term: int, report: StepReport, reports: Sequence[StepReport], stamp: WriteStamp
 ) -> CheckpointMetadata:
-    """Return the metadata of the checkpoint of `report`'s step; `reports` are the reports not yet journaled."""
+    """Return the metadata of the checkpoint of `report`; `reports` are the reports that are not yet journaled."""
     return CheckpointMetadata(
         attempt=trial.attempt,
         term=term,
@@ -101,41 +101,36 @@ def make_checkpoint_metadata(
 def make_commit_events(
     target: StorageTarget, trial: Trial, save: SaveResult, policy: Retention, upload_seconds: float, log: Log
 ) -> tuple[CheckpointCommitted, Sequence[CheckpointQuarantined], Sequence[CheckpointKey]]:
-    """Return the events that commit `save`, and the retired checkpoints to delete once their entry is written.
+    """Return the events that commit `save`, and the retired checkpoints to delete after the events are journaled.
 
-    The events are the commit, and the quarantine of earlier checkpoints that refer to blobs which the save found
-    damaged. To find these, this reads the manifests of the trial's other checkpoints. If that fails, it only logs a
-    warning: the new checkpoint is complete. The retention `policy` determines which checkpoints are retired.
+    The save may have found damaged blobs. Then the events also quarantine the earlier checkpoints that use these blobs.
+    To find such checkpoints, the function reads the manifests of the trial's other checkpoints. If a read fails, it
+    only logs a warning: the new checkpoint is complete. The retention `policy` determines what is retired.
     """
     key, new = save.manifest.key, make_checkpoint_ref(save.manifest)
     retired = checkpoints_to_retire(trial, new, policy)
-    retires = tuple(ref.sequence for ref in retired)
+    sequences, seconds = tuple(ref.sequence for ref in retired), round(upload_seconds, 3)
     committed = CheckpointCommitted(
-        trial=trial.id,
-        checkpoint=new,
-        retired_sequences=retires,
-        sent_bytes=save.sent_bytes,
-        upload_seconds=round(upload_seconds, 3),
+        trial=trial.id, checkpoint=new, retired_sequences=sequences, sent_bytes=save.sent_bytes, upload_seconds=seconds
     )
     to_delete = [key.trial.checkpoint_key(ref) for ref in retired if ref.origin is None]
-    live = [key.trial.checkpoint_key(ref) for ref in trial.checkpoints if ref.sequence not in retires]
+    live = [key.trial.checkpoint_key(ref) for ref in trial.checkpoints if ref.sequence not in sequences]
     reasons: Mapping[CheckpointKey, str] = {}
     try:
         if save.damaged_blobs:
             reasons = with_store(target, lambda store: find_checkpoints_using(store, live, save.damaged_blobs))
     except TuneError as error:
         log.warning("earlier checkpoints may share the damage, but could not be checked: %s", error)
-    quarantined = [
-        CheckpointQuarantined(trial=trial.id, sequence=at.sequence, reason=text) for at, text in reasons.items()
-    ]
+    name, damaged = trial.id, reasons.items()
+    quarantined = [CheckpointQuarantined(trial=name, sequence=at.sequence, reason=reason) for at, reason in damaged]
     return committed, quarantined, to_delete
 
 
 def log_damage(save: SaveResult, quarantined: Sequence[CheckpointQuarantined], log: Log) -> None:
-    """Log the damaged blobs that the save found. Call this after the entry of the commit is written."""
+    """Log the damaged blobs that the save found. Call this after the commit is journaled."""
     if save.damaged_blobs:
         log.error(
-            "step %d: %s damaged on the target, and uploaded again; %d earlier checkpoints are quarantined: %s",
+            "step %d: %s damaged on the target; uploaded again. %d earlier checkpoints are quarantined: %s",
             save.manifest.step,
             pluralize(len(save.damaged_blobs), "blob to be reused is", "blobs to be reused are"),
             len(quarantined),
@@ -144,20 +139,19 @@ def log_damage(save: SaveResult, quarantined: Sequence[CheckpointQuarantined], l
 
 
 def log_commit(save: SaveResult, log: Log, suppressed_count: int = 0) -> None:
-    """Log a committed checkpoint with its first metrics and size; `suppressed_count` commits before were not logged."""
+    """Log a committed checkpoint with its first metrics and size; the `suppressed_count` commits before were not."""
     size_bytes, metrics = save.manifest.size_bytes, save.manifest.metadata.metrics
     new = "" if save.sent_bytes >= size_bytes else f", {format_size(save.sent_bytes)} of it new"
     named = "".join(f", {name} {format_value(value)}" for name, value in list(flatten(metrics).items())[:_MAX_METRICS])
     others = f"; {pluralize(suppressed_count, 'other', 'others')} since the last line" if suppressed_count else ""
-    log.info(
-        "step %d committed%s: %s%s%s", save.manifest.step, make_visible(named), format_size(size_bytes), new, others
-    )
+    size = f"{format_size(size_bytes)}{new}{others}"
+    log.info("step %d committed%s: %s", save.manifest.step, make_visible(named), size)
 
 
 def find_leftover_checkpoints(
     target: StorageTarget, folder: TrialKey, trial: Trial, log: Log
 ) -> Sequence[CheckpointKey]:
-    """Return the checkpoints that earlier attempts retired but did not delete. On a target error, warn, return none."""
+    """Return the checkpoints that earlier attempts retired but did not delete; none, with a warning, on an error."""
     try:
         with target.open(timeout=READ_TIMEOUT) as store:
             return find_leftover_manifests(store, folder, trial)
@@ -167,7 +161,7 @@ def find_leftover_checkpoints(
 
 
 def delete_or_warn(delete: Callable[[], object], log: Log) -> None:
-    """Call `delete`. An error is only logged: the next attempt finds the retired checkpoints in the journal.
+    """Call `delete`. Log its error as a warning: the next attempt finds the retired checkpoints in the journal.
 
     Raises:
         Superseded: the experiment is being deleted, or was deleted.
@@ -220,7 +214,7 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
     """Move the files of all `parts` into the directory of rank 0; ranks may share one directory.
 
     Raises:
-        InvalidInput: two ranks have different files of the same name, or a file and a folder; or a file is unreadable.
+        InvalidInput: two ranks have different files of one name, or a file and a folder; or a file is unreadable.
         StagedFilesChanged: a part no longer exists.
     """
 
@@ -236,25 +230,26 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
                 for name in (*folders, *files):
                     source = Path(parent, name)
                     path = str(source.relative_to(part))
-                    _move_path(source, directory / path, path, (owners.get(path, 0), rank))
+                    if not _move_path(source, directory / path):
+                        raise InvalidInput(
+                            f"{path}: ranks {owners.get(path, 0)} and {rank} saved different files of this name: save "
+                            "it on one rank only, or put pt.get_trial().rank into the name"
+                        )
                     owners.setdefault(path, rank)
                 folders[:] = [name for name in folders if Path(parent, name).exists()]  # a link to a folder was moved
             remove_directory(part)
 
 
-def _move_path(source: Path, target: Path, path: str, ranks: tuple[int, int]) -> None:
-    """Move a file or a link unless the target has the same; create a folder, whose files are moved later."""
+def _move_path(source: Path, target: Path) -> bool:
+    """Move a file or a link; only create a folder. Return False if the target exists and has other content."""
     is_folder = source.is_dir() and not source.is_symlink()
     if is_folder and (target.is_dir() or not os.path.lexists(target)):
         target.mkdir(exist_ok=True)
     elif not os.path.lexists(target):
         source.rename(target)
-    elif source.is_dir() or target.is_dir() or not filecmp.cmp(source, target, shallow=False):
-        first, second = ranks
-        raise InvalidInput(
-            f"{path}: ranks {first} and {second} saved different files of this name: save it on one rank only, or "
-            "put pt.get_trial().rank into the name"
-        )
+    else:
+        return not source.is_dir() and not target.is_dir() and filecmp.cmp(source, target, shallow=False)
+    return True
 
 
 # The worker.
@@ -263,13 +258,13 @@ _LOG_INTERVAL = timedelta(seconds=10)
 # Errors in a trial's checkpoint directory, caused by the trainable.
 TRAINABLE_ERRORS = (InvalidInput, StagedFilesChanged)
 RequestParts: TypeAlias = Callable[[CheckpointKey, Trial, Sequence[int]], AbstractContextManager[ExpectedParts]]
-"""Requests the parts of a checkpoint of this trial from other nodes; deletes them when its block ends."""
+"""Requests the parts of a checkpoint of this trial from other nodes; deletes them at the end of its `with` block."""
 
 
 class AttemptTasks(Protocol):
     """The operations of an attempt that are Prefect tasks (`tasks/`), with retries, a timeout and a visible task run.
 
-    Each raises `StoreUnavailable` or `CommitUnknown` when all its retries have failed.
+    Each operation raises `StoreUnavailable` or `CommitUnknown` when all its retries have failed.
     """
 
     def save_checkpoint(
@@ -286,7 +281,6 @@ class AttemptTasks(Protocol):
         Raises:
             PartMissing: a node that `parts` names did not add its part.
         """
-        ...
 
     def restore_checkpoint(self, key: CheckpointKey, destination: Path) -> Path:
         """Download a checkpoint into the new directory `destination`, and verify every byte.
@@ -294,19 +288,17 @@ class AttemptTasks(Protocol):
         Raises:
             CheckpointNotFound, CheckpointCorrupt: it cannot be restored.
         """
-        ...
 
     def delete_checkpoints(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
         """Delete checkpoints that the journal has retired; `state` is the trial after the entry that retires them."""
-        ...
 
 
 class CommitWorker:
     """Saves the checkpoints and journals the reports of one attempt.
 
-    The attempt's thread queues reports and saves; a worker thread processes them in that order. It runs in the context
-    of the task that created the worker, so that Prefect shows its task runs under that task. The end of a `with`
-    block waits for the queued work even without `close`: the directories to save must exist until then.
+    The attempt's thread queues reports and saves; a worker thread processes them in order. The worker thread runs in
+    the context of the task that created the worker, so that Prefect shows its task runs under that task. The end of a
+    `with` block waits for the queued work, even without `close`: the directories to save must exist until then.
     """
 
     def __init__(
@@ -320,13 +312,8 @@ class CommitWorker:
         meter: UsageMeter | None = None,
         request_parts: RequestParts | None = None,
     ) -> None:
-        self._spec = spec
-        self._term = term
-        self._journal = journal
-        self._artifacts = artifacts
-        self._tasks = tasks
-        self.log = log
-        self._meter = meter or UsageMeter()
+        self._spec, self._term, self._journal, self._artifacts = spec, term, journal, artifacts
+        self._tasks, self.log, self._meter = tasks, log, meter or UsageMeter()
         self._request_parts = request_parts
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._last_write_at = time.monotonic()
@@ -340,7 +327,7 @@ class CommitWorker:
         self.error: BaseException | None = None
         """The error that ended the worker thread; the thread writes nothing after it."""
         run = copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._run_queue,), name="commit-worker", daemon=True)
+        self._thread = threading.Thread(target=run, args=(self._process_queue,), name="commit-worker", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -356,18 +343,17 @@ class CommitWorker:
         Args:
             awaits_decision: whether the trial waits for a decision about the journaled report.
         """
-        self._journal.add_report(
-            StepReported(trial=self._spec.trial.trial, report=report, awaits_decision=awaits_decision)
-        )
+        trial = self._spec.trial.trial
+        self._journal.add_report(StepReported(trial=trial, report=report, awaits_decision=awaits_decision))
 
     def queue_save(
         self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]
     ) -> None:
-        """Queue the commit of a checkpoint. The worker thread then calls `committed`, or `failed` without all parts."""
+        """Queue the commit of a checkpoint. The worker thread calls `committed`, or `failed` if a part is missing."""
         self._work.put(lambda: self._process_save(save, committed, failed))
 
     def queue_flush(self) -> None:
-        """Queue a journal entry of the reports so far: the search reads them there, and decides."""
+        """Queue a journal entry with the reports so far: the search reads them from the journal, and decides."""
         self._work.put(self._sync_reports)
 
     def queue_end(self, outcome: Outcome) -> None:
@@ -381,7 +367,7 @@ class CommitWorker:
     def close(self) -> None:
         """Sync the artifacts a last time and wait for the worker thread. The trial must not write artifacts any more.
 
-        Invalid checkpoint content does not raise here: it is a failure of the trial, and journaled as its end.
+        Invalid checkpoint content raises no error here: it is a failure of the trial, and journaled as the trial's end.
 
         Raises:
             TuneError: the target failed, or another process owns the journal; the attempt's end may be journaled.
@@ -410,19 +396,18 @@ class CommitWorker:
             self.outcome = self.outcome.model_copy(update={"usage": self._meter.get_usage()})
             self._write_entry([self.outcome])
 
-    def _run_queue(self) -> None:
+    def _process_queue(self) -> None:
         try:
-            if self._journal.deletes_retired:  # earlier attempts may have left some
-                self._delete_retired(
-                    find_leftover_checkpoints(self._spec.target, self._spec.trial, self._journal.trial, self.log)
-                )
+            if self._journal.deletes_retired:  # earlier attempts may have left retired checkpoints
+                spec, trial = self._spec, self._journal.trial
+                self._delete_retired(find_leftover_checkpoints(spec.target, spec.trial, trial, self.log))
             while (work := self._take_next_work()) is not None:
                 work()
         except BaseException as error:  # noqa: BLE001 - `close` raises it in the attempt's thread
             self.error = error
 
     def _take_next_work(self) -> Callable[[], None] | None:
-        """Return the next queued work, or a sync of the reports if none arrives in time."""
+        """Return the next queued work; if none arrives before the next sync is due, return that sync."""
         elapsed = timedelta(seconds=time.monotonic() - self._last_write_at)
         timeout = (self._journal.flush_interval(self._spec.sync) - elapsed).total_seconds()
         try:
@@ -431,7 +416,7 @@ class CommitWorker:
             return self._sync_reports
 
     def _sync_reports(self) -> None:
-        """Journal the queued reports. If the target is unavailable or refuses, the next sync or commit writes them."""
+        """Journal the queued reports. If the target is unavailable or refuses them, the next sync or commit retries."""
         self._last_write_at = time.monotonic()
         try:
             self._journal.flush()
@@ -451,7 +436,7 @@ class CommitWorker:
             remove_directory(directory if done.is_owned_by_supervisor else None)
             return
         committed(done.report.step)
-        # Log the first commit, then at most one in 10 s: a trainable may save at each of many short steps.
+        # Log the first commit, then at most one commit in 10 s: a trainable may save at each of many short steps.
         now = time.monotonic()
         if self._last_log_at is not None and now - self._last_log_at < _LOG_INTERVAL.total_seconds():
             self._suppressed_log_count += 1
@@ -463,10 +448,10 @@ class CommitWorker:
         self._delete_retired(to_delete)
 
     def _commit_checkpoint(self, save: GroupSave, directory: Path) -> tuple[SaveResult, Sequence[CheckpointKey]]:
-        """Save and commit the checkpoint, and retry whenever other checkpoints of the trial change during the save.
+        """Save and commit the checkpoint; save it again whenever other checkpoints of the trial change during the save.
 
         If the report has a `finish_reason`, journal the end of the trial after the commit.
-        Returns the saved checkpoint, and the checkpoints to delete: retired ones and overtaken saves.
+        Return the saved checkpoint, and the checkpoints to delete: retired checkpoints and overtaken saves.
         """
         done, overtaken, name = save.done, list[CheckpointKey](), self._spec.trial.trial
         while True:
@@ -478,7 +463,7 @@ class CommitWorker:
             event, quarantined, retired = make_commit_events(
                 self._spec.target, self._journal.trial, saved, self._spec.retention, seconds, self.log
             )
-            event = event.model_copy(update={"seconds": self._meter.phase_seconds(done.seconds)})
+            event = event.model_copy(update={"seconds": self._meter.add_startup_seconds(done.seconds)})
             journaled_sequences: tuple[int, ...] = ()
             with suppress(SaveOvertaken):
                 self._write_entry((event, *quarantined), up_to=done.report.step)
@@ -494,32 +479,32 @@ class CommitWorker:
             self.log.warning(warning, saved.manifest.step)
             # After this entry no owner adopts or reuses the overtaken save, so it can be deleted.
             self._write_entry([CheckpointsRetired(trial=name, retired_sequences=journaled_sequences)], up_to=0)
-            overtaken.append(saved.manifest.key)  # it retired nothing
+            overtaken.append(saved.manifest.key)  # this save retired nothing
 
     def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SaveResult:
         trial = self._journal.trial
         key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=trial.next_sequence)
         reports = self._journal.unjournaled_reports(report.step)
-        about = make_checkpoint_metadata(self._spec.trial, trial, self._term, report, reports, new_write_stamp())
+        metadata = make_checkpoint_metadata(self._spec.trial, trial, self._term, report, reports, new_write_stamp())
         if self.source_digest:
-            about = about.model_copy(update={"fingerprint": {**about.fingerprint, "code": self.source_digest}})
+            metadata = metadata.model_copy(update={"fingerprint": {**metadata.fingerprint, "code": self.source_digest}})
         reverification = Reverification(self._commit_count, self._spec.sync.verify_reused_every)
         requested = self._request_parts(key, trial, nodes) if self._request_parts and nodes else nullcontext()
         with requested as parts:
-            return self._tasks.save_checkpoint(key, directory, about, trial, reverification, parts)
+            return self._tasks.save_checkpoint(key, directory, metadata, trial, reverification, parts)
 
     def _write_entry(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
-        """Write one entry: the queued reports up to step `up_to` (None: all), then `events`."""
+        """Write one entry: the queued reports up to step `up_to` (all reports if None), then `events`."""
         self._journal.write(events, up_to=up_to)
         self._last_write_at = time.monotonic()
 
     def _delete_retired(self, retired: Sequence[CheckpointKey]) -> None:
-        """Delete retired checkpoints. Raises `Superseded` if the experiment is being deleted, or was deleted."""
+        """Delete retired checkpoints, unless the owner does. Raises Superseded if the experiment is or was deleted."""
         if retired and self._journal.deletes_retired:
             delete_or_warn(lambda: self._tasks.delete_checkpoints(self._journal.trial, retired), self.log)
 
 
-# The trial's artifacts, such as logs and plots. A resume does not depend on them: errors are logged as warnings.
+# The trial's artifacts, such as logs and plots. A resume does not need them, so errors are logged as warnings.
 
 _MAX_RETRIES = 2
 _BACKOFF_SECONDS = 1.0
@@ -573,7 +558,7 @@ class TrialArtifacts:
         self._call_syncer(lambda syncer: syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS))
 
     def close_syncer(self) -> None:
-        """Wait for running syncs. Call this before the directory is removed, so that none uploads half of it."""
+        """Wait for running syncs. Call this before the directory is removed, so that no sync uploads half of it."""
         self._call_syncer(lambda syncer: syncer.close())
 
     def _remote_path(self, folder: str) -> str:
@@ -585,7 +570,7 @@ class TrialArtifacts:
             syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS)
 
     def _start_upload(self, syncer: Syncer, *, only_if_needed: bool = False) -> None:
-        """Start a sync; the default syncer first waits for a file, since most trials have no artifacts."""
+        """Start a sync; the default syncer only once a file exists, since most trials have no artifacts."""
         if isinstance(syncer, TargetSyncer) and not self._had_files:
             self._had_files = any(Path(self._directory).iterdir())
             if not self._had_files:
@@ -605,7 +590,7 @@ class TrialArtifacts:
 
 
 def make_syncer(config: SyncConfig, target: StorageTarget) -> Syncer | None:
-    """Return the artifact syncer of one attempt, which must close it; None if `config.syncer` is None.
+    """Return the artifact syncer of one attempt, which must close the syncer; None if `config.syncer` is None.
 
     Each attempt gets its own copy of a user's syncer, since several attempts may run at once. The config's periods are
     passed only to a class that inherits the constructor of `Syncer`.

@@ -1,8 +1,8 @@
 """Turn SIGTERM, Ctrl-C and *Suspend* into a request to save and end, so that they never interrupt a commit.
 
 Trials then have `grace_period_seconds` to save (defaults: `parameters/search_plan.py`, the flows, `tasks/trials.py` and
-`trial_spec.py`). After it, `attempt/supervisor.py` kills them. For stop requests of other processes, see
-`tuner/stop_requests.py`.
+`trial_spec.py`). After that time, `attempt/supervisor.py` kills them. `tuner/stop_requests.py` has the stop requests of
+other processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from prefect_tune.storage_retries import stop_retries_on
 from prefect_tune.terminal.live_display import end_display
 
 _T = TypeVar("_T")
-# For the trial's last journal entry, which is written after its end or the end of the grace period.
+# For the trial's last journal entry, which is written after the trial's end or after the grace period.
 _FINAL_WRITE_TIMEOUT = timedelta(seconds=3)
 _WAIT_SLICE_SECONDS = 0.1
 _ABANDON_TIMEOUT_SECONDS = 1.0
@@ -46,29 +46,37 @@ _ABANDON_TIMEOUT_SECONDS = 1.0
 def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta, poll_interval: timedelta) -> _T:
     """Run `work(stop)` in a thread and return its result; a signal sets `stop`, and is raised when `work` has ended.
 
-    The signal handlers of Prefect and Python stay in place. Their exception arrives in the main thread, which only
-    waits here: so it interrupts no commit, and Prefect still recognizes a cancellation from the UI. In another thread,
-    the exception is raised here, and the main thread gets the signal later (`prefect_api/held_signals.py`). After the
-    signal, `work` has `grace` plus 3 s. Then the exception is raised even if `work` still runs; its retries end, since
-    the process waits for its threads at exit. A second Ctrl-C kills the trials and is raised within 1 s. If `work`
-    still runs 1 s after the end of the main thread, for example because its target hangs, SIGINT ends the process.
+    The signal handlers of Prefect and Python stay in place. Their exception arrives in the main thread. That thread
+    only waits here, so the exception interrupts no commit, and Prefect still recognizes a cancellation from the UI. If
+    the caller is another thread, the exception is raised there, and the main thread gets the signal later
+    (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s. Then the exception is raised even if
+    `work` still runs. The retries of `work` end: the process waits for its threads at exit. A second Ctrl-C kills the
+    trials and is raised within 1 s. If `work` still runs 1 s after the end of the main thread, for example because its
+    target hangs, SIGINT ends the process.
 
     *Cancel* of the flow run, polled once per `poll_interval`, acts like SIGTERM, and the run ends as Cancelled.
-    Suspending the flow run also sets `stop`: trials get the grace period, then the result of `work` is returned, and
-    `is_flow_run_suspended()` tells the caller the reason. `work` continues if the reader of this process's log exits.
+    Suspending the flow run also sets `stop`: trials get the grace period, then the result of `work` is returned. The
+    caller reads the reason from `is_flow_run_suspended()`. `work` continues if the reader of this process's log exits.
     """
     ignore_broken_log_pipe()
     stop, abandoned = threading.Event(), threading.Event()
     done: Future[_T] = Future()
+
+    def run_work() -> None:
+        try:
+            with ignoring_suspension(), stop_retries_on(abandoned):
+                done.set_result(work(stop))
+        except BaseException as error:  # noqa: BLE001 - `done.result()` raises it
+            done.set_exception(error)
+
     with saving_on_signals(), watching_cancellation(poll_interval) as is_cancelled:
         try:
-            _start_work(work, stop, done, abandoned)
+            threading.Thread(target=copy_context().run, args=(run_work,), name="durable-trainable", daemon=True).start()
             while not _wait_until_done(done, _WAIT_SLICE_SECONDS):
                 if is_flow_run_suspended():
                     stop.set()
-                    get_run_logger().warning(
-                        "suspended: every trial saves and ends, then a form offers the ways to continue"
-                    )
+                    line = "suspended: every trial saves and ends, then a form offers the ways to continue"
+                    get_run_logger().warning(line)
                     _wait_until_done(done)
                 if is_cancelled():
                     raise_cancellation()
@@ -90,8 +98,8 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
 def send_log() -> None:
     """Send the queued log lines to the Prefect server; take 5 s at most.
 
-    Prefect sends them every 2 s and at the interpreter's exit. SIGTERM skips that exit, since Prefect raises the signal
-    again with the default handler; and a cancelled run is killed after 30 s.
+    Prefect sends them every 2 s and at the interpreter's exit. After SIGTERM there is no such exit: Prefect raises the
+    signal again with the default handler. A cancelled run is killed after 30 s.
     """
     APILogHandler().flush()
 
@@ -108,30 +116,17 @@ def _wait_until_done(done: Future[_T], seconds: float = math.inf) -> bool:
     return done.done()
 
 
-def _start_work(
-    work: Callable[[threading.Event], _T], stop: threading.Event, done: Future[_T], abandoned: threading.Event
-) -> None:
-    def run_work() -> None:
-        try:
-            with ignoring_suspension(), stop_retries_on(abandoned):
-                done.set_result(work(stop))
-        except BaseException as error:  # noqa: BLE001 - `done.result()` raises it
-            done.set_exception(error)
-
-    threading.Thread(target=copy_context().run, args=(run_work,), name="durable-trainable", daemon=True).start()
-
-
 def _wait_for_work(done: Future[_T], grace: timedelta) -> None:
     """Wait for the end of the work. Ignore further SIGTERMs (clusters send several); a second Ctrl-C ends the wait."""
     log, until = get_run_logger(), time.monotonic() + (grace + _FINAL_WRITE_TIMEOUT).total_seconds()
-    is_logged = is_waited = False
-    while not is_waited:
+    is_logged = has_waited = False
+    while not has_waited:
         with suppress(TerminationSignal):
             if not is_logged:
                 is_logged = True
                 log.warning("stop requested: every trial saves and ends within %g s", grace.total_seconds())
             _wait_until_done(done, until - time.monotonic())
-            is_waited = True
+            has_waited = True
     if not done.done():
         log.error("the trial did not end in time; a resume continues from its last checkpoint")
     elif error := done.exception():
@@ -140,7 +135,7 @@ def _wait_for_work(done: Future[_T], grace: timedelta) -> None:
 
 def _abandon_work(done: Future[_T]) -> None:
     """Remove the live table, and wait 1 s for the ends of the killed trials to be journaled."""
-    # Runs before Python waits for the threads of executors. Prefect uses the same private function.
+    # This hook runs before Python waits for the threads of executors. Prefect uses the same private function.
     at_exit: Callable[[Callable[[], None]], None] = vars(threading)["_register_atexit"]  # no public hook runs as early
     at_exit(partial(_exit_unless_done, done, frozenset(threading.enumerate())))
     end_display()
@@ -149,17 +144,17 @@ def _abandon_work(done: Future[_T]) -> None:
 
 
 def _exit_unless_done(done: Future[_T], known_threads: frozenset[threading.Thread]) -> None:
-    """At the interpreter's exit: end the process by SIGINT if `done` is not done within 1 s.
+    """End the process with SIGINT, at the interpreter's exit, if `done` is not done within 1 s.
 
-    First join the threads that are not in `known_threads`: a script that caught the interrupt has started them since.
+    First join the threads that are not in `known_threads`: the script has caught the interrupt and started them later.
     """
-    logging.raiseExceptions = False  # else late log calls print that Prefect can no longer send them
+    logging.raiseExceptions = False  # otherwise each late log call prints that Prefect can no longer send the line
     if not _wait_until_done(done, _ABANDON_TIMEOUT_SECONDS):
         for thread in threading.enumerate():
             if not thread.daemon and thread not in known_threads:
                 thread.join()
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):  # the stream is closed, or None
+            with suppress(OSError, ValueError, AttributeError):  # the stream may be closed, or None
                 stream.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)

@@ -5,10 +5,10 @@
                   channel of rank 3 ◄─┴─ TCP, secret ◄──┴─► process of rank 3
                   commit worker: send your parts ──► part on the target ──► manifest
 
-    node 0 ──► arrived ──► begin ──► restores the same checkpoint ──► processes ══ messages both ways ══► over
+    NodeArrived ──► BeginAttempt ──► restore the same checkpoint ──► processes ══ messages both ways ══► GroupEnded
 
-Node 0 waits for the other nodes and uses their ranks like its own, through channels. Only node 0 posts to the outbox,
-decides, and commits. A node is lost, with all its ranks, when its connection closes or carries nothing for
+Node 0 waits for the other nodes and uses their ranks like local ranks, through channels. Only node 0 posts to the
+outbox, decides, and commits. A node is lost, with all its ranks, when its connection closes or carries nothing for
 `NODE_TIMEOUT`. Each message is one JSON document, validated when it is read.
 
 Never: `recv`, which unpickles; a rank of an earlier attempt, or a second process of one node; a wait for a node without
@@ -97,7 +97,7 @@ _POLL_INTERVAL = timedelta(seconds=0.05)
 _ARRIVAL_POLL_SECONDS, _ADDRESS_POLL_SECONDS = 0.1, 1.0
 _PART_PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5)
 _ENVELOPE_BYTES = 1024
-_TEST_ADDRESS = ("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737): looking up the route to it sends nothing
+_TEST_ADDRESS = ("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737): finding the route to this address sends nothing
 
 
 # The connection between node 0 and another node.
@@ -110,13 +110,13 @@ def _make_reader(connection: Connection) -> MessageReader[NodeMessage]:
 
 
 def _make_connection(sock: socket.socket) -> Connection:
-    """Turn a socket into a connection. Reads time out after 10 s: the other side may be stopped, or not a node."""
+    """Turn a socket into a connection. Reads time out after 10 s: the other side may hang, or may be no node."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _JOIN_TIMEOUT.seconds, 0))
     return Connection(sock.detach())
 
 
 class NodeConnection:
-    """Sends messages to another node in order, and passes received ones to `on_message`, in one thread each way."""
+    """Sends queued messages to another node in one thread; passes received messages to `on_message` in another."""
 
     def __init__(
         self, connection: Connection, node: int, on_message: _OnMessage, on_lost: Callable[[Reason], None]
@@ -157,7 +157,7 @@ class NodeConnection:
                 if message is None:
                     break
                 self._connection.send_bytes(message.model_dump_json().encode())
-            # Let the other side close: if this side did, a message that arrives later would discard the sent ones.
+            # Let the other side close. If this side closed, a message that arrives later would discard the sent data.
             with self._duplicate_socket() as sock:
                 sock.shutdown(socket.SHUT_WR)
 
@@ -165,11 +165,10 @@ class NodeConnection:
         reader = _make_reader(self._connection)
         reason = make_reason("node-silent", node=self._node, seconds=NODE_TIMEOUT.total_seconds())
         try:
-            while (message := reader.read(NODE_TIMEOUT)) is not None:
-                if not self._is_closing.is_set():
-                    self._on_message(message)
-        except (EOFError, OSError):
-            pass
+            with suppress(EOFError, OSError):
+                while (message := reader.read(NODE_TIMEOUT)) is not None:
+                    if not self._is_closing.is_set():
+                        self._on_message(message)
         except MalformedMessage as error:
             reason = make_reason("node-unreadable", node=self._node, error=str(error))
         if not self._is_closing.is_set():
@@ -187,9 +186,9 @@ class NodeConnection:
 class NodesMissingError(Exception):
     """Too few nodes arrived in time, or a stop was requested while the attempt waited for them."""
 
-    def __init__(self, message: str, *, is_stopped: bool) -> None:
+    def __init__(self, message: str, *, is_stop_requested: bool) -> None:
         super().__init__(message)
-        self.is_stop_requested = is_stopped
+        self.is_stop_requested = is_stop_requested
 
 
 class OtherNodes:
@@ -198,8 +197,8 @@ class OtherNodes:
     def __init__(
         self, spec: TrialSpec, start: Start, term: int, restored: CheckpointKey | None, secret: str, log: Log
     ) -> None:
-        self._spec, self._start, self._term, self._restored, self._log = spec, start, term, restored, log
-        self._secret = secret
+        self._spec, self._start, self._term = spec, start, term
+        self._restored, self._secret, self._log = restored, secret, log
         self._key = NodesKey(trial=spec.trial, attempt=start.attempt)
         self._lock = threading.Lock()
         self._has_gathered = False
@@ -207,7 +206,7 @@ class OtherNodes:
         self._connections: dict[int, NodeConnection] = {}
         self._lost_reasons: dict[int, Reason] = {}
         self._ranks: dict[int, _RemoteRank] = {}
-        self.stop: Callable[[], None] = lambda: None
+        self.request_stop: Callable[[], None] = lambda: None
         """Called when the infrastructure stops a node."""
         self.placement = Placement(processes=process_count_on(spec.processes_per_trial, 1))
 
@@ -253,7 +252,7 @@ class OtherNodes:
         Raises:
             NodesMissingError: fewer than `min_nodes` arrived in time, or `stop` was set.
         """
-        self.stop = stop.set
+        self.request_stop = stop.set
         self._log.info("waiting for %d other nodes of attempt %d", self._spec.nodes_per_trial - 1, self._key.attempt)
         self._wait_for_nodes(stop)
         with self._lock:
@@ -261,28 +260,26 @@ class OtherNodes:
             present = sorted(self._connections.keys() - self._lost_reasons.keys())
         address, port = find_local_address(), find_free_port()
         self.placement = Placement(self.placement.processes, 1 + len(present), 0, (address, port))
-        start = self._start.model_copy(update={"trainable": "", "stopper": "", "import_path": ()})
-        nodes = (0, *present)
-        # Before the nodes start: messages of a rank that has no channel yet are dropped.
+        # Make the channels before the nodes start: messages of a rank without a channel are dropped.
         for index, node in enumerate(present, 1):
             for rank in range(index * self.placement.processes, (index + 1) * self.placement.processes):
                 self._ranks[rank] = _RemoteRank(self._connections[node], node, rank)
                 if (reason := self._lost_reasons.get(node)) is not None:
                     self._ranks[rank].on_node_lost(reason)
+        start = self._start.model_copy(update={"trainable": "", "stopper": "", "import_path": ()})
+        nodes, term, restored = (0, *present), self._term, self._restored
         self._broadcast(
-            BeginAttempt(nodes=nodes, address=address, port=port, term=self._term, start=start, restored=self._restored)
+            BeginAttempt(nodes=nodes, address=address, port=port, term=term, start=start, restored=restored)
         )
-        others = ", ".join(f"{node} ({self._hosts[node]})" for node in present)
-        self._log.info(
-            "%s at %s: this one, and %s", pluralize(len(nodes), "node", "nodes"), address, others or "no other"
-        )
+        others = ", ".join(f"{node} ({self._hosts[node]})" for node in present) or "no other node"
+        self._log.info("%s at %s: this node, and %s", pluralize(len(nodes), "node", "nodes"), address, others)
         return [*self._ranks.values()]
 
     @contextmanager
     def requesting_parts(self, key: CheckpointKey, before: Trial, nodes: Sequence[int]) -> Iterator[ExpectedParts]:
         """Request the parts of the checkpoint `key` from `nodes`; delete the parts when the block ends.
 
-        `before` is the trial's state. End the block when the checkpoint is committed, or given up.
+        `before` is the trial's state. End the block when the checkpoint is committed, or when its save has failed.
         """
         parent, collected = parent_of_next_save(self._spec.trial, before), min_reusable_sequence(before)
         self._broadcast(SendPart(key=key, parent=parent, collected_up_to=collected))
@@ -291,8 +288,9 @@ class OtherNodes:
             deadline, pauses = Deadline.after(PARTS_TIMEOUT), iter(_PART_PAUSES_SECONDS)
 
             def wait_for_parts() -> bool:
+                """Pause before the next poll; return whether the deadline has not passed."""
                 time.sleep(next(pauses, _PART_PAUSES_SECONDS[-1]))
-                return deadline.remaining_seconds > 0  # whether there is time left
+                return deadline.remaining_seconds > 0
 
             return wait_for_parts
 
@@ -300,10 +298,10 @@ class OtherNodes:
         paths = [self._key.part_path(key, node) for node in nodes]
         threading.Thread(target=copy_context().run, args=(self._delete_objects, lambda _: paths), daemon=True).start()
 
-    def _delete_objects(self, paths_in: Callable[[ObjectStore], Sequence[str]]) -> None:
-        """Try to delete these objects once: the end of this attempt, or the next attempt, tries again."""
+    def _delete_objects(self, list_paths: Callable[[ObjectStore], Sequence[str]]) -> None:
+        """Try once to delete these objects: the end of this attempt, or the next attempt, tries again."""
         with suppress(TuneError), self._spec.target.open(timeout=_REQUEST_TIMEOUT) as store:
-            store.delete(paths_in(store))
+            store.delete(list_paths(store))
 
     def _broadcast(self, message: NodeMessage) -> None:
         for connection in self._connections.values():
@@ -316,10 +314,10 @@ class OtherNodes:
             except OSError:  # the listener is closed, or the process has no free file descriptor
                 time.sleep(_ARRIVAL_POLL_SECONDS)
                 continue
-            threading.Thread(target=copy_context().run, args=(self._join_node, sock), name="join", daemon=True).start()
+            threading.Thread(target=copy_context().run, args=(self._add_node, sock), name="join", daemon=True).start()
 
-    def _join_node(self, sock: socket.socket) -> None:
-        """Add the node that has connected if it has the secret and is expected."""
+    def _add_node(self, sock: socket.socket) -> None:
+        """Add the node that has connected, if it has the secret and is expected; reject it otherwise."""
         connection, key = _make_connection(sock), self._address.connection_key(self._key, self._secret)
         try:
             deliver_challenge(connection, key)
@@ -336,28 +334,28 @@ class OtherNodes:
                 self._hosts[node] = arrived.host
                 self._connections[node] = NodeConnection(connection, node, on_message, on_lost)
                 return
-        # Ignore the messages and the end of a second process of a node.
-        refused = NodeConnection(connection, 0, lambda _: None, lambda _: None)
-        refused.send(GroupEnded())
-        refused.close()
+        # It is a second process of a node, or arrived too late: ignore its messages and its end.
+        rejected = NodeConnection(connection, 0, lambda _: None, lambda _: None)
+        rejected.send(GroupEnded())
+        rejected.close()
 
     def _wait_for_nodes(self, stop: threading.Event) -> None:
         all_nodes, min_nodes = self._spec.nodes_per_trial, self._spec.min_nodes or self._spec.nodes_per_trial
         deadline, fewer_after = Deadline.after(_ARRIVAL_TIMEOUT), Deadline.after(_MIN_NODES_DELAY)
         while (count := 1 + len(self._hosts.keys() - self._lost_reasons.keys())) < all_nodes:
             if stop.wait(_ARRIVAL_POLL_SECONDS):
-                raise NodesMissingError("stop requested while the attempt waited for its nodes", is_stopped=True)
+                raise NodesMissingError("stop requested while the attempt waited for its nodes", is_stop_requested=True)
             if count >= min_nodes and not fewer_after.remaining_seconds:
                 self._log.warning("the attempt starts with the %d of %d nodes that arrived", count, all_nodes)
                 return
             if (lost := dict(self._lost_reasons)) and all_nodes - len(lost) < min_nodes:
-                raise NodesMissingError("; ".join(map(str, lost.values())), is_stopped=False)
+                raise NodesMissingError("; ".join(map(str, lost.values())), is_stop_requested=False)
             if not deadline.remaining_seconds:
                 seconds = _ARRIVAL_TIMEOUT.total_seconds()
                 raise NodesMissingError(
                     f"{count} of {all_nodes} nodes arrived within {seconds:g} s, expected at least {min_nodes}: start "
                     "more workers, or pass a smaller max_concurrent_trials, nodes_per_trial or min_nodes",
-                    is_stopped=False,
+                    is_stop_requested=False,
                 )
 
     def _on_node_message(self, node: int, message: NodeMessage) -> None:
@@ -368,7 +366,7 @@ class OtherNodes:
                 self._ranks[rank].close(end)
             case NodeStopping():
                 self._log.warning("node %d received a stop request: the trial saves and ends", node)
-                self.stop()
+                self.request_stop()
             case _:
                 pass
 
@@ -397,7 +395,7 @@ class _RemoteRank(TrialChannel):
         return self._end is None
 
     def end(self) -> ProcessEnd:
-        """Return how the rank ended. Its node ends it when the attempt is over."""
+        """Return how the rank ended. The rank's node ends its process when the attempt is over."""
         return self._end or ProcessEnd(reason=make_reason("rank-elsewhere", node=self.node))
 
     def forward_message(self, message: bytes) -> None:
@@ -406,7 +404,7 @@ class _RemoteRank(TrialChannel):
             self._far_end.send_bytes(message)
 
     def on_node_lost(self, reason: Reason) -> None:
-        """Close the channel: the node is gone, and the rank with it."""
+        """Close the channel: the node is gone with its ranks."""
         self.close(ProcessEnd(reason=make_reason("node-lost", node=self.node, error=reason)))
 
     def close(self, end: ProcessEnd) -> None:
@@ -434,7 +432,7 @@ def find_local_address() -> str:
 def train_node(
     spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchChannel, tasks: AttemptTasks, log: Log
 ) -> Reason:
-    """Train the ranks of a node until the attempt is over; return the reason of its end."""
+    """Train the ranks of a node until the attempt is over; return why the node's part in the attempt ended."""
     channel.start_polling()
     connected = _connect_to_node_0(spec, request, channel.stop)
     if isinstance(connected, Reason):
@@ -445,7 +443,7 @@ def train_node(
 def _connect_to_node_0(
     spec: TrialSpec, request: AttemptRequest, stop: threading.Event
 ) -> tuple[NodesKey, Connection] | Reason:
-    """Connect to node 0 of the requested attempt or a later one; or return the reason why there is none."""
+    """Connect to node 0 of the requested attempt or a later attempt; return the reason if that fails."""
     deadline, reachable_until = Deadline.after(_NODE_0_TIMEOUT), None
     first_attempt, poll_count = max(1, request.attempt), 0
     while deadline.remaining_seconds:
@@ -466,7 +464,7 @@ def _connect_to_node_0(
 
 
 def _open_connection(address: NodeAddress, key: bytes) -> Connection:
-    """Connect, and authenticate both sides with the key. Raises AuthenticationError, EOFError, OSError."""
+    """Connect; authenticate both sides with the key. Raises AuthenticationError, EOFError or OSError."""
     sock = socket.create_connection((address.host, address.port), _JOIN_TIMEOUT.total_seconds())
     sock.settimeout(None)
     connection = _make_connection(sock)
@@ -476,7 +474,7 @@ def _open_connection(address: NodeAddress, key: bytes) -> Connection:
 
 
 def _check_attempt_ended(spec: TrialSpec, request: AttemptRequest) -> bool:
-    """Read the journal; return whether the requested attempt is over. False if the target fails."""
+    """Read the journal; return whether the requested attempt is over. Return False if the target fails."""
     try:
         trial = read_experiment(spec.target, spec.trial.journal_key).trials.get(spec.trial.trial)
     except TuneError:
@@ -487,7 +485,7 @@ def _check_attempt_ended(spec: TrialSpec, request: AttemptRequest) -> bool:
 
 
 class _WorkerNode:
-    """A node other than node 0: it trains its ranks, and forwards messages between them and node 0."""
+    """A node other than node 0. It trains its ranks, and forwards messages between its ranks and node 0."""
 
     def __init__(
         self,
@@ -500,9 +498,8 @@ class _WorkerNode:
         tasks: AttemptTasks,
         log: Log,
     ) -> None:
-        self._spec, self._request, self._key, self._node = spec, request, key, node
+        self._spec, self._request, self._key, self._connection, self._node = spec, request, key, connection, node
         self._channel, self._tasks, self._log = channel, tasks, log
-        self._connection = connection
         self._inbox: queue.SimpleQueue[NodeMessage | Reason] = queue.SimpleQueue()  # a reason if node 0 is lost
         self._end_reason: Reason | None = None
         self._is_stop_forwarded = False
@@ -520,7 +517,7 @@ class _WorkerNode:
             while self._end_reason is None:
                 match self._take_message(_POLL_INTERVAL):
                     case BeginAttempt() as begin:
-                        self._train_ranks(begin)
+                        self._run_ranks(begin)
                     case GroupEnded():
                         self._end_reason = make_reason("node-not-needed")
                     case _:
@@ -544,7 +541,7 @@ class _WorkerNode:
             self._is_stop_forwarded = True
             self._node_0.send(NodeStopping())
 
-    def _train_ranks(self, begin: BeginAttempt) -> None:
+    def _run_ranks(self, begin: BeginAttempt) -> None:
         index, processes = begin.nodes.index(self._node), process_count_on(self._spec.processes_per_trial, 1)
         placement = Placement(processes, len(begin.nodes), index, (begin.address, begin.port))
         self._first_rank, self._term = placement.first_rank, begin.term
@@ -553,7 +550,7 @@ class _WorkerNode:
                 restored = None
                 if begin.restored is not None:
                     restored = str(self._tasks.restore_checkpoint(begin.restored, scratch / "restored"))
-                local = {  # this node's own parameters choose the code: the target never does
+                local = {  # the parameters of this node determine the code, never the target
                     "trainable": self._spec.trainable,
                     "stopper": self._spec.stopper,
                     "import_path": absolute_sys_path(),
@@ -590,7 +587,7 @@ class _WorkerNode:
                     case ToRank(rank=rank, message=to_trial) if 0 <= rank - self._first_rank < group.world_size:
                         group.send_to_rank(rank - self._first_rank, to_trial)
                     case SendPart() as wanted:
-                        # A daemon, so that a target that does not respond cannot delay the end of this node.
+                        # A daemon thread: a target that does not respond must not delay the end of this node.
                         threading.Thread(target=copy_context().run, args=(self._send_part, wanted), daemon=True).start()
                     case GroupEnded():
                         self._end_reason = make_reason("attempt-over")
@@ -607,7 +604,7 @@ class _WorkerNode:
         self._node_0.send(FromRank(rank=rank, message=message))
 
     def _send_part(self, wanted: SendPart) -> None:
-        """Upload this node's files of a step. If it has none, node 0 does not expect a part."""
+        """Upload this node's files of a step. If the node has no files, node 0 expects no part from it."""
         step, sender = wanted.key.step, (self._key, self._node, self._term)
         with self._part_lock:
             if step not in self._part_directories and step not in self._merged_directories:

@@ -45,7 +45,7 @@ class TrialJournal(ABC):
     """Journals the events of one attempt in order. One other thread may call `add_report` concurrently."""
 
     deletes_retired = True
-    """Whether the attempt deletes the checkpoints that it retires; else the owner does, after it journals this."""
+    """Whether the attempt deletes its retired checkpoints; otherwise the owner does, after it has journaled them."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
@@ -80,13 +80,14 @@ class TrialJournal(ABC):
 
 @dataclass(frozen=True, slots=True)
 class EventsSubmitted:
-    """Events of an attempt for the driver's next entry; `written` gets the experiment after it, or the error."""
+    """Events of an attempt for the driver's next entry."""
 
     trial: str
     events: tuple[AttemptEvent, ...]
     is_awaited: bool
-    """Whether the attempt waits for the entry; mere reports can wait for the next entry of any kind."""
+    """Whether the attempt waits for the entry. If not, the events can wait until the driver writes other events."""
     entry_written: Future[Experiment] = field(default_factory=Future)
+    """Gets the experiment after the entry, or the error of the write."""
 
 
 class SubmittingJournal(TrialJournal):
@@ -108,7 +109,7 @@ class SubmittingJournal(TrialJournal):
         return [report for report, written in self._reports.copy() if report.step <= step and not _is_durable(written)]
 
     def flush(self) -> None:
-        """Do nothing: no reports are queued here."""
+        """Do nothing: `add_report` has already submitted each report."""
 
     def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
         del up_to  # all reports are already submitted
@@ -122,7 +123,7 @@ def _is_durable(written: Future[Experiment]) -> bool:
 
 
 class _BufferedJournal(TrialJournal):
-    """Queues reports until the next events or `flush`. After an unknown outcome it repeats the same write."""
+    """Queues reports until the next events or `flush`. If the outcome of a write is unknown, repeats the same write."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial)
@@ -151,9 +152,9 @@ class _BufferedJournal(TrialJournal):
 
     def _write_pending_entry(self) -> None:
         if self._pending_entry is not None:
-            events, stamp = self._pending_entry
+            events = self._pending_entry[0]
             try:
-                self.trial = self._write_events(events, stamp)
+                self.trial = self._write_events(*self._pending_entry)
             except SaveOvertaken:  # nothing was written: queue the reports again
                 self._queued_reports[:0] = [event for event in events if isinstance(event, StepReported)]
                 self._pending_entry = None
@@ -166,7 +167,7 @@ class _BufferedJournal(TrialJournal):
 
 
 class Outbox(_BufferedJournal):
-    """Posts the events of an attempt to the outbox of its trial; see `core/journal/outbox`."""
+    """Posts the events of an attempt to the outbox of its trial (`core/journal/outbox`)."""
 
     deletes_retired = False
 
@@ -177,19 +178,17 @@ class Outbox(_BufferedJournal):
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
-        """Whether the post `_MAX_UNREAD_POSTS` before the last one still exists: a search deletes received posts."""
+        """Whether the post `_MAX_UNREAD_POSTS` before the last post still exists: a search deletes received posts."""
 
     def flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return how often to post, so that the search sees the newest step; less often if no search reads posts."""
         live, sync_period = sync.live_period, sync.sync_period
-        if live is None or (
-            self._has_unread_posts and sync_period < _MAX_UNREAD_POSTS / 2 * live
-        ):  # still often enough
-            return sync_period
+        if live is None or (self._has_unread_posts and sync_period < _MAX_UNREAD_POSTS / 2 * live):
+            return sync_period  # `sync_period` alone is often enough
         return min(sync_period, live)
 
     def check_closed(self, store: ObjectStore) -> bool:
-        """Return whether an owner has ended this attempt, and will reject its next post. Sends one request."""
+        """Return whether an owner has ended this attempt, and will reject its next post. Send one request."""
         post = read_post(store, self._key, self._outbox, self._post_count + 1)
         return post is not None and bool(post.closed_by)
 
@@ -202,7 +201,7 @@ class Outbox(_BufferedJournal):
         self._post_count += 1
         earlier = self._post_count - _MAX_UNREAD_POSTS
         if earlier > 1 and (self._has_unread_posts or not self._post_count % _MAX_UNREAD_POSTS):  # post 1 always exists
-            # Ignore errors: the post itself is durable.
+            # Ignore errors: the new post is already durable.
             with suppress(TuneError, OSError), self._target.open(timeout=READ_TIMEOUT) as store:
                 self._has_unread_posts = store.size(self._key.post_path(self._outbox, earlier)) is not None
         return trial
@@ -231,10 +230,10 @@ TrialMessage: TypeAlias = DecisionAwaited | EventsSubmitted
 
 
 class SearchChannel(ABC):
-    """The attempt's side of the connection. Decisions that arrive before `subscribe` are kept until then."""
+    """The attempt's side of the connection to its search. Keeps decisions that arrive before `subscribe`."""
 
     requests_decisions_by_report = False
-    """Whether the search learns only from the journaled report that the trial waits for a decision."""
+    """Whether only the journaled report tells the search that the trial waits for a decision."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -245,7 +244,7 @@ class SearchChannel(ABC):
 
     @property
     def supervisor(self) -> Owner | None:
-        """This process as an owner, or None in a process of the search."""
+        """This process, if it is not the process of the search; None otherwise."""
         return None
 
     @abstractmethod
@@ -266,7 +265,7 @@ class SearchChannel(ABC):
         """Start to poll for stop requests, before the attempt trains."""
 
     def subscribe(self, on_answer: Callable[[Answer], None]) -> None:
-        """Call `on_answer` with each decision, including those that arrived before."""
+        """Call `on_answer` with each decision, including earlier decisions."""
         with self._guard:
             self._on_answer = on_answer
             for answer in self._early_answers:
@@ -289,10 +288,8 @@ class InProcessChannel(SearchChannel):
 
     def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         super().__init__()
-        self.trial = trial
+        self.trial, self._receive, self._pool = trial, receive, pool
         self._journal: SubmittingJournal | None = None
-        self._pool = pool
-        self._receive = receive
 
     def open_process(
         self, start: Start, log: Log, environment: Mapping[str, str]

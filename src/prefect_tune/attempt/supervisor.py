@@ -1,18 +1,18 @@
 """Supervise one attempt: receive the messages of its ranks, queue its checkpoints for commit, return the outcome.
 
-A single process is rank 0. Of several, rank 0 reports and decides; the others add to its checkpoints:
+A single process is rank 0. Of several processes, rank 0 reports and decides; the other ranks add to its checkpoints:
 
     rank 0: StepDone(s, its directory) ─┐
-    rank 1: CheckpointPart, with files  ├──► all there ──► commit worker: one directory, one commit
+    rank 1: CheckpointPart, with files  ├──► complete ──► commit worker: one directory, one commit
     rank 2: CheckpointPart, no files   ─┘    deadline, or a rank has ended ──► this save fails on all ranks
 
-Nothing is uploaded before all parts are there, so a failed save leaves nothing on the target. If a step's metrics are
-the mean over all ranks, they are collected in the same way before rank 0 reports them.
+Nothing is uploaded before the checkpoint is complete, so a failed save leaves nothing on the target. If a step's
+metrics are the mean over all ranks, they are collected in the same way before rank 0 reports them.
 
-The attempt ends when rank 0 ends, or when a rank fails. After a failure the other ranks may hang in a collective: they
-are killed one second later, so that the root-cause failure can still arrive. When the whole run stops, the trial has
-`spec.grace_period` to save, and is then killed. A trial that is stopped alone gets a `StopTrial`, without a time limit
-(`tuner/stop_requests.py`). Never: a commit without the part of a rank.
+The attempt ends when rank 0 ends, or when a rank fails. After a failure the other ranks may hang in a collective. They
+are killed one second later: until then, the failure that is the root cause can still arrive. When the whole run stops,
+the trial has `spec.grace_period` to save, and is then killed. If only this trial is stopped, it gets a `StopTrial`,
+without a time limit (`tuner/stop_requests.py`). Never: a commit without the part of a rank.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import assert_never
@@ -60,9 +61,9 @@ _POLL_INTERVAL = timedelta(seconds=0.1)
 _ROOT_CAUSE_TIMEOUT = timedelta(seconds=1)
 """How long to wait, per node, for the root cause: ranks often report a broken collective before a crash is seen."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
-"""Root causes first, if several ranks fail within `_ROOT_CAUSE_TIMEOUT`: a crash makes other ranks raise, which may be
-seen first. Only a launcher in the trial kills other ranks when one fails: of its ranks, the first failure is the cause,
-or the crash of a rank that the launcher cannot have killed."""
+"""The likeliest root cause first, if several ranks fail within `_ROOT_CAUSE_TIMEOUT`: a crash makes other ranks raise,
+and their errors may arrive before the crash. But a launcher in the trial kills its other ranks when one fails. So among
+its ranks, the cause is the first failure, or the crash of a rank that the launcher cannot have killed."""
 _RANK_EXIT_TIMEOUT = timedelta(seconds=20)
 """How long the other ranks may run after rank 0 has ended."""
 PARTS_TIMEOUT = timedelta(minutes=5)
@@ -93,33 +94,29 @@ class _Supervisor:
     def __init__(
         self, group: RankGroup, commit_worker: CommitWorker, spec: TrialSpec, channel: SearchChannel, meter: UsageMeter
     ) -> None:
-        self._group = group
-        self._commit_worker = commit_worker
-        self._log = commit_worker.log
-        self._spec = spec
-        self._channel = channel
-        self._meter = meter
+        self._group, self._commit_worker, self._log = group, commit_worker, commit_worker.log
+        self._spec, self._channel, self._meter = spec, channel, meter
         self._reset_collectors()
         self._failures: list[tuple[int, AttemptEnded, int]] = []
-        """(cause order, failure, rank), in order of arrival; the first by cause order is the root cause."""
+        """(cause order, failure, rank), in order of arrival; the smallest cause order is the root cause."""
         self._rank_ends: dict[int, AnyReason] = {}
-        """How ranks ended, if known."""
+        """How each rank ended, if known."""
         self._end: Outcome | None = None
         self._ended_ranks: set[int] = set()
         self._returned: set[int] = set()
         self._end_deadline: Deadline | None = None
         self._rank_0_deadline: Deadline | None = None
-        """The time limit of rank 0 after the end of the trial's own process, which has launched it."""
+        """The time limit for rank 0 after the trial's own process, which launched rank 0, has ended."""
         self._steps = 0
         self._submitted_count = self._failed_count = 0  # counted by this thread
         self._committed_count = 0  # counted by the commit worker's thread
         self._incomplete: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
-        """Checkpoints that lack the part of a node; the commit worker's thread puts them here."""
+        """The checkpoints that lack the part of a node; the commit worker's thread adds them."""
         self._failed_saves: list[Reason] = []
         """The reasons of the failed saves since the last committed checkpoint."""
         self._loaded: set[int] = set()
-        self._leave: StopTrial | None = None
-        self._first_join: Deadline | None = None
+        self._stop_command: StopTrial | None = None
+        self._join_deadline: Deadline | None = None
         self._last_message_at: float | None = None  # None until the trainable is loaded: loading may take any time
         self._awaits_decision = False
         self._stop_requested_at: float | None = None
@@ -136,9 +133,9 @@ class _Supervisor:
                     if self._last_message_at is not None:
                         self._last_message_at = time.monotonic()
                     self._on_message(rank, message)
-                outcome = self._check_ends()
+                outcome = self._check_outcome()
             except RankLostError as error:
-                outcome = self._on_rank_lost(error) or self._check_ends()
+                outcome = self._on_rank_lost(error) or self._check_outcome()
             except InvalidInput as error:
                 outcome = self._make_failure(Cause.TRAINABLE, make_reason("invalid-use", text=str(error)))
             is_saving = self._has_pending_saves and self._spec.sync.commit == "sync"
@@ -165,7 +162,7 @@ class _Supervisor:
                 self._queue_save(self._saves.add_part(rank, message))
             case RankMetrics():
                 if (mean := self._metrics.add_metrics(rank, message)) is not None:
-                    self._group.send(mean)
+                    self._group.send_to_rank_0(mean)
             case RankCommand():
                 self._on_rank_command(message)
             case TrialEnded():
@@ -174,15 +171,15 @@ class _Supervisor:
                 assert_never(message)
 
     def _on_join(self, rank: int) -> None:
-        if self._steps and self._first_join is None:
+        if self._steps and self._join_deadline is None:
             raise InvalidInput(_REPORTS_TWICE)
-        self._first_join = self._first_join or Deadline.after(_JOIN_TIMEOUT)
+        self._join_deadline = self._join_deadline or Deadline.after(_JOIN_TIMEOUT)
         if self._saves.world_size != self._group.world_size:
             self._reset_collectors()
         if rank == 0 and self._stop_requested_at is not None:
-            self._group.send(CheckpointAndStop())
-        if rank == 0 and self._leave is not None:
-            self._group.send(self._leave)
+            self._group.send_to_rank_0(CheckpointAndStop())
+        if rank == 0 and self._stop_command is not None:
+            self._group.send_to_rank_0(self._stop_command)
 
     def _on_loaded(self, rank: int, message: TrainableLoaded) -> None:
         if self._group.is_local(rank):  # pids of other machines mean nothing here
@@ -192,21 +189,20 @@ class _Supervisor:
             self._last_message_at = time.monotonic()
         self._commit_worker.source_digest = message.source_digest
 
-    def _on_rank_command(self, directive: RankCommand) -> None:
-        if directive.save:
-            self._saves.expect_save(directive.step)
-        self._metrics.record_directed_step(directive.step)
-        self._group.send_to_others(directive)
-        if not directive.save:
-            self._saves.finish_step(directive.step)
+    def _on_rank_command(self, command: RankCommand) -> None:
+        if command.save:
+            self._saves.expect_save(command.step)
+        self._metrics.record_commanded_step(command.step)
+        self._group.send_to_others(command)
+        if not command.save:
+            self._saves.finish_step(command.step)
 
     def _reset_collectors(self) -> None:
         """Start to collect parts and metrics for the current number of ranks."""
-        count = self._group.world_size
-        self._saves, self._metrics = GroupSaves(count), GroupMetrics(count)
+        self._saves, self._metrics = GroupSaves(self._group.world_size), GroupMetrics(self._group.world_size)
 
     def _on_step(self, done: StepDone) -> None:
-        """Queue a report and its checkpoint; flush the journal immediately if the search must decide."""
+        """Queue a report and its checkpoint. If the search must decide, also queue a flush of the journal."""
         if done.is_reported:
             self._add_rank_0_part(done)
             return
@@ -233,8 +229,8 @@ class _Supervisor:
             self._last_message_at = time.monotonic()
         self._awaits_decision = False
         if isinstance(answer, StopTrial):
-            self._leave = answer
-        self._group.send(answer)
+            self._stop_command = answer
+        self._group.send_to_rank_0(answer)
 
     # ------------------------------------------------------------------------------------------------------- saves
 
@@ -250,7 +246,7 @@ class _Supervisor:
         self._last_message_at = time.monotonic()
         self._committed_count += 1
         self._failed_saves.clear()
-        self._group.send(CheckpointSaved(step=step))  # last: the trial may end then, and its end reads these fields
+        self._group.send_to_rank_0(CheckpointSaved(step=step))  # last: then the trial may end, which reads these fields
 
     @property
     def _has_pending_saves(self) -> bool:
@@ -261,7 +257,7 @@ class _Supervisor:
     def _on_rank_end(self, rank: int, message: TrialEnded) -> None:
         self._group.stop_receiving(rank)
         self._ended_ranks.add(rank)
-        # Fields that the trial's process must not decide: the trial, its resource usage, a failure's first step.
+        # The trial's process must not decide these fields: the trial, its usage, whether it failed before a step.
         outcome = message.outcome.model_copy(update={"trial": self._spec.trial.trial, "usage": None})
         if isinstance(outcome, AttemptEnded):
             outcome = outcome.model_copy(update={"before_first_step": False})
@@ -269,7 +265,7 @@ class _Supervisor:
                 self._on_rank_failure(rank, outcome, after_end=message.after_end)
                 return
         # Ranks may return before or after the function that launched them. Only the end of rank 0 proves that training
-        # is complete: a function also returns if its launcher was killed or is not awaited.
+        # is complete: the function also returns if its launcher was killed, or if it does not wait for the launcher.
         if message.has_returned:
             self._returned.add(rank)
             self._rank_ends[rank] = _RETURNED
@@ -292,12 +288,11 @@ class _Supervisor:
         if cause is Cause.OUT_OF_MEMORY and self._group.is_local(rank):
             memory = self._meter.out_of_memory_reason()
         if isinstance(reason, Reason):
-            # Without the other lines and the location, which differ by rank: equal ends are listed together.
+            # Omit the other lines and the location, which differ by rank: equal ends are listed together.
             text, kind = first_line(reason.arguments.get("text", "")), reason.arguments.get("type")
             self._rank_ends[rank] = make_reason(reason.code, type=kind, text=text)
-            reason = make_reason(
-                reason.code, **{**reason.arguments, "rank": self._rank_for_reason(rank), "memory": memory}
-            )
+            arguments = {**reason.arguments, "rank": self._rank_for_reason(rank), "memory": memory}
+            reason = make_reason(reason.code, **arguments)
         failure = self._make_failure(cause, reason)
         if rank > 0 and isinstance(self._end, TrialFinished) and not after_end:
             self._end = failure  # this rank failed in its last step, which rank 0 has completed
@@ -318,11 +313,8 @@ class _Supervisor:
         self._rank_ends[rank] = rank_end_reason(end)
         is_killed = end.signal == "SIGKILL"
         is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only its launcher knows the end
-        if (
-            (is_killed or is_hidden)
-            and self._group.is_local(rank)
-            and self._meter.is_out_of_memory(is_killed=is_killed)
-        ):
+        may_lack_memory = (is_killed or is_hidden) and self._group.is_local(rank)
+        if may_lack_memory and self._meter.is_out_of_memory(is_killed=is_killed):
             cause, memory = Cause.OUT_OF_MEMORY, self._meter.out_of_memory_reason()
         else:
             is_own_end = end.exit_code is not None or end.signal in CRASH_SIGNALS
@@ -333,7 +325,7 @@ class _Supervisor:
         return None
 
     def _add_failure(self, failure: AttemptEnded, cause_order: int, rank: int = LAUNCHER) -> None:
-        """Add a failure; the attempt ends when a root cause has had time to arrive."""
+        """Add a failure. The attempt ends a little later: until then, the root cause may arrive."""
         if self._end is not None:
             self._log.warning("after the end of the trial: %s", first_line(failure.reason))
             return
@@ -351,24 +343,18 @@ class _Supervisor:
 
     def make_rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
         """Return how ranks ended, the cause of a failure first; without the returned ranks if the trial succeeded."""
-        has_failed = isinstance(outcome, AttemptEnded)
-        ends = {
-            rank: how for rank, how in self._rank_ends.items() if rank != LAUNCHER and (has_failed or how != _RETURNED)
-        }
+        has_failed, known_ends = isinstance(outcome, AttemptEnded), self._rank_ends.items()
+        ends = {rank: how for rank, how in known_ends if rank != LAUNCHER and (has_failed or how != _RETURNED)}
         if self._group.world_size == 1 or not ends:
             return ()
         first = min(self._failures, key=itemgetter(0))[2] if self._failures else next(iter(ends))
-        cause, groups = ends.get(first) if has_failed else None, list[tuple[AnyReason, list[int]]]()
-        for rank in sorted(ends, key=lambda rank: (ends[rank] != cause, rank)):
-            if groups and groups[-1][0] == ends[rank]:
-                groups[-1][1].append(rank)
-            else:
-                groups.append((ends[rank], [rank]))
+        cause = ends.get(first) if has_failed else None
+        groups = groupby(sorted(ends, key=lambda rank: (ends[rank] != cause, rank)), key=ends.__getitem__)
         return [RankEnd(ranks=tuple(ranks), how=how, is_cause=how == cause) for how, ranks in groups]
 
     # ------------------------------------------------------------------------------------ what ends the attempt
 
-    def _check_ends(self) -> Outcome | None:
+    def _check_outcome(self) -> Outcome | None:
         """Return the outcome if the attempt is over, failed, hangs, or its grace period expired; None otherwise."""
         is_users_fault = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
         if is_users_fault and not self._failures:  # a failing process may delete the files being saved
@@ -389,12 +375,10 @@ class _Supervisor:
             return None
         if self._channel.stop.is_set():
             return self._enforce_stop()
-        if self._has_pending_saves or self._awaits_decision:
-            return None  # it may wait for an upload, which has its own timeout, or for a decision
-        if self._spec.silence_timeout is None or self._last_message_at is None:
-            return None
-        elapsed = timedelta(seconds=time.monotonic() - self._last_message_at)
-        if elapsed <= self._spec.silence_timeout:
+        if self._last_message_at is None or self._has_pending_saves or self._awaits_decision:
+            return None  # the trial may wait for an upload, which has a separate timeout, or for a decision
+        elapsed, timeout = timedelta(seconds=time.monotonic() - self._last_message_at), self._spec.silence_timeout
+        if timeout is None or elapsed <= timeout:
             return None
         return self._make_failure(Cause.MACHINE, make_reason("silent", seconds=elapsed.total_seconds()))
 
@@ -427,12 +411,12 @@ class _Supervisor:
         self._log.warning(
             "%s; training continues. Every rank must call pt.report in each step, also without a checkpoint", reason
         )
-        self._group.send(SaveFailed(step=failed.step))
+        self._group.send_to_rank_0(SaveFailed(step=failed.step))
         return None
 
     def _check_joins(self) -> Outcome | None:
         """Return the failure if ranks of a launcher did not join in time; None otherwise."""
-        is_late = self._first_join is not None and self._first_join.remaining_seconds <= 0
+        is_late = self._join_deadline is not None and self._join_deadline.remaining_seconds <= 0
         if not is_late or not (missing := self._group.missing_ranks):
             return None
         ranks = {"ranks": list(missing), "world_size": self._group.world_size}
@@ -440,7 +424,7 @@ class _Supervisor:
         return self._make_failure(Cause.TRAINABLE, reason)
 
     def _check_metrics(self) -> Outcome | None:
-        """Fail the attempt if ranks whose metrics rank 0 waits for are late; add a failure if they have ended."""
+        """Return the failure if metrics that rank 0 waits for are late; add a failure if their ranks have ended."""
         if not self._metrics.missing_ranks or self._failures:
             return None
         if (reason := self._metrics.missing_metrics_reason(self._ended_ranks)) is not None:
@@ -454,18 +438,17 @@ class _Supervisor:
         return self._make_failure(Cause.MACHINE, reason)
 
     def _enforce_stop(self) -> Outcome | None:
-        """Request the trial to save and end; return the outcome after the grace period or a second interrupt."""
+        """Ask the trial once to save and end; return the failure after the grace period or a second interrupt."""
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
-            self._group.send(CheckpointAndStop())
+            self._group.send_to_rank_0(CheckpointAndStop())
         grace = self._spec.grace_period
-        if timedelta(seconds=time.monotonic() - self._stop_requested_at) <= grace:
-            return (
-                self._make_failure(Cause.PREEMPTED, make_reason("interrupted-twice")) if is_work_abandoned() else None
-            )
-        seconds = grace.total_seconds()
-        reason = make_reason("upload-unfinished" if self._has_pending_saves else "no-checkpoint", seconds=seconds)
-        return self._make_failure(Cause.PREEMPTED, reason)
+        if timedelta(seconds=time.monotonic() - self._stop_requested_at) > grace:
+            code = "upload-unfinished" if self._has_pending_saves else "no-checkpoint"
+            return self._make_failure(Cause.PREEMPTED, make_reason(code, seconds=grace.total_seconds()))
+        if is_work_abandoned():
+            return self._make_failure(Cause.PREEMPTED, make_reason("interrupted-twice"))
+        return None
 
 
 # The parts of a checkpoint and the metrics that the ranks add to a step.
@@ -479,24 +462,24 @@ class _PendingSave:
 
 
 class GroupSaves:
-    """Collects the parts of each checkpoint from `world_size` ranks. Rank 0 submits its parts in order of steps."""
+    """Collects the parts of each checkpoint from `world_size` ranks. Rank 0 adds its parts in order of the steps."""
 
     def __init__(self, world_size: int, timeout: timedelta = PARTS_TIMEOUT) -> None:
         self.world_size = world_size
         self._others = range(1, world_size)
-        self._within = timeout
+        self._timeout = timeout
         self._pending: dict[int, _PendingSave] = {}
         self._failed: set[int] = set()
-        self._closed_step = -1  # rank 0 submits no more checkpoints up to this step
+        self._closed_step = -1  # rank 0 adds no more checkpoints up to this step
 
     def expect_save(self, step: int) -> None:
-        """Expect parts of `step` again, although rank 0 may have closed it: all ranks are directed to save it."""
+        """Expect parts of `step` again, even if `finish_step` has closed it: rank 0 commands all ranks to save it."""
         self._closed_step = min(self._closed_step, step - 1)
 
     def add_rank_0_part(self, done: StepDone) -> GroupSave | None:
         """Add the directory of rank 0; return the checkpoint if it is complete now."""
         pending = self._get_pending(done.report.step)
-        pending.done, pending.deadline = done, Deadline.after(self._within)
+        pending.done, pending.deadline = done, Deadline.after(self._timeout)
         return self._pop_if_complete(done.report.step)
 
     def add_part(self, rank: int, part: CheckpointPart) -> GroupSave | None:
@@ -515,7 +498,7 @@ class GroupSaves:
         return self._pop_if_complete(part.step)
 
     def finish_step(self, step: int) -> None:
-        """Finish `step`: up to it, drop the parts of other ranks that belong to no checkpoint of rank 0.
+        """Close the steps up to `step`: drop the parts of other ranks that belong to no checkpoint of rank 0.
 
         Raises:
             InvalidInput: a rank saved a checkpoint at a step without a checkpoint of rank 0.
@@ -543,23 +526,21 @@ class GroupSaves:
             for directory in (*(part.directory for part in pending.parts.values()), pending.done.checkpoint):
                 remove_directory(directory)
             missing = [rank for rank in self._others if rank not in pending.parts]
-            reason = make_reason("part-late", ranks=missing, seconds=self._within.total_seconds())
+            reason = make_reason("part-late", ranks=missing, seconds=self._timeout.total_seconds())
             return FailedSave(pending.done, reason, missing)
         return None
 
     def _get_pending(self, step: int) -> _PendingSave:
-        return self._pending.setdefault(step, _PendingSave(Deadline.after(self._within)))
+        return self._pending.setdefault(step, _PendingSave(Deadline.after(self._timeout)))
 
     def _pop_if_complete(self, step: int) -> GroupSave | None:
         pending = self._pending[step]
         if pending.done is None or not pending.parts.keys() >= set(self._others):
             return None
         del self._pending[step]
-        directories = {
-            rank: Path(part.directory) for rank, part in sorted(pending.parts.items()) if part.directory is not None
-        }
-        nodes = tuple(sorted({part.node for part in pending.parts.values() if part.node}))
-        return GroupSave(pending.done, directories, nodes)
+        parts = sorted(pending.parts.items())
+        directories = {rank: Path(part.directory) for rank, part in parts if part.directory is not None}
+        return GroupSave(pending.done, directories, tuple(sorted({part.node for _, part in parts if part.node})))
 
 
 def _require_no_files(rank: int, part: CheckpointPart) -> None:
@@ -575,20 +556,20 @@ class GroupMetrics:
 
     def __init__(self, world_size: int, timeout: timedelta = PARTS_TIMEOUT) -> None:
         self._ranks = range(world_size)
-        self._within = timeout
+        self._timeout = timeout
         self._reported: dict[int, dict[int, Mapping[str, object]]] = {}
         self._newest: dict[int, RankMetrics] = {}
-        self._directed_step = 0
+        self._commanded_step = 0
         self._step: int | None = None
         self.restart_timeout()
 
-    def record_directed_step(self, step: int) -> None:
-        """Record that rank 0 sent its directive for `step`, for which the other ranks wait in `pt.report`."""
-        self._directed_step = step
+    def record_commanded_step(self, step: int) -> None:
+        """Record that rank 0 has sent its command for `step`. The other ranks wait for this command in `pt.report`."""
+        self._commanded_step = step
 
     def restart_timeout(self) -> None:
-        """Restart the time limit: some ranks are not loaded yet."""
-        self._deadline = Deadline.after(self._within)
+        """Restart the time limit for the metrics of all ranks, such as while some ranks are not loaded yet."""
+        self._deadline = Deadline.after(self._timeout)
 
     def add_metrics(self, rank: int, report: RankMetrics) -> MeanMetrics | None:
         """Add the metrics of a rank; return the mean if they are the last of their step."""
@@ -611,7 +592,7 @@ class GroupMetrics:
     def surplus_report_reason(self) -> Reason | None:
         """Return the reason if a rank waits in `pt.report` although rank 0 has ended; None otherwise."""
         for rank, report in sorted(self._newest.items()):
-            if rank and report.step > self._directed_step and not report.returned:
+            if rank and report.step > self._commanded_step and not report.returned:
                 return make_reason("surplus-report", rank=rank, step=report.step)
         return None
 
@@ -619,7 +600,7 @@ class GroupMetrics:
         """Return the reason if ranks have not reported the step of rank 0 in time; None otherwise."""
         if self._deadline.remaining_seconds > 0:
             return None
-        seconds = self._within.total_seconds()
+        seconds = self._timeout.total_seconds()
         return make_reason("metrics-late", ranks=self.missing_ranks, step=self._step, seconds=seconds)
 
     @property

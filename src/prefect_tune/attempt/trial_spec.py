@@ -27,9 +27,9 @@ from prefect_tune.runtime.trainable import Reuse
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """How a trial is trained and where its checkpoints are stored: the same for all its attempts.
+    """How a trial is trained, and where its checkpoints are stored. All attempts of the trial have the same spec.
 
-    `spec_to_parameters` converts it to a parameter of the flow `train_trial`, with the target as a reference.
+    `spec_to_parameters` converts a spec to a parameter of the flow `train_trial`, with the target as a reference.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -49,9 +49,9 @@ class TrialSpec:
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
     processes_per_trial: Processes = 1
-    """How many processes per node train the trial together, each a rank. On several nodes it must not be a range."""
+    """The number of processes, each a rank, that train the trial on each node. Must not be a range on several nodes."""
     nodes_per_trial: int = 1
-    """How many nodes train the trial together, each a flow run."""
+    """The number of nodes, each a flow run, that train the trial together."""
     min_nodes: int | None = None
     """The smallest number of nodes with which an attempt may start; None: all nodes."""
     metrics_from: MetricsSource = "rank 0"
@@ -76,17 +76,17 @@ class AttemptRequest:
     search_term: int
     """The term in which the requesting run owns the experiment."""
     trial: Trial
-    """The trial, which waits for the attempt; without its history."""
+    """The trial that waits for the attempt, without its history."""
     experiment_id: str = ""
-    """The id of the requesting experiment; empty, and not checked, in the process of the search."""
+    """The id of the requesting experiment; empty, and not checked, if the search runs in the same process."""
     reports: tuple[StepReport, ...] = ()
     """The reports up to the newest checkpoint, if the stopper needs them."""
     decision_step: int | None = None
     """The step at which the trial waits for a decision."""
     saves_first: bool = False
-    """Whether the trial commits a checkpoint of that step before it waits."""
+    """Whether the trial commits a checkpoint of `decision_step` before it waits."""
     secret: str = field(default="", repr=False)
-    """Authenticates the connections between the nodes of the attempt; empty for a single node."""
+    """The secret that authenticates the connections between the nodes of the attempt; empty for a single node."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the trial's process, such as the devices it may use."""
 
@@ -103,13 +103,13 @@ def absolute_sys_path() -> tuple[str, ...]:
 
 def _make_absolute(entry: str) -> str:
     """Make an existing path absolute; return other entries, such as names of import hooks, unchanged."""
-    with suppress(FileNotFoundError):  # the working directory was removed: nothing can be imported from it
+    with suppress(FileNotFoundError):  # the working directory was removed: nothing can be imported from there
         return os.path.abspath(entry) if not entry or Path(entry).exists() else entry  # noqa: PTH100  "" is the working directory
     return entry
 
 
 def serialize_for_trial(value: object) -> str:
-    """Return `value` as text that the trial's process can load: an import path unchanged, else a pickle in hex.
+    """Return `value` as text that the trial's process can load: an import path unchanged, any other value as a pickle.
 
     Raises:
         InvalidInput: `value` cannot be pickled.

@@ -1,7 +1,7 @@
 """The resources of a machine, and their usage by an attempt: phases by clock, processes by /proc, GPUs by NVML.
 
-Without psutil: it is not a dependency of Prefect, and scans all processes of the machine to find children. Samples are
-taken at most once a second, and take at most a thousandth of a processor.
+It does not use psutil, which is not a dependency of Prefect, and scans all processes of the machine to find children.
+Samples are taken at most once a second, and take at most a thousandth of a processor.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +28,23 @@ from prefect_tune.linux import MemoryLimit, available_cpu_count, iter_process_tr
 
 _MIN_SAMPLE_INTERVAL_SECONDS = 1.0
 _MIN_PAUSE_FACTOR = 1200
-"""The pause after a sample is at least this multiple of its processor time."""
+"""The pause after a sample is at least this multiple of the sample's processor time."""
 _NEAR_LIMIT = 0.95
-"""A process that is killed above this share of its memory limit counts as out of memory."""
+"""A killed process counts as out of memory if it used more than this share of its memory limit."""
 
 
 class UsageMeter:
     """Measures the time and resource usage of one attempt from now on. Call it from the attempt's thread."""
 
     def __init__(self, memory: MemoryLimit | None = None) -> None:
-        """Args: memory: the memory limit of the trial. Default: the limit of this process, which the trial inherits."""
+        """Args: memory: the memory limit of the trial; None: the limit of this process, which the trial inherits."""
         self.began_at = run_clock_now()
         self._memory_limit = memory or MemoryLimit()
         self._kills = self._kills_before = self._memory_limit.oom_kill_count()
         self._next_sample_at = self._next_kill_count_at = 0.0
         self.environment: Mapping[str, str] = {}
-        """The variables of the trial's process in addition to this process's, such as its GPUs."""
-        self.last_output: Callable[[], str] = str  # of the trial's processes; called from any thread
+        """The variables of the trial's process, such as its GPUs, in addition to the variables of this process."""
+        self.last_output: Callable[[], str] = str  # returns the output of the trial's processes; called from any thread
         self.rank_ends: Sequence[RankEnd] = ()
         self._start_time = time.monotonic()
         self._restored_seconds = 0.0
@@ -50,7 +52,7 @@ class UsageMeter:
         self._ended_at: float | None = None
         self._trial = PhaseSeconds()
         self._phase = "training"
-        self._processes: _ProcessSampler | None = None  # until it is loaded; always for a thread of this process
+        self._processes: _ProcessSampler | None = None  # until the trainable is loaded; always for a thread
 
     @contextmanager
     def measuring_restore(self) -> Iterator[None]:
@@ -60,7 +62,7 @@ class UsageMeter:
         self._restored_seconds += time.monotonic() - start
 
     def on_loaded(self, pid: int, *, is_rank_0: bool = True) -> None:
-        """Start to sample the process `pid`, which has loaded the trainable. `is_rank_0`: it is that of rank 0."""
+        """Start to sample the process `pid`, which has loaded the trainable, and is rank 0 if `is_rank_0`."""
         if is_rank_0:
             self._loaded_at = time.monotonic()
         if pid == os.getpid() or process_usage(pid) is None:
@@ -74,7 +76,7 @@ class UsageMeter:
         """Record the seconds that the trial has sent."""
         self._trial = seconds or self._trial
         if is_last_step and self._processes is not None:
-            self._processes.take_sample()  # another thread may journal the end with the commit
+            self._processes.take_sample()  # now, since another thread may journal the end together with the commit
 
     def sample_if_due(self, phase: str) -> None:
         """Record the current phase, `training`, `saving` or `waiting`, and take a sample if one is due."""
@@ -95,27 +97,29 @@ class UsageMeter:
             if self._processes is not None:
                 self._processes.take_sample()
 
-    def phase_seconds(self, trial: PhaseSeconds | None) -> PhaseSeconds:
-        """Return the seconds of the attempt up to the step with which the trial sent `trial`."""
-        return self._add_startup_seconds(trial or PhaseSeconds())
+    def add_startup_seconds(self, trial: PhaseSeconds | None) -> PhaseSeconds:
+        """Return the seconds that the trial has measured, plus the restore and the start of the attempt."""
+        start = self._loaded_at - self._start_time - self._restored_seconds if self._loaded_at is not None else 0.0
+        seconds = (trial or PhaseSeconds()).add_seconds("start", max(0.0, start))
+        return _round_seconds(seconds.add_seconds("restoring", self._restored_seconds))
 
     def get_usage(self) -> AttemptUsage:
         """Return the usage of the attempt so far. May be called from any thread."""
         now = time.monotonic()
         until, ending = (now, 0.0) if self._ended_at is None else (self._ended_at, now - self._ended_at)
-        seconds = self._add_startup_seconds(self._trial)
+        seconds = self.add_startup_seconds(self._trial)
         rest = until - self._start_time - seconds.total
         phase = self._phase if self._loaded_at is not None else "start"
-        seconds = seconds.add_seconds(phase, max(0.0, rest)).add_seconds("ending", ending)
+        seconds = _round_seconds(seconds.add_seconds(phase, max(0.0, rest)).add_seconds("ending", ending))
         figures = {"output": self.last_output(), **(self._processes.summarize() if self._processes else {})}
         if self.rank_ends:
-            return GroupUsage(seconds=_round_seconds(seconds), **figures, ends=tuple(self.rank_ends))
-        return AttemptUsage(seconds=_round_seconds(seconds), **figures)
+            return GroupUsage(seconds=seconds, **figures, ends=tuple(self.rank_ends))
+        return AttemptUsage(seconds=seconds, **figures)
 
     def is_out_of_memory(self, *, is_killed: bool) -> bool:
-        """Return whether the kernel killed a process for its memory recently, or a killed trial was near its limit.
+        """Return whether the kernel recently killed a process for its memory, or a killed trial was near its limit.
 
-        Earlier kills do not count: the counter is of a control group or the machine, so they may be of other trials.
+        Earlier kills do not count: the counter of kills includes other trials of the control group or the machine.
         """
         peak = self._processes.memory.peak if self._processes is not None else None
         return self._was_oom_killed() or (is_killed and (peak or 0) >= _NEAR_LIMIT * self._memory_limit.limit_bytes())
@@ -128,19 +132,11 @@ class UsageMeter:
             peak_bytes = round(self._processes.memory.peak or 0)
         if self._was_oom_killed():  # the samples lack the last second
             peak_bytes = max(peak_bytes, self._memory_limit.peak_bytes())
-        limit_bytes = self._memory_limit.limit_bytes()
-        sizes = {"peak_bytes": peak_bytes, "limit_bytes": limit_bytes, "process_bytes": process_bytes}
-        return make_reason("out-of-memory", process=process, **sizes)
+        sizes = {"peak_bytes": peak_bytes, "limit_bytes": self._memory_limit.limit_bytes()}
+        return make_reason("out-of-memory", process=process, process_bytes=process_bytes, **sizes)
 
     def _was_oom_killed(self) -> bool:
         return self._memory_limit.oom_kill_count() > self._kills_before  # the last count may already include the kill
-
-    def _add_startup_seconds(self, trial: PhaseSeconds) -> PhaseSeconds:
-        """Return the trial's seconds plus the restore and start, which the supervisor measures."""
-        start = self._loaded_at - self._start_time - self._restored_seconds if self._loaded_at is not None else 0.0
-        return _round_seconds(
-            trial.add_seconds("start", max(0.0, start)).add_seconds("restoring", self._restored_seconds)
-        )
 
 
 def _round_seconds(seconds: PhaseSeconds) -> PhaseSeconds:
@@ -160,9 +156,7 @@ class _ProcessSampler:
         self._guard = threading.Lock()
         self._cpu_begin: float | None = None
         self._cpu_seconds: float | None = None  # None until the second sample
-        self.memory = _PeakAndMean()
-        self._gpu_memory = _PeakAndMean()
-        self._gpu_utilization = _PeakAndMean()
+        self.memory, self._gpu_memory, self._gpu_utilization = _PeakAndMean(), _PeakAndMean(), _PeakAndMean()
         self.largest = pid, 0
         self.take_sample()
 
@@ -178,30 +172,27 @@ class _ProcessSampler:
         gpus = _sample_gpus(self._gpu_names)
         with self._guard:
             if running:
-                self._record_processes(running)
+                cpu_seconds = sum(seconds for seconds, _ in running.values())
+                if self._cpu_begin is None:
+                    self._cpu_begin = cpu_seconds
+                else:
+                    self._cpu_seconds = max(self._cpu_seconds or 0.0, cpu_seconds - self._cpu_begin)
+                sizes = {pid: size_bytes for pid, (_, size_bytes) in running.items()}
+                self.memory.add(sum(sizes.values()))
+                self.largest = max(sizes.items(), key=itemgetter(1))
             if gpus is not None:
                 self._gpu_memory.add(gpus[0])
                 self._gpu_utilization.add(gpus[1])
 
-    def _record_processes(self, stats: Mapping[int, tuple[float, int]]) -> None:
-        cpu_seconds = sum(seconds for seconds, _ in stats.values())
-        if self._cpu_begin is None:
-            self._cpu_begin = cpu_seconds
-        else:
-            self._cpu_seconds = max(self._cpu_seconds or 0.0, cpu_seconds - self._cpu_begin)
-        self.memory.add(sum(size_bytes for _, size_bytes in stats.values()))
-        self.largest = max(((pid, size_bytes) for pid, (_, size_bytes) in stats.items()), key=lambda item: item[1])
-
     def summarize(self) -> dict[str, Any]:
         """Return the measured fields of an `AttemptUsage`."""
         with self._guard:
-            utilization = self._gpu_utilization.mean
             return {
-                "cpu_seconds": None if self._cpu_seconds is None else round(self._cpu_seconds, 2),
+                "cpu_seconds": _round_or_none(self._cpu_seconds, 2),
                 "peak_memory_bytes": _round_or_none(self.memory.peak),
                 "mean_memory_bytes": _round_or_none(self.memory.mean),
                 "peak_gpu_memory_bytes": _round_or_none(self._gpu_memory.peak),
-                "mean_gpu_utilization": None if utilization is None else round(utilization, 3),
+                "mean_gpu_utilization": _round_or_none(self._gpu_utilization.mean, 3),
             }
 
 
@@ -210,8 +201,7 @@ class _PeakAndMean:
 
     def __init__(self) -> None:
         self.peak: float | None = None
-        self._sum = 0.0
-        self._count = 0
+        self._sum, self._count = 0.0, 0
 
     def add(self, value: float) -> None:
         self.peak = value if self.peak is None else max(self.peak, value)
@@ -223,13 +213,13 @@ class _PeakAndMean:
         return self._sum / self._count if self._count else None
 
 
-def _round_or_none(value: float | None) -> int | None:
-    return None if value is None else round(value)
+def _round_or_none(value: float | None, digits: int | None = None) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 @cache
 def _load_nvml() -> Sequence[Any]:
-    """Start to load `nvidia-ml-py` in a thread, since it wakes the GPUs up. Returns a list that gets the module."""
+    """Start to load `nvidia-ml-py` in a thread, since the load wakes the GPUs up. Return a list for the module."""
     loaded: list[Any] = []
 
     def load_library() -> None:
@@ -246,7 +236,7 @@ def _load_nvml() -> Sequence[Any]:
 
 
 def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
-    """Return the used memory of the `visible` GPUs (None: all), and the share of time in which they computed."""
+    """Return the used memory of the `visible` GPUs (None: all GPUs), and the share of time in which they computed."""
     if not (loaded := _load_nvml()):
         return None
     (nvml,) = loaded
@@ -262,56 +252,42 @@ def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
     return (used_bytes, sum(utilizations) / len(utilizations) / 100) if utilizations else None
 
 
-# The resources that this process may use, found without a library that initializes GPUs.
+# The resources that this process may use. No library that initializes GPUs is used to find them.
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 PROCESSES_VARIABLE = "LOCAL_WORLD_SIZE"
 """The variable of a slot for the number of processes of its trials, under torchrun's name."""
-_NVIDIA_SMI_TIMEOUT_SECONDS = 30  # the driver wakes all GPUs up
+_NVIDIA_SMI_TIMEOUT_SECONDS = 30  # nvidia-smi wakes all GPUs up
 
 
 def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> tuple[str, ...]:
-    """Return the names of the visible GPUs, from CUDA_VISIBLE_DEVICES if it is set, else from the driver."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    """Return the names of the visible GPUs, from CUDA_VISIBLE_DEVICES if it is set, otherwise from the driver."""
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         return parse_visible_devices(visible)
     if driver.is_dir():
         return tuple(str(number) for number in range(len(list(driver.iterdir()))))
-    return _query_nvidia_smi()
+    if (program := shutil.which("nvidia-smi")) is None:
+        return ()
+    with suppress(OSError, subprocess.TimeoutExpired):  # in containers the driver's folder in /proc may be missing
+        command, timeout = [program, "-L"], _NVIDIA_SMI_TIMEOUT_SECONDS
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        return tuple(re.findall(r"^GPU (\d+):", listed.stdout, re.MULTILINE))
+    return ()
 
 
 def count_processes(wanted: Processes, environment: Mapping[str, str]) -> int:
     """Return how many processes train a trial in a slot with this environment.
 
-    For a range: the slot's `LOCAL_WORLD_SIZE`, else its number of GPUs, else of processors; limited to the range.
+    For a range: the first known of the slot's `LOCAL_WORLD_SIZE`, GPUs and processors, limited to the range.
     """
     if isinstance(wanted, int):
         return wanted
     size = environment.get(PROCESSES_VARIABLE)
-    return process_count_on(
-        wanted, int(size) if size else len(list_gpus({**os.environ, **environment})) or available_cpu_count()
-    )
+    limit = int(size) if size else len(list_gpus({**os.environ, **environment})) or available_cpu_count()
+    return process_count_on(wanted, limit)
 
 
 def parse_visible_devices(visible: str) -> tuple[str, ...]:
-    """Split CUDA_VISIBLE_DEVICES like CUDA: an empty or negative entry hides all entries after it."""
-    names = []
-    for name in map(str.strip, visible.split(",")):
-        if not name or name.startswith("-"):
-            break
-        names.append(name)
-    return tuple(names)
-
-
-def _query_nvidia_smi() -> tuple[str, ...]:
-    """List the GPUs with nvidia-smi: in containers the driver's folder in /proc may be missing."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    output = ""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        command = [program, "-L"]
-        output = subprocess.run(
-            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_SECONDS, check=False
-        ).stdout
-    return tuple(re.findall(r"^GPU (\d+):", output, re.MULTILINE))
+    """Split CUDA_VISIBLE_DEVICES like CUDA: an empty or negative entry hides all later entries."""
+    names = map(str.strip, visible.split(","))
+    return tuple(takewhile(lambda name: name and not name.startswith("-"), names))

@@ -39,14 +39,14 @@ from prefect_tune.storage_retries import with_retries
 _Response = TypeVar("_Response")
 _POLL_INTERVAL_SECONDS = 2.0
 _NODES_END_TIMEOUT_SECONDS = 60.0
-_LAST_NODE_TIMEOUT_SECONDS = 30.0  # how long node 0 may run after the other nodes have ended
+_NODE_0_END_TIMEOUT_SECONDS = 30.0  # how long node 0 may run after the other nodes have ended
 _MIN_CPU = 0.01
 _WAIT_REASON_INTERVAL_SECONDS, _SLOT_RETRY_SECONDS = 10.0, 10.0
 _RUNS_PER_REQUEST = 200  # Prefect's maximum
 _START_TIMEOUT_SECONDS = 300.0  # for retries while the Prefect API is unavailable, for example during an upgrade
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
 _WITHDRAWN = "Withdrawn"
-"""The name of the Cancelled state of runs that their search has cancelled."""
+"""The name of the Cancelled state of the runs that their search has cancelled."""
 _DEPLOY_COMMAND = "prefect-tune deploy train-trial --work-pool POOL"
 _API_ERRORS = (PrefectException, httpx.HTTPError, OSError)
 
@@ -62,8 +62,8 @@ class _Canceller(Enum):
 class TaskRunnerLauncher:
     """Starts each attempt as a task of the flow's task runner, which reserves the trial's resources.
 
-    Each node is a task. Ray starts all nodes or none, in a placement group. Dask starts each node when a worker is
-    free: an attempt that lacks a node for 10 minutes fails, and releases its workers.
+    Each node is a task. Ray starts all nodes of an attempt or none, in a placement group. Dask starts each node when a
+    worker is free: an attempt that lacks a node for 10 minutes fails, and releases its workers.
     """
 
     is_detached = False
@@ -102,11 +102,11 @@ class TaskRunnerLauncher:
         return wait_for_tasks
 
     def cancel_unstarted(self) -> None:
-        """Do nothing: a task that waits for a worker starts later, reads the stop request, and ends."""
+        """Do nothing: a task that waits for a worker starts later, then reads the stop request and ends."""
 
 
 class _PlacementGroup:
-    """A placement group for the nodes of an attempt: Ray reserves all its bundles or none."""
+    """A placement group for the nodes of an attempt. Ray reserves all its bundles or none."""
 
     def __init__(self, nodes: int, resources: Resources) -> None:
         self._ray: Any = import_module("ray.util")
@@ -119,12 +119,12 @@ class _PlacementGroup:
         """Return a context manager that submits a task to the bundle of `node`."""
         strategies: Any = import_module("ray.util.scheduling_strategies")
         strategy = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
-        options: Any = import_module("prefect_ray.context").remote_options
-        context: AbstractContextManager[object] = options(scheduling_strategy=strategy, **self._task_options)
+        ray: Any = import_module("prefect_ray.context")
+        context: AbstractContextManager[object] = ray.remote_options(scheduling_strategy=strategy, **self._task_options)
         return context
 
     def remove(self) -> None:
-        """Release the bundles, which ends the tasks that still run there."""
+        """Release the bundles. This ends the tasks that still run in them."""
         self._ray.remove_placement_group(self._group)
 
 
@@ -134,7 +134,7 @@ def _make_resource_context(runner: object, resources: Resources | None) -> Calla
         return nullcontext
     if kind == "DaskTaskRunner":
         dask = import_module("dask")
-        # Only requested resources: a task waits forever for a resource that no worker declares.
+        # Reserve only the requested resources: a task waits forever for a resource that no worker declares.
         needed = {"CPU": resources.cpu if resources.cpu != 1 else 0, "GPU": resources.gpu}
         return lambda: dask.annotate(resources={name: amount for name, amount in needed.items() if amount})
     if kind == "RayTaskRunner":
@@ -152,18 +152,16 @@ class DeploymentLauncher:
     is_detached = True
 
     def __init__(self, deployment: str, job_variables: Mapping[str, Any] | None = None) -> None:
-        self._deployment = deployment
-        self._job_variables = dict(job_variables) if job_variables else None
+        self._deployment, self._job_variables = deployment, dict(job_variables) if job_variables else None
         self._key_counts: Counter[str] = Counter()
         self._withdrawn = threading.Event()
         self._poll_lock = threading.Lock()  # guards the next three attributes
-        self._polled_at = -math.inf
+        self._polled_at = self._wait_reason_polled_at = -math.inf
         self._awaited: set[UUID] = set()
         self._ended: dict[UUID, _Canceller | None] = {}
-        """The runs that have ended; with the canceller if they were cancelled."""
+        """The runs that have ended, each with its canceller; None if it was not cancelled."""
         self._others: dict[UUID, set[UUID]] = {}
         """The runs of the other nodes, by the run of node 0."""
-        self._wait_reason_polled_at = -math.inf
         self._wait_reason: str | None = None
         self._alone_since: dict[UUID, float] = {}
 
@@ -171,16 +169,15 @@ class DeploymentLauncher:
         """Check the deployment and the specification. Call this before anything is written.
 
         Raises:
-            InvalidInput: the deployment is missing or of another version, or the specification has no JSON form.
+            InvalidInput: the deployment is missing or of another version, or the specification cannot be sent as JSON.
         """
         parameters = spec_to_parameters(spec)
         try:
             with get_client(sync_client=True) as client:
                 deployment = client.read_deployment_by_name(self._deployment)
         except ObjectNotFound as missing:
-            raise InvalidInput(
-                f"trial_deployment: deployment {self._deployment!r} does not exist; create it: " + _DEPLOY_COMMAND
-            ) from missing
+            text = f"trial_deployment: deployment {self._deployment!r} does not exist; create it: {_DEPLOY_COMMAND}"
+            raise InvalidInput(text) from missing
         schema = (deployment.parameter_openapi_schema or {}).get("definitions", {}).get(TrialSpec.__name__, {})
         properties = schema.get("properties")
         if properties is not None and (unknown := sorted(parameters.keys() - properties.keys())):
@@ -192,8 +189,8 @@ class DeploymentLauncher:
     def __call__(
         self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
     ) -> Callable[[], object]:
-        """Return a function that starts the attempt and waits for its end. Both may take minutes."""
-        del channel  # the deployment run creates its own from the parameters
+        """Return a function that starts the attempt and waits for its end; each may take minutes."""
+        del channel  # the deployment run creates a channel from its parameters
         return lambda: self._run_attempt(spec, request, attempt)
 
     def _run_attempt(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> None:
@@ -207,13 +204,9 @@ class DeploymentLauncher:
 
         Raises PrefectException, httpx.HTTPError, OSError: the API rejects it, or is unavailable for 5 minutes.
         """
-        if spec.nodes_per_trial > 1:
-            request = replace(request, secret=secrets.token_hex(16))
-        parameters: dict[str, object] = {
-            "spec": spec_to_parameters(spec),
-            "request": request_to_parameters(request),
-            "attempt": attempt,
-        }
+        request = replace(request, secret=secrets.token_hex(16)) if spec.nodes_per_trial > 1 else request
+        spec_parameters, request_parameters = spec_to_parameters(spec), request_to_parameters(request)
+        parameters: dict[str, object] = {"spec": spec_parameters, "request": request_parameters, "attempt": attempt}
         # The key is unique among targets, and among later experiments of the same name.
         target, experiment_id = digest_of(spec.target.uri.encode())[:16], request.experiment_id[:16]
         key = f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
@@ -238,8 +231,8 @@ class DeploymentLauncher:
     def _find_or_create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Return the newest run of this attempt; create it if needed.
 
-        If the run has ended, an earlier owner may have created later runs: find these by their keys. If
-        `cancel_unstarted` of an earlier owner cancelled a run before it began, create a new one.
+        If the run has ended, an earlier owner may have created later runs: find the later runs by their keys. If an
+        earlier owner called `cancel_unstarted` before the run began, create a new run.
         """
         run = self._create_run(spec, parameters, self._take_next_key(key))
         while run.state is not None and run.state.is_final():
@@ -265,7 +258,7 @@ class DeploymentLauncher:
         return f"{key}/{self._key_counts[key]}" if self._key_counts[key] > 1 else key
 
     def _retry_while_unavailable(self, spec: TrialSpec, request: Callable[[], _Response]) -> _Response:
-        """Call `request`; while the API is unavailable, retry with backoff for about 5 minutes."""
+        """Call `request`. While the API is unavailable, retry with backoff for about 5 minutes."""
         deadline = time.monotonic() + _START_TIMEOUT_SECONDS
 
         def should_retry(error: Exception) -> bool:
@@ -298,7 +291,7 @@ class DeploymentLauncher:
         return run
 
     def wait_for_run(self, flow_run: UUID) -> None:
-        """Wait until the run has ended. One request every 2 s polls all runs, even while the API is unavailable.
+        """Wait until the run has ended. One request every 2 s polls all runs; errors of the API are ignored.
 
         Raises:
             AttemptCancelledError: the user has cancelled the run, or a run of another node.
@@ -335,13 +328,13 @@ class DeploymentLauncher:
     def _crash_silent_runs(self, client: SyncPrefectClient) -> None:
         """Mark the run of node 0 as crashed if the other nodes have ended because node 0 sends nothing any more.
 
-        If a machine fails together with its worker, nothing else updates the run. A run that is marked by mistake ends
+        If a machine fails together with its worker, nothing else updates the run. If a running run is marked, it ends
         at its next post, since the search has closed its outbox.
         """
         for first, others in self._others.items():
             if first not in self._awaited or not others <= self._ended.keys():
                 continue
-            if time.monotonic() - self._alone_since.setdefault(first, time.monotonic()) < _LAST_NODE_TIMEOUT_SECONDS:
+            if time.monotonic() - self._alone_since.setdefault(first, time.monotonic()) < _NODE_0_END_TIMEOUT_SECONDS:
                 continue
             self._alone_since[first] = time.monotonic()
             runs = client.read_flow_runs(flow_run_filter=_filter_by_id(others), limit=_RUNS_PER_REQUEST)
@@ -355,7 +348,7 @@ def _filter_by_id(ids: Collection[UUID]) -> FlowRunFilter:
 
 
 def _get_wait_reason(client: SyncPrefectClient, deployment_name: str) -> str | None:
-    """Return the reason why runs of a deployment cannot start, and what to do; None if its work pool starts runs."""
+    """Return why the runs of a deployment cannot start, with the user's next step; None if they can start."""
     deployment = client.read_deployment_by_name(deployment_name)
     if (pool_name := deployment.work_pool_name) is None:
         return None
@@ -377,7 +370,7 @@ def _get_wait_reason(client: SyncPrefectClient, deployment_name: str) -> str | N
 
 
 def _poll_runs(client: SyncPrefectClient, runs: Sequence[UUID], *, withdrawn: bool) -> Mapping[UUID, State[Any] | None]:
-    """Return the states of runs, None for deleted runs. If `withdrawn`, cancel the runs that have not begun.
+    """Return the states of runs, None for a deleted run. If `withdrawn`, cancel the runs that have not begun.
 
     Raises PrefectException, httpx.HTTPError, OSError: the API is unavailable.
     """
@@ -400,9 +393,9 @@ def _is_waiting_to_start(state: State[Any]) -> bool:
 def _find_canceller(
     client: SyncPrefectClient, run: UUID, state: State[Any] | None, deployment: str
 ) -> _Canceller | None:
-    """Return the canceller of a run that has ended; None if the run was not cancelled, or its search cancelled it.
+    """Return the canceller of a run that has ended; None if the run was not cancelled, or if its search cancelled it.
 
-    A user's request sets the state Cancelling, except for a run that has not begun.
+    If a user cancels a run that has begun, the run first gets the state Cancelling.
     """
     if state is None or not state.is_cancelled():
         return None

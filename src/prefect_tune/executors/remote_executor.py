@@ -1,11 +1,11 @@
 """Attempts on other machines, which share only the target with their search.
 
-    search     RemoteExecutor: reads their outboxes, and writes decisions to the target
+    search     RemoteExecutor: reads the outboxes of the attempts, and writes decisions to the target
     attempt    RemoteSearchChannel: posts to its outbox, and polls the target for decisions
 
-A report that needs a decision is posted immediately. The owner of the experiment, which may have changed since the
-attempt started, writes the decision as an object. An unreadable post ends its attempt: the driver closes the outbox,
-and adopts the checkpoints of the attempt.
+A report that needs a decision is posted immediately. The owner of the experiment writes the decision as an object; the
+owner may have changed since the attempt started. An unreadable post ends its attempt: the driver closes the outbox, and
+adopts the checkpoints of the attempt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.journal.outbox import MAX_POSTS_PER_READ, Post, read_posts
 from prefect_tune.core.journal_events import AttemptStarted, Owner, StepReported
 from prefect_tune.core.messages.process_messages import CheckpointAndStop, ContinueTraining, Start, StopTrial
-from prefect_tune.core.messages.target_messages import UNSOLICITED_STEP, delete_stale_answer, read_answer, send_answer
+from prefect_tune.core.messages.target_messages import (
+    UNSOLICITED_STEP,
+    AnyAnswer,
+    delete_stale_answer,
+    read_answer,
+    send_answer,
+)
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
@@ -74,9 +80,8 @@ def spec_to_parameters(spec: TrialSpec) -> dict[str, Any]:
         InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
     """
     if ":" not in spec.trainable:
-        raise InvalidInput(
-            "trials='deployment': other machines must import the trainable; pass it as 'package.module:Name'"
-        )
+        text = "trials='deployment': other machines must import the trainable; pass it as 'package.module:Name'"
+        raise InvalidInput(text)
     if spec.isolation != "process":
         raise InvalidInput("isolation='thread': trials that run as deployments need isolation='process'")
     plain = _specs.dump_python(spec, mode="json", exclude={"target", "sync"})
@@ -86,8 +91,8 @@ def spec_to_parameters(spec: TrialSpec) -> dict[str, Any]:
 def request_to_parameters(request: AttemptRequest) -> dict[str, Any]:
     """Convert `request` to a parameter: one JSON text, which Prefect does not interpret.
 
-    It contains untrusted values from a target. In an object, Prefect would load the blocks that they refer to (`$ref`),
-    and render templates (`__prefect_kind`).
+    The request contains untrusted values from a target. If they were JSON objects, Prefect would load the blocks to
+    which they refer (`$ref`), and render templates (`__prefect_kind`).
     """
     return {_JSON_KEY: _requests.dump_json(request).decode()}
 
@@ -103,7 +108,7 @@ class RemoteSearchChannel(SearchChannel):
     Args:
         search_term: the term of the search that starts the attempt. Attempts of one term share a pool in each process.
         reuse: how that pool shares the import of the trainable's module.
-        pool: a pool to use instead of the shared one; it is not pickled.
+        pool: a pool to use instead of the shared pool; it is not pickled.
     """
 
     requests_decisions_by_report = True
@@ -133,7 +138,7 @@ class RemoteSearchChannel(SearchChannel):
         return RemoteSearchChannel, (self._target, self._trial, self._attempt, self._search_term, self._reuse)
 
     def use_stop_event(self, stop: threading.Event) -> RemoteSearchChannel:
-        """Use this event of the local process as `stop`; return self."""
+        """Use `stop`, an event of this process, as the channel's stop event; return self."""
         self.stop = stop
         return self
 
@@ -153,10 +158,10 @@ class RemoteSearchChannel(SearchChannel):
         return current_owner()
 
     def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
-        """Return the outbox of the attempt. First check that the experiment that requested the attempt still exists.
+        """Return the outbox of the attempt.
 
         Raises:
-            Superseded: that experiment does not exist any more.
+            Superseded: the experiment that requested the attempt does not exist any more.
         """
         if request.experiment_id and experiment_id(self._target, spec.trial.journal_key) != request.experiment_id:
             raise Superseded(
@@ -171,13 +176,13 @@ class RemoteSearchChannel(SearchChannel):
         self._decision_requested.set()
 
     def close(self) -> None:
-        """Stop the polling for decisions."""
+        """Stop polling for decisions."""
         self._closed.set()
         self._decision_step = None
         self._decision_requested.set()
 
     def start_polling(self) -> None:
-        """Start the thread that polls the target for decisions, unless it runs; also after `close`, for a retry."""
+        """Start the thread that polls the target for decisions, unless it runs. A retry calls this after `close`."""
         if self._closed.is_set():
             self._closed = threading.Event()
             if self._decision_step is None:
@@ -196,11 +201,12 @@ class RemoteSearchChannel(SearchChannel):
                 pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
     def _deliver_answer(self, *, is_late: bool) -> bool:
-        """Read and deliver a decision; return whether there was one. After an error of the target, poll again.
+        """Read and deliver the awaited decision, and an unsolicited one; return whether the awaited decision arrived.
 
-        A decision that is damaged or of an unknown version stops the trial: it saves and ends, and its next attempt
-        gets other decisions. If a decision is late, a closed outbox also stops the trial: a new owner has ended the
-        attempt, which a waiting trial would not notice, since it posts nothing.
+        An error of the target is ignored: the next poll reads again. A decision that is damaged or of an unknown
+        version stops the trial: it saves and ends, and its next attempt gets other decisions. If a decision is late, a
+        closed outbox also stops the trial. Then a new owner has ended the attempt; a waiting trial would not notice
+        this, since it posts nothing.
         """
         unsolicited, step, is_over = None, self._decision_step, False
         try:
@@ -234,26 +240,23 @@ class RemoteSearchChannel(SearchChannel):
 
 
 class AttemptLauncher(Protocol):
-    """Launches attempts on other machines; a second launch for the same outbox finds the first attempt."""
+    """Launches attempts on other machines. A second launch for the same outbox finds the first attempt."""
 
     @property
     def is_detached(self) -> bool:
-        """Whether an attempt continues after the search that started it has ended."""
-        ...
+        """Whether an attempt continues after the search that started the attempt has ended."""
 
     def __call__(
         self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
     ) -> Callable[[], object]:
         """Launch an attempt; return a function that waits for its end, and raises its error if known."""
-        ...
 
     def cancel_unstarted(self) -> None:
-        """Cancel the attempts that have not begun, if the launcher can; do not wait."""
-        ...
+        """Cancel the attempts that have not begun, if the launcher can. Do not wait."""
 
 
-_Reply: TypeAlias = tuple[TrialKey, int, int, ContinueTraining | StopTrial | CheckpointAndStop]
-"""Trial, attempt number, step, and the message to it."""
+_AddressedAnswer: TypeAlias = tuple[TrialKey, int, int, AnyAnswer]
+"""Trial, attempt number, step, and the answer."""
 
 
 @dataclass
@@ -269,15 +272,15 @@ class _RemoteAttempt:
     damage: TuneError | None = None
     """The error of an unreadable post: the search ends the attempt, and reads no further posts."""
     unread_since: float | None = None
-    """The time of the first failed read since the last complete one (monotonic clock); None if nothing is unread."""
+    """The time of the first failed read since the last complete read (monotonic clock); None if nothing is unread."""
 
     def may_have_unread_posts(self, now: float) -> bool:
         """Return whether its outbox may have unread posts; False after 10 minutes of errors."""
         return self.unread_since is not None and now - self.unread_since <= _MAX_READ_OUTAGE.total_seconds()
 
-    def make_reply(self, step: int, message: ContinueTraining | StopTrial | CheckpointAndStop) -> _Reply:
-        """Return the reply to this attempt at `step`."""
-        return self.spec.trial, self.number, step, message
+    def address_answer(self, step: int, answer: AnyAnswer) -> _AddressedAnswer:
+        """Return the answer with the address of this attempt at `step`."""
+        return self.spec.trial, self.number, step, answer
 
     def needs_decision_at(self, step: int) -> bool:
         """Return whether the scheduler decides about the trial at `step`."""
@@ -297,7 +300,7 @@ class RemoteExecutor:
         self._stopped = False
         self._unread_since: float | None = None
         self._exited: list[AttemptExited] = []
-        self._queued_replies: list[_Reply] = []
+        self._queued_answers: list[_AddressedAnswer] = []
 
     @property
     def is_detached(self) -> bool:
@@ -315,10 +318,10 @@ class RemoteExecutor:
         if trial.outbox is None:
             raise ValueError(f"trial {trial.id!r} has no outbox")
         with_store(self._target, lambda store: delete_stale_answer(store, spec.trial, number), _SEARCH_TIMEOUT)
-        if self._experiment_id is None:  # tells a late attempt that its experiment was deleted
+        if self._experiment_id is None:  # with this id, a late attempt detects that its experiment was deleted
             self._experiment_id = experiment_id(self._target, spec.trial.journal_key)
-        link = RemoteSearchChannel(self._target, spec.trial, number, request.search_term, spec.reuse)
-        wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), link, number)
+        channel = RemoteSearchChannel(self._target, spec.trial, number, request.search_term, spec.reuse)
+        wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), channel, number)
         attempt = _RemoteAttempt(spec, number, request.decision_step, trial.outbox, trial.last_post)
         self._attempts[trial.id] = attempt
 
@@ -334,30 +337,28 @@ class RemoteExecutor:
 
     def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
         """Write a decision to the target with the next `poll_messages`; do nothing if its attempt has ended."""
-        attempt = self._attempts.get(trial)
-        if attempt is None:
+        if (attempt := self._attempts.get(trial)) is None:
             return
         if isinstance(decision, ContinueTraining):
             attempt.milestone = decision.decision_step
-        self._queued_replies.append(attempt.make_reply(UNSOLICITED_STEP if step is None else step, decision))
+        self._queued_answers.append(attempt.address_answer(UNSOLICITED_STEP if step is None else step, decision))
 
     def stop_all(self) -> None:
-        """Request every trial to save and end. After an error of the target, call it again."""
+        """Request every trial to save and end. After an error of the target, call this method again."""
         if not self._stopped:
             self._launch.cancel_unstarted()
-            self._write_queued_replies()
-            self._write_replies(
-                [attempt.make_reply(UNSOLICITED_STEP, CheckpointAndStop()) for attempt in self._attempts.values()]
-            )
+            self._write_queued_answers()
+            stop, attempts = CheckpointAndStop(), self._attempts.values()
+            self._write_answers([attempt.address_answer(UNSOLICITED_STEP, stop) for attempt in attempts])
             self._stopped = True
 
     def poll_messages(self, timeout: timedelta) -> list[Message]:
-        """Write the decisions; return the new messages, and wait up to `timeout` for the first one.
+        """Write the queued decisions; return the new messages, and wait up to `timeout` for the first message.
 
-        The end of an attempt is returned after all its posts. If its outbox cannot be read, the end waits for this,
-        up to 10 minutes.
+        The end of an attempt is returned after all its posts. If its outbox cannot be read, the end is returned after
+        10 minutes.
         """
-        self._write_queued_replies()
+        self._write_queued_answers()
         end = time.monotonic() + timeout.total_seconds()
         while True:
             pause = min(self._poll_interval.total_seconds(), max(0.0, end - time.monotonic()))
@@ -372,7 +373,6 @@ class RemoteExecutor:
                 return [*messages, *ready]
 
     def remove_attempt(self, trial: str) -> None:
-        """Remove an attempt that has ended."""
         del self._attempts[trial]
 
     def reject_events(self) -> None:
@@ -394,7 +394,7 @@ class RemoteExecutor:
         errors: list[StoreUnavailable | StoreRefused] = []
         read: list[tuple[_RemoteAttempt, Sequence[Post]]] = []
         for attempt in attempts:
-            attempt.unread_since = attempt.unread_since or now  # until the outbox is read
+            attempt.unread_since = attempt.unread_since or now  # reset after a complete read
         with _collecting_errors(errors), self._target.open(timeout=_SEARCH_TIMEOUT) as store:
             read += zip(attempts, store.map(partial(_read_new_posts, store, errors), attempts), strict=True)
         for attempt in attempts:
@@ -412,10 +412,11 @@ class RemoteExecutor:
             message
             for attempt, posts in read
             for number, post in enumerate(posts, attempt.last_post - len(posts) + 1)
-            for message in self._make_messages(number, post, attempt)
+            for message in self._process_post(number, post, attempt)
         ]
 
-    def _make_messages(self, number: int, post: Post, attempt: _RemoteAttempt) -> list[Message]:
+    def _process_post(self, number: int, post: Post, attempt: _RemoteAttempt) -> list[Message]:
+        """Return the messages of a post; queue the answer to a request that was made before the latest decision."""
         trial = attempt.spec.trial.trial
         messages: list[Message] = [PostArrived(trial, number, post.events)]
         for event in post.events:
@@ -424,33 +425,32 @@ class RemoteExecutor:
                     messages.append(RemoteAttemptStarted(trial))
                 case StepReported(report=report, awaits_decision=True) if attempt.needs_decision_at(report.step):
                     messages.append(DecisionAwaited(trial, report))
-                case StepReported(report=report, awaits_decision=True):  # its request is older than the latest decision
-                    self._queued_replies.append(
-                        attempt.make_reply(report.step, ContinueTraining(decision_step=attempt.milestone))
-                    )
+                case StepReported(report=report, awaits_decision=True):
+                    answer = ContinueTraining(decision_step=attempt.milestone)
+                    self._queued_answers.append(attempt.address_answer(report.step, answer))
                 case _:
                     pass
         return messages
 
-    def _write_queued_replies(self) -> None:
-        self._write_replies(self._queued_replies)
-        self._queued_replies = []
+    def _write_queued_answers(self) -> None:
+        self._write_answers(self._queued_answers)
+        self._queued_answers = []
 
-    def _write_replies(self, replies: Sequence[_Reply]) -> None:
-        """Write replies in parallel, since each takes a round trip; of two replies for a step, write only the first."""
-        first = {reply[:3]: reply for reply in reversed(replies)}
+    def _write_answers(self, answers: Sequence[_AddressedAnswer]) -> None:
+        """Write answers in parallel, since each takes a round trip; of two answers for a step, write only the first."""
+        first = {answer[:3]: answer for answer in reversed(answers)}
 
         def write_all(store: ObjectStore) -> None:
-            for _ in store.map(lambda reply: send_answer(store, *reply), first.values()):
+            for _ in store.map(lambda answer: send_answer(store, *answer), first.values()):
                 pass
 
-        if replies:
+        if answers:
             with_store(self._target, write_all, _SEARCH_TIMEOUT)
 
 
 @contextmanager
 def _collecting_errors(errors: list[StoreUnavailable | StoreRefused]) -> Iterator[None]:
-    """Append an error of the target to `errors` instead of raising it."""
+    """Append an error of the target to `errors`; do not raise it."""
     try:
         yield
     except (StoreUnavailable, StoreRefused) as error:
@@ -460,7 +460,7 @@ def _collecting_errors(errors: list[StoreUnavailable | StoreRefused]) -> Iterato
 def _read_new_posts(
     store: ObjectStore, errors: list[StoreUnavailable | StoreRefused], attempt: _RemoteAttempt
 ) -> Sequence[Post]:
-    """Read the unread posts of an attempt; record the error if one is unreadable."""
+    """Read the unread posts of an attempt; record the error if a post is unreadable."""
     posts: Sequence[Post] = ()
     with _collecting_errors(errors):
         try:

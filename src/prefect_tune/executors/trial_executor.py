@@ -1,4 +1,4 @@
-"""Trial executors: run attempts of trials on this machine or other machines, and return their messages."""
+"""Trial executors: run attempts of trials on this machine or on other machines, and return their messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FINAL_WRITE_TIMEOUT = timedelta(seconds=3)
 
 @dataclass(frozen=True, slots=True)
 class AttemptExited:
-    """An attempt has ended, with the error of its task, if any; the journal records how the trial ended."""
+    """An attempt has ended, with the error of its task, if any. The journal records how the trial ended."""
 
     trial: str
     error: BaseException | None = None
@@ -54,13 +54,13 @@ class PostArrived:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAttemptStarted:
-    """An attempt has started on another machine; it may have missed decisions, and may wait at its milestone."""
+    """An attempt has started on another machine. It may have missed decisions, and may wait at its milestone."""
 
     trial: str
 
 
 class AttemptCancelledError(Exception):
-    """The user has cancelled the flow run of an attempt, which the message names: the trial must stop."""
+    """The user has cancelled the flow run of an attempt: the trial must stop. The message names the flow run."""
 
 
 Message: TypeAlias = TrialMessage | PostArrived | AttemptExited | RemoteAttemptStarted
@@ -78,7 +78,7 @@ def make_attempt_task(tags: tuple[str, ...]) -> _AttemptTask:
 
 @cache
 def make_node_task() -> _NodeTask:
-    """Return the task of another node of an attempt; without tags, so that a limit for them cannot block it."""
+    """Return the task of another node of an attempt. It has no tags, so that no limit of a tag blocks it."""
     return run_node.with_options(retries=0)
 
 
@@ -88,12 +88,10 @@ class TrialExecutor(Protocol):
     @property
     def is_remote(self) -> bool:
         """Whether attempts run on other machines, and post their events to outboxes."""
-        ...
 
     @property
     def is_detached(self) -> bool:
-        """Whether an attempt continues when the search that started it has ended."""
-        ...
+        """Whether an attempt continues when the search that started the attempt has ended."""
 
     def __len__(self) -> int: ...
 
@@ -101,40 +99,33 @@ class TrialExecutor(Protocol):
 
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         """Start the requested attempt of a trial; find it if it already runs on another machine."""
-        ...
 
     def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        """Send a decision to a trial, which waits for it at `step`; unsolicited if `step` is None.
+        """Send a decision to a trial that waits at `step`, or an unsolicited decision if `step` is None.
 
-        It has no effect if the trial has already ended.
+        Do nothing if the trial has already ended.
         """
-        ...
 
     def stop_all(self) -> None:
         """Request every trial to save and end."""
-        ...
 
     def poll_messages(self, timeout: timedelta) -> list[Message]:
-        """Return the messages since the last call; wait up to `timeout` for the first one."""
-        ...
+        """Return the messages since the last call; wait up to `timeout` for the first message."""
 
     def remove_attempt(self, trial: str) -> None:
         """Remove an attempt that has ended, and free its slot."""
-        ...
 
     def reject_events(self) -> None:
-        """Reject all further events of attempts: the search is over, and writes nothing further."""
-        ...
+        """Reject all further events of attempts: the search is over, and writes nothing more."""
 
 
 def stop_and_wait(
     executor: TrialExecutor, grace: timedelta, journal: Callable[[Sequence[EventsSubmitted]], None]
 ) -> None:
-    """Request every trial to save and end, wait up to `grace` plus 3 s, and journal the events that they submit.
+    """Request every trial to save and end; wait up to `grace` plus 3 s, and journal the events that the trials submit.
 
-    `journal` is called with the events since the last call, which may be empty.
-
-    If attempts survive their search, do nothing: the next owner continues them. Raises errors of `stop_all`.
+    `journal` is called with the events since its last call, which may be none. If attempts continue after their search,
+    do nothing: the next owner takes them over. Raises the errors of `stop_all`.
     """
     if executor.is_detached:
         return
@@ -160,32 +151,32 @@ LaunchAttempt: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchChannel, O
 def launch_in_executor(threads: Executor) -> LaunchAttempt:
     """Return a `LaunchAttempt` that runs each attempt's task in one of `threads`."""
 
-    def launch(spec: TrialSpec, request: AttemptRequest, link: SearchChannel, ended: OnAttemptEnd) -> None:
-        threads.submit(copy_context().run, _run_task, make_attempt_task(spec.tags), spec, request, link, ended)
+    def launch(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel, on_end: OnAttemptEnd) -> None:
+        threads.submit(copy_context().run, _run_task, make_attempt_task(spec.tags), spec, request, channel, on_end)
 
     return launch
 
 
-def launch_in_thread(spec: TrialSpec, request: AttemptRequest, link: SearchChannel, ended: OnAttemptEnd) -> None:
+def launch_in_thread(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel, on_end: OnAttemptEnd) -> None:
     """Run an attempt's task, including its task retries, in a thread that does not delay the process's exit."""
     task = run_attempt.with_options(tags=spec.tags) if spec.tags else run_attempt
-    work = (_run_task, task, spec, request, link, ended)
+    work = (_run_task, task, spec, request, channel, on_end)
     threading.Thread(target=copy_context().run, args=work, name="run-trial", daemon=True).start()
 
 
 def _run_task(
-    task: _AttemptTask, spec: TrialSpec, request: AttemptRequest, link: SearchChannel, ended: OnAttemptEnd
+    task: _AttemptTask, spec: TrialSpec, request: AttemptRequest, channel: SearchChannel, on_end: OnAttemptEnd
 ) -> None:
     try:
-        with ending_slot_waits(link.stop):
-            ended(task_error(run_task_to_state(task, spec, request, link)))
+        with ending_slot_waits(channel.stop):
+            on_end(task_error(run_task_to_state(task, spec, request, channel)))
     except BaseException as error:  # noqa: BLE001  the driver handles the error
-        ended(error)
+        on_end(error)
 
 
 def task_error(state: State[Any]) -> BaseException | None:
     """Return the error that an attempt's task raised; None if the task returned a final state."""
-    if state.is_completed() or state.is_cancelled():  # avoids `result`, which needs Prefect's event loop
+    if state.is_completed() or state.is_cancelled():  # do not call `result`, which needs Prefect's event loop
         return None
     result = state.result(raise_on_failure=False)
     return result if isinstance(result, BaseException) and not isinstance(result, TrialFailed) else None
@@ -198,21 +189,16 @@ class LocalExecutor:
     is_detached = False
 
     def __init__(
-        self,
-        pool: TrialProcessPool,
-        environments: Sequence[Mapping[str, str]] = (),
-        *,
-        launch: LaunchAttempt,
+        self, pool: TrialProcessPool, environments: Sequence[Mapping[str, str]] = (), *, launch: LaunchAttempt
     ) -> None:
         """Args: environments: the environment variables of each slot; an attempt takes the lowest free slot."""
-        self._pool = pool
-        self._environments = environments
-        self._launch = launch
+        self._pool, self._environments, self._launch = pool, environments, launch
         self._slots: dict[str, int] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._is_closed = False
         self._guard = threading.Lock()
-        self._awaited_events: dict[str, EventsSubmitted] = {}  # by trial: the events whose entry it waits for
+        self._awaited_events: dict[str, EventsSubmitted] = {}
+        """By trial, the events whose journal entry the trial waits for."""
         self._channels: dict[str, InProcessChannel] = {}
 
     def __len__(self) -> int:
@@ -222,14 +208,13 @@ class LocalExecutor:
         return trial in self._channels
 
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
-        trial = spec.trial.trial
-        link = self._channels[trial] = InProcessChannel(trial, self._on_message, self._pool)
-        if self._environments:  # the lowest free slot: an idle process of that slot has the same devices
-            used_slots = self._slots.values()
+        trial, used_slots = spec.trial.trial, self._slots.values()
+        channel = self._channels[trial] = InProcessChannel(trial, self._on_message, self._pool)
+        if self._environments:  # take the lowest free slot: an idle process of that slot has the same devices
             slot = next(slot for slot in range(len(self._environments)) if slot not in used_slots)
             self._slots[trial] = slot
             request = replace(request, environment={**request.environment, **self._environments[slot]})
-        self._launch(spec, request, link, lambda error: self._inbox.put(AttemptExited(trial, error)))
+        self._launch(spec, request, channel, lambda error: self._inbox.put(AttemptExited(trial, error)))
 
     def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
         del step  # the channel belongs to the waiting attempt
@@ -237,8 +222,8 @@ class LocalExecutor:
             self._channels[trial].send_decision(decision)
 
     def stop_all(self) -> None:
-        for link in self._channels.values():
-            link.stop.set()
+        for channel in self._channels.values():
+            channel.stop.set()
 
     def poll_messages(self, timeout: timedelta) -> list[Message]:
         messages: list[Message] = []
@@ -257,7 +242,7 @@ class LocalExecutor:
     def reject_events(self) -> None:
         with self._guard:
             self._is_closed = True
-            self._refuse_awaited()
+            self._reject_awaited_events()
 
     def _on_message(self, message: Message) -> None:
         self._inbox.put(message)
@@ -265,14 +250,13 @@ class LocalExecutor:
             if isinstance(message, EventsSubmitted) and message.is_awaited:
                 self._awaited_events[message.trial] = message
             if self._is_closed:
-                self._refuse_awaited()
+                self._reject_awaited_events()
 
-    def _refuse_awaited(self) -> None:
+    def _reject_awaited_events(self) -> None:
         for submitted in self._awaited_events.values():
             if not submitted.entry_written.done():
-                submitted.entry_written.set_exception(
-                    CommitUnknown("the search has ended: further events are not journaled")
-                )
+                error = CommitUnknown("the search has ended: further events are not journaled")
+                submitted.entry_written.set_exception(error)
 
 
 # Slots: how many trials train in parallel, and the resources of each.
@@ -284,7 +268,7 @@ class Slots:
 
     count: int
     environments: Sequence[Mapping[str, str]] = ()
-    """The environment variables of each slot, such as its GPUs; empty if trials only inherit this process's."""
+    """The environment variables of each slot, such as its GPUs; empty if trials use only those of this process."""
     cpu_count: int | None = None
     """The number of processors that all slots share; None if unknown."""
 
@@ -297,8 +281,8 @@ def make_remote_slots(plan: SearchPlan) -> Slots:
 def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
 
-    Without `resources_per_trial` there is one slot per CPU, or as many as the limits allow. Trials that train at the
-    same time share the CPUs: as many trials as there are slots, or all trials of the search if these are fewer.
+    Without `resources_per_trial` the number of slots is the number of CPUs, or the smallest limit. The trials that
+    train at the same time share the CPUs: one trial per slot, or all trials of the search if there are fewer.
 
     Args:
         plan: the plan, which may limit the number of slots.
@@ -311,24 +295,24 @@ def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     cpu_count, needed, is_thread = available_cpu_count(), plan.resources, plan.isolation == "thread"
     if needed is None:
         count = max_slots or max(1, cpu_count // process_count_on(plan.processes_per_trial, 1))
-        trial_count = None if plan.samples_per_run else plan.trial_count  # then only the journal knows the total
+        trial_count = None if plan.samples_per_run else plan.trial_count  # with samples, only the journal has the total
         share = max(1, cpu_count // min(count, trial_count or count))
         has_all = share >= (os.cpu_count() or 1) and plan.processes_per_trial == 1
         gpu_count = 0 if isinstance(plan.processes_per_trial, int) else len(list_gpus(os.environ)) // count
-        environments = [] if has_all or is_thread else [_slot_variables(plan, share, gpu_count)] * count
+        environments = [] if has_all or is_thread else [_make_slot_variables(plan, share, gpu_count)] * count
         return Slots(count, environments, cpu_count)
     if needed.gpu and is_thread:
         raise InvalidInput("resources_per_trial: with isolation='thread' all trials share the GPUs of this process")
     slots = divide_into_slots(get_local_machine(plan.resources_total), needed, max_slots)
     environments = [
-        {**_slot_variables(plan, needed.cpu, len(gpus)), **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
+        _make_slot_variables(plan, needed.cpu, len(gpus)) | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
         for gpus in slots
     ]
     return Slots(len(slots), [] if is_thread else environments, cpu_count)
 
 
 def get_local_machine(total: Mapping[str, float] | None = None) -> Machine:
-    """Return the processors and GPUs that this process may use; `total` overrides their numbers."""
+    """Return the processors and GPUs that this process may use; `total` overrides the numbers."""
     machine = Machine(cpu_count=available_cpu_count(), gpus=list_gpus(os.environ))
     if total is None:
         return machine
@@ -340,11 +324,11 @@ def get_local_machine(total: Mapping[str, float] | None = None) -> Machine:
     return Machine(int(total.get("cpu", machine.cpu_count)), (machine.gpus + additional)[:gpu_count])
 
 
-def _slot_variables(plan: SearchPlan, cpu_count: float, gpu_count: int) -> Mapping[str, str]:
+def _make_slot_variables(plan: SearchPlan, cpu_count: float, gpu_count: int) -> dict[str, str]:
     """Return the variables of a slot: the number of its processes, and the threads of their numeric libraries.
 
-    By default such a library uses all CPUs of the machine. If the threads of several trials outnumber the CPUs, they
-    take twice the CPU time, because of busy waiting.
+    By default such a library uses all CPUs of the machine. If the threads of several trials outnumber the CPUs, busy
+    waiting doubles the CPU time.
     """
     processes = process_count_on(plan.processes_per_trial, gpu_count or int(cpu_count))
     variables = {} if isinstance(plan.processes_per_trial, int) else {PROCESSES_VARIABLE: str(processes)}

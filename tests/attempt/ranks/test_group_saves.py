@@ -181,7 +181,7 @@ def test_a_rank_that_waits_for_rank_0_although_it_has_ended_is_named_with_its_st
     metrics = GroupMetrics(3)
     for rank in (1, 0, 2):
         metrics.add_metrics(rank, rank_metrics(4, 1.0))
-    metrics.record_directed_step(4)
+    metrics.record_commanded_step(4)
     assert not metrics.surplus_report_reason()
     metrics.add_metrics(1, rank_metrics(5, 1.0).model_copy(update={"returned": True}))
     assert not metrics.surplus_report_reason(), "it ends too"

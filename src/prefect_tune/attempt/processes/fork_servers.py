@@ -4,9 +4,9 @@
            │                                   └─► unsafe to fork: the reason is logged once, the template ends
            └──► a process that imports the trainable itself: `reuse="never"`, no template, or `stop` during the import
 
-Templates and trials each have a subreaper (`prefect_tune.runtime.processes.fork_server`). Linux only.
-Never: a fork of an import that is unsafe to fork, or after a fork of it has hung; a wait for an import after `stop` or
-longer than 10 minutes; a template that outlives the pool, except for the trials that it has forked.
+Each template and each trial has a subreaper (`prefect_tune.runtime.processes.fork_server`). Linux only.
+Never: a fork of an import that is unsafe to fork, or of which a fork has hung; a wait for an import after `stop` or for
+more than 10 minutes; a template that outlives the pool, unless trials that it has forked still run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from prefect_tune.terminal.live_display import NOTICE
 
 _FORK_TIMEOUT = timedelta(seconds=30)  # a fork takes milliseconds even on a busy machine
 _SEND_TIMEOUT = timedelta(seconds=60)
-"""The time after which a send to a process that does not read is given up: the process hangs, or is stopped."""
+"""The time after which a send fails because the process does not read: the process hangs, or is stopped."""
 _IMPORT_TIMEOUT = timedelta(minutes=10)  # long enough for PyTorch from a cold network disk
 _NO_WAIT = timedelta(0)
 _EXIT_TIMEOUT = timedelta(seconds=5)
@@ -66,7 +66,8 @@ class ProcessKey:
 
     @classmethod
     def for_trial(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
-        """Return the key of a trial with this environment; a worker's scheduler may change devices between trials."""
+        """Return the key of a trial with these variables and the present read-once variables of this process."""
+        # A worker's scheduler may change the devices in `os.environ` between trials.
         inherited = {name: os.environ[name] for name in READ_ONCE_VARIABLES if name in os.environ}
         return cls(trainable, import_path, frozenset({**inherited, **environment}.items()))
 
@@ -82,12 +83,12 @@ class ProcessKey:
 def make_process_environment(temporary: Path, environment: Mapping[str, str]) -> ProcessEnvironment:
     """Return the environment of a process: these variables, a temporary directory, this process's working directory."""
 
-    def to_latin(text: str) -> str:  # a character per byte: a variable or a path may not be UTF-8
+    def to_latin(text: str) -> str:  # one character per byte: a variable or a path may not be UTF-8
         return os.fsencode(text).decode("latin-1")
 
     variables = {**interpreter_environment(environment), "TMPDIR": str(temporary)}
-    directory = ""  # if the directory was removed; a fork inherits it anyway
-    with suppress(FileNotFoundError):
+    directory = ""
+    with suppress(FileNotFoundError):  # the directory was removed; a fork inherits it anyway
         directory = os.getcwd()  # noqa: PTH109 - text is needed, not a Path
     return ProcessEnvironment(
         environment={to_latin(name): to_latin(value) for name, value in variables.items()},
@@ -96,15 +97,10 @@ def make_process_environment(temporary: Path, environment: Mapping[str, str]) ->
 
 
 class ForkedProcess(SupervisedProcess):
-    """A forked process under its subreaper. All its descendants end with it."""
+    """A forked process with its subreaper. All its descendants end with it."""
 
     def __init__(
-        self,
-        subreaper: int,
-        status: socket.socket,
-        output: int,
-        connection: Connection | None,
-        resources: ExitStack,
+        self, subreaper: int, status: socket.socket, output: int, connection: Connection | None, resources: ExitStack
     ) -> None:
         super().__init__(output, connection, resources)
         self._subreaper, self._status = subreaper, status
@@ -114,7 +110,7 @@ class ForkedProcess(SupervisedProcess):
     def fork(
         control: socket.socket, request: bytes = FORK_REQUEST, channel: socket.socket | None = None
     ) -> ForkedProcess | None:
-        """Request a process from the fork server or template behind `control`; return None if that process is gone.
+        """Request a process from the fork server or template at `control`; return None if that server is gone.
 
         A new template gets `channel`; a trial gets a new channel.
 
@@ -135,8 +131,7 @@ class ForkedProcess(SupervisedProcess):
                     output, their_output = os.pipe()
                     undo.callback(os.close, output)
                     with suppress(OSError):  # if the server is gone, `status` reads as end of file
-                        descriptors = [channel.fileno(), their_output, their_status.fileno()]
-                        socket.send_fds(control, [request], descriptors)
+                        socket.send_fds(control, [request], [channel.fileno(), their_output, their_status.fileno()])
                     os.close(their_output)
             message = read_fork_message(status, _FORK_TIMEOUT)
             match (message if message is not None else "no answer yet").split(maxsplit=1):
@@ -154,8 +149,7 @@ class ForkedProcess(SupervisedProcess):
     def _kill(self) -> int:
         with suppress(OSError):  # the process may have just ended
             self._status.shutdown(socket.SHUT_WR)
-        code = self._wait_for_end(_EXIT_TIMEOUT)
-        if code is None:
+        if (code := self._wait_for_end(_EXIT_TIMEOUT)) is None:
             # The pid is not reused: the subreaper still holds the other side of `status`.
             os.kill(self._subreaper, signal.SIGKILL)
             code = self._code = -signal.SIGKILL
@@ -163,7 +157,7 @@ class ForkedProcess(SupervisedProcess):
 
     def _wait_for_end(self, timeout: timedelta | None) -> int | None:
         if self._code is None and (message := read_fork_message(self._status, timeout)) is not None:
-            # `ended <wait status>`; empty if the subreaper was killed, which kills the process too.
+            # `ended <wait status>`; empty if the subreaper was killed: then the process is killed too.
             self._code = os.waitstatus_to_exitcode(int(message.split()[1])) if message else -signal.SIGKILL
         return self._code
 
@@ -182,7 +176,7 @@ class ForkServer:
     """A running fork server (`prefect_tune.runtime.processes.fork_server`), which ends with this process."""
 
     def __init__(self) -> None:
-        """Start the fork server without waiting; requests queue until it is ready."""
+        """Start the fork server without waiting; requests queue until the server is ready."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.settimeout(_FORK_TIMEOUT.total_seconds())
         self._has_requests = False
@@ -204,7 +198,7 @@ class ForkServer:
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
         """End the fork server: it exits after its forked processes, or is killed after `timeout` (None: never)."""
         if not self._has_requests:
-            self._process.kill()  # it may still be importing
+            self._process.kill()  # the server may still be importing
         self.control.close()
         try:
             self._process.wait(None if timeout is None else timeout.total_seconds())
@@ -214,31 +208,32 @@ class ForkServer:
 
 
 class Template:
-    """A process that imports a trainable and then forks its trials. It runs under a subreaper, like a trial.
+    """A process that imports a trainable and then forks its trials. It has a subreaper, like a trial.
 
-    All processes that the import starts end with it. If unsafe to fork, it ends before `wait_until_ready` returns True.
+    All processes that the import starts end with the template. A template that is unsafe to fork ends before
+    `wait_for_import` returns True.
     """
 
     def __init__(self, server: ForkServer, key: ProcessKey, log: Log) -> None:
         self.server = server
         self.process: ForkedProcess | None = None
-        """None if the fork server was gone. Valid when the template is ready."""
+        """None if the fork server was gone. Valid after the import has ended."""
         self.unsafe_reason: str | None = None
-        """The reason why trials cannot be forked from it; None if they can. Valid when the template is ready."""
+        """Why trials cannot be forked from the template; None if they can. Valid after the import has ended."""
         self._key = key
         self._control, self._their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_FORK_TIMEOUT.total_seconds())
         self._output = TrialOutput(log)
         self._wait_log = WaitLog(log, f"importing {key}")
-        self._ready, self._ending = threading.Event(), threading.Event()
-        threading.Thread(target=copy_context().run, args=(self._import,), name="template", daemon=True).start()
+        self._imported, self._ending = threading.Event(), threading.Event()
+        threading.Thread(target=copy_context().run, args=(self._run_import,), name="template", daemon=True).start()
 
-    def wait_until_ready(self, timeout: timedelta) -> bool:
+    def wait_for_import(self, timeout: timedelta) -> bool:
         """Wait up to `timeout`; return whether the import has ended, with or without success."""
-        return self._ready.wait(timeout.total_seconds())
+        return self._imported.wait(timeout.total_seconds())
 
     def fork(self) -> ForkedProcess | None:
-        """Return a trial's process. Requires that the template is ready and `unsafe_reason` is None."""
+        """Return a trial's process. Call this only after the import has ended, and if `unsafe_reason` is None."""
         return ForkedProcess.fork(self._control)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
@@ -247,28 +242,29 @@ class Template:
         A template that still imports is killed immediately.
         """
         self._ending.set()  # ends the wait for a running import
-        self._ready.wait()
+        self._imported.wait()
         self._control.close()
         if self.process is not None:
             self.process.end(timeout)
             self._output.stop()
 
-    def _import(self) -> None:
+    def _run_import(self) -> None:
         try:
             with self._their_control:
                 self.process = self.server.fork(IMPORT_REQUEST, self._their_control)
             self.unsafe_reason = "its process could not be forked"
             if self.process is not None:
-                self.unsafe_reason = self._wait_for_import(self.process)
-        except Exception as error:  # noqa: BLE001 - else threads that wait for `ready` never end
+                self.unsafe_reason = self._import_in(self.process)
+        except Exception as error:  # noqa: BLE001 - without this, threads in `wait_for_import` never end
             self.unsafe_reason = f"its import could not be observed: {type(error).__name__}: {error}"
         finally:
             if self.unsafe_reason is not None and self.process is not None:
                 self.process.end(_NO_WAIT)
                 self._output.stop()
-            self._ready.set()
+            self._imported.set()
 
-    def _wait_for_import(self, process: ForkedProcess) -> str | None:
+    def _import_in(self, process: ForkedProcess) -> str | None:
+        """Import the trainable in `process`; return why trials cannot be forked from it, None if they can."""
         self._output.start(process.output)  # until the process ends: output of fork handlers must not fill the pipe
         request = ImportRequest(
             trainable=self._key.trainable,
@@ -284,8 +280,7 @@ class Template:
                 socket.send_fds(self._control, [IMPORT_REQUEST], [file.fileno()])
         deadline = Deadline.after(_IMPORT_TIMEOUT)
         while not self._ending.is_set():
-            message = read_fork_message(self._control, _POLL_INTERVAL)
-            if message:
+            if message := read_fork_message(self._control, _POLL_INTERVAL):
                 return None if message == TEMPLATE_READY else message
             if message is not None or not process.is_alive():
                 return "its import ended the process"
@@ -299,12 +294,12 @@ _ForkSource: TypeAlias = ForkServer | Template
 
 
 def _end_in_background(source: _ForkSource) -> None:
-    """End a source without waiting: it exits after the last process that it forked."""
+    """End `source` in a thread: it exits after the last process that it has forked."""
     threading.Thread(target=source.end, args=(None,), name="fork-server", daemon=True).start()
 
 
 class ForkServers:
-    """The fork server of a pool, and a template for each key if `reuse` shares imports by forks. Thread-safe."""
+    """The fork server of a pool, and a template for each key if `reuse` shares imports through forks. Thread-safe."""
 
     def __init__(self, reuse: Reuse) -> None:
         self._has_templates = reuse == "auto"
@@ -315,9 +310,9 @@ class ForkServers:
         self._closed = False
 
     def start_fork_source(self, key: ProcessKey, log: Log, slots: int = 1) -> _ForkSource:
-        """Start the template or fork server of trials with this key if it does not run, without waiting; return it.
+        """Return the template or the fork server for trials with this key; start it, without waiting, if needed.
 
-        Beyond the number that trials in `slots` slots may need, the least recently used templates are ended.
+        If there are more templates than trials in `slots` slots may need, end the least recently used templates.
 
         Raises:
             RuntimeError: `close` was called.
@@ -334,7 +329,8 @@ class ForkServers:
     def fork(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> ForkedProcess:
         """Return a new process: a fork of the template after its import, or a process without the import.
 
-        The latter if the import cannot be shared, which is logged once, or if `stop` is set during the import.
+        The process has no import if `stop` is set during the import, or if the import cannot be shared. The latter is
+        logged once.
 
         Raises:
             OSError: no process could be forked.
@@ -344,7 +340,7 @@ class ForkServers:
             try:
                 process = source.fork()
             except OSError as error:  # such as a running thread, or a limit that the import has lowered
-                if isinstance(error, TimeoutError):  # a fork handler hangs, or the server is stopped
+                if isinstance(error, TimeoutError):  # a fork handler hangs, or the server hangs
                     self._discard(source)
                 elif isinstance(source, ForkServer):
                     raise
@@ -357,7 +353,7 @@ class ForkServers:
         raise OSError(f"cannot fork a trial's process: {_MAX_TRIES} consecutive fork servers did not respond")
 
     def stop_forking(self, key: ProcessKey, reason: str, log: Log) -> None:
-        """Fork no more trials of this key after its import, and log the reason once. Running trials continue."""
+        """Fork no more trials with this key from a template; log the reason once. Running trials continue."""
         with self._guard:
             if not self._has_templates or key in self._unsafe:
                 return
@@ -381,20 +377,20 @@ class ForkServers:
         source = self.start_fork_source(key, log, slots)
         if isinstance(source, ForkServer):
             return source
-        while not source.wait_until_ready(_POLL_INTERVAL):
+        while not source.wait_for_import(_POLL_INTERVAL):
             if stop.is_set():
                 return self._get_server()
         if source.unsafe_reason is None:
             return source
         if source.process is not None:
             self.stop_forking(key, source.unsafe_reason, log)
-        else:  # its fork server is gone: a new one may work
+        else:  # its fork server is gone: a new fork server may work
             self._discard(source)
             self._discard(source.server)
         return self._get_server()
 
     def _get_server(self) -> ForkServer:
-        """Return the fork server, which imports no trainable; start it if it does not run."""
+        """Return the fork server; start it if it does not run."""
         with self._guard:
             if self._closed:
                 raise RuntimeError("the pool of trial processes is closed")
@@ -402,7 +398,7 @@ class ForkServers:
             return self._server
 
     def _discard(self, source: _ForkSource) -> None:
-        """Remove and kill a source that is gone or stopped; its forked processes continue.
+        """Remove and kill a source that is gone or hangs; its forked processes continue.
 
         If the source is already removed, do nothing: another thread ends it.
         """
@@ -410,7 +406,7 @@ class ForkServers:
             keys = [key for key, template in self._templates.items() if template is source]
             for key in keys:
                 del self._templates[key]
-            is_server = source is self._server
-            self._server = None if is_server else self._server
+            if is_server := source is self._server:
+                self._server = None
         if keys or is_server:
             source.end(_NO_WAIT)

@@ -1,4 +1,4 @@
-"""The processes of one attempt: their environment, the channel to each process, and the group of all ranks.
+"""The processes of one attempt: their environment, the channel to each process, and the group of all channels.
 
 a single process          channel of rank 0
 processes_per_trial=N     channels of ranks 0 to N-1, each a process of the pool
@@ -54,9 +54,9 @@ _TERM_TIMEOUT = timedelta(seconds=0.5)
 _GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
-# The environment variables of a trial's process. The executors set the variables of a slot; `runtime` sets those for
-# child processes of a trial. `AttemptRequest.environment` must not contain values that differ for each trial:
-# otherwise no two trials could share an import.
+# The environment variables of a trial's process. The executors set the variables of a slot; `runtime` sets the
+# variables of a trial's child processes. No value in `AttemptRequest.environment` may differ for each trial: otherwise
+# no two trials could share an import.
 
 # Libraries read these variables once: on import, or when they first compute. So a process serves only trials with the
 # same values.
@@ -93,12 +93,9 @@ def interpreter_flags() -> list[str]:
 
 
 def trial_program_command(module: str, descriptor: int) -> list[str]:
-    """Return the command that starts `module` for trials.
-
-    Its arguments are the descriptor, the pid of this process, then the `sys.argv` for the trials.
-    """
+    """Return the command that starts `module`; its arguments: the descriptor, this pid, the `sys.argv` of trials."""
     program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
-    arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # their options are not for trials
+    arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # without the options of a CLI
     flags = [*interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
     return [sys.executable, *flags, "-m", module, str(descriptor), str(os.getpid()), *arguments]
 
@@ -117,28 +114,24 @@ class ProcessHandle(Protocol):
 
     def end(self) -> ProcessEnd:
         """End it immediately, and return how it ended."""
-        ...
 
 
 class TrialChannel:
-    """The connection to a running attempt. Call `receive` from one thread, `send` from any."""
+    """The connection to a running attempt. Call `receive` from one thread, `send` from any thread."""
 
     def __init__(self, connection: Connection, process: ProcessHandle, output: TrialOutput | None = None) -> None:
-        """Args: output: the output of its process. Default: None, it is logged elsewhere."""
-        self.connection, self._output = connection, output
+        """Args: output: the output of the process; None if the output is logged elsewhere."""
+        self.connection, self._process, self._output = connection, process, output
         """The connection: it is readable when a message arrives."""
         self._reader = _make_reader(connection)
-        self._process = process
         self._sending = threading.Lock()
         self.has_started = False
         """Whether the process runs the trainable's code: its import, its setup or its training."""
 
     def switch_process(self, connection: Connection, process: ProcessHandle, output: TrialOutput) -> None:
-        """Switch to another process."""
         with self._sending:
             self.connection, self._reader, self._process = connection, _make_reader(connection), process
-            self._output = output
-            self.has_started = False
+            self._output, self.has_started = output, False
 
     def send(self, message: ToTrial) -> None:
         """Send a message. If the trial is gone, the message is dropped, and `receive` raises."""
@@ -150,21 +143,19 @@ class TrialChannel:
 
         Raises:
             EOFError: the trial is gone, and all its messages have been received.
-            MalformedMessage: its process or a child process wrote invalid bytes; nothing more can be read.
+            MalformedMessage: the trial's process or a child process wrote invalid bytes; nothing more can be read.
         """
         try:
             message = self._reader.read(timeout)
-            if message is None and not self._process.is_alive():
-                # A child process may hold the socket open, so also check that the trial's process is alive.
-                message = self._reader.read(_NO_WAIT)
-                if message is None:
-                    raise EOFError("the trial is gone")
+            # A child process may hold the socket open, so also check that the trial's process is alive.
+            if message is None and not self._process.is_alive() and (message := self._reader.read(_NO_WAIT)) is None:
+                raise EOFError("the trial is gone")
         except OSError as error:  # the process was killed in the middle of a message
             raise EOFError("the trial is gone") from error
         except MalformedMessage as error:
             raise MalformedMessage(
                 f"the channel of the trial's process: {error}. Only that process and its children can write there: "
-                "look for code that writes to a file descriptor that it did not open (os.write, os.fdopen)"
+                "look for code that writes to a file descriptor that this code did not open (os.write, os.fdopen)"
             ) from None
         if isinstance(message, StartReceived):
             self.has_started = True
@@ -172,7 +163,7 @@ class TrialChannel:
         return message
 
     def end(self) -> ProcessEnd:
-        """End the trial and its descendants; return how its process ended."""
+        """End the trial's process and its descendants; return how the process ended."""
         return self._process.end()
 
     def last_output(self) -> str:
@@ -196,23 +187,17 @@ def trial_in_thread(start: Start, _log: Log) -> Iterator[TrialChannel]:
         with their_connection:
             serve_one_attempt(their_connection)
 
-    thread = threading.Thread(target=run_training, name=f"trial-{start.trial}", daemon=True)
+    thread = _TrialThread(target=run_training, name=f"trial-{start.trial}", daemon=True)
     with Connection(ours.detach()) as connection:
-        channel = TrialChannel(connection, _TrialThread(thread))
-        thread.start()  # first, since the send of a long start message blocks until the thread reads it
+        channel = TrialChannel(connection, thread)
+        thread.start()  # before the send: the send of a long start message blocks until the thread reads it
         channel.send(start)
         yield channel
 
 
-class _TrialThread:
-    def __init__(self, thread: threading.Thread) -> None:
-        self._thread = thread
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
+class _TrialThread(threading.Thread):
     def end(self) -> ProcessEnd:
-        self._thread.join(_EXIT_TIMEOUT.total_seconds())
+        self.join(_EXIT_TIMEOUT.total_seconds())
         return ProcessEnd(reason=make_reason("thread-runs" if self.is_alive() else "thread-ended"))
 
 
@@ -220,9 +205,9 @@ class SupervisedProcess(ABC):
     """A process for trials, controlled by this process."""
 
     def __init__(self, output: int, connection: Connection | None, resources: ExitStack) -> None:
-        """Args: resources: closed when the process has stopped."""
+        """Args: resources: `stop` closes them."""
         self.output = output
-        """The descriptor of the pipe that carries its stdout and stderr."""
+        """The descriptor of the pipe that carries the stdout and stderr of the process."""
         self._connection, self._resources = connection, resources
         self.was_killed = False
         """Whether `stop` killed it because it did not exit in time."""
@@ -236,7 +221,7 @@ class SupervisedProcess(ABC):
         return self._connection
 
     def make_temporary_directory(self) -> Path:
-        """Return a new empty directory. Earlier ones stay until the process ends, which may still use them."""
+        """Return a new empty directory. Earlier directories stay until `end`: the process may still use them."""
         return self._temporary_files.enter_context(ScratchDirectory())
 
     def is_alive(self) -> bool:
@@ -245,8 +230,8 @@ class SupervisedProcess(ABC):
     def stop(self, timeout: timedelta | None) -> int:
         """Wait up to `timeout` (None: no limit) for the exit, then kill the process and its descendants.
 
-        Returns the exit code; a negative code is the negated number of the signal that killed the process. Its
-        temporary files stay: a save may still read them.
+        Return the exit code; a negative code is the negated number of the signal that killed the process. The temporary
+        files of the process stay: a save may still read them.
         """
         if (code := self._wait_for_end(timeout)) is None:
             self.was_killed = True
@@ -272,11 +257,10 @@ class SupervisedProcess(ABC):
 class SpawnedProcess(SupervisedProcess):
     """A process that is not forked but started in a new session, on systems other than Linux.
 
-    It ends with its supervisor, and all processes of its process group end with it; other descendants continue.
+    The process ends with its supervisor. All processes of its process group end with it; other descendants continue.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start the process with these variables."""
         with ExitStack() as undo:
             ours, theirs = socket.socketpair()
             connection = undo.enter_context(Connection(ours.detach()))
@@ -303,10 +287,10 @@ class SpawnedProcess(SupervisedProcess):
     def _kill(self) -> int:
         self._child.kill()
         code = self._wait_for_end(_EXIT_TIMEOUT)
-        return -signal.SIGKILL if code is None else code  # an uninterruptible system call delays its end
+        return -signal.SIGKILL if code is None else code  # None: an uninterruptible system call delays the exit
 
     def _end_process_group(self) -> None:
-        """End its process group: SIGTERM immediately, SIGKILL after 0.5 s, like a subreaper."""
+        """Send SIGTERM to the process group, then SIGKILL after 0.5 s, like a subreaper."""
         deadline = Deadline.after(_TERM_TIMEOUT)
         with suppress(ProcessLookupError, PermissionError):  # the group is empty; on macOS, it has only zombies
             os.killpg(self._child.pid, signal.SIGTERM)
@@ -317,7 +301,7 @@ class SpawnedProcess(SupervisedProcess):
 
 
 CRASH_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"})
-"""The signals that the trainable or its libraries cause, unlike SIGKILL, which comes from outside."""
+"""The signals that the trainable or its libraries cause; SIGKILL comes from outside."""
 
 
 def make_process_end(code: int, output: str) -> ProcessEnd:
@@ -331,7 +315,7 @@ def make_process_end(code: int, output: str) -> ProcessEnd:
 # The channels of an attempt, by rank.
 
 LAUNCHER: Final = -1
-"""The pseudo-rank of the trial's own process, whose launcher has started the ranks."""
+"""The pseudo-rank of the trial's own process if its launcher has started the ranks."""
 _MessageSource: TypeAlias = "Connection | socket.socket"
 # Below the kernel's ephemeral ports, so that no client takes the port before rank 0 binds it.
 _PORTS = range(20_000, 32_000)
@@ -348,7 +332,7 @@ class RankLostError(Exception):
 
 
 class RankGroup:
-    """The channels to the processes of an attempt. Call `receive` from one thread, `send` from any."""
+    """The channels to the processes of an attempt. Call `receive` from one thread, the `send_` methods from any."""
 
     def __init__(
         self,
@@ -357,24 +341,21 @@ class RankGroup:
         node_count: int = 1,
         local_rank_count: float = math.inf,
     ) -> None:
-        self.node_count = node_count
-        self._ranks_here = local_rank_count
+        self.node_count, self._local_rank_count, self._joins = node_count, local_rank_count, joins
         self._channels = dict(enumerate(channels))
         self._open_channels = dict(self._channels)
-        self._joins = joins
         self.has_launcher_rank_0 = False
         """Whether the trial's own process is rank 0, and its launcher has started the other ranks."""
         self._pids: dict[int, int] = {}
         """The pids of the ranks that have joined."""
         self.self_exited_ranks: set[int] = set()
-        """The ranks that had exited before their launcher could kill them after the failure of another rank."""
+        """The ranks that exited before their launcher could kill them after the failure of another rank."""
         self._outboxes: dict[int, _Outbox] = {}
         self._outputs: dict[int, str] = {}
-        """The last output of ranks on other nodes whose processes have exited."""
+        """The last output of each rank on another node whose process has exited."""
         self._turn = 0
         self._messages_for_joiners: list[ToTrial] = []
         self.world_size = len(channels)
-        """The number of ranks."""
 
     @property
     def has_launcher(self) -> bool:
@@ -382,15 +363,15 @@ class RankGroup:
         return LAUNCHER in self._channels
 
     def is_local(self, rank: int) -> bool:
-        """Whether the process of a rank is on this machine, like the first ranks and the ranks of a launcher."""
-        return rank < self._ranks_here
+        """Return whether the process of a rank is on this machine, like the first ranks and the ranks of a launcher."""
+        return rank < self._local_rank_count
 
     @property
     def open_ranks(self) -> frozenset[int]:
         """The ranks that may still send messages, including `LAUNCHER`."""
         return frozenset(self._open_channels)
 
-    def send(self, message: ToTrial) -> None:
+    def send_to_rank_0(self, message: ToTrial) -> None:
         """Send a message to rank 0; the message is dropped if the rank is gone."""
         self._channels[0 if 0 in self._channels else LAUNCHER].send(message)
 
@@ -410,7 +391,7 @@ class RankGroup:
         """Return the next message with its rank; None after `timeout`. A `RankJoined` is already answered.
 
         Raises:
-            RankLostError: a rank is gone, and all its messages have been received; or it wrote invalid bytes.
+            RankLostError: a rank is gone, and all its messages have been received; or the rank wrote invalid bytes.
         """
         sources = {channel.connection: rank for rank, channel in self._open_channels.items()}
         joining = [] if self._joins is None else self._joins.sources
@@ -421,7 +402,7 @@ class RankGroup:
             return self._add_joined_rank(*arrived, self._joins.start)
         self._turn += 1  # round-robin, so that one rank cannot block the others
         ranks = [sources[source] for source in ready if source in sources] if ready else [*self._open_channels]
-        # A launcher fails after the rank that caused its failure: so receive its messages last.
+        # A launcher fails after the rank that caused the failure, so receive the launcher's messages last.
         for rank in sorted(ranks, key=lambda rank: (rank == LAUNCHER, (rank - self._turn) % self.world_size)):
             try:
                 message = self._open_channels[rank].receive(_NO_WAIT)
@@ -433,7 +414,7 @@ class RankGroup:
                 return 0, message
             if isinstance(message, TrialEnded) and message.raised and self.has_launcher:
                 exited = {key for key in self._open_channels if key in self._pids and not command_of(self._pids[key])}
-                if command_of(self._pids.get(rank, 0)):  # it still runs, so its launcher has not killed the others
+                if command_of(self._pids.get(rank, 0)):  # `rank` still runs, so the launcher has not killed the others
                     self.self_exited_ranks |= exited
             if message is not None:
                 return rank, message
@@ -451,7 +432,7 @@ class RankGroup:
         self.world_size, self.has_launcher_rank_0 = join.rank.world_size, True
 
     def _get_outbox(self, rank: int) -> _Outbox:
-        """Return the queue of messages to a rank; senders do not wait, even if the rank does not read for long."""
+        """Return the queue of messages to a rank; senders do not wait, even for a rank that does not read."""
         return self._outboxes.setdefault(rank, _Outbox(self._channels[rank]))
 
     def _add_joined_rank(self, join: RankJoined, connection: Connection, start: Start) -> tuple[int, RankJoined] | None:
@@ -463,9 +444,8 @@ class RankGroup:
             self.world_size = rank.world_size
         elif rank.rank in self._channels or rank.world_size != self.world_size:
             conflict = "that rank" if rank.world_size == self.world_size else f"{self.world_size} ranks"
-            channel.send(
-                JoinRejected(reason=f"rank {rank.rank} of {rank.world_size}: this trial already has {conflict}")
-            )
+            reason = f"rank {rank.rank} of {rank.world_size}: this trial already has {conflict}"
+            channel.send(JoinRejected(reason=reason))
             return None
         self._channels[rank.rank] = self._open_channels[rank.rank] = channel
         self._pids[rank.rank] = join.pid
@@ -474,7 +454,6 @@ class RankGroup:
         return rank.rank, join
 
     def stop_receiving(self, rank: int) -> None:
-        """Stop receiving from a rank, which has sent its end."""
         self._open_channels.pop(rank, None)
 
     def end_rank(self, rank: int = 0) -> ProcessEnd:
@@ -485,16 +464,13 @@ class RankGroup:
         return end
 
     def end_all_ranks(self) -> None:
-        """End the processes of all ranks."""
         for channel in self._channels.values():
             channel.end()
 
     def last_output(self) -> str:
-        """Return the last lines that the processes have printed; of several processes, with their ranks."""
-        outputs: dict[int, str] = {}
-        for rank, channel in self._channels.items():
-            if output := channel.last_output() or self._outputs.get(rank, ""):
-                outputs[rank] = output
+        """Return the last lines that the processes have printed; if several have printed, with their ranks."""
+        lines = {rank: channel.last_output() or self._outputs.get(rank) for rank, channel in self._channels.items()}
+        outputs = {rank: output for rank, output in lines.items() if output}
         named = (output if len(outputs) == 1 else f"rank {rank}:\n{output}" for rank, output in outputs.items())
         return make_storable("\n".join(named))
 
@@ -523,23 +499,23 @@ class _Outbox:
 
 
 class _JoinedRank:
-    """The process of a rank that a launcher has started; it ends with the trial's own process."""
+    """The process of a rank that a launcher has started. The process ends with the trial's own process."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
     def is_alive(self) -> bool:
-        return True  # the end of its connection shows that it is gone
+        return True  # the end of its connection shows when the process is gone
 
     def end(self) -> ProcessEnd:
         return ProcessEnd(reason=make_reason("rank-vanished", process=self._pid))
 
 
 class _JoinSocket:
-    """The socket on which ranks join that a launcher in the trial has started."""
+    """The socket through which the ranks of a launcher in the trial join the attempt."""
 
     start: Start
-    """The start message of the trial's own process; a rank gets it with its rank."""
+    """The start message of the trial's own process; each rank gets a copy with its rank."""
 
     def __init__(self, directory: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -554,7 +530,7 @@ class _JoinSocket:
         return [self.socket, *self._arriving]
 
     def accept_join(self, ready: Collection[object]) -> tuple[RankJoined, Connection] | None:
-        """Accept new connections; return the next `RankJoined`, with its connection. None if there is none."""
+        """Accept a new connection; return the next `RankJoined` with its connection, None if no rank has joined."""
         if self.socket in ready:
             connection = Connection(self.socket.accept()[0].detach())
             self._arriving[connection] = MessageReader(connection, from_trial_adapter, limit_bytes=_JOIN_BYTES)
@@ -572,7 +548,6 @@ class _JoinSocket:
         return None
 
     def close(self) -> None:
-        """Close the socket and the connections of all ranks."""
         self.socket.close()
         for connection in (*self._arriving, *self._joined):
             connection.close()
@@ -580,9 +555,10 @@ class _JoinSocket:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which ranks this node has: each node has the same number of processes."""
+    """The ranks of this node. Each node has the same number of processes."""
 
     processes: int = 1
+    """The number of processes per node."""
     node_count: int = 1
     node: int = 0
     """The index of this node among the participating nodes."""
@@ -596,7 +572,6 @@ class Placement:
 
     @property
     def first_rank(self) -> int:
-        """The first rank of this node."""
         return self.processes * self.node
 
 
@@ -607,7 +582,7 @@ def open_rank_group(
     open_channel: Callable[[Start], AbstractContextManager[TrialChannel]],
     remote_channels: Sequence[TrialChannel] = (),
 ) -> Iterator[RankGroup]:
-    """Open the processes of an attempt, each with its rank, and end them when the block ends.
+    """Open the local processes of an attempt, each with its rank; end them when the block ends.
 
     `remote_channels` are the channels to the ranks of other nodes.
     """
@@ -626,7 +601,7 @@ def open_rank_group(
         start = start.model_copy(update={"rank": start.rank.model_copy(update={"variables": variables})})
         directory = resources.enter_context(ScratchDirectory())
         joins, ranks_at = None, ""
-        with suppress(OSError):  # without sockets in the file system, a launcher in the trial cannot have ranks
+        with suppress(OSError):  # this file system may not support sockets: then no launcher's ranks can join
             joins, ranks_at = _JoinSocket(directory), str(directory / "ranks")
             resources.callback(joins.close)
         start = start.model_copy(update={"rank_socket": ranks_at})

@@ -24,13 +24,13 @@ _STOP_TIMEOUT = timedelta(seconds=5)
 _FIRST_NOTE_DELAY = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
 _BURST_LINES, _MAX_LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # limits: in a burst, and per second
-_MAX_LAST_BYTES = 64 * 1024  # all last lines together, after the process has exited
-_MAX_JOURNALED_BYTES = 8 * 1024  # all last lines together, in the journal
+_MAX_LAST_BYTES = 64 * 1024  # of all last lines together, after the process has exited
+_MAX_JOURNALED_BYTES = 8 * 1024  # of all last lines together, in the journal
 _CATCH_UP_TIMEOUT = timedelta(seconds=0.5)
 
 
 class TrialLog(logging.LoggerAdapter[logging.Logger]):
-    """A log that prefixes each message with `subject`, such as the trial: the log of a flow run shows many trials."""
+    """A log that prefixes each message with `subject`, such as the trial: the log of a flow run has many trials."""
 
     def __init__(self, log: Log, subject: str) -> None:
         super().__init__(cast("logging.Logger", log))  # an adapter of an adapter works as well
@@ -48,26 +48,26 @@ def make_rank_log(log: Log, rank: int) -> TrialLog:
 
 
 class WaitLog:
-    """Logs that a wait continues, and for how long: after `first` (10 s), then at growing intervals."""
+    """Logs that a wait continues, with its duration: after `first_delay` (10 s), then at growing intervals."""
 
-    def __init__(self, log: Log, what: str, first: timedelta | None = None) -> None:
-        self._log, self._what = log, what
-        self._start_time, self._next_seconds = time.monotonic(), (first or _FIRST_NOTE_DELAY).total_seconds()
+    def __init__(self, log: Log, activity: str, first_delay: timedelta = _FIRST_NOTE_DELAY) -> None:
+        self._log, self._activity = log, activity
+        self._start_time, self._next_seconds = time.monotonic(), first_delay.total_seconds()
 
     def log_if_due(self) -> None:
-        """Log the wait if that is due. Call this about once a second."""
+        """Log the activity and its duration if a line is due. Call this about once a second."""
         seconds = time.monotonic() - self._start_time
         if seconds >= self._next_seconds:
             self._next_seconds = 3 * seconds
-            self._log.info("%s (%.0f s so far)", self._what, seconds)
+            self._log.info("%s (%.0f s so far)", self._activity, seconds)
 
 
 class TrialOutput:
     """Logs the lines that arrive on a descriptor until `stop`; of a progress bar, only the last state.
 
-    Only the first 65,536 characters of a line are logged, as soon as they arrive, which limits the memory for an
-    endless line. Prefect's log takes about a millisecond per line, during which the process waits: so after a burst of
-    1,000 lines, further lines are dropped and counted.
+    Only the first 65,536 characters of a line are logged, as soon as they arrive: this limits the memory for an endless
+    line. Prefect's log takes about a millisecond per line, and the process waits for it. So after a burst of 1,000
+    lines, further lines are dropped and counted.
     """
 
     def __init__(self, log: Log) -> None:
@@ -78,28 +78,28 @@ class TrialOutput:
         self._dropped_count = 0
         self._read_lock = threading.Lock()
         self._source: int | None = None
-        self._pump: threading.Thread | None = None
+        self._reader: threading.Thread | None = None
         self._stop_pipe: int | None = None
 
     def start(self, descriptor: int) -> None:
-        """Start a thread in the caller's context, which determines the log's server."""
+        """Start a thread that logs the output. It runs in the caller's context, which determines the log's server."""
         stop_reader, self._stop_pipe = os.pipe()
-        # The thread owns a duplicate: if it ends late, the descriptor is not reused for another file.
+        # The thread owns a duplicate: if the thread ends late, the descriptor is not reused for another file.
         self._source = os.dup(descriptor)
         work = (self._log_output, self._source, stop_reader)
-        self._pump = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
-        self._pump.start()
+        self._reader = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
+        self._reader.start()
 
     def stop(self) -> str:
         """Log the output up to now, then stop; return the last 20 lines."""
-        if self._stop_pipe is not None and self._pump is not None:
+        if self._stop_pipe is not None and self._reader is not None:
             os.close(self._stop_pipe)
             self._stop_pipe = None
-            self._pump.join(_STOP_TIMEOUT.total_seconds())
+            self._reader.join(_STOP_TIMEOUT.total_seconds())
         return self._format_last_lines(_MAX_LAST_BYTES)
 
     def last_lines(self) -> str:
-        """Return the last 20 lines of the output up to now, at most 8 KiB. Wait up to 0.5 s until they are read."""
+        """Return the last 20 lines of the output up to now, at most 8 KiB. Wait up to 0.5 s for unread output."""
         deadline = time.monotonic() + _CATCH_UP_TIMEOUT.total_seconds()
         while True:
             with self._read_lock:
@@ -129,10 +129,8 @@ class TrialOutput:
     def _log_line(self, line: str) -> None:
         self._last_lines.append(line)
         now = time.monotonic()
-        self._line_budget = min(
-            _BURST_LINES, self._line_budget + (now - self._budget_updated_at) * _MAX_LINES_PER_SECOND
-        )
-        self._budget_updated_at = now
+        refill = (now - self._budget_updated_at) * _MAX_LINES_PER_SECOND
+        self._line_budget, self._budget_updated_at = min(_BURST_LINES, self._line_budget + refill), now
         if self._line_budget <= 0 or (self._dropped_count and self._line_budget < _BURST_LINES / 2):
             if not self._dropped_count:
                 self._log.warning("too much output for the log: lines are dropped until the rate decreases")
@@ -153,10 +151,10 @@ def _count_readable_bytes(pipe: int) -> int:
     return int(count)
 
 
-# Split output into lines like a terminal shows them in the end: of a progress bar, only its last state.
+# Split output into the lines that a terminal shows in the end: of a progress bar, only its last state.
 #
-# A bar overwrites its line: "\r", then the new state. With several bars, each but the first moves down and up again for
-# each state: "\n\r", the state, "\x1b[A". So a line is kept while a bar above the cursor may return to it.
+# A bar overwrites its line: "\r", then the new state. Of several bars, each bar but the first moves down and up again
+# for each state: "\n\r", the state, "\x1b[A". So a line is kept while a bar above the cursor may return to the line.
 
 _UP = re.compile(r"\x1b\[(\d{0,2})[AF]")
 _CONTROL = re.compile(r"(\r?\n|\r|\x1b\[\d{0,2}[AF]|\x1b\[[01]?G|\x1b\[2K)")
@@ -167,15 +165,13 @@ _MAX_ROWS = 50
 
 
 class OutputLineSplitter:
-    """Calls `emit` with each line. An endless line takes the memory of 65,536 characters at most."""
+    """Calls `emit` with each line. An endless line takes the memory of at most 65,536 characters."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
         self._rows: list[str] = [""]
         """The lines to which a bar may return, and the line with the cursor."""
-        self._cursor_row = 0
-        self._rows_moved_up = 0
-        """The number of lines that a bar has moved up."""
+        self._cursor_row = self._rows_moved_up = 0  # the latter: by how many lines a bar has moved up
         self._is_redrawn = False
         """Whether the cursor has returned to this line, or to its start."""
         self._is_at_begin = True
@@ -190,9 +186,9 @@ class OutputLineSplitter:
         for token in _CONTROL.split(text.removesuffix(self._rest)):
             if token in ("\n", "\r\n"):
                 self._end_line()
-            elif up := _UP.fullmatch(token):
-                self._move_up(int(up[1] or 1))
             elif _CONTROL.fullmatch(token):
+                if up := _UP.fullmatch(token):
+                    self._move_up(int(up[1] or 1))
                 self._is_redrawn = self._is_at_begin = True
             else:
                 self._add_text(_ERASE_REST.sub("", token))
@@ -209,7 +205,7 @@ class OutputLineSplitter:
         self._rows, self._cursor_row = [""], 0
 
     def _add_text(self, piece: str) -> None:
-        """Append to the current line. When the line reaches the limit, emit it, and drop its rest."""
+        """Append to the current line. When the line reaches the limit, emit the line, and drop its rest."""
         if not piece:
             return
         line = self._rows[self._cursor_row]
@@ -247,9 +243,8 @@ class OutputLineSplitter:
             if self._cursor_row:
                 self._cursor_row -= 1
             elif len(self._rows) < _MAX_ROWS:
-                self._rows.insert(0, "")  # already emitted before a bar returned to it
+                self._rows.insert(0, "")  # a line that was emitted before a bar returned to it
             self._rows_moved_up = max(self._rows_moved_up, len(self._rows) - 1 - self._cursor_row)
-        self._is_redrawn = self._is_at_begin = True
 
     def _emit_unless_blank(self, row: str) -> None:
         if row.strip():

@@ -4,9 +4,9 @@
     forked: from a template, or from the plain fork server (see `fork_servers`) ◄────────────────┤  (no attempt is lost)
     started, where trials are not forked (`SpawnedProcess`) ◄────────────────────────────────────┘
 
-If a fork does not begin its trial within 60 s, a process without the import replaces it; the template forks no more.
-Never: a function in a reused process; a trial in a process in which another trial failed or was interrupted; more idle
-processes than free slots; a wait for an import after `stop`.
+If a fork does not begin its trial within 60 s, a process without the import replaces it, and its template forks no
+more. Never: a function in a reused process; a trial in a process in which another trial failed or was interrupted; more
+idle processes than free slots; a wait for an import after `stop`.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _START_TIMEOUT = timedelta(seconds=60)
 """A fork begins its trial in milliseconds, unless it inherited a locked lock."""
 _FIRST_REPORT_NOTE_DELAY = timedelta(minutes=10)
 _IDLE_TIMEOUT = timedelta(seconds=30)
-"""How long a pool stays after its last attempt: this worker may get the next attempt of the search."""
+"""How long a pool stays after its last attempt: this worker may get the next attempt of the same search."""
 _NO_REPORT_NOTE = "no report yet; if the trial hangs here, but not with reuse='never', its import is unsafe to fork"
 
 
 class TrialProcessPool:
     """A pool of trial processes. Enter the context, then call `open_process`, from any number of threads.
 
-    On Linux, processes are forked from a fork server that has imported the modules that every trial needs or, depending
-    on `reuse`, from a template that has also imported the trainable's module. `start_import` or the first
-    `open_process` starts these. Other systems start a new process each time.
+    On Linux, processes are forked from a fork server, which has imported the modules that every trial needs; or,
+    depending on `reuse`, from a template, which has also imported the trainable's module. `start_import` or the first
+    `open_process` starts the fork server and the template. Other systems start a new process each time.
     If the `reset_config` of a class trainable accepts the next trial's configuration, that trial is trained in the same
     process and with the same object, without `cleanup` and `setup`. A function always gets a new process. A process
-    that failed, was interrupted or declined is not reused.
+    that failed, was interrupted or declined a configuration is not reused.
 
     Args:
-        slots: the maximum number of used and idle processes up to which a process is kept. With 0 each process serves
-            one trial, and cleans up before it reports the trial's end. With None, the most that were in use at once.
+        slots: a process is kept if at most this number of processes are used or idle. With 0 each process serves one
+            trial, and cleans up before it reports the trial's end. None: the largest number that was used at once.
         reuse: how the import of the trainable's module is shared; see `Reuse`.
     """
 
@@ -81,20 +81,19 @@ class TrialProcessPool:
     def close(self) -> None:
         """End the idle processes; processes in use complete their trials."""
         with self._guard:
-            self._closed = True
-            is_used = self._used_count > 0
+            self._closed, is_used = True, self._used_count > 0
         self.end_idle_processes()
         self.fork_servers.close(is_used=is_used)
 
     def end_idle_processes(self, *, keep_count: int = 0) -> None:
-        """End the processes that are idle longest, until at most `keep_count` are left, including those in use."""
+        """End the longest idle processes, until at most `keep_count` processes are idle or in use."""
         with self._guard:
             surplus = max(0, self._used_count + len(self._idle) - keep_count)
             to_end, self._idle = self._idle[:surplus], self._idle[surplus:]
         _end_idle_processes(to_end)
 
     def start_import(self, trainable: str, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV) -> None:
-        """Start to import `trainable` (see `Start`) if `reuse` shares imports; do not wait for the import."""
+        """Start to import `trainable` (see `Start`) if `reuse` shares imports. Do not wait for the import."""
         if is_linux():
             self.fork_servers.start_fork_source(ProcessKey.for_trial(trainable, absolute_sys_path(), environment), log)
 
@@ -106,15 +105,15 @@ class TrialProcessPool:
         environment: Mapping[str, str] = NO_EXTRA_ENV,
         stop: threading.Event | None = None,
     ) -> Iterator[TrialChannel]:
-        """Train in a process of the pool. The end of the block ends the process, unless it is kept for another trial.
+        """Open the channel to a process of the pool that trains. At the end of the block, keep or end the process.
 
-        On Linux all its descendants end with it, in any session, even if this process or the trial's process is killed;
-        on other systems only those in its process group.
+        On Linux all descendants of the process end with it, in any session, even if this process or the trial's process
+        is killed. On other systems only the descendants in its process group do.
 
         Args:
             log: receives the output of the process, in the caller's context.
             environment: variables of this trial, which extend and override this process's environment.
-            stop: ends the wait for the import of the trainable's module: the process then imports it itself.
+            stop: ends the wait for the import of the trainable's module: then the trial's process imports the module.
 
         Raises:
             OSError: the process could not be created, for example for lack of memory or process ids.
@@ -141,7 +140,7 @@ class TrialProcessPool:
                 self._used_count -= 1
 
     def _take_idle_process(self, key: ProcessKey) -> SupervisedProcess | None:
-        """Remove and return an idle process with this key; None if there is none."""
+        """Remove and return an idle process with this key; return None if no idle process has this key."""
         while True:
             with self._guard:
                 idle = next((idle for idle in reversed(self._idle) if idle.key == key), None)
@@ -153,14 +152,14 @@ class TrialProcessPool:
             idle.process.end()
 
     def make_process(self, request: _ProcessRequest) -> SupervisedProcess:
-        """Return a new process. If there are too many, first end idle processes with other keys."""
+        """Return a new process. If there are too many processes, first end idle processes with other keys."""
         self.end_idle_processes(keep_count=self._slots)
         if not is_linux():
             return SpawnedProcess(request.key.full_environment)
         return self.fork_servers.fork(request.key, request.log, request.stop, self._slots)
 
-    def keep_idle(self, process: _PooledProcess) -> None:
-        """Keep a process for another trial; end it if there are already enough."""
+    def keep_or_end(self, process: _PooledProcess) -> None:
+        """Keep a process for another trial; end the process if there are already enough."""
         with self._guard:
             is_kept = not self._closed and self._used_count + len(self._idle) <= self._slots
             if is_kept:
@@ -178,7 +177,7 @@ class _ProcessRequest:
 
 
 class _PooledProcess:
-    """A process that serves an attempt or is idle; its output goes to the log of its last attempt."""
+    """A process that serves an attempt or is idle. Its output goes to the log of its last attempt."""
 
     def __init__(self, process: SupervisedProcess, log: Log, key: ProcessKey) -> None:
         self.process, self.key, self._log = process, key, log
@@ -207,7 +206,7 @@ class _PooledProcess:
 
 
 def _end_idle_processes(processes: Sequence[_PooledProcess]) -> None:
-    """Let all processes exit in parallel, since each may take time to clean up; kill the remaining ones after 5 s."""
+    """Let all processes exit in parallel: each may take time to clean up. Kill the remaining processes after 5 s."""
     for idle in processes:
         idle.process.connection.close()
     deadline = Deadline.after(_EXIT_TIMEOUT)
@@ -220,25 +219,22 @@ class _PooledChannel(TrialChannel):
     """The channel of an attempt in a pooled process. A reused process that cannot serve the attempt is replaced."""
 
     def __init__(self, pool: TrialProcessPool, request: _ProcessRequest, idle: SupervisedProcess | None) -> None:
-        self._leased = _PooledProcess(idle or pool.make_process(request), request.log, request.key)
-        super().__init__(self._leased.process.connection, self._leased, self._leased.output)
-        self._pool = pool
-        self._request = request
+        self._pooled = _PooledProcess(idle or pool.make_process(request), request.log, request.key)
+        super().__init__(self._pooled.process.connection, self._pooled, self._pooled.output)
+        self._pool, self._request = pool, request
         self._is_reused = idle is not None  # until the reused process sends more than `TrainableLoaded`
-        self._has_reported = False
-        self._sent: list[ToTrial] = []  # messages up to the first report, to resend to a replacement
+        self._has_reported = self._closed = self.is_reusable = False
+        self._sent: list[ToTrial] = []  # the messages before the first report, to resend to a replacement
         self._changing = threading.RLock()
-        self._closed = False
         self._begin_deadline: Deadline | None = None
         self._wait_log: WaitLog | None = None
-        self.is_reusable = False
 
     def start_trial(self, *, has_deadline: bool = True) -> None:
-        """Send the environment, the start message, and earlier messages; `receive` replaces the process if it hangs."""
+        """Send the environment, the start message and earlier messages. If the process hangs, `receive` replaces it."""
         self._begin_deadline = Deadline.after(_START_TIMEOUT) if has_deadline else None
         self._wait_log = WaitLog(self._request.log, "waiting for its process to begin")
-        process = self._leased.process
-        self._leased.output.start(process.output)
+        process = self._pooled.process
+        self._pooled.output.start(process.output)
         environment = make_process_environment(process.make_temporary_directory(), self._request.key.full_environment)
         for message in (environment, self._request.start, *self._sent):
             super().send(message)
@@ -247,7 +243,7 @@ class _PooledChannel(TrialChannel):
         with self._changing:
             if not self._has_reported:
                 self._sent.append(message)
-            if not self._closed:  # else the process may serve another trial
+            if not self._closed:  # after `close`, the process may serve another trial
                 super().send(message)
 
     def receive(self, timeout: timedelta) -> FromTrial | None:
@@ -265,7 +261,7 @@ class _PooledChannel(TrialChannel):
         self._has_reported |= message is not None and not isinstance(message, TrainableLoaded)
         self._is_reused &= message is None or isinstance(message, TrainableLoaded)
         self.is_reusable = isinstance(message, TrialEnded) and message.awaits_reuse
-        self._leased.is_exiting |= isinstance(message, TrialEnded)
+        self._pooled.is_exiting |= isinstance(message, TrialEnded)
         if isinstance(message, TrainableLoaded):
             self._wait_log = WaitLog(self._request.log, _NO_REPORT_NOTE, _FIRST_REPORT_NOTE_DELAY)
         elif self.has_started and not had_begun:
@@ -274,9 +270,8 @@ class _PooledChannel(TrialChannel):
             self._wait_log = None
         elif not self.has_started and self._begin_deadline is not None and not self._begin_deadline.remaining_seconds:
             reason = f"did not begin its trial within {_START_TIMEOUT.total_seconds():g} s"
-            self._pool.fork_servers.stop_forking(
-                self._request.key, f"a process that was forked after it {reason}", self._request.log
-            )
+            why_unsafe = f"a process that was forked after it {reason}"
+            self._pool.fork_servers.stop_forking(self._request.key, why_unsafe, self._request.log)
             self._replace_process(reason, has_deadline=False)
         elif self._wait_log is not None:
             self._wait_log.log_if_due()
@@ -285,7 +280,7 @@ class _PooledChannel(TrialChannel):
     def end(self) -> ProcessEnd:
         if not self.is_reusable:
             return super().end()
-        self._leased.output.stop()
+        self._pooled.output.stop()
         return ProcessEnd(reason=make_reason("process-kept"))
 
     def close(self) -> None:
@@ -294,25 +289,24 @@ class _PooledChannel(TrialChannel):
         with self._changing:
             self._closed = True
         if self.is_reusable:
-            self._pool.keep_idle(self._leased)
+            self._pool.keep_or_end(self._pooled)
         else:
-            self._leased.process.end()
+            self._pooled.process.end()
 
     def _replace_process(self, reason: str | None = None, *, has_deadline: bool = True) -> None:
-        """Use a new process: this one declined the trial, was killed, failed or hung before its first report.
+        """Use a new process: the old process declined the trial, was killed, failed or hung before its first report.
 
         An earlier trial may have caused the failure: some settings can be made only once in a process.
         """
-        end, request = self._leased.end(), self._request
+        end, request = self._pooled.end(), self._request
         if reason or end.exit_code != 0:
             subject = "the process reused from an earlier trial" if self._is_reused else "its process"
-            request.log.warning(
-                "%s %s; starting a new one", subject, make_visible(reason or append_last_output(end, end.output))
-            )
-        self._leased.process.end()
+            failure = make_visible(reason or append_last_output(end, end.output))
+            request.log.warning("%s %s; starting a new process", subject, failure)
+        self._pooled.process.end()
         with self._changing:
-            self._leased = _PooledProcess(self._pool.make_process(request), request.log, request.key)
-            self.switch_process(self._leased.process.connection, self._leased, self._leased.output)
+            self._pooled = _PooledProcess(self._pool.make_process(request), request.log, request.key)
+            self.switch_process(self._pooled.process.connection, self._pooled, self._pooled.output)
             self._is_reused = False
             self.start_trial(has_deadline=has_deadline)
 
@@ -367,6 +361,6 @@ def _close_if_idle(search: Hashable, shared: _SharedPool) -> None:
 
 @atexit.register
 def _close_all_pools() -> None:
-    """Close the pools at the exit of the worker, which removes their temporary directories."""
+    """Close the pools at the exit of the worker, to remove their temporary directories."""
     while _pools:
         _pools.popitem()[1].pool.close()

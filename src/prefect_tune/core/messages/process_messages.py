@@ -27,11 +27,11 @@ class ProcessEnvironment(Value):
 FORK_REQUEST, IMPORT_REQUEST = b"fork", b"import"
 """Requests to a fork server: for a trial's process, or for a template."""
 TEMPLATE_READY = "ready"
-"""A template's reply once it has imported the trainable and can be forked; any other text says why it cannot."""
+"""The reply of a template that can be forked. Any other reply is the reason why the template cannot be forked."""
 
 
 class ImportRequest(Value):
-    """Import a trainable in a template."""
+    """Imports a trainable in a template."""
 
     trainable: str
     """See `Start`."""
@@ -52,11 +52,11 @@ class RankInfo(Value):
 
 
 MetricsSource: TypeAlias = Literal["rank 0", "mean"]
-"""The metrics of a step of several ranks: the metrics of rank 0, or the mean over all ranks."""
+"""The source of a step's metrics if there are several ranks: rank 0, or the mean over all ranks."""
 
 
 class Start(Value):
-    """Start training: all inputs of an attempt."""
+    """Starts the training: all inputs of an attempt."""
 
     type: Literal["start"] = "start"
     experiment: str
@@ -71,7 +71,7 @@ class Start(Value):
     directory: PathName
     """The directory for the trial's own files (logs, plots), which are synced as artifacts."""
     staging: PathName
-    """The folder in which checkpoint directories are passed to the supervisor."""
+    """The folder of the checkpoint directories that are passed to the supervisor."""
     restored_directory: PathName | None = None
     from_step: int = 0
     trained_seconds: float = 0.0
@@ -82,13 +82,13 @@ class Start(Value):
     decision_step: int | None = None
     """The step at which the trial waits for the decision whether to continue; None if it never waits."""
     saves_first: bool = False
-    """Whether a class trainable saves at the milestone before it waits for the decision."""
+    """Whether a class trainable saves at `decision_step` before it waits for the decision."""
     reusable: bool = True
     """Whether the process may wait for another trial afterwards, if its trainable supports that."""
     rank: RankInfo = Field(default_factory=RankInfo)
     metrics_from: MetricsSource = "rank 0"
     required_metrics: tuple[str, ...] = ()
-    """The metrics of the search that each report of rank 0 must have."""
+    """The metrics that the search needs in each report of rank 0."""
     rank_socket: PathName = ""
     """The socket to which ranks of the trainable's own launcher connect; empty if no launcher is allowed."""
 
@@ -123,7 +123,7 @@ class SaveFailed(Value):
 
 
 class CheckpointAndStop(Value):
-    """End as soon as the state is saved."""
+    """Stops the trial as soon as its state is saved."""
 
     type: Literal["checkpoint-and-stop"] = "checkpoint-and-stop"
 
@@ -139,7 +139,7 @@ AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
 class StopTrial(Value):
-    """End now: the decision at a milestone, or an unsolicited one."""
+    """Stops the trial now: the decision at a milestone, or an unsolicited decision."""
 
     type: Literal["stop-trial"] = "stop-trial"
     outcome: AnyOutcome
@@ -149,13 +149,13 @@ class StopTrial(Value):
 
 
 class StartReceived(Value):
-    """The process has begun the attempt: from now on, time counts as the trainable's, including its import."""
+    """The process has begun the attempt. The time from now on counts as the trainable's time, including its import."""
 
     type: Literal["start-received"] = "start-received"
 
 
 class TrainableLoaded(Value):
-    """The trainable is imported and set up; next it loads its checkpoint, if there is one, and trains."""
+    """The trainable is imported and set up. Next it loads a restored checkpoint, if any, and trains."""
 
     type: Literal["trainable-loaded"] = "trainable-loaded"
     pid: int
@@ -193,13 +193,13 @@ class CheckpointPart(Value):
 
 
 class RankMetrics(Value):
-    """The metrics that a rank reports for a step, if the metrics of a step are the mean over all ranks."""
+    """The metrics that a rank reports for a step; sent only if a step's metrics are the mean over all ranks."""
 
     type: Literal["rank-metrics"] = "rank-metrics"
     step: int
     metrics: Mapping[str, object]
     returned: bool = False
-    """Whether the function returned these metrics: then the rank ends, and does not wait for rank 0."""
+    """Whether the function returned these metrics. If so, the rank ends, and does not wait for rank 0."""
 
 
 class MeanMetrics(Value):
@@ -211,7 +211,7 @@ class MeanMetrics(Value):
 
 
 class MilestoneReached(Value):
-    """Asks before the first step whether to continue: the step of the restored checkpoint is a milestone."""
+    """Requests a decision before the first step: the step of the restored checkpoint is a milestone."""
 
     type: Literal["milestone-reached"] = "milestone-reached"
     report: StepReport
@@ -225,7 +225,7 @@ class TrialEnded(Value):
     raised: bool = False
     """Whether the trainable raised."""
     after_end: bool = False
-    """Whether the trainable raised after the trial had ended for this process."""
+    """Whether the trainable raised after this process had ended the trial."""
     awaits_reuse: bool = False
     """Whether the process waits to run another trial with the same trainable."""
     seconds: PhaseSeconds | None = None
@@ -233,7 +233,7 @@ class TrialEnded(Value):
 
     @property
     def has_returned(self) -> bool:
-        """Whether the trainable returned by itself."""
+        """Whether the trainable ended the trial by its return."""
         return isinstance(self.outcome, TrialFinished) and self.outcome.kind is FinishKind.RETURNED
 
 
@@ -243,9 +243,9 @@ class RankCommand(Value):
     type: Literal["rank-command"] = "rank-command"
     step: int
     save: bool = False
-    """Whether the ranks save their state now, and wait for another directive. A function decides this itself."""
+    """Whether the ranks save their state now, and wait for another command. A function itself decides when to save."""
     stop: bool = False
-    """Whether the trial is asked to stop; a function reads it as `should_checkpoint`."""
+    """Whether a stop is requested; a function reads this flag as `should_checkpoint`."""
     outcome: AnyOutcome | None = None
     """How the trial ends with this step; None if it continues."""
 

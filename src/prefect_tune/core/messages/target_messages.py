@@ -1,9 +1,9 @@
-"""Messages between machines: objects on the target, which survive the processes, and TCP between nodes.
+"""Messages between machines: objects on the target, which survive the processes, and TCP messages between nodes.
 
-- a search replies to its trials on other machines;
-- any process asks a running experiment to stop;
-- the owner of a search publishes its live status for readers;
-- the nodes of an attempt find one another on the target, and communicate over TCP.
+- A search replies to its trials on other machines.
+- Any process requests a running experiment to stop.
+- The owner of a search publishes its live status for readers.
+- The nodes of an attempt find one another through the target, and communicate over TCP.
 """
 
 from __future__ import annotations
@@ -35,51 +35,42 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey
 from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
 from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, Message, StepReport, TrialId, Value, canonical_json
 
-# Replies of the search to trials on other machines.
+# The answers of a search to trials on other machines.
 
 UNSOLICITED_STEP = 0
 """The step number of an unsolicited message to a trial."""
+AnyAnswer: TypeAlias = ContinueTraining | StopTrial | CheckpointAndStop
 
 
-class TrialReply(Document):
-    """A reply on the target."""
+class TrialAnswer(Document):
+    """An answer on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
     version: Literal[3] = 3
-    answer: Annotated[ContinueTraining | StopTrial | CheckpointAndStop, Field(discriminator="type")]
+    answer: Annotated[AnyAnswer, Field(discriminator="type")]
 
 
-def send_answer(
-    store: ObjectStore,
-    trial: TrialKey,
-    attempt: int,
-    step: int,
-    reply: ContinueTraining | StopTrial | CheckpointAndStop,
-) -> None:
-    """Reply to an attempt that waits at `step`. The first reply counts: it was journaled before it was written.
+def send_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, reply: AnyAnswer) -> None:
+    """Answer an attempt that waits at `step`. The first answer counts: it was journaled before it was written.
 
-    A message to stop, at step `UNSOLICITED_STEP`, may also come from another process if no owner is left to journal it.
+    If no owner is left to journal it, another process may also send a message to stop, at step `UNSOLICITED_STEP`.
     """
-    try:
-        create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialReply(answer=reply)))
-    except AlreadyExists:
-        return  # an earlier owner has sent the journaled reply
+    with suppress(AlreadyExists):  # an earlier owner has sent the journaled answer
+        create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialAnswer(answer=reply)))
 
 
-def read_answer(
-    store: ObjectStore, trial: TrialKey, attempt: int, step: int
-) -> ContinueTraining | StopTrial | CheckpointAndStop | None:
-    """Return the reply to the attempt at `step`; None if there is none yet.
+def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> AnyAnswer | None:
+    """Return the answer to the attempt at `step`; None before it is sent.
 
     Raises:
-        JournalCorrupt: the reply is damaged.
+        JournalCorrupt: the answer is damaged.
     """
-    reply = read_sealed(store, TrialReply, trial.answer_path(attempt, step), JournalCorrupt)
-    return reply.answer if reply else None
+    document = read_sealed(store, TrialAnswer, trial.answer_path(attempt, step), JournalCorrupt)
+    return document.answer if document else None
 
 
 def delete_stale_answer(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
-    """Delete an earlier owner's unsolicited message before an attempt is started or taken over.
+    """Delete an earlier owner's unsolicited message. Call this before an attempt is started or taken over.
 
     The message was only for the earlier owner's run, or is journaled and will be sent again.
     """
@@ -89,12 +80,12 @@ def delete_stale_answer(store: ObjectStore, trial: TrialKey, attempt: int) -> No
 
 
 def list_answers_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[ListedObject]:
-    """Return the replies to attempts of `trial` up to `attempt`; no process reads the replies to an ended attempt."""
+    """Return the answers to attempts of `trial` up to `attempt`; no process reads the answers to an ended attempt."""
     return [listed for listed in store.list(trial.answers_folder) if 0 < _parse_attempt(trial, listed.path) <= attempt]
 
 
 def _parse_attempt(trial: TrialKey, path: str) -> int:
-    """Return the attempt to which the reply at `path` is addressed; 0 for a foreign file."""
+    """Return the number of the attempt to which the answer at `path` is addressed; 0 for a foreign file."""
     attempt, _, step = path.removeprefix(f"{trial.answers_folder}/").removesuffix(".json").partition("-")
     if not all(digits.isascii() and digits.isdecimal() for digits in (attempt, step)):
         return 0
@@ -103,14 +94,14 @@ def _parse_attempt(trial: TrialKey, path: str) -> int:
 
 # Stop requests from other processes to a running experiment: numbered objects on the target.
 #
-# The owner reads the number after the last one in its journal, so that a poll costs one read. It journals the write id
-# of a request before acting on it, and then deletes the object. The requesting process looks for that id in the
-# journal. If the journal has another id for its number, the request is lost: the number of a deleted request can be
-# reused, and the owner does not read that object.
+# The owner reads only the number after the last journaled number, so that a poll costs one read. It journals the write
+# id of a request, then acts on the request, and then deletes the object. The requesting process looks for that id in
+# the journal. If the journal has another id for its number, the request is lost: the number belonged to a deleted
+# request, and the owner does not read that number again.
 
 
 class StopRequest(Document):
-    """A request to save and end one trial permanently, or the whole experiment for its present owner."""
+    """A request to save and end: one trial permanently, or the whole experiment for its present owner."""
 
     format: Literal["prefect-tune/stop-request"] = "prefect-tune/stop-request"
     version: Literal[2] = 2
@@ -122,17 +113,16 @@ class StopRequest(Document):
     trial: TrialId | None = None
     """None for the whole experiment."""
     unreadable: bool = False
-    """Whether this represents an unreadable object; never set on a target."""
+    """Whether this request stands for an unreadable object; never set on a target."""
 
 
 def write_stop_request(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int:
-    """Write `request` for the experiment's owner, and return its number. Idempotent by its write id.
+    """Write `request` for the owner of `experiment` (its present state); return the number of the request.
 
-    Args:
-        experiment: the present state of the experiment.
+    A repeated call with the same write id has no effect.
 
     Raises:
-        CommitUnknown: the target did not say whether it wrote.
+        CommitUnknown: it is unknown whether the target has written the request.
     """
     number = len(experiment.stop_requests) + 1
     while True:
@@ -150,22 +140,17 @@ def is_request_journaled(experiment: Experiment, request: StopRequest) -> bool:
 
 
 def is_request_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
-    """Return whether no owner will read the request with this number, so that it must be written again."""
+    """Return whether no owner will read the request with this number: then the request must be written again."""
     return len(experiment.stop_requests) >= number and not is_request_journaled(experiment, request)
 
 
 def read_stop_request(store: ObjectStore, experiment: JournalKey, number: int) -> StopRequest | None:
-    """Return request `number`; None if there is none. `unreadable` is set for a damaged one, which is refused."""
+    """Return the request `number`; None if it does not exist. A damaged request is returned as `unreadable`."""
     try:
         return read_sealed(store, StopRequest, experiment.request_path(number), JournalCorrupt)
     except (JournalCorrupt, UnknownVersion) as error:
-        return StopRequest(
-            write_id=f"unreadable-{number}",
-            at="",
-            reason=make_reason("stop-unreadable", error=str(error)),
-            term=0,
-            unreadable=True,
-        )
+        reason = make_reason("stop-unreadable", error=str(error))
+        return StopRequest(write_id=f"unreadable-{number}", at="", reason=reason, term=0, unreadable=True)
 
 
 def make_stop_event(experiment: Experiment, request: StopRequest) -> StopRequested:
@@ -188,10 +173,10 @@ def make_stop_event(experiment: Experiment, request: StopRequest) -> StopRequest
 
 # The live status of a search: an object on the target, for readers, with the running trials of a journal's owner.
 #
-# No decision and no resume uses it. During the search, the owner writes it every few seconds as a new object, and
-# deletes the previous one: the cost does not depend on the number of steps. The path contains the owner's term, so
-# that owners never write to one another's objects, and readers ignore the object of an earlier owner. The owner deletes
-# its last object when its trials have ended; after a killed owner it stays until the next owner deletes it, and its
+# No decision and no resume uses it. During the search, the owner writes the status every few seconds as a new object,
+# and deletes the previous object: the cost does not depend on the number of steps. The path contains the owner's term:
+# owners never write to one another's objects, and readers ignore the object of an earlier owner. The owner deletes its
+# last object when its trials have ended. After a killed owner, that object stays until the next owner deletes it; its
 # time shows its age.
 
 
@@ -201,7 +186,7 @@ class RunningTrial(Value):
     trial: TrialId
     attempt: int
     began_at: str | None = None
-    """The wall-clock time of its begin; None if an earlier owner started the attempt."""
+    """The wall-clock time at which the attempt began; None if an earlier owner started it."""
     host: str | None = None
     """The machine of its supervisor; None if an earlier owner started the attempt."""
     report: StepReport | None = None
@@ -210,7 +195,7 @@ class RunningTrial(Value):
 
 
 class LiveStatus(Document):
-    """The running trials of one owner at one moment."""
+    """The running trials of one owner at one time."""
 
     format: Literal["prefect-tune/live-status"] = "prefect-tune/live-status"
     version: Literal[2] = 2
@@ -223,13 +208,13 @@ class LiveStatus(Document):
     run_at: str | None = None
     """The same time by the clock of the run, which is never adjusted; for the cost only."""
     period_seconds: Annotated[float, Field(gt=0, le=MAX_LIVE_PERIOD_SECONDS)]
-    """The time until the owner writes the next one."""
+    """The time until the owner writes the next status."""
     trials: tuple[RunningTrial, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentView:
-    """An experiment for readers: the state of its journal, with the newest reports of its running trials."""
+    """An experiment for readers: its journaled state, with the newest reports of its running trials."""
 
     experiment: Experiment
     as_of: str
@@ -243,16 +228,16 @@ class ExperimentView:
         return (self.live.run_at if self.live is not None else None) or self.as_of
 
     def running_attempt(self, trial: str) -> RunningTrial | None:
-        """Return the running attempt of a trial; None if the trial is not running or there is no live status."""
+        """Return the running attempt of a trial; None if the trial is not running, or without a live status."""
         return _list_running_attempts(self.live, self.experiment).get(trial)
 
 
 def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
-    """Write `status`, and delete the previous one; an owner's first status deletes those of earlier owners.
+    """Write `status`, and delete the owner's previous status; the first status deletes the statuses of earlier owners.
 
     Raises:
         InvalidInput: a report holds a value that JSON cannot represent.
-        StoreUnavailable, StoreRefused, CommitUnknown: the target failed; just write the next status later.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed; no retry is needed before the next status.
     """
     path = key.live_status_path(status.term, status.number)
     store.put(path, seal(status))
@@ -268,7 +253,7 @@ def delete_live_status(store: ObjectStore, key: JournalKey, term: int) -> None:
 
 
 def read_newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus | None:
-    """Return the live status of the newest owner that has written one; None if none is readable."""
+    """Return the newest live status, of any owner; None if it is missing or unreadable."""
     try:
         return read_newest_document(store, LiveStatus, key.live_folder, JournalCorrupt)
     except (JournalCorrupt, UnknownVersion):
@@ -276,37 +261,39 @@ def read_newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus |
 
 
 def read_live_status(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
-    """Return the live status of the experiment's present owner; None if none is readable."""
+    """Return the live status of the experiment's present owner; None if it is missing or unreadable."""
     live = read_newest_live_status(store, experiment.key)
     return live if live and (live.term, live.owner) == (experiment.term, experiment.owner) else None
 
 
 @dataclass(frozen=True, slots=True)
 class LastKnownReports:
-    """The last reports, in the live status of an earlier owner, of the trials that run according to the journal."""
+    """The last reports of the trials that run according to the journal, from the live status of an earlier owner."""
 
     reports: Mapping[str, StepReport] = field(default_factory=dict)
-    """By trial, its last report."""
+    """The last report of each trial."""
     at: str | None = None
-    """The time of that live status by the clock of its run; None if there is none."""
+    """The time of the live status by the clock of its run; None without a live status."""
 
 
 NO_LAST_REPORTS = LastKnownReports()
 
 
+def _has_running_trial(experiment: Experiment) -> bool:
+    return any(trial.status is Status.RUNNING for trial in experiment.trials.values())
+
+
 def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownReports:
     """Return the last reports in the live status of an earlier owner. Two requests if a trial runs."""
-    is_running = any(trial.status is Status.RUNNING for trial in experiment.trials.values())
-    live = read_newest_live_status(store, experiment.key) if is_running else None
+    live = read_newest_live_status(store, experiment.key) if _has_running_trial(experiment) else None
     attempts = _list_running_attempts(live, experiment)
     reports = {name: attempt.report for name, attempt in attempts.items() if attempt.report}
     return LastKnownReports(reports, (live.run_at or live.at) if live else None)
 
 
 def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
-    """Return the view of an experiment whose last entry was written at `written_at`. Two requests if a trial runs."""
-    is_running = any(trial.status is Status.RUNNING for trial in experiment.trials.values())
-    live = read_live_status(store, experiment) if is_running else None
+    """Return the view of an experiment. Its last entry was written at `written_at`. Two requests if a trial runs."""
+    live = read_live_status(store, experiment) if _has_running_trial(experiment) else None
     if live is None:
         return ExperimentView(experiment, written_at)
     trials = experiment.trials
@@ -331,18 +318,18 @@ def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> M
 #     nodes/<attempt>/address.json    the address of node 0
 #     each other node ◄══ TCP ══► node 0: one JSON document each, no pickle
 #
-# Both sides of a connection prove that they have the secret of their search, which is not on the target, and have read
-# the same address. So write access to the target is not enough to direct ranks to another machine, or to impersonate
-# a rank. No message names code.
+# Both sides of a connection prove that they have the secret of their search, which is not on the target, and that they
+# have read the same address. So write access to the target is not enough to direct ranks to another machine, or to
+# impersonate a rank. No message names code.
 
 
 class NodeArrived(Value):
-    """The first message of a node: it is ready, and waits for `BeginAttempt`."""
+    """The first message of a node: the node is ready, and waits for `BeginAttempt`."""
 
     type: Literal["node-arrived"] = "node-arrived"
     node: int
     host: Message
-    """Its host name, for display."""
+    """The host name of the node, for display."""
 
 
 class BeginAttempt(Value):
@@ -357,7 +344,7 @@ class BeginAttempt(Value):
     term: int
     """The owner's term."""
     start: Start
-    """The start message of each rank; each node fills in the code, folders and ranks itself."""
+    """The start message of each rank, without the code, folders and rank, which each node fills in."""
     restored: CheckpointKey | None
     """The checkpoint from which the attempt begins."""
 
@@ -390,24 +377,24 @@ class RankExited(Value):
 
 
 class SendPart(Value):
-    """Requests the files of a step: each node that holds some adds its part to the checkpoint."""
+    """Requests the files of a step: each node that has files of the step adds its part to the checkpoint."""
 
     type: Literal["send-part"] = "send-part"
     key: CheckpointKey
     parent: CheckpointKey | None
-    """The newest live checkpoint, whose bytes are not sent again."""
+    """The newest live checkpoint; its bytes are not sent again."""
     collected_up_to: int
     """See `commit.find_reusable_bytes`."""
 
 
 class NodeStopping(Value):
-    """The node is asked to stop, for example by its infrastructure: the attempt saves and ends."""
+    """The node has received a stop request, for example from its infrastructure: the attempt saves and ends."""
 
     type: Literal["node-stopping"] = "node-stopping"
 
 
 class NodeAlive(Value):
-    """Heartbeat of a node that has sent nothing else for a while."""
+    """The heartbeat of a node that has sent nothing else for a while."""
 
     type: Literal["node-alive"] = "node-alive"
 
@@ -441,7 +428,7 @@ class NodeAddress(Document):
 
 
 def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
-    """Return the newest attempt, if its number is at least `at_least`, and its address; None if it is unreadable."""
+    """Return the newest attempt and its address; None if its number is below `at_least`, or the address unreadable."""
     keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes_folder)]
     newest = max((key for key in keys if key is not None), key=lambda key: key.attempt, default=None)
     if newest is None or newest.attempt < at_least:
@@ -453,7 +440,7 @@ def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> t
 
 
 def list_node_objects_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[ListedObject]:
-    """Return the objects that nodes wrote for one another in attempts up to `attempt`; no process needs them later."""
+    """Return the objects of the nodes in attempts up to `attempt`; no process needs the objects of an ended attempt."""
     return [
         listed
         for listed in store.list(trial.nodes_folder)
