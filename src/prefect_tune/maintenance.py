@@ -139,7 +139,7 @@ class MaintenanceReport(Renamed):
     experiments: tuple[ExperimentMaintenance, ...]
     """The findings and actions by experiment."""
     skipped: tuple[SkippedWork, ...]
-    """Work that failed, or for which there was no time, and why."""
+    """Work that failed, or for which the time did not suffice, with the reason."""
     dry_run: bool
     """Whether the run wrote and deleted nothing."""
 
@@ -176,7 +176,7 @@ class MaintenanceReport(Renamed):
 
     @property
     def damage_message(self) -> str:
-        """The damage as an error message of one line; only if there is damage."""
+        """A one-line error message about the damage. Read it only if there is damage."""
         first, *others = self.damaged_checkpoints
         more_text = f" and {len(others)} more" if others else ""
         quarantine_text = ", and quarantined" if all(damage.is_quarantined for damage in (first, *others)) else ""
@@ -336,7 +336,7 @@ class ExperimentContents:
     experiment: str
     trial_count: int
     checkpoint_count: int
-    """Checkpoints whose manifest exists: live, quarantined, and retired but not yet collected ones."""
+    """Checkpoints whose manifest exists: live, quarantined, or retired and not yet collected."""
     object_count: int
     size_bytes: int
 
@@ -350,7 +350,7 @@ class ExperimentContents:
 def delete_experiment(
     experiment: str, *, target: StorageTarget | str, even_if_running: bool = False, dry_run: bool = False
 ) -> ExperimentContents:
-    """Delete an experiment from its target permanently, and return what it had there.
+    """Permanently delete an experiment from its target, and return its former contents.
 
     If the call is interrupted, the experiment can no longer be resumed, and a second call deletes the rest. The name
     can be used again as soon as the first object is deleted; a marker of some 300 bytes stays. Forks of the experiment

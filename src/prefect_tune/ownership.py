@@ -88,7 +88,7 @@ _Result = TypeVar("_Result")
 
 
 def check_target(target: StorageTarget) -> TargetCheck:
-    """Test, by writing and reading, whether `target` can store checkpoints safely. An error has one line.
+    """Test, by writing and reading, whether `target` can store checkpoints safely. Error messages have one line.
 
     Raises:
         StoreRefused: the target cannot do so, or not with this configuration.
@@ -244,7 +244,7 @@ class _AlreadyOwnedError(Exception):
 def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
     """Take over the experiment for this flow run, unless an earlier task of the run has done so; return its state.
 
-    From then on, writes of other flow runs, and of earlier tries of this one, fail.
+    From then on, writes of other flow runs, and of earlier tries of this flow run, fail.
 
     Raises:
         Superseded: this flow run owned the experiment, and another one has taken it over; or it was deleted.
@@ -272,7 +272,7 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
                         "experiment name"
                     )
                 _require_not_superseded(state, target, writer)
-                # Suppress a takeover by another task of this run; after any other one the next iteration raises.
+                # Suppress a takeover by another task of this run; after any other takeover the next iteration raises.
                 with suppress(_AlreadyOwnedError, Superseded):
                     if not check_target(target).conditional_create:
                         require_one_process(target.uri)
@@ -298,8 +298,8 @@ def _require_not_superseded(state: Experiment, target: StorageTarget, writer: Ow
 
 def _superseded_error(state: Experiment, target: StorageTarget) -> Superseded:
     return Superseded(
-        f"experiment {state.name!r} at {target.uri}: {state.owner} has taken it over from this run, which may no "
-        "longer write to it. Stop here: every committed checkpoint is kept. Use one experiment per concurrent flow run"
+        f"experiment {state.name!r} at {target.uri}: {state.owner} has taken it over, and this run may no longer write "
+        "to it. Stop here: every committed checkpoint is kept. Use one experiment per concurrent flow run"
     )
 
 
@@ -348,11 +348,11 @@ def retry_on_conflict(action: Callable[[], _Result]) -> _Result:
 def write_if_unchanged(target: StorageTarget, before: Experiment, trial: str, events: Sequence[Event]) -> Experiment:
     """Write `events` of `trial` as one entry; raise `SaveOvertaken` if another task has changed the trial."""
 
-    def require_same(state: Experiment) -> None:
+    def require_unchanged(state: Experiment) -> None:
         if state.trials.get(trial) != before.trials.get(trial):
             raise SaveOvertaken(f"{state.key}: another task has changed trial {trial!r} in the meantime")
 
-    return append_entry_among_writers(target, before, events, new_write_stamp(), require_same)
+    return append_entry_among_writers(target, before, events, new_write_stamp(), require_unchanged)
 
 
 def make_trial_entry_writer(trial: str) -> EntryWriter:

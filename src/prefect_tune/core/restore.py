@@ -207,7 +207,7 @@ def make_adoption_events(
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    These are the running attempts without an outbox: those of `trials`, or all of them for a new owner. Of each
+    These are the running attempts without an outbox: those of `trials`, or of all trials for a new owner. Of each
     attempt, the newest save with a manifest but no entry becomes a checkpoint. The reports in the manifest count, and
     the attempt ends as a failure of the machine. A save with a damaged manifest is quarantined, and the previous save
     is tried. A save that is not adopted here never becomes a checkpoint. The function writes nothing, so a crash before
@@ -246,7 +246,7 @@ def _find_unjournaled_save(
     candidates = [key for key in keys if key and can_commit_save(trial, key.sequence)]
     for key in sorted(candidates, key=lambda key: (key.sequence, key.step), reverse=True):
         if damaged and damaged[-1].sequence == key.sequence:
-            continue  # the journal names checkpoints by sequence, and this one is already quarantined
+            continue  # the journal names checkpoints by sequence, and this sequence is already quarantined
         try:
             manifest = read_manifest(store, key)
         except CheckpointNotFound:

@@ -40,8 +40,8 @@ _PERMANENT_ERRORS = (PermissionError, ValueError, TypeError, NotImplementedError
 def arrow_store_error(error: Exception, operation: str) -> StoreRefused | StoreUnavailable:
     """Return the store error for `error` of a file system's client; `operation` names the operation and its path.
 
-    An unknown error counts as transient: retries are bounded, but a transient error taken for a permanent one would
-    end the work.
+    An unknown error counts as transient: retries are bounded, but an error that wrongly counts as permanent would end
+    the work.
     """
     if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:  # EINVAL: s3fs, for a truncated body
         return posix_store_error(error, operation)
@@ -266,7 +266,7 @@ class ArrowStore(ParallelStore):
             )
 
     def _remove_partial_object(self, full_path: str, size_bytes: int) -> None:
-        """Remove the partial object that a failed write may have left; keep a complete one."""
+        """Remove the partial object that a failed write may have left; keep a complete object."""
         with suppress(Exception):  # the caller raises the write's error; the next put replaces a partial object
             if self._object_size(full_path) not in (None, size_bytes):
                 self._remove_file(full_path)

@@ -112,7 +112,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
 
 
 class _VerifiedFile(io.RawIOBase):
-    """One file of a checkpoint. A read fetches whole chunks in parallel, and keeps the last one in memory."""
+    """One file of a checkpoint. A read fetches whole chunks in parallel, and keeps the last chunk in memory."""
 
     def __init__(self, folder: TargetFolder, manifest: Manifest, file: FileRef) -> None:
         self._target_folder = folder

@@ -231,13 +231,13 @@ class TargetFolder:
 
         with self._open_store(deadline) as (store, manifest):
             newest = read_newest_metadata(store, self._metadata_folder(manifest))
-            return self._initial_metadata(store, manifest) if newest is None else newest
+            return self._read_initial_metadata(store, manifest) if newest is None else newest
 
     def revise_metadata(self, change: MetadataChange, deadline: Deadline) -> None:
         from prefect_tune.core.checkpoints.manifest import revise_metadata
 
         with self._open_store(deadline) as (store, manifest):
-            folder, initial = self._metadata_folder(manifest), self._initial_metadata(store, manifest)
+            folder, initial = self._metadata_folder(manifest), self._read_initial_metadata(store, manifest)
             revise_metadata(store, folder, change, initial=initial, write_id=uuid.uuid4().hex)
 
     def manifest(self, store: ObjectStore) -> Manifest | None:
@@ -279,7 +279,7 @@ class TargetFolder:
         key = self._checkpoint_key() if manifest else None
         return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
 
-    def _initial_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
+    def _read_initial_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
         from prefect_tune.core.storage.documents import read_document
         from prefect_tune.stores.local.staging import METADATA_FILE, read_committed_metadata, read_metadata
 

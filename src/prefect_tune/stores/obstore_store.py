@@ -199,8 +199,8 @@ class RequestError:
     def from_exception(cls, error: Exception) -> RequestError:
         """Parse the client's error."""
         text = str(error)
-        status, kind = _first_group(_STATUS, text), _first_group(_KIND, text)
-        code = _first_group(_CODE, text) or (None if status else _first_group(_CLIENT_REJECTION, text))
+        status, kind = _find_group(_STATUS, text), _find_group(_KIND, text)
+        code = _find_group(_CODE, text) or (None if status else _find_group(_CLIENT_REJECTION, text))
         line = text.partition("\n")[0]
         details = [part for part in (kind, code) if part and f">{part}<" not in line]
         return cls(int(status) if status else None, kind, code, f"{line} ({', '.join(details)})" if details else line)
@@ -258,7 +258,7 @@ class RequestError:
         return StoreRefused(f"{operation}: {advice or 'the client or the server refused'} ({self.message})")
 
 
-def _first_group(pattern: re.Pattern[str], text: str) -> str | None:
+def _find_group(pattern: re.Pattern[str], text: str) -> str | None:
     match = pattern.search(text)
     return next(filter(None, match.groups()), None) if match else None
 
@@ -287,9 +287,9 @@ def make_client(constructor: Callable[..., Client], timeout: timedelta, options:
 class ObstoreStore(ParallelStore):
     """An open `ObjectStore` on a bucket, or on a prefix in a bucket.
 
-    `connect` makes a client whose requests end within the given time (`make_client`); it is called a few times. No
-    request takes longer than `request_timeout` (for up to 1 MiB, a quarter of it), so that a lost request is retried
-    before the deadline: at most eight tries, with growing pauses. Every method and its connection end at the deadline.
+    `connect` makes a client whose requests end within the given time (`make_client`); the store makes few clients. No
+    request takes longer than `request_timeout`, or a quarter of it for up to 1 MiB. So a lost request is retried before
+    the deadline: at most eight tries, with growing pauses. Every method and its connection end at the deadline.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ _URI_OPTIONS: Mapping[Client, frozenset[str]] = {
 }
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
 _IN_PROCESS_KINDS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
-"""Kinds of pyarrow file systems that need no child process: no call hangs, or they exist only in this process."""
+"""Kinds of pyarrow file systems that need no child process: their calls do not hang, or use only this process."""
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -130,7 +130,7 @@ class Location:
 
     @property
     def endpoint(self) -> str | None:
-        """The URL of the server, if the options name one."""
+        """The URL of the server from the options; None if the options have no URL."""
         endpoint = self.options.get("endpoint_url") or self.options.get("endpoint_override")
         return f"{self.options.get('scheme', 'https')}://{endpoint}" if endpoint and "://" not in endpoint else endpoint
 
@@ -172,7 +172,7 @@ def parse_uri(uri: str | os.PathLike[str]) -> Location:
     if not container:
         raise InvalidInput(f"{text!r}: expected a bucket after {name}://, found none")
     if parts.fragment:
-        raise InvalidInput(f"{name}://{container}{parts.path}: expected no '#' in a URI: write one in a name as %23")
+        raise InvalidInput(f"{name}://{container}{parts.path}: expected no '#' in a URI; in a name, write %23")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := options.keys() - _URI_OPTIONS.get(client, frozenset()):
         supported = ", ".join(sorted(_URI_OPTIONS.get(client, ()))) or "none"
@@ -185,7 +185,7 @@ def _parse_file_uri(parts: SplitResult) -> Location:
         suggestion = f"file:///{parts.netloc}{parts.path}"
         raise InvalidInput(f"{parts.geturl()!r}: expected no host in a file URI; did you mean {suggestion}?")
     if parts.query or parts.fragment:
-        raise InvalidInput(f"{parts.geturl()!r}: expected neither '#' nor '?': write them in a name as %23 and %3F")
+        raise InvalidInput(f"{parts.geturl()!r}: expected neither '#' nor '?'; in a name, write %23 and %3F")
     return Location(Client.FILES, "file", "", os.path.normpath(unquote(parts.path)))
 
 
@@ -304,7 +304,7 @@ def _parse_flag(text: str) -> bool:
 
 
 def _resolve_s3_access(location: Location) -> S3Access:
-    """Return credentials and region; the URI's region comes first, then the environment or a profile."""
+    """Return credentials and region. The region of the URI takes precedence over the environment and a profile."""
     access = ambient_access(os.environ, anonymous=location.is_anonymous)
     return replace(access, region=location.options.get("region") or access.region)
 
@@ -357,7 +357,7 @@ class S3Access:
 
 
 def ambient_endpoint(environment: Mapping[str, str]) -> str | None:
-    """Return the endpoint URL from the environment; None means Amazon's endpoint."""
+    """Return the URL of the endpoint from the environment; None for Amazon's endpoint."""
     return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
 
 
@@ -397,7 +397,7 @@ def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -
 
 
 def session_key_provider(session: Any) -> Callable[[], S3Keys]:
-    """Return a provider of a boto3 session's credentials, which boto3 renews (profiles, SSO, roles)."""
+    """Return a provider of the credentials of a boto3 session; boto3 renews them (profiles, SSO, roles)."""
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:

@@ -335,7 +335,7 @@ class PosixStore(ParallelStore):
         return file
 
     def _open_folder(self, stack: ExitStack, root: int, folder: str) -> int | None:
-        """Open `folder` component by component without following links; None if it does not exist."""
+        """Open `folder` component by component, without following links; return None if it does not exist."""
         fd = root
         for name in folder.split("/") if folder else ():
             try:
@@ -349,25 +349,25 @@ class PosixStore(ParallelStore):
         return fd
 
     def _open_or_create_folder(self, stack: ExitStack, root: int, folder: str) -> int:
-        """Open `folder` and create missing parts; sync each new name before anything is put into the folder."""
+        """Open `folder`, and create missing folders; sync the name of each before anything is put into it."""
         parent, fd, exists = root, root, True
         for name in folder.split("/") if folder else ():
             try:
                 parent, fd = fd, self._close_on_exit(stack, self._calls.open_folder(name, fd))
             except FileNotFoundError:
                 if exists:
-                    self._sync_folder_name(fd, parent)
+                    self._fsync_parent_if_empty(fd, parent)
                 exists = False
                 with suppress(FileExistsError):
                     self._calls.mkdir(name, fd)
                 parent, fd = fd, self._close_on_exit(stack, self._calls.open_folder(name, fd))
                 self._calls.fsync_folder(parent)
         if exists:
-            self._sync_folder_name(fd, parent)
+            self._fsync_parent_if_empty(fd, parent)
         return fd
 
-    def _sync_folder_name(self, folder: int, parent: int) -> None:
-        """Sync the name of an empty folder: its creator may have died before the sync.
+    def _fsync_parent_if_empty(self, folder: int, parent: int) -> None:
+        """Sync the name of `folder` if the folder is empty: its creator may have died before the sync.
 
         A folder with entries needs no sync: its name and its parents' names were synced before the first entry.
         """
@@ -381,7 +381,7 @@ class PosixStore(ParallelStore):
             return None
 
     def _fsync_folder_if_linked_twice(self, folder: int, status: FileStatus) -> None:
-        """Sync the folder of an object with two links, so that it survives a power cut; reject a symbolic link."""
+        """Sync the folder of an object with two links, so that the object survives a power cut; reject a link."""
         if status.is_link:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if status.links > 1:
@@ -433,7 +433,7 @@ class PosixStore(ParallelStore):
 
     @contextmanager
     def _temp_file(self, root: int, fill: Callable[[int], None]) -> Iterator[_TempFile]:
-        """Let `fill` write a hidden file, and sync it. The hidden name is removed at the end, also after an error."""
+        """Yield a hidden file that `fill` has written. At the end, also after an error, remove the hidden name."""
         with ExitStack() as stack:
             try:
                 folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY_FOLDER, root))
@@ -474,7 +474,7 @@ class PosixStore(ParallelStore):
             offset += count
 
     def _publish_file(self, root: int, folder: str, temp: _TempFile, publish: Callable[[int], None]) -> None:
-        """Call `publish` with the open folder; if a delete pruned the folder meanwhile, create it again."""
+        """Call `publish` with the open folder; repeat both if a delete has pruned the folder meanwhile."""
         for _ in range(_MAX_PUBLISHES):
             self._deadline.check(f"publishing in {folder!r}")
             try:
@@ -524,7 +524,7 @@ class PosixStore(ParallelStore):
             if existing is not None and not existing.is_file:
                 raise
             if existing is None or existing.size_bytes != temp.status.size_bytes:
-                self._rename_file(temp, folder, name)
+                self._rename_second_link(temp, folder, name)
         self._calls.fsync_folder(folder)
 
     def _replace_object(self, temp: _TempFile, folder: int, name: str) -> None:
@@ -532,7 +532,7 @@ class PosixStore(ParallelStore):
         existing = self._stat_or_none(folder, name)
         if existing is not None and not existing.is_file:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        self._rename_file(temp, folder, name)
+        self._rename_second_link(temp, folder, name)
         self._calls.fsync_folder(folder)
 
     def _link_file(self, temp: _TempFile, name: str, folder: int) -> None:
@@ -543,7 +543,7 @@ class PosixStore(ParallelStore):
                 raise StoreRefused(f"link in {self.root}: {_NO_HARD_LINKS_MESSAGE} ({error.strerror})") from error
             raise
 
-    def _rename_file(self, temp: _TempFile, folder: int, name: str) -> None:
+    def _rename_second_link(self, temp: _TempFile, folder: int, name: str) -> None:
         second_name = f"{temp.name}-again"
         self._link_file(temp, second_name, temp.folder)  # two links until the folder is synced
         try:
@@ -583,7 +583,7 @@ class PosixStore(ParallelStore):
             with suppress(OSError):  # another writer removed it first, or it belongs to another user
                 status = self._calls.stat(name, folder)
                 if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _MAX_TEMPFILE_AGE:
-                    if status.links > 1:  # published, but perhaps not synced, which only the second link shows
+                    if status.links > 1:  # published, but perhaps not synced: without this link, readers do not sync
                         self._calls.sync()
                     self._calls.unlink(name, folder)
 

@@ -153,7 +153,7 @@ def test_what_another_user_owns_is_refused_by_name(name: str) -> None:
         staged_before = StagedFiles(root)
         os.seteuid(65534)
         try:
-            with pytest.raises(InvalidInput, match=f"/{name}: cannot be read, so not saved: Permission den"):
+            with pytest.raises(InvalidInput, match=f"/{name}: cannot be read or saved: Permission den"):
                 _read_all(StagedFiles(root) if name == "folder" else staged_before)
         finally:
             os.seteuid(0)

@@ -192,7 +192,7 @@ def test_saving_a_step_again_from_its_copy_changes_nothing(caller: Caller) -> No
 def test_a_directory_with_other_content_is_not_touched(caller: Caller, tmp_path: Path) -> None:
     caller.save_checkpoint(1)
     mine = write(tmp_path / "mine", {"precious": b"1"})
-    with pytest.raises(pt.InvalidInput, match="not empty, and not this checkpoint"):
+    with pytest.raises(pt.InvalidInput, match="not empty and not this checkpoint"):
         caller.restore_checkpoint(directory=mine)
     assert files_in(mine) == {"precious": b"1"}
 

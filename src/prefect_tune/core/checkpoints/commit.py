@@ -164,8 +164,8 @@ def commit_checkpoint(
     A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same bytes twice has the
     same result as committing them once.
 
-    `reverification` selects the reused blobs to read back first; if one fails, its bytes are sent again to a new path.
-    Without `reverification`, reused blobs are trusted. `finalize_manifest` adds the parts of other nodes to the
+    `reverification` selects the reused blobs to read back first; the bytes of failed blobs are sent again, to a new
+    path. Without `reverification`, reused blobs are trusted. `finalize_manifest` adds the parts of other nodes to the
     manifest.
 
     Raises:
@@ -203,7 +203,7 @@ def commit_checkpoint(
 def _store_group(
     store: ObjectStore, key: CheckpointKey, source: StagedDirectory, group: Sequence[FileRange], reuse: ReusableBytes
 ) -> _StoredGroup:
-    """Hash the chunks of a group, and send the ones that are not on the target as one blob."""
+    """Hash the chunks of a group, and send all chunks that are not on the target as one blob."""
     buffer = memoryview(bytearray(sum(piece.length for piece in group)))
     chunks: list[tuple[FileRange, Digest, _ChunkLocation]] = []
     new_chunks: list[tuple[FileRange, Digest, int]] = []
@@ -371,7 +371,7 @@ class StoredPart(FileLayout, Document):
     attempt: int
     node: int
     failed: str = ""
-    """Why the node cannot add its part, which then has no files; empty otherwise."""
+    """Why the node cannot add its files; empty if it adds them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from prefect_tune.core.values import Digest, StepReport, Value, digest_of
 # A directory's bytes as chunks and blobs: large files are split, small files are packed together.
 #
 # Chunks are hashed, verified and deduplicated; blobs are uploaded. The split depends on file sizes alone, so the same
-# directory always gives the same blobs, and a retried upload finds the blobs of a killed one.
+# directory always gives the same blobs, and a retried upload finds the blobs of a killed upload.
 
 CHUNK_BYTES = 4 * 1024 * 1024
 BLOB_BYTES = 16 * 1024 * 1024
@@ -327,7 +327,7 @@ def _read_verified(store: ObjectStore, manifest: Manifest, read: RangeRead) -> m
 
 # User metadata of a checkpoint, written after its commit as numbered versions, each created only if absent.
 #
-# The highest number is the current one. A version is neither rewritten nor deleted while the checkpoint exists:
+# The highest number is the current version. A version is neither rewritten nor deleted while the checkpoint exists:
 # otherwise a slow writer could create a version with a freed number, and its change would be lost.
 
 _MAX_TRIES = 1000  # another writer succeeds in each lost race; the store's timeout ends the loop earlier

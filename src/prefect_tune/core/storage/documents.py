@@ -33,7 +33,7 @@ class Document(Value):
     format: str
     version: int
     upgrades: ClassVar[Mapping[int, Upgrade]] = {}
-    """By version, the upgrade to the next version: one for each older version that can still be read."""
+    """By version, the upgrade to the next version, for each older version that can still be read."""
     oldest_version: ClassVar[int]
     current_version: ClassVar[int]
 
@@ -72,7 +72,7 @@ def seal_and_read_back(value: _Value) -> tuple[bytes, _Value]:
 
 
 def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buffer:
-    """Return a complete object of at most `MAX_DOCUMENT_BYTES`; raise `error` for a larger one, which is not read.
+    """Return a complete object of at most `MAX_DOCUMENT_BYTES`; raise `error` for a larger object without reading it.
 
     Raises:
         ObjectNotFound: there is no object.
@@ -101,7 +101,7 @@ def read_sealed(store: ObjectStore, model: type[_Model], path: str, error: type[
 def read_newest_document(store: ObjectStore, model: type[_Model], folder: str, error: type[Exception]) -> _Model | None:
     """Read the last numbered document in `folder`; None if there is none. Raises like `unseal`.
 
-    For documents whose writer deletes the previous one: if a listed document is missing, a newer one exists.
+    For a folder whose writer deletes the previous document: if a listed document is missing, a newer document exists.
     """
     for _ in range(_MAX_LISTINGS):
         if not (paths := list_document_paths(store, folder)):
@@ -166,7 +166,7 @@ def verify_document(
 
 
 def upgrade_document(model: type[Document], body: dict[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
-    """Convert the verified JSON of a `model` to the current version; raise `error` if the JSON does not fit its own."""
+    """Upgrade the verified JSON of a `model` without checking its fields. Raises `error` if an upgrade fails."""
     for version in range(body["version"], model.current_version):
         try:
             body = {**model.upgrades[version](body), "version": version + 1}
@@ -205,7 +205,7 @@ def _encode_body(body: dict[str, object]) -> tuple[bytes, bytes]:
 # Sign and verify settings: a valid signature proves that a process with the key wrote them.
 #
 # Write access to the target is not enough to sign. The signature is an HMAC over all settings and the experiment's
-# name, so that settings signed for one experiment are invalid for another. It is stored among the settings.
+# name, so settings that were signed for one experiment are invalid for another. Settings contain their signature.
 
 _SIGNATURE_KEY = "signature"
 _SIGNATURE_FORMAT = "hmac-sha256-v1"

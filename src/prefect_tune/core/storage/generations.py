@@ -1,7 +1,7 @@
 """Reuse the name of a deleted experiment: each deletion ends a generation of the name.
 
 The idea: all objects of an experiment are in the folder of a generation, 1 for a new name. The deletion of generation N
-is final once the marker of generation N + 1 exists, and deletes bytes only after that.
+is final when the marker of generation N + 1 exists, and deletes objects only after that.
 
     first/1/journal/…                                     generation 1 is current: there is no marker
     first/1/journal/…  first/generations/0000000002.json  generation 1 has ended, and is being deleted
@@ -44,11 +44,11 @@ class GenerationMarker(Document):
     deleted_by: str
     """The process that deleted the previous generation."""
     writers: tuple[str, ...] = ()
-    """The identities of the owners of all earlier generations, except runs that deleted one themselves."""
+    """The identities of the owners of all earlier generations, except runs that deleted a generation."""
 
 
 class UnnamedCall(Document):
-    """The call to which this experiment belongs, among those calls of a flow run that name no experiment."""
+    """Identifies the call, in a flow run and without an experiment name, to which this experiment belongs."""
 
     format: Literal["prefect-tune/unnamed-call"] = "prefect-tune/unnamed-call"
     version: Literal[1] = 1
@@ -70,7 +70,7 @@ def claim_name(store: ObjectStore, experiment: str, call: str) -> bool:
 
 
 def read_claiming_call(store: ObjectStore, experiment: str) -> str | None:
-    """Return the call to which the experiment belongs; empty if it was deleted, None if no call has claimed it."""
+    """Return the call that claimed the experiment; "" if the experiment was deleted, None if no call claimed it."""
     journal = find_current_journal(store, experiment)
     if (claim := read_sealed(store, UnnamedCall, journal.unnamed_call_path, JournalCorrupt)) is not None:
         return claim.call

@@ -91,11 +91,11 @@ class JournalKey(Value):
         return f"{self.folder}/live"
 
     def request_path(self, number: int) -> str:
-        """Return the path of stop request `number` (from 1), which another process sends to the experiment."""
+        """Return the path of stop request `number` (from 1) of another process to the experiment."""
         return document_path(f"{self.folder}/requests", number)
 
     def live_status_path(self, term: int, number: int) -> str:
-        """Return the path of live status `number` (from 1) of the owner of `term`; only the newest one is kept."""
+        """Return the path of live status `number` (from 1) of the owner of `term`; only the newest number is kept."""
         return f"{self.live_folder}/{_pad_number(term)}-{_pad_number(number)}.json"
 
     def entry_path(self, number: int) -> str:
@@ -172,7 +172,7 @@ def join_uri(root_uri: str, folder: str) -> str:
 
 
 class CheckpointOrigin(Value):
-    """The checkpoint of another trial of the experiment, whose manifest and bytes a clone uses."""
+    """The original of a cloned checkpoint, in another trial of the experiment. A clone uses its manifest and bytes."""
 
     trial: TrialId
     step: int
@@ -269,7 +269,7 @@ class NodesKey(Value):
 
 
 class CheckpointKey(Value):
-    """Names one checkpoint by its step and by the sequence of its save, which counts the saves of the trial.
+    """Names a checkpoint by its step and by the sequence of its save. The sequence counts the saves of the trial.
 
     No two checkpoints of a step have the same sequence, so a name is written at most once.
     """

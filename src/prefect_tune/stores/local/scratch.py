@@ -1,7 +1,7 @@
 """Temporary directories of this user on this machine: scratch directories of one process, and shared copies.
 
-A process has one folder for all its scratch directories and holds a lock file next to it until it exits. A process that
-makes its first scratch directory removes the folders of killed processes, whose locks no process holds.
+A process has one folder for all its scratch directories, and holds a lock file next to the folder until the process
+exits. Before it makes its first scratch directory, it removes the folders of killed processes, whose locks are free.
 
 One process copies a checkpoint, and the others wait. `fill_directory` fills a directory that the caller names.
 `shared_copy` gives each reader its own directory, with hard links to the files of one copy; the last reader removes
@@ -222,7 +222,7 @@ class DirectoryContent:
 def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]:
     """Yield a directory with `content`; fetch only if no other reader on this machine has an unchanged copy.
 
-    Of concurrent readers one fetches, and the others wait. If its fetch fails or is killed, another reader fetches.
+    One of several concurrent readers fetches, and the others wait. If this reader fails or is killed, another fetches.
 
     Raises:
         DeadlineExceeded: another process was still fetching at the deadline.
@@ -267,7 +267,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
     """Put `content` into `destination` by one rename; fetch nothing if `destination` has it already.
 
     Raises:
-        DestinationInUse: `destination` has other content, which stays unchanged.
+        DestinationInUse: `destination` has other content; nothing was changed.
         InvalidInput: `destination` cannot be replaced by a rename.
         DeadlineExceeded: another process was still filling it at the deadline.
     """
@@ -289,9 +289,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
             is_newer = note.get("source") == content.source_id and note["done_at_seconds"] >= requested_at_seconds
             has_content = is_unchanged and (note["bytes"] == content.content_id or is_newer)
             if not has_content and not content.matches(destination):
-                raise DestinationInUse(
-                    f"{destination}: not empty, and not this checkpoint: remove it, or choose another"
-                )
+                raise DestinationInUse(f"{destination}: not empty and not this checkpoint: remove it or choose another")
             metadata = destination / METADATA_FILE
             if content.metadata is not None and not (metadata.is_file() and metadata.read_bytes() == content.metadata):
                 replace_file(metadata, content.metadata)  # it changed after the directory was filled

@@ -100,7 +100,7 @@ def _list_directory(directory: Path) -> tuple[dict[str, _FileStatus], tuple[str,
 
 
 _READ_ERRORS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
-"""Errors of a file that an attempt on another machine would raise too."""
+"""Errors of a file: an attempt on another machine would raise them too."""
 _MAX_PATH_BYTES, _MAX_LEVELS = 3_000, 200
 """Limits of a path within a checkpoint: the path after a restore is longer, and Linux's limit is 4,095 bytes."""
 _SHOWN_CHARACTERS = 200
@@ -121,7 +121,7 @@ def raising_read_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _READ_ERRORS:
             raise InvalidInput(
-                f"{_shorten_path(str(error.filename or directory))}: cannot be read, so not saved: {error.strerror}"
+                f"{_shorten_path(str(error.filename or directory))}: cannot be read or saved: {error.strerror}"
             ) from error
         raise
 
@@ -433,7 +433,7 @@ def _is_folder_marker(store: ObjectStore, listed: ListedObject) -> bool:
 
 
 def directory_seal(directory: Path) -> str:
-    """Return a digest of a directory's names, sizes, modification times and inodes; every write changes it.
+    """Return a digest of a directory's names, sizes, modification times and inodes. Every write changes the digest.
 
     Raises:
         FileNotFoundError: the directory does not exist.
