@@ -25,15 +25,15 @@ from prefect_tune.core.page_elements import Cell, Code, Link, Text, Verbatim, re
 from prefect_tune.core.search_view import Series, numeric_metrics
 from prefect_tune.reporting.facts import MAX_CURVES, ReportInput, sample_trials
 from prefect_tune.reporting.page import (
-    best_trial_section,
-    errors_section,
-    figures_section,
-    headline_section,
-    trials_section,
+    make_best_trial_section,
+    make_errors_section,
+    make_figures_section,
+    make_headline_section,
+    make_trials_section,
 )
 from prefect_tune.terminal.formatting import render_text
 from prefect_tune.terminal.live_display import QuietFilter, console_handlers
-from prefect_tune.terminal.progress_view import ProgressState, first_reported_metrics, render_progress, trials_table
+from prefect_tune.terminal.progress_view import ProgressState, find_reported_metrics, make_trials_table, render_progress
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -211,7 +211,7 @@ _MAX_TABLE_CHARACTERS = 20_000
 
 def render_trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: str) -> str:
     """Return a table with a row per trial; the note `more` is below the table."""
-    table, hidden = trials_table(trials, metrics, width=_TERMINAL_WIDTH)
+    table, hidden = make_trials_table(trials, metrics, width=_TERMINAL_WIDTH)
     notes = (Text([note], kind="legend") for note in (hidden, more) if note)
     return render_notebook_cell(*([Code(render_text(table, width=_TERMINAL_WIDTH), "text")] if trials else []), *notes)
 
@@ -255,9 +255,9 @@ def render_results_html(report: ReportInput, read_curves: ReadCurves, read_cost:
     `read_curves` and `read_cost` may read the target. If reading fails, the HTML has the error instead of the curves,
     or no cost.
     """
-    reported = first_reported_metrics(report.first_trials)[:_MAX_METRICS]
+    reported = find_reported_metrics(report.first_trials)[:_MAX_METRICS]
     metrics = report.objective.metrics if report.objective else reported
-    blocks = [*headline_section(report), *best_trial_section(report)]
+    blocks = [*make_headline_section(report), *make_best_trial_section(report)]
     try:
         drawn = [trial.id for trial in sample_trials([*report.ranking] or report.trials, MAX_CURVES)]
         curves = read_curves(drawn, metrics)
@@ -265,7 +265,8 @@ def render_results_html(report: ReportInput, read_curves: ReadCurves, read_cost:
         blocks.append(Text([f"The learning curves could not be read: {first_line(str(error))}"], kind="legend"))
         curves = {}
     history = replace(report.snapshot, metrics=tuple(metrics), metric_count=len(metrics), curves=curves)
-    blocks += [*figures_section(replace(report, snapshot=history)), *trials_section(report), *errors_section(report)]
+    figures = make_figures_section(replace(report, snapshot=history))
+    blocks += [*figures, *make_trials_section(report), *make_errors_section(report)]
     with suppress(TuneError):
         if sentence := format_cost(read_cost()):
             blocks.append(Text([sentence]))

@@ -64,8 +64,8 @@ from prefect_tune.notebook import (
 )
 from prefect_tune.reporting.facts import make_report_input
 from prefect_tune.runtime.checkpoint import Checkpoint
-from prefect_tune.terminal.formatting import format_counts, output_width, render_text
-from prefect_tune.terminal.progress_view import first_reported_metrics, trials_table
+from prefect_tune.terminal.formatting import format_counts, get_output_width, render_text
+from prefect_tune.terminal.progress_view import find_reported_metrics, make_trials_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -153,8 +153,8 @@ class Trials(Mapping[str, Trial]):
         if not self:
             return "no trials"
         first, metrics, more = self._select_first_trials()
-        table, hidden = trials_table(first, metrics)
-        return "\n".join(filter(None, (render_text(table, width=output_width()), hidden, more)))
+        table, hidden = make_trials_table(first, metrics)
+        return "\n".join(filter(None, (render_text(table, width=get_output_width()), hidden, more)))
 
     def _repr_html_(self) -> str:
         first, metrics, more = self._select_first_trials()
@@ -163,7 +163,7 @@ class Trials(Mapping[str, Trial]):
     def _select_first_trials(self) -> tuple[Sequence[Trial], Sequence[str], str]:
         """Return the trials to show, their metrics, and how many more there are."""
         first = list(self.values())[:MAX_ROWS]
-        return first, self._metrics or first_reported_metrics(first), format_more_trials(len(self) - len(first))
+        return first, self._metrics or find_reported_metrics(first), format_more_trials(len(self) - len(first))
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,7 +190,7 @@ class Results:
     def cost(self) -> ExperimentCost:
         """The time in seconds that the experiment's slots spent, by category, run and attempt.
 
-        While a trial is running, the live status is read from the target: it has the time of running attempts.
+        While a trial is running, the time of running attempts is read from the live status on the target.
         """
         return self._read_cost(_TIMEOUT)
 
@@ -206,7 +206,7 @@ class Results:
 
     @property
     def best(self) -> Trial:
-        """The trial with the best last report: `best_trial` with its defaults, and with the same errors."""
+        """The trial with the best last report: the result of `best_trial()`, with the same errors."""
         return self.best_trial()
 
     def best_trial(
@@ -476,7 +476,7 @@ def no_ranking_reason(trials: Collection[Trial], objective: Objective, scope: Sc
     if not names:
         return "nothing was reported"
     by_last_part = {name.rpartition("/")[2]: name for name in names}
-    for metric in objective.metrics:  # similar to a name, or to the last part of a name
+    for metric in objective.metrics:  # suggest a similar name, or a name with a similar last part
         last_part = find_nearest_name(metric, by_last_part) or metric
         similar = find_nearest_name(metric, names) or by_last_part.get(last_part)
         if metric not in names and similar is not None:

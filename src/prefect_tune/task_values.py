@@ -140,9 +140,9 @@ _SERIES_PART = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 
 
 def similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
-    """Return `; did you mean 'slow'?` if an experiment on `target` has a similar name; otherwise, or after 5 s, ""."""
+    """Return `; did you mean 'slow'?` for a similar experiment on `target`; "" without one, or after 5 s."""
     with suppress(TuneError), target.open(timeout=_LIST_TIMEOUT) as store:
-        return _similar_name_hint(experiment, list_experiment_names(store))
+        return _format_similar_name_hint(experiment, list_experiment_names(store))
     return ""
 
 
@@ -151,11 +151,11 @@ def misspelling_warning(target: StorageTarget, state: Experiment, trial: str) ->
     if not state.entry_count:
         hint = similar_experiment_hint(target, state.name)
         return f"There is no experiment {state.name!r} at {target.uri}{hint}" if hint else ""
-    hint = _similar_name_hint(trial, state.trials) if trial not in state.trials else ""
+    hint = _format_similar_name_hint(trial, state.trials) if trial not in state.trials else ""
     return f"Experiment {state.name!r} at {target.uri} has no trial {trial!r}{hint}" if hint else ""
 
 
-def _similar_name_hint(name: str, names: Iterable[str]) -> str:
+def _format_similar_name_hint(name: str, names: Iterable[str]) -> str:
     """Return `; did you mean 'slow'?` for a similar name in `names`; ignore names of the same series."""
     series = _SERIES_PART.sub("", name)
     return did_you_mean(name, (other for other in names if _SERIES_PART.sub("", other) != series), _MIN_SIMILARITY)
@@ -173,7 +173,7 @@ class CommittedCheckpoint(Value):
     metrics: Mapping[str, Any]
     """The metrics of its step."""
     uri: str
-    """Its location, without secrets: `pt.Checkpoint(uri)` reads it with the environment's credentials."""
+    """The location, without secrets. `pt.Checkpoint(uri)` reads it with credentials from the environment."""
     size_bytes: int
     """The size of the directory."""
     sent_bytes: int | None = None
@@ -184,7 +184,7 @@ class RestoredCheckpoint(Value):
     """A checkpoint with its verified files in a local directory. It can be used as a path: `Path(restored, "x")`."""
 
     directory: Path
-    """The directory with the files. The caller owns and deletes it."""
+    """The directory with the files. It belongs to the caller; prefect-tune does not delete it."""
     experiment: str
     """The name of its experiment."""
     trial: str
@@ -211,7 +211,7 @@ class TrialState(Value):
     metrics: Mapping[str, Any]
     """The metrics of the newest step."""
     checkpoint: CommittedCheckpoint | None
-    """The newest committed checkpoint, from which the trial continues; None before the first."""
+    """The newest committed checkpoint, from which the trial continues; None before the first commit."""
     checkpoint_steps: tuple[int, ...]
     """The steps of all its checkpoints, oldest first."""
     attempts: int

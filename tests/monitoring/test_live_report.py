@@ -137,7 +137,7 @@ def test_what_a_killed_run_left_of_its_trials_is_deleted_by_the_next_one_on_the_
     results = searched(tmp_path, "killed")
     uri = results.target.uri
     left, of_others = (
-        [live_report._trial_progress_key(results.experiment, trial, where) for trial in ("00000", "00002")]
+        [live_report._make_progress_key(results.experiment, trial, where) for trial in ("00000", "00002")]
         for where in (uri, f"{uri}-2")
     )
     of_others.append("progress-killed-again")

@@ -19,21 +19,21 @@ from prefect_tune.core.messages.target_messages import ExperimentView, LiveStatu
 from prefect_tune.core.usage_records import AttemptUsage, GroupUsage, PhaseSeconds, RankEnd
 from prefect_tune.terminal.formatting import (
     attempt_fields,
-    attempts_table,
-    borderless_table,
     cost_fields,
-    cost_table,
-    facts_table,
     format_age,
     format_cell,
     format_metrics,
     format_number,
     format_steps,
     freshness_of,
-    plain_cells,
+    make_attempts_table,
+    make_borderless_table,
+    make_cost_table,
+    make_facts_table,
     print_parts,
+    to_plain_cells,
 )
-from prefect_tune.terminal.progress_view import trials_table
+from prefect_tune.terminal.progress_view import make_trials_table
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import after
 
@@ -51,11 +51,11 @@ def test_nothing_turns_the_direction_of_text_or_cannot_be_printed_at_all() -> No
 
 
 def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    table = borderless_table("name")
-    table.add_row(*plain_cells([ATTACK]))
+    table = make_borderless_table("name")
+    table.add_row(*to_plain_cells([ATTACK]))
     config = {ATTACK: 1, "y": ATTACK}
     trials = [Trial(id=name, config={**config, "x": name}) for name in ("a", "b")]
-    print_parts(ATTACK, table, facts_table({ATTACK: {ATTACK: [ATTACK]}}), *trials_table(trials, [ATTACK]))
+    print_parts(ATTACK, table, make_facts_table({ATTACK: {ATTACK: [ATTACK]}}), *make_trials_table(trials, [ATTACK]))
     said = capsys.readouterr().out
     assert r"\x1b]0;title\x07" in said
     assert not any(each in said for each in "\x1b\x07\x9b\r")
@@ -88,7 +88,7 @@ def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> N
 
 
 def test_no_line_ends_with_blanks(capsys: pytest.CaptureFixture[str]) -> None:
-    table = borderless_table("trial", "reason")
+    table = make_borderless_table("trial", "reason")
     for row in (("1", "a long reason"), ("2", "")):
         table.add_row(*row)
     print_parts("head", "", table)
@@ -252,13 +252,13 @@ def test_nothing_is_said_before_a_slot_was_held() -> None:
 
 
 def test_the_tables_have_what_took_time_and_what_was_used() -> None:
-    table = text_of(cost_table(cost(training=75, idle=25)))
+    table = text_of(make_cost_table(cost(training=75, idle=25)))
     assert [" ".join(line.split()) for line in table.splitlines()[1:]] == ["training 1 min 15 s 75 %", "idle 25 s 25 %"]
-    attempts = text_of(attempts_table([attempt(1, USE, training=24300, start=1000), attempt(2, training=2.5)]))
+    attempts = text_of(make_attempts_table([attempt(1, USE, training=24300, start=1000), attempt(2, training=2.5)]))
     assert "start and import 16 min 40 s" in attempts
     assert "3 GiB (mean 2 GiB)" in attempts
     assert "5 GiB, 83 % busy" in attempts
-    assert text_of(attempts_table([attempt(1, training=2.5)])).split() == (
+    assert text_of(make_attempts_table([attempt(1, training=2.5)])).split() == (
         ["attempt", "in", "all", "training", "largest", "losses", "1", "2.5", "s", "2.5", "s"]
     )
 
@@ -286,7 +286,7 @@ def test_the_table_of_attempts_names_the_ends_of_ranks_unlike_the_others() -> No
         RankEnd(ranks=(1,), how="ValueError: x", is_cause=True),
         RankEnd(ranks=tuple(range(2, 12)), how="RuntimeError: Connection closed"),
     )
-    table = attempts_table([attempt(1, GroupUsage(seconds=PhaseSeconds(), ends=ends)), attempt(2)])
+    table = make_attempts_table([attempt(1, GroupUsage(seconds=PhaseSeconds(), ends=ends)), attempt(2)])
     said = "rank 1: ValueError: x, the cause; ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more: RuntimeError: Connection closed"
     assert text_of(table).splitlines()[1].rstrip().endswith(said)
-    assert "ended otherwise" not in text_of(attempts_table([attempt(2)]))
+    assert "ended otherwise" not in text_of(make_attempts_table([attempt(2)]))

@@ -84,7 +84,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "inspect": ("ls", "show", "logs", "report", "audit"),
     "storage": ("checkpoints", "verify", "export", "gc", "maintain", "delete"),
 }
-"""The commands of each help panel, in the order of the help. `cli/PANEL.py` defines them."""
+"""The commands of each help panel, in the order of the help. `cli/PANEL.py` defines these commands."""
 _ORDER = [name for names in COMMANDS.values() for name in names]
 
 
@@ -193,7 +193,7 @@ def run_app() -> None:
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the locale cannot encode must not fail the command
-    arguments, sys.argv[1:] = sys.argv[1:], []  # trainables that read `sys.argv` must not see them
+    arguments, sys.argv[1:] = sys.argv[1:], []  # trainables that read `sys.argv` must not see these
     try:
         app(args=arguments)
     except (TuneError, OSError) as error:
@@ -216,7 +216,7 @@ def resolve_existing_target(target: str) -> StorageTarget | LocalFolder:
 
     resolved = resolve_existing(target)
     if isinstance(resolved, LocalTarget) and not resolved.may_hang:
-        with suppress(OSError):  # for example no permission to read a parent folder: the first read reports it
+        with suppress(OSError):  # for example an unreadable parent folder: the first read reports the error
             if not Path(resolved.path).is_dir():
                 raise InvalidInput(f"{resolved.path}: there is no such folder")
     return resolved

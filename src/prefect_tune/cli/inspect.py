@@ -60,11 +60,7 @@ from prefect_tune.terminal.formatting import (
     Freshness,
     append_last_output,
     attempt_fields,
-    attempts_table,
-    borderless_table,
     cost_fields,
-    cost_table,
-    facts_table,
     format_age,
     format_counts,
     format_steps,
@@ -72,10 +68,14 @@ from prefect_tune.terminal.formatting import (
     format_value,
     freshness_of,
     group_trials_by_error,
-    plain_cells,
+    make_attempts_table,
+    make_borderless_table,
+    make_cost_table,
+    make_facts_table,
     print_parts,
+    to_plain_cells,
 )
-from prefect_tune.terminal.progress_view import trials_table
+from prefect_tune.terminal.progress_view import make_trials_table
 
 
 @command
@@ -86,13 +86,13 @@ def ls(target: Target, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([{**asdict(row), **fresh.json_fields()} for row, fresh in rows], indent=2))
     elif rows:
-        table = borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
+        table = make_borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
         for row, fresh in rows:
             best = ""
             if row.best:
                 best = f"{format_value(row.best)} ({best_trial_name(str(row.best_trial), str(row.best_status))})"
             cells = (row.experiment, row.kind, row.damage or format_counts(row.trials), best, fresh.format_short())
-            table.add_row(*plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
+            table.add_row(*to_plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
         print_parts(table)
         if stale := [row.experiment for row, fresh in rows if fresh.is_stale]:
             print_parts("", f"no updates for a while; the process has probably ended: {', '.join(stale)}")
@@ -116,7 +116,7 @@ class _ExperimentRow:
 
 
 def _read_experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_ExperimentRow, Freshness]]:
-    """Yield the row of each experiment, and the freshness of its data."""
+    """Yield a row and the freshness of its data for each experiment."""
     for name in names:
         try:
             loaded = load_experiment(store, find_current_journal(store, name))
@@ -153,7 +153,7 @@ _TIME_FIELDS = ("attempt_began_at", "reported_at")
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best trial first; or all details of one trial."""
     with open_store_and_load_experiment(target, experiment) as (store, state):
-        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # a damaged entry may be hidden by a later snapshot
+        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # a later snapshot may hide a damaged entry
             try:
                 read_entries(store, state.key)
             except JournalCorrupt as error:
@@ -181,9 +181,9 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         print(json.dumps({**header, **fresh.json_fields(), **facts}, indent=2))
         return
     head = {"experiment": state.name, "owner": _format_owner(state), "as of": fresh.describe()}
-    print_parts(facts_table({**head, **_format_facts(facts, selected, now)}))
+    print_parts(make_facts_table({**head, **_format_facts(facts, selected, now)}))
     if attempts:
-        print_parts("", attempts_table(attempts))
+        print_parts("", make_attempts_table(attempts))
     reason = append_last_output(selected.reason, str(facts.get("last_output", ""))) if selected is not None else ""
     if "\n" in reason:
         print(f"\n{reason}")  # unwrapped: users read and copy its lines of code
@@ -253,19 +253,19 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
         extra["host"] = [(attempt.host or "") if attempt else "" for attempt in running]
         extra["last report"] = [format_last_report(attempt, now) if attempt else "" for attempt in running]
     styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
-    table, hidden = trials_table(shown_trials, objective.metrics if objective else (), extra, styles=styles)
-    print_parts(facts_table(head), "", table)
+    table, hidden = make_trials_table(shown_trials, objective.metrics if objective else (), extra, styles=styles)
+    print_parts(make_facts_table(head), "", table)
     if hidden:
         print_parts(hidden)
     if len(trials) > _MAX_TRIALS:
         print_parts(f"and {len(trials) - _MAX_TRIALS} more; --json prints all")
     if sentence := format_cost(cost):
-        print_parts("", facts_table({"cost": sentence}), "", cost_table(cost))
+        print_parts("", make_facts_table({"cost": sentence}), "", make_cost_table(cost))
     errored = sorted((trial for trial in trials if trial.status is Status.ERRORED), key=lambda trial: trial.id)
     if causes := group_trials_by_error(errored):
-        table = borderless_table("errored", "reason")
+        table = make_borderless_table("errored", "reason")
         for cause, alike in causes[:_MAX_ERRORS]:
-            table.add_row(*plain_cells((format_trial_names(alike), cause)))
+            table.add_row(*to_plain_cells((format_trial_names(alike), cause)))
         print_parts("", table)
         if len(causes) > _MAX_ERRORS:
             print_parts(f"and {len(causes) - _MAX_ERRORS} more errors; --json prints all")
@@ -447,10 +447,10 @@ def audit(
         print(make_visible(report.summary))
         for cause, count in report.not_derived.items():
             print(make_visible(f"not derived: {count:,}: {cause}"))
-        table = borderless_table("events", "count", "of them")
+        table = make_borderless_table("events", "count", "of them")
         for name, events in (("derived", report.derived), ("observed", report.observed)):
             of_them = ", ".join(f"{count:,} {event}" for event, count in sorted(events.items()))
-            table.add_row(*plain_cells((name, f"{sum(events.values()):,}", of_them)))
+            table.add_row(*to_plain_cells((name, f"{sum(events.values()):,}", of_them)))
         print_parts("", table)
     if report.difference is not None:
         raise typer.Exit(1)

@@ -149,7 +149,7 @@ def _parse_scalar(text: str) -> Any:
 
 
 def parse_stop_criteria(criteria: Sequence[str]) -> str | dict[str, Any] | None:
-    """Parse stop criteria: `step=100` (of several, the first one reached), `package.module:Name`, or JSON."""
+    """Parse stop criteria: `step=100` (several: the first stops the trial), `package.module:Name`, or JSON."""
     match criteria:
         case [text] if text.lstrip().startswith("{"):
             return parse_json_object(text, "--stop")
@@ -170,7 +170,7 @@ def parse_name_value_pairs(settings: Sequence[str], option: str, expected: str =
 
 
 def _parse_name_or_object(text: str, option: str) -> str | Mapping[str, Any]:
-    """Parse a scheduler or a search: a JSON object, or a name, which stands for the defaults."""
+    """Parse a scheduler or a search: a JSON object, or a name with default settings."""
     return parse_json_object(text, option) if text.lstrip().startswith("{") else text
 
 
@@ -179,7 +179,7 @@ def _unwrap_single_word(values: Sequence[str]) -> object:
     return words[0] if len(words) == 1 else words
 
 
-# The flags that `SearchPlan` declares: as parameters of a command, and the options that they set.
+# Convert the flags that `SearchPlan` declares to parameters of a command, and their values to search options.
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ _VALUE_PARSERS: Mapping[str, Callable[[Any], object]] = {
     "only_errored": lambda _: "only",
     "ignore_errors": lambda _: False,
 }
-"""The parsers of flags whose values are not plain numbers, words or lists of text."""
+"""The parsers of flag values, except plain numbers, words and lists of text."""
 _FLAGS = [_OptionFlag(option, flag) for option, flags in flags_by_option(SearchPlan).items() for flag in flags]
 _OPTIONS = {option.flag.name: option for option in _FLAGS}
 RUN_OPTIONS = [(panel, option) for panel in Panel for option in _FLAGS if option.flag.panel is panel]
@@ -310,7 +310,7 @@ def format_resume_command(target: str, experiment: str, trainable: str | None) -
 def run_search(
     flow: Literal["tune", "resume"], parameters: Mapping[str, Any], resume_with: str, *, as_json: bool
 ) -> None:
-    """Run the search, print its results, and exit with 3 if trials errored. `resume_with` is a command to print."""
+    """Run the search, print its results, and exit with 3 if trials errored. After Ctrl-C, print `resume_with`."""
     add_working_directory_to_path()
     message = ""
     with printing_short_errors(f"stopped; resume with: {resume_with}"):
@@ -319,7 +319,7 @@ def run_search(
             results: Results = getattr(prefect_tune, flow)(**parameters)
         except SearchFailed as failure:
             results, message = cast("Results", failure.results), str(failure)
-            if len(results.errors) < len(results.trials):  # it ended early: several trials had the same error
+            if len(results.errors) < len(results.trials):  # the search ended early: several trials had the same error
                 raise
     show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)
     if message:

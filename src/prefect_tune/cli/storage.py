@@ -47,12 +47,12 @@ from prefect_tune.core.restore import is_checkpoint_live, load_current_trial, re
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.terminal.formatting import (
-    borderless_table,
     format_steps,
     format_time,
     format_value,
-    plain_cells,
+    make_borderless_table,
     print_parts,
+    to_plain_cells,
 )
 
 if TYPE_CHECKING:
@@ -68,12 +68,12 @@ def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = N
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
     names = ["trial"] if is_search(state) else []
-    table = borderless_table(*names, "step", "when", "size", "metrics", "status")
+    table = make_borderless_table(*names, "step", "when", "size", "metrics", "status")
     for row in rows:
         size = "" if row.size_bytes is None else format_size(row.size_bytes)
         cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.status)
         trial_cells = (row.trial,) if names else ()
-        table.add_row(*plain_cells((*trial_cells, *cells)), style="" if row.status == "live" else "red")
+        table.add_row(*to_plain_cells((*trial_cells, *cells)), style="" if row.status == "live" else "red")
     print_parts(table)
 
 
@@ -271,10 +271,8 @@ def gc(
         trial_names = None if trial is None else [trial.id for trial in select_trials(state, trial)]
         garbage = collect_experiment_garbage(store, state, new_write_stamp(), only=trial_names, dry_run=not delete)
     if as_json:
-        leftovers = {
-            "object_count": len(garbage.earlier_objects),
-            "size_bytes": sum(listed.size_bytes for listed in garbage.earlier_objects),
-        }
+        size_bytes = sum(listed.size_bytes for listed in garbage.earlier_objects)
+        leftovers = {"object_count": len(garbage.earlier_objects), "size_bytes": size_bytes}
         trials = [asdict(trial) for trial in garbage.trials]
         print(json.dumps({"deleted": delete, "trials": trials, "deleted_experiments": leftovers}, indent=2))
     else:
@@ -285,12 +283,12 @@ def gc(
 
 def _print_garbage(garbage: ExperimentGarbage, *, deleted: bool) -> None:
     """Print the garbage of each trial, and the total."""
-    table = borderless_table("trial", "checkpoints", "objects", "size", "")
+    table = make_borderless_table("trial", "checkpoints", "objects", "size", "")
     for row in garbage.trials:
         note = row.damage or row.kept or ""
         if note or row.object_count:
             counts = (format_steps(row.checkpoints), str(row.object_count), format_size(row.orphan_bytes))
-            table.add_row(*plain_cells((row.trial, *counts, note)), style="red" if row.damage else "")
+            table.add_row(*to_plain_cells((row.trial, *counts, note)), style="red" if row.damage else "")
     if table.rows:
         print_parts(table, "")
     if garbage.earlier_objects:

@@ -93,7 +93,7 @@ class _QueueItem:
     experiment: Experiment
     """The state after this item."""
     event: Event | None = None
-    """None if this item only says that the journal holds all events before it."""
+    """None if this item only marks that the journal has all earlier events."""
     is_gap: bool = False
     """Whether earlier items were dropped because the queue was full; their events are in the journal."""
     is_last: bool = False
@@ -193,7 +193,7 @@ class CallbackThread(SearchObserver):
         if item.is_gap:
             self._is_behind = True
         elif item.event is not None:
-            if not self._is_behind:  # else the event is read from the journal
+            if not self._is_behind:  # otherwise, the event is read from the journal
                 self._deliver_event(item.event, item.experiment)
         elif self._is_behind:
             self._deliver_missed_entries(item.experiment)

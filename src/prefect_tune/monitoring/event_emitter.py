@@ -162,7 +162,7 @@ class AssetEventBuilder:
         yield from self._make_materialization_events(asset, [self._checkpoints_uri(source)] if source else [], metadata)
 
     def make_asset_resources(self, trial: str) -> Sequence[Mapping[str, str]]:
-        """Return the asset of the trial's checkpoints, as related resources of a commit; empty without an asset."""
+        """Return the asset of a trial's checkpoints, as related resources; empty if Prefect rejects the asset."""
         asset = make_asset(self._checkpoints_uri(trial))
         return [to_related_resource(asset)] if asset else []
 
@@ -272,14 +272,14 @@ class EventEmitter(SearchObserver):
 
     def _emit_events(self, events: Iterable[PrefectEvent]) -> None:
         try:
-            with self._guard:  # the search and the thread of `emitting_events` share it
+            with self._guard:  # the search and the thread of `emitting_events` both emit
                 for event in events:
                     self._emit(event)
         except Exception:  # noqa: BLE001  an event must not end the training
             self._log.exception("an event of this experiment could not be emitted")
 
     def _make_events(self, event: Event, before: Experiment, after: Experiment) -> Iterator[PrefectEvent]:
-        """Yield the Prefect events of a journal event, given the states before and after it."""
+        """Yield the Prefect events of a journal event; `before` and `after` are the states around the event."""
         name, now = getattr(event, "trial", None), self._clock()
         earlier, trial = (None, None) if name is None else (before.trials.get(name), after.trials.get(name))
         if trial is not None and isinstance(event, CheckpointCommitted | TrialFinished):

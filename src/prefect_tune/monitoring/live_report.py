@@ -75,7 +75,7 @@ class EarlierArtifacts:
     keys_to_delete: frozenset[str]
     """Keys of artifacts that this process deletes."""
     key_prefix: str
-    """The prefix of the keys in `keys_to_delete`; keys of other experiments may share it."""
+    """The prefix of the keys in `keys_to_delete`; keys of other experiments may have the same prefix."""
 
 
 class ArtifactPublisher:
@@ -161,7 +161,7 @@ class ArtifactPublisher:
         except (PrefectException, HTTPError, OSError):
             self._changed.set()  # the API is unreachable: the next round retries
         except Exception:  # noqa: BLE001  see above
-            if not self._closing.is_set():  # else the flow has already ended and closed the client
+            if not self._closing.is_set():  # otherwise, the flow has already ended and closed the client
                 self._log.exception("the report could not be published; retried with the next update")
         return False
 
@@ -206,13 +206,13 @@ def _delete_artifact(client: SyncPrefectClient, artifact: UUID) -> None:
 
 
 def make_artifact_key(*names: str) -> str:
-    """Return a unique artifact key of lower-case letters, digits and dashes; other names get a digest as a suffix."""
+    """Return a unique artifact key. Names that `slugify` changes get a digest as a suffix."""
     name, slug = "-".join(names), slugify(*names)
     return slug if slug == name else f"{slug}-{digest_of(name.encode())[:6]}"
 
 
 def slugify(*names: str) -> str:
-    """Return the names as an artifact key; different names may get the same key."""
+    """Return an artifact key of lower-case letters, digits and dashes; different names may get the same key."""
     return re.sub(r"[^a-z0-9-]+", "-", "-".join(names).lower()).strip("-")
 
 
@@ -245,9 +245,9 @@ class ReportObserver(SearchObserver):
             recorder.expect_earlier_entries()
         self._displayed_trials: Sequence[str] = ()
         earlier = None
-        if experiment.term > 1:  # else this is the first run
+        if experiment.term > 1:  # otherwise, this is the first run
             kept = frozenset(make_artifact_key(kind, experiment.name) for kind in ("report", "progress"))
-            trial_keys = frozenset(_trial_progress_key(experiment, trial, target.uri) for trial in experiment.trials)
+            trial_keys = frozenset(_make_progress_key(experiment, trial, target.uri) for trial in experiment.trials)
             prefix = slugify("progress", experiment.name)
             earlier = EarlierArtifacts(kept, trial_keys - kept, f"{prefix}-")
         self.publisher = ArtifactPublisher(self._render_artifacts, MIN_REFRESH_INTERVAL, log, earlier)
@@ -321,7 +321,7 @@ class ReportObserver(SearchObserver):
         for name in self._displayed_trials:
             trial, owner = experiment.trial(name), running[name].owner
             yield ArtifactContent(
-                _trial_progress_key(experiment, name, self._target.uri),
+                _make_progress_key(experiment, name, self._target.uri),
                 "progress",
                 round(100 * share_of_trial(trial, snapshot.newest_report(name), self._estimate), 1),
                 f"Trial {name} of {experiment.name}: {self._describe_progress(trial, snapshot)}",
@@ -346,7 +346,7 @@ def publishing_report(observer: ReportObserver, stop: threading.Event) -> Iterat
         observer.publisher.close(_END_TIMEOUT_WHEN_STOPPED if stop.is_set() else _END_TIMEOUT)
 
 
-def _trial_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
+def _make_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
     """Return an artifact key for a trial. Experiments of the same name on other targets have other keys."""
     names = (experiment.name, trial)
     return f"{slugify('progress', *names)}-{digest_of(json.dumps([uri, *names]).encode())[:6]}"

@@ -55,7 +55,7 @@ _LOG_PERIOD = timedelta(minutes=1)
 
 
 class ProgressObserver(SearchObserver):
-    """Shows the progress in a live table; without one, logs it at most once a minute."""
+    """Shows the progress in a live table, or logs the progress at most once a minute."""
 
     def __init__(
         self, reader: ProgressReader, log: Log, log_period: timedelta = _LOG_PERIOD, link: str | None = None
@@ -79,13 +79,10 @@ class ProgressObserver(SearchObserver):
     def log_final_progress(self) -> None:
         """Log the final progress; if trials of a search errored, log a warning that says how to show their errors."""
         state = self._reader.read_state(time.monotonic())
-        if state.estimate.is_training:
-            if self.is_shown:  # otherwise, the log already has a line about the end
-                self.log_progress()
-        elif state.counts.get(Status.ERRORED):
+        if state.counts.get(Status.ERRORED) and not state.estimate.is_training:
             line, name = progress_view.render_progress_line(state), state.estimate.experiment
             self._log.warning("%s; see results.errors, or prefect-tune show TARGET %s", line, name)
-        else:
+        elif self.is_shown or not state.estimate.is_training:  # otherwise, the log already has a line about the end
             self.log_progress()
 
     def render_table(self, width: int, height: int) -> RenderableType:
@@ -246,7 +243,7 @@ class SearchLog(SearchObserver):
             return "; no checkpoint"
         if end in {Status.PAUSED, Status.PRUNED}:
             return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
-        better = ""  # names the best checkpoint unless the newest one is as good
+        better = ""  # the best checkpoint, unless the newest checkpoint is as good
         best = next(iter(rank_checkpoints(trial.checkpoints, self._objective)), None) if self._objective else None
         if best and self._compute_losses(best.metrics) != self._compute_losses(trial.checkpoints[-1].metrics):
             names = self._objective.metrics if self._objective else ()

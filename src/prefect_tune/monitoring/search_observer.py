@@ -42,7 +42,7 @@ class SearchObserver:
 class ObserverGroup(SearchObserver):
     """Passes each call to several observers, in order. After an error, the observer is not called again.
 
-    The search continues: no decision and no journal entry depends on an observer.
+    The error is logged, and the search continues: no decision and no journal entry depends on an observer.
     """
 
     def __init__(self, observers: Sequence[SearchObserver], log: Log) -> None:
@@ -80,7 +80,7 @@ class SearchRecorder(SearchObserver):
         self._view = SearchView(experiment)
         self._view.begin_run(self._run_began)
         self._changes: list[Callable[[SearchView], None]] | None = None
-        """The changes of this run, until the earlier entries are prepended; None if they are not needed."""
+        """The changes of this run, until the earlier entries are prepended; None if the changes are not needed."""
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         at = datetime.now(UTC)
@@ -90,7 +90,7 @@ class SearchRecorder(SearchObserver):
         self._apply_change(lambda view: view.set_experiment(experiment))
 
     def read_search_snapshot(self, drawn: Collection[str] = ()) -> SearchSnapshot:
-        """Return a snapshot of the view, with the curves of the `drawn` trials."""
+        """Return a snapshot of the view, with the learning curves of the `drawn` trials."""
         with self._guard:
             return self._view.take_snapshot(drawn)
 
@@ -241,7 +241,7 @@ class LiveStatusPublisher:
         self._written_count += 1  # also after an error: the target may have written it
 
     def _read_running_trials(self) -> tuple[Experiment, tuple[RunningTrial, ...]]:
-        """Return the experiment and its running attempts; `began_at` and `host` are None for an earlier owner's."""
+        """Return the experiment and its running attempts. Attempts of earlier owners have no `began_at` and `host`."""
         snapshot = self._read()
         running = [
             RunningTrial(

@@ -58,9 +58,9 @@ class Totals:
     trained_seconds: float | None
     """None if the time of a trial was not measured."""
     useful_seconds: float | None
-    """The time of training that counts, see `slots`; `trained_seconds` if no slot was held."""
+    """The training time that was not lost, see `slots`; `trained_seconds` if no slot was held."""
     lost_seconds: float
-    """The time of training after the last commits of lost attempts, see `slots`."""
+    """The training time after the last commits of lost attempts, see `slots`."""
     attempts: int
     attempts_lost: int
     attempts_failed: int
@@ -153,7 +153,7 @@ class ReportInput:
 
     @cached_property
     def runs(self) -> Sequence[tuple[OwnershipPeriod, int]]:
-        """The period of each owner, and its number of attempts. While a trial runs, the last period ends `now`."""
+        """The period of each owner, and its number of attempts. While a trial runs, the last period ends at `now`."""
         periods = list(self.snapshot.ownerships)
         begins = [period.began_at for period in periods]
         counts = Counter(bisect_right(begins, attempt.began_at) - 1 for attempt in self.snapshot.attempts)
@@ -274,7 +274,7 @@ def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
 
 
 def select_curve_trials(experiment: Experiment) -> Sequence[str]:
-    """Return the trials with drawn learning curves: the best trials and some others."""
+    """Return the trials for the charts of learning curves: the best trials and some others."""
     ordered = sort_trials(list(experiment.trials.values()), objective_from_settings(experiment.settings))
     return [trial.id for trial in sample_trials(ordered, MAX_CURVES)]
 

@@ -90,12 +90,12 @@ Column: TypeAlias = tuple[str, Sequence[Cell]]
 
 def make_page(report: ReportInput) -> Sequence[Block]:
     """Return the blocks of the report page."""
-    results = (headline_section, best_trial_section, figures_section, trials_section, errors_section)
-    sections = (*results, _cost_section, _runs_section, _settings_section)
+    results = (make_headline_section, make_best_trial_section, make_figures_section, make_trials_section)
+    sections = (*results, make_errors_section, _make_cost_section, _make_runs_section, _make_settings_section)
     return [block for section in sections for block in section(report)]
 
 
-def headline_section(report: ReportInput) -> Iterator[Block]:
+def make_headline_section(report: ReportInput) -> Iterator[Block]:
     """Yield the title, a headline, and a table of facts."""
     yield Heading(report.experiment.name, 1)
     yield Text([_format_headline(report)], kind="strong")
@@ -144,7 +144,7 @@ def _format_headline(report: ReportInput) -> str:
     return " · ".join(parts)
 
 
-def best_trial_section(report: ReportInput) -> Iterator[Block]:
+def make_best_trial_section(report: ReportInput) -> Iterator[Block]:
     """Yield the best or the only trial: its metrics, configuration, and newest checkpoint."""
     if len(report.best_trials) != 1 and (report.is_search or not report.trials):
         return
@@ -178,7 +178,7 @@ def best_trial_section(report: ReportInput) -> Iterator[Block]:
         yield Code(f"{join_uri(report.uri, key.folder)}\n{export}", "text")
 
 
-def figures_section(report: ReportInput) -> Iterator[Block]:
+def make_figures_section(report: ReportInput) -> Iterator[Block]:
     """Yield the charts that have data, each with a heading; yield an error message for a chart that cannot be drawn."""
     for title, draw, usual_legend in _FIGURES:
         try:
@@ -201,7 +201,7 @@ def figures_section(report: ReportInput) -> Iterator[Block]:
         yield Figure(svg, f"{title} of {report.experiment.name}", legend)
 
 
-def trials_section(report: ReportInput) -> Iterator[Block]:
+def make_trials_section(report: ReportInput) -> Iterator[Block]:
     """Yield the table of a search's trials, the best first, and the location of their checkpoints."""
     if not report.is_search:
         return
@@ -258,7 +258,7 @@ def _measure_column(column: Column) -> int:
 
 
 def _make_compact_table(columns: Iterable[Column]) -> Iterator[Block]:
-    """Yield a table. Columns with the same value in all rows become a note above the table, except the first column."""
+    """Yield a table. Columns after the first with the same value in all rows become a note above the table."""
     first, *others = columns
     kept, parts = [first], list[Cell]()
     for name, cells in others:
@@ -271,7 +271,7 @@ def _make_compact_table(columns: Iterable[Column]) -> Iterator[Block]:
     yield Table([name for name, _ in kept], list(zip(*(cells for _, cells in kept), strict=True)))
 
 
-def errors_section(report: ReportInput) -> Iterator[Block]:
+def make_errors_section(report: ReportInput) -> Iterator[Block]:
     """Yield a table with a line for each error; a repeated error refers to the first trial with this error."""
     errors = report.errored_trials
     if not errors:
@@ -299,7 +299,7 @@ def errors_section(report: ReportInput) -> Iterator[Block]:
         yield Code(reason[-_MAX_TRACEBACK_CHARACTERS:], language="text")
 
 
-def _cost_section(report: ReportInput) -> Iterator[Block]:
+def _make_cost_section(report: ReportInput) -> Iterator[Block]:
     yield Heading("Cost")
     if report.totals.sentence:
         yield Text([f"{report.totals.sentence}."])
@@ -330,7 +330,7 @@ def make_cost_rows(totals: Totals) -> Mapping[str, str]:
     return rows
 
 
-def _runs_section(report: ReportInput) -> Iterator[Block]:
+def _make_runs_section(report: ReportInput) -> Iterator[Block]:
     """Yield a table of the last runs: owners, times, and what each run added; yield nothing for a single run."""
     runs = report.runs[-MAX_RUNS:]
     if len(runs) < 2:
@@ -350,7 +350,7 @@ def _runs_section(report: ReportInput) -> Iterator[Block]:
     yield from _make_compact_table(column for column in columns if any(column[1]))
 
 
-def _settings_section(report: ReportInput) -> Iterator[Block]:
+def _make_settings_section(report: ReportInput) -> Iterator[Block]:
     if report.space:
         domains = [(name, shorten(domain, _MAX_DOMAIN_CHARACTERS)) for name, domain in report.space.items()]
         yield Heading("Space")
@@ -421,7 +421,7 @@ def _render_table(table: Table) -> Iterator[str]:
 
 
 def _avoid_breaks(cell: str) -> str:
-    """Replace the spaces of a short cell, so that it does not wrap: tables are narrow in Prefect's UI."""
+    """Replace the spaces of a short cell: the cell must not wrap, although tables are narrow in Prefect's UI."""
     return cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _MAX_UNBROKEN_CHARACTERS else cell
 
 

@@ -162,7 +162,7 @@ _TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Maps numbers from `low` to `high` to positions from `begin` to `end`; numbers outside are clipped to the edge."""
+    """Maps the range `low` to `high` to the positions `begin` to `end`. Other numbers are clipped to the edge."""
 
     low: float
     high: float
@@ -361,15 +361,15 @@ class Axis:
             return frame.bottom + 10
         if self.scale is not None:
             return self.scale.position_of(float(str(value)))
-        return self.category_position(self.categories.index(_format_category(value)), frame)
+        return self.position_of_category(self.categories.index(_format_category(value)), frame)
 
-    def category_position(self, index: int, frame: Frame) -> float:
+    def position_of_category(self, index: int, frame: Frame) -> float:
         """Return the position of a category."""
         return frame.bottom - (index + 0.5) * (frame.bottom - frame.top) / len(self.categories)
 
 
 def draw_parallel_coordinates(report: ReportInput) -> str | None:
-    """Draw each trial as a line through its parameters and metrics; return None without a metric or two trials."""
+    """Draw each trial as a line through its parameters and metrics; return None without a metric or a second trial."""
     if report.objective is None or len(report.ranking) < 2:
         return None
     frame = Frame(70, 44, WIDTH - 70, 280)
@@ -398,7 +398,7 @@ def draw_parallel_coordinates(report: ReportInput) -> str | None:
                 label = format_number(float(category))
             except ValueError:
                 label = category[:14]
-            drawing.text((x, axis.category_position(index, frame) - 7), label, f"{_AXIS_LABEL_TEXT} {ANCHOR_MIDDLE}")
+            drawing.text((x, axis.position_of_category(index, frame) - 7), label, f"{_AXIS_LABEL_TEXT} {ANCHOR_MIDDLE}")
     return drawing.to_svg()
 
 
@@ -416,7 +416,7 @@ def make_axes(report: ReportInput, frame: Frame) -> Sequence[Axis]:
 
 
 def _make_axis(name: str, values: Mapping[str, object], frame: Frame, *, is_log: bool | None = None) -> Axis | None:
-    """Return the axis of a parameter; None if it has too many different texts."""
+    """Return the axis of a parameter; None if the parameter has no values or too many different texts."""
     present = [value for value in values.values() if value is not None]
     numbers = numeric_metrics({str(index): value for index, value in enumerate(present)})
     if present and len(numbers) == len(present) and len(set(present)) > 3:

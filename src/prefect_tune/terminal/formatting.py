@@ -31,7 +31,7 @@ UNLIMITED_WIDTH = 100_000
 """The width of a pipe or a file: all columns and complete cells are written."""
 
 
-def output_width() -> int:
+def get_output_width() -> int:
     """Return `COLUMNS` if it is set, or the width of stdout's terminal, or `UNLIMITED_WIDTH`."""
     has_width = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
     return Console().width if has_width else UNLIMITED_WIDTH
@@ -39,7 +39,7 @@ def output_width() -> int:
 
 def print_parts(*parts: Table | str) -> None:
     """Print tables and lines to stdout; lines are neither parsed as markup nor wrapped."""
-    console = Console(highlight=False, width=output_width())
+    console = Console(highlight=False, width=get_output_width())
     with console.capture() as output:
         for part in parts:
             content = make_visible(part) if isinstance(part, str) else part
@@ -57,17 +57,17 @@ def render_text(*parts: RenderableType, width: int) -> str:
     return "\n".join(line.rstrip() for line in output.get().splitlines())
 
 
-def borderless_table(*names: str) -> Table:
+def make_borderless_table(*names: str) -> Table:
     """Return an empty table without borders."""
     return Table(*names, box=None, header_style="dim", pad_edge=False)
 
 
-def plain_cells(cells: Iterable[str]) -> Iterator[Text]:
+def to_plain_cells(cells: Iterable[str]) -> Iterator[Text]:
     """Return cells as plain text: names chosen by users must not be parsed as markup."""
     return (Text(make_visible(cell)) for cell in cells)
 
 
-def facts_table(facts: Mapping[str, object]) -> Table:
+def make_facts_table(facts: Mapping[str, object]) -> Table:
     """Return a table with one row per name and value."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
@@ -224,7 +224,6 @@ class Freshness:
         return self.age > self.period * _MAX_MISSED_UPDATES + _STALE_MARGIN
 
     def json_fields(self) -> Mapping[str, object]:
-        """Return the fields for JSON outputs."""
         return {
             "as_of": self.as_of.isoformat(timespec="seconds") if self.as_of else None,
             "age_seconds": round(self.age.total_seconds(), 1) if self.as_of else None,
@@ -276,21 +275,21 @@ MIN_SHOWN_SECONDS = 0.005
 """Shorter times are left out of tables."""
 
 
-def cost_table(cost: ExperimentCost) -> Table:
+def make_cost_table(cost: ExperimentCost) -> Table:
     """Return a table of the categories that took time, with their times and shares."""
-    table = borderless_table("slots", "time", "share")
+    table = make_borderless_table("slots", "time", "share")
     for category, seconds in cost.seconds.items():
         if seconds >= MIN_SHOWN_SECONDS:
             share = format_share(seconds / (cost.slot_seconds or 1.0))
-            table.add_row(*plain_cells((str(category), format_span(seconds), share)))
+            table.add_row(*to_plain_cells((str(category), format_span(seconds), share)))
     return table
 
 
-def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
+def make_attempts_table(attempts: Sequence[AttemptCost]) -> Table:
     """Return a table of a trial's attempts: times, largest losses, processors, memory, exits of ranks."""
     rows = [_format_resources(attempt) for attempt in attempts]
     names = [name for name in _RESOURCES if any(name in resources for resources in rows)]
-    table = borderless_table("attempt", "in all", "training", "largest losses", *names)
+    table = make_borderless_table("attempt", "in all", "training", "largest losses", *names)
     for attempt, resources in zip(attempts, rows, strict=True):
         training = attempt.seconds[Category.TRAINING]
         losses = [(seconds, kind) for kind, seconds in attempt.seconds.items() if kind is not Category.TRAINING]
@@ -298,7 +297,7 @@ def attempts_table(attempts: Sequence[AttemptCost]) -> Table:
         largest = [f"{kind} {format_span(seconds)}" for seconds, kind in shown if seconds >= MIN_SHOWN_SECONDS]
         times = format_span(attempt.total_seconds), format_span(training)
         cells = (str(attempt.attempt), *times, ", ".join(largest), *(resources.get(name, "") for name in names))
-        table.add_row(*plain_cells(cells))
+        table.add_row(*to_plain_cells(cells))
     return table
 
 

@@ -110,7 +110,7 @@ def capturing_output(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iter
                 setattr(sys, name, capture)
                 restores.callback(setattr, sys, name, stream)
         quiet = QuietFilter()
-        for handler in _stream_handlers():
+        for handler in _iter_stream_handlers():
             if handler.stream not in terminal:
                 continue
             restores.callback(setattr, handler, "stream", handler.stream)
@@ -125,10 +125,10 @@ def capturing_output(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iter
 
 def console_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
     """Return Prefect's handlers: those with their own Rich console."""
-    return (handler for handler in _stream_handlers() if hasattr(handler, "console"))
+    return (handler for handler in _iter_stream_handlers() if hasattr(handler, "console"))
 
 
-def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
+def _iter_stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {
         id(handler): handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers
@@ -195,7 +195,7 @@ class _Console(Console):
 
 
 class LiveDisplay(threading.Thread):
-    """Draws until `stop` is called or the terminal fails. Drawing takes at most 5 % of the time."""
+    """Draws until `stop` is called or the terminal fails. Drawing uses at most 5 % of a CPU."""
 
     def __init__(self, draw: DrawTable, on_error: ErrorHandler, terminal: TextIO, capture: OutputCapture) -> None:
         super().__init__(name="progress", daemon=True)

@@ -33,12 +33,12 @@ from prefect_tune.core.search_view import SearchSnapshot
 from prefect_tune.core.values import StepReport, flatten, get_metric
 from prefect_tune.terminal.formatting import (
     UNLIMITED_WIDTH,
-    borderless_table,
     format_counts,
     format_trial,
     format_value,
-    output_width,
-    plain_cells,
+    get_output_width,
+    make_borderless_table,
+    to_plain_cells,
 )
 
 _RATE_WINDOW = timedelta(seconds=15)
@@ -223,7 +223,7 @@ _COLUMN_GAP = 2
 _MAX_CELL_WIDTH = 24
 
 
-def trials_table(
+def make_trials_table(
     trials: Sequence[Trial],
     metrics: Sequence[str],
     more: Mapping[str, list[str]] = MappingProxyType({}),
@@ -236,12 +236,12 @@ def trials_table(
     The columns are metrics, the columns `more`, and the differing parameters that fit into `width` (default: the width
     of stdout). `styles` are the Rich styles of rows, by status.
     """
-    names, rows, hidden = fit_columns(trials, metrics, width or output_width(), more)
-    table = borderless_table()
+    names, rows, hidden = fit_columns(trials, metrics, width or get_output_width(), more)
+    table = make_borderless_table()
     for name in names:
         table.add_column(Text(make_visible(name)), no_wrap=True)
     for trial, row in zip(trials, rows, strict=True):
-        table.add_row(*plain_cells(row), style=styles.get(trial.status, ""))
+        table.add_row(*to_plain_cells(row), style=styles.get(trial.status, ""))
     note = f"hidden, for lack of room: {', '.join(hidden)}; a wider terminal or a pipe has all columns"
     return table, make_visible(note) if hidden else ""
 
@@ -300,7 +300,7 @@ def _format_on_one_line(value: object) -> str:
     return " ".join(format_value(value).split())
 
 
-def first_reported_metrics(trials: Sequence[Trial]) -> Sequence[str]:
+def find_reported_metrics(trials: Sequence[Trial]) -> Sequence[str]:
     """Return the metrics of the first trial that has reported any."""
     return next((tuple(trial.metrics) for trial in trials if trial.metrics), ())
 
@@ -342,8 +342,8 @@ def render_progress(state: ProgressState, width: int, height: int) -> Renderable
     parts: list[RenderableType] = [title, *lines]
     if rows:
         objective = state.estimate.objective
-        metrics = objective.metrics if objective else first_reported_metrics(rows)
-        table, hidden = trials_table(rows, metrics, width=width, styles=_STATUS_STYLES)
+        metrics = objective.metrics if objective else find_reported_metrics(rows)
+        table, hidden = make_trials_table(rows, metrics, width=width, styles=_STATUS_STYLES)
         parts += [Text(), table]
         if hidden and len(rows) + len(notes) < room:
             parts.append(Text(hidden, style="dim"))
