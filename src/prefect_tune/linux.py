@@ -1,4 +1,4 @@
-"""All calls that only Linux has, and the one switch between them and the calls of every POSIX system.
+"""All calls that only Linux has, and the switch between them and the calls of every POSIX system.
 
     on Linux                                              on other systems (macOS)
     trials are forked, each below a child subreaper       each trial is a started process (`SpawnedProcess`)
@@ -7,7 +7,7 @@
       a local server, the types of mounts                   mode count
     control groups limit CPUs and memory                  the machine limits CPUs and memory
 
-With the environment variable `PREFECT_TUNE_PORTABLE`, Linux acts like other systems: for tests.
+For tests, the environment variable `PREFECT_TUNE_PORTABLE` makes Linux act like other systems.
 Never: a Linux-only call in another module, except the fork server and its client; a function that raises on other
 systems, except the functions of the fork server.
 """
@@ -33,7 +33,7 @@ def is_linux() -> bool:
 
 
 def _read_file(path: str) -> str:
-    """Return the text of a kernel file. Raises `OSError` if it is missing, as on every other system."""
+    """Return the text of a kernel file; raise `OSError` if the file is missing, as it is on every other system."""
     if not is_linux():
         raise FileNotFoundError(path)
     with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123  a third of the time of `Path.read_text`
@@ -47,7 +47,7 @@ _libc = ctypes.CDLL(None)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of each descendant whose parent dies (`PR_SET_CHILD_SUBREAPER`)."""
+    """Become the parent of every descendant whose parent exits (`PR_SET_CHILD_SUBREAPER`)."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -72,14 +72,14 @@ def open_sigchld_pipe() -> int:
 
 def drain_pipe(descriptor: int) -> None:
     """Read the bytes in a pipe, so that it is no longer readable."""
-    with suppress(BlockingIOError):  # it is empty
+    with suppress(BlockingIOError):  # the pipe is empty
         os.read(descriptor, 4096)
 
 
 def open_pidfds(pid: int) -> list[int]:
-    """Return a list with a pidfd, which becomes readable when the process exits; empty on Linux older than 5.3.
+    """Return a list with a pidfd, which becomes readable when the process exits; empty on Linux before 5.3.
 
-    The end of file of the process's socket shows the same, unless a fork of the process keeps the socket open.
+    The end of file on the process's socket shows the exit too, unless a fork of the process keeps the socket open.
     """
     with suppress(OSError):
         return [os.pidfd_open(pid)]
@@ -98,7 +98,7 @@ def close_other_descriptors(*descriptors: int) -> None:
     """Close all descriptors except these and the standard streams."""
     for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - names, not paths
         if descriptor > 2 and descriptor not in descriptors:
-            with suppress(OSError):  # the listing's own
+            with suppress(OSError):  # the descriptor of the listing itself
                 os.close(descriptor)
 
 
@@ -106,18 +106,18 @@ def list_descriptors() -> dict[str, str]:
     """Return the file or object behind each open descriptor, by descriptor."""
     descriptors = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the listing's own
+        with suppress(OSError):  # the descriptor of the listing itself
             descriptors[entry.name] = str(entry.readlink())
     return descriptors
 
 
 def list_other_threads() -> list[str]:
-    """Return the names of all threads but the first; "" for a thread that its library did not name."""
+    """Return the names of all threads except the first; "" for a thread that its library did not name."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
     inherited = Path("/proc/self/comm").read_bytes() if tasks else b""
     names = []
     for task in tasks:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             name = (task / "comm").read_bytes().removeprefix(inherited)  # 15 bytes, maybe a part of a character
             names.append(name.decode(errors="replace").strip())
     return names
@@ -131,15 +131,15 @@ def send_signal(number: signal.Signals, pids: Collection[int]) -> None:
 
 
 def children_of(*parents: int) -> set[int]:
-    """Return the pids of all children of these processes, also of adopted ones."""
+    """Return the pids of all children of these processes, including adopted children."""
     pids = {str(pid).encode() for pid in parents}
     children = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # it has ended
-                # pid (name) state parent ...; the name may hold any bytes, parentheses too
-                _, its_parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                if its_parent in pids:
+            with suppress(OSError):  # the process has ended
+                # pid (name) state parent ...; the name may have any bytes, even parentheses
+                _, parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+                if parent in pids:
                     children.add(int(entry.name))
     return children
 
@@ -151,7 +151,7 @@ def command_of(pid: int) -> bytes:
     return b""
 
 
-# The resources that a trial's processes use, and that this process may use.
+# The resources that a trial's processes use, and the resources that this process may use.
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -160,7 +160,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def iter_process_tree(pid: int) -> Iterator[int]:
-    """Yield the process and its descendants. In /proc, each thread lists the children that it started."""
+    """Yield the pids of a process and its descendants. In /proc, each thread lists the children that it started."""
     yield pid
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  a tenth of the time of `Path.iterdir`
@@ -172,27 +172,23 @@ def iter_process_tree(pid: int) -> Iterator[int]:
 def process_usage(pid: int) -> tuple[float, int] | None:
     """Return the CPU seconds of a process, including its exited children, and its memory in bytes; None if unknown."""
     with suppress(OSError):
-        fields = _read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before it may contain anything
+        fields = _read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before may have any characters
         return sum(map(int, fields[11:15])) / _TICKS_PER_SECOND, int(fields[21]) * _PAGE_BYTES
     return None
 
 
 def available_cpu_count(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Return the number of CPUs that this process may use, by its affinity and its container's quota."""
-    available = len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1
-    return max(1, min([available, *map(math.ceil, _iter_cpu_quotas(root, own))]))
-
-
-def _iter_cpu_quotas(root: Path, own: Path) -> Iterator[float]:
-    """Yield the number of CPUs that each control group of this process allows: cgroup v2, or v1 in a container."""
-    with suppress(OSError, ValueError, ArithmeticError):
+    """Return the number of CPUs that this process may use: by its affinity, and by the quotas of its control groups."""
+    counts = [len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1]
+    with suppress(OSError, ValueError, ArithmeticError):  # version 1, in a container
         quota, period = (int(_read_file(f"{root}/cpu/cpu.cfs_{name}_us")) for name in ("quota", "period"))
         if quota > 0:
-            yield quota / period
+            counts.append(math.ceil(quota / period))
     for folder in iter_control_groups("", root, own):
         with suppress(OSError, ValueError, ArithmeticError):  # "max" is no quota
             quota, period = map(int, _read_file(f"{folder}/cpu.max").split())
-            yield quota / period
+            counts.append(math.ceil(quota / period))
+    return max(1, min(counts))
 
 
 class MemoryLimit:
@@ -202,7 +198,7 @@ class MemoryLimit:
         self._folders = list(iter_control_groups("memory", root, own))
 
     def limit_bytes(self) -> int:
-        """Return the lowest limit of all control groups and the machine."""
+        """Return the lowest limit: of the control groups, or of the machine."""
         limits = self._iter_values("memory.max", "memory.limit_in_bytes")
         return min((*limits, _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")))
 
@@ -211,7 +207,7 @@ class MemoryLimit:
         return next(self._iter_values("memory.peak", "memory.max_usage_in_bytes"), 0)
 
     def oom_kill_count(self) -> int:
-        """Return the number of processes that the kernel killed for memory in the group, or else on the machine."""
+        """Return how many processes the kernel killed for memory: in the control group; if unknown, on the machine."""
         names = ("memory.events", "memory.oom_control")
         for path in (*(f"{folder}/{name}" for folder in self._folders[:1] for name in names), "/proc/vmstat"):
             with suppress(OSError, ValueError, IndexError):  # no such file, or no such line
@@ -229,7 +225,7 @@ def iter_control_groups(controller: str, root: Path, own: Path) -> Iterator[Path
     """Yield the folders of this process's control group and of its parent groups.
 
     Args:
-        controller: the name of a version 1 controller; empty for version 2 only.
+        controller: the name of a controller of version 1; empty for version 2 only.
         root: the mount point of control groups.
         own: the file that names the control groups of this process.
     """
@@ -254,17 +250,17 @@ _SOCKET_TABLES = (("/proc/net/tcp", ("127.0.0.1", "0.0.0.0")), ("/proc/net/tcp6"
 def copy_range(source: int, file: int, length: int, offset: int) -> int:
     """Append up to `length` bytes of `source`, from `offset` on, to `file`; return their number, 0 at the end.
 
-    The kernel or the file server copies them, if supported; XFS and Btrfs share the blocks.
+    If possible, the kernel or the file server copies the bytes; XFS and Btrfs share the blocks.
     """
     if is_linux():
-        with suppress(OSError):  # not supported; the calls below raise every other error too
+        with suppress(OSError):  # not supported; the calls below also raise every other error
             if count := os.copy_file_range(source, file, length, offset):
                 return count
     return os.write(file, os.pread(source, min(length, _COPY_BYTES), offset))
 
 
 def boot_id() -> str:
-    """Return an id of this machine's current boot; "any" if the system has no such id."""
+    """Return the id of this machine's current boot; "any" if the system has no such id."""
     with suppress(OSError):
         return _read_file("/proc/sys/kernel/random/boot_id").strip()
     return "any"
@@ -281,7 +277,7 @@ def mount_type(device: int) -> str:
 
 
 def may_have_access_list(path: Path) -> bool:
-    """Return whether an ACL may give other users access, so that the mode's group bits mislead; True if unknown."""
+    """Return whether an ACL may give access to other users, so that the mode's group bits mislead; True if unknown."""
     try:
         return not is_linux() or any("acl" in name for name in os.listxattr(path, follow_symlinks=False))
     except OSError:
@@ -289,7 +285,7 @@ def may_have_access_list(path: Path) -> bool:
 
 
 def iter_listener_owners(port: int) -> Iterator[int]:
-    """Yield the owner's user id of each socket that may accept connections to 127.0.0.1:`port`; none if unknown."""
+    """Yield the user id of the owner of each socket that may accept connections to 127.0.0.1:`port`, if known."""
     for table, addresses in _SOCKET_TABLES:
         family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
         local = {f"{_format_kernel_address(socket.inet_pton(family, address))}:{port:04X}" for address in addresses}
@@ -301,6 +297,6 @@ def iter_listener_owners(port: int) -> Iterator[int]:
 
 
 def _format_kernel_address(address: bytes) -> str:
-    """Return an address in the kernel's format: each four bytes as one number in this machine's byte order."""
+    """Return an address in the kernel's format: every four bytes are a number in the byte order of this machine."""
     words = [address[start : start + 4] for start in range(0, len(address), 4)]
     return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)

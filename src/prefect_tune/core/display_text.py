@@ -112,7 +112,7 @@ def format_amount(amount: float, digits: int = 3) -> str:
 
 
 def find_nearest_name(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str | None:
-    """Return the most similar other name in `names`, ignoring case; None if no name is similar or the best is `name`.
+    """Return the name in `names` most similar to `name`, ignoring case; None if none is similar or one is `name`.
 
     `min_similarity` is from 0 to 1; `num_gpus` and `gpu` have 0.5.
     """

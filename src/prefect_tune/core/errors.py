@@ -20,7 +20,7 @@ class InvalidInput(TuneError, ValueError):
 
 
 class BadMetric(InvalidInput):
-    """A reported metric cannot be stored (NaN, infinite, not a number or text): fix the trainable."""
+    """A reported metric cannot be stored (NaN, infinite, neither a number nor text): fix the trainable."""
 
 
 class BadStop(InvalidInput):
@@ -44,11 +44,11 @@ class ObjectNotFound(TuneError):
 
 
 class AlreadyExists(TuneError):
-    """Create-if-absent found an object at this path: read it before doing anything else."""
+    """Create-if-absent found an object at this path: read the object before you do anything else."""
 
 
 class CommitUnknown(TuneError):
-    """The target did not say whether it wrote: read the object back before doing anything else."""
+    """The target did not say whether it wrote the object: read the object before you do anything else."""
 
 
 class AlreadyCommitted(TuneError):
@@ -56,7 +56,7 @@ class AlreadyCommitted(TuneError):
 
 
 class CheckpointNotFound(TuneError, FileNotFoundError):
-    """No such checkpoint is committed, or a folder to copy from has no files: choose a listed checkpoint."""
+    """The checkpoint is not committed, or the folder to copy has no files: choose a listed checkpoint."""
 
 
 class CheckpointCorrupt(TuneError):
@@ -64,7 +64,7 @@ class CheckpointCorrupt(TuneError):
 
 
 class DamageFound(TuneError):
-    """Maintenance found damage: read its report. All of its other work was done."""
+    """Maintenance found damage, and did all of its other work: read its report."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
@@ -86,7 +86,7 @@ class StagedFilesChanged(TuneError):
 
 
 class PartMissing(TuneError):
-    """A node did not add its part to a checkpoint, so it is not committed: training continues."""
+    """A node did not add its part to a checkpoint, so the checkpoint is not committed: training continues."""
 
 
 class SaveOvertaken(TuneError):
@@ -94,27 +94,27 @@ class SaveOvertaken(TuneError):
 
 
 class JournalCorrupt(TuneError):
-    """The experiment's journal is inconsistent: nothing is resumed from it; restore its missing entries."""
+    """The experiment's journal is inconsistent, and no run resumes from it: restore the missing entries."""
 
 
 class UnknownVersion(TuneError):
-    """Written by a newer prefect-tune, or by one that is too old: use the release that the message names."""
+    """The data comes from a newer release, or from a release that is too old: use the release in the message."""
 
 
 class UnsafePayload(TuneError):
-    """Reading this payload could execute code: allow it explicitly, with a key, or store plain JSON."""
+    """Reading this payload could execute code: allow this explicitly with a key, or store plain JSON."""
 
 
 class IllegalTransition(TuneError):
-    """The event is not possible in this status of the trial: a bug, or another program wrote it."""
+    """The event is impossible in this status of the trial: a bug or another program wrote the event."""
 
 
 class Superseded(TuneError):
-    """Another run owns the experiment now: stop; every acknowledged write of this run is kept."""
+    """Another run owns the experiment now: stop. Every acknowledged write of this run is kept."""
 
 
 class ResumeFailed(TuneError):
-    """The experiment cannot be resumed, or does not exist although it must: no new one was started instead."""
+    """The experiment cannot be resumed, or does not exist although it must: no other experiment was started."""
 
 
 class CrashLoop(TuneError):

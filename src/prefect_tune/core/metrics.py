@@ -65,7 +65,7 @@ def to_plain_keys(values: Mapping[Any, Any], where: str, error: type[InvalidInpu
 
 
 def convert_fields(options: DataclassInstance) -> None:
-    """Convert the scalar fields of a frozen dataclass to plain scalars: called first in its `__post_init__`."""
+    """Convert the scalar fields of a frozen dataclass to plain scalars. Call this first in `__post_init__`."""
     for field in fields(options):
         object.__setattr__(options, field.name, to_plain_scalar(getattr(options, field.name)))
 
@@ -79,9 +79,9 @@ def to_plain_metrics(value: Mapping[str, object], where: str) -> dict[str, objec
     return _convert_mapping(value, where, _MAX_DEPTH)
 
 
-def average_metrics(ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the metrics of the first rank; a number that all ranks report becomes the mean of all ranks."""
-    return {name: _average_values([metrics.get(name) for metrics in ranks]) for name in ranks[0]}
+def average_metrics(metrics_by_rank: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return the metrics of the first rank, with the mean of all ranks for each number that all ranks report."""
+    return {name: _average_values([metrics.get(name) for metrics in metrics_by_rank]) for name in metrics_by_rank[0]}
 
 
 def _average_values(values: Sequence[object]) -> object:

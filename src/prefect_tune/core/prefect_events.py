@@ -1,9 +1,9 @@
 """The Prefect events of an experiment: the events of its journal, and four others.
 
-The journal is the truth: Prefect events may get lost, and no decision depends on them. An event of the journal becomes
-the Prefect event `prefect-tune.<its type>` with its fields as payload; `NOT_EMITTED` lists the exceptions. Each event
-that is not journaled is a class of this module: `name` is the event's name, the docstring says when it is emitted.
-`docs/events.md` lists all events.
+The journal is the truth: Prefect events may get lost, and no decision depends on them. A journal event becomes the
+Prefect event `prefect-tune.<type>`, with the fields of the journal event as payload; `NOT_EMITTED` lists the
+exceptions. Each other event is a class of this module: `name` is the name of the event, and the docstring says when the
+event is emitted. `docs/events.md` lists all events.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from prefect_tune.core.values import Json, Metrics, Value, get_metric
 
 
 class BestModelTracker:
-    """Tracks the best model: compares each commit, and the last step of each ended trial, with the best one before.
+    """Tracks the best model: compares each commit, and the last step of each ended trial, with the best model before.
 
-    Metrics are compared in order, like a tuple. Without an objective no result is better than another.
+    Metrics are compared in order, like tuples. Without an objective, no result is better than another result.
     """
 
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
-        """Args: experiment: its state before the first `on_commit` or `on_trial_ended`; it sets the best so far."""
+        """Start with the best model in `experiment`, the state before the first `on_commit` or `on_trial_ended`."""
         self._objective = objective
         self._experiment = experiment.key
         self._losses: Losses | None = None
@@ -51,35 +51,35 @@ class BestModelTracker:
                 self._record_if_best(trial.id, metrics)
 
     def on_commit(self, trial: Trial) -> BestImproved | None:
-        """Return the event if the trial's newest checkpoint is better than all earlier models; otherwise None."""
+        """Return an event if the trial's newest checkpoint is better than all earlier models; otherwise None."""
         if (newest := newest_checkpoint(trial)) is None or not self._record_if_best(trial.id, newest.metrics):
             return None
         key = self._experiment.trial_key(trial.id).checkpoint_key(newest)
-        return self._make_improvement(trial.id, newest.step, newest.metrics, key.manifest_path)
+        return self._make_best_improved(trial.id, newest.step, newest.metrics, key.manifest_path)
 
     def on_trial_ended(self, trial: Trial) -> BestImproved | None:
-        """Return the event if the trial's last step, saved or not, is better than all earlier ones; otherwise None."""
+        """Return an event if the trial's last step, saved or not, is better than all earlier models; otherwise None."""
         is_best = self._record_if_best(trial.id, trial.metrics)
-        return self._make_improvement(trial.id, trial.step, trial.metrics, None) if is_best else None
+        return self._make_best_improved(trial.id, trial.step, trial.metrics, None) if is_best else None
 
     def _record_if_best(self, trial: str, metrics: Metrics) -> bool:
-        """Return whether a result is better than all earlier ones, and record it if so."""
+        """Record a result that is better than all earlier results; return whether it is better."""
         losses = None if self._objective is None else compute_losses(metrics, self._objective)
         if losses is None or (self._losses is not None and losses >= self._losses):
             return False
         self._losses, self.trial = losses, trial
         return True
 
-    def _make_improvement(self, trial: str, step: int, metrics: Metrics, manifest: str | None) -> BestImproved:
+    def _make_best_improved(self, trial: str, step: int, metrics: Metrics, manifest: str | None) -> BestImproved:
         compared = () if self._objective is None else self._objective.metrics
         first = {name: get_metric(metrics, name) for name in compared}
         return BestImproved(trial=trial, step=step, metrics={**first, **metrics}, manifest=manifest)
 
 
 def find_best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:
-    """Return the best checkpoint's sequence by its trial; if several are equally good, each trial's first one.
+    """Return the sequence of the best checkpoint, by its trial; of equally good checkpoints, each trial's first.
 
-    Includes the model that `BestModelTracker` reported last, if it is saved. Empty without an objective.
+    The model that `BestModelTracker` reported last is included if it is saved. Empty without an objective.
     """
     if objective is None:
         return {}
@@ -90,7 +90,7 @@ def find_best_checkpoints(experiment: Experiment, objective: Objective | None) -
 
 
 PAYLOAD_VERSION = 2
-"""The version of the payloads: increased when a field is renamed or changes its meaning, but not for a new field."""
+"""The version of the payloads: increases when a field is renamed or changes its meaning, but not for a new field."""
 NOT_EMITTED = frozenset(
     (
         *("decision-made", "owner-changed", "step-reported", "trial-added"),
@@ -98,9 +98,9 @@ NOT_EMITTED = frozenset(
         *("checkpoints-adopted", "experiment-configured", "experiment-forked", "deletion-started"),
     )
 )
-"""Types of journal events that are not emitted: they are too frequent, or only the journal needs them."""
+"""The types of journal events that are not emitted: they are too frequent, or only the journal needs them."""
 LABEL_FIELDS = ("trial", "status", "cause", "reason_code", "kind", "crashes_trainable", "end")
-"""Fields of a payload that are also labels of the event's resource: automations can match labels, but not payloads."""
+"""The payload's fields that are also labels of the event's resource: automations match labels, but not payloads."""
 _MAX_TEXT_LENGTH = 500
 _MAX_ITEM_COUNT = 20
 
@@ -122,7 +122,7 @@ class ExperimentStarted(ExperimentEvent):
 
 
 class TrialStalled(ExperimentEvent):
-    """A trial is training, and has not reported for an unusually long time."""
+    """A running trial has not reported for an unusually long time."""
 
     name: ClassVar[str] = "prefect-tune.experiment.stalled"
     trial: str
@@ -130,14 +130,14 @@ class TrialStalled(ExperimentEvent):
 
 
 class BestImproved(ExperimentEvent):
-    """A checkpoint or an ended trial is better than all before; emitted at most every 30 s, and at the end."""
+    """A checkpoint or an ended trial is better than all earlier models; emitted at most every 30 s, and at the end."""
 
     name: ClassVar[str] = "prefect-tune.experiment.best"
     trial: str
     step: int
     metrics: Metrics
     manifest: str | None
-    """The path of the checkpoint's manifest; None if that step was not saved."""
+    """The path of the checkpoint's manifest; None if the step was not saved."""
 
 
 class ExperimentEnded(ExperimentEvent):
@@ -146,7 +146,7 @@ class ExperimentEnded(ExperimentEvent):
     name: ClassVar[str] = "prefect-tune.experiment.ended"
     end: str
     message: str
-    """Why it ended before the experiment was finished; empty if it is finished."""
+    """Why the run ended before the experiment was finished; empty for `finished`."""
     trials: Mapping[str, int]
     best: str | None
     """The trial with the best model so far."""
@@ -156,18 +156,16 @@ class ExperimentEnded(ExperimentEvent):
 
 def event_name(event: Event) -> str:
     """Return the name of the Prefect event of a journal event: its type, except for reinstatements."""
-    match event:
-        case CheckpointQuarantined(quarantined=False):
-            return "prefect-tune.checkpoint-reinstated"
-        case _:
-            return f"prefect-tune.{event.type}"
+    if isinstance(event, CheckpointQuarantined) and not event.quarantined:
+        return "prefect-tune.checkpoint-reinstated"
+    return f"prefect-tune.{event.type}"
 
 
 def event_payload(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
-    """Return an event's payload as JSON with the version; at the end of an attempt also its trial's state `after` it.
+    """Return an event's payload as JSON, with the version; at the end of an attempt, with the trial's state `after` it.
 
-    A reason is its sentence, for display, and `reason_code`, for conditions; the code of a user's text is None.
-    Texts are truncated to their first line and 500 characters, lists and dicts to 20 items.
+    A reason becomes its sentence, for display, and a `reason_code`, for conditions; the code of a user's text is None.
+    Values are truncated by `abbreviate`.
     """
     fields = event.model_dump(mode="json", exclude={"type"})
     if (reason := getattr(event, "reason", None)) is not None:
@@ -183,14 +181,14 @@ def event_payload(event: Event | ExperimentEvent, after: Trial | None = None) ->
 
 
 def event_labels(payload: Mapping[str, object]) -> dict[str, str]:
-    """Return the labels of an event's resource for its payload; bools become `true` and `false`."""
+    """Return the labels of an event's resource, from the event's payload; bools become `true` and `false`."""
     labels = {name: payload[name] for name in LABEL_FIELDS if payload.get(name) is not None}
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in labels.items()}
     return {f"prefect-tune.{name}": word for name, word in texts.items()}
 
 
 def abbreviate(value: Json) -> Json:
-    """Truncate a JSON value: each text to 500 characters of its first line, each list and dict to 20 items."""
+    """Truncate a JSON value: texts to their first line and 500 characters, lists and dicts to 20 items."""
     match value:
         case str():
             return shorten(first_line(value), _MAX_TEXT_LENGTH)
@@ -215,7 +213,7 @@ class TokenBucket:
         self._tokens = self.capacity
 
     def try_take(self, count: int, now: float) -> bool:
-        """Take `count` tokens if they are available; return whether they were."""
+        """Take `count` tokens if they are available; return whether they were taken."""
         self._tokens = min(self.capacity, self._tokens + max(0.0, now - self._updated_at) * self.per_second)
         self._updated_at = max(self._updated_at, now)
         if self._tokens < count:

@@ -47,9 +47,9 @@ class FinishKind(StrEnum):
     ALL_STEPS = "all-steps"
     """The trial has trained all steps of the scheduler."""
     PRUNED = "pruned"
-    """The scheduler ended it early."""
+    """The scheduler ended the trial early."""
     STOPPED = "stopped"
-    """The user ended it, by a stop request or by the choice on Resume."""
+    """The user ended the trial, by a stop request or by the choice on Resume."""
 
 
 _MAX_DEPTH = 16
@@ -165,7 +165,7 @@ def root_error(reason: AnyReason) -> AnyReason:
 
 
 def summarize_error(reason: AnyReason) -> AnyReason:
-    """Return the error that ended an attempt, without its traceback, rank, location and output: errors can be equal."""
+    """Return the error that ended an attempt, without its traceback, rank, location and output, to compare errors."""
     error = root_error(reason)
     if not isinstance(error, Reason):
         return first_line(error)

@@ -248,7 +248,7 @@ class SearchView:
             self.apply_event(event, parse_time(entry.at) or _EPOCH)
 
     def apply_event(self, event: Event, at: datetime, experiment: Experiment | None = None) -> None:
-        """Apply the next event, which is or will be journaled at `at`, and the state after it."""
+        """Apply the next event, and the state after the event. `at` is the event's time in the journal."""
         self._experiment, counts = experiment or self._experiment, self._counts
         self._dispatch_event(event, at)
         if experiment is not None and isinstance(

@@ -214,7 +214,7 @@ def argument_error(invalid: ValidationError, within: str = "") -> Exception:
     """Return a validator's `TuneError` if there is one; otherwise the innermost error of the first field.
 
     Args:
-        invalid: the error of pydantic. Its texts are omitted, because a text may be a secret.
+        invalid: the error of pydantic. An invalid text is not shown, because it may be a secret.
         within: the parameter that contains the invalid value.
     """
     errors = invalid.errors(include_url=False)

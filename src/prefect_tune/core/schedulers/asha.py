@@ -187,11 +187,11 @@ class StoppingSchedule(RungSchedule):
 
 
 class PromotionSchedule(RungSchedule):
-    """Pauses every trial at each rung. A free slot goes to the highest rung with a promotable trial (Algorithm 2).
+    """Pauses every trial at each rung; a free slot goes to the highest rung with a promotable trial (Algorithm 2).
 
-    A trial that is promotable when it reaches a rung continues without a pause. If no new trial is available and no
-    trial is running, the best paused trial of the highest rung resumes, unless a trial was promoted from a last rung
-    before: so even a small search trains one trial to the end. Then the other paused trials are stopped.
+    A trial that is promotable when it reaches a rung continues without a pause. If no new trial is available, no trial
+    is running and no trial was promoted from a last rung, then the best paused trial of the highest rung with paused
+    trials resumes: even a small search trains one trial to the end. The other paused trials are stopped after that.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -282,7 +282,7 @@ class ASHA(Scheduler):
     goes to the best paused trial among the best 1 / `reduction_factor` of its rung; without such a trial, a new trial
     starts. This variant needs checkpoints, trains fewer steps for the same result, and corrects early mistakes: a trial
     may be promoted later. `variant="stopping"` is Ray's AsyncHyperBandScheduler: it stops the worse trials of a rung,
-    and pauses no trial. Use it for a trainable that saves no checkpoints.
+    and pauses no trial. Use this variant for a trainable without checkpoints.
 
     Several `brackets` protect against misleading early results: each begins one rung higher than the bracket before,
     and trials are distributed over them in the proportions of Hyperband.

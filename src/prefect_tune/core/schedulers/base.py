@@ -40,7 +40,7 @@ class Pause(Value):
 
 
 class Stop(Value):
-    """Finish the trial."""
+    """Stop the trial, which is then finished."""
 
     type: Literal["stop"] = "stop"
     reason: AnyReason
@@ -74,7 +74,7 @@ class TrialReport:
     report: StepReport
     """Its step, metrics and training time."""
     config: Mapping[str, Any] | None = None
-    """Its present configuration; None if it is the one of `on_trial_added` or of the trial's last `Exploit`."""
+    """Its present configuration; None if unchanged since `on_trial_added` or since the trial's last `Exploit`."""
 
 
 class Scheduler(NamedOptions, Renamed, ABC):
@@ -104,10 +104,10 @@ class Schedule(Renamed, ABC):
     `next_trial_to_resume` or `next_trial_to_stop` must return a trial.
 
     A resumed experiment replays the journal, in its order, to a new schedule: each `on_trial_added`, `decide`,
-    `on_trial_resumed` and `on_trial_ended`. It ignores the decisions of `decide`, and carries out those of the journal.
-    Both schedules are then in the same state. So a schedule reads no clock, and draws random numbers only from the seed
-    that `begin` receives. If the user has changed the scheduler, its decisions may differ: `on_trial_resumed` is called
-    for a trial that only the old scheduler paused, and a trial that the old scheduler stopped stays stopped.
+    `on_trial_resumed` and `on_trial_ended`. The replay ignores what `decide` returns: journaled decisions are carried
+    out already. Both schedules are then in the same state. So a schedule reads no clock, and draws random numbers only
+    from the seed that `begin` receives. If the user has changed the scheduler, its decisions may differ: a trial that
+    only the old scheduler paused gets `on_trial_resumed`; a trial that the old scheduler stopped stays stopped.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {

@@ -31,13 +31,13 @@ from prefect_tune.core.values import TrialId
 class MedianStopping(Scheduler):
     """Stop a trial whose best result is worse than the median of the other trials' averages up to the same step.
 
-    From `grace_period` on, every `interval` steps, a trial is compared with the other trials that reached the step: its
-    best loss since its first step with the median of their mean losses since `grace_period`. The trial continues while
-    fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only every
+    From `grace_period` on, every `interval` steps, the best loss of a trial since its first step is compared with the
+    median of the mean losses, since `grace_period`, of the other trials that reached the step. The trial continues
+    while fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only every
     `interval`-th report: `interval=1` uses every step, and costs a decision at every step.
 
-    With `min_time_slice`, a trial that lacks other trials to compare with releases its slot after that many steps, and
-    continues when there are enough: comparisons start early even with few slots. This needs checkpoints. See `ASHA`.
+    With `min_time_slice`, a trial without enough other trials releases its slot after that many steps, and continues
+    when there are enough: comparisons start early even with few slots. This option needs checkpoints. See `ASHA`.
 
     Args:
         grace_period: the step of the first comparison.

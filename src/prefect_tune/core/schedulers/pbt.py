@@ -61,7 +61,7 @@ _NO_CHANGE = "this mutation changes nothing. Remove it, and set the value in the
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """Changes a configuration: resamples a value with `resample_probability`, or multiplies it by one of `factors`.
+    """Changes a configuration: each value is resampled with `resample_probability`, or multiplied by one of `factors`.
 
     In a list of options, the next or the previous option is taken; at an end, the option may stay the same. A value
     outside of its domain is clipped to the domain's end. An integer, or a number with a step `q`, moves by at least one
@@ -109,7 +109,7 @@ class Explorer:
 
 
 def parse_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
-    """Return the user's `hyperparam_mutations`; raise `InvalidInput` if they are empty, or not a `Mutation`."""
+    """Parse the user's `hyperparam_mutations`; raise `InvalidInput` if there are none, or if one is no `Mutation`."""
     if not mutations:
         raise InvalidInput(f"{where}: expected at least one value that may change, found none")
     by_name = to_plain_keys(mutations, where)
@@ -120,7 +120,7 @@ def _require_parameters(nodes: Sequence[object], mutations: Mutations, where: st
     """Raise unless each mutation names a parameter of a space in `nodes`: a trainable reads no other parameter."""
     possible_nodes = list(chain.from_iterable(map(_possible_nodes, nodes)))
     if any(isinstance(node, SampleFrom) for node in possible_nodes):
-        return  # its value is unknown until it is computed
+        return  # a computed value is unknown here
     spaces = [node for node in possible_nodes if isinstance(node, Mapping)]
     names = {name for space in spaces for name in space}
     for name, mutation in mutations.items():
@@ -200,8 +200,8 @@ class PBT(Scheduler):
     the trial is among the worst `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over the
     checkpoint, the configuration and the step of the last comparison of that trial. Then the values named in
     `hyperparam_mutations` are resampled with `resample_probability`, and otherwise multiplied by one of the
-    `perturbation_factors`. The last result of an exploiting trial counts until its next result, as in Ray, but no other
-    trial exploits it before.
+    `perturbation_factors`. Until the trial's next result, its last result counts, as in Ray, but no other trial
+    exploits the trial.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
     functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
@@ -219,7 +219,7 @@ class PBT(Scheduler):
     Args:
         perturbation_interval: the number of steps between two comparisons of a trial.
         hyperparam_mutations: the parameters that change, and their possible values.
-        quantile_fraction: the share of bad trials, which exploit others, and the share of good trials.
+        quantile_fraction: the share of the worst trials, which exploit others, and the share of the best trials.
         resample_probability: the probability that a value is resampled instead of multiplied.
         perturbation_factors: the factors; one of them is drawn for each multiplied value.
         burn_in_period: the step before which no trial is compared.
@@ -255,7 +255,7 @@ class PBT(Scheduler):
         return _PbtSchedule(self, explorer, objective)
 
     def require_supported_space(self, space: Mapping[str, object]) -> None:
-        """Raise unless every mutation names a parameter of `space`. If it is empty, the search has its own space."""
+        """Raise unless every mutation names a parameter of `space`. An empty space passes: the search has its own."""
         if space:
             where = "PBT: hyperparam_mutations"
             _require_parameters([space], parse_mutations(self.hyperparam_mutations, where), where)

@@ -24,7 +24,7 @@ Space: TypeAlias = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The configuration of the next trial: plain JSON, with a value for each domain of the space."""
+    """The next trial. Its `config` is plain JSON, with a value for each domain of the space."""
 
     config: Mapping[str, Any]
 
@@ -112,8 +112,8 @@ class SearchState(Renamed, ABC):
 class Repeated(Search):
     """Propose each configuration of `search` in `times` consecutive trials; `search` counts them as one trial.
 
-    When all of these trials have ended, `search` receives the means of their metrics. Failed trials do not count, nor
-    does a metric that another trial did not report. `search` receives no reports of running trials. See `RandomSearch`.
+    When all of these trials have ended, `search` receives the mean of each metric that all trials reported; failed
+    trials do not count. `search` receives no reports of running trials. See `RandomSearch`.
     """
 
     search: Search
@@ -127,7 +127,7 @@ class Repeated(Search):
             raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        """Begin the repeated search. Raises like its `begin`; also if the space has a parameter named `index_as`."""
+        """Begin `search`. Raises like its `begin`, and also if the space has a parameter named `index_as`."""
         if self.index_as in space:
             raise InvalidInput(f"Repeated: expected no {self.index_as!r} in the space, because index_as adds it")
         return _RepeatedState(self.search.begin(space, objective, seed), self)

@@ -140,7 +140,7 @@ class Normal(_SpaceNode):
         for name in ("mean", "sd") if self.q is None else ("mean", "sd", "q"):
             object.__setattr__(self, name, _require_finite(self, name))
         if self.sd <= 0:
-            raise InvalidInput(f"{self!r}: expected sd > 0, found {self.sd!r}; a single value is a constant")
+            raise InvalidInput(f"{self!r}: expected sd > 0, found {self.sd!r}; a constant needs no domain")
         max_distance = abs(self.mean) + _MAX_SIGMAS * self.sd
         if math.isinf(max_distance):
             raise InvalidInput(f"{self!r}: expected draws that a float can hold, found some beyond 1e308")
@@ -193,7 +193,7 @@ def _check_bounds(domain: Float | Integer, max_distance: float) -> None:
             f"{_format_call(name, (high, low, *step))}?"
         )
     if domain.q is None and domain.low == domain.high:
-        raise InvalidInput(f"{domain!r}: expected low < high, since high is exclusive; a single value is a constant")
+        raise InvalidInput(f"{domain!r}: expected low < high, since high is exclusive; a constant needs no domain")
     if domain.scale == "log" and domain.low <= 0:
         raise InvalidInput(f"{domain!r}: expected low > 0, since its logarithm is drawn, found {domain.low!r}")
     if domain.q is not None:

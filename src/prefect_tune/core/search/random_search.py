@@ -124,9 +124,8 @@ class RandomSearch(Search):
     """Try every point of the grid `num_samples` times; without a grid, try `num_samples` configurations.
 
     A draw depends only on the seed, the trial's number and the parameter's name. So a resumed search proposes the same
-    trials, and you can add or remove parameters without a change of the other draws. Earlier trials count, even if
-    `num_samples` or the space has changed: the grid points with the fewest tries come next. Reported metrics have no
-    effect.
+    trials, and a change of one parameter does not change the draws of others. Earlier trials count, even if
+    `num_samples` or the space has changed: the grid points with the fewest tries come next. Metrics have no effect.
 
     ```python
     search = pt.RandomSearch(20, points_to_evaluate=[{"lr": 0.01}])
@@ -140,7 +139,7 @@ class RandomSearch(Search):
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations to try first; they count as samples. Omitted parameters are drawn, or next in the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
-    """Whether to draw random parameters once per sample of the whole grid: its points then share these draws."""
+    """Whether to draw random parameters once per sample of the grid: all points of the grid then share the draws."""
 
     def __post_init__(self) -> None:
         convert_fields(self)

@@ -89,7 +89,7 @@ def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
 
 
 def make_draw_function(seed: int, number: int) -> Draw:
-    """Return a function for one trial: a draw depends only on the seed, the trial's number and the parameter's name."""
+    """Return the draw function of a trial. A draw depends only on the seed, the trial's number and the name."""
     return lambda name, domain: domain.draw_at(seeded_random.uniform(seed, "space", number, name))
 
 

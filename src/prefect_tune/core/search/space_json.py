@@ -170,7 +170,7 @@ def _domain_keyword(node: Mapping[Any, object]) -> str | None:
 def _reject_option_object(node: Mapping[str, object], where: str) -> None:
     """Raise if `node` is an option object: a scheduler in JSON form, or only the fields of an option class."""
     if len(node) == 1 and (name := next(iter(node))) in OPTION_FIELDS and isinstance(node[name], Mapping):
-        raise InvalidInput(f"{where}: expected a value or a distribution, found a {name}: {_CONSTANT_HINT}")
+        raise InvalidInput(f"{where}: expected a value or a distribution, found a {name}. {_CONSTANT_HINT}")
     if (name := match_option_class(node)) in _DISTRIBUTION_BY_FIELDS.values() or (name and len(node) > 1):
         form = JSON_FORMS.get(name.partition(" ")[0], "")
         raise InvalidInput(
