@@ -31,7 +31,7 @@ class NamedBlocks:
     package: str
     names: tuple[str, ...]
 
-    @cache  # noqa: B019  there are three of them
+    @cache  # noqa: B019  there are three instances
     def import_type(self) -> Any:
         """Import the package and return the type of the field; None if the package is not installed."""
         module = self.package.replace("-", "_")
@@ -85,7 +85,7 @@ def s3_access(block: Any) -> S3Access:
 
 
 def block_endpoint(block: Any) -> str | None:
-    """Return the endpoint of an AWS or MinIO credentials block; None without one, or if it has '@', '?' or '#'."""
+    """Return the endpoint of an AWS or MinIO credentials block; None if it is unset or contains '@', '?' or '#'."""
     url = getattr(getattr(block, "aws_client_parameters", None), "endpoint_url", None)
     return url if url and not set(url) & set("@?#") else None
 

@@ -52,7 +52,7 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
 
 
 def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
-    """Resolve a target like `resolve_target`, for reading: the target does not create its missing local folder."""
+    """Return the target of `value` like `resolve_target`, but only for reading: a missing local folder is an error."""
     parsed = _parse_target(value, is_read=True)
     target = parsed if isinstance(parsed, StorageTarget) else _load_block(*parsed)
     return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target

@@ -51,13 +51,13 @@ from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location
 # The base class of the blocks, which is immutable and rejects unknown fields.
 
 
-def block_logo(name: str) -> HttpUrl:
+def block_logo_url(name: str) -> HttpUrl:
     """Return the URL of a logo that Prefect's own blocks use."""
     revision = "420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9"
     return HttpUrl(f"https://raw.githubusercontent.com/PrefectHQ/prefect/{revision}/assets/block-logos/{name}.png")
 
 
-FILES_LOGO = block_logo("filesystem")
+FILES_LOGO = block_logo_url("filesystem")
 """The logo of Prefect's own file system block."""
 
 # The text that Prefect shows instead of a secret; and the keys that Prefect adds in block documents and dumps.
@@ -431,7 +431,7 @@ def check_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
     except _ProbeError as failure:
         step, error = failure.step, failure.error
         hint = _REFUSAL_HINTS.get(step) if isinstance(error, StoreRefused) else None
-        message = _format_message(target, f"{'' if hint is None else f'{hint}; '}could not {step}: {error}")
+        message = _format_check_message(target, f"{'' if hint is None else f'{hint}; '}could not {step}: {error}")
         may_pass = isinstance(error, StoreUnavailable | CommitUnknown)
         return TargetCheck(ok=False, message=message, conditional_create=False, may_be_temporary=may_pass)
     if not is_conditional:
@@ -447,10 +447,10 @@ def check_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
             "both commit; to use it with ONE RUNNER ONLY, set conditional_writes=False"
         )
     ok, is_atomic = refuses_duplicate or not is_conditional, is_conditional and refuses_duplicate
-    return TargetCheck(ok=ok, message=_format_message(target, message), conditional_create=is_atomic)
+    return TargetCheck(ok=ok, message=_format_check_message(target, message), conditional_create=is_atomic)
 
 
-def _format_message(target: StorageTarget, message: str) -> str:
+def _format_check_message(target: StorageTarget, message: str) -> str:
     for secret in target.secret_values():
         if len(secret) >= _MIN_SECRET_CHARACTERS:
             message = message.replace(secret, "********")
@@ -458,6 +458,7 @@ def _format_message(target: StorageTarget, message: str) -> str:
 
 
 def _run_probes(store: ObjectStore) -> bool:
+    """Try all operations, and return whether a second create of the same object was refused."""
     folder = f"{_PROBE_FOLDER}/{uuid.uuid4().hex}"
     written = [f"{folder}/probe", f"{folder}/race"]
     try:

@@ -27,7 +27,13 @@ from prefect_tune.blocks.credentials import (
     s3_access,
     static_key_provider,
 )
-from prefect_tune.blocks.storage_target import FILES_LOGO, ObjectTarget, StorageTarget, bare_name_validator, block_logo
+from prefect_tune.blocks.storage_target import (
+    FILES_LOGO,
+    ObjectTarget,
+    StorageTarget,
+    bare_name_validator,
+    block_logo_url,
+)
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
@@ -235,7 +241,7 @@ class S3Target(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "S3 Target"
     _block_type_slug: ClassVar[str | None] = "s3-target"
-    _logo_url: ClassVar[HttpUrl | None] = block_logo("aws")
+    _logo_url: ClassVar[HttpUrl | None] = block_logo_url("aws")
     _client: ClassVar[Client | None] = Client.S3
 
     _credential_fields: ClassVar[tuple[str, ...]] = ("access_key_id", "credentials", "anonymous")
@@ -333,7 +339,7 @@ class GcsTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "GCS Target"
     _block_type_slug: ClassVar[str | None] = "gcs-target"
-    _logo_url: ClassVar[HttpUrl | None] = block_logo("googlecloud")
+    _logo_url: ClassVar[HttpUrl | None] = block_logo_url("googlecloud")
     _client: ClassVar[Client | None] = Client.GCS
     _credential_fields: ClassVar[tuple[str, ...]] = ("service_account_json", "credentials", "anonymous")
 
@@ -394,7 +400,7 @@ class AzureTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "Azure Target"
     _block_type_slug: ClassVar[str | None] = "azure-target"
-    _logo_url: ClassVar[HttpUrl | None] = block_logo("microsoft-azure")
+    _logo_url: ClassVar[HttpUrl | None] = block_logo_url("microsoft-azure")
     _client: ClassVar[Client | None] = Client.AZURE
     _credential_fields: ClassVar[tuple[str, ...]] = (
         "account_key",

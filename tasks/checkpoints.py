@@ -336,7 +336,7 @@ class _CheckpointSave:
         committed, quarantined, retired = make_commit_events(
             self._target, trial, save, self._args.retention or Retention(), time.monotonic() - started_at, self._log
         )
-        events: list[Event] = [*self._new_reports(state), committed, *quarantined]
+        events: list[Event] = [*self._report_events(state), committed, *quarantined]
         state = write_if_unchanged(self._target, state, trial.id, events)
         if not is_live_checkpoint(state.trial(trial.id), save.manifest.key):
             raise SaveOvertaken(f"step {self._report.step}: a checkpoint was quarantined during the save")
@@ -371,7 +371,7 @@ class _CheckpointSave:
             f"or go back with pt.delete_checkpoint(step={newest.step}); or choose another trial name"
         )
 
-    def _new_reports(self, state: Experiment) -> Sequence[StepReported]:
+    def _report_events(self, state: Experiment) -> Sequence[StepReported]:
         """Return the report of this step, unless it was journaled before its checkpoint."""
         trial = self._folder.trial
         return [StepReported(trial=trial, report=self._report)] if state.trial(trial).step < self._report.step else []
@@ -383,7 +383,7 @@ class _CheckpointSave:
             SaveOvertaken: an earlier save of the step was published, but failed before its entry was written. The
                 earlier save may have other files, so it is abandoned, and this save needs another name.
         """
-        trial, reports = state.trial(self._folder.trial), [event.report for event in self._new_reports(state)]
+        trial, reports = state.trial(self._folder.trial), [event.report for event in self._report_events(state)]
         metadata = make_checkpoint_metadata(self._folder, trial, state.term, self._report, reports, self._stamp)
         try:
             return publish_checkpoint.fn(
@@ -408,7 +408,7 @@ class _CheckpointSave:
             delete_or_warn(lambda: delete_retired_checkpoints.fn(self._target, self._folder, trial, keys), self._log)
 
 
-class _RetiredMeanwhileError(Exception):
+class _RetiredDuringRestoreError(Exception):
     """The checkpoint is not damaged: its trial has newer checkpoints and has retired this one."""
 
 
@@ -454,7 +454,7 @@ def restore_checkpoint(
     args = RestoreArguments(**locals())
     for _ in range(MAX_WRITE_RACES):
         state = read_experiment_by_name(args.target, args.experiment)
-        with suppress(_RetiredMeanwhileError):
+        with suppress(_RetiredDuringRestoreError):
             restored = _restore_newest_intact(args, state, state.trials.get(args.trial))
             if restored is None and (missing := misspelling_warning(args.target, state, args.trial)):
                 run_log().warning("Nothing was restored. %s", missing)
@@ -511,7 +511,7 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
     """Quarantine a damaged checkpoint for all readers, so that its step can be saved again.
 
     Raises:
-        _RetiredMeanwhileError: the checkpoint is not damaged: the trial has retired it since the journal was read.
+        _RetiredDuringRestoreError: the checkpoint is not damaged: the trial has retired it since the journal was read.
     """
     log, reason = run_log(), f"{type(damage).__name__}: {damage}"
     try:
@@ -521,7 +521,7 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return
     if not is_quarantined:
-        raise _RetiredMeanwhileError
+        raise _RetiredDuringRestoreError
     log.error("step %d cannot be restored, and is quarantined: %s", key.step, damage)
 
 

@@ -220,7 +220,7 @@ def _write_changes(args: SyncArguments) -> Experiment:
             f"config: trial {name!r} of experiment {state.name!r} has {dict(existing.config)}, found "
             f"{dict(args.config)}. Pass the same config, or choose another trial name"
         )
-    new_reports = _new_reports(existing, args.reports)
+    new_reports = _select_new_reports(existing, args.reports)
     ends = args.status is not None and (bool(new_reports) or existing is None or existing.status != args.status)
     events: list[Event] = []
     if new_reports or ends:
@@ -242,7 +242,7 @@ def _write_changes(args: SyncArguments) -> Experiment:
     return write_if_unchanged(args.target, state, name, events) if events else state
 
 
-def _new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> Sequence[StepReport]:
+def _select_new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> Sequence[StepReport]:
     """Return the reports that are not in the journal yet.
 
     A trial that is not running continues from its newest checkpoint and trains later steps again. The reports of these
@@ -292,27 +292,27 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """
     with _open_store_for_fork(target, request) as store:
         destination = _load_experiment(store, request.into)
-        if destination.origin is not None and destination.is_complete and _matches_request(destination, request):
+        if destination.origin is not None and destination.is_complete and _is_requested_fork(destination, request):
             return destination
         origin = _load_experiment(store, request.experiment)
         if not origin.entry_count:
             raise ResumeFailed(f"nothing was started: {no_experiment_message(store, request.experiment, target.uri)}")
-        past = _load_past(store, request, origin, destination)
-        settings: Mapping[str, object] = {"seed": seed_from_name(request.experiment), **strip_signature(past.settings)}
+        point = _load_requested_point(store, request, origin, destination)
+        settings: Mapping[str, object] = {"seed": seed_from_name(request.experiment), **strip_signature(point.settings)}
         key = target.signing_secret
-        if key is not None and has_valid_signature(past.settings, request.experiment, key):
+        if key is not None and has_valid_signature(point.settings, request.experiment, key):
             settings = add_signature(settings, request.into, key)  # unsigned settings stay unsigned
-        past = replace(past, settings=settings)
-        if request.strict and (deleted := find_deleted_checkpoints(store, past)):
-            raise CheckpointNotFound(f"{past.origin}: deleted since: {_format_steps(deleted)}. Nothing was started")
-        into = begin_fork(store, destination.key, past.origin, request.owner, request.stamp)
-        result = complete_fork(store, past, into, request.stamp)
+        point = replace(point, settings=settings)
+        if request.strict and (deleted := find_deleted_checkpoints(store, point)):
+            raise CheckpointNotFound(f"{point.origin}: deleted since: {_format_steps(deleted)}. Nothing was started")
+        into = begin_fork(store, destination.key, point.origin, request.owner, request.stamp)
+        result = complete_fork(store, point, into, request.stamp)
         fork, log = result.experiment, get_run_logger()
-        log.info("%s: a fork of %s, %d trials", fork.name, past.origin, len(fork.trials), extra=NOTICE)
+        log.info("%s: a fork of %s, %d trials", fork.name, point.origin, len(fork.trials), extra=NOTICE)
         for name, refs in result.lost_checkpoints.items():
             steps, resume_step = _format_steps({name: refs}), _format_resume_step(fork.trial(name))
             log.warning("trial %s: the origin has deleted %s since%s", name, steps, resume_step)
-        for name, trial in past.experiment.trials.items():
+        for name, trial in point.experiment.trials.items():
             if (count := len(trial.quarantined_checkpoints)) and not trial.checkpoints:
                 resume_step = _format_resume_step(trial)
                 log.warning("trial %s: all %d of its checkpoints are quarantined%s", name, count, resume_step)
@@ -325,15 +325,15 @@ def load_fork_source(target: StorageTarget, request: ForkRequest) -> Experiment 
     Writes nothing. Raises the errors of `fork_experiment`, which also reports a missing origin.
     """
 
-    def load_past_experiment() -> Experiment | None:
+    def load_source() -> Experiment | None:
         with _open_store_for_fork(target, request) as store:
             destination = _load_experiment(store, request.into)
             origin = _load_experiment(store, request.experiment)
             if destination.entry_count or not origin.entry_count:
                 return None
-            return _load_past(store, request, origin, destination).experiment
+            return _load_requested_point(store, request, origin, destination).experiment
 
-    return with_retries(load_past_experiment)
+    return with_retries(load_source)
 
 
 @contextmanager
@@ -346,19 +346,21 @@ def _load_experiment(store: ObjectStore, experiment: str) -> Experiment:
     return load_experiment(store, find_current_journal(store, experiment))
 
 
-def _matches_request(destination: Experiment, request: ForkRequest) -> bool:
+def _is_requested_fork(destination: Experiment, request: ForkRequest) -> bool:
     origin = destination.origin
     return origin is not None and origin.experiment == request.experiment and request.at in (None, origin.number)
 
 
-def _load_past(store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment) -> ForkPoint:
+def _load_requested_point(
+    store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment
+) -> ForkPoint:
     """Return the origin at the requested entry; by default, at the entry that an earlier try forked, or at the last."""
-    earlier_origin = destination.origin if _matches_request(destination, request) else None
+    earlier_origin = destination.origin if _is_requested_fork(destination, request) else None
     entry = earlier_origin.number if request.at is None and earlier_origin is not None else request.at
-    past = load_fork_point(store, origin.key, entry)
-    if not past.settings:
-        raise InvalidInput(f"{past.origin}: expected a search; only searches can be forked, once they have begun")
-    return past
+    point = load_fork_point(store, origin.key, entry)
+    if not point.settings:
+        raise InvalidInput(f"{point.origin}: expected a search; only searches can be forked, once they have begun")
+    return point
 
 
 def _format_resume_step(trial: Trial) -> str:

@@ -291,7 +291,7 @@ class TargetSyncer(Syncer):
             InvalidInput: `remote_dir` is not a valid target or folder, or this syncer is closed.
         """
         return self._enqueue_command(
-            _Command(SyncAction.UP, remote_dir, _absolute_path(local_dir), _user_patterns(exclude))
+            _Command(SyncAction.UP, remote_dir, _absolute_path(local_dir), _drop_built_in_patterns(exclude))
         )
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
@@ -300,7 +300,7 @@ class TargetSyncer(Syncer):
         If `remote_dir` has no files, `wait` raises `CheckpointNotFound`, which is a `FileNotFoundError`.
         """
         return self._enqueue_command(
-            _Command(SyncAction.DOWN, remote_dir, _absolute_path(local_dir), _user_patterns(exclude))
+            _Command(SyncAction.DOWN, remote_dir, _absolute_path(local_dir), _drop_built_in_patterns(exclude))
         )
 
     def delete(self, remote_dir: str) -> bool:
@@ -480,8 +480,8 @@ def _absolute_path(local_dir: str) -> str:
     return os.path.abspath(local_dir)  # noqa: PTH100  links stay as written
 
 
-def _user_patterns(exclude: list[str] | None) -> tuple[str, ...]:
-    """Return the patterns without the built-in patterns: the syncer reports files that match these."""
+def _drop_built_in_patterns(exclude: list[str] | None) -> tuple[str, ...]:
+    """Return the patterns without the built-in patterns: the syncer reports the files that match a built-in pattern."""
     return tuple(pattern for pattern in exclude or () if pattern not in NON_ARTIFACT_PATTERNS)
 
 

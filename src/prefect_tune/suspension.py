@@ -365,7 +365,7 @@ def current_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int]
 
 
 def extend_stop_by_choice(stop: object, choice: ResumeChoice) -> object:
-    """Return the stop criterion with the limits of the choice, if the choice is "extend"."""
+    """Return the stop criterion, with the limits of the choice if its action is "extend"."""
     if choice.action != "extend":
         return stop
     limits = current_limits(stop)
@@ -397,7 +397,7 @@ class RunIteration:
     """Writes the journal, and holds the latest state; None until the run owns the experiment."""
 
     def set_journal_writer(self, journal_writer: JournalWriter) -> JournalWriter:
-        """Set `journal_writer`, and `initial_experiment` to its state before its first entry; return the writer."""
+        """Set `journal_writer`, and set `initial_experiment` to the state before its first entry; return the writer."""
         self.initial_experiment, self.journal_writer = journal_writer.experiment, journal_writer
         return journal_writer
 
@@ -530,7 +530,7 @@ def format_resume_advice(state: Experiment) -> str:
 
 
 def first_search_iteration(plan: SearchPlan, experiment: Experiment | None) -> RunIteration:
-    """Return the iteration that this start of a search's flow run begins, with its added samples and its answers."""
+    """Return the first iteration of a search's flow run, with the samples that it adds and the answers so far."""
     form = read_last_form()
     if form is None and plan.samples_per_run is None:
         plan = plan if experiment is None else plan_checks.with_default_samples(plan, experiment)
@@ -540,7 +540,7 @@ def first_search_iteration(plan: SearchPlan, experiment: Experiment | None) -> R
     return first_iteration(RunIteration(plan, experiment), SEARCH_QUESTION, form)
 
 
-def _search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
+def _get_search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
     limits = current_limits(plan.stop, samples=_count_samples(plan))
     return limits.model_copy(update={"hours": 0.0, "scheduler_max_steps": getattr(plan.scheduler, "max_t", 0)})
 
@@ -568,11 +568,11 @@ def _extend_search(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
 def _make_search_form(plan: SearchPlan, state: Experiment, retry_reason: str) -> InputForm:
     note = format_code_note(state, plan)
     description = format_form_description(state, plan.target.uri, plan.objective, note, retry_reason)
-    limits = _search_limits(plan_checks.with_default_samples(plan, state), state)
+    limits = _get_search_limits(plan_checks.with_default_samples(plan, state), state)
     return _fill_form(_SearchForm, description, samples=limits.samples, steps=limits.steps)
 
 
-SEARCH_QUESTION = ResumeQuestion(_search_limits, _extend_search, _make_search_form)
+SEARCH_QUESTION = ResumeQuestion(_get_search_limits, _extend_search, _make_search_form)
 """How a suspended search continues."""
 
 
@@ -618,7 +618,7 @@ def _find_checkpoint(trial: Trial, step: int) -> CheckpointRef:
     )
 
 
-def _training_limits(plan: SearchPlan, state: Experiment) -> ResumeLimits:
+def _get_training_limits(plan: SearchPlan, state: Experiment) -> ResumeLimits:
     steps = [checkpoint.step for trial in state.trials.values() for checkpoint in trial.checkpoints]
     return current_limits(plan.stop, checkpoints=sorted(set(steps)))
 
@@ -631,13 +631,13 @@ def _make_training_form(plan: SearchPlan, state: Experiment, retry_reason: str) 
     warning = next(filter(None, warnings), None)
     note = f"⚠️ {warning}" if warning else "code: no change since the newest checkpoint is known"
     description = format_form_description(state, plan.target.uri, None, note, retry_reason)
-    limits = _training_limits(plan, state)
+    limits = _get_training_limits(plan, state)
     newest_step = max(limits.checkpoints, default=0)
     return _fill_form(_TrainingForm, description, steps=limits.steps, hours=limits.hours, checkpoint=newest_step)
 
 
 def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
-    """Return a warning if the trainable's source has changed since the newest checkpoint; "" if not, or if unknown."""
+    """Return a warning if the trainable's source has changed since the newest checkpoint; "" if not, or unknown."""
     key, digest = newest_checkpoint_key(folder, trial), source_digest(trainable)
     if key is None or not digest:
         return ""
@@ -651,7 +651,7 @@ def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, t
 
 
 TRAINING_QUESTION = ResumeQuestion(
-    _training_limits,
+    _get_training_limits,
     lambda plan, choice: plan.with_changes(stop=extend_stop_by_choice(plan.stop, choice)),
     _make_training_form,
     _unusable_checkpoint_reason,

@@ -107,7 +107,7 @@ def current_call_path(purpose: object = "") -> CallPath:
 
 
 def current_flow_run() -> FlowRun:
-    """Return the flow run of this context, which can be suspended, and on which defaults depend."""
+    """Return the flow run of this context; raise `RuntimeError` if there is none."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("a suspension or a default depends on the flow run: expected a flow run, found none")
@@ -202,7 +202,7 @@ def claim_call_key(key: str) -> None:
 
 
 def _differ_by_order(key: str, other: str) -> bool:
-    """Return whether two keys differ first in the number of a call of the same flow by the same caller."""
+    """Return whether two keys first differ in the number of a call, made by the same caller to the same flow."""
     levels = zip(key.split("/"), other.split("/"), strict=False)
     first, second = next(((first, second) for first, second in levels if first != second), ("", ":"))
     return first.partition(":")[0] == second.partition(":")[0]

@@ -182,7 +182,10 @@ def _is_top_level_call() -> bool:
 
 
 def _try_defer_interrupt(interrupt: KeyboardInterrupt) -> bool:
-    """Defer an interrupt, if a call is active. Dask pickles the globals of a flow, and cannot pickle a `ContextVar`."""
+    """Defer an interrupt if a call is active, and return whether a call is active.
+
+    A flow calls this function, because Dask pickles the globals of a flow, and cannot pickle a `ContextVar`.
+    """
     if (interrupts := _deferred_interrupts.get()) is None:
         return False
     interrupts.append(interrupt)

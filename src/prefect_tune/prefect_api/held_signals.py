@@ -237,7 +237,10 @@ def holding_signals() -> Iterator[None]:
 
 @contextmanager
 def saving_on_signals() -> Iterator[None]:
-    """Hold signals back while trials run that save on a signal; in the main thread, for the calls of other threads."""
+    """Hold signals back in this block, whose trials save on a signal.
+
+    A call in the main thread does not hold signals itself: it takes part while other threads hold them.
+    """
     outer = _signal_holder.current_call()
     call = outer or _signal_holder.begin_call()
     call.has_trials = True

@@ -149,13 +149,13 @@ def quiet_inner_tasks() -> Iterator[None]:
     If a service of Prefect cannot send an item, such as an event while the server is down, one line without the item is
     logged, at most once a minute. At the log level DEBUG, nothing is hidden.
     """
-    logging.getLogger(_SERVICES_LOGGER).addFilter(_shorten_unsent_record)  # adding it again has no effect
-    logging.getLogger("prefect.task_runs").addFilter(_keep_task_record)
+    logging.getLogger(_SERVICES_LOGGER).addFilter(_filter_unsent_record)  # adding it again has no effect
+    logging.getLogger("prefect.task_runs").addFilter(_filter_task_end_record)
     with setting_context_variable(_hides_task_ends, True):  # noqa: FBT003 - the value of the variable
         yield
 
 
-def _keep_task_record(record: logging.LogRecord) -> bool:
+def _filter_task_end_record(record: logging.LogRecord) -> bool:
     """Return False for records that only report the end of a task; keep messages with a different wording."""
     if record.module != _ENGINE_MODULE or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
@@ -168,7 +168,7 @@ def _keep_task_record(record: logging.LogRecord) -> bool:
 _last_log_time = {"seconds": -_NOT_SENT_LOG_INTERVAL_SECONDS}
 
 
-def _shorten_unsent_record(record: logging.LogRecord) -> bool:
+def _filter_unsent_record(record: logging.LogRecord) -> bool:
     """Remove the item from the message about an unsent item; return False for further messages within a minute."""
     if record.msg != _NOT_SENT_MESSAGE or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
@@ -297,7 +297,7 @@ def _release_slots(slots: AbstractContextManager[None]) -> None:
         slots.__exit__(None, None, None)
 
 
-def _acquire_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
+def _holding_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
     """Return the context that waits for the slots of a task's tags: our wait in our flows, Prefect's wait in others."""
     context, stop = FlowRunContext.get(), _stop_of_waits.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
@@ -307,4 +307,4 @@ def _acquire_tag_slots(names: list[str], **options: Any) -> AbstractContextManag
 
 # Prefect's engine calls its wait for the slots of a task's tags by this name; there is no public hook.
 if "_concurrency" in vars(task_engine):
-    vars(task_engine)["_concurrency"] = _acquire_tag_slots
+    vars(task_engine)["_concurrency"] = _holding_tag_slots
