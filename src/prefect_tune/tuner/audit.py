@@ -1,8 +1,9 @@
 """Audit an experiment: derive each proposal and decision of its journal again, and report the first difference.
 
 Before the audit applies an event, it calls the functions of a running search to derive the event that the search had to
-write in that state. Afterwards it records the event in a `SearchPolicy`, like a running search. So both policies are in
-the same state at each event. A new owner creates a new policy and replays the journal to it; so does the audit.
+write in that state. Afterwards it records the event in a `SearchPolicy`, like a running search. So both policies get
+the results in the order of their arrival, and are in the same state at each event. A new owner creates a new policy and
+replays the journal to it; so does the audit.
 
     state before ──► derive_finding(event): expected, underivable or None ──► state after ──► record(event)
 Never: show a policy more of the journal than the search had written; import code that only the journal names.
@@ -153,7 +154,7 @@ def audit(
                 observed[event.type] += 1
             case _Underivable(reason=reason):
                 not_derived[reason] += 1
-            case _Expectation(events=events) if any(are_equivalent(event, candidate) for candidate in events):
+            case _Expectation(events=events) if any(_are_equivalent(event, candidate) for candidate in events):
                 derived[event.type] += 1
             case _Expectation(events=events, instead=instead):
                 expected = " or ".join(_format_event(candidate, event) for candidate in events) or instead
@@ -418,7 +419,7 @@ class _Derivation:
             milestone = due_step
         if last is not None and last.step == step:
             expected = event.model_copy(update={"report": last})
-            if not are_equivalent(event, expected):
+            if not _are_equivalent(event, expected):
                 return _Expectation([expected])
         self._decisions[trial.id] = (milestone, event.report)
         try:
@@ -440,7 +441,7 @@ class _Derivation:
         milestone, decided_report = self._decisions.get(trial.id, (step, None))
         if decided_report is not None and decided_report.step == step:
             expected = event.model_copy(update={"report": decided_report})
-            return None if are_equivalent(event, expected) else _Expectation([expected])
+            return None if _are_equivalent(event, expected) else _Expectation([expected])
         if not self._are_milestones_known(trial, plan):
             return None
         if decided_report is not None and milestone <= step < decided_report.step:
@@ -493,7 +494,7 @@ class _Derivation:
 _NOT_RECORDED = "a clock, a missing metric or a choice of the user ends the search; the journal does not hold which"
 
 
-def are_equivalent(event: Event, other: Event) -> bool:
+def _are_equivalent(event: Event, other: Event) -> bool:
     """Return whether two events are the same in the journal, except for the users' texts."""
     return event == other or canonical_json(_comparable_fields(event)) == canonical_json(_comparable_fields(other))
 

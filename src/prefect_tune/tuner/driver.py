@@ -397,7 +397,7 @@ class Driver:
         )
 
     def _close_outbox(self, name: str) -> None:
-        """Fence the attempt that posts to the trial's outbox, and journal its posts."""
+        """Fence the attempt that posts to the trial's outbox, and journal its remaining posts."""
         trial = self._state.trial(name)
         if trial.outbox is None:
             return

@@ -75,7 +75,7 @@ class SearchPolicy:
         """The scheduler's state. `Driver` asks it whether it waits, and which trial to resume or stop next."""
         self.proposed_count = 0
         """The number of trials that the journal holds."""
-        self._suggested_number: int | None = None  # the trial that `_search_state` proposed itself
+        self._suggested_number: int | None = None  # the trial that `_search_state` proposed: needs no `restore_trial`
         self._paused: set[str] = set()
         self._decision_steps: dict[str, int] = {}  # by trial: the step of the last decision about its weights
 

@@ -305,9 +305,8 @@ def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Wri
     trial, changes = apply_trial_event(before, event, writer), dict[str, object]()
     match event:
         case AttemptStarted(attempt=attempt):
-            trial = _set_record_terms(
-                trial, attempt, term=experiment.term if trial.outbox is None else trial.launch_term
-            )
+            term = experiment.term if trial.outbox is None else trial.launch_term
+            trial = _set_record_terms(trial, attempt, term=term)
         case AttemptLaunched():
             trial = trial.model_copy(update={"launch_term": experiment.term})
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):

@@ -9,7 +9,7 @@ This works for any number of processes that do not know of each other, without l
     non-owner                                                     └─▶ 8 (events that a non-owner may add)
 
 - **Owner.** The last `OwnerChanged` names the owner. A process becomes the owner only by appending `OwnerChanged`
-  (`acquire_ownership`). Nothing renews ownership: when an owner was replaced, its next entry is refused.
+  (`acquire_ownership`). Nothing renews ownership: an owner learns that it was replaced when its next entry is refused.
 - **Non-owners** (quarantine and pruning by another process) append through `append_as_non_owner`, and only
   `NonOwnerEvent`; the entry names its kind of writer. The owner finds this entry at its next number, applies it and
   appends after it.
