@@ -63,7 +63,7 @@ class Callback:
 
     **When.** The hooks of each callback are called one after the other, in a separate thread: for each trial in the
     order of its history, across trials in the order in which the search received the events. `on_trial_result` is
-    called as soon as a report arrives, every other hook when its event is about to be written to the journal.
+    called as soon as a report arrives. Every other hook is called when its event is about to be written to the journal.
 
     **How often.** A callback receives all events of the experiment from the first trial on, even events from before it
     was added, or from a time when no search was running. The result of `get_state` is stored on the target every few

@@ -22,8 +22,8 @@ os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports Keras
 
 def path_in_trial(name: str, directory: Path, path: str) -> str:
     session: Any = Undisturbed({}, 0, directory)
-    given = session.trial_info()
-    session.trial_info = lambda: type(given)(name, "e", 1, directory, {}, 0, 1, 0, session)
+    given = session.make_trial_info()
+    session.make_trial_info = lambda: type(given)(name, "e", 1, directory, {}, 0, 1, 0, session)
 
     def in_trial() -> str:
         activate_session(session, whole_process=False)

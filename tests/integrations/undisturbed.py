@@ -58,7 +58,7 @@ class Undisturbed:
         directory.mkdir()
         return directory
 
-    def trial_info(self) -> TrialInfo:
+    def make_trial_info(self) -> TrialInfo:
         return TrialInfo("undisturbed", "undisturbed", 1, self.directory, self.config, 0, 1, 0, self)
 
 

@@ -52,7 +52,7 @@ _USED_INTERNALS = (
     "epoch_loop.restarting",
     "epoch_loop.val_loop._combined_loader",
 )
-"""The internals of Lightning's training loop that are used: no public API saves between two batches or epochs."""
+"""Internals of Lightning's training loop that this module uses: no public API saves between batches or epochs."""
 
 
 def get_checkpoint_path() -> str | None:
@@ -96,7 +96,7 @@ class TuneReportCheckpointCallback(Callback):
         self._trainer: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that Lightning does not save, including metrics, for example of the last validation."""
+        """Return the state that Lightning does not save, including the metrics of the last validation."""
         validation = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return {
             "validation": validation._state_dicts() if validation is not None else [],

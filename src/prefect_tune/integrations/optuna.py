@@ -185,7 +185,7 @@ class OptunaSearch(Search):
     """
 
     sampler: BaseSampler | Mapping[str, Mapping[str, object]] | str | None = None
-    """A sampler, or its name in `optuna.samplers`, or with options: `{"TPESampler": {"n_startup_trials": 20}}`."""
+    """A sampler, its name in `optuna.samplers`, or name with options: `{"TPESampler": {"n_startup_trials": 20}}`."""
     num_samples: int | None = field(default=None, metadata={"example": 40})
     """The number of trials; -1 for no limit. It may be None if the sampler ends by itself (grid, brute force)."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
@@ -260,7 +260,7 @@ class _OptunaSearchState(SearchState):
         self._pop_point(config)
         parameters = read_parameters(self._readable_space, self._domains, config)
         assert parameters is not None, config  # noqa: S101 - drawn from the same space
-        self._store(number, config, trial, parameters)
+        self._store_trial(number, config, trial, parameters)
         return Proposed(config)
 
     def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
@@ -269,12 +269,12 @@ class _OptunaSearchState(SearchState):
         if parameters is None or not (parameters.is_complete or self._sampler.accepts_partial_trials):
             return
         if not self._sampler.needs_replay:
-            self._store(number, config, self._trials.add_running_trial(), parameters)
+            self._store_trial(number, config, self._trials.add_running_trial(), parameters)
             return
         trial, proposed = self._propose(number, fixed)
         if self._sampler.is_exhaustive and not are_json_equal(proposed, config):
             trial.system_attrs = {}  # another search proposed `config`: the sampler's own point is still untried
-        self._store(number, config, trial, parameters)
+        self._store_trial(number, config, trial, parameters)
 
     def on_report(self, number: int, report: StepReport) -> None:
         if number in self._trials_by_number and self._has_one_metric:  # else Optuna has no intermediate values
@@ -353,7 +353,7 @@ class _OptunaSearchState(SearchState):
             resolve_space(self._drawn_space, draw)
         return self._trials.get_trial(trial._trial_id), resolve_space(self._space, draw, drawn)  # noqa: SLF001 - Optuna's id
 
-    def _store(
+    def _store_trial(
         self, number: int, config: Mapping[str, object], trial: FrozenTrial, parameters: TrialParameters
     ) -> None:
         """Store the trial in the study, in the same way for a new proposal and for a trial of the journal."""

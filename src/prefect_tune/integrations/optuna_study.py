@@ -54,7 +54,7 @@ class TrialParameters:
 def read_parameters(
     space: Mapping[str, object], domains: Mapping[str, Domain], config: Mapping[str, object]
 ) -> TrialParameters | None:
-    """Return the parameters of `config`; None if the value of one of them is outside of the space.
+    """Return the parameters of `config`; None if a value is outside of the space.
 
     `domains` are the domains of the space, in the order in which they are suggested. `config` may be of another space:
     parameters that only the space or only the configuration has are left out.
@@ -230,7 +230,7 @@ class StudyStorage(InMemoryStorage):
         return new_trial
 
     def set_constraint_violations(self, trial_id: int, values: Mapping[str, float]) -> None:
-        """Store the trial's violation of each constraint; 0 or less if it meets the constraint."""
+        """Store the trial's violation of each constraint. At 0 or less, the trial meets the constraint."""
         attributes = create_trial(state=TrialState.RUNNING, constraints=dict(values)).system_attrs
         for key, value in attributes.items():
             self.set_trial_system_attr(trial_id, key, value)
@@ -362,7 +362,7 @@ class SeededSampler:
 
 
 def make_sampler(value: object) -> BaseSampler:
-    """Return a sampler for a sampler, `"TPESampler"`, `{"TPESampler": {"n_startup_trials": 20}}`, or None (TPE).
+    """Return a sampler for `value`: a sampler, "TPESampler", {"TPESampler": {"n_startup_trials": 20}}, or None (TPE).
 
     Raises:
         InvalidInput: there is no such sampler, or the sampler does not have these options.

@@ -172,7 +172,9 @@ class CheckpointWriter(StorageWriter):
                 file.write(bytes(-file.tell() % _ALIGNMENT_BYTES))
                 start = file.tell()
                 is_object = item.type is WriteItemType.BYTE_IO
-                file.write(_loadable_bytes(item.index.fqn, data) if is_object else _tensor_bytes(item.index.fqn, data))
+                file.write(
+                    _require_loadable_bytes(item.index.fqn, data) if is_object else _encode_tensor(item.index.fqn, data)
+                )
                 location = {"file": plan.storage_data, "start": start, "length": file.tell() - start}
                 results.append(WriteResult(item.index, location["length"], location))
         future: Future[list[WriteResult]] = Future()
@@ -268,7 +270,7 @@ class CheckpointReader(StorageReader):
         Raises:
             CheckpointCorrupt: a file is shorter than in the metadata, or a value is a pickle that may run code.
         """
-        parts = sorted(map(self._range_of_item, plan.items), key=attrgetter("file", "start"))
+        parts = sorted(map(self._find_item_range, plan.items), key=attrgetter("file", "start"))
         for name, file_parts in groupby(parts, key=attrgetter("file")):
             with self._open_file(name) as file:
                 for group in _group_for_reading(file_parts):
@@ -280,7 +282,7 @@ class CheckpointReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _range_of_item(self, item: Any) -> _ItemRange:
+    def _find_item_range(self, item: Any) -> _ItemRange:
         """Return the range of bytes that an item needs; for a tensor, the range of complete rows."""
         chunk = self._metadata.storage_data[item.storage_index]
         if item.type is LoadItemType.BYTE_IO or not chunk.sizes:  # an object, or a number
@@ -321,7 +323,7 @@ class _MetadataError(ValueError):
     """The metadata is inconsistent."""
 
 
-def _tensor_bytes(name: str, tensor: torch.Tensor) -> Any:
+def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InvalidInput(f"{name}: expected a dense tensor, found a sparse or quantized tensor")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -329,7 +331,7 @@ def _tensor_bytes(name: str, tensor: torch.Tensor) -> Any:
     return dense.reshape(-1).as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def _loadable_bytes(name: str, data: io.BytesIO) -> memoryview:
+def _require_loadable_bytes(name: str, data: io.BytesIO) -> memoryview:
     try:
         torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
     except pickle.UnpicklingError as error:
@@ -363,7 +365,9 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise _MetadataError(f"{name}: expected a tensor type, found {tensor.dtype!r}")
-        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # an empty chunk may share an offset with another
+        for chunk in sorted(
+            tensor.chunks, key=attrgetter("length")
+        ):  # an empty chunk may have the offset of another chunk
             has_same_rank = len(chunk.offsets) == len(chunk.sizes) == len(tensor.sizes)
             ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
             is_inside = has_same_rank and all(end <= size for end, size in zip(ends, tensor.sizes, strict=True))

@@ -65,7 +65,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def require_package(module: str, extra: str, logger: str) -> None:
-    """Raise InvalidInput if a package is not installed, without importing it."""
+    """Raise InvalidInput if a package is not installed. The package is not imported."""
     if find_spec(module) is None:
         raise InvalidInput(f"{logger} needs {module}, which is not installed: pip install 'prefect-tune[{extra}]'")
 
@@ -150,8 +150,8 @@ class CSVRows(StepRows):
         if new := [name for name in values if name not in self._columns]:
             self._columns += new
             rows = [f"{row}{',' * len(new)}" for row in self.read_lines()[1:]]
-            self._rewrite(_join_lines([_format_line(self._columns), *rows]))
-        return _format_line([_encode_multiline(values.get(column)) for column in self._columns])
+            self._rewrite(_join_lines([_format_csv_line(self._columns), *rows]))
+        return _format_csv_line([_encode_multiline(values.get(column)) for column in self._columns])
 
     def _step_of(self, row: str) -> int:
         cells = next(csv.reader([row]), [])
@@ -162,7 +162,7 @@ def _join_lines(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _format_line(cells: Sequence[object]) -> str:
+def _format_csv_line(cells: Sequence[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(cells)
     return text.getvalue()

@@ -42,7 +42,7 @@ _STEP_METRIC = "trained_seconds"  # a metric of every step: its history has all 
 _MAX_BATCH_COUNT = 1000  # the most metrics that a server accepts in one request
 _MAX_VALUE_LENGTH = 6000
 _MAX_NAME_LENGTH = 250
-_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # in the name of a metric or parameter: its whole batch would fail
+_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # MLflow refuses a whole batch if a name has one of these
 
 
 class MLflowLogger(Callback):
@@ -73,7 +73,7 @@ class MLflowLogger(Callback):
         self._tracking_uri = tracking_uri
         self._experiment_name = experiment_name
         self._tags = dict(tags or {})
-        self._runs: dict[str, _TrialRun] = {}
+        self._runs: dict[str, _MLflowRun] = {}
         self._mlflow_id = ""
 
     def setup(self, search: SearchInfo) -> None:
@@ -100,15 +100,15 @@ class MLflowLogger(Callback):
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         del started
-        with self._trial_run(trial) as run:
+        with self._mlflow_run(trial) as run:
             run.mark_running()
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        with self._trial_run(trial) as run:
+        with self._mlflow_run(trial) as run:
             run.log_step(report)
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        with self._trial_run(trial) as run:
+        with self._mlflow_run(trial) as run:
             run.set_tag("prefect_tune.last_failure", f"{ended.cause}: {ended.reason}")
 
     def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
@@ -118,19 +118,19 @@ class MLflowLogger(Callback):
         self._end_run(trial, "FAILED", str(gave_up.reason))
 
     def _end_run(self, trial: Trial, status: str, reason: str) -> None:
-        with self._trial_run(trial) as run:
+        with self._mlflow_run(trial) as run:
             run.log_last_metrics(last_report(trial))
             run.set_tag("prefect_tune.reason", reason)
             run.terminate(status)
         del self._runs[trial.id]
 
     @contextmanager
-    def _trial_run(self, trial: Trial) -> Iterator[_TrialRun]:
+    def _mlflow_run(self, trial: Trial) -> Iterator[_MLflowRun]:
         """Yield the trial's run. After an error, the next call searches for the run: a user may have deleted it."""
         if trial.id not in self._runs:
             name = f"{self._search.experiment}/{self._search.generation}/{trial.id}"
             tags = {**self._tags, _TRIAL_TAG: name}
-            self._runs[trial.id] = _TrialRun(self._client, self._experiment_id, tags, trial)
+            self._runs[trial.id] = _MLflowRun(self._client, self._experiment_id, tags, trial)
         try:
             yield self._runs[trial.id]
         except Exception:
@@ -138,7 +138,7 @@ class MLflowLogger(Callback):
             raise
 
 
-class _TrialRun:
+class _MLflowRun:
     """The MLflow run of one trial, found by its tag or created."""
 
     def __init__(self, client: MlflowClient, experiment_id: str, tags: Mapping[str, str], trial: Trial) -> None:
@@ -306,7 +306,6 @@ class _EventFile:
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the file."""
         self._writer.close()
 
 

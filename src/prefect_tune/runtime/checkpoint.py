@@ -47,7 +47,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
     """A directory of files: on this machine, on a target, or in any other bucket.
 
     Every byte of a checkpoint that prefect-tune committed is verified when it is read. A plain directory (Ray's,
-    Lightning's, your own) is read without verification. A copy of either contains its metadata, if any is set, in the
+    Lightning's, your own) is read without verification. A copy contains the metadata, if any is set, in the
     file `.metadata.json`. Creating, printing and pickling the object reads no files. Displaying it in a notebook reads
     its manifest, for at most 10 s.
 
@@ -81,7 +81,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
         ```
 
         Raises:
-            InvalidInput: it is a URI.
+            InvalidInput: `path` is a URI.
         """
         if "://" in os.fspath(path):
             raise InvalidInput(f"{os.fspath(path)!r}: expected a local directory; for a URI, use pt.Checkpoint(uri)")
@@ -89,7 +89,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
 
     @classmethod
     def _on_target(cls, opener: StoreOpener, root_uri: str, key: CheckpointKey) -> Checkpoint:
-        """Refer to the checkpoint `key` on the target that `opener` opens and whose URI is `root_uri`."""
+        """Refer to the checkpoint `key` on a target. `opener` opens the target, and `root_uri` is its URI."""
         from prefect_tune.core.storage.layout import join_uri
 
         checkpoint = cls(key.folder)
@@ -107,7 +107,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
     def filesystem(self) -> FileSystem:
         """The pyarrow file system that contains `path`.
 
-        For a committed checkpoint it is read-only, has the committed files and `.metadata.json`, and verifies reads.
+        For a committed checkpoint, it is read-only, has the committed files and `.metadata.json`, and verifies reads.
         """
         return self._location.resolve().filesystem()
 

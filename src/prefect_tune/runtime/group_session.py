@@ -122,7 +122,7 @@ def _connect_to_supervisor(rank: RankInfo, address: str, call: str) -> tuple[Sup
 
 
 def make_session(connection: SupervisorConnection, start: Start, stopper: Stopper) -> TrialSession:
-    """Return a session for the rank of this process."""
+    """Make the session of this process: the session of rank 0, or of another rank."""
     return (WorkerRankSession if start.rank.rank else TrialSession)(connection, start, stopper)
 
 

@@ -41,7 +41,7 @@ _prepended_path: tuple[str, ...] = ()
 
 
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` first in `sys.path`; only once, since modules may change `sys.path` afterwards."""
+    """Put `import_path` first in `sys.path`, but not a second time: modules may have changed `sys.path` since then."""
     global _prepended_path  # noqa: PLW0603 - of the process, like `sys.path`
     if tuple(import_path) != _prepended_path:
         _prepended_path = tuple(import_path)
@@ -74,7 +74,7 @@ def load_by_name(name: str, parameter: str = "trainable") -> object:
     for part in attribute.split("."):
         try:
             result = getattr(result, part)
-        except (AttributeError, ImportError) as error:  # a renamed function is an ImportError
+        except (AttributeError, ImportError) as error:  # the old name of a renamed function raises ImportError
             raise InvalidInput(f"{parameter} {name!r}: {_missing_attribute_message(result, part)}") from error
     return result
 
@@ -92,7 +92,7 @@ def require_not_importing(flow: str) -> None:
 
 
 def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
-    """Return the object, and the functions and classes, by name, of the `__main__` module that pickled the object."""
+    """Return the object, and a dict of the functions and classes of the `__main__` in which the object was pickled."""
     process = os.getpid()
     try:
         obj, names = cloudpickle.loads(bytes.fromhex(text))
@@ -197,7 +197,7 @@ def require_loadable(config: Mapping[str, object]) -> None:
     """Load the trainable that `config` names, without training. A trial's process calls this as its function trainable.
 
     Raises:
-        InvalidInput: the trainable cannot be loaded; or it does not override `save_checkpoint`, but its cadence saves.
+        InvalidInput: the trainable cannot be loaded, or lacks `save_checkpoint` although its cadence saves.
     """
     loaded = load_trainable(str(config["trainable"]))
     if isinstance(loaded, type) and config.get("cadence") is not None:
@@ -223,11 +223,13 @@ def working_directory() -> str:
 
 
 def _missing_attribute_message(owner: object, name: str) -> str:
-    """Return the message that `owner` has no `name`, with a near name: one that `owner` defines before an imported."""
+    """Return the message that `owner` has no `name`, with a near name: preferably of an object that `owner` defines."""
     from prefect_tune.core.display_text import did_you_mean_or_list, find_nearest_name
 
     public = [attribute for attribute in dir(owner) if not attribute.startswith("_")]
-    values = {key: inspect.getattr_static(owner, key, None) for key in public}  # None: the module makes it on demand
+    values = {
+        key: inspect.getattr_static(owner, key, None) for key in public
+    }  # None for a name that the module makes on demand
     own_name = getattr(owner, "__name__", None)
     defined = [key for key, it in values.items() if callable(it) and getattr(it, "__module__", None) == own_name]
     near = find_nearest_name(name, defined) or find_nearest_name(name, public)
@@ -340,7 +342,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if obj is sys.modules["__main__"]:
             raise pickle.PicklingError("each process has its own __main__")
         own = {name for base in kind.__mro__[:-1] for name in vars(base)} if kind.__module__ == "__main__" else set()
-        reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # perhaps to a name
+        reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # the result may be only a name
         if kind in self.dispatch_table or issubclass(kind, type) or not reduces_itself:
             return super().reducer_override(obj)
         if isinstance(reduced := obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL), str) and not _is_importable(obj):
@@ -349,7 +351,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 def find_unpicklable(obj: object) -> tuple[str, object]:
-    """Return the innermost part of `obj` that cannot be pickled, after its name, such as `'lock' in 'data'`.
+    """Return the name (like `'lock' in 'data'`) and the value of the innermost part of `obj` that cannot be pickled.
 
     The name is empty if the part is `obj` itself.
     """
@@ -414,7 +416,7 @@ def _names_used_by(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*(_names_used_by(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
-# Digests of values that are equal in every process: by a digest, a retry of a flow finds the calls of an earlier try.
+# Digests that are equal in every process: by a digest, a retry of a flow finds the calls of an earlier try.
 # For an object that is not a plain value, only the type counts: the object's pickle may differ in each process.
 
 
@@ -448,7 +450,7 @@ def _canonical_text(value: Any, parents: tuple[object, ...]) -> str:
 
 
 def _identifying_parts(value: Any) -> Iterable[object]:
-    """Return the parts that distinguish a value from others of the same name or type."""
+    """Return the parts that distinguish a value from other values of the same name or type."""
     match value:
         case functools.partial():
             return [value.func, value.args, value.keywords]

@@ -44,7 +44,6 @@ class TrialProcess:
     """The process that trains a trial."""
 
     pid: int
-    """Its process id."""
     name: str
     """The trial's name."""
 
@@ -66,7 +65,7 @@ def claim_process(start: Start, become_rank_0: Callable[[int], None]) -> None:
     for name in _INHERITED_VARIABLES:
         os.environ.pop(name, None)
     os.environ |= {**start.rank.variables, RANK_SOCKET_ENV: start.rank_socket, SCRIPT_ENV: "".join(sys.argv[:1])}
-    if not _has_audit_hook:  # only an audit hook sees all ways of starting a process; it cannot be removed
+    if not _has_audit_hook:  # only an audit hook sees all ways of starting a process; a hook cannot be removed
         _has_audit_hook = True
         sys.addaudithook(_on_audit_event)
 

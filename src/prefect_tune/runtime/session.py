@@ -86,7 +86,7 @@ def resolve_local_directory(checkpoint: object) -> Path:
 
 
 def require_files_written(returned: object, directory: Path, step: int) -> None:
-    """Raise if `save_checkpoint` returned the state instead of writing files: Ray stores a returned state, we do not.
+    """Raise if `save_checkpoint` returned the state instead of writing files: unlike in Ray, it would not be stored.
 
     An empty directory is allowed, with a warning: the trainable may have no state.
 
@@ -156,7 +156,7 @@ def _copy_file(source: Path, destination: Path) -> None:
 
 
 _RETURN_TIMEOUT = timedelta(seconds=20)
-"""The trainable's time limit to return if only a thread that it started received `StopTraining`."""
+"""The trainable must return within this time if only another thread of the process received `StopTraining`."""
 
 
 class TrialSession:
@@ -196,7 +196,7 @@ class TrialSession:
         self.step = start.from_step
         self.is_stop_requested = False
 
-    def trial_info(self) -> TrialInfo:
+    def make_trial_info(self) -> TrialInfo:
         start = self.start
         return TrialInfo(
             id=start.trial,
@@ -218,7 +218,7 @@ class TrialSession:
         """Become rank 0 of `world_size` ranks: a launcher in this process starts the others.
 
         Raises:
-            InvalidInput: a step was already reported: the other ranks would not have it.
+            InvalidInput: a step was already reported, but the other ranks would not have it.
         """
         with self._reporting("a launcher of ranks"):
             if self._is_group_leader:
@@ -240,7 +240,7 @@ class TrialSession:
 
     def poll_stop_request(self) -> bool:
         self._require_own_process("pt.get_trial().should_checkpoint")
-        if self._is_group_leader:  # return what all ranks received at the last report: they save at the same step
+        if self._is_group_leader:  # return the value that all ranks received last, so that they save at the same step
             return self._is_stop_sent_to_ranks
         if self._report_lock.acquire(blocking=False):  # else another thread is reporting and reads the messages
             try:
@@ -380,7 +380,7 @@ class TrialSession:
         return directory
 
     def make_report(self, metrics: Mapping[str, object], *, may_lack: bool = False) -> StepReport:
-        """Make the report of the next step; with `metrics_from="mean"`, from the mean metrics of all ranks."""
+        """Make the report of the next step. With `metrics_from="mean"`, it has the mean metrics of all ranks."""
         step = self.step + 1
         where = f"metrics of step {step}"
         stored = to_plain_metrics(metrics, where)
@@ -402,7 +402,7 @@ class TrialSession:
         return report
 
     def find_stop_reason(self) -> AnyReason | None:
-        """Return why the trial ends after its last step, which may be before a resume; None if the trial continues.
+        """Return why the trial ends after its last step, perhaps of an earlier attempt; None if the trial continues.
 
         The stopper is called only once for each step: its result may already be in the journal.
         """
@@ -418,7 +418,9 @@ class TrialSession:
         return None
 
     def send_step(self, report: StepReport) -> None:
-        self._send_message(StepDone(report=report, awaits_decision=self._awaits_decision, seconds=self.phase_seconds()))
+        self._send_message(
+            StepDone(report=report, awaits_decision=self._awaits_decision, seconds=self.get_phase_seconds())
+        )
 
     def send_checkpoint(
         self, report: StepReport, directory: Path, *, moved: bool, reason: AnyReason | None = None
@@ -431,7 +433,7 @@ class TrialSession:
             is_owned_by_supervisor=moved,
             awaits_decision=self._awaits_decision,
             finish_reason=reason,
-            seconds=self.phase_seconds(),
+            seconds=self.get_phase_seconds(),
         )
         self._send_message(done)
         self._uploading_step = report.step
@@ -441,7 +443,7 @@ class TrialSession:
     def send_late_checkpoint(self, report: StepReport, directory: Path) -> None:
         """Send the checkpoint of a step that was already reported, and wait for its commit."""
         self._wait_for_upload()
-        path, seconds = str(directory), self.phase_seconds()
+        path, seconds = str(directory), self.get_phase_seconds()
         done = StepDone(report=report, checkpoint=path, is_owned_by_supervisor=True, is_reported=True, seconds=seconds)
         self._send_message(done)
         self._uploading_step = report.step
@@ -471,13 +473,12 @@ class TrialSession:
         self._resumed_at += waited  # exclude the wait from the training time
 
     def make_checkpoint_directory(self) -> Path:
-        """Make an empty directory for a checkpoint."""
         directory = Path(self.start.staging) / f"{self.step:010d}-{self.start.rank.rank}-{time.monotonic_ns()}"
         directory.mkdir(parents=True)
         return directory
 
     def _end_if_due(self, *, saved: bool) -> None:
-        """Raise `StopTraining` if a criterion or a decision ends the trial, or after the save for a requested stop."""
+        """Raise `StopTraining` if a criterion, a decision, or (if `saved`) a requested stop ends the trial."""
         outcome: Outcome | None = None
         if (reason := self.find_stop_reason()) is not None:
             outcome = TrialFinished(trial=self.start.trial, reason=reason, kind=FinishKind.CRITERION)
@@ -494,7 +495,6 @@ class TrialSession:
         return AttemptEnded(trial=self.start.trial, cause=Cause.PREEMPTED, reason=reason)
 
     def send_trainable_loaded(self, source_digest: str) -> None:
-        """Tell the supervisor that the trainable is loaded."""
         self._loaded_at = time.monotonic()
         self._waiting_seconds = 0.0  # a wait before this point is part of the startup
         self._send_message(TrainableLoaded(pid=self._pid, source_digest=source_digest))
@@ -504,7 +504,7 @@ class TrialSession:
         with self._send_lock:
             if not self._is_end_sent:
                 self._is_end_sent = True
-                after_end, seconds = message.raised and self._stop_error is not None, self.phase_seconds()
+                after_end, seconds = message.raised and self._stop_error is not None, self.get_phase_seconds()
                 self.connection.send(message.model_copy(update={"seconds": seconds, "after_end": after_end}))
         if self._return_timer is not None:
             self._return_timer.cancel()
@@ -520,12 +520,10 @@ class TrialSession:
         self._resumed_at = self._saved_at = self._training_started_at = time.monotonic()
 
     def handle_pending_messages(self) -> None:
-        """Handle the supervisor's messages that have arrived."""
         while self.connection.has_message():
             self._handle_next_message()
 
     def _wait_for_upload(self) -> None:
-        """Wait until no upload is in flight."""
         started_at = time.monotonic()
         with self._timing_save():
             while self._uploading_step is not None:
@@ -541,8 +539,8 @@ class TrialSession:
         finally:
             self._saving_seconds += time.monotonic() - started_at
 
-    def phase_seconds(self) -> PhaseSeconds | None:
-        """Return the seconds of each phase since the trainable was loaded; None if it is not loaded."""
+    def get_phase_seconds(self) -> PhaseSeconds | None:
+        """Return the seconds of each phase since the trainable was loaded; None before that."""
         if self._loaded_at is None:
             return None
         now = time.monotonic()
@@ -588,7 +586,6 @@ class WorkerRankSession(TrialSession):
             self._send_message(RankMetrics(step=report.step, metrics=report.metrics, returned=returned))
 
     def become_rank_0(self, world_size: int) -> None:
-        """Refuse: this is not rank 0."""
         rank = self.start.rank.rank
         raise InvalidInput(f"expected one process, or rank 0, to start {world_size} ranks, found rank {rank}")
 

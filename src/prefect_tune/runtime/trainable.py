@@ -71,7 +71,7 @@ class Trainable:
     def cleanup(self) -> None:
         """Release the resources of `setup`. Called at a regular end of the trial, not if its process is killed.
 
-        If it raises after the trial has finished and its last checkpoint was committed, the error is only logged.
+        If it raises after the trial has finished and the last checkpoint was committed, the error is only logged.
         """
 
 
@@ -180,7 +180,7 @@ class TrialInfo:
     experiment: str
     """The experiment's name."""
     attempt: int
-    """From 1; each retry and resume adds one."""
+    """The number of the attempt, from 1; each retry and resume adds one."""
     directory: Path
     """For the trial's own files (logs, plots): synced to the target as artifacts, and restored on a resume."""
     config: Mapping[str, Any]
@@ -206,7 +206,7 @@ class TrialInfo:
     def new_checkpoint_dir(self) -> Path:
         """Make an empty directory for one checkpoint; after `pt.report` it belongs to prefect-tune.
 
-        With `commit="async"`, `pt.report` copies any other directory before it returns, but not this one.
+        With `commit="async"`, `pt.report` copies any other directory before it returns, but not this directory.
         """
         return self._session.make_checkpoint_directory()
 
@@ -232,7 +232,7 @@ _import_threads: WeakSet[threading.Thread] = WeakSet()
 def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
     """Report the metrics of one step, and optionally a checkpoint of the state after it.
 
-    Without a checkpoint it returns at once. With a checkpoint it returns when the checkpoint is committed
+    Without a checkpoint, the call returns at once. With a checkpoint, it returns when the checkpoint is committed
     on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time);
     a directory from `pt.get_trial().new_checkpoint_dir()` is used without a copy.
 
@@ -312,7 +312,7 @@ def get_trial() -> TrialInfo:
     Raises:
         InvalidInput: no trial runs here.
     """
-    return _require_session("pt.get_trial").trial_info()
+    return _require_session("pt.get_trial").make_trial_info()
 
 
 def activate_session(session: TrialSession, *, whole_process: bool) -> None:

@@ -20,7 +20,7 @@ class _Striker:
     """The step and the moment at which this process dies."""
 
     def __init__(self, session: Any) -> None:
-        info = session.trial_info()
+        info = session.make_trial_info()
         self.trial, self.attempt = info.id, info.attempt
         self._note(at="started", step=session.step)
         chance = random.Random(f"{os.environ['PREFECT_TUNE_TEST_SEED']} {self.trial} {self.attempt}")

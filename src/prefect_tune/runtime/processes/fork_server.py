@@ -113,10 +113,10 @@ def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
         return None  # the supervisor exited before the pidfd was opened
     set_process_name(b"tune-forkserver")
     copy_context().run(warm_up)
-    return _serve_forks(socket.socket(fileno=control_fd), supervisor_fds)
+    return _serve_fork_requests(socket.socket(fileno=control_fd), supervisor_fds)
 
 
-def _serve_forks(control: socket.socket, supervisor_fds: Collection[int]) -> MainFunction | None:
+def _serve_fork_requests(control: socket.socket, supervisor_fds: Collection[int]) -> MainFunction | None:
     """Fork a process for each request."""
     adopt_orphans()  # the children of a killed subreaper
     ignored = (*_TERMINAL_SIGNALS, *_SCHEDULER_SIGNALS)
@@ -188,7 +188,7 @@ def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], hand
 def _wait_for_trial_exit(trial: int, sigchld_fd: int, stop_fds: Collection[int]) -> None:
     """Wait until the trial's process has exited, or until one of `stop_fds` is readable (end of file)."""
     while True:
-        # Do not reap the trial's process yet: its pid is not reused before it is reaped.
+        # Reap the trial's process only later: until then, its pid is not reused.
         exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if exited is not None and exited.si_pid == trial:
             return
@@ -262,11 +262,11 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> M
     install_printing_loggers()
     reason = _preload_trainable(import_request)
     control.send((reason or TEMPLATE_READY).encode("utf-8", "replace")[:_MAX_STATUS_BYTES])
-    return None if reason else partial(_serve_forks, control, open_pidfds(import_request.supervisor))
+    return None if reason else partial(_serve_fork_requests, control, open_pidfds(import_request.supervisor))
 
 
 def _fork_child(request: _ForkRequest) -> int:
-    """Fork and return the child's pid; 0 in the child. On failure, send the reason on the request's socket, return -1.
+    """Fork. Return the child's pid, or 0 in the child. If the fork fails, send the reason as status and return -1.
 
     A fork while other threads run may hang forever. Some libraries end their threads in a fork handler: so the parent
     looks for threads after the fork, and the child waits for the result.
@@ -315,9 +315,9 @@ def _send_status(status: int, code: str, *arguments: object) -> None:
 # After 60 s, the supervisor replaces a forked child that hangs despite these checks.
 # https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
 
-# After an import of these libraries, a fork may hang: they document it or warn at each fork.
+# After an import of these libraries, a fork may hang: the libraries document this, or warn at each fork.
 _FORK_UNSAFE_LIBRARIES = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
-# The allocator ends this thread in its own handler before a fork, and starts it again when needed.
+# jemalloc ends this thread in a handler of its own before a fork, and starts the thread again when needed.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
 _OPTIMIZER_PATTERN = re.compile(r"\boptim|Trainer")
 _GC_OFF_THRESHOLD = 1 << 30  # allocations until the next garbage collection
@@ -327,7 +327,7 @@ def _preload_trainable(request: ImportRequest) -> str | None:
     """Import the trainable. Return why this process must not be forked, or None if it may be forked."""
     before, gc_threshold = list_descriptors(), gc.get_threshold()
     prepend_import_path(request.import_path)
-    gc.set_threshold(_GC_OFF_THRESHOLD)  # collections during an import free nothing and take a sixth of its CPU time
+    gc.set_threshold(_GC_OFF_THRESHOLD)  # during an import, collections free nothing and take a sixth of the CPU time
     try:
         with recording_import_effects(), exit_forked_children():
             trainable = load_trainable(request.trainable)

@@ -1,7 +1,7 @@
 """Give a forked or reused process the state of a process that was newly started for its trial.
 
     import (`recording_import_effects` records the variables, directory and seeds that the module sets)
-      └─► fork, or the next trial of a kept class ──► `reset_process_state`: set the trial's state, then the record
+      └─► fork, or the next trial of a kept class ──► `reset_process_state`: set the trial's and the recorded state
 
 Never: two trials that draw the same numbers from a generator that the module did not seed; a trial that lacks the
 variables, the directory or the seeds that its module sets.
@@ -251,7 +251,7 @@ def run_exit_handlers() -> None:
     """
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         atexit.unregister(vars(util)["_exit_function"])
-    vars(atexit)["_run_exitfuncs"]()  # like the interpreter at its end; it prints their exceptions
+    vars(atexit)["_run_exitfuncs"]()  # the interpreter does the same at its end, and prints exceptions
 
 
 def free_memory() -> None:

@@ -105,14 +105,14 @@ def run_and_exit(main_function: MainFunction | None) -> NoReturn:
 
 
 def main(channel_fd: int, supervisor: int) -> None:
-    """Serve attempts on the descriptor that this process, which was not forked, has inherited."""
+    """Serve attempts on the inherited descriptor `channel_fd`, in a process that was started by exec."""
     threading.Thread(target=_kill_group_after_parent_exit, args=(supervisor,), daemon=True).start()
     faulthandler.enable(all_threads=False)  # that thread's stack would displace the trial's last output
     serve_attempts(Connection(channel_fd))
 
 
 def serve_one_attempt(channel: Connection) -> None:
-    """Run, in this thread, the attempt that the first message on the channel describes; then send how it ended."""
+    """Run the attempt that the channel's first message describes, in this thread; then send the attempt's end."""
     connection = SupervisorConnection(channel)
     start = cast("Start", connection.receive())
     _AttemptRunner(connection, whole_process=False).run(start.model_copy(update={"reusable": False}))
@@ -184,7 +184,7 @@ def _receive_start(connection: SupervisorConnection) -> Start | None:
 
 
 class _AttemptRunner:
-    """Runs the attempts of one process, and keeps the trainable for the next one."""
+    """Runs the attempts of one process, and keeps the trainable for the next attempt."""
 
     def __init__(self, connection: SupervisorConnection, *, whole_process: bool) -> None:
         self._connection = connection
