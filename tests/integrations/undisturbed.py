@@ -47,7 +47,7 @@ class Undisturbed:
     def save_last_step(self, save: Callable[[str], None]) -> None:
         """The last step is saved already."""
 
-    def restored_directory(self) -> None:
+    def get_restored_directory(self) -> None:
         return None
 
     def poll_stop_request(self) -> bool:
@@ -87,7 +87,7 @@ class Reports(Undisturbed):
         if self.step == self.pause_at:
             raise StopTraining(TrialPaused(trial="trial", reason="paused"))
 
-    def restored_directory(self) -> Any:
+    def get_restored_directory(self) -> Any:
         return str(self.directory / str(self.restored_step)) if self.restored_step else None
 
 

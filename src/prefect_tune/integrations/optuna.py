@@ -185,7 +185,7 @@ class OptunaSearch(Search):
     """
 
     sampler: BaseSampler | Mapping[str, Mapping[str, object]] | str | None = None
-    """A sampler, its name in `optuna.samplers`, or name with options: `{"TPESampler": {"n_startup_trials": 20}}`."""
+    """A sampler, a name in `optuna.samplers`, or a name with options: `{"TPESampler": {"n_startup_trials": 20}}`."""
     num_samples: int | None = field(default=None, metadata={"example": 40})
     """The number of trials; -1 for no limit. It may be None if the sampler ends by itself (grid, brute force)."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()

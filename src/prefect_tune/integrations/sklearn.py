@@ -77,8 +77,11 @@ class PartialFitTrainable(Trainable):
         self._batches_done = 0
 
     def step(self) -> Mapping[str, object]:
+        batches_per_pass = -(-len(self.inputs) // self.batch_size)
         for _ in range(self.batches_per_step):
-            batch = self._next_batch()
+            pass_number, batch_number = divmod(self._batches_done, batches_per_pass)
+            order = np.random.default_rng((self.seed, pass_number)).permutation(len(self.inputs))
+            batch = order[batch_number * self.batch_size : (batch_number + 1) * self.batch_size]
             needs_classes = self._batches_done == 0 and is_classifier(self.estimator)
             classes = {"classes": np.unique(self.labels)} if needs_classes else {}
             labels = None if self.labels is None else self.labels[batch]
@@ -94,9 +97,3 @@ class PartialFitTrainable(Trainable):
         parameters = self.estimator.get_params()
         self.estimator = load_estimator(checkpoint_dir, trusted_types=self.trusted_types).set_params(**parameters)
         self._batches_done = json.loads(Path(checkpoint_dir, _POSITION_FILE).read_text())["batches_done"]
-
-    def _next_batch(self) -> Any:
-        batches_per_pass = -(-len(self.inputs) // self.batch_size)
-        pass_number, batch = divmod(self._batches_done, batches_per_pass)
-        order = np.random.default_rng((self.seed, pass_number)).permutation(len(self.inputs))
-        return order[batch * self.batch_size : (batch + 1) * self.batch_size]

@@ -151,9 +151,7 @@ def _assign_in_place(name: str, part: Any, value: Any) -> None:
     if isinstance(part, torch.Tensor | np.ndarray):
         kind = torch.Tensor if isinstance(part, torch.Tensor) else np.ndarray
         if not isinstance(value, kind) or (part.shape, part.dtype) != (value.shape, value.dtype):
-            raise InvalidInput(
-                f"load_state({name}=...): expected {_describe_shape(part)}, found {_describe_shape(value)}"
-            )
+            raise InvalidInput(f"load_state({name}=...): expected {_format_shape(part)}, found {_format_shape(value)}")
         with torch.no_grad():
             part[...] = value
     elif isinstance(part, list) and isinstance(value, list):
@@ -163,7 +161,7 @@ def _assign_in_place(name: str, part: Any, value: Any) -> None:
         part.update(value)
 
 
-def _describe_shape(value: Any) -> str:
+def _format_shape(value: Any) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)} and type {dtype}"
 

@@ -171,10 +171,8 @@ class CheckpointWriter(StorageWriter):
                 data = planner.resolve_data(item)
                 file.write(bytes(-file.tell() % _ALIGNMENT_BYTES))
                 start = file.tell()
-                is_object = item.type is WriteItemType.BYTE_IO
-                file.write(
-                    _require_loadable_bytes(item.index.fqn, data) if is_object else _encode_tensor(item.index.fqn, data)
-                )
+                encode = _encode_object if item.type is WriteItemType.BYTE_IO else _encode_tensor
+                file.write(encode(item.index.fqn, data))
                 location = {"file": plan.storage_data, "start": start, "length": file.tell() - start}
                 results.append(WriteResult(item.index, location["length"], location))
         future: Future[list[WriteResult]] = Future()
@@ -331,7 +329,7 @@ def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
     return dense.reshape(-1).as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def _require_loadable_bytes(name: str, data: io.BytesIO) -> memoryview:
+def _encode_object(name: str, data: io.BytesIO) -> memoryview:
     try:
         torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
     except pickle.UnpicklingError as error:

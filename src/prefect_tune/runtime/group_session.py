@@ -30,7 +30,7 @@ from prefect_tune.core.messages.process_messages import JoinRejected, RankInfo, 
 from prefect_tune.runtime.load_named import load_by_name, prepend_import_path
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.ranks import (
-    RANK0_ENV,
+    RANK_0_ENV,
     RANK_SOCKET_ENV,
     detect_rank,
     find_ancestor_trial,
@@ -45,8 +45,6 @@ from prefect_tune.runtime.trial_errors import failure_message, was_raised_by_sig
 _EXIT_PRIORITY = 10
 _rank_sessions: dict[int, TrialSession] = {}
 """The session of this process, by process id: a forked child has none."""
-
-
 ON_JOIN_ENV = "PREFECT_TUNE_ON_JOIN"
 """The environment variable with a `package.module:function` that each launched rank calls when it joins (drills)."""
 
@@ -76,7 +74,7 @@ def join_as_rank(call: str) -> TrialSession | None:
         process_session.become_rank_0(rank.world_size)
         _rank_sessions[os.getpid()] = process_session
         return process_session
-    if rank.rank == 0 and os.environ.get(RANK0_ENV):
+    if rank.rank == 0 and os.environ.get(RANK_0_ENV):
         return None  # started by rank 0, but not as a rank
     if not 0 <= rank.rank < rank.world_size:
         raise InvalidInput(f"{call}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")

@@ -211,10 +211,11 @@ def describe_import_error(error: BaseException) -> str:
     raised = f"{type(error).__name__}: {error}{raised_at}"
     if isinstance(error, SystemExit):
         return f"{raised}. Run code that may exit the program only under `if __name__ == '__main__':`"
-    return f"{raised}. Make the module importable where the trial runs (working directory {working_directory()})"
+    directory = get_working_directory()
+    return f"{raised}. Make the module importable where the trial runs (working directory {directory})"
 
 
-def working_directory() -> str:
+def get_working_directory() -> str:
     """Return the working directory, for messages; `<removed>` if it does not exist."""
     try:
         return str(Path.cwd())

@@ -39,9 +39,9 @@ class MessageReader(Generic[_Message]):
     a message has arrived after `timeout`, `read` returns, and the next call continues with the rest.
     """
 
-    def __init__(self, connection: Connection, kind: TypeAdapter[_Message], *, limit_bytes: int) -> None:
+    def __init__(self, connection: Connection, adapter: TypeAdapter[_Message], *, limit_bytes: int) -> None:
         self._connection = connection
-        self._adapter = kind
+        self._adapter = adapter
         self._limit_bytes = limit_bytes
         self._received = bytearray()
         self._poller = select.poll()

@@ -23,12 +23,12 @@ _LAUNCHERS: Final = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
 )
 """The variables by which a launcher passes a process its rank, the number of ranks, and its rank on this machine."""
-RANK0_ENV: Final = "PREFECT_TUNE_LEADS"
+RANK_0_ENV: Final = "PREFECT_TUNE_LEADS"
 """The environment variable that the trial's own process sets if it is rank 0: its child processes are not rank 0."""
 SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
 """The environment variable with `sys.argv[0]` of the user's script, for copies of a trial's program."""
 # Without MPI's rank on this machine, by which a worker that mpirun has started may choose its GPU.
-_INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK0_ENV)
+_INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK_0_ENV)
 _TRIAL_PROGRAMS: Final = ("prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server")
 INITIAL_MAIN_MODULE: Final = sys.modules["__main__"]
 """The main module with which this process was started. In a trial, the script's module replaces `__main__` later."""

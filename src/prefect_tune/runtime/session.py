@@ -53,9 +53,9 @@ from prefect_tune.core.search.objective import require_metrics
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import StepReport
 from prefect_tune.linux import copy_range
-from prefect_tune.runtime.load_named import working_directory
+from prefect_tune.runtime.load_named import get_working_directory
 from prefect_tune.runtime.message_stream import SupervisorConnection
-from prefect_tune.runtime.ranks import RANK0_ENV
+from prefect_tune.runtime.ranks import RANK_0_ENV
 from prefect_tune.runtime.trainable import StopTraining, Trainable, TrialInfo
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def resolve_local_directory(checkpoint: object) -> Path:
     kind = getattr(filesystem, "type_name", "local") if location is None else location.kind
     if path is None or kind != "local" or not Path(str(path)).is_dir():
         is_relative = path is not None and not Path(str(path)).is_absolute()
-        below = f" in the working directory {working_directory()}" if is_relative else ""
+        below = f" in the working directory {get_working_directory()}" if is_relative else ""
         raise InvalidInput(
             f"pt.report(checkpoint={checkpoint!r}): expected a local directory{below}, as in "
             "pt.Checkpoint.from_directory(path); do not report a checkpoint that is already on a target"
@@ -228,7 +228,7 @@ class TrialSession:
             rank = RankInfo(rank=0, world_size=world_size)
             self._send_message(RankJoined(rank=rank, pid=os.getpid()))
             self.start = self.start.model_copy(update={"rank": rank})
-            os.environ[RANK0_ENV] = "1"
+            os.environ[RANK_0_ENV] = "1"
 
     def _send_command(self, *, saves: bool = False, outcome: Outcome | None = None) -> None:
         """Send the command for this step to the other ranks, if there are any."""
@@ -249,7 +249,7 @@ class TrialSession:
                 self._report_lock.release()
         return self.is_stop_requested
 
-    def restored_directory(self) -> Path | None:
+    def get_restored_directory(self) -> Path | None:
         return Path(self.start.restored_directory) if self.start.restored_directory else None
 
     def report(self, metrics: Mapping[str, object], checkpoint: Checkpoint | None) -> None:
@@ -418,9 +418,8 @@ class TrialSession:
         return None
 
     def send_step(self, report: StepReport) -> None:
-        self._send_message(
-            StepDone(report=report, awaits_decision=self._awaits_decision, seconds=self.get_phase_seconds())
-        )
+        awaits, seconds = self._awaits_decision, self.get_phase_seconds()
+        self._send_message(StepDone(report=report, awaits_decision=awaits, seconds=seconds))
 
     def send_checkpoint(
         self, report: StepReport, directory: Path, *, moved: bool, reason: AnyReason | None = None

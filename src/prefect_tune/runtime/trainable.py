@@ -298,7 +298,7 @@ def get_checkpoint() -> Checkpoint | None:
     """
     from prefect_tune.runtime.checkpoint import Checkpoint
 
-    restored = _require_session("pt.get_checkpoint").restored_directory()
+    restored = _require_session("pt.get_checkpoint").get_restored_directory()
     return Checkpoint.from_directory(restored) if restored else None
 
 

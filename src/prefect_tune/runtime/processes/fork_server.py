@@ -101,10 +101,6 @@ class _ForkRequest:
     command: bytes = FORK_REQUEST
     """`FORK_REQUEST` for a trial's process; `IMPORT_REQUEST` for a template that gets fork requests on `channel`."""
 
-    @property
-    def descriptors(self) -> list[int]:
-        return [self.channel, self.output, self.status]
-
 
 def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
     """Serve fork requests on the socket `control_fd` until its other end is closed or the supervisor exits."""
@@ -167,7 +163,7 @@ def _reap_subreapers(sigchld_fd: int, subreapers: set[int]) -> bool:
 def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], handlers: _Handlers) -> MainFunction | None:
     """Fork the trial's process, wait for its exit, end its descendants, and report its wait status."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
-    close_other_descriptors(*request.descriptors, *supervisor_fds)
+    close_other_descriptors(request.channel, request.output, request.status, *supervisor_fds)
     set_process_name(b"tune-subreaper")
     adopt_orphans()
     sigchld_fd, subreaper = open_sigchld_pipe(), os.getpid()

@@ -29,8 +29,7 @@ from typing import Any
 
 from prefect_tune.core.messages.process_messages import ProcessEnvironment
 
-# Modules with a global random generator, with the function that seeds it. An unseeded generator draws different numbers
-# in each process.
+# The functions that seed the global generators of modules. An unseeded generator draws other numbers in each process.
 _SEED_FUNCTIONS = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
 
 
