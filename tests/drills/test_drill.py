@@ -301,7 +301,7 @@ def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
     ("options", "said"),
     [
         ({"trainable": "Net"}, "trainable 'Net': expected 'package.module:Name'"),
-        ({"steps": 1}, "steps: expected 2 or more"),
+        ({"steps": 1}, "steps: expected at least 2"),
         ({"kills": 0}, "kills: expected a number from 1 to 11, one less than steps, found 0"),
         ({"kills": 12}, "kills: expected a number from 1 to 11, one less than steps, found 12"),
         ({"at": (3, 12)}, "at: expected steps from 1 to 11, one less than steps, found 12"),

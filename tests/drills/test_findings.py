@@ -136,7 +136,7 @@ def test_the_bytes_of_a_killed_upload_that_were_not_sent_again_are_counted() -> 
     ("undisturbed", "kill", "said"),
     [
         (replace(run(), manifests={}), Kill("trial", 3, 0, 1.0), "no saved checkpoint"),
-        (run(), Kill("trial", 1, 0, 1.0), "killed after steps 1; the first checkpoint is at step 2. Kill after"),
+        (run(), Kill("trial", 1, 0, 1.0), "killed after steps 1; the first checkpoint is at step 2. Kill later"),
     ],
 )
 def test_a_drill_in_which_nothing_resumes_shows_nothing(undisturbed: DrillRun, kill: Kill, said: str) -> None:

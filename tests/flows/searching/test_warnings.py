@@ -59,7 +59,7 @@ def test_rays_name_of_the_step_is_a_warning_before_any_trial_begins(caplog: pyte
     assert caplog.messages == []
     warn_of_stop_limits(planned(stop={"training_iteration": 5}).stopper, None, LOG)
     (said,) = caplog.messages
-    assert said.endswith("trials that do not report it fail. Ray Tune's training_iteration is 'step' here")
+    assert said.endswith("fails. The equivalent of Ray Tune's training_iteration is 'step'")
 
 
 @pytest.mark.parametrize(
