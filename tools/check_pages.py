@@ -27,7 +27,7 @@ from prefect_tune.core.experiment.stoppers import ExperimentStopper
 from prefect_tune.core.journal_events import Entry
 from prefect_tune.core.search import space_json
 from prefect_tune.core.storage import layout
-from prefect_tune.deploy.automations import all_automations
+from prefect_tune.deploy.automations import make_automation_specs
 from prefect_tune.registry import BUILT_IN_MODULES
 from tests.fakes.event_table import events_table, journal_events_table
 from tests.fakes.pages import PAGES, ROOT, blocks_of
@@ -78,7 +78,7 @@ def complete_lists() -> Iterator[str]:
             {*re.findall(r"`(\w+)\(", "".join(rows))},
         ),
         ("stopping", {kind.__name__ for kind in ExperimentStopper.__subclasses__()}, set(stoppers)),
-        ("automations", set(all_automations(timedelta(seconds=90))), set(automations)),
+        ("automations", set(make_automation_specs(timedelta(seconds=90))), set(automations)),
     ):
         if expected != found:
             yield f"docs/{page}.md: expected exactly {', '.join(sorted(expected))}: {sorted(expected ^ found)} differ"

@@ -24,9 +24,9 @@ from prefect_tune.drills.evidence import (
 from prefect_tune.drills.findings import (
     DrillReport,
     RunComparison,
+    compute_optimal_interval,
     find_unrestored_states,
     make_drill_report,
-    optimal_save_interval,
 )
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.run_drill import require_resume_from_checkpoint
@@ -451,6 +451,6 @@ def slowdown(interval: float, save: float, mean: float) -> float:
 @pytest.mark.parametrize("mean", [3600.0, 86_400.0])
 @pytest.mark.parametrize("save", [0.1, 10.0, 300.0])
 def test_no_other_interval_is_better_by_more_than_a_thousandth(save: float, mean: float) -> None:
-    found = slowdown(optimal_save_interval(save, mean), save, mean)
+    found = slowdown(compute_optimal_interval(save, mean), save, mean)
     best = min(slowdown(1.05**power, save, mean) for power in range(-50, 300))
     assert found <= best * 1.001

@@ -76,7 +76,7 @@ class AutomationSpec:
         return self.action is None
 
 
-def all_automations(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]:
+def make_automation_specs(heartbeat_window: timedelta) -> Mapping[str, AutomationSpec]:
     """Return all automations by their names.
 
     Args:
@@ -198,7 +198,7 @@ _FIELDS = {"name", "description", "tags", "trigger", "enabled", "actions"}
 
 def automation_names() -> Sequence[str]:
     """Return the names of all automations that this package can install."""
-    return list(all_automations(_make_heartbeat_window(None)))
+    return list(make_automation_specs(_make_heartbeat_window(None)))
 
 
 def install_automations(
@@ -302,7 +302,7 @@ def _make_heartbeat_window(seconds: float | None) -> timedelta:
 
 
 def _select_specs(names: Collection[str] | None, window: timedelta) -> Sequence[AutomationSpec]:
-    specs = all_automations(window)
+    specs = make_automation_specs(window)
     if isinstance(names, str):
         names = [names]
     if unknown := set(names or ()) - set(specs):

@@ -144,14 +144,14 @@ def make_general_specs(flows: Sequence[DeployableFlow], prefix: str = "") -> Seq
         DeploymentSpec(
             flow=flow,
             name=validate_name(f"{prefix}{flow.name}"),
-            parameters=_trial_parameters(flow, prefix),
+            parameters=_make_trial_parameters(flow, prefix),
             concurrency_limit=flow.concurrency_limit,
         )
         for flow in flows
     ]
 
 
-def _trial_parameters(flow: DeployableFlow, prefix: str) -> Mapping[str, Any]:
+def _make_trial_parameters(flow: DeployableFlow, prefix: str) -> Mapping[str, Any]:
     """Return the parameter for `tune` that names the `train-trial` deployment with the same prefix."""
     return {"trial_deployment": f"train-trial/{prefix}train-trial"} if prefix and flow.name == "tune" else {}
 
@@ -173,7 +173,7 @@ def make_experiment_spec(
     return DeploymentSpec(
         flow=flow,
         name=validate_name(name),
-        parameters={**_trial_parameters(flow, prefix), **experiment, **parameters},
+        parameters={**_make_trial_parameters(flow, prefix), **experiment, **parameters},
         schedules=schedules,
         concurrency_limit=1,
         collision=collision,

@@ -146,20 +146,20 @@ def _require_absolute_sources(warm_start: list[object]) -> Sequence[str]:
     return sources
 
 
-def _import_string_validator(parameter: str) -> AfterValidator:
+def _make_import_path_validator(parameter: str) -> AfterValidator:
     return AfterValidator(lambda name: ":".join(split_import_path(name, parameter)))
 
 
 class _DeploymentOptions(SearchOptions):
     """Options of a deployment's runs. Code is installed only where the runs execute: check only the syntax of names."""
 
-    trainable: Annotated[str, _import_string_validator("trainable")] = "later:Later"
+    trainable: Annotated[str, _make_import_path_validator("trainable")] = "later:Later"
     target: Any = None  # like `sync`, checked in `validate_parameters`
     space: Annotated[Mapping[str, Any], _SPACE_VALIDATOR] | None = None
     experiment: ExperimentName = "later"
     sync: dict[str, Any] | None = None  # type: ignore[assignment]  # the JSON of a form
     warm_start: Annotated[list[Any], AfterValidator(_require_absolute_sources)] | None = None
-    callbacks: list[Annotated[str, _import_string_validator("callback")]] | None = None
+    callbacks: list[Annotated[str, _make_import_path_validator("callback")]] | None = None
 
     @property
     def stopper(self) -> Stopper:

@@ -219,10 +219,10 @@ def compare_runs(store: ObjectStore, expected: DrillRun, actual: DrillRun) -> Se
         else:
             details = list(_compare_manifests(store, expected.manifests[step], actual.manifests[step]))
             differences += [Difference(step, detail) for detail in details]
-    return first_difference_by_location(differences)
+    return select_first_differences(differences)
 
 
-def first_difference_by_location(differences: Sequence[Difference]) -> Sequence[Difference]:
+def select_first_differences(differences: Sequence[Difference]) -> Sequence[Difference]:
     """Return the first difference at each location, in the order of steps."""
     first: dict[tuple[str, str], Difference] = {}
     for difference in sorted(differences, key=lambda difference: (difference.step, difference.detail.file != METRICS)):
@@ -339,7 +339,7 @@ def _is_linear(numbers: Mapping[int, float]) -> bool:
     return len(rates) > 1 and all(isclose(rate, rates[0], rel_tol=1e-6) for rate in rates)
 
 
-def metric_histories(run: DrillRun) -> Mapping[ValueLocation, ValueHistory]:
+def collect_metric_histories(run: DrillRun) -> Mapping[ValueLocation, ValueHistory]:
     """Return the values of each metric, by step."""
     histories: dict[ValueLocation, dict[int, object]] = {}
     for step, metrics in run.metrics.items():
@@ -353,14 +353,14 @@ def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collec
     differing = {difference.location for difference in unstable}
     return {
         location
-        for location, history in metric_histories(run).items()
+        for location, history in collect_metric_histories(run).items()
         if location not in differing and _has_changes(history) and not is_derived_from_step(history)
     }
 
 
 def find_unexplained_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
     """Return the differences without a kill in metrics that training changes, except measured times."""
-    histories = metric_histories(run)
+    histories = collect_metric_histories(run)
     return [
         difference
         for difference in unstable

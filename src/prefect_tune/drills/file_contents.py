@@ -42,7 +42,7 @@ from prefect_tune.drills.values import (
     Pairs,
     compare_values,
     index_by_token,
-    key_token,
+    make_key_token,
     to_byte_rows,
     to_node,
 )
@@ -137,7 +137,7 @@ def _read_member(file: _Content) -> Any:
         return bytes(file.data)
 
 
-def _single_or_sequence(values: Sequence[object]) -> object:
+def _combine_values(values: Sequence[object]) -> object:
     """Return the only value of a file, or a node of its consecutive values; raise `ValueError` without a value."""
     if not values:
         raise ValueError("no value")
@@ -152,7 +152,7 @@ def _read_json(file: _Content) -> object:
     while begin := _NON_SPACE.search(text, position):
         document, position = decoder.raw_decode(text, begin.start())
         documents.append(document)
-    return _single_or_sequence(documents)
+    return _combine_values(documents)
 
 
 def _read_npy(file: _Content) -> object:
@@ -169,7 +169,7 @@ def _read_npy(file: _Content) -> object:
             flat = numpy.frombuffer(file.data[start : start + size], dtype) if size else numpy.zeros(0, dtype)
             arrays.append(flat.reshape(shape, order="F" if is_fortran else "C"))
             stream.seek(start + size)
-    return _single_or_sequence(arrays)
+    return _combine_values(arrays)
 
 
 def _read_safetensors(file: _Content) -> Node:
@@ -187,11 +187,13 @@ def _read_safetensors(file: _Content) -> Node:
         position, shape, dtype = end, tuple(tensor["shape"]), tensor["dtype"]
         raw = numpy.frombuffer(data[start:end], numpy.uint8) if end > start else numpy.zeros(0, numpy.uint8)
         if dtype in _DTYPES:
-            parts[key_token(name)] = raw.view(_DTYPES[dtype]).reshape(shape)
+            parts[make_key_token(name)] = raw.view(_DTYPES[dtype]).reshape(shape)
         else:  # a type that NumPy lacks; bfloat16 is the first half of a float32
             numbers = (raw.view("u2").astype("u4") << 16).view("f4") if dtype == "BF16" else None
             width = len(raw) // count if (count := math.prod(shape)) and len(raw) % count == 0 else 1
-            parts[key_token(name)] = Array(f"{dtype} {shape}", f"{len(raw):,} bytes", to_byte_rows(raw, width), numbers)
+            parts[make_key_token(name)] = Array(
+                f"{dtype} {shape}", f"{len(raw):,} bytes", to_byte_rows(raw, width), numbers
+            )
     if position != len(data):
         raise ValueError("bytes outside of tensors")
     return Node("safetensors", parts)
@@ -223,7 +225,7 @@ def _read_torch(file: _Content) -> object:
     stream = io.BytesIO(file.data)
     while stream.tell() < len(file.data):  # the old format: a file may contain several objects
         objects.append(torch.load(stream, map_location="cpu", weights_only=True))
-    return _single_or_sequence(objects)
+    return _combine_values(objects)
 
 
 def _read_compressed(file: _Content, decompress: Callable[[bytes], bytes]) -> object:
@@ -269,7 +271,7 @@ def _require_no_gaps(archive: zipfile.ZipFile, data: memoryview) -> None:
     for member in archive.infolist():
         if member.header_offset != end:
             raise ValueError("bytes between members")
-        end = _member_start(member, data) + member.compress_size
+        end = _find_data_start(member, data) + member.compress_size
         if member.flag_bits & 8:  # the checksum and the sizes follow; in zip64 a size has 8 bytes
             magic = 4 if bytes(data[end : end + 4]) == b"PK\x07\x08" else 0
             sizes = struct.pack("<LL", member.compress_size & 0xFFFFFFFF, member.file_size & 0xFFFFFFFF)
@@ -279,7 +281,7 @@ def _require_no_gaps(archive: zipfile.ZipFile, data: memoryview) -> None:
         raise ValueError("bytes around the directory")
 
 
-def _member_start(member: zipfile.ZipInfo, data: memoryview) -> int:
+def _find_data_start(member: zipfile.ZipInfo, data: memoryview) -> int:
     offset = member.header_offset
     name_size, extra_size = struct.unpack("<HH", data[offset + 26 : offset + 30])
     return int(offset + 30 + name_size + extra_size)
@@ -288,7 +290,7 @@ def _member_start(member: zipfile.ZipInfo, data: memoryview) -> int:
 def _read_member_data(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: memoryview) -> memoryview:
     if member.compress_type != zipfile.ZIP_STORED:
         return memoryview(archive.read(member))
-    start = _member_start(member, data)
+    start = _find_data_start(member, data)
     return data[start : start + member.file_size]
 
 
@@ -430,4 +432,4 @@ def _read_pickles(file: _Content) -> object:
     stream, pickles = io.BytesIO(data), list[object]()
     while stream.tell() < len(data):
         pickles.append(_StandInUnpickler(stream).load())
-    return _single_or_sequence(pickles)
+    return _combine_values(pickles)

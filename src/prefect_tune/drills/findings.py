@@ -19,9 +19,9 @@ from prefect_tune.drills.evidence import (
     DrillRun,
     Kill,
     Record,
+    collect_metric_histories,
     find_result_metrics,
     find_unexplained_metrics,
-    metric_histories,
 )
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.values import MISSING, UNEXPECTED, iter_scalars
@@ -123,7 +123,7 @@ def find_unrestored_states(
         if states := list(_iter_differing_states(record, reference, evidence)):
             if not record.is_restored:
                 states = _select_causes(states, killed.metrics.get(record.step, {}), saved)
-            optimizers = {_owner_of(name) for name in reference.states if name.startswith("optimizer ")}
+            optimizers = {_object_of(name) for name in reference.states if name.startswith("optimizer ")}
             roots = _select_one_per_object(states, has_one_optimizer=len(optimizers) == 1)
             return sorted(roots, key=lambda root: (not _is_cause(root), _KIND_ORDER.index(root.kind)))[:_MAX_UNRESTORED]
     return []
@@ -147,11 +147,11 @@ def _is_cause(state: UnrestoredState) -> bool:
 
 
 def _iter_differing_states(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[UnrestoredState]:
-    owners = {_owner_of(name) for name in record.states}
+    objects = {_object_of(name) for name in record.states}
     for name, expected in reference.states.items():
         kind, _, path = name.partition(" ")
         actual = record.states.get(name)
-        if actual is None and kind in _FILLED_ON_USE and _owner_of(name) in owners:
+        if actual is None and kind in _FILLED_ON_USE and _object_of(name) in objects:
             actual = _ABSENT  # such as the moments of a new optimizer
         if actual in {None, expected} or name not in evidence:
             continue
@@ -159,7 +159,7 @@ def _iter_differing_states(record: Record, reference: Record, evidence: Collecti
             yield UnrestoredState(kind, path, record.resumed_from, actual, expected, is_local=not record.is_restored)
 
 
-def _owner_of(name: str) -> str:
+def _object_of(name: str) -> str:
     """Return the kind of a state and its attribute or variable, without the path below it."""
     return name.partition(".")[0]
 
@@ -173,8 +173,8 @@ def _select_one_per_object(states: Sequence[UnrestoredState], *, has_one_optimiz
     if has_one_optimizer and any(state.kind == "schedule" for state in states):
         states = [state for state in states if not (state.kind == "optimizer" and state.name.endswith(".lr"))]
     for state in sorted(states, key=lambda state: _is_digest(state.actual)):
-        owner = state.name if state.kind in {"global", "rng"} else state.name.partition(".")[0]
-        first.setdefault((state.kind, owner), state)
+        object_name = state.name if state.kind in {"global", "rng"} else state.name.partition(".")[0]
+        first.setdefault((state.kind, object_name), state)
     return list(first.values())
 
 
@@ -397,7 +397,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
     verdict: Verdict = "not exact" if remaining else "exact"
     if results and (not remaining or min(results) <= remaining[0].step):
         verdict = "not deterministic"
-    compared = {key: values for key, values in metric_histories(undisturbed).items() if key not in ignored}
+    compared = {key: values for key, values in collect_metric_histories(undisturbed).items() if key not in ignored}
     both = undisturbed.manifests.keys() & killed.manifests.keys()
     if verdict == "exact" and not compared and max(both, default=0) <= resumed_at:
         raise TuneError(
@@ -453,7 +453,7 @@ def _find_doubts(runs: RunComparison) -> Sequence[Difference]:
     if unstable:
         return () if metrics or files else unstable
     contents = {tuple((file.path, file.chunks) for file in undisturbed.manifests[step].files) for step in both}
-    histories = metric_histories(undisturbed).values()
+    histories = collect_metric_histories(undisturbed).values()
     if len(contents) < 2 and all(len(set(map(repr, history.values()))) < 2 for history in histories):
         raise TuneError(
             "nothing to compare: no metric and no checkpoint changes from step to step, so all runs are equal; "
@@ -481,7 +481,7 @@ def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save:
     if save is None or not steps:
         return None
     mean, cost, step_seconds = plan.hours_between_failures * 3600, max(save.blocked_seconds, 1e-3), median(steps)
-    seconds = optimal_save_interval(cost, mean)
+    seconds = compute_optimal_interval(cost, mean)
     restart = median(kill.seconds for kill in killed.kills) if killed.kills else 0.0
     share = compute_lost_share(seconds, cost, restart, mean)
     return SaveAdvice(plan.hours_between_failures, seconds, max(1, round(seconds / step_seconds)), share)
@@ -490,7 +490,7 @@ def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save:
 # How often to save: the interval with the least time lost to failures and saves.
 
 
-def optimal_save_interval(save_seconds: float, seconds_between_failures: float) -> float:
+def compute_optimal_interval(save_seconds: float, seconds_between_failures: float) -> float:
     """Return the seconds of training between two saves that minimize the time lost to saves and failures.
 
     The first-order optimum is `sqrt(2 C M)`, for the cost `C` of a save and the mean time `M` between failures

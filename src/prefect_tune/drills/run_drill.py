@@ -43,9 +43,9 @@ from prefect_tune.drills.evidence import (
     find_kills,
     find_result_locations,
     find_unseeded_generators,
-    first_difference_by_location,
     read_records,
     read_run,
+    select_first_differences,
 )
 from prefect_tune.drills.findings import DrillReport, RunComparison, make_drill_report
 from prefect_tune.drills.plan import DrillPlan
@@ -217,7 +217,7 @@ class Drill:
         if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):
             return runs
         again = self.train_run("undisturbed again")
-        unstable = first_difference_by_location([*compare_runs(self.store, undisturbed, again), *unstable])
+        unstable = select_first_differences([*compare_runs(self.store, undisturbed, again), *unstable])
         return self._make_comparison(undisturbed, killed, again, differences, unstable)
 
     def _make_comparison(
@@ -401,12 +401,12 @@ def run_drill_in_terminal(plan: DrillPlan, location: str | None, console: Consol
                 elif location is None:
                     location = stack.enter_context(temporary_folder())
                 environment = stack.enter_context(prefect_api_environment(show))
-                target, tracks = resolve_target(location), progress.tracks
-                report = run_drill(plan, target, environment, keep=keep, progress_readers=tracks, on_activity=show)
+                target, readers = resolve_target(location), progress.readers
+                report = run_drill(plan, target, environment, keep=keep, progress_readers=readers, on_activity=show)
                 progress.clear_activity()
         finally:
             console.print("" if console.is_terminal else "\n")
-    console.print(f"  {format_legend([track() for track in progress.tracks])}\n")
+    console.print(f"  {format_legend([read() for read in progress.readers])}\n")
     print_report(report, console)
     if keep:
         message = f"  kept on {location}: experiments {report.name}-undisturbed and {report.name}-killed"
@@ -418,7 +418,7 @@ class DrillProgress:
     """Shows the activity of a drill: in a terminal as the last line of the display, otherwise as a printed line."""
 
     def __init__(self, console: Console) -> None:
-        self.tracks: list[Callable[[], RunProgress]] = []
+        self.readers: list[Callable[[], RunProgress]] = []
         self._console = console
         self._activity, self._since = "", time.monotonic()
 
@@ -432,12 +432,12 @@ class DrillProgress:
 
     def render(self) -> RenderableType:
         """Return the runs; in a terminal, also the current activity with its elapsed seconds."""
-        picture = render_runs([track() for track in self.tracks])
+        picture = render_runs([read() for read in self.readers])
         if not self._activity or not self._console.is_terminal:
             return picture
         so_far = f"  {self._activity} ({time.monotonic() - self._since:.0f} s so far)"
         activity = Text(so_far, "dim")
-        return Group(picture, "", activity) if self.tracks else activity
+        return Group(picture, "", activity) if self.readers else activity
 
 
 def print_report(report: DrillReport, console: Console) -> None:
@@ -447,31 +447,31 @@ def print_report(report: DrillReport, console: Console) -> None:
         console.print(Text(f"    {line.strip()}") if number else mark + Text(line), soft_wrap=True)
 
 
-def render_runs(tracks: Sequence[RunProgress]) -> Table:
+def render_runs(runs: Sequence[RunProgress]) -> Table:
     """Return a table with a row for the progress of each run."""
     table = Table.grid(padding=(0, 2))
-    for number, track in enumerate(tracks, 1):
-        step, seconds = f"step {track.step}" if track.step else "", f"{track.seconds:.1f} s"
-        table.add_row(f"  {number} {track.name}", render_cells(track, _CELL_COUNT), step, seconds)
+    for number, run in enumerate(runs, 1):
+        step, seconds = f"step {run.step}" if run.step else "", f"{run.seconds:.1f} s"
+        table.add_row(f"  {number} {run.name}", render_cells(run, _CELL_COUNT), step, seconds)
     return table
 
 
-def format_legend(tracks: Sequence[RunProgress]) -> str:
+def format_legend(runs: Sequence[RunProgress]) -> str:
     """Return the meaning of the marks that occur in these runs."""
-    drawn = "".join(render_cells(track, _CELL_COUNT).plain for track in tracks)
+    drawn = "".join(render_cells(run, _CELL_COUNT).plain for run in runs)
     return "   ".join(meaning for mark, meaning in _LEGEND.items() if mark in drawn)
 
 
-def render_cells(track: RunProgress, width: int) -> Text:
+def render_cells(run: RunProgress, width: int) -> Text:
     """Return a bar of `width` cells: trained steps, committed checkpoints, kills, resumes."""
-    last = [max(0, -(-step * width // track.steps) - 1) for step in range(track.steps + 1)]
-    marks = [("━", "cyan") if track.step and cell <= last[track.step] else ("·", "dim") for cell in range(width)]
-    after = 1 if width >= 2 * track.steps else 0  # if there is room, a kill must not hide the commit of its step
+    last = [max(0, -(-step * width // run.steps) - 1) for step in range(run.steps + 1)]
+    marks = [("━", "cyan") if run.step and cell <= last[run.step] else ("·", "dim") for cell in range(width)]
+    after = 1 if width >= 2 * run.steps else 0  # if there is room, a kill must not hide the commit of its step
     for steps, mark, offset in (
-        (track.committed, ("●", "green"), 0),
-        (track.resumes, ("↻", "bold yellow"), 0),
-        (track.kills, ("✗", "bold red"), after),
+        (run.committed, ("●", "green"), 0),
+        (run.resumes, ("↻", "bold yellow"), 0),
+        (run.kills, ("✗", "bold red"), after),
     ):
         for step in steps:
-            marks[min(last[min(step, track.steps)] + offset, width - 1)] = mark
+            marks[min(last[min(step, run.steps)] + offset, width - 1)] = mark
     return Text.assemble(*marks)

@@ -125,12 +125,12 @@ def iter_scalars(value: object) -> Iterator[tuple[str, Scalar | None]]:
 # ----------------------------------------------------------------------------------------------------------- paths
 
 
-def is_list_element(canonical: str) -> bool:
+def is_list_element(path: str) -> bool:
     """Return whether a path ends with an element of a list, such as one of many weights."""
-    return re.search(r"(^|\.)#\d+$", canonical) is not None
+    return re.search(r"(^|\.)#\d+$", path) is not None
 
 
-def key_token(key: object) -> str:
+def make_key_token(key: object) -> str:
     """Return the unique token of a key."""
     if type(key) is str:
         return key if _PLAIN_KEY.fullmatch(key) and not _INTEGER.fullmatch(key) else repr(key)
@@ -225,7 +225,7 @@ def index_by_token(pairs: Iterable[tuple[object, object]]) -> dict[str, object]:
     parts: dict[str, object] = {}
     counts: dict[str, int] = {}
     for key, value in pairs:
-        token = key_token(key)
+        token = make_key_token(key)
         counts[token] = counts.get(token, 0) + 1
         parts[token if counts[token] == 1 else f"{token}[{counts[token]}]"] = value
     return parts

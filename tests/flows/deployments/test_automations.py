@@ -34,9 +34,9 @@ from prefect_tune.core.journal_events import CheckpointQuarantined
 from prefect_tune.core.prefect_events import event_labels, event_payload
 from prefect_tune.deploy import automations
 from prefect_tune.deploy.automations import (
-    all_automations,
     automation_names,
     install_automations,
+    make_automation_specs,
     uninstall_automations,
 )
 from prefect_tune.prefect_api.local_server import start_prefect_server
@@ -180,7 +180,7 @@ def test_a_server_that_does_not_answer_or_is_not_set_up_is_said(
 
 
 def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_its_end() -> None:
-    again, silent = list(all_automations(timedelta(seconds=90)).values())[:2]
+    again, silent = list(make_automation_specs(timedelta(seconds=90)).values())[:2]
     assert again.trigger.expect >= {"prefect.flow-run.Cancelled", "prefect.flow-run.Failed", "prefect.flow-run.Running"}
     assert again.trigger.after == {"prefect.flow-run.Crashed"}
     assert not again.trigger.expect & again.trigger.after
@@ -188,7 +188,7 @@ def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_i
 
 
 def test_a_damaged_checkpoint_is_alerted_and_one_that_attempts_die_from_is_not() -> None:
-    trigger = all_automations(timedelta(seconds=90))[CORRUPT].trigger
+    trigger = make_automation_specs(timedelta(seconds=90))[CORRUPT].trigger
     for kills in (False, True):
         event = CheckpointQuarantined(trial="00000", sequence=3, reason="it is bad", crashes_trainable=kills)
         resource = {"prefect.resource.id": "prefect-tune.trial.s3://b/e/00000", **event_labels(event_payload(event))}
@@ -267,7 +267,7 @@ def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str,
     ],
 )
 def test_the_text_of_an_alert_has_readable_numbers(name: str, payload: Mapping[str, Any], text: str) -> None:
-    says = all_automations(timedelta(seconds=90))[name].message
+    says = make_automation_specs(timedelta(seconds=90))[name].message
     validate_user_template(says)
     shown = render_user_template_sync(says, {"event": {"payload": {"experiment": "e", "target": "s3://b", **payload}}})
     assert shown.startswith("Experiment e at s3://b: ")

@@ -71,7 +71,7 @@ def delete_retired_objects(
         Superseded: the experiment is being deleted, or was deleted.
     """
 
-    def blobs_of(key: CheckpointKey) -> tuple[CheckpointKey, frozenset[str] | None]:
+    def read_blob_paths(key: CheckpointKey) -> tuple[CheckpointKey, frozenset[str] | None]:
         try:
             return key, read_manifest(store, key).blob_paths()
         except CheckpointNotFound:
@@ -82,7 +82,7 @@ def delete_retired_objects(
     while True:
         try:
             keys = [key for key in to_delete if key.trial == trial and is_deletable_checkpoint(state, key)]
-            blobs = {key: paths for key, paths in store.map(blobs_of, keys) if paths is not None}
+            blobs = {key: paths for key, paths in store.map(read_blob_paths, keys) if paths is not None}
             if not blobs:
                 return 0
             unneeded = sorted(frozenset().union(*blobs.values()) - _find_reachable_blobs(store, trial, state))
