@@ -120,8 +120,8 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     their number. So a retry may repeat the calls in another order, or only some of them.
 
     Raises:
-        InvalidInput: a retry could not tell this call from a running call; or an earlier try did not make this call,
-            but made another call, which is neither finished nor repeated: this call may be its changed form.
+        InvalidInput: a retry could not distinguish this call from a running call; or an earlier try made another call
+            here that is neither finished nor repeated: this call may be the changed form of that call.
     """
     values = (plan.trainable, plan.space, plan.metric, plan.mode, plan.search, plan.scheduler, plan.seed, config)
     path, uri = current_call_path(values), plan.target.uri
@@ -158,10 +158,10 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
                 trials = with_retries(partial(read_experiment_to_resume, plan.target, other)).trials.values()
                 if any(trial.phase is not Phase.FINISHED for trial in trials):
                     raise InvalidInput(
-                        f"experiment: an earlier try of this run began {other!r} by a call without a name, and it "
-                        "is not finished. This call trains something else: its trainable or what that holds, space, "
-                        "config, metric, mode, search, scheduler or seed differs. If it is the same call, changed, "
-                        f"pass experiment={other!r} to continue it; if it is another call, pass another name"
+                        f"experiment: an earlier try of this run began {other!r} by a call without a name, and the "
+                        "experiment is not finished. This call differs: in its trainable (or an object in it), "
+                        "space, config, metric, mode, search, scheduler or seed. To continue the experiment with the "
+                        f"changed call, pass experiment={other!r}; to train something else, pass another name"
                     )
             is_claimed = with_store(plan.target, partial(claim_name, experiment=name, call=path.key))
         _last_callers[uri, name] = path.caller
@@ -195,9 +195,8 @@ def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
     if state.restarts >= max_restarts:
         raise CrashLoop(
             f"experiment {state.name!r}: this run was restarted {state.restarts} times in a row, and each time it "
-            "ended before it committed a checkpoint or decided about a trial. No further automatic restart. Read the "
-            "log of its last start, remove the cause, then press Retry or resume the experiment: the count then "
-            "restarts at 0"
+            "ended before it committed a checkpoint or decided about a trial. No automatic restart follows. Read the "
+            "log of its last start, remove the cause, then press Retry or resume the experiment: this resets the count"
         )
     return owner
 

@@ -62,7 +62,7 @@ def user_folder(base: str | None = None) -> Path:
         return folder
     raise StoreRefused(
         f"{folder}: expected a folder of user {user} that only this user can write to, found "
-        f"{stat.filemode(status.st_mode)} of user {status.st_uid}: remove it, or set TMPDIR to a folder of your own"
+        f"{stat.filemode(status.st_mode)} of user {status.st_uid}: remove it, or set TMPDIR to another folder"
     )
 
 
