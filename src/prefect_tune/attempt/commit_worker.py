@@ -139,22 +139,19 @@ def log_damage(save: SaveResult, quarantined: Sequence[CheckpointQuarantined], l
 
 
 def log_commit(save: SaveResult, log: Log, suppressed_count: int = 0) -> None:
-    """Log a committed checkpoint with its first metrics and size; the `suppressed_count` commits before were not."""
+    """Log a commit with its first metrics and size. The `suppressed_count` commits before it were not logged."""
     size_bytes, metrics = save.manifest.size_bytes, save.manifest.metadata.metrics
     new = "" if save.sent_bytes >= size_bytes else f", {format_size(save.sent_bytes)} of it new"
     named = "".join(f", {name} {format_value(value)}" for name, value in list(flatten(metrics).items())[:_MAX_METRICS])
     others = f"; {pluralize(suppressed_count, 'other', 'others')} since the last line" if suppressed_count else ""
-    size = f"{format_size(size_bytes)}{new}{others}"
-    log.info("step %d committed%s: %s", save.manifest.step, make_visible(named), size)
+    log.info("step %d committed%s: %s", save.manifest.step, make_visible(named), format_size(size_bytes) + new + others)
 
 
-def find_leftover_checkpoints(
-    target: StorageTarget, folder: TrialKey, trial: Trial, log: Log
-) -> Sequence[CheckpointKey]:
+def find_leftover_checkpoints(target: StorageTarget, key: TrialKey, trial: Trial, log: Log) -> Sequence[CheckpointKey]:
     """Return the checkpoints that earlier attempts retired but did not delete; none, with a warning, on an error."""
     try:
         with target.open(timeout=READ_TIMEOUT) as store:
-            return find_leftover_manifests(store, folder, trial)
+            return find_leftover_manifests(store, key, trial)
     except TuneError as error:
         log.warning("retired checkpoints of earlier attempts could not be deleted: %s", error)
         return ()
@@ -241,7 +238,7 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
 
 
 def _move_path(source: Path, target: Path) -> bool:
-    """Move a file or a link; only create a folder. Return False if the target exists and has other content."""
+    """Move a file or a link, or create a folder. Return False if the target exists with other content."""
     is_folder = source.is_dir() and not source.is_symlink()
     if is_folder and (target.is_dir() or not os.path.lexists(target)):
         target.mkdir(exist_ok=True)
@@ -283,11 +280,7 @@ class AttemptTasks(Protocol):
         """
 
     def restore_checkpoint(self, key: CheckpointKey, destination: Path) -> Path:
-        """Download a checkpoint into the new directory `destination`, and verify every byte.
-
-        Raises:
-            CheckpointNotFound, CheckpointCorrupt: it cannot be restored.
-        """
+        """Restore a checkpoint to a new directory; verify every byte. Raises CheckpointNotFound, CheckpointCorrupt."""
 
     def delete_checkpoints(self, state: Trial, retired: Sequence[CheckpointKey]) -> None:
         """Delete checkpoints that the journal has retired; `state` is the trial after the entry that retires them."""
@@ -338,11 +331,7 @@ class CommitWorker:
         self._thread.join()
 
     def queue_report(self, report: StepReport, *, awaits_decision: bool = False) -> None:
-        """Queue a report, to be journaled with the next commit or after `sync_period`.
-
-        Args:
-            awaits_decision: whether the trial waits for a decision about the journaled report.
-        """
+        """Queue a report for the next commit or sync; `awaits_decision`: the trial waits for a decision about it."""
         trial = self._spec.trial.trial
         self._journal.add_report(StepReported(trial=trial, report=report, awaits_decision=awaits_decision))
 
@@ -511,10 +500,10 @@ _BACKOFF_SECONDS = 1.0
 
 
 class TrialArtifacts:
-    """Syncs the artifact directory of one attempt; does nothing if the sync configuration has no syncer.
+    """Syncs the artifact directory of one attempt. Does nothing if the sync configuration has no syncer.
 
     Raises:
-        InvalidInput: its syncer or upload target is invalid.
+        InvalidInput: the syncer or the upload target is invalid.
     """
 
     def __init__(self, spec: TrialSpec, directory: Path, log: Log) -> None:

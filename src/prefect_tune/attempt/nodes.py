@@ -247,11 +247,7 @@ class OtherNodes:
         self._delete_objects(lambda store: [listed.path for listed in list_node_objects_up_to(store, trial, attempt)])
 
     def gather_nodes(self, stop: threading.Event) -> Sequence[TrialChannel]:
-        """Wait for the nodes, then start their ranks; return the channels to these ranks.
-
-        Raises:
-            NodesMissingError: fewer than `min_nodes` arrived in time, or `stop` was set.
-        """
+        """Wait for the nodes, then start their ranks; return the channels to these ranks. Raises NodesMissingError."""
         self.request_stop = stop.set
         self._log.info("waiting for %d other nodes of attempt %d", self._spec.nodes_per_trial - 1, self._key.attempt)
         self._wait_for_nodes(stop)
@@ -288,7 +284,7 @@ class OtherNodes:
             deadline, pauses = Deadline.after(PARTS_TIMEOUT), iter(_PART_PAUSES_SECONDS)
 
             def wait_for_parts() -> bool:
-                """Pause before the next poll; return whether the deadline has not passed."""
+                """Pause before the next poll; return whether time is left."""
                 time.sleep(next(pauses, _PART_PAUSES_SECONDS[-1]))
                 return deadline.remaining_seconds > 0
 

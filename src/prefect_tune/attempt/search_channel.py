@@ -1,6 +1,6 @@
 """The connection of an attempt to its search: it sends journal events and requests, and receives decisions.
 
-    search, same process    SubmittingJournal ──► the driver's next entry, for whose write `write` waits
+    search, same process    SubmittingJournal ──► the driver's next entry; `write` waits until it is written
     search, other process   Outbox            ──► numbered posts on the target, which the owner journals later
     the user's own flow     WritingJournal    ──► the journal of the experiment, which the flow run owns
 
@@ -181,7 +181,7 @@ class Outbox(_BufferedJournal):
         """Whether the post `_MAX_UNREAD_POSTS` before the last post still exists: a search deletes received posts."""
 
     def flush_interval(self, sync: SyncConfig) -> timedelta:
-        """Return how often to post, so that the search sees the newest step; less often if no search reads posts."""
+        """Return the interval of posts: short, to show the search the newest step; longer if no search reads posts."""
         live, sync_period = sync.live_period, sync.sync_period
         if live is None or (self._has_unread_posts and sync_period < _MAX_UNREAD_POSTS / 2 * live):
             return sync_period  # `sync_period` alone is often enough

@@ -246,7 +246,7 @@ class _Supervisor:
         self._last_message_at = time.monotonic()
         self._committed_count += 1
         self._failed_saves.clear()
-        self._group.send_to_rank_0(CheckpointSaved(step=step))  # last: then the trial may end, which reads these fields
+        self._group.send_to_rank_0(CheckpointSaved(step=step))  # last: the trial's end reads these fields
 
     @property
     def _has_pending_saves(self) -> bool:

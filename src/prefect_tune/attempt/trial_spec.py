@@ -109,11 +109,7 @@ def _make_absolute(entry: str) -> str:
 
 
 def serialize_for_trial(value: object) -> str:
-    """Return `value` as text that the trial's process can load: an import path unchanged, any other value as a pickle.
-
-    Raises:
-        InvalidInput: `value` cannot be pickled.
-    """
+    """Return an import path unchanged, any other value as a pickle in hex. Raises InvalidInput if pickling fails."""
     if isinstance(value, str):
         return value
     try:

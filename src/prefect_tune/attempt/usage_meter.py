@@ -1,7 +1,7 @@
 """The resources of a machine, and their usage by an attempt: phases by clock, processes by /proc, GPUs by NVML.
 
-It does not use psutil, which is not a dependency of Prefect, and scans all processes of the machine to find children.
-Samples are taken at most once a second, and take at most a thousandth of a processor.
+This module does not use psutil: it is not a dependency of Prefect, and scans all processes of the machine to find
+children. Samples are taken at most once a second, and take at most a thousandth of a processor.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class UsageMeter:
         self._restored_seconds += time.monotonic() - start
 
     def on_loaded(self, pid: int, *, is_rank_0: bool = True) -> None:
-        """Start to sample the process `pid`, which has loaded the trainable, and is rank 0 if `is_rank_0`."""
+        """Start to sample the process `pid`, which has loaded the trainable. `is_rank_0`: whether it trains rank 0."""
         if is_rank_0:
             self._loaded_at = time.monotonic()
         if pid == os.getpid() or process_usage(pid) is None:

@@ -191,13 +191,14 @@ class DeploymentLauncher:
     ) -> Callable[[], object]:
         """Return a function that starts the attempt and waits for its end; each may take minutes."""
         del channel  # the deployment run creates a channel from its parameters
-        return lambda: self._run_attempt(spec, request, attempt)
 
-    def _run_attempt(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> None:
-        """Start the attempt and wait for its end; retry if the deployment's concurrency limit had no free slot."""
-        self.wait_for_run(first := self.start_attempt(spec, request, attempt))
-        while self._ended[first] is _Canceller.CONCURRENCY_LIMIT and not self._withdrawn.wait(_SLOT_RETRY_SECONDS):
+        def run_attempt() -> None:
             self.wait_for_run(first := self.start_attempt(spec, request, attempt))
+            # Retry while the deployment's concurrency limit has no free slot.
+            while self._ended[first] is _Canceller.CONCURRENCY_LIMIT and not self._withdrawn.wait(_SLOT_RETRY_SECONDS):
+                self.wait_for_run(first := self.start_attempt(spec, request, attempt))
+
+        return run_attempt
 
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> UUID:
         """Start the attempt on all its nodes, or find it if it is already started; return the flow run of node 0.

@@ -158,11 +158,7 @@ class RemoteSearchChannel(SearchChannel):
         return current_owner()
 
     def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
-        """Return the outbox of the attempt.
-
-        Raises:
-            Superseded: the experiment that requested the attempt does not exist any more.
-        """
+        """Return the attempt's outbox. Raises Superseded if the experiment that requested the attempt was deleted."""
         if request.experiment_id and experiment_id(self._target, spec.trial.journal_key) != request.experiment_id:
             raise Superseded(
                 f"experiment {spec.trial.experiment!r} at {self._target.uri} was deleted after it requested attempt "
@@ -416,7 +412,7 @@ class RemoteExecutor:
         ]
 
     def _process_post(self, number: int, post: Post, attempt: _RemoteAttempt) -> list[Message]:
-        """Return the messages of a post; queue the answer to a request that was made before the latest decision."""
+        """Return the messages of a post; queue the answer to a report that is older than the latest decision."""
         trial = attempt.spec.trial.trial
         messages: list[Message] = [PostArrived(trial, number, post.events)]
         for event in post.events:

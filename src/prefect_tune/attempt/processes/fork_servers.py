@@ -294,7 +294,7 @@ _ForkSource: TypeAlias = ForkServer | Template
 
 
 def _end_in_background(source: _ForkSource) -> None:
-    """End `source` in a thread: it exits after the last process that it has forked."""
+    """End `source` in a thread: the source exits after the last process that it has forked."""
     threading.Thread(target=source.end, args=(None,), name="fork-server", daemon=True).start()
 
 
@@ -313,9 +313,7 @@ class ForkServers:
         """Return the template or the fork server for trials with this key; start it, without waiting, if needed.
 
         If there are more templates than trials in `slots` slots may need, end the least recently used templates.
-
-        Raises:
-            RuntimeError: `close` was called.
+        Raises RuntimeError after `close`.
         """
         with self._guard:
             server = self._get_server()
@@ -329,11 +327,8 @@ class ForkServers:
     def fork(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> ForkedProcess:
         """Return a new process: a fork of the template after its import, or a process without the import.
 
-        The process has no import if `stop` is set during the import, or if the import cannot be shared. The latter is
-        logged once.
-
-        Raises:
-            OSError: no process could be forked.
+        The process has no import if `stop` is set during the import, or if the import cannot be shared (logged once).
+        Raises OSError if no process could be forked.
         """
         for _ in range(_MAX_TRIES):
             source = self._get_ready_source(key, log, stop, slots)

@@ -86,14 +86,14 @@ def interpreter_environment(variables: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def interpreter_flags() -> list[str]:
-    """Return the flags of this interpreter, such as `-O` and `-W`, to start another one."""
+    """Return the flags of this interpreter, such as `-O` and `-W`, to start another interpreter."""
     flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # without most of `-X`
     options = sys._xoptions.items()  # noqa: SLF001 - it is documented
     return [*flags, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in options)]
 
 
 def trial_program_command(module: str, descriptor: int) -> list[str]:
-    """Return the command that starts `module`; its arguments: the descriptor, this pid, the `sys.argv` of trials."""
+    """Return the command that starts `module`, with the descriptor, this process's pid and the trials' `sys.argv`."""
     program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
     arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # without the options of a CLI
     flags = [*interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
@@ -421,11 +421,7 @@ class RankGroup:
         return None
 
     def _promote_to_rank_0(self, rank: int, join: RankJoined) -> None:
-        """Make the trial's own process rank 0; other ranks may have joined before.
-
-        Raises:
-            InvalidInput: another process is rank 0.
-        """
+        """Make the trial's own process rank 0. Raises InvalidInput if another process has joined as rank 0."""
         if rank == LAUNCHER and 0 in self._channels:
             raise InvalidInput(f"rank 0 of {self.world_size}: this trial already has that rank, in another process")
         self._channels[0], self._open_channels[0] = self._channels.pop(rank), self._open_channels.pop(rank)
@@ -630,11 +626,7 @@ def _make_start_messages(start: Start, placement: Placement, rendezvous: Mapping
 
 
 def find_free_port(address: str = "") -> int:
-    """Return a port that is free at `address` of this machine (empty: at all addresses).
-
-    Raises:
-        OSError: no free port in 100 tries.
-    """
+    """Return a port that is free at the local `address` (empty: all addresses). Raises OSError after 100 tries."""
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as sock:
             try:

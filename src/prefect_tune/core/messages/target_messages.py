@@ -60,11 +60,7 @@ def send_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, re
 
 
 def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> AnyAnswer | None:
-    """Return the answer to the attempt at `step`; None before it is sent.
-
-    Raises:
-        JournalCorrupt: the answer is damaged.
-    """
+    """Return the answer to the attempt at `step`; None before it is sent. Raises JournalCorrupt if it is damaged."""
     document = read_sealed(store, TrialAnswer, trial.answer_path(attempt, step), JournalCorrupt)
     return document.answer if document else None
 
@@ -119,10 +115,7 @@ class StopRequest(Document):
 def write_stop_request(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int:
     """Write `request` for the owner of `experiment` (its present state); return the number of the request.
 
-    A repeated call with the same write id has no effect.
-
-    Raises:
-        CommitUnknown: it is unknown whether the target has written the request.
+    A repeated call with the same write id has no effect. Raises CommitUnknown if the outcome of the write is unknown.
     """
     number = len(experiment.stop_requests) + 1
     while True:
