@@ -130,7 +130,7 @@ class FsspecTarget(StorageTarget):
     """Any URI that fsspec can open: hdfs (by pyarrow), sftp, ftp, webdav, smb, memory and more.
 
     Its client runs in a child process, which is killed at the deadline. There is no atomic create-if-absent, so the
-    target supports only one runner, and rejects trials on other machines and every other second writer of a journal.
+    target supports only one runner: it rejects trials on other machines, and any second writer of a journal.
 
     Example:
         ```python

@@ -130,7 +130,7 @@ def durable_trainable(
         StoreUnavailable: the target did not answer for too long. Run the flow again: it resumes.
         StoreRefused: the target refused requests (wrong credentials) at the start or for too long. Run it again.
     """
-    parameters = dict(locals())  # the parameters; the fields of `SearchPlan` have the same names, except `config`
+    parameters = dict(locals())  # `SearchPlan` has fields of the same names, except `config`
     parameters.pop("config")
     from prefect_tune.ownership import with_experiment_name
     from prefect_tune.tuner.run_training import run_training  # flow_with_server imports it while its server starts

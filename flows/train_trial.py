@@ -33,7 +33,7 @@ def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: in
     Args:
         spec: the specification, from `spec_to_parameters`.
         request: the request for this attempt, from `request_to_parameters`.
-        attempt: the number of the attempt; the paths of its answers on the target contain it.
+        attempt: the number of the attempt; the paths of the attempt's answers on the target contain this number.
         node: the number of this run's node, from 0.
     """
     attempt_request = parse_request(request)

@@ -259,9 +259,9 @@ def save_checkpoint(
 
     From its first save on, the flow run owns the experiment: saves of other runs then fail, and a run that is started
     again takes over. A killed save leaves no checkpoint, or a complete checkpoint without a journal entry: call
-    `restore_experiment_state`, which adopts it, before `restore_checkpoint`. The next save sends only the missing
-    bytes. A step whose save failed can be saved again, with the same files or with others. Saving a committed step
-    again with the same files returns its checkpoint and sends nothing.
+    `restore_experiment_state`, which adopts this checkpoint, before `restore_checkpoint`. The next save sends only the
+    missing bytes. A step whose save failed can be saved again, with the same files or with others. Saving a committed
+    step again with the same files returns its checkpoint and sends nothing.
 
     Save one trial's steps one after the other; different trials may save at the same time (`.map`). With `.submit`,
     pass `wait_for=[the previous save]`.

@@ -120,7 +120,7 @@ class Syncer(ABC):
     def retry(self) -> None:  # noqa: B027  a subclass without background work has nothing to retry
         """Run the failed syncs again. Override it in a subclass that works in the background."""
 
-    def wait(self) -> None:  # noqa: B027  nothing to wait for either
+    def wait(self) -> None:  # noqa: B027  without background work, there is nothing to wait for
         """Wait for all background work, and raise its error. Override it in a subclass that works in the background."""
 
     def wait_or_retry(self, max_retries: int = 3, backoff_s: float = 5) -> None:
@@ -183,7 +183,7 @@ class Syncer(ABC):
         """Reset the times of the last syncs, so that the next `..._if_needed` call syncs."""
         self.last_sync_up_time = self.last_sync_down_time = -math.inf
 
-    def close(self) -> None:  # noqa: B027  nothing to close either
+    def close(self) -> None:  # noqa: B027  a subclass may have nothing to release
         """Release all resources; no sync begins afterwards."""
 
     @classmethod
@@ -235,9 +235,9 @@ class _Command:
 class TargetSyncer(Syncer):
     """Syncs directories with a target in the background, one command at a time, in the order of the calls.
 
-    While a command runs, others are queued and never dropped. A sync equal to the last queued sync of the same remote
-    directory is not queued again, because a sync copies the files that exist when it begins. A command is stopped
-    after `sync_timeout`; the next command begins only when it has ended.
+    While a command runs, other commands are queued, and never dropped. A sync that equals the last queued sync of the
+    same remote directory is not queued again, because a sync copies the files that exist when it begins. A command is
+    stopped after `sync_timeout`; the next command begins only after the stopped command has ended.
 
     `sync_up` sends the files whose size or modification time changed since this syncer last sent or received them. It
     deletes remote files that this syncer sent or received and that were deleted locally. `sync_down` deletes no local

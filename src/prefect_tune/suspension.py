@@ -156,7 +156,9 @@ def _require_larger_limits(
         numbers = ", ".join(f"{name} {requested[name]:g} (now {current[name]:g})" for name in smaller)
         raise InvalidInput(f"extend: less than before: {numbers}")
     if not any(value > current[name] for name, value in requested.items()):
-        raise InvalidInput("extend: no number is larger than before; enter more samples, steps or hours, or continue")
+        raise InvalidInput(
+            "extend: no number is larger than before; enter more samples, steps or hours, or choose continue"
+        )
     if choice.samples and not limits.samples:
         raise InvalidInput("samples: a form cannot change the number of samples of this search")
     if 0 < limits.max_trials < choice.samples:
@@ -434,8 +436,8 @@ def first_iteration(iteration: RunIteration, question: ResumeQuestion, form: Las
     state = iteration.loaded_experiment or with_retries(lambda: read_experiment_to_resume(target, plan.experiment))
     if not state.entry_count:
         missing = missing_experiment_message(target, plan.experiment)
-        advice = "Nothing was started: start a new flow run to train from step 0"
-        raise ResumeFailed(f"this run was suspended, and now {missing}: deleted, or another target? {advice}")
+        advice = "Was it deleted, or is the target wrong? Nothing was started: start a new run to train from step 0"
+        raise ResumeFailed(f"this run was suspended, and now {missing}. {advice}")
     choices = list(earlier_choices(state))
     for choice in choices:
         plan = question.extend_plan(plan, choice)

@@ -35,7 +35,7 @@ _caller_tags: ContextVar[frozenset[str]] = ContextVar("prefect_tune_callers_tags
 def isolated_run_context() -> Iterator[None]:
     """Run this block without the task that called the flow run, and without the tags of the caller.
 
-    In a flow that was called by a task, Prefect logs to the calling task and treats it as the current one. Each task
+    In a flow that was called by a task, Prefect logs to the calling task and treats it as the current task. Each task
     inherits its caller's tags and their concurrency limits: an upload would wait for the slot of its own trial.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
@@ -61,11 +61,11 @@ def get_caller_tags() -> frozenset[str]:
 # The key of a call.
 
 _runs_by_caller: defaultdict[str, list[UUID]] = defaultdict(list)
-"""The runs that each caller has called in this process, in order."""
+"""By caller: the runs that it has called in this process, in order."""
 _runs_by_key: dict[str, UUID] = {}
-"""The flow runs of this process that have claimed a key, by key."""
+"""By key: the flow run of this process that has claimed it."""
 _argument_digests: dict[UUID, str] = {}
-"""The digest of a task run's arguments at its first call, by task run: they may have changed at a retry."""
+"""By task run: the digest of its arguments at its first call. A retry may have changed the arguments."""
 _guard = threading.Lock()
 
 

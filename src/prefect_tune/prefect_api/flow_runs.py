@@ -71,8 +71,8 @@ def was_started_by_user(states: Sequence[State[Any]]) -> bool:
     """Return whether a user resumed or retried the run at its last start.
 
     A run that has not crashed can only be restarted by a user: automations of this package restart only crashed runs.
-    For a crashed run, only the message of the state tells. If Prefect changes that message, a retry of a crashed run
-    counts as automatic; the run then ends as Failed with `CrashLoop`, and its retry counts as a user's.
+    For a crashed run, only the message of the state shows it. If Prefect changes this message, a user's retry of a
+    crashed run counts as automatic. The run then ends as Failed with `CrashLoop`, and a retry of it counts as a user's.
     """
     pairs = pairwise((None, *sort_states(states)))
     starts = [(old, new) for old, new in pairs if new and new.type is StateType.SCHEDULED]
@@ -95,7 +95,7 @@ def check_run_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
         return False
     period = get_current_settings().flows.heartbeat_frequency
     if run.state.is_paused() or period is None:
-        # Without heartbeats, a run that is being cancelled looks like one whose worker has exited.
+        # Without heartbeats, a run that is being cancelled looks like a run whose worker has exited.
         return not run.state.is_cancelling()
     timeout = timedelta(seconds=3 * period)
     heartbeats = EventFilter(
@@ -184,7 +184,7 @@ _CANCELLED_FILTER = {"type": {"any_": ["CANCELLING", "CANCELLED"]}}
 
 @contextmanager
 def watching_cancellation(period: timedelta) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether the flow run of this context, or one that called it, was cancelled.
+    """Yield a function that returns whether the flow run of this context, or a run that called it, was cancelled.
 
     The function makes no request: a thread asks the server once per `period`, also after an error.
     """

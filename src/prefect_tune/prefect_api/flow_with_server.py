@@ -70,7 +70,7 @@ def had_run_begun(interrupt: KeyboardInterrupt) -> bool:
 
 
 class FlowWithServer(Flow[_P, _R]):
-    """A flow that uses this user's Prefect server if no API is configured, or starts one until the process ends."""
+    """A flow that, if no API is configured, uses this user's Prefect server or starts a server for this process."""
 
     call_context: Callable[[str], AbstractContextManager[object]]
     """Returns the context in which a call of the flow of this name runs; a server starts within the context."""

@@ -1,19 +1,19 @@
 """Hold SIGTERM and Ctrl-C back from the main thread while searches run in other threads, until their trials have saved.
 
-Python calls signal handlers only in the main thread, and other threads cannot install one. A search in another thread
-would therefore miss all signals: the default of SIGTERM ends the process at once, and after Ctrl-C the main thread
-exits while the trials train. So, while a search runs outside of the main thread:
+Python installs and calls signal handlers only in the main thread. A search in another thread would therefore miss all
+signals: the default of SIGTERM ends the process at once, and after Ctrl-C the main thread exits while the trials train.
+So, while a search runs outside of the main thread:
 
     signal ──► a handler in C stores the signal's number, and calls no other handler
            ──► the thread "signals" reads the number and notifies the searches, whose trials save and end
            ──► all searches have ended: the previous handlers are restored, and the process sends itself the signal
 
 The handlers of Prefect, asyncio and the script are called after the save, like after a search in the main thread. The
-main thread may be blocked in C code meanwhile.
+main thread may be blocked in C code until then.
 
-The handler is `l64a` of the C library, which only writes its argument, in base 64, into its own buffer: a signal may
-arrive in any thread, even in a new thread that Python does not know yet. (There, the handler of `faulthandler` writes
-nothing; with `all_threads`, it reads threads that are just ending, and crashes.)
+The handler is `l64a` of the C library. It only writes its argument, in base 64, into its own buffer, because a signal
+may arrive in any thread, even in a new thread that Python does not know yet. (In such a thread, the handler of
+`faulthandler` writes nothing; with `all_threads`, it reads threads that are just ending, and crashes.)
 """
 
 from __future__ import annotations

@@ -267,13 +267,13 @@ def ending_slot_waits(stop: threading.Event) -> AbstractContextManager[None]:
 
 @contextmanager
 def _holding_slots(
-    names: Sequence[str], stop: threading.Event, slots_of: Callable[..., AbstractContextManager[None]]
+    names: Sequence[str], stop: threading.Event, request_slots: Callable[..., AbstractContextManager[None]]
 ) -> Iterator[None]:
     is_logged = False
     with ExitStack() as held_slots:
         while names and not stop.is_set():
             # Prefect serializes these requests, so each caller makes one request, with a timeout.
-            slots = slots_of(max_retries=0, timeout_seconds=_ACQUIRE_TIMEOUT.total_seconds())
+            slots = request_slots(max_retries=0, timeout_seconds=_ACQUIRE_TIMEOUT.total_seconds())
             try:
                 slots.__enter__()
                 held_slots.callback(_release_slots, slots)
