@@ -363,9 +363,7 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise _MetadataError(f"{name}: expected a tensor type, found {tensor.dtype!r}")
-        for chunk in sorted(
-            tensor.chunks, key=attrgetter("length")
-        ):  # an empty chunk may have the offset of another chunk
+        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # an empty chunk may have another chunk's offset
             has_same_rank = len(chunk.offsets) == len(chunk.sizes) == len(tensor.sizes)
             ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
             is_inside = has_same_rank and all(end <= size for end, size in zip(ends, tensor.sizes, strict=True))
