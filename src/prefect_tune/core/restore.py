@@ -46,7 +46,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 
 
 class OutdatedStateError(TuneError):
-    """The given state of the trial is outdated: its checkpoints were retired. Repeat the call with `current`."""
+    """The given state of the trial is outdated: some checkpoints in it were retired. Repeat the call with `current`."""
 
     def __init__(self, current: Trial) -> None:
         super().__init__(f"trial {current.id!r}: its journal has retired checkpoints that this call needed")

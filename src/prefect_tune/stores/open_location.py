@@ -83,7 +83,7 @@ _URI_OPTIONS: Mapping[Client, frozenset[str]] = {
 }
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
 _IN_PROCESS_KINDS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
-"""Kinds of pyarrow file systems that need no child process: their calls do not hang, or use only this process."""
+"""Kinds of pyarrow file systems that need no child process: their calls do not hang, or they exist only here."""
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 

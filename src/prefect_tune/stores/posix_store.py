@@ -433,7 +433,7 @@ class PosixStore(ParallelStore):
 
     @contextmanager
     def _temp_file(self, root: int, fill: Callable[[int], None]) -> Iterator[_TempFile]:
-        """Yield a hidden file that `fill` has written. At the end, also after an error, remove the hidden name."""
+        """Yield a hidden, synced file that `fill` has written. At the end or after an error, remove the hidden name."""
         with ExitStack() as stack:
             try:
                 folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY_FOLDER, root))

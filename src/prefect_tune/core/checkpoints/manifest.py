@@ -73,7 +73,10 @@ class StagedDirectory(Protocol):
         """Fill `buffer` with the bytes of `piece`; raise `StagedFilesChanged` if the file has become shorter."""
 
     def require_unchanged(self) -> None:
-        """Raise `StagedFilesChanged` if any file was written, added or removed after the directory was listed."""
+        """Raise `StagedFilesChanged` if a file was written, added, replaced or removed since the listing.
+
+        Otherwise all reads saw the same state.
+        """
 
 
 def split_files(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> Iterator[FileRange]:
@@ -227,7 +230,7 @@ class Manifest(FileLayout, Document):
 
 
 class FileSink(Protocol):
-    """The destination of restored bytes, such as a directory."""
+    """The destination of restored bytes, such as a new directory that becomes visible when it is complete."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write verified bytes at `offset` of file number `file` of the manifest."""

@@ -115,7 +115,7 @@ def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
 
 
 def reject_earlier_writer(store: ObjectStore, journal: JournalKey, writer: str) -> None:
-    """Raise Superseded if `writer` wrote a deleted generation; JournalCorrupt if the marker is damaged. One read."""
+    """Raise Superseded if `writer` wrote a deleted generation, JournalCorrupt for a bad marker. At most one read."""
     if writer in _read_earlier_writers(store, journal):
         raise Superseded(
             f"{journal}: the experiment that this run wrote was deleted; its name is free, or used by another one. "

@@ -229,7 +229,7 @@ def restoring_directory(manifest: Manifest, destination: Path) -> Iterator[Direc
     """Yield a sink for the files of `manifest`; at the end of the block rename their directory to `destination`.
 
     Raises:
-        InvalidInput: the path of a file is too long for the file system.
+        InvalidInput: the path of a file or folder is too long for the file system.
     """
     other_modes: list[tuple[str, int]] = []  # to set at the end: read-only files, and modes that the umask forbids
     with building_directory(destination) as building:
