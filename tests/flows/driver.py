@@ -209,7 +209,7 @@ def _trained(arguments: Sequence[Any], options: Mapping[str, Any]) -> Mapping[st
         "step": result.step,
         "metrics": dict(result.metrics),
         "attempts": result.attempts,
-        "wasted_steps": result.recomputed_steps,
+        "recomputed_steps": result.recomputed_steps,
         "checkpoint": result.checkpoint.path if result.checkpoint else None,
     }
 

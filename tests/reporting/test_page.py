@@ -125,7 +125,7 @@ def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_numb
 
 def test_the_totals_tell_what_was_done_in_vain_and_what_was_not_sent() -> None:
     totals = single(60, kills=(23, 41)).report_input().totals
-    assert (totals.attempts, totals.attempts_lost, totals.wasted_steps) == (3, 2, 3 + 1)
+    assert (totals.attempts, totals.attempts_lost, totals.recomputed_steps) == (3, 2, 3 + 1)
     assert totals.checkpoints_committed == 12
     assert (totals.committed_bytes, totals.sent_bytes) == (60_000_000, 10_500_000)
     assert totals.saved_bytes == 49_500_000

@@ -342,9 +342,9 @@ def maintain(
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
-        print(report.summary)
+        print(make_visible(report.summary))
     if alarm:
-        print(f"prefect-tune: {alarm}", file=sys.stderr)
+        print(f"prefect-tune: {make_visible(alarm)}", file=sys.stderr)
         raise typer.Exit(_EXIT_DAMAGED)
 
 

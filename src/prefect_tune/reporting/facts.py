@@ -64,11 +64,11 @@ class Totals:
     attempts: int
     attempts_lost: int
     attempts_failed: int
-    wasted_steps: int
+    recomputed_steps: int
     """Steps that were trained, lost, and trained again."""
-    wasted_at_least: bool
+    recomputed_is_lower_bound: bool
     """Whether more steps may have been trained again."""
-    wasted_seconds: float | None
+    recomputed_seconds: float | None
     """An estimate from the average time of a step; None without `trained_seconds`."""
     checkpoints_committed: int
     committed_bytes: int
@@ -177,7 +177,8 @@ class ReportInput:
         costs, seconds = self.snapshot.costs, self.cost.seconds
         measured = [trial.measured_seconds for trial in self.trials]
         trained = None if None in measured else sum(filter(None, measured))
-        wasted, steps = sum(trial.recomputed_steps for trial in self.trials), sum(trial.step for trial in self.trials)
+        recomputed = sum(trial.recomputed_steps for trial in self.trials)
+        steps = sum(trial.step for trial in self.trials)
         return Totals(
             trained_seconds=trained,
             useful_seconds=seconds[Category.TRAINING] if trained and self.cost.attempts else trained,
@@ -185,9 +186,9 @@ class ReportInput:
             attempts=sum(trial.attempt for trial in self.trials),
             attempts_lost=sum(attempt.is_lost for attempt in self.snapshot.attempts),
             attempts_failed=sum(attempt.status is Status.ERRORED for attempt in self.snapshot.attempts),
-            wasted_steps=wasted,
-            wasted_at_least=any(trial.recomputed_is_lower_bound for trial in self.trials),
-            wasted_seconds=None if trained is None else trained / max(1, steps) * wasted,
+            recomputed_steps=recomputed,
+            recomputed_is_lower_bound=any(trial.recomputed_is_lower_bound for trial in self.trials),
+            recomputed_seconds=None if trained is None else trained / max(1, steps) * recomputed,
             checkpoints_committed=costs.commit_count,
             committed_bytes=costs.committed_bytes,
             measured_bytes=costs.measured_bytes,
@@ -340,7 +341,7 @@ def report_fields(report: ReportInput) -> dict[str, object]:
             "elapsed_seconds": elapsed_seconds(period),
             "attempts": attempts,
             "trials_added": period.trial_count,
-            "samples_asked": period.sample_count,
+            "sample_count": period.sample_count,
             "link": report.run_url(period.owner),
         }
         for period, attempts in report.runs
@@ -369,6 +370,6 @@ def report_fields(report: ReportInput) -> dict[str, object]:
         "runs": runs[-MAX_RUNS:],
         "cost": asdict(report.totals),
         "settings": settings_for_display(state.settings),
-        "ended_because": str(state.stop_reason),
+        "stop_reason": str(state.stop_reason),
         "is_complete": report.snapshot.is_complete,
     }

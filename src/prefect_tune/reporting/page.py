@@ -311,12 +311,12 @@ def make_cost_rows(totals: Totals) -> Mapping[str, str]:
     counts = {"killed or lost": totals.attempts_lost, "failed": totals.attempts_failed}
     failures = "".join(f", {count:,} {end}" for end, count in counts.items() if count)
     attempts, trained = f"{pluralize(totals.attempts, 'attempt', 'attempts')}{failures}", totals.useful_seconds
-    recomputed = format_recomputed_steps(totals.wasted_steps, at_least=totals.wasted_at_least)
+    recomputed = format_recomputed_steps(totals.recomputed_steps, at_least=totals.recomputed_is_lower_bound)
     if not recomputed and totals.lost_seconds < MIN_SHOWN_SECONDS:
-        lost = f"no training {'is known to have been' if totals.wasted_at_least else 'was'} lost"
+        lost = f"no training {'is known to have been' if totals.recomputed_is_lower_bound else 'was'} lost"
     else:
         seconds = f"{format_span(totals.lost_seconds)} after the last checkpoints; " if totals.lost_seconds else ""
-        nothing = "no step is known to have been" if totals.wasted_at_least else "no step was"
+        nothing = "no step is known to have been" if totals.recomputed_is_lower_bound else "no step was"
         lost = f"{seconds}{recomputed or nothing} trained again so far"
     training = f"{attempts}; time not measured" if trained is None else f"{format_span(trained)} in {attempts}"
     rows = {"training": training, "lost": lost}
