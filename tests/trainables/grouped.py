@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from prefect_tune.integrations.common import require_world_size
+from prefect_tune.integrations.common import get_validated_rank
 from tests.trainables.witness import record_act
 
 
@@ -245,7 +245,7 @@ def restarts_and_returns(config: dict[str, Any]) -> dict[str, object]:
 
 def trains_with_two(_config: dict[str, Any]) -> None:
     """As the callback of a framework that trains with two processes."""
-    require_world_size("Trainer", 2)
+    get_validated_rank("Trainer", 2)
 
 
 def restarts_late(_config: dict[str, Any]) -> None:

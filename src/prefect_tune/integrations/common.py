@@ -52,7 +52,7 @@ def try_report_step(metrics: Mapping[str, object], save: Callable[[str], None], 
     return True
 
 
-def require_world_size(framework: str, world_size: int) -> int:
+def get_validated_rank(framework: str, world_size: int) -> int:
     """Return the rank of this process.
 
     Raises:

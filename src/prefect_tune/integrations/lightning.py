@@ -16,9 +16,9 @@ from prefect_tune.core.renamed import reject_renamed_functions
 from prefect_tune.integrations.common import (
     MetricNames,
     get_checkpoint_directory,
+    get_validated_rank,
     make_trial_path,
     missing_extra_error,
-    require_world_size,
     select_metrics,
     try_report_step,
 )
@@ -117,7 +117,7 @@ class TuneReportCheckpointCallback(Callback):
         Lightning sets up a `ModelCheckpoint` after all other callbacks.
         """
         del pl_module
-        self._rank = require_world_size("Trainer", trainer.world_size)
+        self._rank = get_validated_rank("Trainer", trainer.world_size)
         root = trainer.default_root_dir
         option = None if root == os.getcwd() else "Trainer(default_root_dir)"  # noqa: PTH109 - Lightning's default
         trainer._default_root_dir = make_trial_path(root, option)  # there is no public name

@@ -80,7 +80,8 @@ __all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]
 class OptunaPruner(Scheduler):
     """Stops a trial if a pruner of Optuna prunes it by the first metric of the objective. See `ASHA`.
 
-    Successive halving, Hyperband and threshold pruners are called at the steps that they compare; others, at each step.
+    Successive halving, Hyperband and threshold pruners are called at the steps that they compare. All other pruners are
+    called at each step.
     """
 
     pruner: BasePruner

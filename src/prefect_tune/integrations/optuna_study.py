@@ -317,7 +317,7 @@ class SeededSampler:
             if isinstance(part, samplers.QMCSampler):  # it has drawn a seed if no seed was passed
                 part._seed = integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
             elif isinstance(part, samplers.BruteForceSampler):
-                # An option for several processes. Here, running trials have all parameters, so they hide nothing.
+                # Only for several processes: here, running trials have all parameters and hide no part of the space.
                 part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
         self._generators = [part for part in parts if isinstance(part, _Generator)]
         # Generators need no copies: they are reseeded before each use.

@@ -14,9 +14,9 @@ from prefect_tune.core.renamed import reject_renamed_functions
 from prefect_tune.integrations.common import (
     MetricNames,
     get_checkpoint_directory,
+    get_validated_rank,
     make_trial_path,
     missing_extra_error,
-    require_world_size,
     select_metrics,
     try_report_step,
 )
@@ -79,7 +79,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         del control
-        self._rank = require_world_size("Trainer", args.world_size)
+        self._rank = get_validated_rank("Trainer", args.world_size)
         _move_output_dir(args)  # if `add_callback` has added this callback, `on_init_end` was not called
         if args.load_best_model_at_end:
             raise InvalidInput(

@@ -66,7 +66,7 @@ from prefect_tune.runtime.processes.process_reset import (
 )
 from prefect_tune.runtime.processes.trial_process import (
     MainFunction,
-    exit_forked_children,
+    exiting_forked_children,
     ignore_group_signals,
     pop_program_arguments,
     record_source_digest,
@@ -325,7 +325,7 @@ def _preload_trainable(request: ImportRequest) -> str | None:
     prepend_import_path(request.import_path)
     gc.set_threshold(_GC_OFF_THRESHOLD)  # during an import, collections free nothing and take a sixth of the CPU time
     try:
-        with recording_import_effects(), exit_forked_children():
+        with recording_import_effects(), exiting_forked_children():
             trainable = load_trainable(request.trainable)
             record_source_digest(trainable)
             _warm_up_optimizer(trainable)

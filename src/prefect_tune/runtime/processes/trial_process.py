@@ -229,9 +229,9 @@ class _AttemptRunner:
     def _run_attempt(self, start: Start) -> TrialEnded:
         kept = self._kept_trainable
         prepend_import_path(start.import_path)
-        must_record = start.reusable and not has_import_effects()  # for the next trial of this process
+        must_record = start.reusable and kept is None and not has_import_effects()  # for this process's next trial
         try:
-            with exit_forked_children(), recording_import_effects() if must_record and kept is None else nullcontext():
+            with exiting_forked_children(), recording_import_effects() if must_record else nullcontext():
                 trainable = kept or load_trainable(start.trainable)
             stopper = cast("Stopper", load_by_name(start.stopper))
         except Exception as error:
@@ -251,7 +251,7 @@ class _AttemptRunner:
             return TrialEnded(outcome=stop.outcome, awaits_reuse=self._kept_trainable is not None)
 
     def train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
-        with exit_forked_children():
+        with exiting_forked_children():
             if isinstance(trainable, type):
                 require_save_checkpoint(require_trainable_class(trainable), start.cadence)
                 made: Trainable = trainable()
@@ -266,7 +266,7 @@ class _AttemptRunner:
         session.start_training_clock()
         returned = None
         try:
-            with exit_forked_children():
+            with exiting_forked_children():
                 returned = function(dict(start.config))
         except SystemExit as error:
             if isinstance(error, StopTraining) or error.code not in (None, 0) or was_raised_by_signal_handler(error):
@@ -281,7 +281,7 @@ class _AttemptRunner:
         if start.restored_directory:
             trainable.load_checkpoint(start.restored_directory)
         try:
-            with exit_forked_children():  # a forked child must not run `cleanup`
+            with exiting_forked_children():  # a forked child must not run `cleanup`
                 session.start_training_clock()
                 while True:
                     metrics = trainable.step()
@@ -299,7 +299,7 @@ class _AttemptRunner:
 
 
 @contextmanager
-def exit_forked_children() -> Iterator[None]:
+def exiting_forked_children() -> Iterator[None]:
     """Exit a forked child that returns from the trainable or its import: it must not send the trial's end."""
     trial, code = os.getpid(), 1
     try:
