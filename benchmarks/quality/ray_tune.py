@@ -17,10 +17,7 @@ from benchmarks.quality.simulation import Answer, Start, Tuner
 __all__ = ["ray_tuners"]
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_SEARCHES = {
-    "Ray: random, ASHAScheduler": "random",
-    "Ray: OptunaSearch, ASHAScheduler": "optuna",
-}
+_SEARCHES = {"Ray: random, ASHAScheduler": "random", "Ray: OptunaSearch, ASHAScheduler": "optuna"}
 
 
 class WorkersTuner:

@@ -32,10 +32,10 @@ from tests.fakes.checkpoints import first_generation
 from tests.fakes.servers.prefect_database import IN_MEMORY
 
 _CONTROL = "textarea, input, [role=switch], .cm-content"
-_CLICKS = 30
+_CLICK_COUNT = 30
 _BETWEEN_CLICKS_MS = 1_000
 _RESPONSE_MS = 20_000
-_LOOKS = 12
+_RELOAD_COUNT = 12
 _LISTED_MS = 5_000
 _REDRAWN_MS = 500
 """Time for a canvas to be redrawn: the page gives no signal."""
@@ -50,18 +50,18 @@ class Ui:
     pictures: Path
     """The folder for pictures of it."""
 
-    def deployment(self, name: str) -> DeploymentPage:
+    def open_deployment(self, name: str) -> DeploymentPage:
         """Go to the deployments, and to the one of this name."""
         self.page.goto(f"{self.url}/v2/deployments")
         self.page.locator('a[href*="/deployments/deployment/"]').get_by_text(name, exact=True).click()
         return DeploymentPage(self.page)
 
-    def run(self, flow_run: UUID) -> RunPage:
+    def open_run(self, flow_run: UUID) -> RunPage:
         """Go to a flow run's page, as by a link in a message."""
         self.page.goto(f"{self.url}/v2/runs/flow-run/{flow_run}")
         return RunPage(self.page)
 
-    def picture(self, name: str) -> None:
+    def take_picture(self, name: str) -> None:
         """Take a picture of the whole page in both themes; of a dialog, with what is around it."""
         self.page.evaluate("scrollTo(0, 0)")
         self._take(name, whole=not self.page.get_by_role("dialog").count())
@@ -85,7 +85,7 @@ class Ui:
 class DeploymentPage:
     page: Page
 
-    def custom_run(self) -> RunForm:
+    def open_custom_run(self) -> RunForm:
         self.page.get_by_role("button", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Custom run").click()
         return RunForm(self.page, self.page.locator("form"))
@@ -96,12 +96,12 @@ class Form:
     """The fields of a schema, in a page or in a dialog."""
 
     page: Page
-    place: Locator
+    root: Locator
 
     def field(self, title: str) -> Locator:
         """Return the field of this title: its label, description and control."""
-        said = re.compile(rf"^{title.replace('_', '[ _]')}( \(Optional\))?$", re.IGNORECASE)
-        return self.place.locator("div.group").filter(has=self.page.locator("label").filter(has_text=said)).last
+        label = re.compile(rf"^{title.replace('_', '[ _]')}( \(Optional\))?$", re.IGNORECASE)
+        return self.root.locator("div.group").filter(has=self.page.locator("label").filter(has_text=label)).last
 
     def fill(self, title: str, value: object) -> None:
         """Type this value into the field, or switch it on or off."""
@@ -119,7 +119,7 @@ class Form:
         self.field(title).get_by_role("button", name=re.compile("^Select ")).click()
         self.page.get_by_role("option", name=option, exact=True).click()
 
-    def tab(self, title: str, kind: str) -> None:
+    def choose_tab(self, title: str, kind: str) -> None:
         """Choose the kind of value for the field."""
         self.field(title).get_by_role("tab", name=kind, exact=True).click()
 
@@ -130,9 +130,9 @@ class RunForm(Form):
 
     def submit(self) -> RunPage:
         """Start the run, and follow the link to it; once more where the server was too busy, as a person would."""
-        for _ in range(_CLICKS):
+        for _ in range(_CLICK_COUNT):
             with self.page.expect_response("**/create_flow_run") as answer:
-                self.place.get_by_role("button", name="Submit").click()
+                self.root.get_by_role("button", name="Submit").click()
             if answer.value.ok:
                 break
             self.page.wait_for_timeout(_BETWEEN_CLICKS_MS)
@@ -150,36 +150,36 @@ class RunPage:
         self.page.wait_for_url("**/flow-run/*")
         return UUID(self.page.url.partition("/flow-run/")[2][:36])
 
-    def shows(self, state: str) -> None:
+    def wait_for_state(self, state: str) -> None:
         """Wait until the page shows the state of this name."""
         self.page.locator("main").locator('[data-slot="badge"]').get_by_text(state, exact=True).first.wait_for()
 
-    def logs(self, text: str) -> None:
+    def wait_for_log(self, text: str) -> None:
         """Wait until one of the last lines in its log holds this text."""
         self.page.get_by_role("tab", name="Logs").click()
         self.page.get_by_role("combobox").filter(has_text="Oldest to newest").click()
         self.page.get_by_role("option", name="Newest to oldest").click()
         self.page.locator("main").get_by_text(text).first.wait_for()
 
-    def attempts(self, state: str) -> None:
+    def wait_for_attempt(self, state: str) -> None:
         """List the task runs of attempts; wait until one of them is in the state of this name."""
         self.page.get_by_role("tab", name="Task Runs").click()
         search = self.page.get_by_placeholder("Search by run name")
         search.fill("train ")
         self.page.locator("main").get_by_text(re.compile("^train .* · attempt 1$")).first.wait_for()
-        self.shows(state)
+        self.wait_for_state(state)
         search.blur()  # what is typed for a picture goes to the page
 
-    def report(self, key: str) -> Locator:
+    def open_report(self, key: str) -> Locator:
         """Open the artifact of this key, once there is one; return its text."""
         self.page.get_by_role("tab", name="Artifacts").click()
-        listed = self.page.get_by_text(key, exact=True).first
-        for _ in range(_LOOKS):
+        link = self.page.get_by_text(key, exact=True).first
+        for _ in range(_RELOAD_COUNT):
             with suppress(Error):
-                listed.wait_for(timeout=_LISTED_MS)
+                link.wait_for(timeout=_LISTED_MS)
                 break
             self.page.reload()  # it does not look again by itself
-        listed.click()
+        link.click()
         self.page.wait_for_url("**/artifacts/artifact/*")
         return self.page.locator("main")
 
@@ -187,14 +187,14 @@ class RunPage:
         """Press this button; again if the server was too busy: the dialog stays until the server accepts."""
         button = dialog.get_by_role("button", name=name, exact=True)
         button.click()
-        for _ in range(_CLICKS):
+        for _ in range(_CLICK_COUNT):
             with suppress(Error):
                 return dialog.wait_for(state="hidden", timeout=_RESPONSE_MS)
             if button.is_enabled():
                 button.click()
         raise AssertionError(f"the server did not accept {name!r}: {dialog.inner_text()}")
 
-    def act(self, name: str) -> Locator:
+    def open_dialog(self, name: str) -> Locator:
         """Choose from the run's menu; return the dialog that opens."""
         self.page.get_by_role("button", name="Open menu").first.click()
         self.page.get_by_role("menuitem", name=name, exact=True).click()
@@ -241,9 +241,12 @@ class Installation:
 
     def runs(self) -> Mapping[UUID, FlowRun]:
         with self.client() as client:
-            return {each.id: each for each in client.read_flow_runs()}
+            return {run.id: run for run in client.read_flow_runs()}
 
-    def knows_of_a_kill(self) -> bool:
+    def read_log_tail(self) -> str:
+        return self.log.read_text()[-3000:]
+
+    def has_reported_kill(self) -> bool:
         """Whether the worker has reported the kill too: it does so 10 to 30 s later, and then logs this line."""
         return "flow_runs.worker - Check whether the flow run exceeded its memory" in self.log.read_text()
 
@@ -253,7 +256,7 @@ class Installation:
 
 
 @contextmanager
-def installed(folder: Path, migrated: Path) -> Iterator[Installation]:
+def running_installation(folder: Path, migrated_database: Path) -> Iterator[Installation]:
     """Install it below `folder`, on a copy of a database that has its tables, and end all of it with the block."""
     mark = uuid4().hex
     with TemporaryDirectory(dir=IN_MEMORY) as memory, _server_log(folder).open("wb") as log:
@@ -267,11 +270,11 @@ def installed(folder: Path, migrated: Path) -> Iterator[Installation]:
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PYTHONPATH": str(_REPOSITORY),
         }
-        shutil.copy(migrated, database)
+        shutil.copy(migrated_database, database)
         server = start_prefect_server(settings, log)
         try:
             assert server.wait_until_healthy(), _server_log(folder).read_text()
-            with _deployed(server, settings, folder) as installation:
+            with _running_worker(server, settings, folder) as installation:
                 yield installation
         finally:
             server.terminate()
@@ -283,7 +286,7 @@ def _server_log(folder: Path) -> Path:
 
 
 @contextmanager
-def _deployed(server: PrefectServer, settings: Mapping[str, str], folder: Path) -> Iterator[Installation]:
+def _running_worker(server: PrefectServer, settings: Mapping[str, str], folder: Path) -> Iterator[Installation]:
     environment = {**settings, "PREFECT_API_URL": server.url}
     installation = Installation(server.url, folder / "worker.log", _server_log(folder))
     with installation.client() as client:
@@ -301,28 +304,21 @@ def _deployed(server: PrefectServer, settings: Mapping[str, str], folder: Path) 
 
 
 def _deploy(environment: Mapping[str, str]) -> None:
-    command = [
-        str(Path(sys.executable).with_name("prefect-tune")),
-        "deploy",
-        "tune",
-        "resume",
-        "--work-pool",
-        _POOL,
-        "--no-automations",
-    ]
-    done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    program = str(Path(sys.executable).with_name("prefect-tune"))
+    command = [program, "deploy", "tune", "resume", "--work-pool", _POOL, "--no-automations"]
+    process = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def _end_all(mark: str) -> None:
     """End all processes started here that still run: flows of a dead worker, and their children."""
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid() and _is_marked(entry, mark):
+        if entry.name.isdecimal() and int(entry.name) != os.getpid() and _has_mark(entry, mark):
             with suppress(ProcessLookupError):
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
-def _is_marked(process: Path, mark: str) -> bool:
+def _has_mark(process: Path, mark: str) -> bool:
     with suppress(OSError):
         return f"{_MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0")
     return False
@@ -332,10 +328,10 @@ def _is_marked(process: Path, mark: str) -> bool:
 
 
 STEPS = 300
-SAVED_EVERY = 25
-LINGERS_AT = SAVED_EVERY + 1
+SAVE_INTERVAL = 25
+LINGERS_AT = SAVE_INTERVAL + 1
 """The step from which on the trials are slow: a checkpoint is committed by then."""
-_PATIENCE = timedelta(minutes=4)
+_TIMEOUT = timedelta(minutes=4)
 
 
 @dataclass(frozen=True)
@@ -371,13 +367,13 @@ class Search:
 
     def trials(self) -> Mapping[str, Trial]:
         """Return its trials by the journals on the target."""
-        with LocalTarget(path=str(self.folder / "target")).open(timeout=_PATIENCE) as store:
+        with LocalTarget(path=str(self.folder / "target")).open(timeout=_TIMEOUT) as store:
             return load_experiment(store, first_generation(self.experiment)).trials
 
 
-def until(holds: Callable[[], object], what: Callable[[], object]) -> None:
-    """Return as soon as it holds; fail with `what()` when that takes minutes."""
-    end = time.monotonic() + _PATIENCE.total_seconds()
-    while not holds():
-        assert time.monotonic() < end, f"not within {_PATIENCE}: {what()}"
+def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
+    """Return as soon as the condition holds; fail with `what()` when that takes minutes."""
+    end = time.monotonic() + _TIMEOUT.total_seconds()
+    while not condition():
+        assert time.monotonic() < end, f"not within {_TIMEOUT}: {what()}"
         time.sleep(0.2)

@@ -37,15 +37,15 @@ def _commands() -> Iterator[None]:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], _logging: None, _commands: None) -> Run:
     """Call the command line in this process."""
 
-    def call(*arguments: object, columns: int = 200) -> Done:
+    def run_command(*arguments: object, columns: int = 200) -> Done:
         monkeypatch.setattr(sys, "argv", ["prefect-tune", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", str(columns))
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        said = capsys.readouterr()
-        return Done(ended.value.code or 0, said.out, said.err)
+        captured = capsys.readouterr()
+        return Done(exit_info.value.code or 0, captured.out, captured.err)
 
-    return call
+    return run_command
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ NAMES = [name for names in COMMANDS.values() for name in names]
 GROUPS = [["blocks", "register"], ["blocks", "check"]]
 
 
-def imported_by(*command: object) -> tuple[str, set[str]]:
+def run_and_list_imports(*command: object) -> tuple[str, set[str]]:
     """Return what a command prints, and which heavy packages it imports, in a process of its own."""
     code = (
         f"import sys; sys.argv = ['prefect-tune', *{list(map(str, command))}]; from prefect_tune.cli import main\n"
@@ -35,20 +35,20 @@ def imported_by(*command: object) -> tuple[str, set[str]]:
         "except SystemExit: pass\n"
         "print(*[name for name in ('prefect', 'pyarrow', 'obstore', 'fsspec', 'numpy') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    *printed, names = done.stdout.splitlines()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *printed, names = process.stdout.splitlines()
     return "\n".join(printed), set(names.split())
 
 
 def test_help_waits_neither_for_prefect_nor_for_any_client() -> None:
-    printed, imported = imported_by("--help")
+    printed, imported = run_and_list_imports("--help")
     assert "export" in printed
     assert imported == set()
 
 
 @pytest.mark.parametrize("command", long_after(1, ["show", "checkpoints", "verify", "gc"]))
 def test_an_experiment_in_a_folder_is_read_without_prefect(target: Path, command: str) -> None:
-    printed, imported = imported_by(command, target, "digits")
+    printed, imported = run_and_list_imports(command, target, "digits")
     assert re.search("6|nothing to collect", printed)
     assert imported == set()
 
@@ -63,14 +63,14 @@ def test_ctrl_c_while_the_commands_are_imported_ends_without_a_traceback() -> No
         "from prefect_tune.cli import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_a_full_disk_behind_stdout_is_one_line(target: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        done = run_in_process("show", target, "digits", stdout=full)
-    assert (done.code, done.err) == (1, "prefect-tune: [Errno 28] No space left on device\n")
+        result = run_in_process("show", target, "digits", stdout=full)
+    assert (result.code, result.err) == (1, "prefect-tune: [Errno 28] No space left on device\n")
 
 
 NAMED_MODULES = [
@@ -101,18 +101,19 @@ def test_a_module_in_the_working_directory_is_found_by_every_option_that_takes_o
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.delitem(sys.modules, "here", raising=False)
-    done = run(*command.replace("TARGET", str(target)).split())
-    assert done.code in {1, 2}
-    assert f"{option} 'here:ABSENT'" in done.err
-    assert f"({tmp_path / 'here.py'}) has no 'ABSENT'" in done.err
+    result = run(*command.replace("TARGET", str(target)).split())
+    assert result.code in {1, 2}
+    assert f"{option} 'here:ABSENT'" in result.err
+    assert f"({tmp_path / 'here.py'}) has no 'ABSENT'" in result.err
 
 
 def test_every_command_that_takes_a_module_is_among_those_tested_with_one_in_the_working_directory() -> None:
     commands = vars(get_command(load_application()))["commands"]
-    texts = {
-        name: [f"{each.metavar} {getattr(each, 'help', '')}" for each in one.params] for name, one in commands.items()
+    takers = {
+        name
+        for name, command in commands.items()
+        if any("MODULE:NAME" in f"{option.metavar} {getattr(option, 'help', '')}" for option in command.params)
     }
-    takers = {name for name, words in texts.items() if any("MODULE:NAME" in text for text in words)}
     assert takers == {command.split()[0] for command, _ in NAMED_MODULES}
 
 
@@ -126,34 +127,27 @@ def test_the_commands_stand_in_the_order_in_which_they_are_needed(run: Run) -> N
 
 @pytest.mark.parametrize("command", [[], *([name] for name in NAMES), *GROUPS], ids=" ".join)
 def test_the_help_of_each_command_fits_80_columns_whole(run: Run, command: list[str]) -> None:
-    done = run(*command, "--help", columns=80)
-    assert done.code == 0
-    assert "…" not in done.out
-    assert "bool" not in done.out.lower(), "a flag takes no value"
-    assert max(map(len, done.out.splitlines())) <= 80
+    result = run(*command, "--help", columns=80)
+    assert result.code == 0
+    assert "…" not in result.out
+    assert "bool" not in result.out.lower(), "a flag takes no value"
+    assert max(map(len, result.out.splitlines())) <= 80
 
 
 def test_a_target_that_works_is_checked_in_one_line(run: Run, tmp_path: Path) -> None:
-    done = run("blocks", "check", tmp_path / "target")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith((tmp_path / "target").as_uri())
-    assert done.out.count("\n") == 1
+    result = run("blocks", "check", tmp_path / "target")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith((tmp_path / "target").as_uri())
+    assert result.out.count("\n") == 1
 
 
 def test_the_blocks_are_registered_with_the_server(run: Run, prefect_server: str) -> None:
     import httpx
 
-    done = run("blocks", "register")
-    assert done.out.split() == [
-        "local-target",
-        "s3-target",
-        "gcs-target",
-        "azure-target",
-        "fsspec-target",
-        "sync-config",
-    ]
-    there = httpx.post(f"{prefect_server}/block_types/filter", json={}).json()
-    assert {"local-target", "sync-config"} <= {each["slug"] for each in there}
+    targets = ["local-target", "s3-target", "gcs-target", "azure-target", "fsspec-target"]
+    assert run("blocks", "register").out.split() == [*targets, "sync-config"]
+    block_types = httpx.post(f"{prefect_server}/block_types/filter", json={}).json()
+    assert {"local-target", "sync-config"} <= {block_type["slug"] for block_type in block_types}
 
 
 @dataclass
@@ -171,39 +165,30 @@ def test_a_drill_ends_with_0_only_if_the_runs_are_the_same(
 ) -> None:
     plans: list[DrillPlan] = []
 
-    def drilled(plan: DrillPlan, *_: object, **__: object) -> _Report:
+    def run_drill(plan: DrillPlan, *_: object, **__: object) -> _Report:
         plans.append(plan)
         return _Report(is_exact)
 
-    monkeypatch.setattr("prefect_tune.drills.run_drill.run_drill_in_terminal", drilled)
+    monkeypatch.setattr("prefect_tune.drills.run_drill.run_drill_in_terminal", run_drill)
     assert run(*command).code == code
     if command[0] == "drill":
         (plan,) = plans
-        assert (plan.trainable, plan.config, [step for step, _ in plan.kills]) == (
-            "my.module:Net",
-            {"width": 3},
-            [2, 5],
-        )
+        assert (plan.trainable, plan.config) == ("my.module:Net", {"width": 3})
+        assert [step for step, _ in plan.kills] == [2, 5]
         assert json.loads(run(*command, "--json").out) == {"is_exact": is_exact}
 
 
 def test_a_drill_that_could_not_run_ends_with_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
+    def raise_error(*_: object, **__: object) -> None:
         raise TuneError("run 'undisturbed' of the drill ended with exit code 1")
 
-    monkeypatch.setattr("prefect_tune.drills.run_drill.run_drill_in_terminal", fails)
+    monkeypatch.setattr("prefect_tune.drills.run_drill.run_drill_in_terminal", raise_error)
     assert run("drill", "my.module:Net").code == 2
-    assert run("drill", "my.module:Net", "--at", "a").err.startswith(
-        "prefect-tune: --at 'a': expected steps, such as 3,7"
-    )
-
-
-# The claims of the docs page on the command line are true.
-
-
-PAGE = ROOT / "docs" / "cli.md"
+    result = run("drill", "my.module:Net", "--at", "a")
+    assert result.err.startswith("prefect-tune: --at 'a': expected steps, such as 3,7")
 
 
 def test_the_page_names_every_command(run: Run) -> None:
-    shown = set(re.findall(r"^│ (\w+) +[A-Z]", run("--help").out, re.MULTILINE))
-    assert shown == set(re.findall(r"^\| `(\w+)", PAGE.read_text(), re.MULTILINE))
+    names = set(re.findall(r"^│ (\w+) +[A-Z]", run("--help").out, re.MULTILINE))
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert names == set(re.findall(r"^\| `(\w+)", page, re.MULTILINE))

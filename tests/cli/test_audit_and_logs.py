@@ -33,36 +33,36 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_first_line_is_the_result_and_a_table_counts_the_events(run: Run, search: Path) -> None:
-    done = run("audit", search, "e")
-    assert (done.code, done.err) == (0, "")
-    first, *rest = done.out.splitlines()
+    result = run("audit", search, "e")
+    assert (result.code, result.err) == (0, "")
+    first, *rest = result.out.splitlines()
     derived, _, total, *words = first.split()
     assert (derived, " ".join(words)) == (total, "proposals and decisions derived again")
     assert [line.split()[:2] for line in rest if line.startswith("derived")] == [["derived", derived]]
-    assert "9 trial-added" in done.out
+    assert "9 trial-added" in result.out
     assert json.loads(run("audit", search, "e", "--json").out)["derived"]["trial-added"] == 9
 
 
 def test_a_difference_is_named_with_its_entry_and_exits_with_1(run: Run, search: Path, tmp_path: Path) -> None:
     entries = entries_of(search, KEY)
-    altered = next(each for each in alterations_of(entries) if each.kind == "stop for continue")
+    altered = next(altered for altered in alterations_of(entries) if altered.kind == "stop for continue")
     write_altered(tmp_path / "altered", KEY, entries, altered)
-    done = run("audit", tmp_path / "altered", "e")
-    assert (done.code, done.err) == (1, "")
+    result = run("audit", tmp_path / "altered", "e")
+    assert (result.code, result.err) == (1, "")
     head = f"entry {altered.entry}, trial {altered.events[0].model_dump()['trial']}: expected decision-made: decision"
-    assert done.out.startswith(f'{head} {{"type": "continue"}}; found decision-made: decision {{"type": "stop"')
-    found = json.loads(run("audit", tmp_path / "altered", "e", "--json").out)
-    assert found["difference"]["entry"] == altered.entry
+    assert result.out.startswith(f'{head} {{"type": "continue"}}; found decision-made: decision {{"type": "stop"')
+    report = json.loads(run("audit", tmp_path / "altered", "e", "--json").out)
+    assert report["difference"]["entry"] == altered.entry
 
 
 def test_what_a_person_passes_is_a_name_and_a_wrong_one_is_one_line(run: Run, search: Path) -> None:
-    done = run("audit", search, "e", "--scheduler", "tests.cli.test_audit_and_logs:ASHA")
-    assert (done.code, done.err) == (0, "")
-    for given, said in (("ASHA", "expected MODULE:NAME"), ("no.such:THING", "module 'no.such' cannot be imported")):
-        wrong = run("audit", search, "e", "--search", given)
-        assert (wrong.code, wrong.out) == (2, "")
-        assert said in wrong.err
-        assert wrong.err.count("\n") == 1
+    result = run("audit", search, "e", "--scheduler", "tests.cli.test_audit_and_logs:ASHA")
+    assert (result.code, result.err) == (0, "")
+    for name, message in (("ASHA", "expected MODULE:NAME"), ("no.such:THING", "module 'no.such' cannot be imported")):
+        refused = run("audit", search, "e", "--search", name)
+        assert (refused.code, refused.out) == (2, "")
+        assert message in refused.err
+        assert refused.err.count("\n") == 1
     assert run("audit", search, "other").code == 2
     assert run("audit", search / "nowhere", "e").code == 2
 
@@ -71,10 +71,10 @@ def test_a_target_that_does_not_answer_is_no_finding(run: Run, monkeypatch: pyte
     monkeypatch.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0,))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    done = run("audit", "s3://bucket?endpoint_url=http://127.0.0.1:9", "e")
-    assert (done.code, done.out) == (2, "")
-    assert "127.0.0.1:9" in done.err
-    assert done.err.count("\n") == 1
+    result = run("audit", "s3://bucket?endpoint_url=http://127.0.0.1:9", "e")
+    assert (result.code, result.out) == (2, "")
+    assert "127.0.0.1:9" in result.err
+    assert result.err.count("\n") == 1
 
 
 # What a trial printed last is in its journal, is shown when it fails, and is printed by `logs`.
@@ -95,22 +95,22 @@ def test_the_last_output_is_shown_where_a_trial_fails_and_logs_prints_that_of_ea
         (message,) = [text for text in failed if f" of {how}" in text]
         assert message.count(f"last output:\nline 11 of {how}\nline 12 of {how}\n") == 1
         assert message.endswith(f"line 29 of {how}\nbar 50% of {how}")
-        for shown in (run("show", target, "e", "--trial", trial).out, run("logs", target, "e", trial).out):
-            assert shown.count(f"\nline 29 of {how}\nbar 50% of {how}\n") == 1
-            assert f"line 10 of {how}" not in shown
+        for output in (run("show", target, "e", "--trial", trial).out, run("logs", target, "e", trial).out):
+            assert output.count(f"\nline 29 of {how}\nbar 50% of {how}\n") == 1
+            assert f"line 10 of {how}" not in output
     assert "line 29" not in run("show", target, "e", "--trial", "0").out
     assert "line 29" not in run("show", target, "e").out
-    done = run("logs", target, "e", "00000").out
-    assert done.startswith("attempt 1: the trainable returned\nlast output:\nline 11 of work\n")
-    assert done.endswith("bar 50% of work\n")
+    output = run("logs", target, "e", "00000").out
+    assert output.startswith("attempt 1: the trainable returned\nlast output:\nline 11 of work\n")
+    assert output.endswith("bar 50% of work\n")
     silent = run("logs", target, "e", "4").out
     assert silent.startswith("attempt 1: ValueError: no word\nTraceback")
     assert silent.endswith("\nlast output:\n(none is stored)\n")
     assert "last output" not in run("show", target, "e", "--trial", "4").out
-    for shown in (run("show", target, "e", "--trial", "5").out, run("logs", target, "e", "5").out):
-        require_visible(shown)
-        assert "y" * 8_000 in shown
-        assert "y" * 8_193 not in shown
+    for output in (run("show", target, "e", "--trial", "5").out, run("logs", target, "e", "5").out):
+        require_visible(output)
+        assert "y" * 8_000 in output
+        assert "y" * 8_193 not in output
     (attempt,) = json.loads(run("logs", target, "e", "1", "--json").out)
     assert attempt["attempt"] == 1
     assert "ValueError: no data" in attempt["reason"]
@@ -125,17 +125,16 @@ def test_the_last_output_is_shown_where_a_trial_fails_and_logs_prints_that_of_ea
 
 
 def test_a_trial_is_shown_with_each_checkpoint_that_it_exploited(run: Run, tmp_path: Path) -> None:
-    searching = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=1)
-    state = searching.run(space={"x": pt.uniform(0, 1)}, scheduler=pt.PBT(2, {"x": pt.uniform(0, 1)}))
-    changed = [each for each in state.trials.values() if each.last_clone_sequence is not None]
-    assert changed
-    for trial in changed[:2]:
-        shown = json.loads(run("show", tmp_path, "e", "--trial", trial.id, "--json").out)["exploited"]
-        last = shown[-1]
+    search = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=1)
+    state = search.run(space={"x": pt.uniform(0, 1)}, scheduler=pt.PBT(2, {"x": pt.uniform(0, 1)}))
+    clones = [trial for trial in state.trials.values() if trial.last_clone_sequence is not None]
+    assert clones
+    for trial in clones[:2]:
+        exploits = json.loads(run("show", tmp_path, "e", "--trial", trial.id, "--json").out)["exploited"]
+        last = exploits[-1]
         assert last["source"] != trial.id
         assert (last["changed"].keys(), last["changed"]["x"][1]) == ({"x"}, trial.config["x"])
-        words = run("show", tmp_path, "e", "--trial", trial.id).out
-        assert words.count(" of trial ") == len(shown)
+        assert run("show", tmp_path, "e", "--trial", trial.id).out.count(" of trial ") == len(exploits)
 
 
 # What people see of a trial's ranks: in the log, in `show --trial`, in the report and in the cost.
@@ -159,8 +158,8 @@ def test_log_show_and_report_name_the_rank_that_was_killed(
         )
     assert "trial 00000: rank 0 is here" in caplog.text
     assert "trial 00000/rank 1: rank 1 is here" in caplog.text
-    shown = run("show", tmp_path, "e", "--trial", "00000", columns=200).out
-    table = shown[shown.index("attempt  in all") :].splitlines()
+    output = run("show", tmp_path, "e", "--trial", "00000", columns=200).out
+    table = output[output.index("attempt  in all") :].splitlines()
     assert table[1].rstrip().endswith("rank 1: ended by SIGKILL, the cause")
     assert "rank 1" not in table[2]
     first, second = json.loads(run("show", tmp_path, "e", "--trial", "00000", "--json").out)["cost"]
@@ -168,5 +167,5 @@ def test_log_show_and_report_name_the_rank_that_was_killed(
     assert "ends" not in second
     assert run("report", tmp_path, "e", "--output", tmp_path / "page.html").code == 0
     page = (tmp_path / "page.html").read_text()
-    pictures = [b64decode(each).decode() for each in re.findall(r'svg\+xml;base64,([^"]*)"', page)]
-    assert any("interrupted; rank 1: ended by SIGKILL, the cause" in each for each in pictures)
+    pictures = [b64decode(picture).decode() for picture in re.findall(r'svg\+xml;base64,([^"]*)"', page)]
+    assert any("interrupted; rank 1: ended by SIGKILL, the cause" in picture for picture in pictures)

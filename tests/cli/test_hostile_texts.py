@@ -73,23 +73,17 @@ def target(tmp_path: Path) -> Path:
         record(TrialAdded(trial=name, config={HOSTILE: HOSTILE, "x": f"{HOSTILE}{number}"}))
         record(AttemptStarted(trial=name, attempt=1, from_step=0))
         metrics = {"loss": 1.0 + number, HOSTILE: 2.0 - number, "text": HOSTILE}
-        key = CheckpointKey(
-            trial=TrialKey(experiment="e", generation=1, trial=name), step=1, sequence=state.entry_count
-        )
+        trial = TrialKey(experiment="e", generation=1, trial=name)
+        key = CheckpointKey(trial=trial, step=1, sequence=state.entry_count)
         committed(store, write(tmp_path / f"staged-{name}", {"file": b"x"}), key, metrics=metrics)
         ref = CheckpointRef(step=1, sequence=key.sequence, metrics=metrics)
-        record(
-            StepReported(trial=name, report=StepReport(step=1, metrics=metrics)),
-            CheckpointCommitted(trial=name, checkpoint=ref),
-        )
+        report = StepReported(trial=name, report=StepReport(step=1, metrics=metrics))
+        record(report, CheckpointCommitted(trial=name, checkpoint=ref))
     error = make_reason("raised", type=HOSTILE, text=HOSTILE, traceback=f"Traceback\n{HOSTILE}", location=HOSTILE)
     record(TrialErrored(trial="errored", cause=Cause.TRAINABLE, reason=error))
-    use = AttemptUsage(seconds=PhaseSeconds(), output=f"{HOSTILE}\n{HOSTILE} printed")
-    record(
-        AttemptEnded(
-            trial="lost", cause=Cause.MACHINE, reason=Reason(code=HOSTILE, arguments={HOSTILE: HOSTILE}), usage=use
-        )
-    )
+    usage = AttemptUsage(seconds=PhaseSeconds(), output=f"{HOSTILE}\n{HOSTILE} printed")
+    reason = Reason(code=HOSTILE, arguments={HOSTILE: HOSTILE})
+    record(AttemptEnded(trial="lost", cause=Cause.MACHINE, reason=reason, usage=usage))
     record(StopRequested(reason=HOSTILE, request="r"))
     manifest = next((tmp_path / "target" / "e" / "1" / "trials" / "lost" / "checkpoints").rglob("*.json"))
     manifest.write_text(f"{{{HOSTILE}")
@@ -97,23 +91,23 @@ def target(tmp_path: Path) -> Path:
 
 
 def test_every_command_is_in_one_of_these_lists() -> None:
-    named = {name for names in COMMANDS.values() for name in names}
-    assert named == {*CALLS, *SHOW_NO_TEXT_OF_A_TARGET, *SHOW_LOG_LINES_AND_ERRORS}
+    commands = {name for names in COMMANDS.values() for name in names}
+    assert commands == {*CALLS, *SHOW_NO_TEXT_OF_A_TARGET, *SHOW_LOG_LINES_AND_ERRORS}
 
 
 @pytest.mark.parametrize("command", CALLS)
 def test_no_text_of_a_target_controls_what_reads_an_output(
     command: str, run: Run, target: Path, tmp_path: Path
 ) -> None:
-    for call in CALLS[command]:
-        done = run(*(each.format(target=target, folder=tmp_path) for each in call))
-        require_visible(done.out + done.err)
+    for arguments in CALLS[command]:
+        result = run(*(argument.format(target=target, folder=tmp_path) for argument in arguments))
+        require_visible(result.out + result.err)
         for page in tmp_path.glob("page.*"):
             require_visible(page.read_text())
             pictures = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", page.read_text())
             assert pictures
-            for svg in pictures:
-                require_visible(base64.b64decode(svg).decode())
+            for picture in pictures:
+                require_visible(base64.b64decode(picture).decode())
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "report", "checkpoints"])

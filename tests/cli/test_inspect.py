@@ -39,12 +39,12 @@ from tests.fakes.searches.experiments import write_experiment, write_search
 
 
 def test_a_search_is_shown_with_its_trials_the_best_first(run: Run, moods: Path) -> None:
-    shown = json.loads(run("show", moods, "moods", "--json").out)
-    assert shown["trials_by_status"] == {"completed": 2, "errored": 2}
-    assert (shown["metric"], shown["mode"]) == (["loss"], ["min"])
-    assert [each["trial"] for each in shown["trials"][:2]] == ["00003", "00001"]
-    assert shown["trials"][0]["config"] == {"fails": "not", "x": 0.25, "always": "[bold]"}
-    assert shown["settings"]["stop"] == {"step": 3}
+    output = json.loads(run("show", moods, "moods", "--json").out)
+    assert output["trials_by_status"] == {"completed": 2, "errored": 2}
+    assert (output["metric"], output["mode"]) == (["loss"], ["min"])
+    assert [trial["trial"] for trial in output["trials"][:2]] == ["00003", "00001"]
+    assert output["trials"][0]["config"] == {"fails": "not", "x": 0.25, "always": "[bold]"}
+    assert output["settings"]["stop"] == {"step": 3}
 
 
 def test_for_people_a_search_is_a_table_of_what_its_trials_differ_in(run: Run, moods: Path) -> None:
@@ -70,9 +70,9 @@ def test_no_line_is_wider_than_the_terminal(run: Run, moods: Path, columns: int)
 
 
 def test_one_trial_of_a_search_is_shown_with_all_that_is_known(run: Run, moods: Path) -> None:
-    shown = json.loads(run("show", moods, "moods", "--trial", "00002", "--json").out)
-    assert (shown["trial"], shown["status"], shown["step"]) == ("00002", "errored", 1)
-    assert "in a mood" in shown["reason"]
+    output = json.loads(run("show", moods, "moods", "--trial", "00002", "--json").out)
+    assert (output["trial"], output["status"], output["step"]) == ("00002", "errored", 1)
+    assert "in a mood" in output["reason"]
     assert "[bold]" in run("show", moods, "moods", "--trial", "00002").out
 
 
@@ -97,10 +97,10 @@ def test_where_the_best_trial_has_errored_it_says_so_wherever_it_is_named(run: R
 )
 def test_a_trial_is_found_by_its_number_alone(run: Run, moods: Path, command: str, named: str) -> None:
     verb, *options = command.split()
-    done = run(verb, moods, "moods", "--trial", named, *options, "--json")
-    assert (done.code, done.err) == (0, "")
-    assert "00003" in done.out
-    assert "00001" not in done.out
+    result = run(verb, moods, "moods", "--trial", named, *options, "--json")
+    assert (result.code, result.err) == (0, "")
+    assert "00003" in result.out
+    assert "00001" not in result.out
 
 
 def test_the_experiments_of_a_target_are_listed(run: Run, moods: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_experiments_of_a_target_are_listed(run: Run, moods: Path) -> None:
     (moods / "alone" / "a file").touch()
     (moods / "another tool's").mkdir(exist_ok=True)
     listed = json.loads(run("ls", moods, "--json").out)
-    assert [(each["experiment"], each["kind"]) for each in listed] == [("alone", "training"), ("moods", "search")]
+    assert [(row["experiment"], row["kind"]) for row in listed] == [("alone", "training"), ("moods", "search")]
     assert listed[1]["trials"] == {"completed": 2, "errored": 2}
     assert listed[1]["best_trial"] == "00003"
     assert listed[1]["best"]["loss"] == pytest.approx(0.25 + 1 / 3)
@@ -122,7 +122,7 @@ def test_an_experiment_whose_journal_is_damaged_does_not_hide_the_others(run: Ru
     entry.chmod(0o644)
     entry.write_bytes(entry.read_bytes()[:-20])
     listed = json.loads(run("ls", tmp_path, "--json").out)
-    assert [(each["experiment"], each["damage"] is None) for each in listed] == [("torn", False), ("whole", True)]
+    assert [(row["experiment"], row["damage"] is None) for row in listed] == [("torn", False), ("whole", True)]
 
 
 def test_an_altered_entry_before_a_snapshot_is_a_warning_of_show_and_an_error_of_audit_with_what_to_do(
@@ -136,13 +136,13 @@ def test_an_altered_entry_before_a_snapshot_is_a_warning_of_show_and_an_error_of
     entry.chmod(0o644)
     entry.write_bytes(entry.read_bytes().replace(b'"trial"', b'"Trial"'))
     assert run("show", tmp_path, "whole").err == ""
-    shown, audited = run("show", tmp_path, "torn"), run("audit", tmp_path, "torn")
-    assert (shown.code, audited.code) == (0, 1)
-    for err in (shown.err, audited.err):
+    show_result, audit_result = run("show", tmp_path, "torn"), run("audit", tmp_path, "torn")
+    assert (show_result.code, audit_result.code) == (0, 1)
+    for err in (show_result.err, audit_result.err):
         assert "incomplete, or altered since it was written" in err
         assert "; restore this object from a backup" in err
         assert "'A damaged journal' in docs/maintain.md" in err
-    assert shown.err.startswith("warning: ")
+    assert show_result.err.startswith("warning: ")
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_a_folder_that_does_not_exist_is_named_and_not_created(
     run: Run, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     verb, *experiment = command
-    done = run(verb, tmp_path / "runs", *experiment)
-    assert (done.code, done.out) == (2, "")
-    assert done.err == f"prefect-tune: {tmp_path / 'runs'}: there is no such folder\n"
+    result = run(verb, tmp_path / "runs", *experiment)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == f"prefect-tune: {tmp_path / 'runs'}: there is no such folder\n"
     assert not list(tmp_path.iterdir())
     (tmp_path / "runs").touch()
-    assert run(verb, tmp_path / "runs", *experiment) == done, "a file is no folder"
+    assert run(verb, tmp_path / "runs", *experiment) == result, "a file is no folder"
 
 
 REFUSALS = [
@@ -184,12 +184,12 @@ def test_what_cannot_be_done_is_one_line_and_nothing_is_written(
 ) -> None:
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
-    places = {"MOODS": str(moods), "TARGET": str(target), "TMP": str(tmp_path)}
-    for name, place in places.items():
-        command, message = command.replace(name, place), message.replace(name, place)
-    done = run(*command.split())
-    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1)
-    assert message in done.err
+    paths = {"MOODS": str(moods), "TARGET": str(target), "TMP": str(tmp_path)}
+    for name, path in paths.items():
+        command, message = command.replace(name, path), message.replace(name, path)
+    result = run(*command.split())
+    assert (result.code, result.out, result.err.count("\n")) == (code, "", 1)
+    assert message in result.err
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -209,22 +209,22 @@ def test_a_report_has_the_best_trial_every_trial_and_every_error(run: Run, moods
     assert len(in_file) == len(page.splitlines())
     differ = [pair for pair in zip(in_file, page.splitlines(), strict=True) if pair[0] != pair[1]]
     assert differ, "there are pictures"
-    for picture, words in differ:
-        shows = re.match(r"!\[(.*)\]\(data:image/svg", picture)
-        assert shows is not None
-        assert words == f"[{shows[1]}: a picture, see --output]"
+    for picture, text in differ:
+        image = re.match(r"!\[(.*)\]\(data:image/svg", picture)
+        assert image is not None
+        assert text == f"[{image[1]}: a picture, see --output]"
 
 
 def test_a_report_is_one_html_file_or_json_of_the_same_facts(run: Run, moods: Path, tmp_path: Path) -> None:
-    done = run("report", moods, "moods", "--output", tmp_path / "page.HTML")
-    assert (done.out, done.err) == ("", f"the report of moods is in {tmp_path / 'page.HTML'}\n")
+    result = run("report", moods, "moods", "--output", tmp_path / "page.HTML")
+    assert (result.out, result.err) == ("", f"the report of moods is in {tmp_path / 'page.HTML'}\n")
     html = (tmp_path / "page.HTML").read_text()
     assert html.startswith("<!doctype html>")
     assert "<h2>Best trial: 00003</h2>" in html
     assert not re.search(r'(src|href)="(?!data:|http://[^"]*/runs/)', html)
     report = json.loads(run("report", moods, "moods", "--json").out)
     assert (report["best"][0]["trial"], report["trials_by_status"]) == ("00003", {"completed": 2, "errored": 2})
-    assert [each["trial"] for each in report["errors"]] == ["00000", "00002"]
+    assert [error["trial"] for error in report["errors"]] == ["00000", "00002"]
     assert report["cost"]["sent_bytes"] > 0
     assert report["runs"][0]["attempts"] == 4
 
@@ -232,21 +232,18 @@ def test_a_report_is_one_html_file_or_json_of_the_same_facts(run: Run, moods: Pa
 # Commands on an experiment of one training.
 
 
-def blobs(target: Path) -> list[Path]:
+def list_blobs(target: Path) -> list[Path]:
     return sorted(target.glob("digits/1/trials/trial/blobs/*"), key=lambda path: path.name.rpartition("-")[2])
 
 
 def test_checkpoints_are_listed_with_step_size_and_metrics(run: Run, target: Path) -> None:
-    done = run("checkpoints", target, "digits", "--json")
-    rows = json.loads(done.out)
-    assert [(row["step"], row["status"], row["size_bytes"]) for row in rows] == [
-        (2, "live", 5_000_001),
-        (4, "live", 5_000_001),
-        (6, "live", 5_000_001),
-    ]
+    result = run("checkpoints", target, "digits", "--json")
+    rows = json.loads(result.out)
+    expected = [(step, "live", 5_000_001) for step in (2, 4, 6)]
+    assert [(row["step"], row["status"], row["size_bytes"]) for row in rows] == expected
     assert rows[1]["metrics"] == {"loss": 0.25}
     assert (target / rows[1]["path"] / "manifest.json").is_file()
-    assert done.code == 0
+    assert result.code == 0
 
 
 def test_a_checkpoint_that_was_put_aside_is_listed_as_quarantined(run: Run, tmp_path: Path) -> None:
@@ -265,54 +262,55 @@ def test_a_manifest_that_is_gone_or_torn_does_not_hide_the_others(
 
 
 def test_verify_finds_a_single_flipped_bit_and_says_where(run: Run, target: Path) -> None:
-    damaged = blobs(target)[1]
-    damaged.chmod(0o644)
-    data = bytearray(damaged.read_bytes())
+    blob = list_blobs(target)[1]
+    blob.chmod(0o644)
+    data = bytearray(blob.read_bytes())
     data[12345] ^= 1
-    damaged.write_bytes(data)
-    done = run("verify", target, "digits")
-    assert done.code == 1
-    assert done.err.startswith("step 4: DAMAGED: 'model/weights.bin' in ")
-    assert done.out == "steps 2, 6: 9.54 MiB in 4 files, intact\n"
-    verified = run("verify", target, "digits", "--json")
-    assert (verified.code, verified.err) == (1, "")
-    assert [row["damage"] is None for row in json.loads(verified.out)] == [True, False, True]
+    blob.write_bytes(data)
+    result = run("verify", target, "digits")
+    assert result.code == 1
+    assert result.err.startswith("step 4: DAMAGED: 'model/weights.bin' in ")
+    assert result.out == "steps 2, 6: 9.54 MiB in 4 files, intact\n"
+    json_result = run("verify", target, "digits", "--json")
+    assert (json_result.code, json_result.err) == (1, "")
+    assert [row["damage"] is None for row in json.loads(json_result.out)] == [True, False, True]
 
 
 def test_verify_prints_damage_also_if_the_target_fails_later(
     run: Run, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def until_the_last(store: ObjectStore, key: CheckpointKey, **more: Any) -> Sequence[object]:
+    def fail_at_the_last(store: ObjectStore, key: CheckpointKey, **options: Any) -> Sequence[object]:
         if key.step == 6:
             raise StoreUnavailable("the network is down")
-        return inspect_live_checkpoint(store, key, **more)
+        return inspect_live_checkpoint(store, key, **options)
 
-    blobs(target)[0].unlink()
-    monkeypatch.setattr("prefect_tune.cli.storage.inspect_live_checkpoint", until_the_last)
-    done = run("verify", target, "digits")
-    assert done.code == 1
-    damage, error = done.err.splitlines()
+    list_blobs(target)[0].unlink()
+    monkeypatch.setattr("prefect_tune.cli.storage.inspect_live_checkpoint", fail_at_the_last)
+    result = run("verify", target, "digits")
+    assert result.code == 1
+    damage, error = result.err.splitlines()
     assert damage.startswith("step 2: DAMAGED: ")
     assert error == "prefect-tune: the network is down"
 
 
 def test_asking_for_a_step_that_has_no_checkpoint_tells_which_there_are(run: Run, target: Path, tmp_path: Path) -> None:
-    done = run("export", target, "digits", "--step", 3, tmp_path / "plain")
-    assert (done.code, done.out) == (2, "")
-    assert done.err == "prefect-tune: experiment 'digits': there is no checkpoint of step 3; available steps: 2, 4, 6\n"
+    result = run("export", target, "digits", "--step", 3, tmp_path / "plain")
+    assert (result.code, result.out) == (2, "")
+    problem = "there is no checkpoint of step 3; available steps: 2, 4, 6"
+    assert result.err == f"prefect-tune: experiment 'digits': {problem}\n"
 
 
 @pytest.mark.parametrize("command", ["checkpoints", "show", "verify"])
 def test_an_experiment_that_is_not_there_is_one_line_and_exit_code_2(run: Run, target: Path, command: str) -> None:
-    done = run(command, target, "digit")
-    assert (done.code, done.out) == (2, "")
-    assert done.err == f"prefect-tune: there is no experiment 'digit' at {target.as_uri()}; did you mean 'digits'?\n"
+    result = run(command, target, "digit")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == f"prefect-tune: there is no experiment 'digit' at {target.as_uri()}; did you mean 'digits'?\n"
 
 
 def test_an_argument_that_is_missing_is_a_usage_error(run: Run, target: Path) -> None:
-    done = run("show", target)
-    assert done.code == 2
-    assert "EXPERIMENT" in done.err
+    result = run("show", target)
+    assert result.code == 2
+    assert "EXPERIMENT" in result.err
 
 
 # The output about an experiment that a user's own flow wrote.
@@ -320,22 +318,22 @@ def test_an_argument_that_is_missing_is_a_usage_error(run: Run, target: Path) ->
 
 def test_a_training_time_that_was_not_measured_is_left_out_and_never_0(run: Run, tmp_path: Path) -> None:
     target = tmp_path / "runs"
-    for experiment, seconds, measured in (("unmeasured", 0.0, None), ("measured", 12.5, 12.5)):
+    for experiment, seconds, expected in (("unmeasured", 0.0, None), ("measured", 12.5, 12.5)):
         directory = write(tmp_path / experiment, {"w": b"1"})
         pt.save_checkpoint.fn(directory, target=target, experiment=experiment, step=1, trained_seconds=seconds)
-        shown = json.loads(run("show", target, experiment, "--json").out)
+        output = json.loads(run("show", target, experiment, "--json").out)
         facts = json.loads(run("report", target, experiment, "--json").out)
-        said = (shown["trained_seconds"], facts["trials"][0]["trained_seconds"], facts["cost"]["trained_seconds"])
-        assert said == (measured,) * 3
-        assert ("trained_seconds" in run("show", target, experiment).out) is bool(measured)
-        assert ("time not measured" in run("report", target, experiment).out) is not bool(measured)
-        assert pt.load_results(target, experiment).to_arrow()["trained_seconds"].to_pylist() == [measured]
+        times = (output["trained_seconds"], facts["trials"][0]["trained_seconds"], facts["cost"]["trained_seconds"])
+        assert times == (expected,) * 3
+        assert ("trained_seconds" in run("show", target, experiment).out) is bool(expected)
+        assert ("time not measured" in run("report", target, experiment).out) is not bool(expected)
+        assert pt.load_results(target, experiment).to_arrow()["trained_seconds"].to_pylist() == [expected]
 
 
 # The output of read-only commands for a forged journal, and for a search that has fallen silent.
 
 
-def forged(folder: Path, metric: Any) -> str:
+def write_forged_search(folder: Path, metric: Any) -> str:
     """Write a search whose entries carry no times; return where."""
     make_root(folder)
     with LocalTarget(path=str(folder)).open(timeout=timedelta(seconds=60)) as store:
@@ -346,17 +344,17 @@ def forged(folder: Path, metric: Any) -> str:
 
 
 def test_a_report_is_made_where_the_times_are_none(run: Run, tmp_path: Path) -> None:
-    done = run("report", forged(tmp_path / "runs", "loss"), "e")
-    assert done.code == 0
-    assert done.out.startswith("# e\n")
+    result = run("report", write_forged_search(tmp_path / "runs", "loss"), "e")
+    assert result.code == 0
+    assert result.out.startswith("# e\n")
 
 
 @pytest.mark.parametrize("metric", [3, [["loss"]], {"a": 1}])
 def test_a_metric_that_is_no_name_is_one_line(metric: Any, run: Run, tmp_path: Path) -> None:
     for command in ("report", "show"):
-        done = run(command, forged(tmp_path / command, metric), "e")
-        assert done.code == 2
-        assert done.err.strip() == f"prefect-tune: metric: expected a name, or a list of names, found {metric!r}"
+        result = run(command, write_forged_search(tmp_path / command, metric), "e")
+        assert result.code == 2
+        assert result.err.strip() == f"prefect-tune: metric: expected a name, or a list of names, found {metric!r}"
 
 
 @pytest.mark.parametrize(("age", "is_stale"), [(timedelta(minutes=-1), False), (timedelta(minutes=1), True)])
@@ -367,22 +365,17 @@ def test_a_running_trial_without_updates_is_stale_and_has_no_reason(
     store, key = PosixStore(tmp_path / "runs"), JournalKey(experiment="e", generation=1)
     stamps = (WriteStamp(write_id=str(number), at="2026-11-21T08:00:00+00:00") for number in count())
     state = acquire_ownership(store, first_generation("e"), Owner(name="they", host="there", pid=1), next(stamps))
+    first, second = (AttemptStarted(trial="first", attempt=number, from_step=0) for number in (1, 2))
     lost = AttemptEnded(trial="first", cause=Cause.MACHINE, reason="its owner vanished")
-    started = [AttemptStarted(trial="first", attempt=number, from_step=0) for number in (1, 2)]
-    for event in (
-        ExperimentConfigured(settings={"seed": 1}),
-        TrialAdded(trial="first", config={}),
-        started[0],
-        lost,
-        started[1],
-    ):
+    settings, added = ExperimentConfigured(settings={"seed": 1}), TrialAdded(trial="first", config={})
+    for event in (settings, added, first, lost, second):
         state = append_events(store, state, [event], next(stamps))
-    at = (datetime.now(UTC) - age).isoformat()
+    updated_at = (datetime.now(UTC) - age).isoformat()
     running = RunningTrial(trial="first", attempt=2)
-    document = {"term": state.term, "owner": state.owner, "number": 1, "at": at, "period_seconds": 5}
+    document = {"term": state.term, "owner": state.owner, "number": 1, "at": updated_at, "period_seconds": 5}
     write_live_status(store, key, LiveStatus(**document, trials=(running,)))
-    shown = json.loads(run("show", tmp_path / "runs", "e", "--json").out)
-    assert (shown["is_stale"], shown["trials"][0]["reason"]) == (is_stale, "")
+    output = json.loads(run("show", tmp_path / "runs", "e", "--json").out)
+    assert (output["is_stale"], output["trials"][0]["reason"]) == (is_stale, "")
 
 
 # The width of tables: a pipe gets every column, and a narrow terminal names the columns that it has no room for.
@@ -390,55 +383,52 @@ def test_a_running_trial_without_updates_is_stale_and_has_no_reason(
 
 PARAMETERS = [f"parameter_{letter}" for letter in "abcdefgh"]
 NOW = datetime(2026, 11, 27, 12, tzinfo=UTC)
-BEGAN = (NOW - timedelta(seconds=90)).isoformat()
+STARTED_AT = (NOW - timedelta(seconds=90)).isoformat()
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search with more parameters than a terminal has room for."""
     target = tmp_path_factory.mktemp("wide") / "runs"
     write_search(target, "wide", {"00000": 0.5, "00001": 0.25}, parameters=PARAMETERS)
     return target
 
 
-def columns_of(shown: str) -> list[str]:
-    return next(line for line in shown.splitlines() if line.startswith("trial  ")).split()
+def columns_of(output: str) -> list[str]:
+    return next(line for line in output.splitlines() if line.startswith("trial  ")).split()
 
 
-ALL = ["trial", "status", "step", "loss", *PARAMETERS, "rate"]
+ALL_COLUMNS = ["trial", "status", "step", "loss", *PARAMETERS, "rate"]
 
 
-def test_a_pipe_gets_every_column_and_whole_cells(wide: Path) -> None:
+def test_a_pipe_gets_every_column_and_whole_cells(wide_target: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    done = subprocess.run(
-        [*PROGRAM, "show", str(wide), "wide"], env=environment, capture_output=True, text=True, check=True
-    )
-    assert columns_of(done.stdout) == ALL
-    assert "hidden" not in done.stdout
-    (row,) = [line for line in done.stdout.splitlines() if line.startswith("00001")]
+    command = [*PROGRAM, "show", str(wide_target), "wide"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert columns_of(process.stdout) == ALL_COLUMNS
+    assert "hidden" not in process.stdout
+    (row,) = [line for line in process.stdout.splitlines() if line.startswith("00001")]
     assert row.count(" of 00001") == len(PARAMETERS)
 
 
 @pytest.mark.parametrize("columns", [60, 120, 240])
-def test_a_terminal_shows_the_columns_that_fit_and_names_the_others(columns: int, wide: Path, run: Run) -> None:
-    shown = run("show", wide, "wide", columns=columns).out
-    there = columns_of(shown)
-    hidden = [name for name in ALL if name not in there]
-    note = re.search(
-        "^hidden, for lack of room: (.*); a wider terminal or a pipe has all columns$", shown, re.MULTILINE
-    )
+def test_a_terminal_shows_the_columns_that_fit_and_names_the_others(columns: int, wide_target: Path, run: Run) -> None:
+    output = run("show", wide_target, "wide", columns=columns).out
+    visible = columns_of(output)
+    hidden = [name for name in ALL_COLUMNS if name not in visible]
+    note = re.search("(?m)^hidden, for lack of room: (.*); a wider terminal or a pipe has all columns$", output)
     assert (note[1].split(", ") if note else []) == hidden
-    table = shown[shown.index("trial  ") :].splitlines()[:3]
+    table = output[output.index("trial  ") :].splitlines()[:3]
     assert max(map(len, table)) <= columns
-    assert "of 00001" not in shown or "…" not in shown
+    assert "of 00001" not in output or "…" not in output
 
 
 def test_the_trials_of_results_are_printed_in_the_same_way(
-    wide: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wide_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trials = pt.load_results(wide, "wide").trials
+    trials = pt.load_results(wide_target, "wide").trials
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert columns_of(repr(trials)) == ALL
+    assert columns_of(repr(trials)) == ALL_COLUMNS
     monkeypatch.setenv("COLUMNS", "80")
     assert "hidden, for lack of room: parameter_" in repr(trials)
     assert "hidden, for lack of room: parameter_" in trials._repr_html_()
@@ -448,6 +438,6 @@ def test_the_trials_of_results_are_printed_in_the_same_way(
 def test_the_time_of_the_last_report_or_else_of_the_start_is_shown() -> None:
     attempt = RunningTrial(trial="t", attempt=1)
     assert format_last_report(attempt, NOW) == "none known"
-    begun = attempt.model_copy(update={"began_at": BEGAN})
-    assert format_last_report(begun, NOW) == "none known; began 1 min 30 s ago"
-    assert format_last_report(begun.model_copy(update={"reported_at": BEGAN}), NOW) == "1 min 30 s ago"
+    started = attempt.model_copy(update={"began_at": STARTED_AT})
+    assert format_last_report(started, NOW) == "none known; began 1 min 30 s ago"
+    assert format_last_report(started.model_copy(update={"reported_at": STARTED_AT}), NOW) == "1 min 30 s ago"

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.fakes.command_line import PROGRAM, Done, Run
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.processes import free_port
+from tests.fakes.trial_processes import until
 from tests.fakes.untrusted import TRAIN as TRUSTED
 from tests.fakes.untrusted import Untrusted, describe, untrusted_folder
 
@@ -34,10 +34,10 @@ def search(run: Run, prefect_server: str, tmp_path: Path) -> Callable[..., Done]
     """Run a search called `e` from the command line, with a server, which limits runs by their tags."""
     assert prefect_server
 
-    def call(trainable: str, *arguments: object) -> Done:
+    def run_search(trainable: str, *arguments: object) -> Done:
         return run("run", trainable, "--target", tmp_path, "--experiment", "e", "--metric", "loss", *arguments)
 
-    return call
+    return run_search
 
 
 @pytest.mark.long
@@ -45,81 +45,67 @@ def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
     search: Callable[..., Done], run: Run, tmp_path: Path
 ) -> None:
     options = ("--set", "fails=raise", "--set", f"until={tmp_path / 'mended'}", "--stop", "step=3")
-    done = search(MOODY, *options, "--num-samples", 1)
-    assert done.code == 3
-    assert "in a mood" in done.out
-    then = pt.load_results(tmp_path, "e").experiment.entry_count
+    result = search(MOODY, *options, "--num-samples", 1)
+    assert result.code == 3
+    assert "in a mood" in result.out
+    entry_count = pt.load_results(tmp_path, "e").experiment.entry_count
     (tmp_path / "mended").touch()
-    only = run("resume", tmp_path, "e", "--only-errored", "--num-samples", 2, "--json")
-    assert json.loads(only.out)["trials_by_status"] == {"completed": 1}
+    errored_only = run("resume", tmp_path, "e", "--only-errored", "--num-samples", 2, "--json")
+    assert json.loads(errored_only.out)["trials_by_status"] == {"completed": 1}
     again = run("resume", tmp_path, "e", "--rerun-errored", "--num-samples", 2, "--json")
     assert again.code == 0
     assert json.loads(again.out)["trials_by_status"] == {"completed": 2}
-    forked = run("resume", tmp_path, "e", "--fork", "f", "--at", then, "--json")
+    forked = run("resume", tmp_path, "e", "--fork", "f", "--at", entry_count, "--json")
     assert forked.code == 3
     assert json.loads(forked.out)["trials_by_status"] == {"errored": 1}
     seed = ("--seed", pt.load_results(tmp_path, "f").experiment.settings["seed"])
-    there = search(MOODY, *options, *seed, "--num-samples", 1, "--experiment", "f", "--rerun-errored", "--json")
-    assert json.loads(there.out)["trials_by_status"] == {"completed": 1}
+    rerun = search(MOODY, *options, *seed, "--num-samples", 1, "--experiment", "f", "--rerun-errored", "--json")
+    assert json.loads(rerun.out)["trials_by_status"] == {"completed": 1}
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_report_without_the_metric_is_an_error_of_its_trial(run: Run, tmp_path: Path) -> None:
     options = ("--target", tmp_path, "--experiment", "e", "--metric", "accuracy", "--stop", "step=3")
     grid = ("--set", "fails=grid_search(raise,not)", "--num-samples", 1)
-    done = run("run", MOODY, *options, *grid, "--isolation", "thread")
-    assert done.code == 3
-    assert "expected a number for metric 'accuracy', found None; the report has ['loss']" in done.err
-    assert "2 errored" in done.out
+    result = run("run", MOODY, *options, *grid, "--isolation", "thread")
+    assert result.code == 3
+    assert "expected a number for metric 'accuracy', found None; the report has ['loss']" in result.err
+    assert "2 errored" in result.out
 
 
 def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> None:
     write_search(tmp_path, "first", {"00000": 0.5})
     (tmp_path / "space.yaml").write_text("x: {uniform: [0, 1e-1]}\nfails: no\n")
-    done = search(
+    result = search(
         MOODY,
         *("--space", tmp_path / "space.yaml", "--set", "depth.of.it=[1, 2]", "--mode", "max", "--num-samples", 2),
-        *(
-            "--scheduler",
-            '{"ASHA": {"max_t": 4, "variant": "stopping"}}',
-            "--search",
-            '{"RandomSearch": {"num_samples": 2}}',
-            "--seed",
-            7,
-        ),
+        *("--scheduler", '{"ASHA": {"max_t": 4, "variant": "stopping"}}'),
+        *("--search", '{"RandomSearch": {"num_samples": 2}}', "--seed", 7, "--keep-best", 2),
         *("--stop", "step=2", "--max-concurrent-trials", 1, "--checkpoint-every", 1, "--keep-last", 1),
-        *("--keep-best", 2),
         *("--max-failures", 2, "--fail-fast", "--isolation", "thread", "--json", "--resource", "cpu=0.5"),
         *("--tag", "mine", "--grace-period-seconds", 3, "--silence-timeout-seconds", 60, "--resume", "never"),
         *("--on-code-change", "refuse", "--warm-start", "first"),
     )
-    assert done.code == 0
-    shown = json.loads(done.out)
-    assert shown["trials"][0]["config"]["depth"] == {"of": {"it": [1, 2]}}
-    assert all(0 <= each["config"]["x"] <= 0.1 for each in shown["trials"])
-    assert [each["trial"] for each in shown["trials"]] == ["00001", "00000"], "the best trial is the first"
-    assert max(len(each["checkpoints"]) for each in shown["trials"]) == 2
-    settings = shown["settings"]
+    assert result.code == 0
+    output = json.loads(result.out)
+    assert output["trials"][0]["config"]["depth"] == {"of": {"it": [1, 2]}}
+    assert all(0 <= trial["config"]["x"] <= 0.1 for trial in output["trials"])
+    assert [trial["trial"] for trial in output["trials"]] == ["00001", "00000"], "the best trial is the first"
+    assert max(len(trial["checkpoints"]) for trial in output["trials"]) == 2
+    settings = output["settings"]
     assert settings["retention"] == {"last": 1, "best": 2, "metric": "loss", "mode": "max", "every": None}
     assert settings["warm_start"] == ["first"]
     assert list(pt.load_results(tmp_path, "e").experiment.warm_starts) == ["first"]
-    assert {name: settings[name] for name in ("mode", "num_samples", "seed", "stop", "fail_fast", "isolation")} == {
-        "mode": "max",
-        "num_samples": 2,
-        "seed": 7,
-        "stop": {"step": 2},
-        "fail_fast": True,
-        "isolation": "thread",
-    }
+    assert (settings["mode"], settings["num_samples"], settings["seed"]) == ("max", 2, 7)
+    assert (settings["stop"], settings["fail_fast"], settings["isolation"]) == ({"step": 2}, True, "thread")
     assert {"checkpoint", "retention", "failures", "scheduler", "search", "max_concurrent_trials"} <= set(settings)
 
 
 @pytest.mark.parametrize("mode", [[], ["min"], ["max"], ["max", "min"]])
 def test_the_best_checkpoints_to_keep_are_those_by_the_first_metric(mode: list[str]) -> None:
-    kept = options_to_parameters({"keep_best": 2, "keep_last": None, "metric": ["loss", "size"], "mode": mode})[
-        "retention"
-    ]
-    assert kept == pt.Retention(best=2, metric="loss", mode="max" if mode[:1] == ["max"] else "min")
+    options = {"keep_best": 2, "keep_last": None, "metric": ["loss", "size"], "mode": mode}
+    expected = pt.Retention(best=2, metric="loss", mode="max" if mode[:1] == ["max"] else "min")
+    assert options_to_parameters(options)["retention"] == expected
     with pytest.raises(InvalidInput, match=r"--keep-best: .* --metric NAME"):
         options_to_parameters({"keep_best": 2, "metric": []})
     assert options_to_parameters({"keep_last": 3, "metric": []}) == {"retention": pt.Retention(last=3)}
@@ -147,41 +133,33 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(
         text=True,
         cwd=Path(__file__).parents[2],
     )
-    _wait_for(lambda: any(tmp_path.glob("e/1/trials/*/checkpoints/*/manifest.json")))
+    until(lambda: any(tmp_path.glob("e/1/trials/*/checkpoints/*/manifest.json")), seconds=150)
     process.send_signal(interrupt)
-    _, said = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    again = f"prefect-tune resume {tmp_path} e --trainable tests.trainables.digits_table:DigitsTable"
-    assert said.splitlines()[-1] == f"stopped; resume with: {again}"
+    resume_command = f"prefect-tune resume {tmp_path} e --trainable tests.trainables.digits_table:DigitsTable"
+    assert errors.splitlines()[-1] == f"stopped; resume with: {resume_command}"
     resumed = run("resume", tmp_path, "e", "--json", "--stop", "step=8")
     assert resumed.code == 0
-    assert [(each["status"], each["step"] >= 8) for each in json.loads(resumed.out)["trials"]] == [
-        ("completed", True)
-    ] * 2
+    trials = json.loads(resumed.out)["trials"]
+    assert [(trial["status"], trial["step"] >= 8) for trial in trials] == [("completed", True)] * 2
 
 
 def test_interrupted_before_a_flow_run_it_names_no_experiment_to_resume(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_parameters: object) -> None:
+    def raise_interrupt(_parameters: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("prefect_tune.cli.search.check_parameters", interrupted)
-    done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1")
-    assert (done.code, done.out, done.err) == (130, "", "stopped before the run began; nothing was started\n")
-
-
-def _wait_for(fact: Callable[[], bool]) -> None:
-    until = time.monotonic() + 150
-    while not fact():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    monkeypatch.setattr("prefect_tune.cli.search.check_parameters", raise_interrupt)
+    result = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1")
+    assert (result.code, result.out, result.err) == (130, "", "stopped before the run began; nothing was started\n")
 
 
 def test_a_word_that_is_no_choice_is_a_usage_error(run: Run, tmp_path: Path) -> None:
-    done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--mode", "biggest")
-    assert done.code == 2
-    assert "'biggest' is not one of 'min', 'max'" in done.err
+    result = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--mode", "biggest")
+    assert result.code == 2
+    assert "'biggest' is not one of 'min', 'max'" in result.err
 
 
 @pytest.mark.parametrize(
@@ -215,11 +193,11 @@ def test_what_cannot_be_understood_ends_with_2_before_a_server_is_asked(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
-    done = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("prefect-tune: ")
-    assert message in done.err
-    assert done.err.count("\n") == 1
+    result = run("run", TRAIN, "--target", tmp_path, "--experiment", "e", "--set", "x=1", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("prefect-tune: ")
+    assert message in result.err
+    assert result.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,9 +225,9 @@ def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
 )
 def test_what_cannot_be_resumed_is_one_error(run: Run, tmp_path: Path, arguments: list[object], message: str) -> None:
     write_search(tmp_path, "first", {"00000": 0.5}, settings={"only_in_code": ["sync"]})
-    done = run("resume", tmp_path, *arguments)
-    assert done.code == (1 if arguments == ["frist"] else 2)
-    assert message.format(target=tmp_path.as_uri()) in done.err
+    result = run("resume", tmp_path, *arguments)
+    assert result.code == (1 if arguments == ["frist"] else 2)
+    assert message.format(target=tmp_path.as_uri()) in result.err
 
 
 # `prefect-tune stop` where no process runs the search: its messages, and its exit code.
@@ -260,23 +238,23 @@ def test_the_commands_on_the_page_ask_for_what_they_say(
 ) -> None:
     shutil.copytree(moods / "moods", tmp_path / "runs" / "moods")
     monkeypatch.chdir(tmp_path)
-    page = ROOT / "docs" / "stopping.md"
-    lines = "".join(each.code for each in blocks_of(page) if each.language == "bash").splitlines()
+    blocks = blocks_of(ROOT / "docs" / "stopping.md")
+    lines = "".join(block.code for block in blocks if block.language == "bash").splitlines()
     stops = [line for line in lines if line.startswith("prefect-tune stop ")]
-    one, whole = (shlex.split(line.replace(" digits", " moods"))[1:] for line in stops)
-    trial = run(*one, "--wait-seconds", 0)
+    stop_trial, stop_experiment = (shlex.split(line.replace(" digits", " moods"))[1:] for line in stops)
+    trial = run(*stop_trial, "--wait-seconds", 0)
     assert (trial.code, trial.out) == (0, "trial 00001 is completed at step 3: step 3 of 3\n")
-    asked = run(*whole)
-    assert (asked.code, asked.out) == (0, "experiment 'moods' has ended, with all of its 4 trials\n")
+    experiment = run(*stop_experiment)
+    assert (experiment.code, experiment.out) == (0, "experiment 'moods' has ended, with all of its 4 trials\n")
     assert not (tmp_path / "runs" / "moods" / "1" / "requests").exists()
 
 
 def test_where_nobody_answers_it_ends_with_1(moods: Path, run: Run, tmp_path: Path) -> None:
     shutil.copytree(moods / "moods", tmp_path / "moods")
     shutil.rmtree(tmp_path / "moods" / "1" / "results")  # between two trials, or killed before it could publish them
-    done = run("stop", tmp_path, "moods", "--wait-seconds", 0.1, "--json")
-    assert done.code == 1
-    answer = json.loads(done.out)
+    result = run("stop", tmp_path, "moods", "--wait-seconds", 0.1, "--json")
+    assert result.code == 1
+    answer = json.loads(result.out)
     assert (answer["status"], "no run has answered" in answer["message"]) == ("unanswered", True)
     assert "a run that begins later is not stopped by this" in answer["message"]
     assert len(list((tmp_path / "moods" / "1" / "requests").iterdir())) == 1
@@ -286,28 +264,28 @@ def test_where_nobody_answers_it_ends_with_1(moods: Path, run: Run, tmp_path: Pa
 
 
 @pytest.fixture
-def untrusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
+def untrusted_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
     return untrusted_folder(tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.parametrize("road", ["trainable", "sample_from", "stop", "callbacks", "syncer"])
+@pytest.mark.parametrize("setting", ["trainable", "sample_from", "stop", "callbacks", "syncer"])
 def test_what_a_journal_chooses_is_refused_in_words_that_say_what_to_pass(
-    road: str, run: Run, untrusted: Untrusted
+    setting: str, run: Run, untrusted_search: Untrusted
 ) -> None:
-    untrusted.forge(road)
-    named = [] if road == "trainable" else ["--trainable", TRUSTED]
-    done = run("resume", untrusted.target.path, "e", *named)
-    assert done.code == 1
-    assert f"'{untrusted.module}:" in done.err
-    assert "If the journal is yours, pass: pt.resume('e'" in done.err
-    assert not untrusted.marker.exists()
-    assert untrusted.module not in sys.modules
+    untrusted_search.forge(setting)
+    options = [] if setting == "trainable" else ["--trainable", TRUSTED]
+    result = run("resume", untrusted_search.target.path, "e", *options)
+    assert result.code == 1
+    assert f"'{untrusted_search.module}:" in result.err
+    assert "If the journal is yours, pass: pt.resume('e'" in result.err
+    assert not untrusted_search.marker.exists()
+    assert untrusted_search.module not in sys.modules
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-def test_a_trainable_that_is_named_is_run(run: Run, untrusted: Untrusted) -> None:
+def test_a_trainable_that_is_named_is_run(run: Run, untrusted_search: Untrusted) -> None:
     settings = {"space": {"x": 1.0}, "num_samples": 1, "metric": "loss", "isolation": "thread"}
-    describe(untrusted.target, "e", {"trainable": TRUSTED, **settings})
-    assert run("resume", untrusted.target.path, "e").code == 1
-    assert run("resume", untrusted.target.path, "e", "--trainable", TRUSTED).code == 0
+    describe(untrusted_search.target, "e", {"trainable": TRUSTED, **settings})
+    assert run("resume", untrusted_search.target.path, "e").code == 1
+    assert run("resume", untrusted_search.target.path, "e", "--trainable", TRUSTED).code == 0

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -35,7 +35,7 @@ from tests.fakes.searches.experiments import write_experiment
 from tests.trainables.moody import Moody
 
 LOG = logging.getLogger("prefect_tune.tests.callbacks")
-PATIENCE = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 
 
 class Recorder(pt.Callback):
@@ -79,7 +79,7 @@ class Recorder(pt.Callback):
         self.events.append(("error", trial.id, gave_up.cause))
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
-        self.events.append(("end", {name: str(each.status) for name, each in trials.items()}))
+        self.events.append(("end", {name: str(trial.status) for name, trial in trials.items()}))
 
     def get_state(self) -> Mapping[str, object]:
         return {"steps": self.steps}
@@ -87,8 +87,8 @@ class Recorder(pt.Callback):
     def set_state(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
 
-    def of(self, trial: str) -> list[tuple[Any, ...]]:
-        return [(each[0], *each[2:3]) for each in self.events if each[1] == trial]
+    def events_of(self, trial: str) -> list[tuple[Any, ...]]:
+        return [(event[0], *event[2:3]) for event in self.events if event[1] == trial]
 
 
 class Raises(Recorder):
@@ -108,14 +108,17 @@ SECOND_STEP = [("result", 2), ("save", 2), ("checkpoint", 2)]
 STATUSES = {"00000": "completed", "00001": "errored", "00002": "completed"}
 
 
+Recorders: TypeAlias = Mapping[str, Recorder]
+
+
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Recorder]:
+def recorders(tmp_path_factory: pytest.TempPathFactory) -> Recorders:
     """Three trials: one that trains, one that raises at step 2, one that is killed there once; then a resume."""
     folder = tmp_path_factory.mktemp("callbacks")
     callbacks_by_name = {name: Recorder(name) for name in ("first", "second", "late")}
     callbacks_by_name |= {"same": Recorder("first"), "raises": Raises("raises")}
 
-    def search(*names: str) -> None:
+    def run_search(*names: str) -> None:
         space = {"fails": pt.grid_search(["not", "raise", "kill"]), "until": str(folder / "killed")}
         pt.tune(
             Moody,
@@ -131,67 +134,54 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Recorder]
         )
 
     with without_server():
-        search("first", "raises")
-        search("same", "late")
+        run_search("first", "raises")
+        run_search("same", "late")
     return callbacks_by_name
 
 
 class TestInASearch:
     """The calls that each callback recorded."""
 
-    def test_it_is_set_up_first_and_receives_the_end_last(self, recorded: Mapping[str, Recorder]) -> None:
-        (what, search), *_, end = recorded["first"].events
-        assert what == "setup"
+    def test_it_is_set_up_first_and_receives_the_end_last(self, recorders: Recorders) -> None:
+        (hook, search), *_, end = recorders["first"].events
+        assert hook == "setup"
         assert (search.experiment, search.objective.metrics, search.objective.modes) == ("e", ("loss",), ("min",))
         assert search.target_uri.startswith("file://")
         assert end == ("end", STATUSES)
 
-    def test_a_trial_that_trains_is_told_step_by_step(self, recorded: Mapping[str, Recorder]) -> None:
-        callback = recorded["first"]
-        *begun, (ended, reason) = callback.of("00000")
-        assert begun == [("start", 0), *FIRST_STEP, *SECOND_STEP]
-        assert ended == "complete"
+    def test_a_trial_that_trains_is_told_step_by_step(self, recorders: Recorders) -> None:
+        callback = recorders["first"]
+        *earlier, (last, reason) = callback.events_of("00000")
+        assert earlier == [("start", 0), *FIRST_STEP, *SECOND_STEP]
+        assert last == "complete"
         assert get_reason_code(reason) == "step-limit"
-        assert [each[3] for each in callback.events if each[:2] == ("result", "00000")] == [
-            {"loss": 1.0},
-            {"loss": 0.5},
-        ]
+        metrics = [event[3] for event in callback.events if event[:2] == ("result", "00000")]
+        assert metrics == [{"loss": 1.0}, {"loss": 0.5}]
 
-    def test_a_trial_that_raises_is_told_to_have_errored(self, recorded: Mapping[str, Recorder]) -> None:
-        assert recorded["first"].of("00001") == [
-            ("start", 0),
-            *FIRST_STEP,
-            ("recover", Cause.TRAINABLE),
-            ("error", Cause.TRAINABLE),
-        ]
+    def test_a_trial_that_raises_is_told_to_have_errored(self, recorders: Recorders) -> None:
+        last = [("recover", Cause.TRAINABLE), ("error", Cause.TRAINABLE)]
+        assert recorders["first"].events_of("00001") == [("start", 0), *FIRST_STEP, *last]
 
     def test_a_trial_that_is_killed_is_told_to_recover_and_to_go_on_from_its_checkpoint(
-        self, recorded: Mapping[str, Recorder]
+        self, recorders: Recorders
     ) -> None:
-        assert recorded["first"].of("00002")[:-1] == [
-            ("start", 0),
-            *FIRST_STEP,
-            ("recover", Cause.MACHINE),
-            ("restore", 1),
-            ("start", 1),
-            *SECOND_STEP,
-        ]
+        recovery = [("recover", Cause.MACHINE), ("restore", 1), ("start", 1)]
+        expected = [("start", 0), *FIRST_STEP, *recovery, *SECOND_STEP]
+        assert recorders["first"].events_of("00002")[:-1] == expected
 
-    def test_one_that_raises_disturbs_neither_the_search_nor_the_others(self, recorded: Mapping[str, Recorder]) -> None:
-        assert recorded["raises"].events == recorded["first"].events
+    def test_one_that_raises_disturbs_neither_the_search_nor_the_others(self, recorders: Recorders) -> None:
+        assert recorders["raises"].events == recorders["first"].events
 
-    def test_on_a_resume_nothing_is_told_twice_and_its_state_is_there(self, recorded: Mapping[str, Recorder]) -> None:
-        again = recorded["same"]
-        assert [each[0] for each in again.events] == ["setup", "end"]
-        assert again.steps == recorded["first"].steps == 5
+    def test_on_a_resume_nothing_is_told_twice_and_its_state_is_there(self, recorders: Recorders) -> None:
+        again = recorders["same"]
+        assert [event[0] for event in again.events] == ["setup", "end"]
+        assert again.steps == recorders["first"].steps == 5
 
-    def test_who_joins_later_is_told_everything_from_the_beginning(self, recorded: Mapping[str, Recorder]) -> None:
+    def test_who_joins_later_is_told_everything_from_the_beginning(self, recorders: Recorders) -> None:
+        first, late = recorders["first"], recorders["late"]
         for trial in STATUSES:
-            assert sorted(recorded["late"].of(trial), key=str) == sorted(recorded["first"].of(trial), key=str)
-        assert recorded["late"].events[-1] == ("end", STATUSES)
-
-
-# ------------------------------------------------------------------------------------------ without a search
+            assert sorted(late.events_of(trial), key=str) == sorted(first.events_of(trial), key=str)
+        assert late.events[-1] == ("end", STATUSES)
 
 
 @pytest.fixture
@@ -201,46 +191,43 @@ def target(tmp_path: Path) -> LocalTarget:
     return LocalTarget(path=str(tmp_path / "target"))
 
 
-def state_at(target: LocalTarget) -> Experiment:
+def load_state(target: LocalTarget) -> Experiment:
     return load_experiment(PosixStore(Path(target.path)), first_generation("e"))
 
 
-def deliver(target: LocalTarget, *callbacks: pt.Callback, patience: timedelta = PATIENCE) -> None:
+def run_callbacks(target: LocalTarget, *callbacks: pt.Callback, timeout: timedelta = TIMEOUT) -> None:
     """Run the callbacks over the stored experiment, like a search with nothing left to train."""
-    listener = CallbackRunner(callbacks, target, pt.SearchInfo("e", target.uri, None), LOG)
-    listener.start(state_at(target))
-    listener.finish(state_at(target), patience)
+    runner = CallbackRunner(callbacks, target, pt.SearchInfo("e", target.uri, None), LOG)
+    runner.start(load_state(target))
+    runner.finish(load_state(target), timeout)
 
 
-def hooks(callback: Recorder) -> list[str]:
-    return [each[0] for each in callback.events]
+def called_hooks(callback: Recorder) -> list[str]:
+    return [event[0] for event in callback.events]
 
 
-WHOLE = ["start", "result", "save", "checkpoint", "result", "save", "checkpoint", "complete"]
+ALL_HOOKS = ["start", "result", "save", "checkpoint", "result", "save", "checkpoint", "complete"]
 
 
 def test_what_is_in_the_journal_is_told_once_over_all_runs(target: LocalTarget) -> None:
     first, again = Recorder(), Recorder()
-    deliver(target, first)
-    deliver(target, again)
-    assert hooks(first) == ["setup", *WHOLE, "end"]
-    assert hooks(again) == ["setup", "end"]
+    run_callbacks(target, first)
+    run_callbacks(target, again)
+    assert called_hooks(first) == ["setup", *ALL_HOOKS, "end"]
+    assert called_hooks(again) == ["setup", "end"]
     assert (first.steps, again.steps) == (2, 2)
 
 
-def test_a_report_is_delivered_once_and_a_repeated_step_again(
-    target: LocalTarget,
-) -> None:
-    recorder, state = Recorder(), state_at(target)
-    listener = CallbackRunner([recorder], target, pt.SearchInfo("e", target.uri, None), LOG)
-    listener.start(state)
+def test_a_report_is_delivered_once_and_a_repeated_step_again(target: LocalTarget) -> None:
+    recorder, state = Recorder(), load_state(target)
+    runner = CallbackRunner([recorder], target, pt.SearchInfo("e", target.uri, None), LOG)
+    runner.start(state)
     again = AttemptStarted(trial="trial", attempt=2, from_step=1, from_sequence=3)
     report, end = StepReport(step=2, metrics={}), TrialFinished(trial="trial", reason="enough")
-    listener.threads[0].on_event(again, state)
-    for event in (StepReported(trial="trial", report=report), end):
-        listener.threads[0].on_event(event, state)
-    listener.finish(state, PATIENCE)
-    assert hooks(recorder) == ["setup", *WHOLE, "restore", "start", "result", "complete", "end"]
+    for event in (again, StepReported(trial="trial", report=report), end):
+        runner.threads[0].on_event(event, state)
+    runner.finish(state, TIMEOUT)
+    assert called_hooks(recorder) == ["setup", *ALL_HOOKS, "restore", "start", "result", "complete", "end"]
 
 
 def test_who_cannot_use_its_state_is_told_everything_again(target: LocalTarget) -> None:
@@ -249,14 +236,14 @@ def test_who_cannot_use_its_state_is_told_everything_again(target: LocalTarget) 
             del state
             return False
 
-    deliver(target, Recorder())
+    run_callbacks(target, Recorder())
     again = OnAnotherMachine()
-    deliver(target, again)
-    assert hooks(again) == ["setup", *WHOLE, "end"]
+    run_callbacks(target, again)
+    assert called_hooks(again) == ["setup", *ALL_HOOKS, "end"]
 
 
 def test_two_of_one_name_have_a_state_each(target: LocalTarget) -> None:
-    deliver(target, Recorder(), Recorder())
+    run_callbacks(target, Recorder(), Recorder())
     assert {path.name for path in Path(target.path).glob("e/1/callbacks/*")} == {"recorder.json", "recorder-2.json"}
 
 
@@ -267,25 +254,25 @@ def test_a_hook_that_hangs_is_left_behind_and_told_in_the_next_run(target: Local
             if report.step == 1:
                 free.wait(30)
 
-    free, hung, next_one = threading.Event(), Hangs(), Recorder()
-    deliver(target, hung, patience=timedelta(seconds=0.5))
-    deliver(target, next_one)
+    free, hung, successor = threading.Event(), Hangs(), Recorder()
+    run_callbacks(target, hung, timeout=timedelta(seconds=0.5))
+    run_callbacks(target, successor)
     free.set()
-    assert "complete" not in hooks(hung)
-    assert hooks(next_one) == ["setup", *WHOLE, "end"]
+    assert "complete" not in called_hooks(hung)
+    assert called_hooks(successor) == ["setup", *ALL_HOOKS, "end"]
 
 
 def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prefect_tune.monitoring.callback_runner._MAX_QUEUED_ITEMS", 3)
-    slow, state = Recorder(), state_at(target)
-    listener = CallbackRunner([slow], target, pt.SearchInfo("e", target.uri, None), LOG)
+    slow, state = Recorder(), load_state(target)
+    runner = CallbackRunner([slow], target, pt.SearchInfo("e", target.uri, None), LOG)
     for _ in range(5):
-        listener.threads[0].on_event(AttemptStarted(trial="trial", attempt=9, from_step=0), state)
-    listener.start(state)
-    listener.finish(state, PATIENCE)
-    assert hooks(slow) == ["setup", *WHOLE, "end"]
+        runner.threads[0].on_event(AttemptStarted(trial="trial", attempt=9, from_step=0), state)
+    runner.start(state)
+    runner.finish(state, TIMEOUT)
+    assert called_hooks(slow) == ["setup", *ALL_HOOKS, "end"]
 
 
 def test_one_that_cannot_be_set_up_is_told_nothing_and_says_why(
@@ -296,27 +283,23 @@ def test_one_that_cannot_be_set_up_is_told_nothing_and_says_why(
             raise OSError(f"no room for {search.experiment}")
 
     unready, other = Unready("unready"), Recorder()
-    deliver(target, unready, other)
+    run_callbacks(target, unready, other)
     assert unready.events == []
-    assert hooks(other) == ["setup", *WHOLE, "end"]
+    assert called_hooks(other) == ["setup", *ALL_HOOKS, "end"]
     assert "callback unready: setup failed" in caplog.text
     assert "no room for e" in caplog.text
 
 
 def test_what_a_hook_raises_is_logged_with_its_trace(target: LocalTarget, caplog: pytest.LogCaptureFixture) -> None:
-    deliver(target, Raises("raises"))
+    run_callbacks(target, Raises("raises"))
     assert "callback raises failed" in caplog.text
     assert "a callback's own" in caplog.text
 
 
 def test_a_callback_is_given_as_an_object_a_class_or_a_name() -> None:
-    given = [Recorder(), Recorder, "tests.monitoring.test_callback_runner:Recorder", pt.FileLogger]
-    assert [type(each).__name__ for each in resolve_callbacks(given)] == [
-        "Recorder",
-        "Recorder",
-        "Recorder",
-        "FileLogger",
-    ]
+    callbacks = [Recorder(), Recorder, "tests.monitoring.test_callback_runner:Recorder", pt.FileLogger]
+    types = [type(callback).__name__ for callback in resolve_callbacks(callbacks)]
+    assert types == ["Recorder", "Recorder", "Recorder", "FileLogger"]
     assert resolve_callbacks(None) == []
 
 
@@ -332,11 +315,11 @@ def test_a_hook_that_nobody_calls_is_warned_of_with_the_nearest(caplog: pytest.L
         resolve_callbacks([Misspelt(), Recorder(), pt.FileLogger("logs")])
     finally:
         logger.removeHandler(caplog.handler)
-    (said,) = {each.getMessage() for each in caplog.records}
-    assert said.startswith("callback Misspelt: on_trial_finish is not a hook: did you mean 'on_trial_")
+    (message,) = {record.getMessage() for record in caplog.records}
+    assert message.startswith("callback Misspelt: on_trial_finish is not a hook: did you mean 'on_trial_")
 
 
-@pytest.mark.parametrize("nonsense", [3, "FileLogger", object, "tests.monitoring.test_callback_runner:WHOLE"])
+@pytest.mark.parametrize("nonsense", [3, "FileLogger", object, "tests.monitoring.test_callback_runner:ALL_HOOKS"])
 def test_what_is_no_callback_is_refused(nonsense: object) -> None:
     with pytest.raises(pt.InvalidInput, match=r"expected a pt\.Callback"):
         resolve_callbacks([nonsense])

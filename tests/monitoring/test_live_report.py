@@ -32,12 +32,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptStarted, Owner, StepReported, TrialAdded
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring import live_report
-from prefect_tune.monitoring.live_report import (
-    ArtifactContent,
-    ArtifactPublisher,
-    EarlierArtifacts,
-    make_artifact_key,
-)
+from prefect_tune.monitoring.live_report import ArtifactContent, ArtifactPublisher, EarlierArtifacts, make_artifact_key
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchRecorder
 from prefect_tune.reporting.page import make_page
 from prefect_tune.terminal.formatting import format_cell
@@ -49,37 +44,37 @@ from tests.trainables.counting import Patient
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 LOG = logging.getLogger("a flow run")
-PATIENCE = timedelta(seconds=20)
-OFTEN = timedelta(seconds=0.05)
+TIMEOUT = timedelta(seconds=20)
+INTERVAL = timedelta(seconds=0.05)
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_refresh_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refresh the artifacts without pauses."""
     monkeypatch.setattr(live_report, "_FIRST_DELAY", timedelta(0))
-    monkeypatch.setattr(live_report, "MIN_REFRESH_INTERVAL", OFTEN)
+    monkeypatch.setattr(live_report, "MIN_REFRESH_INTERVAL", INTERVAL)
     monkeypatch.setattr(live_report, "_PAUSE_FACTOR", 1)
 
 
-def artifacts(key: str) -> Sequence[Artifact]:
+def read_artifacts(key: str) -> Sequence[Artifact]:
     """All artifacts with this key, the newest last."""
     only = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
     with get_client(sync_client=True) as client:
-        return sorted(client.read_artifacts(artifact_filter=only), key=lambda each: str(each.created))
+        return sorted(client.read_artifacts(artifact_filter=only), key=lambda artifact: str(artifact.created))
 
 
-def left_by(experiment: str) -> Sequence[str]:
+def artifact_keys(experiment: str) -> Sequence[str]:
     """The keys of an experiment's artifacts; a key appears once for each of its versions."""
     only = ArtifactFilter(key=ArtifactFilterKey(like_=f"%{experiment}%"))
     with get_client(sync_client=True) as client:
-        return sorted(str(each.key) for each in client.read_artifacts(artifact_filter=only))
+        return sorted(str(artifact.key) for artifact in client.read_artifacts(artifact_filter=only))
 
 
-def page(key: str) -> str:
-    return str(artifacts(key)[-1].data)
+def read_page(key: str) -> str:
+    return str(read_artifacts(key)[-1].data)
 
 
-def searched(
+def run_search(
     folder: Path,
     name: str,
     trainable: type[pt.Trainable] | str = "tests.trainables.digits_table:DigitsTable",
@@ -101,108 +96,108 @@ def searched(
 
 
 def test_a_search_leaves_one_report_and_how_far_it_came(tmp_path: Path) -> None:
-    results = searched(tmp_path, "reported")
-    (report,) = artifacts("report-reported")
-    said = str(report.data)
+    results = run_search(tmp_path, "reported")
+    (report,) = read_artifacts("report-reported")
+    text = str(report.data)
     assert report.flow_run_id is not None
     best = f"{format_cell(results.best.metrics['error'])} (trial {results.best.id})"
-    assert f"**Best error: {best} · 4 of 4 trials done" in said
-    assert said.count("](data:image/svg+xml;base64,") >= 3
-    assert said.count("/runs/task-run/") >= 4
-    (progress,) = artifacts("progress-reported")
+    assert f"**Best error: {best} · 4 of 4 trials done" in text
+    assert text.count("](data:image/svg+xml;base64,") >= 3
+    assert text.count("/runs/task-run/") >= 4
+    (progress,) = read_artifacts("progress-reported")
     assert (progress.type, progress.data) == ("progress", 100.0)
     assert progress.description == "Experiment reported: 4 of 4 trials done"
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("no_refresh_delay")
 def test_after_a_resume_the_report_tells_of_both_runs_and_each_run_has_a_version_of_the_two_keys(
     tmp_path: Path,
 ) -> None:
-    searched(tmp_path, "twice", space={"row": pt.randint(0, 159), "step_seconds": 0.1})
-    assert left_by("twice") == ["progress-twice", "report-twice"]
+    run_search(tmp_path, "twice", space={"row": pt.randint(0, 159), "step_seconds": 0.1})
+    assert artifact_keys("twice") == ["progress-twice", "report-twice"]
     pt.resume("twice", target=str(tmp_path / "target"), num_samples=5)
-    assert left_by("twice") == ["progress-twice"] * 2 + ["report-twice"] * 2
-    first, second = artifacts("report-twice")
+    assert artifact_keys("twice") == ["progress-twice"] * 2 + ["report-twice"] * 2
+    first, second = read_artifacts("report-twice")
     assert "5 of 5 trials done" in str(second.data)
     assert "## Runs" in str(second.data)
     assert "## Runs" not in str(first.data)
     assert first.flow_run_id != second.flow_run_id
     with get_client(sync_client=True) as client:
         only = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=["report-twice"]))
-        shown = client.read_latest_artifacts(artifact_filter=only)
-    assert [each.latest_id for each in shown] == [second.id]
+        latest = client.read_latest_artifacts(artifact_filter=only)
+    assert [artifact.latest_id for artifact in latest] == [second.id]
 
 
 def test_what_a_killed_run_left_of_its_trials_is_deleted_by_the_next_one_on_the_same_target(tmp_path: Path) -> None:
-    results = searched(tmp_path, "killed")
+    results = run_search(tmp_path, "killed")
     uri = results.target.uri
-    left, of_others = (
-        [live_report._make_progress_key(results.experiment, trial, where) for trial in ("00000", "00002")]
-        for where in (uri, f"{uri}-2")
+    own_keys, other_keys = (
+        [live_report._make_progress_key(results.experiment, trial, target_uri) for trial in ("00000", "00002")]
+        for target_uri in (uri, f"{uri}-2")
     )
-    of_others.append("progress-killed-again")
+    other_keys.append("progress-killed-again")
     with get_client(sync_client=True) as client:
-        for key in (*left, *of_others):
+        for key in (*own_keys, *other_keys):
             client.create_artifact(ArtifactCreate(key=key, type="progress", data=50.0))
     pt.resume("killed", target=str(tmp_path / "target"), num_samples=5)
-    assert {key for key in left_by("killed") if key in (*left, *of_others)} == set(of_others)
+    assert {key for key in artifact_keys("killed") if key in (*own_keys, *other_keys)} == set(other_keys)
 
 
-class Looks(pt.Callback):
+class Watcher(pt.Callback):
     """Looks at the UI while the trial trains, which goes on when there is something to be seen."""
 
     name = "looks"
 
-    def __init__(self, goes_on: Path) -> None:
-        self.goes_on = goes_on
+    def __init__(self, resume_file: Path) -> None:
+        self.resume_file = resume_file
         self.seen: list[tuple[str, float]] = []
         self.task_runs: set[object] = set()
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         if trial.id == "00000" and report.step == 2:
-            until(self._look, seconds=240, what=lambda: f"{left_by('watched')}")
-            self.goes_on.touch()
+            until(self._poll, seconds=240, what=lambda: f"{artifact_keys('watched')}")
+            self.resume_file.touch()
         elif trial.id == "00000" and report.step > 2:
-            self._look()
+            self._poll()
 
-    def _look(self) -> bool:
-        progress = [each for key in left_by("watched-00000-") for each in artifacts(key)]
-        if not progress or not float(str(progress[-1].data)) or not artifacts("report-watched"):
+    def _poll(self) -> bool:
+        artifacts = [artifact for key in artifact_keys("watched-00000-") for artifact in read_artifacts(key)]
+        if not artifacts or not float(str(artifacts[-1].data)) or not read_artifacts("report-watched"):
             return False
-        self.seen.append((page("report-watched"), float(str(progress[-1].data))))
-        self.task_runs |= {each.task_run_id for each in progress}
+        self.seen.append((read_page("report-watched"), float(str(artifacts[-1].data))))
+        self.task_runs |= {artifact.task_run_id for artifact in artifacts}
         return True
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("no_refresh_delay")
 def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp_path: Path) -> None:
-    looks = Looks(tmp_path / "goes-on")
-    options = {"space": {"until": str(looks.goes_on)}, "num_samples": 2, "max_concurrent_trials": 1}
-    searched(tmp_path, "watched", Patient, **options, metric="loss", scheduler=None, callbacks=[looks])
-    pages = [report for report, _ in looks.seen]
+    watcher = Watcher(tmp_path / "goes-on")
+    options = {"space": {"until": str(watcher.resume_file)}, "num_samples": 2, "max_concurrent_trials": 1}
+    run_search(tmp_path, "watched", Patient, **options, metric="loss", scheduler=None, callbacks=[watcher])
+    pages = [report for report, _ in watcher.seen]
     assert "· 1 running" in pages[0]
     assert re.search(r"\| \d{4}-\d\d-\d\d [\d:]{8} UTC; refreshed at most every .* until the run ends \|", pages[0])
     assert re.search(rf"\| running \| \d+ \| {re.escape(socket.gethostname())} \|", pages[0])
-    assert "· 1 running" not in page("report-watched")
-    assert "**as of**" not in page("report-watched")
-    shares = [share for _, share in looks.seen]
+    assert "· 1 running" not in read_page("report-watched")
+    assert "**as of**" not in read_page("report-watched")
+    shares = [share for _, share in watcher.seen]
     assert shares == sorted(shares)
     assert 0 < shares[0] < 100
-    assert len(looks.task_runs - {None}) == 1, "the progress artifact is created once, by its task run"
-    assert left_by("watched") == ["progress-watched", "report-watched"]
-    assert artifacts("progress-watched")[0].data == 100.0
+    assert len(watcher.task_runs - {None}) == 1, "the progress artifact is created once, by its task run"
+    assert artifact_keys("watched") == ["progress-watched", "report-watched"]
+    assert read_artifacts("progress-watched")[0].data == 100.0
 
 
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
     search = JournalBuilder(name="endless")
     recorder = SearchRecorder(search.state)
-    seen = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("endless"), LOG)
+    observer = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
     search.record(added)
-    ObserverGroup([recorder, seen], LOG).on_event(added, search.state)
-    seen.publisher.close(PATIENCE)
-    assert "1 pending" in page("report-endless")
-    assert artifacts("progress-endless") == []
+    ObserverGroup([recorder, observer], LOG).on_event(added, search.state)
+    observer.publisher.close(TIMEOUT)
+    assert "1 pending" in read_page("report-endless")
+    assert read_artifacts("progress-endless") == []
 
 
 def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
@@ -210,169 +205,164 @@ def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
 ) -> None:
     search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, step_count=9)
     recorder = SearchRecorder(search.state)
-    seen = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, plan, LOG)
-    observers = ObserverGroup([recorder, seen], LOG)
+    observer = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, plan, LOG)
+    observers = ObserverGroup([recorder, observer], LOG)
 
-    def begins(name: str) -> None:
+    def begin_trial(name: str) -> None:
         report = StepReported(trial=name, report=StepReport(step=3, metrics={"loss": 0.5}))
-        for event in (
-            TrialAdded(trial=name, config={"x": 1}),
-            AttemptStarted(trial=name, attempt=1, from_step=0),
-            report,
-        ):
+        started = AttemptStarted(trial=name, attempt=1, from_step=0)
+        for event in (TrialAdded(trial=name, config={"x": 1}), started, report):
             search.record(event)
             observers.on_event(event, search.state)
 
-    def drawn(*given: Any) -> Any:
-        begins("1")
-        return make_page(*given)
+    def begin_and_make_page(*args: Any) -> Any:
+        begin_trial("1")
+        return make_page(*args)
 
-    monkeypatch.setattr(live_report, "make_page", drawn)
-    begins("0")
-    seen.publisher.close(PATIENCE)
-    assert "could not be" not in caplog.text + page("report-hurried")
-    assert "0 of 3 trials done · 1 running" in page("report-hurried")
-    assert [key[:19] for key in left_by("hurried")] == ["progress-hurried", "progress-hurried-0-", "report-hurried"]
-
-
-# --------------------------------------------------------------------------------------- the artifact publisher
+    monkeypatch.setattr(live_report, "make_page", begin_and_make_page)
+    begin_trial("0")
+    observer.publisher.close(TIMEOUT)
+    assert "could not be" not in caplog.text + read_page("report-hurried")
+    assert "0 of 3 trials done · 1 running" in read_page("report-hurried")
+    keys = [key[:19] for key in artifact_keys("hurried")]
+    assert keys == ["progress-hurried", "progress-hurried-0-", "report-hurried"]
 
 
 @pytest.fixture
 def proxy(prefect_server: str) -> Iterator[TcpProxy]:
     port = urlsplit(prefect_server).port
     assert port is not None
-    with TcpProxy(port) as passing, temporary_settings({PREFECT_API_URL: f"{passing.url}/api"}):
-        yield passing
+    with TcpProxy(port) as proxy, temporary_settings({PREFECT_API_URL: f"{proxy.url}/api"}):
+        yield proxy
 
 
-def sheets(key: str, data: Callable[[], str]) -> Callable[[], Sequence[ArtifactContent]]:
+def make_contents(key: str, data: Callable[[], str]) -> Callable[[], Sequence[ArtifactContent]]:
     return lambda: [ArtifactContent(key, "markdown", data(), "a page")]
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("no_refresh_delay")
 def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProxy, prefect_server: str) -> None:
-    said = ["first"]
-    shown = ArtifactPublisher(sheets("report-outage", lambda: said[-1]), OFTEN, LOG)
+    texts = ["first"]
+    publisher = ArtifactPublisher(make_contents("report-outage", lambda: texts[-1]), INTERVAL, LOG)
     with temporary_settings({PREFECT_API_URL: prefect_server}):
-        shown.notify_change()
-        until(lambda: artifacts("report-outage"), seconds=60, what=lambda: "nothing is shown")
+        publisher.notify_change()
+        until(lambda: read_artifacts("report-outage"), seconds=60, what=lambda: "nothing is shown")
         proxy.refuse()
-        for each in ("second", "third"):
-            said.append(each)
-            shown.notify_change()
+        for text in ("second", "third"):
+            texts.append(text)
+            publisher.notify_change()
             time.sleep(0.2)
-        assert page("report-outage") == "first"
+        assert read_page("report-outage") == "first"
         proxy.restore()
-        until(lambda: page("report-outage") == "third", seconds=60, what=lambda: page("report-outage"))
-        shown.close(PATIENCE)
-        assert len(artifacts("report-outage")) == 1
+        until(lambda: read_page("report-outage") == "third", seconds=60, what=lambda: read_page("report-outage"))
+        publisher.close(TIMEOUT)
+        assert len(read_artifacts("report-outage")) == 1
 
 
 def test_an_end_without_an_api_is_not_waited_for(proxy: TcpProxy) -> None:
     proxy.swallow()
-    shown = ArtifactPublisher(sheets("report-nobody", lambda: "a page"), OFTEN, LOG)
-    began = time.monotonic()
-    shown.close(timedelta(seconds=0.5))
-    assert time.monotonic() - began < 5
+    publisher = ArtifactPublisher(make_contents("report-nobody", lambda: "a page"), INTERVAL, LOG)
+    start = time.monotonic()
+    publisher.close(timedelta(seconds=0.5))
+    assert time.monotonic() - start < 5
 
 
 def test_what_is_short_is_shown_once_in_the_end() -> None:
     numbers = count(1)
-    shown = ArtifactPublisher(sheets("report-short", lambda: f"drawn {next(numbers)}"), OFTEN, LOG)
-    shown.notify_change()
-    shown.close(PATIENCE)
-    assert [each.data for each in artifacts("report-short")] == ["drawn 1"]
+    publisher = ArtifactPublisher(make_contents("report-short", lambda: f"drawn {next(numbers)}"), INTERVAL, LOG)
+    publisher.notify_change()
+    publisher.close(TIMEOUT)
+    assert [artifact.data for artifact in read_artifacts("report-short")] == ["drawn 1"]
     assert next(numbers) == 2
 
 
 def test_what_is_somebody_elses_now_is_left_alone() -> None:
-    shown = ArtifactPublisher(sheets("report-left", lambda: "old"), OFTEN, LOG)
-    shown.notify_change()
-    shown.stop_publishing()
-    shown.close(PATIENCE)
-    assert artifacts("report-left") == []
+    publisher = ArtifactPublisher(make_contents("report-left", lambda: "old"), INTERVAL, LOG)
+    publisher.notify_change()
+    publisher.stop_publishing()
+    publisher.close(TIMEOUT)
+    assert read_artifacts("report-left") == []
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("no_refresh_delay")
 def test_an_artifact_that_somebody_deleted_is_made_again() -> None:
-    said = ["first"]
-    shown = ArtifactPublisher(sheets("report-deleted", lambda: said[-1]), OFTEN, LOG)
-    shown.notify_change()
-    until(lambda: artifacts("report-deleted"), seconds=60, what=lambda: "nothing is shown")
+    texts = ["first"]
+    publisher = ArtifactPublisher(make_contents("report-deleted", lambda: texts[-1]), INTERVAL, LOG)
+    publisher.notify_change()
+    until(lambda: read_artifacts("report-deleted"), seconds=60, what=lambda: "nothing is shown")
     with get_client(sync_client=True) as client:
-        client.delete_artifact(artifacts("report-deleted")[0].id)
-    said.append("second")
-    shown.notify_change()
-    shown.close(PATIENCE)
-    assert page("report-deleted") == "second"
+        client.delete_artifact(read_artifacts("report-deleted")[0].id)
+    texts.append("second")
+    publisher.notify_change()
+    publisher.close(TIMEOUT)
+    assert read_page("report-deleted") == "second"
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("no_refresh_delay")
 def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    results = iter([ZeroDivisionError, "drawn"])
+    errors = [ZeroDivisionError]
 
-    def draws() -> str:
-        found = next(results, "drawn")
-        if found is ZeroDivisionError:
-            raise ZeroDivisionError
-        return str(found)
+    def render() -> str:
+        if errors:
+            raise errors.pop()
+        return "drawn"
 
-    shown = ArtifactPublisher(sheets("report-broken", draws), OFTEN, LOG)
-    shown.notify_change()
+    publisher = ArtifactPublisher(make_contents("report-broken", render), INTERVAL, LOG)
+    publisher.notify_change()
     until(lambda: "the report could not be rendered" in caplog.text, seconds=60, what=lambda: caplog.text)
-    shown.notify_change()
-    shown.close(PATIENCE)
-    assert page("report-broken") == "drawn"
+    publisher.notify_change()
+    publisher.close(TIMEOUT)
+    assert read_page("report-broken") == "drawn"
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("no_refresh_delay")
 def test_an_artifact_that_cannot_be_created_is_logged_and_the_next_one_is_published(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runs: list[str | None] = ["no id of a run"]
-    shown = ArtifactPublisher(
-        lambda: [ArtifactContent("report-refused", "markdown", "drawn", "a page", runs[-1])], OFTEN, LOG
+    publisher = ArtifactPublisher(
+        lambda: [ArtifactContent("report-refused", "markdown", "drawn", "a page", runs[-1])], INTERVAL, LOG
     )
-    shown.notify_change()
+    publisher.notify_change()
     until(lambda: "the report could not be published" in caplog.text, seconds=60, what=lambda: caplog.text)
     runs.append(None)
-    shown.notify_change()
-    shown.close(PATIENCE)
-    assert page("report-refused") == "drawn"
+    publisher.notify_change()
+    publisher.close(TIMEOUT)
+    assert read_page("report-refused") == "drawn"
 
 
 def test_a_run_that_starts_again_continues_its_artifacts_and_leaves_those_of_other_runs() -> None:
     earlier = EarlierArtifacts(frozenset({"report-again"}), frozenset(), "progress-again-")
 
     @flow
-    def publishes(said: str) -> None:
-        for each in ("first", said):  # as after a Retry, in another process
-            shown = ArtifactPublisher(sheets("report-again", lambda text=each: text), OFTEN, LOG, earlier)
-            shown.notify_change()
-            shown.close(PATIENCE)
+    def publish(last_text: str) -> None:
+        for text in ("first", last_text):  # as after a Retry, in another process
+            contents = make_contents("report-again", lambda text=text: text)
+            publisher = ArtifactPublisher(contents, INTERVAL, LOG, earlier)
+            publisher.notify_change()
+            publisher.close(TIMEOUT)
 
-    publishes("second")
-    publishes("third")
-    assert [each.data for each in artifacts("report-again")] == ["second", "third"]
+    publish("second")
+    publish("third")
+    assert [artifact.data for artifact in read_artifacts("report-again")] == ["second", "third"]
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("no_refresh_delay")
 def test_what_is_no_longer_rendered_is_deleted_and_another_task_run_gets_one_of_its_own() -> None:
     runs = [["1b7e3c1e-0000-4000-8000-000000000001"], ["1b7e3c1e-0000-4000-8000-000000000002"], []]
     now = [runs[0]]
-    shown = ArtifactPublisher(
-        lambda: [ArtifactContent("progress-gone", "progress", 10.0, "", run) for run in now[0]], OFTEN, LOG
+    publisher = ArtifactPublisher(
+        lambda: [ArtifactContent("progress-gone", "progress", 10.0, "", run) for run in now[0]], INTERVAL, LOG
     )
 
-    def is_shown() -> bool:
-        return [str(each.task_run_id) for each in artifacts("progress-gone")] == now[0]
+    def shows_current_run() -> bool:
+        return [str(artifact.task_run_id) for artifact in read_artifacts("progress-gone")] == now[0]
 
     for now[0] in runs:
-        shown.notify_change()
-        until(is_shown, seconds=60, what=lambda: str(now))
-    shown.close(PATIENCE)
+        publisher.notify_change()
+        until(shows_current_run, seconds=60, what=lambda: str(now))
+    publisher.close(TIMEOUT)
 
 
 def test_a_key_tells_apart_names_that_look_alike() -> None:
@@ -382,7 +372,7 @@ def test_a_key_tells_apart_names_that_look_alike() -> None:
 
 def test_a_run_is_linked_to_as_narrowly_as_it_is_known() -> None:
     task, flow = "1b7e3c1e-0000-4000-8000-000000000001", "1b7e3c1e-0000-4000-8000-000000000002"
-    known = Owner(name="n", host="h", pid=1, flow_run=flow)
-    assert str(live_report.run_url(known)).endswith(f"/runs/flow-run/{flow}")
-    assert str(live_report.run_url(known.model_copy(update={"task_run": task}))).endswith(f"/runs/task-run/{task}")
+    owner = Owner(name="n", host="h", pid=1, flow_run=flow)
+    assert str(live_report.run_url(owner)).endswith(f"/runs/flow-run/{flow}")
+    assert str(live_report.run_url(owner.model_copy(update={"task_run": task}))).endswith(f"/runs/task-run/{task}")
     assert live_report.run_url(Owner(name="a script", host="h", pid=1)) is None

@@ -45,19 +45,19 @@ def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are()
 
 
 def test_curves_of_which_an_event_is_missing_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = CurveCollector(state := empty_experiment(first_generation("e")))
+    collector = CurveCollector(state := empty_experiment(first_generation("e")))
     monkeypatch.setattr(LearningCurves, "add_event", Counts(fails_at=1).on_entry_written)
-    ObserverGroup([keeper], log_to(LogRecorder())).on_event(TrialAdded(trial="a", config={}), state)
-    assert keeper.curves is None
+    ObserverGroup([collector], log_to(LogRecorder())).on_event(TrialAdded(trial="a", config={}), state)
+    assert collector.curves is None
 
 
 def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_and_counts_no_more() -> None:
     journal = JournalBuilder()
-    begun = [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)]
-    report, opened = StepReported(trial="a", report=StepReport(step=1, metrics={"loss": 1.0})), journal.state.owner
-    assert opened is not None
-    earlier = [OwnerChanged(experiment="rates", generation=1, term=1, owner=opened), *begun, report]
-    journal.record(*begun, report)
+    start = [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)]
+    report, owner = StepReported(trial="a", report=StepReport(step=1, metrics={"loss": 1.0})), journal.state.owner
+    assert owner is not None
+    earlier = [OwnerChanged(experiment="rates", generation=1, term=1, owner=owner), *start, report]
+    journal.record(*start, report)
     journal.opens("second", after=60)
     journal.record(lost := AttemptEnded(trial="a", cause=Cause.MACHINE, reason="its owner died"))
     recorder = SearchRecorder(journal.state)
@@ -66,16 +66,16 @@ def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_a
     for event in (AttemptStarted(trial="a", attempt=2, from_step=0), report_again):
         journal.record(event)
         recorder.on_event(event, journal.state)
-    assert [each.attempt for each in recorder.read_search_snapshot().attempts] == [2]
-    events = (tuple(earlier), (OwnerChanged(experiment="rates", generation=1, term=2, owner=opened), lost))
-    recorder.prepend_entries(Entry.model_construct(at=BEGAN.isoformat(), events=each) for each in events)
-    found = recorder.read_search_snapshot(["a"])
-    assert [(each.attempt, each.is_lost, each.status) for each in found.attempts] == [
+    assert [attempt.attempt for attempt in recorder.read_search_snapshot().attempts] == [2]
+    events = (tuple(earlier), (OwnerChanged(experiment="rates", generation=1, term=2, owner=owner), lost))
+    recorder.prepend_entries(Entry.model_construct(at=BEGAN.isoformat(), events=batch) for batch in events)
+    snapshot = recorder.read_search_snapshot(["a"])
+    assert [(attempt.attempt, attempt.is_lost, attempt.status) for attempt in snapshot.attempts] == [
         (1, True, "interrupted"),
         (2, False, "running"),
     ]
-    assert (found.is_complete, len(found.ownerships), found.counts.reports) == (True, 2, 1)
-    assert found.curves["a"]["loss"] == [(1.0, 0.5)]
+    assert (snapshot.is_complete, len(snapshot.ownerships), snapshot.counts.reports) == (True, 2, 1)
+    assert snapshot.curves["a"]["loss"] == [(1.0, 0.5)]
     assert recorder.best == ("a", (0.5,))
 
 
@@ -85,8 +85,8 @@ def test_the_best_has_the_best_last_report_that_counts_not_one_that_was_lost() -
     assert owner is not None
     opened = OwnerChanged(experiment="rates", generation=1, term=1, owner=owner)
     earlier = [
-        *(TrialAdded(trial=each, config={}) for each in "ab"),
-        *(AttemptStarted(trial=each, attempt=1, from_step=0) for each in "ab"),
+        *(TrialAdded(trial=trial, config={}) for trial in "ab"),
+        *(AttemptStarted(trial=trial, attempt=1, from_step=0) for trial in "ab"),
         StepReported(trial="a", report=StepReport(step=1, metrics={"loss": 0.1})),
         StepReported(trial="b", report=StepReport(step=1, metrics={"loss": 0.5})),
         AttemptEnded(trial="a", cause=Cause.MACHINE, reason="its machine died"),

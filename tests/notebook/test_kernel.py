@@ -37,10 +37,11 @@ class Net(pt.Trainable):
         self.x = float(Path(checkpoint_dir, "x").read_text())
 """
 THREAD = "isolation='thread'"
+PRINT = "; print(results.best.metrics)"
 RATES = '{"rate": pt.grid_search([0.1, 0.5])}'
 
 
-def search(name: str, space: str = RATES, more: str = "", trainable: str = "Net") -> str:
+def tune_code(name: str, space: str = RATES, more: str = "", trainable: str = "Net") -> str:
     return (
         f"results = pt.tune({trainable}, {space}, target='./runs', experiment={name!r}, metric='loss', "
         f"num_samples=1, stop={{'step': 4}}, {more})"
@@ -54,25 +55,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernel(prefect_server: str, folder: Path) -> Iterator[Kernel]:
-    with kernel_in(folder, {"PREFECT_API_URL": prefect_server}) as started:
-        started.run(NET)
-        yield started
+    with kernel_in(folder, {"PREFECT_API_URL": prefect_server}) as kernel:
+        kernel.run(NET)
+        yield kernel
 
 
 def test_a_search_is_one_display_that_is_updated_in_place_and_nothing_else(kernel: Kernel) -> None:
-    shown = kernel.run(search("one", '{"rate": pt.grid_search([0.1, 0.5]), "seconds": 0.6}'))
-    assert shown.streams == ""
-    assert len(shown.displays) == 1
-    assert "tune: starting" in shown.updates[0]
-    assert any("2 running of 2" in each for each in shown.updates)
-    assert "2 completed of 2" in shown.html
-    assert "done after" in shown.html
-    assert re.search(r'<a href="http://[^"]+/runs/flow-run/[-0-9a-f]{36}" ', shown.html)
-    assert "version" not in shown.html  # the table shows the objective's metric only
+    output = kernel.run(tune_code("one", '{"rate": pt.grid_search([0.1, 0.5]), "seconds": 0.6}'))
+    assert output.streams == ""
+    assert len(output.displays) == 1
+    assert "tune: starting" in output.updates[0]
+    assert any("2 running of 2" in update for update in output.updates)
+    assert "2 completed of 2" in output.html
+    assert "done after" in output.html
+    assert re.search(r'<a href="http://[^"]+/runs/flow-run/[-0-9a-f]{36}" ', output.html)
+    assert "version" not in output.html  # the table shows the objective's metric only
 
 
 def test_results_trial_and_checkpoint_are_displayed_as_html_and_printed_on_one_line(kernel: Kernel) -> None:
-    kernel.run(search("shown", more=THREAD))
+    kernel.run(tune_code("shown", more=THREAD))
     results = kernel.run("results").result
     assert "data:image/svg+xml" in results["text/html"]
     assert "2 completed" in results["text/html"]
@@ -90,12 +91,12 @@ def test_results_trial_and_checkpoint_are_displayed_as_html_and_printed_on_one_l
 
 def test_an_error_is_in_the_cell_once_and_its_markup_is_text(kernel: Kernel) -> None:
     space = '{"rate": 0.1, "breaks": pt.grid_search(["", "<script>alert(2)</script>"])}'
-    shown = kernel.run(search("broken", space, THREAD))
-    assert shown.streams.count("Traceback (most recent call last)") == 1
-    assert "1 completed, 1 errored of 2" in shown.html
+    output = kernel.run(tune_code("broken", space, THREAD))
+    assert output.streams.count("Traceback (most recent call last)") == 1
+    assert "1 completed, 1 errored of 2" in output.html
     trial = kernel.run("results.trials['00001']").result["text/html"]
     assert "&lt;img src=x onerror=alert(1)&gt;" in trial
-    for html in (shown.html, trial, kernel.run("results").result["text/html"]):
+    for html in (output.html, trial, kernel.run("results").result["text/html"]):
         assert "<img src=x" not in html
         assert "<script" not in html
 
@@ -104,19 +105,18 @@ def test_an_error_is_in_the_cell_once_and_its_markup_is_text(kernel: Kernel) -> 
 def test_a_class_that_a_cell_redefines_is_the_one_that_trains(kernel: Kernel, reuse: str) -> None:
     more = f"reuse={reuse!r}, max_concurrent_trials=1"
     kernel.run(NET)
-    said = "; print({each.metrics['version'] for each in results.trials.values()})"
-    before = kernel.run(search(f"{reuse}-1", more=more) + said)
+    print_versions = "; print({trial.metrics['version'] for trial in results.trials.values()})"
+    before = kernel.run(tune_code(f"{reuse}-1", more=more) + print_versions)
     kernel.run(NET.replace('"version": 1', '"version": 2'))
-    after = kernel.run(search(f"{reuse}-2", more=more) + said)
+    after = kernel.run(tune_code(f"{reuse}-2", more=more) + print_versions)
     assert (before.streams, after.streams) == ("{1}\n", "{2}\n")
 
 
 def test_a_function_and_what_it_calls_are_those_of_the_last_cells(kernel: Kernel) -> None:
     kernel.run("def helper(): return 1\ndef train(config):\n    for _ in range(4): pt.report({'loss': helper()})")
-    said = "; print(results.best.metrics)"
-    assert kernel.run(search("function-1", trainable="train") + said).streams == "{'loss': 1}\n"
+    assert kernel.run(tune_code("function-1", trainable="train") + PRINT).streams == "{'loss': 1}\n"
     kernel.run("def helper(): return 2")
-    assert kernel.run(search("function-2", trainable="train") + said).streams == "{'loss': 2}\n"
+    assert kernel.run(tune_code("function-2", trainable="train") + PRINT).streams == "{'loss': 2}\n"
 
 
 @pytest.mark.parametrize("isolation", long_after(1, ["process", "thread"]))
@@ -125,56 +125,56 @@ def test_a_module_that_is_edited_and_imported_again_is_the_one_that_trains(
 ) -> None:
     module = folder / f"edited_{isolation}.py"
     module.write_text("import prefect_tune as pt\ndef train(config):\n    pt.report({'loss': 1})\n")
-    name, more, said = f"{module.stem}.train", f"isolation={isolation!r}", "; print(results.best.metrics)"
+    name, more = f"{module.stem}.train", f"isolation={isolation!r}"
     kernel.run(f"import importlib, {module.stem}")
-    assert kernel.run(search(f"{isolation}-1", more=more, trainable=name) + said).streams == "{'loss': 1}\n"
+    assert kernel.run(tune_code(f"{isolation}-1", more=more, trainable=name) + PRINT).streams == "{'loss': 1}\n"
     module.write_text("import prefect_tune as pt\ndef train(config):\n    pt.report({'loss': 2.5})\n")
     kernel.run(f"importlib.reload({module.stem})")
-    assert kernel.run(search(f"{isolation}-2", more=more, trainable=name) + said).streams == "{'loss': 2.5}\n"
+    assert kernel.run(tune_code(f"{isolation}-2", more=more, trainable=name) + PRINT).streams == "{'loss': 2.5}\n"
 
 
 def test_a_single_training_has_a_display_too(kernel: Kernel) -> None:
     options = f"target='./runs', experiment='single', stop={{'step': 3}}, {THREAD}"
     code = f"pt.durable_trainable(Net, {{'rate': 0.1}}, {options})"
-    shown = kernel.run(code)
-    assert "done after" in shown.html
-    assert "3 of 3, completed" in shown.html
-    assert "single · completed" in shown.result["text/html"]
-    assert shown.streams == ""
+    output = kernel.run(code)
+    assert "done after" in output.html
+    assert "3 of 3, completed" in output.html
+    assert "single · completed" in output.result["text/html"]
+    assert output.streams == ""
 
 
 def test_a_search_that_is_awaited_in_a_thread_has_one_display(kernel: Kernel) -> None:
-    code = search("awaited", more=THREAD).replace("results = pt.tune(", "results = await asyncio.to_thread(pt.tune, ")
-    shown = kernel.run(f"import asyncio\n{code}")
-    assert "2 completed of 2" in shown.html
-    assert shown.streams == ""
+    code = tune_code("awaited", more=THREAD).replace("pt.tune(", "await asyncio.to_thread(pt.tune, ")
+    output = kernel.run(f"import asyncio\n{code}")
+    assert "2 completed of 2" in output.html
+    assert output.streams == ""
 
 
 def test_a_wrong_argument_leaves_its_error_and_no_display_that_runs(kernel: Kernel) -> None:
-    shown = kernel.ended(kernel.begin(search("wrong", more="scheduler={'ASHAA': {}}")))
-    assert shown.error.startswith("InvalidInput: ")
-    assert not any("starting" in each for each in shown.displays.values())
+    output = kernel.ended(kernel.begin(tune_code("wrong", more="scheduler={'ASHAA': {}}")))
+    assert output.error.startswith("InvalidInput: ")
+    assert not any("starting" in display for display in output.displays.values())
 
 
 @pytest.mark.long
 def test_an_interrupted_search_says_how_to_resume_it_and_resumes(kernel: Kernel, folder: Path) -> None:
     space = '{"rate": pt.grid_search([0.1, 0.5]), "seconds": 0.5}'
-    code = search("stopped", space, "checkpoint=pt.Cadence(every_steps=1)")
+    code = tune_code("stopped", space, "checkpoint=pt.Cadence(every_steps=1)")
     slow = code.replace("'step': 4", "'step': 40")
     pressed = []
 
-    def press_when_it_trains(shown: Shown) -> None:
-        if not pressed and any("at step 2" in each for each in shown.updates):
+    def interrupt_at_step_2(output: Shown) -> None:
+        if not pressed and any("at step 2" in update for update in output.updates):
             pressed.append(True)
             kernel.interrupt()
 
-    shown = kernel.ended(kernel.begin(slow), press_when_it_trains)
-    assert shown.error == "KeyboardInterrupt: tune was interrupted; run the cell again to resume it"
-    assert "interrupted after" in shown.html
-    assert "experiment=&#x27;stopped&#x27;" in shown.html
-    assert "2 interrupted of 2" in shown.html
-    assert len(shown.displays) == 1
+    output = kernel.ended(kernel.begin(slow), interrupt_at_step_2)
+    assert output.error == "KeyboardInterrupt: tune was interrupted; run the cell again to resume it"
+    assert "interrupted after" in output.html
+    assert "experiment=&#x27;stopped&#x27;" in output.html
+    assert "2 interrupted of 2" in output.html
+    assert len(output.displays) == 1
     again = kernel.run(code.replace("'step': 4", "'step': 6"))
     assert "done after" in again.html
     trials = pt.load_results(folder / "runs", "stopped").trials.values()
-    assert [(each.status, each.attempt, each.recomputed_steps) for each in trials] == [("completed", 2, 0)] * 2
+    assert [(trial.status, trial.attempt, trial.recomputed_steps) for trial in trials] == [("completed", 2, 0)] * 2

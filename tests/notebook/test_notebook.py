@@ -47,29 +47,29 @@ EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert
 EVIL_ERROR = make_reason("raised", type=EVIL, text=EVIL, traceback=f"Traceback {EVIL}", location=EVIL)
 
 
-def trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:
-    known = {"config": {EVIL: EVIL, "lr": 10.0**-number}, "step": number, "metrics": {"loss": number / 7}}
-    return Trial(**{"id": f"{number:05d}", "phase": status, **known, **more})  # type: ignore[arg-type]  # as given
+def make_trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> Trial:
+    fields = {"config": {EVIL: EVIL, "lr": 10.0**-number}, "step": number, "metrics": {"loss": number / 7}}
+    return Trial(**{"id": f"{number:05d}", "phase": status, **fields, **more})  # type: ignore[arg-type]  # as given
 
 
-def state(**changes: object) -> ProgressState:
-    known = {
+def make_state(**changes: object) -> ProgressState:
+    fields = {
         "estimate": SearchEstimate("first", LOSS, trial_count=20),
         "elapsed": timedelta(seconds=200),
         "counts": {Status.RUNNING: 1, Status.COMPLETED: 2, Status.ERRORED: 7},
-        "running": [trial(3, Phase.RUNNING)],
-        "others": [trial(1), trial(2)],
-        "best": trial(1),
+        "running": [make_trial(3, Phase.RUNNING)],
+        "others": [make_trial(1), make_trial(2)],
+        "best": make_trial(1),
         "notes": [Note(NOON, EVIL)],
     }
-    return ProgressState(**{**known, **changes})
+    return ProgressState(**{**fields, **changes})
 
 
-def report_on(search: JournalBuilder, uri: str) -> ReportInput:
+def make_report(search: JournalBuilder, uri: str) -> ReportInput:
     return make_report_input(SearchSnapshot(search.state), uri=uri, now=NOON, objective=LOSS)
 
 
-def every_html(tmp_path: Path) -> dict[str, str]:
+def render_all(tmp_path: Path) -> dict[str, str]:
     search = JournalBuilder()
     search.adds("a", {EVIL: EVIL, "lr": 1})
     search.adds("b", {EVIL: EVIL, "lr": 2})
@@ -79,16 +79,17 @@ def every_html(tmp_path: Path) -> dict[str, str]:
         search.trains(name, 2, {"loss": 0.5, EVIL: EVIL})
     points = {"a": {"loss": [(1.0, 1.0), (2.0, 0.5)]}, "b": {"loss": [(1.0, 1.0), (2.0, 0.5)]}}
     checkpoint = pt.Checkpoint(write(tmp_path / "plain", {EVIL.replace("/", "_"): b"x"}) / "<script>")
-    results = render_results_html(report_on(search, f"s3://{EVIL}"), lambda _trials, _metrics: points, lambda: NO_COST)
+    report = make_report(search, f"s3://{EVIL}")
+    results = render_results_html(report, lambda _trials, _metrics: points, lambda: NO_COST)
     result = pt.TrialResult(
         "e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0, recomputed_is_lower_bound=False
     )
     return {
-        "running": render_progress_html(state(), SearchEnding.RUNNING, ""),
-        "failed": render_progress_html(state(stop_reason=EVIL), SearchEnding.FAILED, EVIL),
-        "ended early": render_progress_html(state(stop_reason=EVIL), SearchEnding.DONE, ""),
+        "running": render_progress_html(make_state(), SearchEnding.RUNNING, ""),
+        "failed": render_progress_html(make_state(stop_reason=EVIL), SearchEnding.FAILED, EVIL),
+        "ended early": render_progress_html(make_state(stop_reason=EVIL), SearchEnding.DONE, ""),
         "results": results,
-        "trial": trial(1, Phase.ERRORED, end_reason=EVIL_ERROR)._repr_html_(),
+        "trial": make_trial(1, Phase.ERRORED, end_reason=EVIL_ERROR)._repr_html_(),
         "checkpoint": checkpoint._repr_html_(),
         "result": result._repr_html_(),
     }
@@ -96,39 +97,36 @@ def every_html(tmp_path: Path) -> dict[str, str]:
 
 def test_what_users_wrote_is_text_and_nothing_is_loaded(tmp_path: Path) -> None:
     allowed = {"div", "style", "h1", "h2", "p", "table", "tr", "th", "td", "code", "pre", "img"}
-    for html in every_html(tmp_path).values():
+    for html in render_all(tmp_path).values():
         require_visible(html)
         tags = Tags(html)
         assert tags.names <= allowed
         assert not {name for name in tags.attributes if name.startswith("on")} | tags.attributes & {"href"}
-        assert all(
-            str(known["src"]).startswith("data:image/svg+xml;base64,") for _, known in tags.found if "src" in known
-        )
+        sources = [str(attributes["src"]) for _, attributes in tags.found if "src" in attributes]
+        assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
         assert not re.search(r"@import|url\(", html)
         assert "alert(1)" in tags.text or "<script>" in tags.text
 
 
 def test_the_run_in_the_prefect_ui_is_a_link_if_its_address_is_known() -> None:
     for ending in SearchEnding:
-        html = render_progress_html(state(), ending, "", 'http://ui/runs/flow-run/1?a="b')
-        assert (
-            '<a href="http://ui/runs/flow-run/1?a=&quot;b" target="_blank" rel="noopener">in the Prefect UI</a>' in html
-        )
-        assert "<a " not in render_progress_html(state(), ending, "")
+        html = render_progress_html(make_state(), ending, "", 'http://ui/runs/flow-run/1?a="b')
+        link = '<a href="http://ui/runs/flow-run/1?a=&quot;b" target="_blank" rel="noopener">in the Prefect UI</a>'
+        assert link in html
+        assert "<a " not in render_progress_html(make_state(), ending, "")
 
 
 def test_text_has_the_color_of_the_cell(tmp_path: Path) -> None:
-    for html in every_html(tmp_path).values():
+    for html in render_all(tmp_path).values():
         (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
         assert set(re.findall(r"(?<![-\w])color:([^;}]+)", style)) == {"inherit"}
         assert set(re.findall(r"background:([^;}]+)", style)) == {"none"}
 
 
 def test_ten_thousand_trials_are_a_short_table() -> None:
-    others = [trial(number) for number in range(1, 10_000)]
-    html = render_progress_html(
-        state(others=others, counts={Status.COMPLETED: 9_999, Status.RUNNING: 1}), SearchEnding.DONE, ""
-    )
+    others = [make_trial(number) for number in range(1, 10_000)]
+    state = make_state(others=others, counts={Status.COMPLETED: 9_999, Status.RUNNING: 1})
+    html = render_progress_html(state, SearchEnding.DONE, "")
     assert html.count(" completed ") == 15
     assert len(html) < 40_000
 
@@ -141,32 +139,31 @@ def test_curves_that_cannot_be_read_are_said_to_be_missing() -> None:
         raise pt.StoreUnavailable("asleep")
 
     search = asha(5)
-    html = render_results_html(report_on(search, "s3://bucket/runs"), refuse, refuse_cost)
+    html = render_results_html(make_report(search, "s3://bucket/runs"), refuse, refuse_cost)
     assert "The learning curves could not be read: the bucket &lt;b&gt;sleeps&lt;/b&gt;" in html
     assert "Best trial" in html
 
 
 def test_a_cell_shows_the_table_of_a_terminal_and_how_the_search_ended() -> None:
-    running = render_progress_html(state(), SearchEnding.RUNNING, "")
+    running = render_progress_html(make_state(), SearchEnding.RUNNING, "")
     assert "running for 3 min 20 s" in running
     assert "best    trial 00001, loss 0.142857 at step 1" in running
-    assert "done after 3 min 20 s" in render_progress_html(state(), SearchEnding.DONE, "")
-    assert "ended early after 3 min 20 s: a budget" in render_progress_html(
-        state(stop_reason="a budget"), SearchEnding.DONE, ""
-    )
-    interrupted = render_progress_html(state(), SearchEnding.INTERRUPTED, "")
+    assert "done after 3 min 20 s" in render_progress_html(make_state(), SearchEnding.DONE, "")
+    ended_early = render_progress_html(make_state(stop_reason="a budget"), SearchEnding.DONE, "")
+    assert "ended early after 3 min 20 s: a budget" in ended_early
+    interrupted = render_progress_html(make_state(), SearchEnding.INTERRUPTED, "")
     assert "run the cell again with <code>experiment=&#x27;first&#x27;</code>" in interrupted
 
 
 def test_a_trial_shows_its_history_and_its_whole_error() -> None:
     search = asha(4)
-    pruned = next(each for each in search.state.trials.values() if each.status is Status.PRUNED)
+    pruned = next(trial for trial in search.state.trials.values() if trial.status is Status.PRUNED)
     html = Tags(pruned._repr_html_()).text
     assert f"Trial {pruned.id} · pruned @{pruned.step}" in html
     assert f"step {pruned.step}: stop, " in html
-    saved = next(each for each in search.state.trials.values() if each.checkpoints)
+    saved = next(trial for trial in search.state.trials.values() if trial.checkpoints)
     assert f"results.checkpoint('{saved.id}')" in Tags(saved._repr_html_()).text
-    broken = trial(1, Phase.ERRORED, end_reason=make_reason("raised", text="no", traceback="Traceback\n  line 3"))
+    broken = make_trial(1, Phase.ERRORED, end_reason=make_reason("raised", text="no", traceback="Traceback\n  line 3"))
     assert "Traceback\n  line 3" in Tags(broken._repr_html_()).text
 
 
@@ -175,9 +172,9 @@ def test_a_trial_shows_its_history_and_its_whole_error() -> None:
 )
 def test_a_trial_prints_nothing_internal(name: str) -> None:
     search = asha(3)
-    for each in search.state.trials.values():
-        assert f"{name}=" not in repr(each)
-        assert f"{name}=" not in str(each)
+    for trial in search.state.trials.values():
+        assert f"{name}=" not in repr(trial)
+        assert f"{name}=" not in str(trial)
 
 
 def test_a_checkpoint_that_is_gone_says_so_instead_of_raising(tmp_path: Path) -> None:
@@ -205,8 +202,8 @@ def test_the_end_is_drawn_also_after_an_update_that_failed() -> None:
     cell, errors = Cell(), list[Exception]()
     with live_output(cell, lambda ending, _: (str(ending), ""), errors.append, threading.Event()):
         assert cell.failed.wait(60)
-    assert [str(each) for each in cell.shown] == [str(SearchEnding.DONE)]
-    assert [str(each) for each in errors] == ["the kernel's channel is closed"]
+    assert [str(ending) for ending in cell.shown] == [str(SearchEnding.DONE)]
+    assert [str(error) for error in errors] == ["the kernel's channel is closed"]
 
 
 @pytest.mark.parametrize(
@@ -214,8 +211,8 @@ def test_the_end_is_drawn_also_after_an_update_that_failed() -> None:
 )
 def test_how_it_ended_is_drawn_and_an_interrupt_is_no_failure(error: BaseException, end: str) -> None:
     cell = Cell()
-    shown = live_output(cell, lambda *ending: (" ".join(ending), ""), lambda _: None, threading.Event())
-    with pytest.raises(type(error)), shown:
+    output = live_output(cell, lambda *ending: (" ".join(ending), ""), lambda _: None, threading.Event())
+    with pytest.raises(type(error)), output:
         raise error
     assert cell.shown[-1:] == [end]
 
@@ -232,9 +229,7 @@ def console() -> Iterator[io.StringIO]:
     logger.removeHandler(handler)
 
 
-def test_the_console_has_only_warnings_and_notices_until_the_last_search_ends(
-    console: io.StringIO,
-) -> None:
+def test_the_console_has_only_warnings_and_notices_until_the_last_search_ends(console: io.StringIO) -> None:
     log = logging.getLogger("prefect.of_a_cell")
     with quiet_console():
         with quiet_console():
@@ -257,9 +252,9 @@ def test_at_the_level_debug_everything_is_written(console: io.StringIO, monkeypa
 @pytest.mark.long
 def test_the_shipped_notebook_runs_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     notebook = executed(shipped(), tmp_path, {"PREFECT_API_URL": prefect_server})
-    outputs = [each["outputs"] for each in notebook.cells if each["cell_type"] == "code"]
-    assert [len(each) for each in outputs] == [0, *[1] * 6]  # one display, no log lines
-    search, results, best, checkpoint, more, _ = ["".join(each[0]["data"]["text/html"]) for each in outputs[1:]]
+    outputs = [cell["outputs"] for cell in notebook.cells if cell["cell_type"] == "code"]
+    assert list(map(len, outputs)) == [0, *[1] * 6]  # one display, no log lines
+    search, results, best, checkpoint, more, _ = ["".join(output["data"]["text/html"]) for [output] in outputs[1:]]
     assert "done after" in search
     assert "of 12" in search
     assert "data:image/svg+xml" in results
@@ -269,4 +264,4 @@ def test_the_shipped_notebook_runs_from_top_to_bottom(prefect_server: str, tmp_p
 
 
 def test_the_shipped_notebook_has_no_outputs() -> None:
-    assert all(not each.get("outputs") and each.get("execution_count") is None for each in shipped().cells)
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in shipped().cells)

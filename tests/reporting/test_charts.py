@@ -10,13 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events import (
-    AttemptStarted,
-    FinishKind,
-    TrialFinished,
-    TrialPaused,
-    TrialResumed,
-)
+from prefect_tune.core.journal_events import AttemptStarted, FinishKind, TrialFinished, TrialPaused, TrialResumed
 from prefect_tune.core.schedulers.base import Pause
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.reporting.facts import MAX_CURVES, ReportInput
@@ -38,35 +32,35 @@ Chart = Callable[[ReportInput], str | None]
 CHARTS: list[Chart] = [draw_learning_curves, draw_parallel_coordinates, draw_timeline]
 
 
-def marks(svg: str | None, kind: str) -> int:
+def count_marks(svg: str | None, kind: str) -> int:
     """The number of elements of a class; for the class dots, the number of dots."""
     assert svg is not None
-    found = [each for each in ET.fromstring(svg).iter() if each.get("class") == kind]
-    return sum(str(each.get("d")).count("h0") for each in found) if kind == "dots" else len(found)
+    elements = [element for element in ET.fromstring(svg).iter() if element.get("class") == kind]
+    return sum(str(element.get("d")).count("h0") for element in elements) if kind == "dots" else len(elements)
 
 
-def said(svg: str | None) -> list[str]:
+def texts_of(svg: str | None) -> list[str]:
     assert svg is not None
-    return [each.text or "" for each in ET.fromstring(svg).iter() if each.tag.endswith("text")]
+    return [element.text or "" for element in ET.fromstring(svg).iter() if element.tag.endswith("text")]
 
 
-def thick(svg: str | None, ink: str) -> int:
+def count_lines(svg: str | None, color: str) -> int:
     """The number of lines in groups of this color."""
     assert svg is not None
-    groups = [each for each in ET.fromstring(svg).iter() if each.get("stroke") == ink]
-    return sum(len(each.findall("{http://www.w3.org/2000/svg}path")) for each in groups)
+    groups = [element for element in ET.fromstring(svg).iter() if element.get("stroke") == color]
+    return sum(len(group.findall("{http://www.w3.org/2000/svg}path")) for group in groups)
 
 
-def ends(svg: str | None) -> list[tuple[str, str, str]]:
+def attempt_statuses(svg: str | None) -> list[tuple[str, str, str]]:
     """The trial, attempt and status of each bar."""
     return re.findall(r"<title>(\w+), attempt (\d), [^<]*: (\w+)</title>", svg or "")
 
 
 def test_every_trial_has_its_learning_curve_and_one_of_them_is_the_best() -> None:
     svg = draw_learning_curves(asha(12, kills=False).report_input())
-    assert thick(svg, ORANGE) == 2, "in the panels of its two metrics"
-    assert marks(svg, "line") > 12
-    assert {"loss", "accuracy"} <= set(said(draw_learning_curves(single().report_input()))), "of a training, too"
+    assert count_lines(svg, ORANGE) == 2, "in the panels of its two metrics"
+    assert count_marks(svg, "line") > 12
+    assert {"loss", "accuracy"} <= set(texts_of(draw_learning_curves(single().report_input()))), "of a training, too"
 
 
 def test_of_many_trials_no_more_curves_are_drawn_than_can_be_seen() -> None:
@@ -74,15 +68,15 @@ def test_of_many_trials_no_more_curves_are_drawn_than_can_be_seen() -> None:
     assert len(report_input.snapshot.curves) == MAX_CURVES
     best = report_input.best_trials[0].id
     assert best in report_input.snapshot.curves
-    assert best in said(draw_learning_curves(report_input))
+    assert best in texts_of(draw_learning_curves(report_input))
 
 
 def test_a_line_through_the_parameters_for_each_trial() -> None:
-    found = asha(30, kills=False)
-    svg = draw_parallel_coordinates(found.report_input())
-    assert thick(svg, ORANGE) == 1
-    assert thick(svg, BLUE) == len(found.report_input().ranking) - 1
-    assert {"lr", "dropout", "model/act", "model/depth", "seed", "loss"} <= set(said(svg))
+    search = asha(30, kills=False)
+    svg = draw_parallel_coordinates(search.report_input())
+    assert count_lines(svg, ORANGE) == 1
+    assert count_lines(svg, BLUE) == len(search.report_input().ranking) - 1
+    assert {"lr", "dropout", "model/act", "model/depth", "seed", "loss"} <= set(texts_of(svg))
 
 
 def test_every_reported_metric_has_a_panel_and_the_small_ones_have_the_best_and_some_others() -> None:
@@ -94,10 +88,10 @@ def test_every_reported_metric_has_a_panel_and_the_small_ones_have_the_best_and_
             search.trains(str(index), step, {"loss": float(index), "eval": {"f1": index / 20}, "name": "no number"})
     report_input = search.report_input()
     svg = draw_learning_curves(report_input)
-    assert {"loss", "eval/f1"} <= set(said(svg))
-    assert "name" not in said(svg)
-    assert thick(svg, ORANGE) == 2, "the best, in both panels"
-    assert thick(svg, BLUE) == 19 + MAX_SMALL_PANEL_CURVES - 1
+    assert {"loss", "eval/f1"} <= set(texts_of(svg))
+    assert "name" not in texts_of(svg)
+    assert count_lines(svg, ORANGE) == 2, "the best, in both panels"
+    assert count_lines(svg, BLUE) == 19 + MAX_SMALL_PANEL_CURVES - 1
 
 
 def test_of_more_metrics_than_fit_the_first_are_drawn_and_the_others_are_counted() -> None:
@@ -130,8 +124,8 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
         search.adds(str(index), {**config, "scale": 10.0**index, "model": {"depth": index + 1}, "made": index})
         search.starts(str(index))
         search.trains(str(index), 1, {"loss": float(index)})
-    found = search.report_input()
-    assert {name: found.has_log_scale(name) for name in found.differing_parameters} == {
+    report_input = search.report_input()
+    assert {name: report_input.has_log_scale(name) for name in report_input.differing_parameters} == {
         "lr": True,
         "width": True,
         "dropout": False,
@@ -139,9 +133,8 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
         "model/depth": True,
         "made": None,
     }
-    assert found.constants == {"batch": 64}
-    frame = Frame(0, 0, 100, 100)
-    axes = {axis.name: axis.scale for axis in make_axes(found, frame)}
+    assert report_input.constants == {"batch": 64}
+    axes = {axis.name: axis.scale for axis in make_axes(report_input, Frame(0, 0, 100, 100))}
     assert {name for name, scale in axes.items() if scale and scale.is_log} == {"lr", "width", "model/depth", "scale"}
     assert all(len(scale.ticks(4)) > 1 for scale in axes.values() if scale), "also where there is no decade"
 
@@ -149,10 +142,10 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
 def test_every_attempt_is_on_the_timeline_beneath_the_grey_runs_and_each_that_was_lost_is_crossed_out() -> None:
     svg = draw_timeline(single(60, kills=(23, 41)).report_input())
     assert svg is not None
-    inks = [str(each.get("fill")) for each in ET.fromstring(svg).iter() if each.get("class") == "bar"]
-    assert (set(inks[:3]), len(inks[3:]), GREY in inks[3:]) == ({GREY}, 3, False)
-    assert marks(svg, "cross") == 2
-    assert [each for each in said(svg) if each.endswith("later")] == ["1 h later", "1 h later"]
+    colors = [str(element.get("fill")) for element in ET.fromstring(svg).iter() if element.get("class") == "bar"]
+    assert (set(colors[:3]), len(colors[3:]), GREY in colors[3:]) == ({GREY}, 3, False)
+    assert count_marks(svg, "cross") == 2
+    assert [text for text in texts_of(svg) if text.endswith("later")] == ["1 h later", "1 h later"]
 
 
 RATES = [10.0 ** (-5 + index / 8) for index in range(33)]
@@ -194,11 +187,8 @@ def test_a_trial_that_was_not_promoted_is_pruned_and_its_earlier_pauses_stay() -
             if attempt < attempts:
                 search.record(TrialResumed(trial=name))
         search.record(TrialFinished(trial=name, reason="not promoted", kind=FinishKind.PRUNED))
-    assert ends(draw_timeline(search.report_input())) == [
-        ("kept", "1", "paused"),
-        ("kept", "2", "pruned"),
-        ("left", "1", "pruned"),
-    ]
+    expected = [("kept", "1", "paused"), ("kept", "2", "pruned"), ("left", "1", "pruned")]
+    assert attempt_statuses(draw_timeline(search.report_input())) == expected
 
 
 def test_a_bar_begins_with_its_attempt_and_those_of_one_trial_do_not_overlap() -> None:
@@ -211,20 +201,21 @@ def test_a_bar_begins_with_its_attempt_and_those_of_one_trial_do_not_overlap() -
         search.saves("0")
         search.decides("0", Pause(reason="its turn is over"))
         search.record(*events)
-    until, sequence = search.now, search.state.trial("0").checkpoints[-1].sequence
-    for number, begins in ((2, 2.0), (3, -60.0)):  # the clock of the last machine is a minute behind
-        at = (search.now + timedelta(seconds=begins)).isoformat()
-        search.record(AttemptStarted(trial="0", attempt=number, from_step=2, from_sequence=sequence, at=at), after=3.0)
+    paused_at, sequence = search.now, search.state.trial("0").checkpoints[-1].sequence
+    for number, offset in ((2, 2.0), (3, -60.0)):  # the clock of the last machine is a minute behind
+        started_at = (search.now + timedelta(seconds=offset)).isoformat()
+        started = AttemptStarted(trial="0", attempt=number, from_step=2, from_sequence=sequence, at=started_at)
+        search.record(started, after=3.0)
         search.record(pause, again, after=1.0)
     first, second, third = search.report_input().snapshot.attempts
-    assert first.ended_at == until
-    assert second.began_at == until + timedelta(seconds=2)
+    assert first.ended_at == paused_at
+    assert second.began_at == paused_at + timedelta(seconds=2)
     assert third.began_at == second.ended_at
 
 
 def test_too_many_attempts_to_be_seen_are_drawn_as_how_many_there_were_at_once() -> None:
     svg = draw_timeline(asha(700).report_input())
-    assert marks(svg, "bar") == 3
+    assert count_marks(svg, "bar") == 3
 
 
 @pytest.mark.parametrize("chart", CHARTS)
@@ -269,11 +260,11 @@ def _luminance(color: Sequence[float]) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def _contrast(ink: str, opacity: float, page: str) -> float:
+def _contrast(color: str, opacity: float, page: str) -> float:
     """The contrast of a color on a page as WCAG defines it: 1 is invisible, 21 is black on white."""
-    shown, behind = ([int(each[at : at + 2], 16) / 255 for at in (1, 3, 5)] for each in (ink, page))
-    mixed = [opacity * front + (1 - opacity) * back for front, back in zip(shown, behind, strict=True)]
-    low, high = sorted((_luminance(mixed), _luminance(behind)))
+    front, back = ([int(text[index : index + 2], 16) / 255 for index in (1, 3, 5)] for text in (color, page))
+    mixed = [opacity * ink + (1 - opacity) * paper for ink, paper in zip(front, back, strict=True)]
+    low, high = sorted((_luminance(mixed), _luminance(back)))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -281,19 +272,18 @@ def _contrast(ink: str, opacity: float, page: str) -> float:
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("draw", CHARTS)
 def test_every_line_and_word_is_visible_on_a_light_and_on_a_dark_page(draw: Chart, page: str) -> None:
-    tellings = (asha(60), asha(600), pareto(), population(), single())
-    drawn = [svg for search in tellings if (svg := draw(search.report_input())) is not None]
-    marks = [
-        each for svg in drawn for part in ET.fromstring(svg) if not part.tag.endswith("defs") for each in part.iter()
-    ]
-    inked = [(each, kind, str(each.get(kind))) for each in marks for kind in ("stroke", "fill")]
-    seen = [(each, kind, ink) for each, kind, ink in inked if ink.startswith("#") and ink != "#fff"]
-    for each, kind, ink in seen:
-        if kind == "fill" and each.get("stroke"):
+    searches = (asha(60), asha(600), pareto(), population(), single())
+    charts = [svg for search in searches if (svg := draw(search.report_input())) is not None]
+    parts = [part for svg in charts for part in ET.fromstring(svg) if not part.tag.endswith("defs")]
+    elements = [element for part in parts for element in part.iter()]
+    colored = [(element, kind, str(element.get(kind))) for element in elements for kind in ("stroke", "fill")]
+    visible = [(element, kind, color) for element, kind, color in colored if color.startswith("#") and color != "#fff"]
+    for element, kind, color in visible:
+        if kind == "fill" and element.get("stroke"):
             continue  # its outline makes it visible
-        least = 2.9 if each.tag.endswith("text") else 1.6
-        assert _contrast(ink, float(each.get(f"{kind}-opacity", 1)), page) >= least, ET.tostring(each)
-    assert seen
+        min_contrast = 2.9 if element.tag.endswith("text") else 1.6
+        assert _contrast(color, float(element.get(f"{kind}-opacity", 1)), page) >= min_contrast, ET.tostring(element)
+    assert visible
 
 
 def test_an_attempt_is_drawn_by_the_status_that_it_ended_with_and_the_legend_says_how() -> None:
@@ -302,10 +292,10 @@ def test_an_attempt_is_drawn_by_the_status_that_it_ended_with_and_the_legend_say
     assert svg is not None
     titles = re.findall(r"<title>(\w+), attempt 1, steps 0 to 3: (\w+)</title>", svg)
     assert titles == [(name, name) for name in sorted(set(map(str, Status)) - {"pending"})]
-    bars = [each for each in ET.fromstring(svg).iter() if each.get("class") == "bar"][1:]
-    fills = [(each.get("fill"), each.get("fill-opacity")) for each in bars]
+    bars = [element for element in ET.fromstring(svg).iter() if element.get("class") == "bar"][1:]
+    fills = [(bar.get("fill"), bar.get("fill-opacity")) for bar in bars]
     assert len(set(fills)) == 6
-    assert [each for each in said(svg) if each in set(map(str, Status))][-6:] == [
+    assert [text for text in texts_of(svg) if text in set(map(str, Status))][-6:] == [
         *("completed", "pruned", "interrupted", "errored", "running", "paused")
     ]
-    assert marks(svg, "swatch") == 6
+    assert count_marks(svg, "swatch") == 6

@@ -12,11 +12,7 @@ from markdown_it import MarkdownIt
 
 from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint_key
-from prefect_tune.core.journal_events import (
-    Cause,
-    StopRequested,
-    TrialErrored,
-)
+from prefect_tune.core.journal_events import Cause, StopRequested, TrialErrored
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.reporting.facts import ReportInput, report_fields
@@ -25,22 +21,18 @@ from prefect_tune.terminal.formatting import format_cell
 from tests.fakes.html_tags import Tags
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses, asha, pareto, single
 
-_BIG = 300_000
+MAX_CHARACTERS = 300_000
 
 
-def markdown(report_input: ReportInput) -> str:
+def render_page(report_input: ReportInput) -> str:
     return render_markdown(make_page(report_input))
 
 
-def headings(page: str) -> list[str]:
+def headings_of(page: str) -> list[str]:
     return [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
 
 
-def runs_of(page: str) -> str:
-    return page.partition("## Runs")[2].partition("## ")[0]
-
-
-def rendered(page: str) -> str:
+def render_as_html(page: str) -> str:
     """Render Markdown with tables; HTML passes through unchanged."""
     reader = MarkdownIt("commonmark", {"html": True}).enable("table")
     reader.__dict__["validateLink"] = lambda _: True  # the worst case: every link is accepted
@@ -48,19 +40,11 @@ def rendered(page: str) -> str:
 
 
 def test_a_search_has_everything_in_its_order() -> None:
-    page = markdown(asha(40).report_input(expected=50))
+    page = render_page(asha(40).report_input(expected=50))
     best = asha(40).report_input().best_trials[0]
-    assert headings(page) == [
-        f"Best trial: {best.id}",
-        "Learning curves",
-        "Parameters",
-        "Timeline",
-        "Trials",
-        "Errors (1)",
-        "Cost",
-        "Runs",
-        "Settings",
-    ]
+    figures = ["Learning curves", "Parameters", "Timeline"]
+    tables = ["Trials", "Errors (1)", "Cost", "Runs", "Settings"]
+    assert headings_of(page) == [f"Best trial: {best.id}", *figures, *tables]
     assert f"**Best loss: {format_cell(best.metrics['loss'])} (trial {best.id}) · 40 of 50 trials done" in page
     assert page.count("](http://ui/runs/flow-run/run-") >= 40
     assert f"prefect-tune export s3://bucket/runs rates DIRECTORY --trial {best.id}" in page
@@ -68,32 +52,31 @@ def test_a_search_has_everything_in_its_order() -> None:
 
 
 def test_the_commands_and_paths_on_a_page_lead_to_the_very_server() -> None:
-    there = replace(asha(4).report_input(), uri="s3://runs/digits?endpoint_url=http://minio:9000&region=eu")
-    page = markdown(there)
+    report_input = replace(asha(4).report_input(), uri="s3://runs/digits?endpoint_url=http://minio:9000&region=eu")
+    page = render_page(report_input)
     assert "prefect-tune export 's3://runs/digits?endpoint_url=http://minio:9000&region=eu' rates DIRECTORY" in page
-    best = newest_checkpoint_key(
-        TrialKey(experiment="rates", generation=1, trial=there.best_trials[0].id), there.best_trials[0]
-    )
-    assert best is not None
-    assert f"\ns3://runs/digits/{best.folder}?endpoint_url=http://minio:9000&region=eu\n" in page
+    best = report_input.best_trials[0]
+    key = newest_checkpoint_key(TrialKey(experiment="rates", generation=1, trial=best.id), best)
+    assert key is not None
+    assert f"\ns3://runs/digits/{key.folder}?endpoint_url=http://minio:9000&region=eu\n" in page
 
 
 def test_keys_in_the_variables_of_a_job_are_on_no_page() -> None:
     search = JournalBuilder(settings={"metric": "loss", "trial_job_variables": {"env": {"WANDB_API_KEY": "topsecret"}}})
-    page = markdown(search.report_input())
+    page = render_page(search.report_input())
     assert "WANDB_API_KEY" in page
     assert "topsecret" not in page
 
 
 def test_one_training_is_reported_without_a_table_of_trials() -> None:
-    page = markdown(single().report_input())
-    assert headings(page) == ["The trial", "Learning curves", "Timeline", "Cost", "Runs"]
+    page = render_page(single().report_input())
+    assert headings_of(page) == ["The trial", "Learning curves", "Timeline", "Cost", "Runs"]
     assert "**completed at step 60" in page
 
 
 def test_with_several_metrics_the_front_stands_in_for_the_best() -> None:
-    page = markdown(pareto(40).report_input())
-    assert headings(page)[0] == "Learning curves"
+    page = render_page(pareto(40).report_input())
+    assert headings_of(page)[0] == "Learning curves"
     rows = page.partition("## Trials")[2].partition("##")[0]
     front = [line for line in rows.splitlines() if "| yes |" in line]
     assert len(front) == len(pareto(40).report_input().best_trials) > 1
@@ -107,8 +90,8 @@ def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None
         search.adds(name, {"x": int(name)})
         search.starts(name)
         search.trains(name, 1, {"loss": 1.0, "text": "not a number"})
-    page = markdown(search.report_input())
-    assert headings(page) == ["Learning curves", "Timeline", "Trials", "Cost", "Settings"]
+    page = render_page(search.report_input())
+    assert headings_of(page) == ["Learning curves", "Timeline", "Trials", "Cost", "Settings"]
 
 
 def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:
@@ -117,8 +100,8 @@ def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_numb
         search.adds(str(index), {"x": index})
         search.starts(str(index))
         search.record(TrialErrored(trial=str(index), cause=Cause.TRAINABLE, reason=f"ValueError: {index}\ntrace"))
-    page = markdown(search.report_input())
-    assert headings(page) == ["Timeline", "Trials", "Errors (30)", "Cost", "Settings"]
+    page = render_page(search.report_input())
+    assert headings_of(page) == ["Timeline", "Trials", "Errors (30)", "Cost", "Settings"]
     assert page.count("ValueError") == 11  # ten messages, and one traceback
     assert "And 20 more." in page
 
@@ -134,10 +117,10 @@ def test_the_totals_tell_what_was_done_in_vain_and_what_was_not_sent() -> None:
 
 def test_the_training_time_of_the_report_is_that_of_the_cost() -> None:
     report_input = single(60, kills=(23, 41)).report_input()
-    began = datetime(2026, 11, 26, tzinfo=UTC)
+    start = datetime(2026, 11, 26, tzinfo=UTC)
     seconds = dict.fromkeys(Category, 0.0) | {Category.TRAINING: 7.5, Category.LOST: 2.5}
-    held = ExperimentCost([RunCost(began, 10.0, 1)], [AttemptCost("0", 1, began, seconds, None)], seconds)
-    report_input.__dict__["cost"] = held
+    cost = ExperimentCost([RunCost(start, 10.0, 1)], [AttemptCost("0", 1, start, seconds, None)], seconds)
+    report_input.__dict__["cost"] = cost
     assert (report_input.totals.useful_seconds, report_input.totals.lost_seconds) == (7.5, 2.5)
     assert make_cost_rows(report_input.totals)["training"] == "7.5 s in 3 attempts, 2 killed or lost"
 
@@ -155,25 +138,25 @@ def test_the_same_facts_are_json() -> None:
 def test_it_stays_small_however_many_trials_there_are(count: int) -> None:
     report_input = asha(count).report_input()
     page = make_page(report_input)
-    assert len(render_markdown(page)) < _BIG
-    assert len(render_html(page)) < _BIG
+    assert len(render_markdown(page)) < MAX_CHARACTERS
+    assert len(render_html(page)) < MAX_CHARACTERS
     assert render_markdown(page).count("\n| [") <= 50 + 10 + 3
 
 
 def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> None:
     search = JournalBuilder(settings={"metric": "loss", "mode": "min", "space": "x" * 500_000})
     for index in range(60):
-        search.adds(str(index), {f"{'p' * 500}{each}": f"{'v' * 500}{index}{each}" for each in range(300)})
+        search.adds(str(index), {f"{'p' * 500}{number}": f"{'v' * 500}{index}{number}" for number in range(300)})
         search.starts(str(index))
-        search.trains(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{each}": 1.0 for each in range(300)}})
+        search.trains(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{number}": 1.0 for number in range(300)}})
         search.record(TrialErrored(trial=str(index), cause=Cause.TRAINABLE, reason="e" * 100_000))
-    assert len(markdown(search.report_input())) < _BIG
+    assert len(render_page(search.report_input())) < MAX_CHARACTERS
 
 
 HOSTILE = "</summary><script>alert(1)</script>![x](http://evil/x.png)[y](javascript:z)|`a`\n# no *b* _c_ \x00\x1b &lt;"
 
 
-def hostile() -> ReportInput:
+def make_hostile_input() -> ReportInput:
     search = JournalBuilder(settings={"metric": HOSTILE, "mode": "min", "note": f"{HOSTILE}\n```\n# no"})
     for index in range(12):
         search.adds(str(index), {HOSTILE: f"{HOSTILE}{index % 3}", "lr": index})
@@ -185,7 +168,7 @@ def hostile() -> ReportInput:
 
 
 def test_what_a_user_named_is_text_in_markdown() -> None:
-    html = rendered(markdown(hostile()))
+    html = render_as_html(render_page(make_hostile_input()))
     assert "<script" not in html
     assert set(re.findall(r'(?:src|href)="([a-z]+:)', html)) == {"data:", "http:"}
     assert "evil/x.png" not in "".join(re.findall(r'(?:src|href)="[^"]*"', html))
@@ -195,15 +178,17 @@ def test_what_a_user_named_is_text_in_markdown() -> None:
 
 
 def test_what_a_user_named_is_text_in_html_and_nothing_is_fetched() -> None:
-    tags = Tags(render_html(make_page(hostile())))
+    tags = Tags(render_html(make_page(make_hostile_input())))
     assert "script" not in tags.names
-    assert all(str(known["src"]).startswith("data:image/svg+xml;base64,") for tag, known in tags.found if tag == "img")
-    assert all(str(known["href"]).startswith("http://ui/") for tag, known in tags.found if "href" in known)
-    assert not [known for _, known in tags.found if any(name.startswith("on") for name in known)]
+    images = [str(attributes["src"]) for tag, attributes in tags.found if tag == "img"]
+    links = [str(attributes["href"]) for _, attributes in tags.found if "href" in attributes]
+    assert all(image.startswith("data:image/svg+xml;base64,") for image in images)
+    assert all(link.startswith("http://ui/") for link in links)
+    assert not [attributes for _, attributes in tags.found if any(name.startswith("on") for name in attributes)]
 
 
 MIN_BOTH = {"metric": ["loss", "ok"], "mode": "min"}
-ODD: dict[str, tuple[dict[str, object], list[object], list[dict[str, object]]]] = {
+ODD_INPUTS: dict[str, tuple[dict[str, object], list[object], list[dict[str, object]]]] = {
     "a number with and without a fraction": ({"metric": "loss", "mode": "min"}, [1, 1.0, 2.0], [{"loss": 1.0}]),
     "a bool among numbers": ({"metric": "loss", "mode": "min"}, [1, 1.0, True], [{"loss": 1.0}]),
     "a bool as second metric": (MIN_BOTH, [1, 2, 3], [{"loss": 1.0, "ok": True}, {"loss": 2.0, "ok": False}]),
@@ -213,7 +198,7 @@ ODD: dict[str, tuple[dict[str, object], list[object], list[dict[str, object]]]] 
 }
 
 
-def odd(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> ReportInput:
+def make_odd_input(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> ReportInput:
     search = JournalBuilder(settings=settings)
     for index in range(12):
         search.adds(str(index), {"x": values[index % len(values)], "y": index})
@@ -222,46 +207,37 @@ def odd(settings: dict[str, object], values: list[object], metrics: list[dict[st
     return search.report_input()
 
 
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize("case", ODD_INPUTS)
 def test_no_odd_number_takes_a_figure_off_the_page(case: str) -> None:
-    page = markdown(odd(*ODD[case]))
-    assert "Parameters" in headings(page)
+    page = render_page(make_odd_input(*ODD_INPUTS[case]))
+    assert "Parameters" in headings_of(page)
     assert "could not be drawn" not in page
 
 
 def test_a_figure_that_fails_is_left_out_and_the_rest_of_the_page_is_there() -> None:
     too_far_apart: list[dict[str, object]] = [{"loss": -1.7e308}, {"loss": 1.7e308}]
-    page = markdown(odd({"metric": "loss", "mode": "min"}, [1, 2, 3], too_far_apart))
-    assert "Learning curves" not in headings(page)
+    page = render_page(make_odd_input({"metric": "loss", "mode": "min"}, [1, 2, 3], too_far_apart))
+    assert "Learning curves" not in headings_of(page)
     assert "Learning curves could not be drawn: " in page
-    assert {"Timeline", "Trials", "Cost"} <= set(headings(page))
+    assert {"Timeline", "Trials", "Cost"} <= set(headings_of(page))
 
 
 def test_a_run_that_was_ended_before_its_time_says_why() -> None:
     search = JournalBuilder()
-    assert "ended early" not in markdown(search.report_input())
+    assert "ended early" not in render_page(search.report_input())
     search.record(StopRequested(reason=make_reason("time-budget", seconds=3600.0)))
-    assert "| **ended early** | the time budget of 1 h is spent |" in markdown(search.report_input())
+    assert "| **ended early** | the time budget of 1 h is spent |" in render_page(search.report_input())
     search.opens("the next one")
-    assert "ended early" not in markdown(search.report_input())
+    assert "ended early" not in render_page(search.report_input())
 
 
 def test_statuses_are_words_and_say_at_which_step_a_trial_stopped_short() -> None:
-    page = markdown(all_statuses().report_input())
-    rows = [
-        row.replace("\N{NO-BREAK SPACE}", " ").split(" | ")
-        for row in page.partition("## Trials")[2].partition("##")[0].splitlines()
-        if "|" in row
-    ]
-    assert {re.sub(r"[|[ ]|].*", "", row[0]): row[1] for row in rows[2:]} == {
-        "completed": "completed",
-        "pruned": "pruned @3",
-        "interrupted": "interrupted @3",
-        "errored": "errored",
-        "running": "running",
-        "paused": "paused @3",
-        "pending": "pending",
-    }
+    page = render_page(all_statuses().report_input())
+    table = page.replace("\N{NO-BREAK SPACE}", " ").partition("## Trials")[2].partition("##")[0]
+    rows = [row.split(" | ") for row in table.splitlines() if "|" in row]
+    same = {status: status for status in ("completed", "errored", "running", "pending")}
+    with_step = {status: f"{status} @3" for status in ("pruned", "interrupted", "paused")}
+    assert {re.sub(r"[|[ ]|].*", "", row[0]): row[1] for row in rows[2:]} == {**same, **with_step}
     assert "**Best loss: 0.6 (trial pruned) · 3 of 7 proposed trials done · 1 interrupted · 1 errored" in page
     pictograms = re.compile("[\N{HOURGLASS WITH FLOWING SAND}\N{WHITE HEAVY CHECK MARK}\U0001f000-\U0001ffff]")
     assert not pictograms.search(page), "a font may lack these characters"

@@ -51,7 +51,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
             max_concurrent_trials=2,
             isolation="thread",
         )
-    assert [str(each.status) for each in results.trials.values()] == ["completed"] * 3 + ["errored"]
+    assert [str(trial.status) for trial in results.trials.values()] == ["completed"] * 3 + ["errored"]
     return folder
 
 
@@ -60,7 +60,12 @@ def results(target: Path) -> pt.Results:
     return pt.load_results(target, "e", metric="loss")
 
 
-def count_in(checkpoint: pt.Checkpoint | None) -> str:
+def results_of(search: JournalBuilder, folder: Path) -> pt.Results:
+    objective = objective_from_settings(search.state.settings)
+    return pt.Results(search.state, pt.LocalTarget(path=str(folder)), objective)
+
+
+def read_count(checkpoint: pt.Checkpoint | None) -> str:
     """The step of a checkpoint."""
     assert checkpoint is not None
     with checkpoint.as_directory() as directory:
@@ -89,8 +94,8 @@ def test_a_mode_without_a_metric_is_that_of_the_search_or_refused(results: pt.Re
 @pytest.mark.parametrize("scope", ["last", "all", "last-5-avg"])
 def test_a_nested_metric_is_named_by_its_way(scope: Scope, results: pt.Results) -> None:
     assert results.best_trial("eval/size", "max", scope=scope).id == A
-    assert count_in(results.best_checkpoint(A, "eval/size", "max")) == "3"
-    assert count_in(results.best_checkpoint(C, ["loss", "eval/size"], ["min", "min"])) == "2"  # losses 5, 4, 4
+    assert read_count(results.best_checkpoint(A, "eval/size", "max")) == "3"
+    assert read_count(results.best_checkpoint(C, ["loss", "eval/size"], ["min", "min"])) == "2"  # losses 5, 4, 4
     with pytest.raises(pt.InvalidInput, match="none of its 4 trials has reported eval/lost"):
         results.best_trial("eval/lost", scope=scope)
 
@@ -101,10 +106,8 @@ def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> N
         search.adds(name, {})
         search.starts(name)
         search.trains(name, 1, {"loss": 1.0, "size": size})
-    results = pt.Results(
-        search.state, pt.LocalTarget(path=str(tmp_path)), objective_from_settings(search.state.settings)
-    )
-    assert [each.id for each in results.best_trials] == ["b", "c"]
+    results = results_of(search, tmp_path)
+    assert [trial.id for trial in results.best_trials] == ["b", "c"]
     assert results.best is results.best_trials[0]
     assert results.best is find_best_trial(search.state)  # what `ls` and `export` name
     assert results.best.id == search.report_input().ranking[0].id  # what the report names
@@ -125,8 +128,8 @@ def test_errors_say_which_trial_and_why(results: pt.Results) -> None:
 
 def test_every_checkpoint_of_every_trial_can_be_had(results: pt.Results) -> None:
     for trial, steps in ((A, "3"), (results.trials[B], "3")):
-        assert count_in(results.checkpoint(trial)) == steps
-    assert count_in(results.best_checkpoint(A)) == "1"
+        assert read_count(results.checkpoint(trial)) == steps
+    assert read_count(results.best_checkpoint(A)) == "1"
     assert results.checkpoint(BROKEN) is None
     assert results.best_checkpoint(BROKEN) is None
     with pytest.raises(pt.InvalidInput, match="there is no trial '99999'"):
@@ -139,13 +142,11 @@ def test_the_best_checkpoint_is_of_the_best_report_of_all_trials_and_the_one_tha
     best = results.best_checkpoint()
     assert best is not None
     assert f"/{results.best_trial(scope='all').id}/" in best.path
-    assert count_in(best) == "1"
+    assert read_count(best) == "1"
     assert results.best.id != results.best_trial(scope="all").id
-    assert count_in(results.best_checkpoint(metric="eval/size", mode="max")) == "3"
+    assert read_count(results.best_checkpoint(metric="eval/size", mode="max")) == "3"
     saves = results.trials[C].checkpoints  # of losses 5, 4, 4: of equal ones the older stays
-    kept = [
-        each for each in saves if each.sequence not in sequences_to_retire(saves, pt.Retention(best=1, metric="loss"))
-    ]
+    kept = [ref for ref in saves if ref.sequence not in sequences_to_retire(saves, pt.Retention(best=1, metric="loss"))]
     assert f"/{kept[0].step:010}-{kept[0].sequence:010}" in results.best_checkpoint(C).path
     assert results.best_checkpoint(metric="accuracy") is None
 
@@ -153,7 +154,7 @@ def test_the_best_checkpoint_is_of_the_best_report_of_all_trials_and_the_one_tha
 def test_a_learning_curve_has_one_report_for_each_step(results: pt.Results, monkeypatch: pytest.MonkeyPatch) -> None:
     read, results = Mock(wraps=arrow_tables.read_curves), replace(results)  # a copy has read nothing yet
     monkeypatch.setattr("prefect_tune.results.read_curves", read)
-    assert [(each.step, each.metrics["loss"]) for each in results.curve(A)] == [(1, 1.0), (2, 9.0), (3, 9.0)]
+    assert [(report.step, report.metrics["loss"]) for report in results.curve(A)] == [(1, 1.0), (2, 9.0), (3, 9.0)]
     assert list(results.curve(BROKEN)) == []
     read.assert_called_once()  # one journal has the curves of all trials
 
@@ -163,15 +164,12 @@ def test_tables_have_a_row_for_each_trial_or_each_report(results: pt.Results) ->
     assert [row["trial"] for row in trials] == [A, B, C, BROKEN]
     assert [row["status"] for row in trials] == ["completed"] * 3 + ["errored"]
     assert [row["loss"] for row in trials] == [9.0, 2.0, 4.0, None]
-    assert {"config/losses", "config/model/depth", "eval/size", "attempts", "recomputed_steps", "checkpoint"} <= set(
-        trials[0]
-    )
+    columns = {"config/losses", "config/model/depth", "eval/size", "attempts", "recomputed_steps", "checkpoint"}
+    assert columns <= set(trials[0])
     reports = results.to_arrow("reports").to_pylist()
-    assert [(row["trial"], row["step"], row["loss"]) for row in reports] == [
-        (trial, step, loss)
-        for trial, losses in zip((A, B, C), LOSSES, strict=False)
-        for step, loss in enumerate(losses, 1)
-    ]
+    curves = zip((A, B, C), LOSSES, strict=False)
+    expected = [(trial, step, loss) for trial, losses in curves for step, loss in enumerate(losses, 1)]
+    assert [(row["trial"], row["step"], row["loss"]) for row in reports] == expected
 
 
 def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, results: pt.Results) -> None:
@@ -183,8 +181,8 @@ def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, resu
 
 
 def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_again() -> None:
-    def read_back(**about: str) -> pa.Table | None:
-        return from_parquet(to_parquet(pa.table({"step": [1]}), {"digest": "d", **about}), "d")
+    def read_back(**metadata: str) -> pa.Table | None:
+        return from_parquet(to_parquet(pa.table({"step": [1]}), {"digest": "d", **metadata}), "d")
 
     assert read_back(version="1") == pa.table({"step": [1]})
     assert read_back(version="2") is None
@@ -230,9 +228,7 @@ def test_a_metric_with_the_name_of_a_column_is_compared_and_drawn_by_what_was_re
         search.starts(name)
         for report in reports:
             search.trains(name, report.step, report.metrics)
-    results = pt.Results(
-        search.state, pt.LocalTarget(path=str(tmp_path)), objective_from_settings(search.state.settings)
-    )
+    results = results_of(search, tmp_path)
     vars(results)["_reports"] = reports_to_arrow(curves)
     assert (results.best.id, results.best_trial(scope="all").id) == ("b", "a")
     assert results._read_curve_points(["a"], ["step"]) == {"a": {"step": [(1, 9.0), (2, 1.0)]}}
@@ -267,7 +263,7 @@ def test_completion_offers_the_fields_of_a_trial_and_not_the_methods_of_pydantic
 
 def test_the_column_has_the_word_alone_and_the_step_is_in_a_column_of_its_own() -> None:
     rows = trials_to_arrow(all_statuses().state).to_pylist()
-    assert [row["status"] for row in rows] == [row["trial"] for row in rows] == [str(each) for each in Status]
+    assert [row["status"] for row in rows] == [row["trial"] for row in rows] == [str(status) for status in Status]
     assert [row["step"] for row in rows] == [3] * 6 + [0]
 
 
@@ -275,8 +271,8 @@ def test_a_file_of_results_says_the_version_of_its_columns(tmp_path: Path) -> No
     target = pt.LocalTarget(path=str(tmp_path))
     paths = publish_results.fn(target, all_statuses().state)
     for rows, version in COLUMN_VERSIONS.items():
-        about = pq.read_schema(tmp_path / paths[rows]).metadata
-        assert about[b"prefect-tune/version"].decode() == version
+        metadata = pq.read_schema(tmp_path / paths[rows]).metadata
+        assert metadata[b"prefect-tune/version"].decode() == version
 
 
 def test_a_table_begins_with_what_a_person_asks_and_ends_with_the_long_texts() -> None:
@@ -296,9 +292,7 @@ def test_the_trials_are_printed_and_displayed_as_a_short_table(count: int, tmp_p
         search.adds(f"{number:05}", {"lr": number / 8, "text": "x" * 400})
         search.starts(f"{number:05}")
         search.trains(f"{number:05}", 1, {"loss": number / 4, "other": 1})
-    results = pt.Results(
-        search.state, pt.LocalTarget(path=str(tmp_path)), objective_from_settings(search.state.settings)
-    )
+    results = results_of(search, tmp_path)
     assert dict(results.trials) == results.trials == search.state.trials
     lines, html = repr(results.trials).splitlines(), results.trials._repr_html_()
     assert max(map(len, lines)) <= 80
@@ -320,16 +314,16 @@ def test_the_trials_are_printed_and_displayed_as_a_short_table(count: int, tmp_p
 LOSS = Objective(metrics=("loss",), modes=("min",))
 
 
-def trial(*reports: Mapping[str, object], error: str = "") -> Trial:
+def make_trial(*reports: Mapping[str, object], error: str = "") -> Trial:
     """A trial with these reports; with an error, it errored after them."""
     events: list[Event] = [TrialAdded(trial="00000", config={}), AttemptStarted(trial="00000", attempt=1, from_step=0)]
-    reported = [StepReport(step=step, metrics=metrics) for step, metrics in enumerate(reports, 1)]
-    events += [StepReported(trial="00000", report=each) for each in reported]
+    for step, metrics in enumerate(reports, 1):
+        events.append(StepReported(trial="00000", report=StepReport(step=step, metrics=metrics)))
     events += [TrialErrored(trial="00000", cause=Cause.TRAINABLE, reason=error)] * bool(error)
     return after(empty_experiment(first_generation("e")), events).trial("00000")
 
 
-def why(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:
+def rank_error(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:
     return no_ranking_reason(trials, LOSS, scope, {"00000": curves})
 
 
@@ -353,21 +347,21 @@ def test_a_cell_of_a_running_search_waits_at_most_20_s_for_each_read_of_the_targ
 
 def test_without_a_metric_the_error_of_the_best_says_where_one_is_named(tmp_path: Path) -> None:
     write_search(tmp_path / "target", "e", {"00000": 0.5}, settings={})
-    said = (
+    message = (
         r"its reports have \['loss'\]. Pass one: results.best_trial\('loss'\), or pt.load_results\(..., metric='loss'\)"
     )
-    with pytest.raises(pt.InvalidInput, match=said):
+    with pytest.raises(pt.InvalidInput, match=message):
         _ = pt.load_results(tmp_path / "target", "e").best
 
 
 def test_a_metric_that_only_the_last_reports_lack_is_found_by_another_scope() -> None:
     reports: list[Mapping[str, object]] = [{"loss": 1.0}, {"accuracy": 0.5}]
-    said = "the last reports have ['accuracy']; scope='all' compares all reports"
-    assert why(trial(*reports), curves=reports) == said
-    assert why(trial(*reports), scope="avg") == "their reports have ['accuracy']"
+    message = "the last reports have ['accuracy']; scope='all' compares all reports"
+    assert rank_error(make_trial(*reports), curves=reports) == message
+    assert rank_error(make_trial(*reports), scope="avg") == "their reports have ['accuracy']"
 
 
-def no_best(folder: Path, **scope: Any) -> str:
+def best_trial_error(folder: Path, **scope: Any) -> str:
     with pytest.raises(pt.InvalidInput) as error:
         pt.load_results(folder, "e").best_trial(**scope)
     return str(error.value)
@@ -376,19 +370,19 @@ def no_best(folder: Path, **scope: Any) -> str:
 def test_a_metric_that_some_reports_have_is_not_said_to_be_in_none(tmp_path: Path) -> None:
     write_curves(tmp_path / "a", "e", [[{"loss": 1.0}, {"accuracy": 0.5}], [{"accuracy": 0.25}]], ["loss"])
     assert "no last report of its 2 trials has loss as a number: the last reports have ['accuracy']; scope='all'" in (
-        no_best(tmp_path / "a")
+        best_trial_error(tmp_path / "a")
     )
     assert pt.load_results(tmp_path / "a", "e").best_trial(scope="all").id == "00000"
     write_curves(tmp_path / "b", "e", [[{"loss": "0.5"}]], ["loss"])
     assert "no last report of its 1 trials has loss as a number: trial 00000 reported 'loss' as text" in (
-        no_best(tmp_path / "b")
+        best_trial_error(tmp_path / "b")
     )
     write_curves(tmp_path / "c", "e", [[{"loss": 1.0}], [{"accuracy": 0.5}]], ["loss", "accuracy"])
-    assert "no last report of its 2 trials has loss, accuracy as a number" in no_best(tmp_path / "c")
-    assert "no report of its 2 trials has loss, accuracy as a number" in no_best(tmp_path / "c", scope="avg")
+    assert "no last report of its 2 trials has loss, accuracy as a number" in best_trial_error(tmp_path / "c")
+    assert "no report of its 2 trials has loss, accuracy as a number" in best_trial_error(tmp_path / "c", scope="avg")
     write_curves(tmp_path / "d", "e", [[{"size": 1}], []], ["loss"])
     for scope in ("last", "all"):
-        assert "none of its 2 trials has reported loss: their reports have ['size']" in no_best(
+        assert "none of its 2 trials has reported loss: their reports have ['size']" in best_trial_error(
             tmp_path / "d", scope=scope
         )
 

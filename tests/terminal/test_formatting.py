@@ -56,13 +56,13 @@ def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.C
     config = {ATTACK: 1, "y": ATTACK}
     trials = [Trial(id=name, config={**config, "x": name}) for name in ("a", "b")]
     print_parts(ATTACK, table, make_facts_table({ATTACK: {ATTACK: [ATTACK]}}), *make_trials_table(trials, [ATTACK]))
-    said = capsys.readouterr().out
-    assert r"\x1b]0;title\x07" in said
-    assert not any(each in said for each in "\x1b\x07\x9b\r")
+    output = capsys.readouterr().out
+    assert r"\x1b]0;title\x07" in output
+    assert not any(character in output for character in "\x1b\x07\x9b\r")
 
 
 @pytest.mark.parametrize(
-    ("steps", "shown"),
+    ("steps", "expected"),
     [
         ([], ""),
         ([7], "7"),
@@ -75,16 +75,16 @@ def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.C
         ([1, 3, 4, 8, 9], "1, 3, 4, 8, 9"),
     ],
 )
-def test_ranges_stand_for_steps_that_are_equally_far_apart(steps: list[int], shown: str) -> None:
-    assert format_steps(list(steps)) == shown
+def test_ranges_stand_for_steps_that_are_equally_far_apart(steps: list[int], expected: str) -> None:
+    assert format_steps(list(steps)) == expected
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "59 min 59 s"), (7500, "2 h 5 min"), (90000, "1 d 1 h")],
 )
-def test_a_span_is_told_by_its_two_largest_units(seconds: float, said: str) -> None:
-    assert format_duration(timedelta(seconds=seconds)) == said
+def test_a_span_is_told_by_its_two_largest_units(seconds: float, expected: str) -> None:
+    assert format_duration(timedelta(seconds=seconds)) == expected
 
 
 def test_no_line_ends_with_blanks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_no_line_ends_with_blanks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         (0.0, "0"),
         (27.0, "27"),
@@ -115,12 +115,12 @@ def test_no_line_ends_with_blanks(capsys: pytest.CaptureFixture[str]) -> None:
         (float("-inf"), "-inf"),
     ],
 )
-def test_a_number_has_four_significant_digits_and_commas_between_thousands(value: float, said: str) -> None:
-    assert format_number(value) == said
+def test_a_number_has_four_significant_digits_and_commas_between_thousands(value: float, expected: str) -> None:
+    assert format_number(value) == expected
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         (12_345_678, "12,345,678"),
         (True, "True"),
@@ -131,14 +131,14 @@ def test_a_number_has_four_significant_digits_and_commas_between_thousands(value
         (10**400, f"1{'0' * 78}… (401 characters)"),
     ],
 )
-def test_a_whole_number_is_said_in_full_and_other_values_as_they_are(value: object, said: str) -> None:
-    assert format_cell(value) == said
+def test_a_whole_number_is_said_in_full_and_other_values_as_they_are(value: object, expected: str) -> None:
+    assert format_cell(value) == expected
     assert isinstance(value, int | str | list | dict | None)
 
 
 def test_counts_metrics_and_durations_are_of_the_same_style() -> None:
     assert format_metrics({"loss": 1 / 3, "n": 1000}) == "loss 0.3333, n 1,000"
-    assert [format_span(each) for each in (0.0, 0.5312, 8.149, 12.4, 205, 7_500, 8.64e18)] == [
+    assert [format_span(seconds) for seconds in (0.0, 0.5312, 8.149, 12.4, 205, 7_500, 8.64e18)] == [
         *("0 s", "0.531 s", "8.15 s", "12 s", "3 min 25 s", "2 h 5 min", "100000000000000 d")
     ]
 
@@ -150,40 +150,38 @@ NOW = datetime(2026, 11, 23, 1, 33, 18, tzinfo=UTC)
 AT = "2026-11-23T01:32:20.123+00:00"
 
 
-def running() -> Experiment:
-    return after(
-        empty_experiment(first_generation("e")),
-        [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)],
-    )
+def make_running() -> Experiment:
+    events = [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)]
+    return after(empty_experiment(first_generation("e")), events)
 
 
-def live(period_seconds: float) -> LiveStatus:
+def make_live_status(period_seconds: float) -> LiveStatus:
     return LiveStatus(term=0, owner=None, number=1, at=AT, period_seconds=period_seconds, trials=())
 
 
 @pytest.mark.parametrize(
-    ("period", "said"),
+    ("period", "expected"),
     [
         (30, "01:32:20 UTC, 58 s ago"),
         (5, "01:32:20 UTC, 58 s ago; updates every 5 s are missing: its process has probably ended"),
         (None, "01:32:20 UTC, 58 s ago: the last journal entry; running trials may have progressed further"),
     ],
 )
-def test_what_is_old_says_its_age_and_what_that_means(period: float | None, said: str) -> None:
-    view = ExperimentView(running(), AT, live(period) if period else None)
+def test_what_is_old_says_its_age_and_what_that_means(period: float | None, expected: str) -> None:
+    view = ExperimentView(make_running(), AT, make_live_status(period) if period else None)
     fresh = freshness_of(view, NOW)
-    assert fresh.describe() == said
+    assert fresh.describe() == expected
     assert fresh.json_fields() == {"as_of": "2026-11-23T01:32:20+00:00", "age_seconds": 57.9, "is_stale": period == 5}
     assert fresh.format_short() == "01:32:20, 58 s ago"
     assert freshness_of(view, NOW + timedelta(hours=1)).format_short() == "01:32:20, 1 h ago"
-    assert said.replace(" ago", " before now") == fresh.describe("before now")
+    assert expected.replace(" ago", " before now") == fresh.describe("before now")
 
 
 @pytest.mark.parametrize(("seconds", "is_stale"), [(10, False), (10.9, False), (11.1, True), (60, True)])
 def test_it_is_stale_once_the_next_two_updates_are_missing(seconds: float, is_stale: bool) -> None:
-    at = NOW - timedelta(seconds=seconds)
-    status = live(5).model_copy(update={"at": at.isoformat()})
-    assert freshness_of(ExperimentView(running(), status.at, status), NOW).is_stale == is_stale
+    time = NOW - timedelta(seconds=seconds)
+    status = make_live_status(5).model_copy(update={"at": time.isoformat()})
+    assert freshness_of(ExperimentView(make_running(), status.at, status), NOW).is_stale == is_stale
 
 
 def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date() -> None:
@@ -193,15 +191,15 @@ def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date()
     assert not fresh.is_stale
 
 
-@pytest.mark.parametrize("at", ["", "yesterday", "0001-01-01T00:00:00+14:00"])
-def test_a_journal_that_says_no_time_has_no_age(at: str) -> None:
-    fresh = freshness_of(ExperimentView(running(), at), NOW)
+@pytest.mark.parametrize("time", ["", "yesterday", "0001-01-01T00:00:00+14:00"])
+def test_a_journal_that_says_no_time_has_no_age(time: str) -> None:
+    fresh = freshness_of(ExperimentView(make_running(), time), NOW)
     assert (fresh.describe(), fresh.format_short()) == ("an unknown time", "")
     assert fresh.json_fields() == {"as_of": None, "age_seconds": None, "is_stale": False}
 
 
 def test_the_future_of_another_clock_is_now() -> None:
-    assert freshness_of(ExperimentView(running(), AT), NOW - timedelta(hours=1)).age == timedelta(0)
+    assert freshness_of(ExperimentView(make_running(), AT), NOW - timedelta(hours=1)).age == timedelta(0)
     assert format_age(AT, NOW - timedelta(hours=1)) == "0 s ago"
 
 
@@ -212,8 +210,8 @@ def test_a_moment_is_an_age_and_none_is_nothing() -> None:
 # The cost of an experiment as people read it: a sentence, a table, a bar, JSON and an Arrow table.
 
 
-BEGAN = datetime(2026, 11, 26, 3, tzinfo=UTC)
-USE = AttemptUsage(
+STARTED_AT = datetime(2026, 11, 26, 3, tzinfo=UTC)
+USAGE = AttemptUsage(
     seconds=PhaseSeconds(start=1000, training=24300),
     cpu_seconds=48600,
     peak_memory_bytes=3 << 30,
@@ -223,17 +221,18 @@ USE = AttemptUsage(
 )
 
 
-def attempt(number: int, use: AttemptUsage | None = None, **seconds: float) -> AttemptCost:
-    taken = {each: seconds.get(each.key, 0.0) for each in Category if each is not Category.IDLE}
-    return AttemptCost("t", number, BEGAN, taken, use)
+def make_attempt(number: int, usage: AttemptUsage | None = None, **seconds: float) -> AttemptCost:
+    by_category = {category: seconds.get(category.key, 0.0) for category in Category if category is not Category.IDLE}
+    return AttemptCost("t", number, STARTED_AT, by_category, usage)
 
 
-def cost(*runs: RunCost, **seconds: float) -> ExperimentCost:
-    taken = {each: seconds.get(each.key, 0.0) for each in Category}
-    return ExperimentCost(runs or [RunCost(BEGAN, 15000, 2)], [attempt(1, USE, training=24300)], taken)
+def make_cost(*runs: RunCost, **seconds: float) -> ExperimentCost:
+    by_category = {category: seconds.get(category.key, 0.0) for category in Category}
+    attempts = [make_attempt(1, USAGE, training=24300)]
+    return ExperimentCost(runs or [RunCost(STARTED_AT, 15000, 2)], attempts, by_category)
 
 
-def text_of(table: object) -> str:
+def render_text(table: object) -> str:
     console = Console(width=240, color_system=None, force_jupyter=False)
     with console.capture() as text:
         console.print(table)
@@ -241,7 +240,7 @@ def text_of(table: object) -> str:
 
 
 def test_the_sentence_says_the_share_of_training_and_the_largest_losses() -> None:
-    usual = cost(training=24300, start=2700, idle=1500, saving=1200, lost=300)
+    usual = make_cost(training=24300, start=2700, idle=1500, saving=1200, lost=300)
     assert format_cost(usual) == (
         "81 % of 4 h 10 min of 2 slots was training; the largest losses: start and import 9 %, idle 5 %, saving 4 %"
     )
@@ -252,25 +251,26 @@ def test_nothing_is_said_before_a_slot_was_held() -> None:
 
 
 def test_the_tables_have_what_took_time_and_what_was_used() -> None:
-    table = text_of(make_cost_table(cost(training=75, idle=25)))
+    table = render_text(make_cost_table(make_cost(training=75, idle=25)))
     assert [" ".join(line.split()) for line in table.splitlines()[1:]] == ["training 1 min 15 s 75 %", "idle 25 s 25 %"]
-    attempts = text_of(make_attempts_table([attempt(1, USE, training=24300, start=1000), attempt(2, training=2.5)]))
+    costs = [make_attempt(1, USAGE, training=24300, start=1000), make_attempt(2, training=2.5)]
+    attempts = render_text(make_attempts_table(costs))
     assert "start and import 16 min 40 s" in attempts
     assert "3 GiB (mean 2 GiB)" in attempts
     assert "5 GiB, 83 % busy" in attempts
-    assert text_of(make_attempts_table([attempt(1, training=2.5)])).split() == (
+    assert render_text(make_attempts_table([make_attempt(1, training=2.5)])).split() == (
         ["attempt", "in", "all", "training", "largest", "losses", "1", "2.5", "s", "2.5", "s"]
     )
 
 
 def test_the_json_and_the_arrow_table_have_each_number_and_null_for_what_was_not_measured() -> None:
-    found = cost(training=3, idle=1)
-    assert cost_fields(found)["seconds"] == {each.key: found.seconds[each] for each in Category}
-    assert attempt_fields(attempt(2, USE))["cpu_seconds"] == 48600
-    assert "cpu_seconds" not in attempt_fields(attempt(2))
+    cost = make_cost(training=3, idle=1)
+    assert cost_fields(cost)["seconds"] == {category.key: cost.seconds[category] for category in Category}
+    assert attempt_fields(make_attempt(2, USAGE))["cpu_seconds"] == 48600
+    assert "cpu_seconds" not in attempt_fields(make_attempt(2))
 
-    both = ExperimentCost([], [attempt(1, USE, training=2), attempt(2, start=1)], dict.fromkeys(Category, 0.0))
-    table = attempts_to_arrow(both)
+    attempts = [make_attempt(1, USAGE, training=2), make_attempt(2, start=1)]
+    table = attempts_to_arrow(ExperimentCost([], attempts, dict.fromkeys(Category, 0.0)))
     assert table.schema.field("began_at").type == pa.timestamp("ms", "UTC")
     assert table.column("training_seconds").to_pylist() == [2, 0]
     assert table.column("peak_memory_bytes").to_pylist() == [3 << 30, None]
@@ -278,15 +278,14 @@ def test_the_json_and_the_arrow_table_have_each_number_and_null_for_what_was_not
 
 def test_the_page_on_the_cost_says_what_each_category_means() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
-    assert all(f"| {each} | {each.meaning} |" in page for each in Category)
+    assert all(f"| {category} | {category.meaning} |" in page for category in Category)
 
 
 def test_the_table_of_attempts_names_the_ends_of_ranks_unlike_the_others() -> None:
-    ends = (
-        RankEnd(ranks=(1,), how="ValueError: x", is_cause=True),
-        RankEnd(ranks=tuple(range(2, 12)), how="RuntimeError: Connection closed"),
-    )
-    table = make_attempts_table([attempt(1, GroupUsage(seconds=PhaseSeconds(), ends=ends)), attempt(2)])
-    said = "rank 1: ValueError: x, the cause; ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more: RuntimeError: Connection closed"
-    assert text_of(table).splitlines()[1].rstrip().endswith(said)
-    assert "ended otherwise" not in text_of(make_attempts_table([attempt(2)]))
+    cause = RankEnd(ranks=(1,), how="ValueError: x", is_cause=True)
+    ends = (cause, RankEnd(ranks=tuple(range(2, 12)), how="RuntimeError: Connection closed"))
+    table = make_attempts_table([make_attempt(1, GroupUsage(seconds=PhaseSeconds(), ends=ends)), make_attempt(2)])
+    first, others = "ValueError: x, the cause", "RuntimeError: Connection closed"
+    expected = f"rank 1: {first}; ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more: {others}"
+    assert render_text(table).splitlines()[1].rstrip().endswith(expected)
+    assert "ended otherwise" not in render_text(make_attempts_table([make_attempt(2)]))
