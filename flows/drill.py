@@ -12,7 +12,7 @@ from prefect_tune.blocks import resolve_target
 from prefect_tune.core.errors import NotExact
 from prefect_tune.core.values import Number, WholeNumber
 from prefect_tune.drills.findings import DrillReport
-from prefect_tune.drills.plan import drill_plan
+from prefect_tune.drills.plan import make_drill_plan
 from prefect_tune.drills.run_drill import make_run_environment, require_importable, temporary_folder
 from prefect_tune.drills.run_drill import run_drill as run_in_processes
 from prefect_tune.parameters.forms import ConfigField, OptionalTargetField
@@ -75,7 +75,7 @@ def drill(
         StoreUnavailable, StoreRefused: the target cannot be used.
         TuneError: a run failed for another reason; the message has its last output.
     """
-    plan = drill_plan(
+    plan = make_drill_plan(
         trainable,
         config,
         steps,

@@ -13,7 +13,7 @@ from prefect_tune.core.experiment.retention import Cadence, Retention
 from prefect_tune.core.experiment.summary import format_recomputed_steps, format_status
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint_key
 from prefect_tune.core.page_elements import Cell, Table, Text, Verbatim, make_values_table, render_notebook_cell
-from prefect_tune.core.renamed import Renamed
+from prefect_tune.core.renamed import RenamedMembers
 from prefect_tune.core.values import ExperimentName, Number, WholeNumber, flatten
 from prefect_tune.parameters.forms import ConfigField, StopField, SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
@@ -25,7 +25,7 @@ __all__ = ["TrialResult", "durable_trainable"]
 
 
 @dataclass(frozen=True)
-class TrialResult(Renamed):
+class TrialResult(RenamedMembers):
     """The state of a `trial` of an `experiment` when its flow run ends."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"wasted_steps": "recomputed_steps"}

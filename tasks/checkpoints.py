@@ -73,10 +73,10 @@ from prefect_tune.journal_access import (
 )
 from prefect_tune.ownership import (
     MAX_WRITE_RACES,
-    attempt_start_events,
     ensure_ownership,
+    make_attempt_start_events,
+    make_rollback_events,
     retry_on_conflict,
-    rollback_events,
     write_if_unchanged,
 )
 from prefect_tune.parameters.forms import TargetLike
@@ -102,8 +102,8 @@ from prefect_tune.task_values import (
     RestoreArguments,
     RestoredCheckpoint,
     SaveArguments,
+    format_misspelling_warning,
     make_committed_checkpoint,
-    misspelling_warning,
 )
 
 _TIMEOUT_SECONDS = 1800.0
@@ -327,7 +327,7 @@ class _CheckpointSave:
         if (existing := self._find_existing_checkpoint(state)) is not None:
             return make_committed_checkpoint(self._target, self._folder, existing)
         name = self._folder.trial
-        if start_events := attempt_start_events(state.trials.get(name), name, self._report.step):
+        if start_events := make_attempt_start_events(state.trials.get(name), name, self._report.step):
             state = write_if_unchanged(self._target, state, name, start_events)
             leftovers = find_leftover_checkpoints(self._target, self._folder, state.trial(name), self._log)
             self._delete_retired(state, leftovers)  # a new attempt deletes what earlier attempts retired
@@ -456,7 +456,7 @@ def restore_checkpoint(
         state = read_experiment_by_name(args.target, args.experiment)
         with suppress(_RetiredDuringRestoreError):
             restored = _restore_newest_intact(args, state, state.trials.get(args.trial))
-            if restored is None and (missing := misspelling_warning(args.target, state, args.trial)):
+            if restored is None and (missing := format_misspelling_warning(args.target, state, args.trial)):
                 run_log().warning("Nothing was restored. %s", missing)
             return restored
     raise CheckpointNotFound(
@@ -499,7 +499,7 @@ def _select_candidates(args: RestoreArguments, state: Experiment, trial: Trial |
         return newest_first
     steps = [checkpoint.step for checkpoint in reversed(newest_first)]
     if args.step not in steps:
-        hint = "" if trial else misspelling_warning(args.target, state, args.trial)
+        hint = "" if trial else format_misspelling_warning(args.target, state, args.trial)
         raise CheckpointNotFound(
             f"trial {args.trial!r} of experiment {args.experiment!r} at {args.target.uri}: no checkpoint of step "
             f"{args.step} is committed; committed steps: {steps or 'none'}{hint and f'. {hint}'}"
@@ -564,7 +564,9 @@ def delete_checkpoint(
         if to_retire := [checkpoint for checkpoint in checkpoints if checkpoint.step == args.step]:
             sequences = tuple(checkpoint.sequence for checkpoint in to_retire)
             retired = CheckpointsRetired(trial=args.trial, retired_sequences=sequences)
-            state = write_if_unchanged(args.target, state, args.trial, [retired, *rollback_events(current, to_retire)])
+            state = write_if_unchanged(
+                args.target, state, args.trial, [retired, *make_rollback_events(current, to_retire)]
+            )
             return state, [folder.checkpoint_key(checkpoint) for checkpoint in to_retire]
         with args.target.open(timeout=READ_TIMEOUT) as store:
             paths = [listed.path for listed in store.list(folder.checkpoints_folder)]

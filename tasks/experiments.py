@@ -37,7 +37,7 @@ from prefect_tune.core.operations.fork_experiment import (
     ForkPoint,
     begin_fork,
     complete_fork,
-    find_deleted_checkpoints,
+    find_lost_checkpoints,
     load_fork_point,
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
@@ -49,7 +49,7 @@ from prefect_tune.core.storage.layout import JournalKey, ResultsTable, delete_ol
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.journal_access import OwnershipRequest, acquire_and_adopt, current_owner, raising_resume_failed
-from prefect_tune.ownership import attempt_start_events, ensure_ownership, retry_on_conflict, write_if_unchanged
+from prefect_tune.ownership import ensure_ownership, make_attempt_start_events, retry_on_conflict, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task, skip_prefect_introspection
 from prefect_tune.storage_retries import (
@@ -63,7 +63,7 @@ from prefect_tune.storage_retries import (
 from prefect_tune.task_values import (
     ExperimentArguments,
     ExperimentState,
-    SyncArguments,
+    SyncStateArguments,
     TrialEndStatus,
     make_experiment_state,
     similar_experiment_hint,
@@ -208,11 +208,11 @@ def sync_experiment_state(
         ResumeFailed: the experiment exists and cannot be read.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    args = SyncArguments(**locals())
+    args = SyncStateArguments(**locals())
     return make_experiment_state(args.target, retry_on_conflict(lambda: _write_changes(args)))
 
 
-def _write_changes(args: SyncArguments) -> Experiment:
+def _write_changes(args: SyncStateArguments) -> Experiment:
     state, name = ensure_ownership(args.target, args.experiment), args.trial
     existing = state.trials.get(name)
     if existing is not None and args.config is not None and args.config != existing.config:
@@ -225,7 +225,7 @@ def _write_changes(args: SyncArguments) -> Experiment:
     events: list[Event] = []
     if new_reports or ends:
         step = new_reports[0].step if new_reports else (existing.step if existing else 0)
-        events += attempt_start_events(existing, name, step, args.config)
+        events += make_attempt_start_events(existing, name, step, args.config)
     elif existing is None:
         events.append(TrialAdded(trial=name, config=args.config or {}))
     events += (StepReported(trial=name, report=report) for report in new_reports)
@@ -303,7 +303,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
         if key is not None and has_valid_signature(point.settings, request.experiment, key):
             settings = add_signature(settings, request.into, key)  # unsigned settings stay unsigned
         point = replace(point, settings=settings)
-        if request.strict and (deleted := find_deleted_checkpoints(store, point)):
+        if request.strict and (deleted := find_lost_checkpoints(store, point)):
             raise CheckpointNotFound(f"{point.origin}: deleted since: {_format_steps(deleted)}. Nothing was started")
         into = begin_fork(store, destination.key, point.origin, request.owner, request.stamp)
         result = complete_fork(store, point, into, request.stamp)

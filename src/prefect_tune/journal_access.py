@@ -111,7 +111,7 @@ def write_entry_directly(
     return with_store(target, lambda store: append_events(store, experiment, events, write_stamp))
 
 
-def experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
+def read_experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
     """Return the digest of the journal's first entry; None if there is no such experiment. Sends one request.
 
     The digest is unique: an experiment that is deleted and created again under the same name gets another digest.

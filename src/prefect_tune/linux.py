@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/pr
 _libc = ctypes.CDLL(None)
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Become the parent of every descendant whose parent exits (`PR_SET_CHILD_SUBREAPER`)."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -202,7 +202,7 @@ class MemoryLimit:
         limits = self._iter_values("memory.max", "memory.limit_in_bytes")
         return min((*limits, _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")))
 
-    def peak_bytes(self) -> int:
+    def peak_memory_bytes(self) -> int:
         """Return the peak memory of the control group; 0 if the kernel does not count it."""
         return next(self._iter_values("memory.peak", "memory.max_usage_in_bytes"), 0)
 

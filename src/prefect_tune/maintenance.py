@@ -39,7 +39,7 @@ from prefect_tune.core.messages.target_messages import ExperimentView, read_live
 from prefect_tune.core.operations.delete_experiment import delete_generation, find_generation_to_delete
 from prefect_tune.core.operations.scrub import DailyShare
 from prefect_tune.core.page_elements import Heading, Table, Text, Verbatim
-from prefect_tune.core.renamed import Renamed
+from prefect_tune.core.renamed import RenamedMembers
 from prefect_tune.core.storage.generations import (
     find_current_journal,
     is_generation_deleted,
@@ -125,7 +125,7 @@ class ExperimentMaintenance:
 
 
 @dataclass(frozen=True, slots=True)
-class MaintenanceReport(Renamed):
+class MaintenanceReport(RenamedMembers):
     """The findings and actions of a run of `pt.maintain`."""
 
     _renamed: ClassVar[Mapping[str, str]] = {

@@ -32,7 +32,7 @@ from prefect_tune.reporting.page import (
     make_trials_section,
 )
 from prefect_tune.terminal.formatting import render_text
-from prefect_tune.terminal.live_display import QuietFilter, console_handlers
+from prefect_tune.terminal.live_display import QuietFilter, find_console_handlers
 from prefect_tune.terminal.progress_view import ProgressState, find_reported_metrics, make_trials_table, render_progress
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def quiet_console() -> Iterator[None]:
     use = object()
     with _guard:
         _active_uses.append(use)
-        for handler in console_handlers():
+        for handler in find_console_handlers():
             handler.addFilter(_QUIET_FILTER)  # adding it again has no effect
             console = getattr(handler, "console", None)
             if isinstance(console, Console) and can_show_output():  # write to the stream: Rich would display HTML
@@ -194,7 +194,7 @@ def quiet_console() -> Iterator[None]:
     finally:
         with _guard:
             _active_uses.remove(use)
-            for handler in () if _active_uses else console_handlers():
+            for handler in () if _active_uses else find_console_handlers():
                 handler.removeFilter(_QUIET_FILTER)
             while _jupyter_consoles and not _active_uses:
                 console, is_jupyter = _jupyter_consoles.popitem()

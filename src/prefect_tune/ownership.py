@@ -385,7 +385,7 @@ def make_trial_entry_writer(trial: str) -> EntryWriter:
 # In a user's own flow, an attempt begins with the first report or save.
 
 
-def attempt_start_events(
+def make_attempt_start_events(
     trial: Trial | None, name: str, step: int, config: Mapping[str, object] | None = None
 ) -> Sequence[Event]:
     """Return the events that start the trial, or restart it, so that it may report `step`; empty if it already runs."""
@@ -406,7 +406,7 @@ def _make_restart_events(trial: Trial, reason: Reason) -> Sequence[Event]:
     return [AttemptEnded(trial=trial.id, cause=Cause.PREEMPTED, reason=reason), make_attempt_started(trial, utc_now())]
 
 
-def rollback_events(trial: Trial, deleted: Sequence[CheckpointRef]) -> Sequence[Event]:
+def make_rollback_events(trial: Trial, deleted: Sequence[CheckpointRef]) -> Sequence[Event]:
     """Return the events that restart a running trial from its newest checkpoint that is not in `deleted`."""
     newest = newest_checkpoint(trial)
     if trial.phase is not Phase.RUNNING or newest is None or newest not in deleted:

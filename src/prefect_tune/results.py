@@ -24,11 +24,11 @@ from prefect_tune.core.experiment.summary import (
     LearningCurves,
     Losses,
     Scope,
-    best_label,
     compute_losses,
     config_of_checkpoint,
     count_by_status,
     find_trial,
+    format_best_label,
     objective_from_settings,
     pareto_front,
     rank_checkpoints,
@@ -451,7 +451,7 @@ class Results:
         best = ""
         if self.objective is not None and (ranking := rank_trials(self.trials.values(), self.objective)):
             values = ", ".join(f"{name} {get_metric(ranking[0][0].metrics, name)}" for name in self.objective.metrics)
-            best = f", {best_label(self.objective)}: {ranking[0][0].id} with {values}"
+            best = f", {format_best_label(self.objective)}: {ranking[0][0].id} with {values}"
         counts = format_counts(count_by_status(self.experiment))
         return f"Results(experiment={self.experiment.name!r}, trials: {counts}{best})"
 

@@ -47,7 +47,7 @@ def setting_context_variable(variable: ContextVar[_Argument], value: _Argument) 
         variable.reset(token)
 
 
-def stop_retries_on(abandoned: threading.Event) -> AbstractContextManager[None]:
+def stopping_retries_on(abandoned: threading.Event) -> AbstractContextManager[None]:
     """Stop all retries in this context when `abandoned` is set: the process is exiting, and waits for its threads."""
     return setting_context_variable(_abandonment, abandoned)
 

@@ -33,7 +33,7 @@ from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, TrialBudget, experiment_stoppers
-from prefect_tune.core.experiment.summary import best_label, count_by_status, rank_trials
+from prefect_tune.core.experiment.summary import count_by_status, format_best_label, rank_trials
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED_PHASES,
     Trial,
@@ -310,7 +310,7 @@ def format_form_description(
         facts.append(f"trials: {len(trials)} ({format_counts(count_by_status(state))})")
     if objective is not None and (compared := rank_trials(trials, objective)):
         best = compared[0][0]
-        best_trial = escape_markdown(f"{best_label(objective)}: {format_trial(best, objective.metrics)}")
+        best_trial = escape_markdown(f"{format_best_label(objective)}: {format_trial(best, objective.metrics)}")
         facts.append(f"{best_trial} at step {best.step}")
     if len(trials) == 1:
         (trial,) = trials
@@ -418,7 +418,7 @@ class ResumeQuestion:
     """Returns why a choice is impossible; None if it is possible."""
 
 
-def first_iteration(iteration: RunIteration, question: ResumeQuestion, form: LastForm | None) -> RunIteration:
+def apply_answers(iteration: RunIteration, question: ResumeQuestion, form: LastForm | None) -> RunIteration:
     """Return `iteration` with the answers of this flow run applied; the run may be new, retried or resumed.
 
     Args:
@@ -531,7 +531,7 @@ def format_resume_advice(state: Experiment) -> str:
     return f"experiment {state.name!r}: {summary}; {advice}"
 
 
-def first_search_iteration(plan: SearchPlan, experiment: Experiment | None) -> RunIteration:
+def prepare_search_iteration(plan: SearchPlan, experiment: Experiment | None) -> RunIteration:
     """Return the first iteration of a search's flow run, with the samples that it adds and the answers so far."""
     form = read_last_form()
     if form is None and plan.samples_per_run is None:
@@ -539,7 +539,7 @@ def first_search_iteration(plan: SearchPlan, experiment: Experiment | None) -> R
         return RunIteration(plan, experiment)
     experiment = experiment or with_retries(lambda: read_experiment_to_resume(plan.target, plan.experiment))
     plan, _ = plan_checks.with_added_samples(plan, experiment, lambda: current_call_path(plan.experiment).key)
-    return first_iteration(RunIteration(plan, experiment), SEARCH_QUESTION, form)
+    return apply_answers(RunIteration(plan, experiment), SEARCH_QUESTION, form)
 
 
 def _get_search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:

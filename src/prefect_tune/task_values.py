@@ -121,7 +121,7 @@ class DeleteArguments(TrialArguments):
     timeout_seconds: _Seconds
 
 
-class SyncArguments(TrialArguments):
+class SyncStateArguments(TrialArguments):
     """The arguments of `sync_experiment_state`."""
 
     reports: Annotated[tuple[StepReport, ...], BeforeValidator(_parse_reports)]
@@ -146,7 +146,7 @@ def similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
     return ""
 
 
-def misspelling_warning(target: StorageTarget, state: Experiment, trial: str) -> str:
+def format_misspelling_warning(target: StorageTarget, state: Experiment, trial: str) -> str:
     """Return a warning that the experiment or trial does not exist, if its name may be misspelled; "" otherwise."""
     if not state.entry_count:
         hint = similar_experiment_hint(target, state.name)

@@ -49,7 +49,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import GroupUsage, RankEnd
 from prefect_tune.core.values import StepReport
 from prefect_tune.linux import MemoryLimit
-from prefect_tune.storage_retries import stop_retries_on
+from prefect_tune.storage_retries import stopping_retries_on
 from tests.fakes.outcomes import make_failure, make_leave
 from tests.long_cases import long_after
 
@@ -323,7 +323,7 @@ def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is
     asked, abandoned = line(), threading.Event()
     asked.stop.set()
     abandoned.set()
-    with stop_retries_on(abandoned):
+    with stopping_retries_on(abandoned):
         found = supervise(
             FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace_period=timedelta(hours=1)), asked
         )

@@ -30,7 +30,7 @@ from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.drills import probe
 from prefect_tune.drills import run_drill as run_drill_module
 from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Record, read_records
-from prefect_tune.drills.plan import DrillPlan, drill_plan, plan_kills
+from prefect_tune.drills.plan import DrillPlan, make_drill_plan, plan_kills
 from prefect_tune.drills.probe import RunPlan, collect_states
 from prefect_tune.drills.run_drill import (
     Drill,
@@ -313,7 +313,7 @@ def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
 def test_a_plan_that_cannot_be_is_refused(options: dict[str, object], said: str) -> None:
     given: dict[str, object] = {"trainable": MODEL, "config": {}, "steps": 12, "save_every": None, **options}
     with pytest.raises(InvalidInput, match=re.escape(said)):
-        drill_plan(**given)  # type: ignore[arg-type]  # wrong on purpose
+        make_drill_plan(**given)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_a_kill_is_due_once_in_its_turn_and_for_its_victims_only(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.progress import ProgressObserver, SearchLog, showing_progress
 from prefect_tune.monitoring.search_observer import SearchRecorder
 from prefect_tune.terminal.progress_view import SearchEstimate, collect_progress_facts, render_progress_line
-from prefect_tune.tuner.search_policy import finish_event
+from prefect_tune.tuner.search_policy import make_finish_event
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.outcomes import make_failure
 from tests.fakes.searches.experiments import after
@@ -217,7 +217,7 @@ VANISHED = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=make_reason("owner-
 PREEMPTED = AttemptEnded(trial=T, cause=Cause.PREEMPTED, reason="saved, as requested")
 STOPPED = TrialFinished(trial=T, reason="stopped by me", kind=FinishKind.STOPPED)
 COMPLETED, PAUSED = TrialFinished(trial=T, reason="step 2 of 2"), TrialPaused(trial=T, reason="rung")
-PRUNED = finish_event(T, Stop(reason="rung", early=True))
+PRUNED = make_finish_event(T, Stop(reason="rung", early=True))
 FAILED = make_failure("too large", trial=T, type="ValueError", traceback="Traceback (most recent call last):")
 SPENT = make_reason("max-failures", failures=1, limit=0, error=FAILED.reason)
 ERROR_TEXT = "failure 1 of the trainable (max_failures=0): ValueError: too large"

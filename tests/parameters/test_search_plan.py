@@ -20,7 +20,7 @@ from prefect_tune.flows.durable_trainable import durable_trainable
 from prefect_tune.flows.resume import resume
 from prefect_tune.flows.tune import tune
 from prefect_tune.parameters.argument_checks import config_to_json, validate_trainable
-from prefect_tune.parameters.plan_checks import warn_of_constants
+from prefect_tune.parameters.plan_checks import warn_of_constant_space
 from prefect_tune.parameters.search_plan import OPTIONS, ResumeOption, SearchPlan, parse_resume
 from prefect_tune.tasks.trials import run_trial
 
@@ -156,7 +156,7 @@ def test_nothing_to_draw_is_a_warning_unless_the_search_proposes_more_than_the_s
     search: object, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = SearchPlan(trainable=print, target="./nowhere", experiment="e", space=None, search=search)
-    warn_of_constants(plan, logging.getLogger(__name__))
+    warn_of_constant_space(plan, logging.getLogger(__name__))
     assert ("the space has no distribution" in caplog.text) == warns
 
 

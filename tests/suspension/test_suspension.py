@@ -26,8 +26,8 @@ from prefect_tune.suspension import (
     ResumeChoice,
     ResumeLimits,
     RunIteration,
+    apply_answers,
     extend_stop,
-    first_iteration,
     format_resume_advice,
     parse_choice,
 )
@@ -108,7 +108,7 @@ def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp
     )
     shown = LastForm(key="prefect-tune-how-1", answer={})
     with pytest.raises(ResumeFailed, match=r"there is no experiment 'e' at .* Nothing was started"):
-        first_iteration(RunIteration(plan), TRAINING_QUESTION, shown)
+        apply_answers(RunIteration(plan), TRAINING_QUESTION, shown)
 
 
 # How a suspended run may continue: the options of the form, and the settings that each yields.

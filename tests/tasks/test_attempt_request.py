@@ -47,7 +47,7 @@ from prefect_tune.journal_access import (
     JournalWriter,
     OwnershipRequest,
     acquire_and_adopt_with_retries,
-    experiment_id,
+    read_experiment_id,
     write_entry_directly,
 )
 from prefect_tune.tasks import trials
@@ -92,7 +92,7 @@ class Requests:
         )
         if "00000" in state.trials:
             self.link.journal = WritingJournal("00000", JournalWriter(self.target, state, write_entry_directly))
-        return experiment_id(self.target, key) or ""
+        return read_experiment_id(self.target, key) or ""
 
     def run(self, request: AttemptRequest) -> AttemptResult:
         return Attempt(self.plan, request, self.link, DirectTasks(self.plan), logging.getLogger("tests")).run()

@@ -45,7 +45,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import Message
 from prefect_tune.journal_access import read_experiment
-from prefect_tune.ownership import attempt_start_events, ensure_ownership, write_if_unchanged
+from prefect_tune.ownership import ensure_ownership, make_attempt_start_events, write_if_unchanged
 from prefect_tune.storage_retries import with_store
 from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.tuner.pending_entry import BackgroundWorker, PendingEntry
@@ -377,7 +377,7 @@ def test_two_processes_of_a_flow_run_begin_an_experiment_at_once(
         if not calls:
             calls.append(1)
             state = ensure_ownership(target, "e")
-            write_if_unchanged(target, state, "b", attempt_start_events(None, "b", 1))
+            write_if_unchanged(target, state, "b", make_attempt_start_events(None, "b", 1))
         return make_adoption_events(*arguments, **options)
 
     monkeypatch.setattr(journal_access, "make_adoption_events", meanwhile)

@@ -33,7 +33,7 @@ from prefect_tune.prefect_api.flow_runs import (
     watching_cancellation,
 )
 from prefect_tune.prefect_api.held_signals import raise_held_signal, saving_on_signals
-from prefect_tune.storage_retries import stop_retries_on
+from prefect_tune.storage_retries import stopping_retries_on
 from prefect_tune.terminal.live_display import end_display
 
 _T = TypeVar("_T")
@@ -64,7 +64,7 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
 
     def run_work() -> None:
         try:
-            with ignoring_suspension(), stop_retries_on(abandoned):
+            with ignoring_suspension(), stopping_retries_on(abandoned):
                 done.set_result(work(stop))
         except BaseException as error:  # noqa: BLE001 - `done.result()` raises it
             done.set_exception(error)

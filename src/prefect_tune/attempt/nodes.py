@@ -46,7 +46,7 @@ from prefect_tune.attempt.processes.process_output import Log, make_rank_log
 from prefect_tune.attempt.search_channel import SearchChannel
 from prefect_tune.attempt.supervisor import PARTS_TIMEOUT
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, absolute_sys_path
-from prefect_tune.core.checkpoints.commit import ExpectedParts, find_reusable_bytes, refuse_part, send_part
+from prefect_tune.core.checkpoints.commit import ExpectedParts, find_reusable_bytes, send_part, send_part_failure
 from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, min_reusable_sequence, parent_of_next_save
@@ -619,7 +619,7 @@ class _WorkerNode:
                 self._log.warning("the part of step %d could not be uploaded: %s", step, error)
                 reason = f"{type(error).__name__}: {error}"
                 try:
-                    with_store(self._spec.target, lambda store: refuse_part(store, wanted.key, sender, reason))
+                    with_store(self._spec.target, lambda store: send_part_failure(store, wanted.key, sender, reason))
                 except TuneError as second_error:  # node 0 waits until its deadline
                     self._log.warning("node 0 could not be informed of this (step %d): %s", step, second_error)
             for earlier in [merged for merged in self._merged_directories if merged < step]:

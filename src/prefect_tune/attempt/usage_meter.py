@@ -131,7 +131,7 @@ class UsageMeter:
             process, process_bytes = self._processes.largest
             peak_bytes = round(self._processes.memory.peak or 0)
         if self._was_oom_killed():  # the samples lack the last second
-            peak_bytes = max(peak_bytes, self._memory_limit.peak_bytes())
+            peak_bytes = max(peak_bytes, self._memory_limit.peak_memory_bytes())
         sizes = {"peak_bytes": peak_bytes, "limit_bytes": self._memory_limit.limit_bytes()}
         return make_reason("out-of-memory", process=process, process_bytes=process_bytes, **sizes)
 

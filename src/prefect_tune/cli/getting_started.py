@@ -113,14 +113,14 @@ def drill(
     Exits with 0 if the runs are equal, with 1 if they differ, and with 2 if the drill could not run.
     """
     from prefect_tune.cli.search import parse_name_value_pairs
-    from prefect_tune.drills.plan import drill_plan
+    from prefect_tune.drills.plan import make_drill_plan
 
     try:
         steps_at = [int(step) for step in at.split(",")] if at else []
     except ValueError:
         raise InvalidInput(f"--at {at!r}: expected steps, such as 3,7") from None
     add_working_directory_to_path()
-    plan = drill_plan(
+    plan = make_drill_plan(
         trainable,
         parse_name_value_pairs(config or (), "--config") or {},
         steps,

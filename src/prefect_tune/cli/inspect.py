@@ -35,10 +35,10 @@ from prefect_tune.core.errors import InvalidInput, JournalCorrupt, Superseded, T
 from prefect_tune.core.experiment.cost import AttemptCost, compute_cost, format_cost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
-    best_trial_name,
     count_by_status,
     experiment_kind,
     find_best_trial,
+    format_best_trial_name,
     is_search,
     list_exploits,
     objective_from_settings,
@@ -90,7 +90,7 @@ def ls(target: Target, as_json: AsJson = False) -> None:
         for row, fresh in rows:
             best = ""
             if row.best:
-                best = f"{format_value(row.best)} ({best_trial_name(str(row.best_trial), str(row.best_status))})"
+                best = f"{format_value(row.best)} ({format_best_trial_name(str(row.best_trial), str(row.best_status))})"
             cells = (row.experiment, row.kind, row.damage or format_counts(row.trials), best, fresh.format_short())
             table.add_row(*to_plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
         print_parts(table)

@@ -74,7 +74,7 @@ class Code:
     language: str = "json"
 
 
-Block: TypeAlias = Heading | Text | Figure | Table | Code
+PageElement: TypeAlias = Heading | Text | Figure | Table | Code
 
 _MAX_VALUES = 60
 
@@ -87,7 +87,7 @@ def make_values_table(name: str, values: Mapping[str, object]) -> Table:
     return Table((name, "value"), [*rows[:_MAX_VALUES], *more])
 
 
-def render_block(block: Block) -> Iterator[str]:
+def render_element(block: PageElement) -> Iterator[str]:
     """Yield the HTML of a block."""
     match block:
         case Heading(text=text, level=level):
@@ -156,7 +156,7 @@ monospace;font-size:12px;background:none;color:inherit;padding:0;border:none}
 """
 
 
-def render_notebook_cell(*blocks: Block) -> str:
+def render_notebook_cell(*blocks: PageElement) -> str:
     """Return the HTML of a notebook cell's output."""
-    elements = "".join(element for block in blocks for element in render_block(block))
+    elements = "".join(element for block in blocks for element in render_element(block))
     return f'<div class="prefect-tune"><style>{_STYLE}</style>{elements}</div>'

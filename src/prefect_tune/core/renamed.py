@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 
-class Renamed:
+class RenamedMembers:
     """A class with renamed members: to define an old name in a subclass, or to read one, is an error with a hint."""
 
     __slots__ = ()

@@ -14,11 +14,11 @@ def seed_from_name(name: str) -> int:
     return int(digest_of(name.encode())[:8], 16)
 
 
-def uniform(seed: int, *purpose: str | int) -> float:
+def draw_uniform(seed: int, *purpose: str | int) -> float:
     """Return a number in [0, 1): each multiple of 2^-53 is equally likely."""
-    return integer(1 << _MANTISSA_BITS, seed, *purpose) / (1 << _MANTISSA_BITS)
+    return draw_integer(1 << _MANTISSA_BITS, seed, *purpose) / (1 << _MANTISSA_BITS)
 
 
-def integer(below: int, seed: int, *purpose: str | int) -> int:
+def draw_integer(below: int, seed: int, *purpose: str | int) -> int:
     """Return an integer in [0, below): a 256-bit hash modulo `below`; the bias is below 2^-190 for `below` < 2^64."""
     return int.from_bytes(blake3(canonical_json([seed, *purpose])).digest()) % below

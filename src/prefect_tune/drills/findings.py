@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from prefect_tune.core.display_text import format_size, pluralize
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.renamed import Renamed
+from prefect_tune.core.renamed import RenamedMembers
 from prefect_tune.drills.evidence import (
     CHECKPOINTS,
     Difference,
@@ -230,7 +230,7 @@ class SaveAdvice:
 
 
 @dataclass(frozen=True)
-class DrillReport(Renamed):
+class DrillReport(RenamedMembers):
     """The report of a drill."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"forgotten": "unrestored", "shows_nothing": "is_inconclusive"}

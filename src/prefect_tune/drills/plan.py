@@ -56,7 +56,7 @@ def plan_kills(
     return tuple(zip(kill_steps, victims, strict=True))
 
 
-def drill_plan(
+def make_drill_plan(
     trainable: str,
     config: object,
     steps: int,

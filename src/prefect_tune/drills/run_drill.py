@@ -28,7 +28,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from prefect_tune.attempt.processes.process_channel import interpreter_flags
+from prefect_tune.attempt.processes.process_channel import get_interpreter_flags
 from prefect_tune.blocks import StorageTarget, resolve_target, target_reference
 from prefect_tune.core.display_text import make_visible_line
 from prefect_tune.core.errors import StoreRefused, TuneError
@@ -248,7 +248,7 @@ class Drill:
         with (
             log.open("ab") as output,
             subprocess.Popen(
-                [sys.executable, *interpreter_flags(), "-m", "prefect_tune.drills.training", json.dumps(options)],
+                [sys.executable, *get_interpreter_flags(), "-m", "prefect_tune.drills.training", json.dumps(options)],
                 stdin=subprocess.PIPE,  # EOF when this process ends
                 stdout=output,
                 stderr=output,
@@ -312,7 +312,7 @@ def require_importable(trainable: str) -> None:
         error_file, log = Path(folder, "error"), Path(folder, "output.log")
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *interpreter_flags(), "-c", _IMPORT_SCRIPT, trainable, str(error_file)],
+                [sys.executable, *get_interpreter_flags(), "-c", _IMPORT_SCRIPT, trainable, str(error_file)],
                 env={**os.environ, **_ONE_THREAD},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -54,7 +54,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message, PostArrived, RemoteAttemptStarted
-from prefect_tune.journal_access import current_owner, experiment_id
+from prefect_tune.journal_access import current_owner, read_experiment_id
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.storage_retries import with_store
 
@@ -159,7 +159,7 @@ class RemoteSearchChannel(SearchChannel):
 
     def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
         """Return the attempt's outbox. Raises Superseded if the experiment that requested the attempt was deleted."""
-        if request.experiment_id and experiment_id(self._target, spec.trial.journal_key) != request.experiment_id:
+        if request.experiment_id and read_experiment_id(self._target, spec.trial.journal_key) != request.experiment_id:
             raise Superseded(
                 f"experiment {spec.trial.experiment!r} at {self._target.uri} was deleted after it requested attempt "
                 f"{self._attempt} of trial {spec.trial.trial!r}. Nothing was trained or written"
@@ -315,7 +315,7 @@ class RemoteExecutor:
             raise ValueError(f"trial {trial.id!r} has no outbox")
         with_store(self._target, lambda store: delete_stale_answer(store, spec.trial, number), _SEARCH_TIMEOUT)
         if self._experiment_id is None:  # with this id, a late attempt detects that its experiment was deleted
-            self._experiment_id = experiment_id(self._target, spec.trial.journal_key)
+            self._experiment_id = read_experiment_id(self._target, spec.trial.journal_key)
         channel = RemoteSearchChannel(self._target, spec.trial, number, request.search_term, spec.reuse)
         wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), channel, number)
         attempt = _RemoteAttempt(spec, number, request.decision_step, trial.outbox, trial.last_post)

@@ -31,7 +31,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import Choice, Domain, Float, Grid, Integer, Normal, SampleFrom
 from prefect_tune.core.search.objective import Mode, Objective
 from prefect_tune.core.search.space import ParameterFound, ParameterMismatch, child_path, option_path, read_config
-from prefect_tune.core.seeded_random import integer
+from prefect_tune.core.seeded_random import draw_integer
 from prefect_tune.core.values import Metrics
 
 # Convert domains to Optuna's distributions, and values between the two.
@@ -315,7 +315,7 @@ class SeededSampler:
         parts = list(_iter_parts(self._pristine, set()))
         for part in parts:
             if isinstance(part, samplers.QMCSampler):  # it has drawn a seed if no seed was passed
-                part._seed = integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
+                part._seed = draw_integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
             elif isinstance(part, samplers.BruteForceSampler):
                 # Only for several processes: here, running trials have all parameters and hide no part of the space.
                 part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
@@ -349,7 +349,7 @@ class SeededSampler:
 
     def _seed_generators(self, purpose: str, number: int) -> None:
         for index, generator in enumerate(self._generators):
-            seed = integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, index)
+            seed = draw_integer(1 << _SEED_BITS, self._seed, "optuna", purpose, number, index)
             words = [seed >> shift & 0xFFFFFFFF for shift in range(0, _SEED_BITS, 32)]
             if isinstance(generator, LazyRandomState):
                 generator.rng.seed(words)

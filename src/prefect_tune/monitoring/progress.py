@@ -23,8 +23,8 @@ from prefect_tune.core.display_text import first_line, make_visible
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Losses,
-    best_label,
     compute_losses,
+    format_best_label,
     format_recomputed_steps,
     rank_checkpoints,
 )
@@ -230,7 +230,7 @@ class SearchLog(SearchObserver):
         metrics, compared = "" if reason_has_result else _format_metrics(trial.metrics, names), ""
         best = self._recorder.best
         if self._objective is not None and best is not None and trial.proposed_by_search and has_losses:
-            label, (name, losses) = best_label(self._objective), best
+            label, (name, losses) = format_best_label(self._objective), best
             value = losses[0] if self._objective.modes[0] == "min" else -losses[0]
             other = f"{label}: {format_value(value)}, trial {name}"
             compared = f" ({label} so far)" if name == trial.id else f" ({other})"

@@ -26,7 +26,7 @@ from prefect_tune.core.experiment.stoppers import AnyOf, StopCriteria, Stopper, 
 from prefect_tune.core.metrics import short_repr
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
-from prefect_tune.core.search.domains import as_dicts, find_domains, freeze
+from prefect_tune.core.search.domains import as_dicts, find_domains, to_plain_node
 from prefect_tune.core.search.space_json import find_distribution, match_option_class, option_name, space_from_json
 from prefect_tune.core.values import HasJsonForm, canonical_json, digest_of, validate_name
 from prefect_tune.registry import BUILT_IN_MODULES
@@ -63,12 +63,12 @@ def config_to_json(config: object) -> dict[str, object]:
 
 
 def value_to_json(value: object, where: str) -> object:
-    """Return a value as plain JSON (see `freeze`).
+    """Return a value as plain JSON (see `to_plain_node`).
 
     Raises:
         InvalidInput: the value contains a distribution, or something that JSON cannot represent.
     """
-    plain = freeze(as_dicts(value), where)
+    plain = to_plain_node(as_dicts(value), where)
     if node := next(find_domains(plain), None):
         raise InvalidInput(f"{where}: expected values, found {node!r}: only the space of pt.tune has distributions")
     return plain

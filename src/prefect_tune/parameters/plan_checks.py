@@ -30,7 +30,7 @@ from prefect_tune.core.experiment.summary import objective_from_settings
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.search.domains import find_domains
-from prefect_tune.core.search.objective import Objective, usual_mode
+from prefect_tune.core.search.objective import Objective, infer_mode
 from prefect_tune.core.search.random_search import DEFAULT_NUM_SAMPLES, UNLIMITED, RandomSearch, default_num_samples
 from prefect_tune.core.search.space import validate_space
 from prefect_tune.core.storage.layout import TrialKey
@@ -211,7 +211,7 @@ def settings_before_training(state: Experiment, settings: Mapping[str, object]) 
     return {**settings, "code": code} if code and state.trials else settings
 
 
-def log_code_change(state: Experiment, plan: SearchPlan, effect: str, log: Log) -> None:
+def warn_of_code_change(state: Experiment, plan: SearchPlan, effect: str, log: Log) -> None:
     """Log a warning with the `effect` of the change if the trainable has changed since the experiment last trained."""
     if changed := _describe_code_change(state, plan):
         log.warning("%s: %s", changed, effect)
@@ -329,7 +329,7 @@ def _stored_sample_count(num_samples: Any, search: Any) -> object:
 # Warn of parameters that are probably not intended.
 
 
-def log_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
+def warn_of_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log how many errored trials this run does not retry; if it has no other trial, the search's error says so."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
@@ -341,7 +341,7 @@ def log_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
         )
 
 
-def log_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
+def warn_of_too_few_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log a warning if the experiment has more trials than `num_samples` requires."""
     requested_count, trial_count = plan.trial_count, len(state.trials)
     if plan.num_samples is not None and requested_count is not None and requested_count < trial_count:
@@ -354,7 +354,7 @@ def log_fewer_samples(state: Experiment, plan: SearchPlan, log: Log) -> None:
         )
 
 
-def log_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
+def warn_of_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log a warning if existing trials were drawn from another space; it says whether new trials will be drawn."""
     space_before, space_now = (
         None if "space" in options_only_in_code(settings) else canonical_json(settings.get("space", {}))
@@ -406,7 +406,7 @@ def warn_of_no_metric(plan: SearchPlan, log: Log) -> None:
         )
 
 
-def warn_of_mode(plan: SearchPlan, log: Log) -> None:
+def warn_of_unusual_mode(plan: SearchPlan, log: Log) -> None:
     """Log a warning if the name of a metric suggests the other direction, such as an accuracy that is minimized.
 
     Only the default and a single `max` are checked: an explicit `min`, or a list of modes, is intended.
@@ -415,7 +415,7 @@ def warn_of_mode(plan: SearchPlan, log: Log) -> None:
     if objective is None or isinstance(mode_option, list) or mode_option == "min":
         return
     modes = dict(zip(objective.metrics, objective.modes, strict=True))
-    usual_modes = {name: usual_mode(name) or mode for name, mode in modes.items()}
+    usual_modes = {name: infer_mode(name) or mode for name, mode in modes.items()}
     unusual_names = [name for name in modes if usual_modes[name] != modes[name]]
     if unusual_names:
         is_max, names = mode_option == "max", " and ".join(unusual_names)
@@ -433,7 +433,7 @@ def warn_of_mode(plan: SearchPlan, log: Log) -> None:
         )
 
 
-def warn_of_constants(plan: SearchPlan, log: Log) -> None:
+def warn_of_constant_space(plan: SearchPlan, log: Log) -> None:
     """Log a warning if the search has several trials but nothing to draw, so that all trials are equal.
 
     Logs none for a user's own search or `Repeated`, which may propose values that the space does not have.
@@ -459,7 +459,7 @@ def warn_of_constants(plan: SearchPlan, log: Log) -> None:
 # Reject searches in which several processes write one journal, on a target that supports only one writer.
 
 
-def external_task_runner() -> TaskRunner[Any] | None:
+def find_external_task_runner() -> TaskRunner[Any] | None:
     """Return the flow's task runner; None if it is a thread pool of this process."""
     context = FlowRunContext.get()
     runner = context.task_runner if context is not None else None
@@ -476,7 +476,7 @@ def require_one_process(uri: str, external: str = "") -> None:
     Raises:
         InvalidInput: `external` is not empty, or the flow's task runner uses other processes.
     """
-    if not external and (runner := external_task_runner()) is not None:
+    if not external and (runner := find_external_task_runner()) is not None:
         external = f"task runner: {type(runner).__name__}"
     if external:
         raise InvalidInput(

@@ -251,9 +251,9 @@ def clear_cancellation() -> bool:
 
 def ignore_broken_log_pipe() -> None:
     """Drop console log lines of this process after their reader has exited. May be called at any time."""
-    from prefect_tune.terminal.live_display import console_handlers  # the flows import this module
+    from prefect_tune.terminal.live_display import find_console_handlers  # the flows import this module
 
-    for handler in console_handlers():
+    for handler in find_console_handlers():
         console = getattr(handler, "console", None)
         if isinstance(console, Console):
             vars(console)["on_broken_pipe"] = partial(_silence_console, console)

@@ -18,8 +18,8 @@ from prefect_tune.core.display_text import (
     shorten,
 )
 from prefect_tune.core.experiment.summary import (
-    best_trial_name,
     count_by_status,
+    format_best_trial_name,
     format_recomputed_steps,
     format_status,
     settings_for_display,
@@ -31,18 +31,18 @@ from prefect_tune.core.experiment.trial_transitions import (
     newest_checkpoint_key,
 )
 from prefect_tune.core.page_elements import (
-    Block,
     Cell,
     Code,
     Figure,
     Heading,
     Link,
+    PageElement,
     Table,
     Text,
     Verbatim,
     data_uri,
     escape_html,
-    render_block,
+    render_element,
 )
 from prefect_tune.core.reasons import format_error
 from prefect_tune.core.storage.layout import join_uri
@@ -88,14 +88,14 @@ Column: TypeAlias = tuple[str, Sequence[Cell]]
 """The name and the cells of a column."""
 
 
-def make_page(report: ReportInput) -> Sequence[Block]:
+def make_page(report: ReportInput) -> Sequence[PageElement]:
     """Return the blocks of the report page."""
     results = (make_headline_section, make_best_trial_section, make_figures_section, make_trials_section)
     sections = (*results, make_errors_section, _make_cost_section, _make_runs_section, _make_settings_section)
     return [block for section in sections for block in section(report)]
 
 
-def make_headline_section(report: ReportInput) -> Iterator[Block]:
+def make_headline_section(report: ReportInput) -> Iterator[PageElement]:
     """Yield the title, a headline, and a table of facts."""
     yield Heading(report.experiment.name, 1)
     yield Text([_format_headline(report)], kind="strong")
@@ -126,7 +126,7 @@ def _format_headline(report: ReportInput) -> str:
     if len(report.best_trials) == 1 and report.objective is not None:
         name, best = report.objective.metrics[0], report.best_trials[0]
         value = format_cell(get_metric(best.metrics, name))
-        parts.append(f"Best {name}: {value} (trial {best_trial_name(best.id, best.status)})")
+        parts.append(f"Best {name}: {value} (trial {format_best_trial_name(best.id, best.status)})")
     elif report.best_trials:
         parts.append(f"{len(report.best_trials)} trials on the Pareto front")
     if not report.is_search and report.trials:
@@ -144,12 +144,12 @@ def _format_headline(report: ReportInput) -> str:
     return " · ".join(parts)
 
 
-def make_best_trial_section(report: ReportInput) -> Iterator[Block]:
+def make_best_trial_section(report: ReportInput) -> Iterator[PageElement]:
     """Yield the best or the only trial: its metrics, configuration, and newest checkpoint."""
     if len(report.best_trials) != 1 and (report.is_search or not report.trials):
         return
     best = report.best_trials[0] if len(report.best_trials) == 1 else report.trials[0]
-    yield Heading(f"Best trial: {best_trial_name(best.id, best.status)}" if report.best_trials else "The trial")
+    yield Heading(f"Best trial: {format_best_trial_name(best.id, best.status)}" if report.best_trials else "The trial")
     attempts, trained = pluralize(best.attempt, "attempt", "attempts"), best.measured_seconds
     effort = f"in {attempts}" if trained is None else f"after {format_span(trained)} of training in {attempts}"
     rows: list[tuple[str, Cell]] = [
@@ -178,7 +178,7 @@ def make_best_trial_section(report: ReportInput) -> Iterator[Block]:
         yield Code(f"{join_uri(report.uri, key.folder)}\n{export}", "text")
 
 
-def make_figures_section(report: ReportInput) -> Iterator[Block]:
+def make_figures_section(report: ReportInput) -> Iterator[PageElement]:
     """Yield the charts that have data, each with a heading; yield an error message for a chart that cannot be drawn."""
     for title, draw, usual_legend in _FIGURES:
         try:
@@ -201,7 +201,7 @@ def make_figures_section(report: ReportInput) -> Iterator[Block]:
         yield Figure(svg, f"{title} of {report.experiment.name}", legend)
 
 
-def make_trials_section(report: ReportInput) -> Iterator[Block]:
+def make_trials_section(report: ReportInput) -> Iterator[PageElement]:
     """Yield the table of a search's trials, the best first, and the location of their checkpoints."""
     if not report.is_search:
         return
@@ -257,7 +257,7 @@ def _measure_column(column: Column) -> int:
     return max((*map(len, name.split()), *map(len, texts)), default=0) + _COLUMN_GAP
 
 
-def _make_compact_table(columns: Iterable[Column]) -> Iterator[Block]:
+def _make_compact_table(columns: Iterable[Column]) -> Iterator[PageElement]:
     """Yield a table. Columns after the first with the same value in all rows become a note above the table."""
     first, *others = columns
     kept, parts = [first], list[Cell]()
@@ -271,7 +271,7 @@ def _make_compact_table(columns: Iterable[Column]) -> Iterator[Block]:
     yield Table([name for name, _ in kept], list(zip(*(cells for _, cells in kept), strict=True)))
 
 
-def make_errors_section(report: ReportInput) -> Iterator[Block]:
+def make_errors_section(report: ReportInput) -> Iterator[PageElement]:
     """Yield a table with a line for each error; a repeated error refers to the first trial with this error."""
     errors = report.errored_trials
     if not errors:
@@ -299,7 +299,7 @@ def make_errors_section(report: ReportInput) -> Iterator[Block]:
         yield Code(reason[-_MAX_TRACEBACK_CHARACTERS:], language="text")
 
 
-def _make_cost_section(report: ReportInput) -> Iterator[Block]:
+def _make_cost_section(report: ReportInput) -> Iterator[PageElement]:
     yield Heading("Cost")
     if report.totals.sentence:
         yield Text([f"{report.totals.sentence}."])
@@ -330,7 +330,7 @@ def make_cost_rows(totals: Totals) -> Mapping[str, str]:
     return rows
 
 
-def _make_runs_section(report: ReportInput) -> Iterator[Block]:
+def _make_runs_section(report: ReportInput) -> Iterator[PageElement]:
     """Yield a table of the last runs: owners, times, and what each run added; yield nothing for a single run."""
     runs = report.runs[-MAX_RUNS:]
     if len(runs) < 2:
@@ -350,7 +350,7 @@ def _make_runs_section(report: ReportInput) -> Iterator[Block]:
     yield from _make_compact_table(column for column in columns if any(column[1]))
 
 
-def _make_settings_section(report: ReportInput) -> Iterator[Block]:
+def _make_settings_section(report: ReportInput) -> Iterator[PageElement]:
     if report.space:
         domains = [(name, shorten(domain, _MAX_DOMAIN_CHARACTERS)) for name, domain in report.space.items()]
         yield Heading("Space")
@@ -380,12 +380,12 @@ _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
 _MAX_UNBROKEN_CHARACTERS = 16
 
 
-def render_markdown(blocks: Sequence[Block], *, has_pictures: bool = True) -> str:
+def render_markdown(blocks: Sequence[PageElement], *, has_pictures: bool = True) -> str:
     """Return the page as Markdown, with pictures or only their descriptions. Names chosen by users are escaped."""
     return "\n".join(line for block in blocks for line in _render_block(block, has_pictures=has_pictures)) + "\n"
 
 
-def _render_block(block: Block, *, has_pictures: bool) -> Iterator[str]:
+def _render_block(block: PageElement, *, has_pictures: bool) -> Iterator[str]:
     match block:
         case Heading(text=text, level=level):
             yield f"{'#' * level} {escape_markdown(text)}"
@@ -465,7 +465,7 @@ img{max-width:100%;height:auto;display:block}
 """
 
 
-def render_html(blocks: Sequence[Block]) -> str:
+def render_html(blocks: Sequence[PageElement]) -> str:
     """Return the page as HTML. Names chosen by users are escaped."""
     title = next((block.text for block in blocks if isinstance(block, Heading)), "")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -475,5 +475,5 @@ def render_html(blocks: Sequence[Block]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{escape_html(title)}</title><style>{_STYLE}</style></head><body><main>\n"
     )
-    body = "\n".join(element for block in blocks for element in render_block(block))
+    body = "\n".join(element for block in blocks for element in render_element(block))
     return f"{head}{body}\n</main></body></html>\n"

@@ -19,8 +19,8 @@ from prefect_tune.stores.checkpoint_location import (
     LocalDirectory,
     StoreOpener,
     TargetFolder,
-    checkpoint_html,
     locate_checkpoint,
+    render_checkpoint_html,
 )
 from prefect_tune.stores.deadline import Deadline
 
@@ -109,7 +109,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
 
         For a committed checkpoint, it is read-only, has the committed files and `.metadata.json`, and verifies reads.
         """
-        return self._location.resolve().filesystem()
+        return self._location.resolve().make_filesystem()
 
     def to_directory(
         self, path: str | os.PathLike[str] | None = None, *, timeout: timedelta = _DOWNLOAD_TIMEOUT
@@ -130,7 +130,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not done within `timeout`.
         """
-        from prefect_tune.stores.local.scratch import DestinationInUse, fill_directory, user_folder
+        from prefect_tune.stores.local.scratch import DestinationInUse, fill_directory, make_user_folder
 
         deadline = Deadline.after(timeout)
         if path is not None:
@@ -138,7 +138,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
             with self._location.resolve().open_content(self._token, deadline) as content:
                 fill_directory(destination, content, deadline)
             return str(destination)
-        base = user_folder().resolve() / f"checkpoint_tmp_{self._token}"
+        base = make_user_folder().resolve() / f"checkpoint_tmp_{self._token}"
         with self._location.resolve().open_content(self._token, deadline) as content:
             for destination in (base if number == 0 else Path(f"{base}-{number}") for number in count()):
                 try:
@@ -166,7 +166,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
             CheckpointCorrupt: committed bytes are missing or altered.
             DeadlineExceeded: not downloaded within `timeout`.
         """
-        with self._location.resolve().local_directory(self._token, Deadline.after(timeout)) as directory:
+        with self._location.resolve().open_local_directory(self._token, Deadline.after(timeout)) as directory:
             yield directory
 
     def get_metadata(self) -> dict[str, object]:
@@ -176,7 +176,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: the metadata cannot be read.
         """
-        return self._location.resolve().metadata(Deadline.after(_METADATA_TIMEOUT))
+        return self._location.resolve().read_metadata(Deadline.after(_METADATA_TIMEOUT))
 
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
         """Replace the checkpoint's metadata.
@@ -211,7 +211,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: location, step, size, metrics, time, and how to open the checkpoint."""
-        return checkpoint_html(self._location, _DISPLAY_TIMEOUT)
+        return render_checkpoint_html(self._location, _DISPLAY_TIMEOUT)
 
     def __fspath__(self) -> NoReturn:
         raise TypeError(

@@ -85,7 +85,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
     def _manifest_and_metadata(self) -> tuple[Manifest, bytes | None]:
         """The manifest and the metadata file that a local copy of the checkpoint would have."""
         with self._target_folder.open(timeout=_TIMEOUT) as store:
-            manifest = self._target_folder.manifest(store)
+            manifest = self._target_folder.read_manifest(store)
             if manifest is None:
                 expected = "expected a committed checkpoint, found a plain directory"
                 raise CheckpointNotFound(f"{self._target_folder.name}: {expected}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
     from prefect_tune.core.checkpoints.manifest import Manifest
-    from prefect_tune.core.page_elements import Block, Cell
+    from prefect_tune.core.page_elements import Cell, PageElement
     from prefect_tune.core.storage.layout import CheckpointKey
     from prefect_tune.core.storage.object_store import ObjectStore
     from prefect_tune.stores.local.scratch import DirectoryContent
@@ -118,13 +118,13 @@ class LocalDirectory:
             return self
         return _locate_on_target(Location(Client.FILES, "file", "", self.path))
 
-    def filesystem(self) -> FileSystem:
+    def make_filesystem(self) -> FileSystem:
         import pyarrow.fs as arrow
 
         return arrow.LocalFileSystem()
 
     @contextmanager
-    def local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:  # noqa: ARG002  it waits for nothing
+    def open_local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:  # noqa: ARG002  it waits for nothing
         self.require_directory()
         yield self.path
 
@@ -138,7 +138,7 @@ class LocalDirectory:
         content_id = f"{self.path} as {directory_seal(source)}"
         yield DirectoryContent(content_id, content_id, lambda copy, _: copy_directory(source, copy), lambda _: False)
 
-    def metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
+    def read_metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
         from prefect_tune.stores.local.staging import METADATA_FILE, read_metadata
 
         self.require_directory()
@@ -154,7 +154,7 @@ class LocalDirectory:
 
         self.require_directory()
         with locked_folder(f"the metadata of {os.path.realpath(self.path)}", deadline):
-            metadata = normalize_metadata(change(self.metadata(deadline)))
+            metadata = normalize_metadata(change(self.read_metadata(deadline)))
             replace_file(Path(self.path, METADATA_FILE), json.dumps(metadata).encode())
 
     def require_directory(self) -> None:
@@ -177,7 +177,7 @@ class TargetFolder:
     def resolve(self) -> TargetFolder:
         return self
 
-    def filesystem(self) -> FileSystem:
+    def make_filesystem(self) -> FileSystem:
         if self.plain_filesystem is None or self._checkpoint_key() is not None:
             from prefect_tune.stores.checkpoint_filesystem import make_checkpoint_filesystem
 
@@ -185,7 +185,7 @@ class TargetFolder:
         return self.plain_filesystem()
 
     @contextmanager
-    def local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:
+    def open_local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:
         from prefect_tune.stores.local.scratch import shared_copy
 
         with ExitStack() as stack:
@@ -226,7 +226,7 @@ class TargetFolder:
                 metadata,
             )
 
-    def metadata(self, deadline: Deadline) -> dict[str, object]:
+    def read_metadata(self, deadline: Deadline) -> dict[str, object]:
         from prefect_tune.core.checkpoints.manifest import read_newest_metadata
 
         with self._open_store(deadline) as (store, manifest):
@@ -240,7 +240,7 @@ class TargetFolder:
             folder, initial = self._metadata_folder(manifest), self._read_initial_metadata(store, manifest)
             revise_metadata(store, folder, change, initial=initial, write_id=uuid.uuid4().hex)
 
-    def manifest(self, store: ObjectStore) -> Manifest | None:
+    def read_manifest(self, store: ObjectStore) -> Manifest | None:
         """Return the manifest of this checkpoint; None for a plain directory.
 
         Raises:
@@ -263,7 +263,7 @@ class TargetFolder:
     def _open_store(self, deadline: Deadline) -> Iterator[tuple[ObjectStore, Manifest | None]]:
         deadline.check(f"opening {self.name}")
         with self.open(timeout=timedelta(seconds=deadline.remaining_seconds)) as store:
-            yield store, self.manifest(store)
+            yield store, self.read_manifest(store)
 
     def _checkpoint_key(self) -> CheckpointKey | None:
         from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -297,15 +297,15 @@ class TargetFolder:
 _OPEN_EXAMPLE = "with checkpoint.as_directory() as directory: ..."
 
 
-def checkpoint_html(location: CheckpointLocation, timeout: timedelta) -> str:
+def render_checkpoint_html(location: CheckpointLocation, timeout: timedelta) -> str:
     """Return HTML with the facts in the manifest at `location`; show an error of the target instead of raising it."""
     from prefect_tune.core.display_text import format_size, pluralize, shorten
     from prefect_tune.core.page_elements import Table, Text, Verbatim, make_values_table, render_notebook_cell
     from prefect_tune.core.values import flatten
 
     title = "Checkpoint"
-    metrics: list[Block] = []
-    problem: list[Block] = []
+    metrics: list[PageElement] = []
+    problem: list[PageElement] = []
     rows: list[tuple[str, Cell]] = [("location", Verbatim(shorten(location.name, 1000)))]
     try:
         resolved = location.resolve()
@@ -313,7 +313,7 @@ def checkpoint_html(location: CheckpointLocation, timeout: timedelta) -> str:
             resolved.require_directory()
         else:
             with resolved.open(timeout=timeout) as store:
-                manifest = resolved.manifest(store)
+                manifest = resolved.read_manifest(store)
             if manifest:
                 title = f"Checkpoint of step {manifest.step}, trial {manifest.trial} of {manifest.experiment}"
                 about, size = manifest.metadata, format_size(sum(file.size_bytes for file in manifest.files))

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from prefect_tune.core.display_text import format_amount, format_duration, format_size, format_span, make_visible
 from prefect_tune.core.experiment.cost import MAX_LISTED_LOSSES, AttemptCost, Category, ExperimentCost, format_share
-from prefect_tune.core.experiment.summary import best_trial_name
+from prefect_tune.core.experiment.summary import format_best_trial_name
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.messages.target_messages import ExperimentView
 from prefect_tune.core.metrics import short_repr
@@ -100,7 +100,7 @@ def format_value(value: object) -> str:
 def format_trial(trial: Trial, metrics: Iterable[str]) -> str:
     """Return the name of a trial and these metrics: `trial 00003, errored, loss 0.25`."""
     values = ", ".join(f"{name} {format_value(get_metric(trial.metrics, name))}" for name in metrics)
-    return f"trial {best_trial_name(trial.id, trial.status)}, {values}"
+    return f"trial {format_best_trial_name(trial.id, trial.status)}, {values}"
 
 
 def format_counts(counts: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefect_tune.core.display_text import first_line, format_amount, format_duration, make_visible, shorten
-from prefect_tune.core.experiment.summary import best_label, format_status, rank_trials
+from prefect_tune.core.experiment.summary import format_best_label, format_status, rank_trials
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED_PHASES,
     Phase,
@@ -376,7 +376,7 @@ def render_progress_line(state: ProgressState) -> str:
         if state.incomparable_count and objective is not None:
             parts.append(f"{state.incomparable_count} without {', '.join(objective.metrics)} in the last report")
         if state.best is not None and objective is not None:
-            parts.append(f"{best_label(objective)}: {format_trial(state.best, objective.metrics)}")
+            parts.append(f"{format_best_label(objective)}: {format_trial(state.best, objective.metrics)}")
     return f"{state.estimate.experiment}: {'; '.join(filter(None, parts))}"
 
 
@@ -400,7 +400,7 @@ def collect_progress_facts(state: ProgressState) -> Mapping[str, str]:
     best, objective = state.best, state.estimate.objective
     if best is not None and objective is not None:
         inherited = ", of the checkpoint that it continues from" if best.has_inherited_report else ""
-        facts[best_label(objective)] = f"{format_trial(best, objective.metrics)} at step {best.step}{inherited}"
+        facts[format_best_label(objective)] = f"{format_trial(best, objective.metrics)} at step {best.step}{inherited}"
         facts[""] = format_config(best)
     return facts
 

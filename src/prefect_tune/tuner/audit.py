@@ -61,8 +61,8 @@ from prefect_tune.parameters.argument_checks import parse_scheduler
 from prefect_tune.parameters.plan_checks import with_default_samples
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredKind, options_only_in_code
 from prefect_tune.trust import find_code_choices
-from prefect_tune.tuner.run_search import make_policy, unique_prior_trials
-from prefect_tune.tuner.search_policy import SearchPolicy, finish_event, pending_decision, trial_id
+from prefect_tune.tuner.run_search import deduplicate_prior_trials, make_policy
+from prefect_tune.tuner.search_policy import SearchPolicy, make_finish_event, pending_decision, trial_id
 
 _TIMEOUT = timedelta(minutes=30)
 _MAX_EVENT_LENGTH = 400
@@ -336,7 +336,7 @@ class _Derivation:
             return None
         if self._policy is None and before.term in self._plans:  # a new owner
             self._policy = make_policy(self._plans[before.term].plan)
-            self._policy.add_prior_trials(unique_prior_trials(self._warm_starts))
+            self._policy.add_prior_trials(deduplicate_prior_trials(self._warm_starts))
             self._policy.replay(before)
             self._search_end_reason = self._policy.end_reason()
         if (policy := self._policy) is None:
@@ -464,7 +464,7 @@ class _Derivation:
         """Return the end of a trial that has no attempt: by a decision, by a stop request, or after a pause."""
         decision, stop_reason = pending_decision(trial), before.pending_stops.get(trial.id)
         stop = decision.decision if decision is not None else None
-        finishes = [finish_event(trial.id, stop)] if isinstance(stop, Stop) else []
+        finishes = [make_finish_event(trial.id, stop)] if isinstance(stop, Stop) else []
         if stop_reason is not None:
             finishes.append(TrialFinished(trial=trial.id, reason=stop_reason, kind=FinishKind.STOPPED))
         if finishes:
@@ -475,7 +475,7 @@ class _Derivation:
             _signal_search_exhausted(policy, plan)
         if (stopped := policy.schedule.next_trial_to_stop()) is None:
             return _Expectation((), "this trial does not end here")
-        return _Expectation([finish_event(*stopped)])
+        return _Expectation([make_finish_event(*stopped)])
 
     def _expect_search_stop(self, before: Experiment, policy: SearchPolicy, event: StopRequested) -> _Finding:
         if event.request is not None or event.trial is not None:

@@ -40,7 +40,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import TrialExecutor
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.tuner.pending_entry import PendingEntry
-from prefect_tune.tuner.search_policy import SearchPolicy, finish_event, pending_decision, retry_event
+from prefect_tune.tuner.search_policy import SearchPolicy, make_finish_event, make_retry_event, pending_decision
 from prefect_tune.tuner.stop_requests import StopHandler
 
 _TARGET_ERRORS = (StoreUnavailable, StoreRefused, CommitUnknown)
@@ -123,7 +123,7 @@ class FailureHandler:
         Its earlier machine failures do not count, unless the trial may have crashed that run.
         """
         if should_reset_budgets(trial, self._limits.options.failure_policy):
-            self._pending_entry.add_event(retry_event(trial))
+            self._pending_entry.add_event(make_retry_event(trial))
             self._ready_queue.append(trial.id)
         else:
             self.retry_or_give_up(trial.id, cause)
@@ -238,7 +238,7 @@ class DecisionHandler:
                     return self._make_continue_answer(name)
                 return StopTrial(outcome=TrialPaused(trial=name, reason=reason), save=True)
             case Stop() as stop:
-                return StopTrial(outcome=finish_event(name, stop), save=self._saves_at_end)
+                return StopTrial(outcome=make_finish_event(name, stop), save=self._saves_at_end)
             case Exploit(reason=reason):
                 return StopTrial(outcome=TrialPaused(trial=name, reason=reason), save=False)
             case never:

@@ -77,9 +77,9 @@ from prefect_tune.tuner.pending_entry import BackgroundWorker, PendingEntry
 from prefect_tune.tuner.search_policy import (
     ONLY_TRIAL,
     SearchPolicy,
-    extension_event,
-    finish_event,
-    retry_event,
+    make_extension_event,
+    make_finish_event,
+    make_retry_event,
     trial_id,
 )
 from prefect_tune.tuner.stop_requests import StopHandler, StopSource
@@ -213,7 +213,7 @@ class Driver:
     def _stop_unneeded_trials(self) -> None:
         schedule = self._policy.schedule
         while (stop := schedule.next_trial_to_stop()) is not None and stop[0] not in self._slot_starts:
-            self._put_event(finish_event(*stop))
+            self._put_event(make_finish_event(*stop))
 
     def _resume_trial(self, trial: str) -> str | None:
         """Resume a paused trial, and return its id; None while its attempt still saves the checkpoint of the pause."""
@@ -340,7 +340,7 @@ class Driver:
             trial = self._state.trial(name)
             was_reattached = name in self._reattached
             if was_reattached and trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
-                self._put_event(extension_event(trial))  # it met only an earlier owner's criterion
+                self._put_event(make_extension_event(trial))  # it met only an earlier owner's criterion
                 self._ready_queue.append(name)
 
     def _update_has_trained(self, events: Sequence[AttemptEvent]) -> None:
@@ -535,8 +535,8 @@ class Driver:
         """Requeue errored trials that this run retries, and finished trials that no longer meet the stop criterion."""
         for trial in list(self._state.trials.values()):
             if trial.phase is Phase.ERRORED and self._limits.options.effective_rerun_errored:
-                self._put_event(retry_event(trial))
+                self._put_event(make_retry_event(trial))
             elif self._limits.options.effective_rerun_errored == "only":
                 continue
             elif trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
-                self._put_event(extension_event(trial))
+                self._put_event(make_extension_event(trial))

@@ -24,7 +24,7 @@ from prefect_tune.core.errors import InvalidInput, JournalCorrupt, SearchFailed,
 from prefect_tune.core.experiment.experiment import Experiment, last_report
 from prefect_tune.core.experiment.failure_policy import repeated_error_reason
 from prefect_tune.core.experiment.stoppers import experiment_stoppers, trial_stopper
-from prefect_tune.core.experiment.summary import best_label, count_by_status, find_best_trial
+from prefect_tune.core.experiment.summary import count_by_status, find_best_trial, format_best_label
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.journal.journal import read_next_entry
 from prefect_tune.core.journal_events import Event, ExperimentConfigured, PriorTrial, WarmStart
@@ -39,7 +39,7 @@ from prefect_tune.executors.trial_executor import (
     LocalExecutor,
     Slots,
     TrialExecutor,
-    launch_in_executor,
+    make_executor_launcher,
     make_local_slots,
     make_remote_slots,
 )
@@ -59,11 +59,7 @@ from prefect_tune.parameters.plan_checks import (
     NEW_CODE_UNUSED,
     RETRY_KEEPS_CONFIGURATION,
     SearchLimits,
-    external_task_runner,
-    log_code_change,
-    log_errored_trials,
-    log_fewer_samples,
-    log_space_change,
+    find_external_task_runner,
     make_trial_spec,
     require_one_process,
     require_presence,
@@ -71,10 +67,14 @@ from prefect_tune.parameters.plan_checks import (
     require_unchanged_code,
     require_valid_sync,
     settings_before_training,
-    warn_of_constants,
-    warn_of_mode,
+    warn_of_code_change,
+    warn_of_constant_space,
+    warn_of_errored_trials,
     warn_of_no_metric,
+    warn_of_space_change,
     warn_of_stop_limits,
+    warn_of_too_few_samples,
+    warn_of_unusual_mode,
     with_journal_seed,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
@@ -88,9 +88,9 @@ from prefect_tune.suspension import (
     STOPPED_ON_RESUME,
     RunIteration,
     acquire_run_ownership,
-    first_search_iteration,
     guarding_ownership,
     is_form_answered,
+    prepare_search_iteration,
     raise_pause_if_suspended,
 )
 from prefect_tune.tasks.experiments import check_target, publish_results
@@ -149,7 +149,7 @@ def warn_of_takeover(state_before: Experiment, log: Log) -> None:
 def log_already_finished(plan: SearchPlan, state_before: Experiment, state_after: Experiment, log: Log) -> None:
     """Log how to train more, if the experiment was already finished before this run and this run trained nothing.
 
-    For errored trials, `log_errored_trials` or the error of the search names the next step.
+    For errored trials, `warn_of_errored_trials` or the error of the search names the next step.
     """
     before, after = state_before.trials.values(), state_after.trials.values()
     was_finished = len(before) > 0 and all(trial.phase is Phase.FINISHED for trial in before)
@@ -185,7 +185,7 @@ def _describe_trials(state: Experiment, objective: Objective | None) -> str:
     best = find_best_trial(state)
     if best is None or objective is None:
         return description
-    return f"{description}; {best_label(objective)}: {format_trial(best, objective.metrics)}"
+    return f"{description}; {format_best_label(objective)}: {format_trial(best, objective.metrics)}"
 
 
 _POLL_INTERVAL = timedelta(seconds=0.5)
@@ -197,10 +197,10 @@ def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Result
     The flow must return the result: if every trial errored, the result is a Failed state with `SearchFailed`.
     """
     if experiment is None:  # a search that is resumed by name keeps its mode, and its first run has warned
-        warn_of_mode(plan, get_run_logger())
+        warn_of_unusual_mode(plan, get_run_logger())
         warn_of_no_metric(plan, get_run_logger())
     with quiet_inner_tasks():
-        iteration = first_search_iteration(plan, experiment)
+        iteration = prepare_search_iteration(plan, experiment)
         results = _run_search_iteration(iteration)
         raise_pause_if_suspended(iteration.plan, SEARCH_QUESTION, results.experiment)
     error = search_failed_error(results, iteration.initial_experiment)
@@ -212,7 +212,7 @@ def _run_search_iteration(iteration: RunIteration) -> Results:
     stopper = trial_stopper(plan.stopper)
     require_valid_sync(spec := make_trial_spec(plan, stopper))
     warn_of_stop_limits(stopper, objective, log)
-    warn_of_constants(plan, log)
+    warn_of_constant_space(plan, log)
     policy = make_policy(plan)
     opening_executor, slots, location = _make_executor(plan, spec)
     callbacks = resolve_callbacks(plan.callbacks)
@@ -261,7 +261,7 @@ def _run_search_iteration(iteration: RunIteration) -> Results:
                     make_first_events=lambda: _make_code_change_events(now, state, log),
                 )
                 final_state = driver.run(stop_requests)
-                log_code_change(final_state, now, NEW_CODE_UNUSED, log)
+                warn_of_code_change(final_state, now, NEW_CODE_UNUSED, log)
             if not stop.is_set():
                 log_already_finished(now, state, final_state, log)
             return final_state
@@ -290,9 +290,9 @@ def _take_over_search(
     )
     require_same_search(state, settings_now := current_plan.settings)
     settings = sign_settings(plan.target, state, settings_before_training(state, settings_now))
-    log_space_change(state, current_plan, log)
-    log_fewer_samples(state, current_plan, log)
-    log_errored_trials(state, current_plan, log)
+    warn_of_space_change(state, current_plan, log)
+    warn_of_too_few_samples(state, current_plan, log)
+    warn_of_errored_trials(state, current_plan, log)
     new_warm_starts = tuple(warm_start for warm_start in warm_starts if warm_start.source not in state.warm_starts)
     configured = ExperimentConfigured(settings=settings, extensions=added_samples, warm_starts=new_warm_starts)
     return state, current_plan, [configured] if settings != state.settings or added_samples or new_warm_starts else []
@@ -300,7 +300,7 @@ def _take_over_search(
 
 def _make_code_change_events(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
     """If the trainable has changed, log the change, and return the event that journals the new code."""
-    log_code_change(state, plan, NEW_CODE_TRAINS, log)
+    warn_of_code_change(state, plan, NEW_CODE_TRAINS, log)
     if not plan.source_digest or settings_before_training(state, plan.settings) == plan.settings:
         return ()  # source unavailable: a later run compares with the code that trained last
     return [ExperimentConfigured(settings=sign_settings(plan.target, state, plan.settings))]
@@ -333,7 +333,7 @@ def _make_executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextMa
         launcher.check_deployment(spec)
         location = f"as runs of the deployment {plan.trial_deployment!r}"
         return nullcontext(RemoteExecutor(plan.target, launcher, _POLL_INTERVAL)), make_remote_slots(plan), location
-    if (runner := external_task_runner()) is not None:
+    if (runner := find_external_task_runner()) is not None:
         tasks = TaskRunnerLauncher(runner, plan.resources)
         location = f"by the {type(runner).__name__}"
         return nullcontext(RemoteExecutor(plan.target, tasks, _POLL_INTERVAL)), make_remote_slots(plan), location
@@ -359,7 +359,7 @@ def _running_local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExec
     ):
         if spec.isolation == "process":
             pool.start_import(spec.trainable, get_run_logger(), next(iter(slots.environments), {}))
-        yield LocalExecutor(pool, slots.environments, launch=launch_in_executor(threads))
+        yield LocalExecutor(pool, slots.environments, launch=make_executor_launcher(threads))
 
 
 # The observers of a running search: callbacks, progress, events, report and learning curves.
@@ -487,10 +487,10 @@ def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
             warm_starts.extend(warm_start for event in configured for warm_start in event.warm_starts)
         return warm_starts
 
-    return unique_prior_trials(with_store(journal_writer.target, read_entries, _WARM_START_TIMEOUT))
+    return deduplicate_prior_trials(with_store(journal_writer.target, read_entries, _WARM_START_TIMEOUT))
 
 
-def unique_prior_trials(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:
+def deduplicate_prior_trials(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:
     """Return the trials of `warm_starts` in their order, without duplicates.
 
     Forks share trials: two trials are duplicates if their configurations and last reports are equal.

@@ -39,8 +39,8 @@ from prefect_tune.suspension import (
     RunIteration,
     acquire_run_ownership,
     answer_events,
+    apply_answers,
     code_change_warning,
-    first_iteration,
     guarding_ownership,
     raise_pause_if_suspended,
     read_last_form,
@@ -61,7 +61,7 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
         `durable_trainable`.
     """
     with quiet_inner_tasks():
-        iteration = first_iteration(RunIteration(plan), TRAINING_QUESTION, read_last_form())
+        iteration = apply_answers(RunIteration(plan), TRAINING_QUESTION, read_last_form())
         spec, stopper = make_single_trial_spec(iteration.plan, ONLY_TRIAL)
         require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
         state = _run_training_iteration(spec, config_to_json(config), stopper, iteration)

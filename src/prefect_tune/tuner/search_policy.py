@@ -44,18 +44,18 @@ def pending_decision(trial: Trial) -> PolicyEvent | None:
     return last_event if is_stop_or_pause and trial.phase in (Phase.PENDING, Phase.RUNNING) else None
 
 
-def retry_event(trial: Trial) -> TrialRequeued:
+def make_retry_event(trial: Trial) -> TrialRequeued:
     """Return the event that requeues a failed trial with fresh retry budgets."""
     return TrialRequeued(trial=trial.id, reason=make_reason("retried", error=root_error(trial.end_reason)))
 
 
-def finish_event(trial: str, stop: Stop) -> TrialFinished:
+def make_finish_event(trial: str, stop: Stop) -> TrialFinished:
     """Return the event that ends a trial by the scheduler's decision."""
     kind = FinishKind.PRUNED if stop.early else FinishKind.ALL_STEPS
     return TrialFinished(trial=trial, reason=stop.reason, kind=kind)
 
 
-def extension_event(trial: Trial) -> TrialRequeued:
+def make_extension_event(trial: Trial) -> TrialRequeued:
     """Return the event that requeues a finished trial because it does not meet the present stop criterion."""
     return TrialRequeued(trial=trial.id, reason=make_reason("extended", step=trial.step))
 

@@ -351,7 +351,7 @@ class _StopRequestSender:
             finish = TrialFinished(trial=trial.id, reason=self._reason, kind=FinishKind.STOPPED)
             command = StopTrial(outcome=finish, save=True) if self._trial else CheckpointAndStop()
             key, attempt = state.trial_key(trial.id), trial.attempt + (trial.phase is not Phase.RUNNING)
-            send = partial(send_answer, trial=key, attempt=attempt, step=UNSOLICITED_STEP, reply=command)
+            send = partial(send_answer, trial=key, attempt=attempt, step=UNSOLICITED_STEP, answer=command)
             with_store(self._target, send)
             self._sent_to.add(trial.id)
 

@@ -10,8 +10,8 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.summary import (
     LearningCurves,
     Scope,
-    best_label,
     compute_losses,
+    format_best_label,
     pareto_front,
     rank_trials,
     score_reports,
@@ -20,7 +20,7 @@ from prefect_tune.core.experiment.summary import (
 )
 from prefect_tune.core.experiment.trial_transitions import Trial, apply_report, apply_trial_event
 from prefect_tune.core.journal_events import AttemptStarted, CheckpointCloned, CheckpointRef, Entry, Event, StepReported
-from prefect_tune.core.search.objective import Objective, make_objective, usual_mode
+from prefect_tune.core.search.objective import Objective, infer_mode, make_objective
 from prefect_tune.core.values import StepReport
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
@@ -43,7 +43,7 @@ def test_a_scope_that_is_none_is_refused(scope: Scope) -> None:
 
 def test_the_best_of_several_metrics_is_named_by_the_one_that_decides() -> None:
     several = Objective(metrics=("loss", "size"), modes=("min", "min"))
-    assert (best_label(LOSS), best_label(several)) == ("best", "best loss")
+    assert (format_best_label(LOSS), format_best_label(several)) == ("best", "best loss")
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan"), "low", None])
@@ -185,4 +185,4 @@ NAMES = {
 
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for mode, names in NAMES.items() for name in names.split()])
 def test_the_mode_that_a_name_suggests(name: str, mode: str | None) -> None:
-    assert usual_mode(name) == mode
+    assert infer_mode(name) == mode

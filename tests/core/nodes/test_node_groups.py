@@ -11,9 +11,9 @@ from prefect_tune.core.checkpoints.commit import (
     ExpectedParts,
     ReusableBytes,
     merge_parts,
-    refuse_part,
     send_files,
     send_part,
+    send_part_failure,
 )
 from prefect_tune.core.checkpoints.manifest import CheckpointMetadata, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing, StoreUnavailable
@@ -120,7 +120,7 @@ def test_a_save_without_the_part_of_a_node_says_which_one_and_why() -> None:
         joined(store, {"a": b""}, 1, 2, 3)
     with pytest.raises(PartMissing, match="node 2 is gone"):
         joined(store, {"a": b""}, 1, 2, lost_nodes=lambda: {2: "is gone", 1: "is gone too, and its part is there"})
-    refuse_part(store, SAVE, (NODES, 2, TERM), "its disk is full")
+    send_part_failure(store, SAVE, (NODES, 2, TERM), "its disk is full")
     with pytest.raises(PartMissing, match="node 2 cannot add its part: its disk is full"):
         joined(store, {"a": b""}, 1, 2)
 

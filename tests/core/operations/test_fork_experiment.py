@@ -27,7 +27,7 @@ from prefect_tune.core.operations.fork_experiment import (
     ForkResult,
     begin_fork,
     complete_fork,
-    find_deleted_checkpoints,
+    find_lost_checkpoints,
     load_fork_point,
 )
 from prefect_tune.core.operations.scrub import quarantine
@@ -226,7 +226,7 @@ def test_what_the_origin_has_deleted_since_is_said_and_the_newest_that_is_left_i
     old = search_of_three(store)
     number = old.state.entry_count
     old.step("b")
-    gone = find_deleted_checkpoints(store, load_fork_point(store, first_generation("old"), number))
+    gone = find_lost_checkpoints(store, load_fork_point(store, first_generation("old"), number))
     made = forked(store, number)
     assert {trial: [each.step for each in refs] for trial, refs in gone.items()} == {"b": [1]}
     assert made.lost_checkpoints == gone

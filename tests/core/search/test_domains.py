@@ -50,7 +50,7 @@ COUNT = 2000
 
 
 def drawn(domain: Range) -> list[float]:
-    return [domain.draw_at(seeded_random.uniform(7, "a test", number)) for number in range(COUNT)]
+    return [domain.draw_at(seeded_random.draw_uniform(7, "a test", number)) for number in range(COUNT)]
 
 
 def farthest_from(distribution: Callable[[float], float], values: list[float]) -> float:

@@ -17,13 +17,13 @@ from prefect_tune.core.search.domains import (
     Domain,
     choice,
     find_domains,
-    freeze,
     grid_search,
     has_grid,
     qrandint,
     randint,
     randn,
     sample_from,
+    to_plain_node,
     uniform,
 )
 from prefect_tune.core.search.space import (
@@ -45,7 +45,7 @@ from tests.fakes.searches.spaces import QUANTILES, spaces
 
 
 def seeded(seed: int) -> Draw:
-    return lambda name, domain: domain.draw_at(seeded_random.uniform(seed, name))
+    return lambda name, domain: domain.draw_at(seeded_random.draw_uniform(seed, name))
 
 
 def noted(asked: list[str], value: object) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def resolved(space: Mapping[str, object], **drawn: float) -> dict[str, object]:
     ids=repr,
 )
 def test_options_are_drawn_alike_or_by_their_weights(domain: Choice, shares: list[float]) -> None:
-    found = Counter(domain.draw_at(seeded_random.uniform(1, "options", number)) for number in range(2000))
+    found = Counter(domain.draw_at(seeded_random.draw_uniform(1, "options", number)) for number in range(2000))
     assert [abs(found[index] / 2000 - share) < 0.035 for index, share in enumerate(shares)] == [True] * len(shares)
     assert [found[index] > 0 for index in range(len(shares))] == [share > 0 for share in shares]
 
@@ -143,7 +143,7 @@ def test_a_domain_is_a_value_that_never_changes_and_equals_its_like(domain: Doma
 
 
 def test_everything_but_domains_becomes_plain_json() -> None:
-    made = freeze({"t": (1, np.int64(2)), "f": np.float32(0.5), "b": True, "n": None, "s": np.str_("x")}, "here")
+    made = to_plain_node({"t": (1, np.int64(2)), "f": np.float32(0.5), "b": True, "n": None, "s": np.str_("x")}, "here")
     assert canonical_json(made) == b'{"b":true,"f":0.5,"n":null,"s":"x","t":[1,2]}'
 
 

@@ -29,8 +29,8 @@ from prefect_tune.journal_access import (
     OwnershipRequest,
     acquire_and_adopt_with_retries,
     current_owner,
-    experiment_id,
     read_experiment,
+    read_experiment_id,
 )
 
 _REQUEST = timedelta(seconds=9)
@@ -80,7 +80,7 @@ class FarMachines:
 
 def require_experiment(target: StorageTarget, key: JournalKey) -> None:
     """Open the experiment's journal, unless it has been opened: no trial has a journal before that."""
-    if experiment_id(target, key) is None:
+    if read_experiment_id(target, key) is None:
         acquire_and_adopt_with_retries(
             target, key, OwnershipRequest(current_owner(), new_write_stamp(), lambda _: [CheckpointsAdopted()])
         )

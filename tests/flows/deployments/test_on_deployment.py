@@ -187,7 +187,7 @@ def test_an_api_that_does_not_come_back_is_not_waited_for_for_ever(
 def test_a_start_is_not_retried_once_its_process_ends(api: Api, spec: TrialSpec) -> None:
     api.troubles, abandoned = [refused] * 99, threading.Event()
     abandoned.set()
-    with pytest.raises(httpx.ConnectError), storage_retries.stop_retries_on(abandoned):
+    with pytest.raises(httpx.ConnectError), storage_retries.stopping_retries_on(abandoned):
         begin(spec)
     assert api.slept == []
 

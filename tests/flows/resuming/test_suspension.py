@@ -30,7 +30,7 @@ from prefect_tune.suspension import (
     ResumeChoice,
     RunIteration,
     answer_events,
-    first_iteration,
+    apply_answers,
     read_last_form,
     suspend_with_form,
 )
@@ -168,7 +168,7 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(trained: Trouble, l
     turns: list[RunIteration] = []
 
     def start() -> None:
-        turns.append(first_iteration(RunIteration(trained.plan(None)), TRAINING_QUESTION, read_last_form()))
+        turns.append(apply_answers(RunIteration(trained.plan(None)), TRAINING_QUESTION, read_last_form()))
 
     with pytest.raises(Pause):
         left_run.within(start)

@@ -15,13 +15,13 @@ from prefect_tune.core.journal_events import Cause, DecisionMade, Event, Experim
 from prefect_tune.core.values import StepReport
 from prefect_tune.parameters.plan_checks import (
     RETRY_KEEPS_CONFIGURATION,
-    log_errored_trials,
-    log_fewer_samples,
-    log_space_change,
     require_same_search,
-    warn_of_constants,
-    warn_of_mode,
+    warn_of_constant_space,
+    warn_of_errored_trials,
+    warn_of_space_change,
     warn_of_stop_limits,
+    warn_of_too_few_samples,
+    warn_of_unusual_mode,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.checkpoints import first_generation
@@ -79,7 +79,7 @@ def test_rays_name_of_the_step_is_a_warning_before_any_trial_begins(caplog: pyte
 def test_a_metric_whose_name_says_the_other_direction_is_a_warning_unless_the_mode_is_given(
     metric: str | list[str] | None, mode: Any, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_mode(planned(metric=metric, mode=mode), LOG)
+    warn_of_unusual_mode(planned(metric=metric, mode=mode), LOG)
     assert [said in each if said else each for each in caplog.messages] == [True] * (said is not None)
 
 
@@ -98,39 +98,39 @@ def test_a_given_mode_that_is_the_default_changes_no_search() -> None:
 
 def test_trials_that_errored_and_are_not_tried_again_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned(), *gave_up("00000", "00002"))
-    log_errored_trials(state, planned(rerun_errored=True), LOG)
-    log_errored_trials(searched(planned()), planned(), LOG)
+    warn_of_errored_trials(state, planned(rerun_errored=True), LOG)
+    warn_of_errored_trials(searched(planned()), planned(), LOG)
     assert caplog.messages == []
-    log_errored_trials(state, planned(), LOG)
+    warn_of_errored_trials(state, planned(), LOG)
     assert caplog.messages[0].startswith("2 trials that errored in an earlier run are not retried: to retry ")
     assert caplog.messages[0].endswith(RETRY_KEEPS_CONFIGURATION)
     caplog.clear()
     all_errored = searched(planned(), *gave_up("00000", "00001", "00002"))
-    log_errored_trials(all_errored, planned(), LOG)
+    warn_of_errored_trials(all_errored, planned(), LOG)
     assert caplog.messages == [], "the error of the search says it"
-    log_errored_trials(all_errored, planned(num_samples=4), LOG)
+    warn_of_errored_trials(all_errored, planned(num_samples=4), LOG)
     assert caplog.messages[0].startswith("3 trials that errored in an earlier run are not retried: to retry ")
 
 
 def test_fewer_samples_than_trials_are_reported_as_of_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned())
     for count in (None, 3, 4):
-        log_fewer_samples(state, planned(num_samples=count), LOG)
+        warn_of_too_few_samples(state, planned(num_samples=count), LOG)
     assert caplog.messages == []
-    log_fewer_samples(state, planned(num_samples=2), LOG)
+    warn_of_too_few_samples(state, planned(num_samples=2), LOG)
     (said,) = caplog.messages
     assert said.startswith("num_samples=2 has no effect: it is the total (2 trials), and the experiment already has 3.")
 
 
 def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = searched(planned())
-    log_space_change(state, planned(), LOG)
-    log_space_change(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
-    log_space_change(empty_experiment(first_generation("e")), planned(), LOG)
+    warn_of_space_change(state, planned(), LOG)
+    warn_of_space_change(state, planned(space={"x": {"uniform": [0, 1]}}), LOG)
+    warn_of_space_change(empty_experiment(first_generation("e")), planned(), LOG)
     assert caplog.messages == []
     other = {"x": pt.uniform(0, 2)}
-    log_space_change(state, planned(space=other), LOG)
-    log_space_change(state, planned(space=other, num_samples=4), LOG)
+    warn_of_space_change(state, planned(space=other), LOG)
+    warn_of_space_change(state, planned(space=other, num_samples=4), LOG)
     said = "the search space has changed; 3 earlier trials were drawn from the old one"
     assert caplog.messages == [
         f"{said}, and the search proposes only 3 in total: raise num_samples to draw from the new space",
@@ -140,8 +140,8 @@ def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCapture
 
 def test_a_space_that_no_journal_holds_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
     in_code = {"x": pt.sample_from(lambda _config: 1)}
-    log_space_change(searched(planned(space=in_code)), planned(), LOG)
-    log_space_change(searched(planned()), planned(space=in_code), LOG)
+    warn_of_space_change(searched(planned(space=in_code)), planned(), LOG)
+    warn_of_space_change(searched(planned()), planned(space=in_code), LOG)
     assert caplog.messages == []
 
 
@@ -183,7 +183,7 @@ def test_a_search_that_trains_nothing_says_why(local_target: LocalTarget, caplog
 def test_a_space_of_constants_is_reported_where_several_trials_would_train_it(
     space: Mapping[str, object], count: int | None, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_constants(planned(space=space, num_samples=count), LOG)
+    warn_of_constant_space(planned(space=space, num_samples=count), LOG)
     assert len(caplog.messages) == bool(said)
     assert said in caplog.text
 

@@ -19,7 +19,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local import scratch
-from prefect_tune.stores.local.scratch import ScratchDirectory, _machine_digest, locked_folder, user_folder
+from prefect_tune.stores.local.scratch import ScratchDirectory, _machine_digest, locked_folder, make_user_folder
 from tests.trainables.unreadable import make_deep
 
 FOLDERS = ("staging", "artifacts")
@@ -224,10 +224,10 @@ def kept_by(path: Path) -> str:
 
 
 def test_it_is_made_for_this_user_alone_and_found_again(shared: Path) -> None:
-    folder = user_folder()
+    folder = make_user_folder()
     assert folder == shared / NAME
     assert kept_by(folder) == f"700 of {os.geteuid()}"
-    assert user_folder() == folder
+    assert make_user_folder() == folder
 
 
 @needs_root
@@ -267,7 +267,7 @@ def test_an_own_folder_that_others_can_write_to_is_refused(shared: Path, mode: i
     (shared / NAME).mkdir()
     (shared / NAME).chmod(mode)
     with pytest.raises(pt.StoreRefused, match="set TMPDIR to another folder"):
-        user_folder()
+        make_user_folder()
 
 
 def test_a_link_to_an_own_folder_is_refused(shared: Path, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_file_system_that_keeps_no_owners_is_refused(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "mkdir", as_on_a_squashed_mount)
     with pytest.raises(pt.StoreRefused, match=r"of user 65534: .* set TMPDIR"):
-        user_folder()
+        make_user_folder()
 
 
 @pytest.mark.usefixtures("shared")
@@ -297,12 +297,12 @@ def test_what_a_killed_process_left_is_removed_and_what_its_links_lead_to_stays(
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "file").write_text("precious")
-    left = user_folder() / f"{_machine_digest()}-left"
+    left = make_user_folder() / f"{_machine_digest()}-left"
     (left / "temporary").mkdir(parents=True)
     left.with_name(f"{left.name}.lock").touch()
     (left / "temporary" / "folder").symlink_to(outside / "folder")
     (left / "temporary" / "file").symlink_to(outside / "file")
-    link = user_folder() / f"{_machine_digest()}-link"
+    link = make_user_folder() / f"{_machine_digest()}-link"
     link.symlink_to(outside / "folder")
     link.with_name(f"{link.name}.lock").touch()
     with ScratchDirectory():

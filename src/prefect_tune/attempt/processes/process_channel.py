@@ -85,7 +85,7 @@ def interpreter_environment(variables: Mapping[str, str]) -> Mapping[str, str]:
     return {**variables, "PYTHONUNBUFFERED": "1"}
 
 
-def interpreter_flags() -> list[str]:
+def get_interpreter_flags() -> list[str]:
     """Return the flags of this interpreter, such as `-O` and `-W`, to start another interpreter."""
     flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # without most of `-X`
     options = sys._xoptions.items()  # noqa: SLF001 - it is documented
@@ -96,7 +96,7 @@ def trial_program_command(module: str, descriptor: int) -> list[str]:
     """Return the command that starts `module`, with the descriptor, this process's pid and the trials' `sys.argv`."""
     program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
     arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # without the options of a CLI
-    flags = [*interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
+    flags = [*get_interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
     return [sys.executable, *flags, "-m", module, str(descriptor), str(os.getpid()), *arguments]
 
 

@@ -419,7 +419,7 @@ def send_part(
     _create_part(store, key, sender, send_files(store, key, source, reuse))
 
 
-def refuse_part(store: ObjectStore, key: CheckpointKey, sender: PartSender, reason: str) -> None:
+def send_part_failure(store: ObjectStore, key: CheckpointKey, sender: PartSender, reason: str) -> None:
     """Tell node 0 why a node cannot add its part. Raises like `send_part`."""
     _create_part(store, key, sender, {**key_fields(key), "blobs": (), "files": (), "failed": reason})
 

@@ -27,7 +27,7 @@ from prefect_tune.core.metrics import (
     to_plain_scalar,
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
-from prefect_tune.core.renamed import Renamed
+from prefect_tune.core.renamed import RenamedMembers
 from prefect_tune.core.search.objective import Mode, Objective, make_objective
 from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, TrialId, get_metric, iter_leaves
@@ -36,7 +36,7 @@ RAY_EQUIVALENTS = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(s
 """Ray Tune's names of values that every report has, and their equivalents here."""
 
 
-class Stopper(NamedOptions, Renamed, ABC):
+class Stopper(NamedOptions, RenamedMembers, ABC):
     """Stops a trial. A stopper has no state: it gets all reports of the trial, oldest first."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"why_stop": "stop_reason", "looks_back": "needs_history"}
@@ -309,7 +309,7 @@ class StopExperiment:
 StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
-class StopperState(Renamed, ABC):
+class StopperState(RenamedMembers, ABC):
     """The state of an experiment's stopper. A running search and a replay make the same calls. Each call is O(1)."""
 
     _renamed: ClassVar[Mapping[str, str]] = {

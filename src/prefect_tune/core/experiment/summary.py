@@ -35,7 +35,7 @@ Losses: TypeAlias = tuple[float, ...]
 _Item = TypeVar("_Item")
 
 
-def best_label(objective: Objective) -> str:
+def format_best_label(objective: Objective) -> str:
     """Return the label of the best trial: `best`, followed by the first metric if the objective has several."""
     return "best" if len(objective.metrics) == 1 else f"best {objective.metrics[0]}"
 
@@ -267,13 +267,13 @@ def sort_trials(trials: Sequence[Trial], objective: Objective | None) -> Sequenc
 def find_best_trial(state: Experiment) -> Trial | None:
     """Return the trial whose last report is the best; None if no trial can be compared.
 
-    The best trial may have errored, as in `Results.best`; `best_trial_name` marks it.
+    The best trial may have errored, as in `Results.best`; `format_best_trial_name` marks it.
     """
     ranked = rank_trials(state.trials.values(), objective_from_settings(state.settings))
     return ranked[0][0] if ranked else None
 
 
-def best_trial_name(trial: str, status: str) -> str:
+def format_best_trial_name(trial: str, status: str) -> str:
     """Return the name of the best trial, followed by `, errored` if it errored."""
     return f"{trial}, errored" if status == Status.ERRORED else trial
 

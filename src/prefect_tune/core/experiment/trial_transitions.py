@@ -45,7 +45,7 @@ from prefect_tune.core.journal_events import (
     Writer,
 )
 from prefect_tune.core.reasons import AnyReason, make_reason
-from prefect_tune.core.renamed import Renamed
+from prefect_tune.core.renamed import RenamedMembers
 from prefect_tune.core.schedulers.base import Decision, Exploit
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds, record_slot_freed
@@ -116,7 +116,7 @@ class Clone(Value):
     """The sequence of the clone in the other trial."""
 
 
-class Trial(Renamed, Value):
+class Trial(RenamedMembers, Value):
     """A configuration and its training, up to the journal's last entry.
 
     For users: its name `id`, its `config` and `status`, the `metrics` of its newest `step`, its `checkpoints`

@@ -50,13 +50,13 @@ class TrialAnswer(Document):
     answer: Annotated[AnyAnswer, Field(discriminator="type")]
 
 
-def send_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, reply: AnyAnswer) -> None:
+def send_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, answer: AnyAnswer) -> None:
     """Answer an attempt that waits at `step`. The first answer counts: it was journaled before it was written.
 
     If no owner is left to journal it, another process may also send a message to stop, at step `UNSOLICITED_STEP`.
     """
     with suppress(AlreadyExists):  # an earlier owner has sent the journaled answer
-        create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialAnswer(answer=reply)))
+        create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialAnswer(answer=answer)))
 
 
 def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> AnyAnswer | None:

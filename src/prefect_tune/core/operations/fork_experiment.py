@@ -110,7 +110,7 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
     return ForkPoint(state, past_events, state.settings, warm_starts)
 
 
-def find_deleted_checkpoints(store: ObjectStore, point: ForkPoint) -> Mapping[str, Sequence[CheckpointRef]]:
+def find_lost_checkpoints(store: ObjectStore, point: ForkPoint) -> Mapping[str, Sequence[CheckpointRef]]:
     """Return, by trial, the checkpoints that the origin has retired or quarantined since the entry of `point`."""
     used = _list_used_keys(point.experiment, load_experiment(store, point.experiment.key))
     return _select_lost_refs(point.experiment, used)

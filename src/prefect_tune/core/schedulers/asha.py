@@ -117,7 +117,7 @@ class Brackets:
             return TrialProgress(self.rungs[0])
         sizes = [self.reduction_factor ** len(rungs) / (len(rungs) + 1) for rungs in self.rungs]
         ends = list(accumulate(sizes))
-        share = seeded_random.uniform(self.seed, "asha-bracket", number) * ends[-1]
+        share = seeded_random.draw_uniform(self.seed, "asha-bracket", number) * ends[-1]
         return TrialProgress(self.rungs[bisect_right(ends, share, hi=len(ends) - 1)])
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from prefect_tune.core.reasons import AnyReason
-from prefect_tune.core.renamed import Renamed
+from prefect_tune.core.renamed import RenamedMembers
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, TrialId, Value
@@ -77,7 +77,7 @@ class TrialReport:
     """Its present configuration; None if unchanged since `on_trial_added` or since the trial's last `Exploit`."""
 
 
-class Scheduler(NamedOptions, Renamed, ABC):
+class Scheduler(NamedOptions, RenamedMembers, ABC):
     """The configuration of a scheduler: a frozen value. Its state is the `Schedule` that `begin` returns."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"require_serves": "require_supported_space"}
@@ -95,7 +95,7 @@ class Scheduler(NamedOptions, Renamed, ABC):
         del space
 
 
-class Schedule(Renamed, ABC):
+class Schedule(RenamedMembers, ABC):
     """The state of a scheduler: a deterministic function of the sequence of calls.
 
     Whenever a slot is free, the driver stops the trials that `next_trial_to_stop` returns, until that returns None.

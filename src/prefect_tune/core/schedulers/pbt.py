@@ -43,7 +43,7 @@ from prefect_tune.core.search.domains import (
     Range,
     SampleFrom,
     find_domains,
-    freeze,
+    to_plain_node,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space import are_json_equal
@@ -90,9 +90,9 @@ class Explorer:
         return changed
 
     def _mutate_value(self, value: object, domain: Range | Choice, *purpose: str | int) -> object:
-        is_resampled = seeded_random.uniform(self.seed, *purpose, "again") < self.resample_probability
-        factor = self.factors[seeded_random.integer(len(self.factors), self.seed, *purpose, "factor")]
-        drawn = domain.draw_at(seeded_random.uniform(self.seed, *purpose, "value"))
+        is_resampled = seeded_random.draw_uniform(self.seed, *purpose, "again") < self.resample_probability
+        factor = self.factors[seeded_random.draw_integer(len(self.factors), self.seed, *purpose, "factor")]
+        drawn = domain.draw_at(seeded_random.draw_uniform(self.seed, *purpose, "value"))
         if isinstance(domain, Choice):  # the order of its options counts
             indexes = (index for index, option in enumerate(domain.options) if are_json_equal(option, value))
             if is_resampled or (index := next(indexes, None)) is None:
@@ -181,7 +181,7 @@ def _compute_functions(config: Config, mutations: Mutations, whole: Config, wher
         if isinstance(mutation, Mapping):
             changed[name] = _compute_functions(_as_config(config.get(name)), mutation, whole, f"{where}.{name}")
         elif isinstance(mutation, SampleFrom):
-            changed[name] = freeze(mutation.function(whole), f"{where}.{name}")
+            changed[name] = to_plain_node(mutation.function(whole), f"{where}.{name}")
     return changed
 
 
@@ -203,9 +203,9 @@ class PBT(Scheduler):
     `perturbation_factors`. Until the trial's next result, its last result counts, as in Ray, but no other trial
     exploits the trial.
 
-    `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
+    `hyperparam_mutations` has the shape of the configuration: domains (`pt.draw_uniform(...)`), lists of options, or
     functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
-    `uniform` gives floats, even if the present value is a whole number; `randint` gives integers. A value of 0 in a
+    `draw_uniform` gives floats, even if the present value is a whole number; `randint` gives integers. A value of 0 in a
     real domain is resampled, because no factor changes it. The search, not PBT, proposes the initial configurations.
 
     PBT is asynchronous: no trial waits for a comparison. If there are more trials than slots, trials take turns of one
@@ -364,7 +364,7 @@ class _PbtSchedule(Schedule):
         if not sources:
             return None
         purpose = ("pbt-source", member.number, member.exploit_count)
-        source_loss, _, source = sources[seeded_random.integer(len(sources), self._explorer.seed, *purpose)]
+        source_loss, _, source = sources[seeded_random.draw_integer(len(sources), self._explorer.seed, *purpose)]
         return source_loss, source
 
     def _pause_trial(self, trial: TrialId, member: _Member) -> Pause:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import convert_fields, is_integer_at_least, is_number
-from prefect_tune.core.renamed import Renamed
+from prefect_tune.core.renamed import RenamedMembers
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, iter_leaves
@@ -62,7 +62,7 @@ class Search(NamedOptions, ABC):
         return None
 
 
-class SearchState(Renamed, ABC):
+class SearchState(RenamedMembers, ABC):
     """The state of a search: a deterministic function of the sequence of calls.
 
     Trials are numbered from 0, in the order of their proposals. A resumed experiment replays the journal, in its order,

@@ -416,7 +416,7 @@ def as_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
     return to_plain_scalar(node)
 
 
-def freeze(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
+def to_plain_node(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
     """Return a copy of a part of a space: domains stay unchanged, all other values become plain JSON.
 
     Raises:
@@ -439,9 +439,9 @@ def freeze(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
             mapping = to_plain_keys(plain, where)
             if invalid_keys := [key for key in mapping if not (isinstance(key, str) and is_utf8_encodable(key))]:
                 raise InvalidInput(f"{where}: expected text for a key, as in JSON, found {invalid_keys[0]!a}")
-            return {key: freeze(value, f"{where}.{key}", levels - 1) for key, value in mapping.items()}
+            return {key: to_plain_node(value, f"{where}.{key}", levels - 1) for key, value in mapping.items()}
         case MutableSequence() | tuple() if not isinstance(plain, bytearray):
-            return [freeze(value, f"{where}[{index}]", levels - 1) for index, value in enumerate(plain)]
+            return [to_plain_node(value, f"{where}[{index}]", levels - 1) for index, value in enumerate(plain)]
         case _:
             pass
     hint = ". To compute the value of each trial: pt.sample_from(lambda config: ...)" if callable(node) else ""
@@ -473,7 +473,7 @@ def has_grid(node: object) -> bool:
 def _to_plain_options(options: Sequence[object], name: str) -> tuple[object, ...]:
     if not options:
         raise InvalidInput(f"{name}([]): expected at least one option")
-    return tuple(freeze(option, f"{name}: option {index}") for index, option in enumerate(options))
+    return tuple(to_plain_node(option, f"{name}: option {index}") for index, option in enumerate(options))
 
 
 def _require_list(values: Sequence[Any], name: str) -> tuple[Any, ...]:

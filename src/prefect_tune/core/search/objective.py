@@ -78,7 +78,7 @@ def make_objective(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mod
     return Objective(metrics=metrics, modes=modes)
 
 
-def usual_mode(metric: str) -> Mode | None:
+def infer_mode(metric: str) -> Mode | None:
     """Return the usual mode of a metric by its name: `max` for `val_acc` or `mAP@50`; None if unknown.
 
     Only whole words match: `surf1` is not an F1. A word such as `loss` or `error` takes precedence over `score`.

@@ -26,7 +26,7 @@ from prefect_tune.core.search.domains import (
     Normal,
     SampleFrom,
     find_domains,
-    freeze,
+    to_plain_node,
 )
 
 Draw: TypeAlias = Callable[[str, Domain], float]
@@ -43,7 +43,7 @@ def validate_space(space: object) -> dict[str, object]:
     Raises:
         InvalidInput: the space is not an object, or has a value that a configuration cannot have.
     """
-    copy = freeze(space, "space")
+    copy = to_plain_node(space, "space")
     if isinstance(copy, dict):
         return copy
     raise InvalidInput(f"space: expected an object of parameters, such as {{'lr': uniform(0, 1)}}, found {space!r}")
@@ -90,7 +90,7 @@ def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
 
 def make_draw_function(seed: int, number: int) -> Draw:
     """Return the draw function of a trial. A draw depends only on the seed, the trial's number and the name."""
-    return lambda name, domain: domain.draw_at(seeded_random.uniform(seed, "space", number, name))
+    return lambda name, domain: domain.draw_at(seeded_random.draw_uniform(seed, "space", number, name))
 
 
 def _iter_branches(node: object, name: str) -> Iterator[dict[str, object]]:
@@ -177,7 +177,7 @@ class _SpaceResolver:
             ) from error
         finally:
             self._computing.pop()
-        value = freeze(returned, f"sample_from at {name}")
+        value = to_plain_node(returned, f"sample_from at {name}")
         if any(find_domains(value)):
             raise InvalidInput(
                 f"sample_from at {name}: expected a value, found {returned!r}; draw it in another parameter of the "
@@ -336,7 +336,7 @@ InitialPoint = Mapping[str, object]
 
 def validate_points(points: Sequence[InitialPoint]) -> tuple[dict[str, object], ...]:
     """Return `points_to_evaluate` as plain JSON; raise `InvalidInput` if a point is not an object of plain values."""
-    copies = [freeze(point, f"points_to_evaluate[{index}]") for index, point in enumerate(points)]
+    copies = [to_plain_node(point, f"points_to_evaluate[{index}]") for index, point in enumerate(points)]
     for index, point in enumerate(copies):
         if not isinstance(point, dict) or any(find_domains(point)):
             raise InvalidInput(

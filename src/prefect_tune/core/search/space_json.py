@@ -19,7 +19,17 @@ from typing import Any, TypeAlias, cast
 from prefect_tune.core.errors import InvalidInput, UnsafePayload
 from prefect_tune.core.metrics import is_number, short_repr
 from prefect_tune.core.search import domains
-from prefect_tune.core.search.domains import Branch, Choice, Domain, Float, Grid, Integer, Normal, SampleFrom, freeze
+from prefect_tune.core.search.domains import (
+    Branch,
+    Choice,
+    Domain,
+    Float,
+    Grid,
+    Integer,
+    Normal,
+    SampleFrom,
+    to_plain_node,
+)
 from prefect_tune.core.search.space import child_path, option_path, validate_space
 from prefect_tune.core.values import HasJsonForm, Json, canonical_json
 from prefect_tune.registry import BUILT_IN_MODULES, OPTION_FIELDS
@@ -119,12 +129,12 @@ class _SpaceReader:
             case list() | tuple():
                 return [self.read_node(child, child_path(where, index)) for index, child in enumerate(node)]
             case _:
-                return freeze(node, where)
+                return to_plain_node(node, where)
 
     def _read_domain(self, keyword: str, argument: object, where: str) -> object:
         match keyword, argument:
             case "constant", _:
-                return freeze(argument, where)
+                return to_plain_node(argument, where)
             case "space", Mapping():
                 return self.read_parameters(argument, where)
             case "sample_from", str():

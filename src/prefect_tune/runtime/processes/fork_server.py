@@ -41,7 +41,7 @@ from typing import Any, cast
 from prefect_tune.core.display_text import first_line, pluralize
 from prefect_tune.core.messages.process_messages import FORK_REQUEST, IMPORT_REQUEST, TEMPLATE_READY, ImportRequest
 from prefect_tune.linux import (
-    adopt_orphans,
+    become_subreaper,
     children_of,
     close_other_descriptors,
     command_of,
@@ -114,7 +114,7 @@ def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
 
 def _serve_fork_requests(control: socket.socket, supervisor_fds: Collection[int]) -> MainFunction | None:
     """Fork a process for each request."""
-    adopt_orphans()  # the children of a killed subreaper
+    become_subreaper()  # the children of a killed subreaper
     ignored = (*_TERMINAL_SIGNALS, *_SCHEDULER_SIGNALS)
     original_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     sigchld_fd = open_sigchld_pipe()
@@ -165,7 +165,7 @@ def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], hand
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
     close_other_descriptors(request.channel, request.output, request.status, *supervisor_fds)
     set_process_name(b"tune-subreaper")
-    adopt_orphans()
+    become_subreaper()
     sigchld_fd, subreaper = open_sigchld_pipe(), os.getpid()
     if (trial := _fork_child(request)) == 0:
         return partial(_child_main, request, subreaper, handlers)

@@ -43,7 +43,7 @@ from prefect_tune.stores.posix_store import remove_tree
 _log = logging.getLogger(__name__)
 
 
-def user_folder(base: str | None = None) -> Path:
+def make_user_folder(base: str | None = None) -> Path:
     """Return the folder for temporary files of this user's processes, below `base`; create it if it is missing.
 
     The default of `base` is `TMPDIR` and not the user's home: staged checkpoints are large, and homes may be shared by
@@ -115,7 +115,7 @@ def _make_process_folder(process: int, base: str) -> Path:
 
     A forked child has its own folder. The returned path is short enough for sockets: if necessary, it is a link.
     """
-    user_directory = user_folder(base)
+    user_directory = make_user_folder(base)
     _remove_unlocked_directories(user_directory, f"{_machine_digest()}-*", unused_for=timedelta(0))
     folder = user_directory / f"{_machine_digest()}-{uuid4().hex[:8]}"
     lock = FileLock(f"{folder}.lock", thread_local=False)
@@ -153,7 +153,7 @@ def _make_short_path(folder: Path, base: str) -> Path:
 def _make_short_link(folder: Path) -> Path | None:
     for base in _SHORT_FOLDERS:
         with suppress(OSError, StoreRefused):
-            links = user_folder(base)
+            links = make_user_folder(base)
             for link in links.glob(f"{_LINK_PREFIX}{_machine_digest()}-*"):
                 if not link.exists():  # its folder was removed
                     link.unlink(missing_ok=True)
@@ -184,7 +184,7 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
         DeadlineExceeded: another process or thread held the lock at the deadline.
         StoreRefused: there is no folder that only this user can write to.
     """
-    locks = user_folder() / "node"
+    locks = make_user_folder() / "node"
     locks.mkdir(mode=0o700, exist_ok=True)
     lock_name = f"{socket.gethostname()}.{boot_id()} {name}"  # machines may share their temporary folder
     folder = locks / hashlib.blake2b(lock_name.encode(), digest_size=16).hexdigest()
