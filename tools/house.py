@@ -20,10 +20,10 @@ from tools.sources import Source, read_sources
 
 ROOMS = ("src", "blocks", "tasks", "flows", "tools")  # all holds here ...
 BESIDE = ("tests", "benchmarks")  # ... and here the longest file, vague names, a reason for each exemption
-FILE_LINES = 715
+FILE_LINES = 700
 # 65,423 and 78,161 when the refactoring began (one journal, one event view): it lowers both after each step.
-PACKAGE_LINES = 56_465
-TESTS_LINES = 69_155
+PACKAGE_LINES = 54_900
+TESTS_LINES = 69_170
 """They only go down, or up for an issue that says so: a feature brings its lines from somewhere else."""
 
 NOT_IN_A_CLONE = frozenset({"build/screenshots", "site/", "filesystems.py", "server/collection_blocks_data.json"})

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_thread
+from prefect_tune.attempt.processes.process_channel import RankGroup, TrialChannel, trial_in_thread
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
@@ -155,3 +156,13 @@ def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable
     assert said in message
     assert "look for code that writes to a file descriptor" in message
     assert "pydantic" not in message
+
+
+def test_one_thread_sends_all_messages_to_a_rank(wire: tuple[Connection, Connection]) -> None:
+    near, far = wire
+    group, threads = RankGroup([TrialChannel(near, Body()), TrialChannel(near, Body())]), set(threading.enumerate())
+    for _ in range(20):
+        group.send_to_rank(1, ContinueTraining(decision_step=None))
+    assert all(far.recv_bytes() for _ in range(20))
+    assert [thread.name for thread in set(threading.enumerate()) - threads] == ["tune-outbox"]
+    group.close()

@@ -351,6 +351,7 @@ class RankGroup:
         self.self_exited_ranks: set[int] = set()
         """The ranks that exited before their launcher could kill them after the failure of another rank."""
         self._outboxes: dict[int, _Outbox] = {}
+        self._outbox_lock = threading.Lock()
         self._outputs: dict[int, str] = {}
         """The last output of each rank on another node whose process has exited."""
         self._turn = 0
@@ -429,7 +430,10 @@ class RankGroup:
 
     def _get_outbox(self, rank: int) -> _Outbox:
         """Return the queue of messages to a rank; senders do not wait, even for a rank that does not read."""
-        return self._outboxes.setdefault(rank, _Outbox(self._channels[rank]))
+        with self._outbox_lock:
+            if rank not in self._outboxes:
+                self._outboxes[rank] = _Outbox(self._channels[rank])
+            return self._outboxes[rank]
 
     def _add_joined_rank(self, join: RankJoined, connection: Connection, start: Start) -> tuple[int, RankJoined] | None:
         """Add a rank that a launcher has started, or reject it."""

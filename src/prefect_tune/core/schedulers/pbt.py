@@ -203,9 +203,9 @@ class PBT(Scheduler):
     `perturbation_factors`. Until the trial's next result, its last result counts, as in Ray, but no other trial
     exploits the trial.
 
-    `hyperparam_mutations` has the shape of the configuration: domains (`pt.draw_uniform(...)`), lists of options, or
+    `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
     functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
-    `draw_uniform` gives floats, even if the present value is a whole number; `randint` gives integers. A value of 0 in a
+    `uniform` gives floats, even if the present value is a whole number; `randint` gives integers. A value of 0 in a
     real domain is resampled, because no factor changes it. The search, not PBT, proposes the initial configurations.
 
     PBT is asynchronous: no trial waits for a comparison. If there are more trials than slots, trials take turns of one
