@@ -426,7 +426,7 @@ def restore_checkpoint(
 
     It reads any experiment, also of a running search, and takes no ownership. If a checkpoint is damaged, it is
     quarantined, an error is logged, and the previous checkpoint is restored. If a name is not on the target, but is
-    similar to an existing name, a warning is logged. For the other arguments, see `save_checkpoint`.
+    similar to an existing name, a warning is logged. For the others, like `timeout_seconds`, see `save_checkpoint`.
 
     ```python
     restored = pt.restore_checkpoint(target="runs", experiment="descent")
@@ -534,7 +534,7 @@ def delete_checkpoint(
     The flow run then owns the experiment, like after `save_checkpoint`. A quarantined checkpoint of the step is deleted
     too, and can no longer be released. A repeated call deletes nothing. If the newest checkpoint is deleted, the trial
     goes back to the previous checkpoint, and may save the step again. If the trial is running, its next attempt begins
-    at once, so that `show` and results show the previous checkpoint. For the other arguments, see `save_checkpoint`.
+    at once, so that `show` and results show the previous checkpoint. For `timeout_seconds`, see `save_checkpoint`.
 
     ```python
     pt.delete_checkpoint(target="runs", experiment="descent", step=1)

@@ -247,6 +247,7 @@ class DrillReport(RenamedMembers):
     compared_file_count: int
     """The number of compared checkpoint files."""
     kills: Sequence[Kill]
+    """The kills of the run, each with the resume after it."""
     missed_kill_count: int
     """The number of planned kills that did not happen: no step or upload began after their step."""
     differences: Sequence[Difference]
