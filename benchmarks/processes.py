@@ -27,7 +27,7 @@ from pathlib import Path
 from benchmarks.measuring.tables import circumstances, table, write
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.messages.process_messages import FromTrial, StepDone, TrialEnded
-from tests.fakes.trial_processes import start_of, supervised_process
+from tests.fakes.trial_processes import make_start, supervised_process
 
 FEW = 5
 _LOG = logging.getLogger("benchmarks.processes")
@@ -141,7 +141,7 @@ class _Attempts:
         """Run an attempt; return its output."""
         open_channel = self._pool.open_process if self._way.forks else supervised_process
         config = {"forks": self._way.forks}
-        start = start_of(trainable, self._room, config, steps=self._way.steps)
+        start = make_start(trainable, self._room, config, steps=self._way.steps)
         said: list[FromTrial] = []
         with open_channel(start, _LOG) as channel:
             while not (said and isinstance(said[-1], TrialEnded)):

@@ -26,7 +26,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import UNLIMITED, RandomSearch
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
-from tests.core.schedulers.test_pbt import best_of_the_toy
+from tests.core.schedulers.test_pbt import train_toy_population
 from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, Regret, regret
 
 TRIALS = 100
@@ -105,7 +105,7 @@ def _toys(seeds: int) -> str:
 
 
 def _toy(name: str, scheduler: Scheduler, seeds: int, limit: float | None = None) -> list[str]:
-    found = [best_of_the_toy(scheduler, slots=2, seed=seed) for seed in range(seeds)]
+    found = [train_toy_population(scheduler, slots=2, seed=seed) for seed in range(seeds)]
     met = "" if limit is None else f" (≥ {limit}: {'yes' if min(found) >= limit else '**no**'})"
     return [name, f"{median(found):.4f}", f"{min(found):.4f}{met}"]
 

@@ -190,9 +190,9 @@ def _audited(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     folder = getattr(request.node, "funcargs", {}).get("tmp_path")
     if folder is not None and request.node.get_closest_marker("altered_journal") is None:
-        from tests.fakes.searches.left_experiments import differences_below
+        from tests.fakes.searches.left_experiments import find_differences
 
-        assert differences_below(folder) == []
+        assert find_differences(folder) == []
 
 
 _SERVER = pytest.StashKey[ExitStack]()

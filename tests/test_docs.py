@@ -22,7 +22,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.deploy.automations import uninstall_automations
-from tests.fakes.checkpoints import files_in, write
+from tests.fakes.checkpoints import read_files, write_files
 from tests.fakes.pages import PAGES, ROOT, Block, blocks_of, run_blocks
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.servers.moto_server import moto_server
@@ -169,7 +169,7 @@ def check_start(printed: str, folder: Path) -> None:
     assert re.search(r"^00001  completed  27    \S+  0.710535", printed, re.MULTILINE)  # as on the page
     assert re.search(r"^50 0\.000\d+ Checkpoint\(", printed, re.MULTILINE), printed
     assert "durable-trainable/durable-trainable" in printed
-    assert "x" in files_in(folder / "first-model")
+    assert "x" in read_files(folder / "first-model")
 
 
 def check_stopping(printed: str, _: Path) -> None:
@@ -270,7 +270,7 @@ def test_the_script_on_the_page_rebuilds_a_checkpoint_without_this_package(tmp_p
     write_experiment(tmp_path / "target", "first", [2, 4])
     rebuilt = rebuild(newest_manifest(tmp_path / "target"), tmp_path / "rebuilt")
     assert rebuilt.returncode == 0, rebuilt.stderr
-    assert files_in(tmp_path / "rebuilt") == {"model/weights.bin": b"\x04" * 5_000_000, "state.json": b"4"}
+    assert read_files(tmp_path / "rebuilt") == {"model/weights.bin": b"\x04" * 5_000_000, "state.json": b"4"}
 
 
 @pytest.mark.parametrize("what", ["blobs/*", "checkpoints/*/manifest.json"])
@@ -292,7 +292,7 @@ def newest_manifest(target: Path) -> Path:
 
 def rebuild(manifest: Path, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run the page's script as a user would, in an interpreter that cannot import this package."""
-    write(directory.parent, {"rebuild.py": the_block(LAYOUT, "python").code.encode()})
+    write_files(directory.parent, {"rebuild.py": the_block(LAYOUT, "python").code.encode()})
     forbid = "import runpy, sys; sys.modules['prefect_tune'] = None; sys.argv = sys.argv[1:]; "
     run = "runpy.run_path(sys.argv[0], run_name='__main__')"
     return subprocess.run(
@@ -331,7 +331,7 @@ def test_all_that_a_search_leaves_on_a_target_is_on_the_page(tmp_path: Path) -> 
     checkpoint.update_metadata({"seen": True})
     pt.maintain(str(target))
     lines = the_block(LAYOUT, "text").code.split()
-    found = {path: [line for line in lines if shape_of(line).fullmatch(path)] for path in files_in(target)}
+    found = {path: [line for line in lines if shape_of(line).fullmatch(path)] for path in read_files(target)}
     assert [path for path, matching in found.items() if len(matching) != 1] == []
     # Not of each search: of one that is stopped, of one that still runs, of one whose trials are elsewhere, of one that
     # writes hundreds of entries, of one without a name in another flow.

@@ -24,7 +24,7 @@ from prefect_tune.core.journal.journal import is_snapshot_due, write_snapshot
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.stores.memory_store import StoreAround
+from tests.fakes.stores.memory_store import StoreWrapper
 from tests.fakes.stores.object_stores import object_store
 
 __all__ = ["Measured"]
@@ -45,7 +45,7 @@ class Measured:
     trials: int
 
 
-class _Counted(StoreAround):
+class _Counted(StoreWrapper):
     """A store that counts its reads."""
 
     def __init__(self, inner: ObjectStore) -> None:

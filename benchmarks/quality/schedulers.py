@@ -167,7 +167,7 @@ def _saving_row(name: str, scheduler: Scheduler) -> list[str]:
     found = list(map(epochs_to_a_good_one, outcomes))
     budget = mean(outcome.steps for outcome in outcomes) / (digits.TRIALS * digits.EPOCHS)
     epochs = median(digits.TRIALS * digits.EPOCHS if each is None else each for each in found)
-    full = mean(len(outcome.reached(digits.EPOCHS)) for outcome in outcomes)
+    full = mean(len(outcome.trials_reaching(digits.EPOCHS)) for outcome in outcomes)
     good = mean(each is not None for each in found)
     return [name, f"{budget:.1%}", f"{good:.2f}", f"{epochs:.0f}", f"{full:.1f}"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from prefect_tune.artifact_sync import TargetSyncer
 from tests.fakes.artifacts import BUCKETS, FILES, Bucket, BucketTarget
-from tests.fakes.checkpoints import write
+from tests.fakes.checkpoints import write_files
 
 
 @pytest.fixture
@@ -25,4 +25,4 @@ def syncer(request: pytest.FixtureRequest, bucket: Bucket) -> Iterator[TargetSyn
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    return write(tmp_path / "trial", FILES)
+    return write_files(tmp_path / "trial", FILES)

@@ -22,10 +22,10 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.artifacts import FILES, REMOTE, Bucket, fetched
-from tests.fakes.checkpoints import files_in, write
+from tests.fakes.artifacts import FILES, REMOTE, Bucket, download_files
+from tests.fakes.checkpoints import read_files, write_files
 from tests.fakes.servers.s3_sink import S3Sink
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
 from tests.fakes.stores.memory_store import ParallelMemoryStore
 from tests.fakes.stores.object_stores import object_store
 
@@ -38,7 +38,7 @@ def test_a_directory_arrives_whole(syncer: TargetSyncer, bucket: Bucket, local: 
     assert bucket.objects == {f"{REMOTE}/{path}": data for path, data in FILES.items()}  # as every tool reads them
     assert syncer.sync_down(REMOTE, str(tmp_path / "back")) is True
     syncer.wait()
-    assert files_in(tmp_path / "back") == FILES
+    assert read_files(tmp_path / "back") == FILES
 
 
 def test_only_what_changed_is_sent(syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_only_what_changed_is_sent(syncer: TargetSyncer, bucket: Bucket, local: 
     (local / "empty").unlink()
     settle(local, age_seconds=1)
     assert synced() == ({"replace": 2, "delete": 1}, 19)
-    assert fetched(bucket, tmp_path) == files_in(local)
-    assert "empty" not in files_in(local)
+    assert download_files(bucket, tmp_path) == read_files(local)
+    assert "empty" not in read_files(local)
 
 
 def settle(local: Path, age_seconds: int = 10) -> None:
@@ -89,7 +89,7 @@ def test_after_a_sync_down_what_the_target_has_lost_is_sent_again(bucket: Bucket
     del bucket.objects[f"{REMOTE}/log.txt"]
     mirror.download(bucket, REMOTE, ())
     mirror.upload(bucket, REMOTE, ())
-    assert fetched(bucket, tmp_path) == FILES
+    assert download_files(bucket, tmp_path) == FILES
 
 
 def test_what_others_have_on_the_target_is_not_deleted(bucket: Bucket, local: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_file_that_changes_within_one_tick_of_the_clock_is_sent_again(local: P
         file.write(b"LINE\n")
     os.utime(local / "log.txt", ns=(now, now))
     mirror.upload(store, REMOTE, ())
-    assert fetched(store, tmp_path)["log.txt"] == b"LINE\n"
+    assert download_files(store, tmp_path)["log.txt"] == b"LINE\n"
 
 
 def test_a_file_takes_the_name_of_a_folder_and_a_folder_that_of_a_file(local: Path, tmp_path: Path) -> None:
@@ -120,33 +120,33 @@ def test_a_file_takes_the_name_of_a_folder_and_a_folder_that_of_a_file(local: Pa
     mirror.upload(store, REMOTE, ())
     shutil.rmtree(local / "plots")
     (local / "log.txt").unlink()
-    write(local, {"plots": b"a file", "log.txt/first": b"a folder"})
+    write_files(local, {"plots": b"a file", "log.txt/first": b"a folder"})
     mirror.upload(store, REMOTE, ())
-    assert fetched(store, tmp_path) == files_in(local)
+    assert download_files(store, tmp_path) == read_files(local)
 
 
 def test_excluded_files_stay_behind_both_ways(
     syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path
 ) -> None:
-    write(local, {"a.tmp": b"", "deep/b.tmp": b"", "rank_0/c": b"", "checkpoint_tmpx/d": b""})
+    write_files(local, {"a.tmp": b"", "deep/b.tmp": b"", "rank_0/c": b"", "checkpoint_tmpx/d": b""})
     syncer.sync_up(str(local), REMOTE, ["*.tmp", "./plots"])
     syncer.wait()
-    assert sorted(fetched(bucket, tmp_path)) == ["big.bin", "empty", "log.txt"]
+    assert sorted(download_files(bucket, tmp_path)) == ["big.bin", "empty", "log.txt"]
     syncer.sync_down(REMOTE, str(tmp_path / "back"), ["*.bin"])
     syncer.wait()
-    assert sorted(files_in(tmp_path / "back")) == ["empty", "log.txt"]
+    assert sorted(read_files(tmp_path / "back")) == ["empty", "log.txt"]
 
 
 def test_a_sync_down_replaces_files_and_deletes_none(syncer: TargetSyncer, local: Path, tmp_path: Path) -> None:
     syncer.sync_up(str(local), REMOTE)
-    back = write(tmp_path / "back", {"log.txt": b"old", "mine.txt": b"mine"})
+    back = write_files(tmp_path / "back", {"log.txt": b"old", "mine.txt": b"mine"})
     syncer.sync_down(REMOTE, str(back))
     syncer.wait()
-    assert files_in(back) == {**FILES, "mine.txt": b"mine"}
+    assert read_files(back) == {**FILES, "mine.txt": b"mine"}
 
 
 def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: Path, tmp_path: Path) -> None:
-    write(tmp_path, {"secret": b"mine", "elsewhere/a": b"a"})
+    write_files(tmp_path, {"secret": b"mine", "elsewhere/a": b"a"})
     (local / "out").symlink_to(tmp_path / "secret")
     (local / "plots/out").symlink_to("../../secret")
     (local / "folder").symlink_to(tmp_path / "elsewhere")
@@ -161,7 +161,7 @@ def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: P
     (local / "tab\tand\nnew line").write_text("x")
     (local / "delete\x7f").mkdir()
     (local / f".{'a' * 32}.part").write_text("half received")
-    write(local, {"rank_0.log": b"x", "deep/rank_0.log": b"y"})
+    write_files(local, {"rank_0.log": b"x", "deep/rank_0.log": b"y"})
     link = "a link to a folder, to nothing, or out of the trial's directory"
     mirror = ArtifactMirror(local)
     left_out = {
@@ -176,17 +176,17 @@ def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: P
     for _ in range(2):
         assert mirror.upload(bucket, REMOTE, ("*.tmp",)) == left_out
         expected = {**FILES, "plots/latest": FILES["log.txt"], "deep/rank_0.log": b"y"}
-        assert fetched(bucket, tmp_path) == expected
+        assert download_files(bucket, tmp_path) == expected
 
 
 def test_a_name_that_the_target_reserves_stays_behind(bucket: Bucket, local: Path, tmp_path: Path) -> None:
-    write(local, {".tmp/a": b"x"})
+    write_files(local, {".tmp/a": b"x"})
     mirror = ArtifactMirror(local)
     (reason,) = mirror.upload(bucket, "", ()).values()
     assert "'.tmp' is reserved" in reason
     (local / ".tmp" / "a").unlink()
     assert mirror.upload(bucket, "", ()) == {}
-    assert fetched(bucket, tmp_path, "") == FILES
+    assert download_files(bucket, tmp_path, "") == FILES
 
 
 NAMES = [
@@ -212,12 +212,12 @@ NAMES = [
 def test_files_of_any_name_without_control_characters_come_back(tmp_path: Path) -> None:
     files = {name: name.encode() for name in NAMES}
     files |= {f"{name}/{name}": b"same" for name in ("a\N{IDEOGRAPHIC SPACE}b", "....")}
-    local = write(tmp_path / "local", files)
+    local = write_files(tmp_path / "local", files)
     (tmp_path / "target").mkdir()
     with S3Sink() as sink:
         for store in (Bucket(), PosixStore(tmp_path / "target"), object_store(sink.endpoint)):
             assert ArtifactMirror(local).upload(store, REMOTE, ()) == {}
-            assert fetched(store, tmp_path) == files
+            assert download_files(store, tmp_path) == files
 
 
 def test_a_file_that_cannot_be_read_is_named_and_the_others_are_sent(
@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_sent(
 ) -> None:
     mirror = ArtifactMirror(local)
     mirror.upload(bucket, REMOTE, ())
-    write(local, {"log.txt": b"another", "secret": b"mine", "new": b"new"})
+    write_files(local, {"log.txt": b"another", "secret": b"mine", "new": b"new"})
     original = Path.open
 
     def open_unless_denied(path: Path, *args: Any, **options: Any) -> Any:  # root may read everything
@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_sent(
     left_out = mirror.upload(bucket, REMOTE, ())
     monkeypatch.undo()
     assert left_out == dict.fromkeys(["log.txt", "secret"], "it cannot be read: Permission denied")
-    assert fetched(bucket, tmp_path) == {**FILES, "new": b"new"}
+    assert download_files(bucket, tmp_path) == {**FILES, "new": b"new"}
 
 
 @pytest.mark.parametrize("unreadable", ["plots", ""], ids=["a folder", "the directory"])
@@ -255,10 +255,10 @@ def test_files_of_a_folder_that_cannot_be_listed_stay_on_the_target(
     with monkeypatch.context() as broken:
         broken.setattr(os, "scandir", scandir_unless_broken)
         assert mirror.upload(bucket, REMOTE, ()) == {unreadable: "it cannot be read: Input/output error"}
-    assert fetched(bucket, tmp_path) == FILES
+    assert download_files(bucket, tmp_path) == FILES
     shutil.rmtree(local / "plots")
     mirror.upload(bucket, REMOTE, ())
-    assert fetched(bucket, tmp_path) == files_in(local)
+    assert download_files(bucket, tmp_path) == read_files(local)
 
 
 def test_a_file_of_which_the_disk_loses_a_part_is_named_and_stays_as_it_was(
@@ -267,7 +267,7 @@ def test_a_file_of_which_the_disk_loses_a_part_is_named_and_stays_as_it_was(
     (tmp_path / "target").mkdir()
     store, mirror = PosixStore(tmp_path / "target"), ArtifactMirror(local)
     mirror.upload(store, REMOTE, ())
-    write(local, {"big.bin": b"more" + FILES["big.bin"], "new": b"new"})
+    write_files(local, {"big.bin": b"more" + FILES["big.bin"], "new": b"new"})
 
     original = os.pread
 
@@ -279,7 +279,7 @@ def test_a_file_of_which_the_disk_loses_a_part_is_named_and_stays_as_it_was(
     with monkeypatch.context() as broken:
         broken.setattr(os, "pread", pread)
         assert mirror.upload(store, REMOTE, ()) == {"big.bin": "it cannot be read: Input/output error"}
-    assert fetched(store, tmp_path) == {**FILES, "new": b"new"}
+    assert download_files(store, tmp_path) == {**FILES, "new": b"new"}
 
 
 def test_what_lies_too_deep_is_named_and_the_rest_is_sent(bucket: Bucket, local: Path, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_what_lies_too_deep_is_named_and_the_rest_is_sent(bucket: Bucket, local:
     finally:
         shutil.rmtree(local)  # which pytest cannot remove
     assert left_out == {"/".join([name] * 9): "its path on the target is longer than 900 bytes"}
-    assert fetched(bucket, tmp_path) == FILES
+    assert download_files(bucket, tmp_path) == FILES
 
 
 def test_what_a_syncer_leaves_out_is_logged_once(
@@ -348,11 +348,11 @@ def test_a_local_link_cannot_lead_a_sync_down_astray(bucket: Bucket, tmp_path: P
 
 def test_a_local_link_is_replaced_and_not_written_through(bucket: Bucket, tmp_path: Path) -> None:
     bucket.objects = {f"{REMOTE}/log.txt": b"line\n"}
-    write(tmp_path, {"secret": b"mine"})
+    write_files(tmp_path, {"secret": b"mine"})
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "log.txt").symlink_to(tmp_path / "secret")
     ArtifactMirror(tmp_path / "back").download(bucket, REMOTE, ())
-    assert files_in(tmp_path / "back") == {"log.txt": b"line\n"}
+    assert read_files(tmp_path / "back") == {"log.txt": b"line\n"}
     assert (tmp_path / "secret").read_bytes() == b"mine"
 
 
@@ -363,14 +363,14 @@ def test_no_key_leads_out_of_the_directory(name: str, bucket: Bucket, tmp_path: 
     bucket.objects = {f"{REMOTE}/log.txt": b"line\n", f"{REMOTE}/{name}": b"theirs"}
     with pytest.raises(CheckpointCorrupt, match="leads out"):
         ArtifactMirror(tmp_path / "deep" / "back").download(bucket, REMOTE, ())
-    assert files_in(tmp_path) == {}
+    assert read_files(tmp_path) == {}
 
 
 def test_a_sync_down_of_a_folder_without_files_is_an_error_and_changes_nothing(bucket: Bucket, tmp_path: Path) -> None:
-    back = write(tmp_path / "back", {"mine.txt": b"mine"})
+    back = write_files(tmp_path / "back", {"mine.txt": b"mine"})
     with pytest.raises(FileNotFoundError, match="nobodys: there are no files"):
         ArtifactMirror(back).download(bucket, "nobodys", ())
-    assert files_in(back) == {"mine.txt": b"mine"}
+    assert read_files(back) == {"mine.txt": b"mine"}
 
 
 class Shrinking(Bucket):
@@ -383,10 +383,10 @@ class Shrinking(Bucket):
 def test_an_object_that_is_shorter_than_listed_leaves_the_local_file(local: Path, tmp_path: Path) -> None:
     bucket = Shrinking()
     ArtifactMirror(local).upload(bucket, REMOTE, ())
-    back = write(tmp_path / "back", {"log.txt": b"mine"})
+    back = write_files(tmp_path / "back", {"log.txt": b"mine"})
     with pytest.raises(StoreUnavailable, match=r"log\.txt at 0: expected 5 bytes, found 4"):
         ArtifactMirror(back).download(bucket, REMOTE, ("*.bin", "plots", "empty"))
-    assert files_in(back) == {"log.txt": b"mine"}
+    assert read_files(back) == {"log.txt": b"mine"}
 
 
 def test_uris_and_paths_are_taken_where_no_target_was_given(
@@ -402,9 +402,9 @@ def test_uris_and_paths_are_taken_where_no_target_was_given(
             syncer.sync_down(remote, str(tmp_path / "back"))
             syncer.delete(remote)
             syncer.wait_or_retry()
-            assert files_in(tmp_path / "back") == FILES
+            assert read_files(tmp_path / "back") == FILES
         assert sink.names() == []
-    assert files_in(tmp_path / "remote") == {}
+    assert read_files(tmp_path / "remote") == {}
 
 
 def test_a_uri_below_the_given_target_is_the_folder_on_it(local: Path, tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_a_uri_below_the_given_target_is_the_folder_on_it(local: Path, tmp_path:
     syncer.sync_up(str(local), f"{target.uri}/a/b")
     syncer.sync_down("a/b", str(tmp_path / "back"))
     syncer.wait()
-    assert files_in(tmp_path / "back") == FILES
+    assert read_files(tmp_path / "back") == FILES
     for elsewhere in ("file:///elsewhere/a", f"{target.uri}ish/a", "../a", "a//b", "", target.uri):
         with pytest.raises(InvalidInput):
             syncer.sync_up(str(local), elsewhere)
@@ -436,29 +436,29 @@ def test_the_options_of_a_target_are_no_part_of_the_folder_on_it(options: str, l
 # ----------------------------------------------------------------------------------------------- crashes
 
 
-@pytest.mark.parametrize("way", Way)
-def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Way, local: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", Failure)
+def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Failure, local: Path, tmp_path: Path) -> None:
     (local / "big.bin").unlink()
-    first = files_in(local)
+    first = read_files(local)
     points = 0
     for nth in range(1, 100):
         store, mirror = ParallelMemoryStore(), ArtifactMirror(local)
-        write(local, first)
+        write_files(local, first)
         mirror.upload(store, REMOTE, ())
-        write(local, {"log.txt": b"changed", "new.txt": b"new"})
+        write_files(local, {"log.txt": b"changed", "new.txt": b"new"})
         (local / "empty").unlink()
         dying = DyingStore(store, nth, way)
         try:
             mirror.upload(dying, REMOTE, ())
         except (Crash, TuneError):
-            found = fetched(store, tmp_path)
-            assert all(data in (first.get(path), files_in(local).get(path)) for path, data in found.items())
+            found = download_files(store, tmp_path)
+            assert all(data in (first.get(path), read_files(local).get(path)) for path, data in found.items())
         if dying.failed_at is None:
             break
         points += 1
         (local / "new.txt").unlink()  # which may have arrived
         mirror.upload(store, REMOTE, ())
-        assert fetched(store, tmp_path) == files_in(local)
+        assert download_files(store, tmp_path) == read_files(local)
     assert points >= 3
 
 
@@ -466,7 +466,7 @@ def test_what_a_failed_sync_has_sent_is_not_sent_again(local: Path) -> None:
     store, mirror = ParallelMemoryStore(), ArtifactMirror(local)
     settle(local)
     with pytest.raises(StoreUnavailable):
-        mirror.upload(DyingStore(store, 4, Way.UNAVAILABLE), REMOTE, ())
+        mirror.upload(DyingStore(store, 4, Failure.UNAVAILABLE), REMOTE, ())
     sent = store.operations["replace"]
     mirror.upload(store, REMOTE, ())
     assert store.operations["replace"] == 4

@@ -29,9 +29,9 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.storage.object_store import Buffer
-from tests.fakes.artifacts import BUCKETS, FILES, REMOTE, Bucket, BucketTarget, fetched
-from tests.fakes.checkpoints import files_in
-from tests.fakes.trial_processes import until
+from tests.fakes.artifacts import BUCKETS, FILES, REMOTE, Bucket, BucketTarget, download_files
+from tests.fakes.checkpoints import read_files
+from tests.fakes.trial_processes import wait_until
 
 
 class Clock:
@@ -260,14 +260,14 @@ def test_what_changes_while_a_sync_runs_is_uploaded_before_wait_returns(
     for other in FILES.keys() - {"log.txt"}:
         (local / other).unlink()  # so that the first write is of the old log
     syncer.sync_up(str(local), REMOTE)
-    until(lambda: bucket.writers > 0)
+    wait_until(lambda: bucket.writers > 0)
     (local / "log.txt").write_bytes(b"newest")
     assert syncer.sync_up(str(local), REMOTE) is True
     assert syncer.sync_up(str(local), REMOTE) is True
     assert len(syncer._queue) == 1  # it equals the waiting one
     bucket.gate.set()
     syncer.wait()
-    assert fetched(bucket, tmp_path)["log.txt"] == b"newest"
+    assert download_files(bucket, tmp_path)["log.txt"] == b"newest"
     assert bucket.operations["replace"] == 2
 
 
@@ -284,7 +284,7 @@ def test_a_sync_that_takes_too_long_is_ended_and_never_followed_by_a_second_writ
         assert bucket.writers == 0  # it has ended: nothing continues in the background
     bucket.gate.set()
     syncer.wait_or_retry(backoff_s=0)
-    assert fetched(bucket, tmp_path) == files_in(local)
+    assert download_files(bucket, tmp_path) == read_files(local)
 
 
 class _Deaf(Bucket):
@@ -323,7 +323,7 @@ def test_where_no_thread_can_be_started_the_sync_has_failed_and_can_be_retried(
         with pytest.raises(TuneError, match="can't start new thread"):
             syncer.wait(timeout=0)
     syncer.wait_or_retry(backoff_s=0)
-    assert fetched(bucket, tmp_path) == FILES
+    assert download_files(bucket, tmp_path) == FILES
 
 
 def _refused(_: object) -> None:
@@ -345,7 +345,7 @@ def test_waiting_no_time_is_not_waiting_for_ever(syncer: TargetSyncer, bucket: B
 def test_a_delete_waits_for_the_upload_before_it(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
     bucket.gate.clear()
     syncer.sync_up(str(local), REMOTE)
-    until(lambda: bucket.writers > 0)
+    wait_until(lambda: bucket.writers > 0)
     assert syncer.delete(REMOTE) is True
     bucket.gate.set()
     syncer.wait()
@@ -366,7 +366,7 @@ def test_a_failure_is_raised_until_it_was_made_good(
         assert isinstance(failed.value.__cause__, StoreUnavailable)
     syncer.retry()
     syncer.wait()
-    assert fetched(bucket, tmp_path) == FILES
+    assert download_files(bucket, tmp_path) == FILES
 
 
 def test_a_sync_down_that_no_retry_can_help_is_told_once(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
@@ -446,7 +446,7 @@ def test_a_closed_syncer_has_done_everything_and_takes_nothing_more(
 ) -> None:
     syncer.sync_up(str(local), REMOTE)
     syncer.close()
-    assert fetched(bucket, tmp_path) == FILES
+    assert download_files(bucket, tmp_path) == FILES
     with pytest.raises(InvalidInput, match="closed"):
         syncer.sync_up(str(local), REMOTE)
     syncer.close()
@@ -466,4 +466,4 @@ def test_a_pickled_syncer_keeps_its_settings_and_what_is_not_known_to_be_done(
     syncer.wait()
     there.wait_or_retry(backoff_s=0)
     assert there.sync_up_if_needed(str(local), REMOTE) is None
-    assert fetched(bucket, tmp_path) == FILES
+    assert download_files(bucket, tmp_path) == FILES

@@ -19,9 +19,9 @@ from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.storage.layout import TrialKey
-from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, fetched
-from tests.fakes.checkpoints import write
-from tests.fakes.trial_processes import until
+from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget, download_files
+from tests.fakes.checkpoints import write_files
+from tests.fakes.trial_processes import wait_until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="t")
 LOG = logging.getLogger("artifacts")
@@ -78,7 +78,7 @@ def test_an_attempt_goes_on_with_what_the_one_before_left(spec: TrialSpec, bucke
     (tmp_path / "2" / "log-2").write_text("two")
     second.sync_and_wait()
     second.close_syncer()
-    assert fetched(bucket, tmp_path, TRIAL.artifacts_folder) == {"log-1": b"one", "log-2": b"two"}
+    assert download_files(bucket, tmp_path, TRIAL.artifacts_folder) == {"log-1": b"one", "log-2": b"two"}
 
 
 def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_beside_it(
@@ -92,8 +92,8 @@ def test_what_could_not_be_brought_back_is_not_deleted_and_the_new_files_go_besi
     second.on_commit()
     second.sync_and_wait()
     second.close_syncer()
-    assert fetched(bucket, tmp_path, TRIAL.artifacts_folder) == {"log-1": b"one"}
-    assert fetched(bucket, tmp_path, f"{TRIAL.artifacts_folder}-2") == {"log-2": b"two"}
+    assert download_files(bucket, tmp_path, TRIAL.artifacts_folder) == {"log-1": b"one"}
+    assert download_files(bucket, tmp_path, f"{TRIAL.artifacts_folder}-2") == {"log-2": b"two"}
     assert "of this attempt are uploaded to" in caplog.text
 
 
@@ -110,7 +110,7 @@ def test_an_attempt_asks_nothing_of_the_target_before_it_has_a_file(
     assert bucket.timeout == Bucket().timeout  # it was not even opened
     (log := tmp_path / "1" / "log").write_text("late")
     attempt.sync_and_wait()
-    assert fetched(bucket, tmp_path, TRIAL.artifacts_folder) == {"log": b"late"}
+    assert download_files(bucket, tmp_path, TRIAL.artifacts_folder) == {"log": b"late"}
     log.unlink()
     attempt.sync_and_wait()
     attempt.close_syncer()
@@ -123,7 +123,7 @@ def test_the_last_sync_has_ended_when_the_attempt_ends(spec: TrialSpec, bucket: 
     bucket.gate.clear()
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(attempt.sync_and_wait)
-        until(lambda: bucket.writers > 0)
+        wait_until(lambda: bucket.writers > 0)
         assert not closing.done()
         bucket.gate.set()
         closing.result()
@@ -160,7 +160,7 @@ def logs_after_its_last_report(config: Mapping[str, object]) -> None:
     directory = trial.new_checkpoint_dir()
     (directory / "step").write_text("1")
     pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
-    write(trial.directory, {"tensorboard/events": b"%d" % config["number"]})  # type: ignore[str-format]  # it is one
+    write_files(trial.directory, {"tensorboard/events": b"%d" % config["number"]})  # type: ignore[str-format]  # it is one
 
 
 @pytest.mark.usefixtures("no_prefect_server")
@@ -171,7 +171,7 @@ def test_what_a_trial_writes_last_is_a_plain_file_which_goes_with_its_experiment
     assert events.read_bytes() == b"7"
     pt.delete_experiment("e", target=str(tmp_path))
     assert not events.exists()
-    write(events.parent, {"events": b"of an attempt that was paused"})
+    write_files(events.parent, {"events": b"of an attempt that was paused"})
     pt.maintain(str(tmp_path))
     assert not events.exists()
 
@@ -292,5 +292,5 @@ def test_a_syncer_that_was_given_as_an_object_syncs_every_attempt_of_every_trial
     neighbour.sync_and_wait()
     neighbour.close_syncer()
     with LocalTarget(path=str(tmp_path / "up")).open(timeout=timedelta(minutes=1)) as store:
-        assert fetched(store, tmp_path, TRIAL.artifacts_folder) == {"log-1": b"", "log-2": b""}
-        assert fetched(store, tmp_path, "e/1/trials/neighbour/artifacts") == {"log": b""}
+        assert download_files(store, tmp_path, TRIAL.artifacts_folder) == {"log-1": b"", "log-2": b""}
+        assert download_files(store, tmp_path, "e/1/trials/neighbour/artifacts") == {"log": b""}

@@ -51,7 +51,7 @@ from prefect_tune.stores.posix_store import PosixStore, make_root
 from prefect_tune.tasks.experiments import write_stamped_entry
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="trial")
 
@@ -262,7 +262,7 @@ def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the
     (directory / "latest").symlink_to("nothing")
     commit_worker.queue_report(report(1))
     save_step(commit_worker, StepDone(report=report(2), checkpoint=str(directory)), harness.committed.append)
-    until(lambda: commit_worker.error)
+    wait_until(lambda: commit_worker.error)
     assert isinstance(commit_worker.error, InvalidInput)
     commit_worker.queue_end(ended(Cause.TRAINABLE, "its checkpoint cannot be saved"))
     commit_worker.close()
@@ -332,7 +332,7 @@ def test_the_failure_of_an_attempt_waits_for_its_saves_whose_directories_are_rem
 def test_a_save_beside_which_another_task_deletes_an_older_checkpoint_is_saved_again(harness: CommitHarness) -> None:
     commit_worker = harness.attempt(make_trial_entry_writer(TRIAL.trial))
     harness.save(commit_worker, 1)
-    until(lambda: harness.committed == [1])
+    wait_until(lambda: harness.committed == [1])
 
     def deletes_the_first(path: str) -> None:
         if path.startswith(TRIAL.checkpoints_folder):
@@ -365,7 +365,7 @@ def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_befor
     commit_worker = harness.attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step, backbone=b"frozen")
-    until(lambda: harness.committed == [1, 2, 3])
+    wait_until(lambda: harness.committed == [1, 2, 3])
     harness.rot_oldest_blob()
     assert damaged(harness) == [2, 3]
     harness.quarantine_oldest()
@@ -383,7 +383,7 @@ def test_the_last_save_of_a_trial_is_made_again_too_before_the_trial_has_finishe
     commit_worker = harness.attempt()
     for step in (1, 2):
         harness.save(commit_worker, step, backbone=b"frozen")
-    until(lambda: harness.committed == [1, 2])
+    wait_until(lambda: harness.committed == [1, 2])
     harness.rot_oldest_blob()
     harness.quarantine_oldest()
     harness.save(commit_worker, 3, backbone=b"frozen", finish_reason="enough")
@@ -444,7 +444,7 @@ def test_reports_are_journaled_after_the_period_without_another_one(harness: Com
     commit_worker = harness.attempt()
     commit_worker.queue_report(report(1))
     commit_worker.queue_report(report(2))
-    until(lambda: harness.reported() == [1, 2])
+    wait_until(lambda: harness.reported() == [1, 2])
     assert harness.state().phase is Phase.RUNNING
     lose(commit_worker)
 
@@ -461,7 +461,7 @@ def test_reports_wait_for_a_target_that_is_away_or_refuses(harness: CommitHarnes
 
     INJECTED.wrong = refuse
     commit_worker.queue_report(report(1))
-    until(lambda: len(refused) > 2)
+    wait_until(lambda: len(refused) > 2)
     commit_worker.queue_report(report(2))
     INJECTED.wrong = lambda _path: None
     harness.save(commit_worker, 3)
@@ -485,10 +485,10 @@ def test_a_save_whose_entry_is_never_written_has_the_reports_that_could_not_be_j
 
     INJECTED.wrong = refuse
     commit_worker.queue_report(report(1))
-    until(lambda: refused)
+    wait_until(lambda: refused)
     commit_worker.queue_report(report(2))
     harness.save(commit_worker, 3)
-    until(lambda: commit_worker.error)
+    wait_until(lambda: commit_worker.error)
     commit_worker.queue_end(ended(Cause.MACHINE, "away"))
     with pytest.raises(StoreUnavailable):
         commit_worker.close()
@@ -520,7 +520,7 @@ def test_one_commit_in_a_period_has_a_line_with_its_metrics_and_the_count_of_tho
     commit_worker = harness.attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step)
-    until(lambda: harness.committed == [1, 2, 3])
+    wait_until(lambda: harness.committed == [1, 2, 3])
     monkeypatch.setattr(module, "_LOG_INTERVAL", timedelta(0))
     for step in (4, 5):
         harness.save(commit_worker, step)
@@ -558,7 +558,7 @@ def training(tmp_path: Path) -> Iterator[tuple[CommitHarness, CommitWorker]]:
 def saves(harness: CommitHarness, commit_worker: CommitWorker, *steps: int) -> None:
     for step in steps:
         harness.save(commit_worker, step, backbone=b"frozen")
-    until(lambda: commit_worker.error or harness.committed[-1:] == [steps[-1]], seconds=60)
+    wait_until(lambda: commit_worker.error or harness.committed[-1:] == [steps[-1]], seconds=60)
     assert commit_worker.error is None
 
 

@@ -19,7 +19,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.monitoring import search_observer
 from prefect_tune.monitoring.search_observer import LiveStatusPublisher
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
 KEY = JournalKey(experiment="e", generation=1)
 OFTEN = timedelta(milliseconds=5)
@@ -52,7 +52,7 @@ class Search:
 
 def test_it_is_written_again_and_again_so_that_its_time_says_that_the_owner_lives(bucket: Bucket) -> None:
     with Search(OFTEN).publisher:
-        until(lambda: bucket.operations["put"] > 3)
+        wait_until(lambda: bucket.operations["put"] > 3)
     found = read_newest_live_status(bucket, KEY)
     assert (found.term, [(each.trial, each.began_at) for each in found.trials]) == (3, [("a", AT)])
     assert found.number > 3
@@ -61,7 +61,7 @@ def test_it_is_written_again_and_again_so_that_its_time_says_that_the_owner_live
 def test_at_the_end_it_is_deleted_unless_a_trial_was_left_running(bucket: Bucket) -> None:
     search = Search(OFTEN)
     with search.publisher:
-        until(lambda: bucket.operations["put"] > 1)
+        wait_until(lambda: bucket.operations["put"] > 1)
         search.happens(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
     assert not bucket.objects
 
@@ -77,7 +77,7 @@ def test_an_outage_is_logged_once_and_the_next_write_needs_no_repair(
 ) -> None:
     bucket.failures = [StoreUnavailable("no route to the bucket")] * 3
     with caplog.at_level(logging.WARNING, "prefect_tune"), Search(OFTEN).publisher:
-        until(lambda: read_newest_live_status(bucket, KEY))
+        wait_until(lambda: read_newest_live_status(bucket, KEY))
     assert [each.getMessage() for each in caplog.records] == [
         "the newest steps of running trials cannot be published; retried later: no route to the bucket"
     ]
@@ -118,7 +118,7 @@ def test_what_a_superseded_run_wrote_is_deleted_and_what_another_error_ends_stay
 ) -> None:
     def searches() -> None:
         with Search(OFTEN).publisher:
-            until(lambda: bucket.operations["put"] > 0)
+            wait_until(lambda: bucket.operations["put"] > 0)
             raise error
 
     with pytest.raises(type(error)):

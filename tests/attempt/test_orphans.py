@@ -28,27 +28,27 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from prefect_tune.core.reasons import get_reason_code
-from tests.fakes.supervisors import PATIENCE_SECONDS, Watched, watched
+from tests.fakes.supervisors import TIMEOUT_SECONDS, SupervisedTrial, supervise_trial
 from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
     children_of,
     family,
-    file_of,
-    log_to,
-    metrics_of,
-    start_of,
+    make_log,
+    make_start,
+    read_proc,
+    receive_metrics,
     started_process,
     supervised_process,
-    until,
+    wait_until,
 )
 from tests.trainables.processes import parallel
 from tests.trainables.witness import acts_of
 
 
-def require_nothing_living(seen: Watched) -> None:
+def require_nothing_living(seen: SupervisedTrial) -> None:
     """Wait until no process lives, without killing any."""
-    until(lambda: not seen.living(), seconds=PATIENCE_SECONDS, what=lambda: f"the end of {seen.living()}")
+    wait_until(lambda: not seen.living_pids(), seconds=TIMEOUT_SECONDS, what=lambda: f"the end of {seen.living_pids()}")
 
 
 @pytest.mark.parametrize(("way", "stubborn"), [("search", False), ("training", True), ("elsewhere", False)])
@@ -56,14 +56,14 @@ def require_nothing_living(seen: Watched) -> None:
 def test_all_that_a_trial_has_started_ends_when_it_or_its_supervisor_is_killed_even_if_it_ignores_sigterm(
     tmp_path: Path, way: str, stubborn: bool, killed: str, record_property: Callable[[str, object], None]
 ) -> None:
-    with watched(tmp_path, way, stubborn=stubborn) as seen:
+    with supervise_trial(tmp_path, way, stubborn=stubborn) as seen:
         seen.kill(killed)
         began = time.monotonic()
         require_nothing_living(seen)
         record_property(f"seconds until nothing lived: {way}, {killed}", round(time.monotonic() - began, 3))
         if killed == "trial":
             ended = (tmp_path / "ended").exists
-            until(ended, seconds=PATIENCE_SECONDS, what=lambda: "word of it to the supervisor")
+            wait_until(ended, seconds=TIMEOUT_SECONDS, what=lambda: "word of it to the supervisor")
 
 
 @pytest.mark.parametrize("killed", ["supervisor", "trial"])
@@ -71,10 +71,14 @@ def test_of_a_started_process_what_is_in_its_process_group_ends_and_the_rest_liv
     tmp_path: Path, killed: str
 ) -> None:
     """Documents the limit of systems other than Linux."""
-    with watched(tmp_path, "started", stubborn=True) as seen:
-        elsewhere = seen.started - {seen.in_group}
+    with supervise_trial(tmp_path, "started", stubborn=True) as seen:
+        elsewhere = seen.started_pids - {seen.child_pid}
         seen.kill(killed)
-        until(lambda: seen.living() == elsewhere, seconds=PATIENCE_SECONDS, what=lambda: f"the end of {seen.living()}")
+        wait_until(
+            lambda: seen.living_pids() == elsewhere,
+            seconds=TIMEOUT_SECONDS,
+            what=lambda: f"the end of {seen.living_pids()}",
+        )
         for pid in elsewhere:
             os.kill(pid, signal.SIGKILL)
 
@@ -100,14 +104,14 @@ _GUARDS = [
 @pytest.mark.parametrize("killed", _GUARDS, ids=" and ".join)
 @pytest.mark.parametrize("way", ["search", pytest.param("elsewhere", marks=pytest.mark.deep)])
 def test_of_the_subreaper_and_the_fork_server_one_is_enough(tmp_path: Path, way: str, killed: tuple[str, ...]) -> None:
-    with watched(tmp_path, way) as seen:
+    with supervise_trial(tmp_path, way) as seen:
         seen.kill(*killed)
         require_nothing_living(seen)
 
 
 def test_the_fork_server_stays_for_a_subreaper_that_is_killed_after_their_supervisor(tmp_path: Path) -> None:
-    with watched(tmp_path, "search") as seen:
-        subreaper = seen.ours.one("tune-subreaper")
+    with supervise_trial(tmp_path, "search") as seen:
+        subreaper = seen.family.wait_for_one("tune-subreaper")
         os.kill(subreaper, signal.SIGSTOP)  # it has not started its work
         seen.kill("supervisor")
         time.sleep(0.3)
@@ -116,39 +120,43 @@ def test_the_fork_server_stays_for_a_subreaper_that_is_killed_after_their_superv
 
 
 def test_a_fork_server_that_is_killed_takes_nothing_along(tmp_path: Path) -> None:
-    with watched(tmp_path, "search") as seen:
+    with supervise_trial(tmp_path, "search") as seen:
         seen.kill("tune-forkserver")
-        until(lambda: not seen.ours.pids("tune-forkserver"), what=lambda: "its end")
-        assert seen.living() == {seen.trial, *seen.started}
+        wait_until(lambda: not seen.family.pids("tune-forkserver"), what=lambda: "its end")
+        assert seen.living_pids() == {seen.trial_pid, *seen.started_pids}
 
 
 def test_a_kill_of_the_fork_servers_group_leaves_the_subreaper(tmp_path: Path) -> None:
-    with watched(tmp_path, "search") as seen:
-        os.killpg(seen.ours.one("tune-forkserver"), signal.SIGKILL)
+    with supervise_trial(tmp_path, "search") as seen:
+        os.killpg(seen.family.wait_for_one("tune-forkserver"), signal.SIGKILL)
         seen.kill("trial")
         require_nothing_living(seen)
 
 
 def test_with_both_killed_at_once_the_trial_dies_and_what_it_has_started_lives_on(tmp_path: Path) -> None:
     """Documents the limit of the guarantee."""
-    with watched(tmp_path, "search") as seen:
+    with supervise_trial(tmp_path, "search") as seen:
         seen.kill("tune-forkserver", "tune-subreaper")
-        until(lambda: seen.living() == seen.started, seconds=PATIENCE_SECONDS, what=lambda: "the end of the trial")
+        wait_until(
+            lambda: seen.living_pids() == seen.started_pids,
+            seconds=TIMEOUT_SECONDS,
+            what=lambda: "the end of the trial",
+        )
         time.sleep(0.3)
-        assert seen.living() == seen.started
-        for pid in seen.started:
+        assert seen.living_pids() == seen.started_pids
+        for pid in seen.started_pids:
             os.kill(pid, signal.SIGKILL)
 
 
 def test_what_a_trial_has_started_has_the_subreaper_for_its_parent_once_its_own_is_gone(tmp_path: Path) -> None:
-    with watched(tmp_path, "elsewhere") as seen:
-        children = children_of(seen.ours.one("tune-subreaper"))
-        assert {seen.orphan, seen.trial} <= set(children)
+    with supervise_trial(tmp_path, "elsewhere") as seen:
+        children = children_of(seen.family.wait_for_one("tune-subreaper"))
+        assert {seen.orphan_pid, seen.trial_pid} <= set(children)
 
 
 # Trainables with child processes: these behave as outside a trial, and none outlives the trial.
 
-LOG = log_to(LogRecorder())
+LOG = make_log(LogRecorder())
 _SLOW_SECONDS = 100.0  # the machine may be busy with other tests; some start many Python processes
 _WAYS = [name for name in parallel.WAYS if name != "DataLoader"]
 
@@ -185,8 +193,8 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
 
 
 def found_by(opened: Opened, trainable: object, folder: Path, **config: object) -> Mapping[str, Any]:
-    with opened(start_of(trainable, folder, {"witness": str(folder / "witness"), **config}), LOG) as channel:
-        return metrics_of(channel)
+    with opened(make_start(trainable, folder, {"witness": str(folder / "witness"), **config}), LOG) as channel:
+        return receive_metrics(channel)
 
 
 def test_a_forked_worker_ends_by_the_signals_that_end_it_outside_a_trial(opened: Opened, tmp_path: Path) -> None:
@@ -215,7 +223,7 @@ def trained(opened: Opened, folder: Path, ends: str, way: str) -> list[int]:
     folder.mkdir()
     witness = folder / "witness"
     config = {"witness": str(witness), "way": way, "steps": 3 if ends == "by itself" else 10_000}
-    with opened(start_of(parallel.trains, folder, config), LOG) as channel:
+    with opened(make_start(parallel.trains, folder, config), LOG) as channel:
         last = _last_word(channel, lambda: _end(ends, channel, witness))
         assert isinstance(last, TrialEnded | None), (way, last)
         code = None if last is None else get_reason_code(last.outcome.reason)
@@ -226,8 +234,8 @@ def trained(opened: Opened, folder: Path, ends: str, way: str) -> list[int]:
 
 def _last_word(channel: TrialChannel, at_second_step: Callable[[], None]) -> FromTrial | None:
     """Acknowledge checkpoints until the trial ends; return its last message, None if it died without one."""
-    until = time.monotonic() + _SLOW_SECONDS
-    while time.monotonic() < until:
+    deadline = time.monotonic() + _SLOW_SECONDS
+    while time.monotonic() < deadline:
         try:
             message = channel.receive(timedelta(seconds=0.1))
         except EOFError:
@@ -268,7 +276,7 @@ def require_nothing_of(ours: Family, ends: str, opened: Opened, folder: Path, wa
     assert len(pids) == len(ways)
     assert ours.names() <= {"tune-forkserver", "tune-subreaper", "trial"}
     assert not set(pids) & set(ours.pids())
-    until(lambda: not left_in_shared_memory(pids, folder), what=lambda: str(left_in_shared_memory(pids, folder)))
+    wait_until(lambda: not left_in_shared_memory(pids, folder), what=lambda: str(left_in_shared_memory(pids, folder)))
 
 
 @pytest.mark.long
@@ -283,21 +291,21 @@ def test_processes_of_a_trainable_end_with_the_trial_by_whatever_way_they_were_s
 
 
 def _resource_tracker(ours: Family) -> list[int]:
-    return [each for each in ours.pids() if b"resource_tracker" in file_of(each, "cmdline")]
+    return [each for each in ours.pids() if b"resource_tracker" in read_proc(each, "cmdline")]
 
 
 def test_a_resource_tracker_that_is_slow_still_removes_what_its_trial_left_in_shared_memory(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     with family() as ours, trains_alone() as opened:
-        start = start_of(parallel.leaves_shared_memory, tmp_path, {"witness": str(witness)})
+        start = make_start(parallel.leaves_shared_memory, tmp_path, {"witness": str(witness)})
         with opened(start, LOG) as channel:
-            until(lambda: acts_of(witness), seconds=_SLOW_SECONDS, what=lambda: "a trial")
+            wait_until(lambda: acts_of(witness), seconds=_SLOW_SECONDS, what=lambda: "a trial")
             trial = acts_of(witness)[0].pid
-            until(lambda: _resource_tracker(ours), seconds=_SLOW_SECONDS, what=lambda: "its tracker")
+            wait_until(lambda: _resource_tracker(ours), seconds=_SLOW_SECONDS, what=lambda: "its tracker")
             (tracker,) = _resource_tracker(ours)
             os.kill(tracker, signal.SIGSTOP)
             os.kill(trial, signal.SIGKILL)
-            until(lambda: not ours.pids("sleep"), what=lambda: "the end of what ignores SIGTERM")
+            wait_until(lambda: not ours.pids("sleep"), what=lambda: "the end of what ignores SIGTERM")
             os.kill(tracker, signal.SIGCONT)
             channel.end()
     assert not left_in_shared_memory([trial], tmp_path)

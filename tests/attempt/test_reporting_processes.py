@@ -23,15 +23,15 @@ from prefect_tune.core.messages.process_messages import (
     TrialEnded,
 )
 from prefect_tune.core.reasons import make_reason
-from tests.fakes.outcomes import make_leave
+from tests.fakes.outcomes import make_stop
 from tests.fakes.trial_processes import (
     LogRecorder,
-    log_to,
-    messages_of,
-    metrics_of,
-    start_of,
+    drop_seconds,
+    make_log,
+    make_start,
+    receive_messages,
+    receive_metrics,
     started_process,
-    untimed,
 )
 from tests.long_cases import long_after
 from tests.trainables.processes import reporters
@@ -67,8 +67,8 @@ def served(channel: TrialChannel) -> Sequence[FromTrial]:
 
 def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(opened: Opened, tmp_path: Path) -> None:
     times = 20
-    start = start_of(reporters.reports_from_threads, tmp_path, {"times": times})
-    with opened(start, log_to(LogRecorder())) as channel:
+    start = make_start(reporters.reports_from_threads, tmp_path, {"times": times})
+    with opened(start, make_log(LogRecorder())) as channel:
         messages = served(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
     assert [each.report.step for each in steps] == list(range(1, reporters.THREADS * times + 1))
@@ -80,13 +80,13 @@ def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(o
         if each.checkpoint:
             assert Path(each.checkpoint, "said").read_text() == f"{metrics['thread']} {metrics['index']}"
     returned = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
-    assert untimed(messages[-1]) == TrialEnded(outcome=returned)
+    assert drop_seconds(messages[-1]) == TrialEnded(outcome=returned)
 
 
 def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
-    start = start_of(reporters.waits_in_a_thread, tmp_path, decision_step=3)
+    start = make_start(reporters.waits_in_a_thread, tmp_path, decision_step=3)
     recorder = LogRecorder()
-    with pool.open_process(start, log_to(recorder)) as channel:
+    with pool.open_process(start, make_log(recorder)) as channel:
         assert isinstance(next_of(channel), TrainableLoaded)
         assert [next_of(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # each is a step
         assert channel.receive(_SOON) is None
@@ -97,9 +97,9 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProce
             (5, True),
         ]
         assert channel.receive(_SOON) is None
-        leave = make_leave("enough", save=False)
+        leave = make_stop("enough", save=False)
         channel.send(leave)
-        assert untimed(next_of(channel)) == TrialEnded(outcome=leave.outcome)
+        assert drop_seconds(next_of(channel)) == TrialEnded(outcome=leave.outcome)
         channel.end()
     assert not recorder.lines, "each thread has left, and printed nothing"
 
@@ -108,12 +108,12 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProce
 def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
     pool: TrialProcessPool, tmp_path: Path, isolation: str
 ) -> None:
-    start = start_of(
+    start = make_start(
         reporters.leaves_it_to_a_thread, tmp_path, {"seconds": 2 if isolation == "in place" else 600}, steps=3
     )
     opened: Opened = pool.open_process if isolation == "forked" else trial_in_thread
-    with opened(start, log_to(LogRecorder())) as channel:
-        *_, ended = messages_of(channel)
+    with opened(start, make_log(LogRecorder())) as channel:
+        *_, ended = receive_messages(channel)
         assert ended.outcome.reason == make_reason("step-limit", step=3, limit=3)
         if isolation == "forked":
             assert channel.end().signal == "SIGKILL"
@@ -123,9 +123,9 @@ def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
 def test_what_a_forked_child_reports_or_asks_is_refused_there(
     pool: TrialProcessPool, tmp_path: Path, call: str
 ) -> None:
-    start = start_of(reporters.reports_from_a_child, tmp_path, {"how": "fork", "call": call})
-    with pool.open_process(start, log_to(LogRecorder())) as channel:
-        messages = messages_of(channel)
+    start = make_start(reporters.reports_from_a_child, tmp_path, {"how": "fork", "call": call})
+    with pool.open_process(start, make_log(LogRecorder())) as channel:
+        messages = receive_messages(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
     assert [each.report.step for each in steps] == list(range(1, len(steps) + 1))
     found: Any = steps[-1].report.metrics["said"]
@@ -137,13 +137,13 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(
 
 
 def test_a_forked_child_may_look_at_its_trial(opened: Opened, tmp_path: Path) -> None:
-    with opened(start_of(reporters.looks_from_a_child, tmp_path), log_to(LogRecorder())) as channel:
-        assert metrics_of(channel) == {"found": ["t", 0, True]}
+    with opened(make_start(reporters.looks_from_a_child, tmp_path), make_log(LogRecorder())) as channel:
+        assert receive_metrics(channel) == {"found": ["t", 0, True]}
 
 
 def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path: Path) -> None:
-    with opened(start_of(reporters.shows_sockets, tmp_path), log_to(LogRecorder())) as channel:
-        found = metrics_of(channel)
+    with opened(make_start(reporters.shows_sockets, tmp_path), make_log(LogRecorder())) as channel:
+        found = receive_metrics(channel)
     assert found["here"]
     assert found["program"] == []
     if opened is not trial_in_thread:  # there the supervisor's end, and other sockets of its process, are among them
@@ -155,8 +155,8 @@ def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_fo
     opened: Opened, tmp_path: Path, how: object, code: int
 ) -> None:
     recorder = LogRecorder()
-    with opened(start_of(reporters.a_child_comes_out, tmp_path, {"how": how}), log_to(recorder)) as channel:
-        messages = messages_of(channel)
+    with opened(make_start(reporters.a_child_comes_out, tmp_path, {"how": how}), make_log(recorder)) as channel:
+        messages = receive_messages(channel)
         channel.end()
     assert [each.report.metrics for each in messages if isinstance(each, StepDone)] == [{"loss": 1.0}, {"code": code}]
     assert isinstance(messages[-1], TrialEnded)
@@ -171,8 +171,8 @@ def test_a_report_of_a_program_that_a_trial_starts_is_refused_with_where_to_repo
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
     config = {"arguments": ["-c", _REPORTS]}
-    with pool.open_process(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
-        found = metrics_of(channel)
+    with pool.open_process(make_start(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
+        found = receive_metrics(channel)
     assert found["code"] == 1
     assert "InvalidInput: pt.report(): expected process " in found["said"]
 
@@ -183,7 +183,7 @@ def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(
 ) -> None:
     opened: Opened = pool.open_process if way == "forked" else started_process
     config = {"environment": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
-    with opened(start_of(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
-        said = metrics_of(channel)["refused"]
+    with opened(make_start(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
+        said = receive_metrics(channel)["refused"]
     assert "To train a trial with N processes" in said
     assert "devices=1" in said

@@ -50,7 +50,7 @@ from prefect_tune.core.usage_records import GroupUsage, RankEnd
 from prefect_tune.core.values import StepReport
 from prefect_tune.linux import MemoryLimit
 from prefect_tune.storage_retries import stopping_retries_on
-from tests.fakes.outcomes import make_failure, make_leave
+from tests.fakes.outcomes import make_failure, make_stop
 from tests.long_cases import long_after
 
 LOADED = TrainableLoaded(pid=1, source_digest="")
@@ -285,7 +285,7 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
     class Channel(FakeChannel):
         def receive(self, patience: timedelta) -> FromTrial | None:
             if not self._left:
-                link.send_decision(make_leave("enough", save=True))
+                link.send_decision(make_stop("enough", save=True))
             return super().receive(patience)
 
         def send(self, message: ToTrial) -> None:

@@ -47,7 +47,7 @@ from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import Death, FarSearch
 from tests.fakes.searches.pending_entries import limits_of
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="00000")
 REPORTED = StepReported(trial=TRIAL.trial, report=StepReport(step=1, metrics={"loss": 1.0}))
@@ -115,9 +115,9 @@ def test_a_commit_returns_once_its_entry_is_written_and_reports_wait_for_it(tmp_
 
     def attempt(journal: SubmittingJournal) -> None:
         journal.add_report(REPORTED)
-        until(lambda: search.driver._state.trial(TRIAL.trial).step == 1)
+        wait_until(lambda: search.driver._state.trial(TRIAL.trial).step == 1)
         turn = search.turns
-        until(lambda: search.turns > turn + 1)
+        wait_until(lambda: search.turns > turn + 1)
         seen.append((REPORTED in search.entries[-1], journal.unjournaled_reports(1)))
         journal.write([COMMITTED])
         seen.append((tuple(search.entries[-1][:2]) == (REPORTED, COMMITTED), journal.unjournaled_reports(1)))
@@ -154,7 +154,7 @@ def test_what_attempts_have_submitted_beside_a_message_that_fails_the_search_is_
 
     def poll(patience: timedelta) -> Sequence[object]:
         if search.has_started() and next(first, False):
-            until(lambda: search.executor._inbox.qsize() == 2)
+            wait_until(lambda: search.executor._inbox.qsize() == 2)
         return receive(patience)
 
     def fails(*_: object) -> None:
@@ -244,7 +244,7 @@ def test_a_report_looks_at_few_of_those_that_wait(monkeypatch: pytest.MonkeyPatc
 
 def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(journal: SubmittingJournal) -> None:
-        until(lambda: search.executor._is_closed)
+        wait_until(lambda: search.executor._is_closed)
         journal.write([REPORTED, COMMITTED])
 
     monkeypatch.setattr(trial_executor, "_FINAL_WRITE_TIMEOUT", timedelta(0))
@@ -291,7 +291,7 @@ def target(tmp_path: Path) -> LocalTarget:
 def attempt(target: LocalTarget) -> FarAttempt:
     """An attempt that has posted that it has started."""
     attempt = FarAttempt(target)
-    attempt.starts()
+    attempt.start()
     return attempt
 
 
@@ -306,12 +306,12 @@ def test_an_attempt_whose_posts_no_search_receives_posts_seldom_until_one_does(
     monkeypatch.setattr(search_channel, "_MAX_UNREAD_POSTS", 3)
     sync, periods = SyncConfig(live_period_seconds=5, sync_period_seconds=6), list[timedelta | None]()
     for step in range(1, 6):
-        attempt.reports(step)
+        attempt.report(step)
         periods.append(attempt.journal.flush_interval(sync))
     assert periods == [sync.live_period] * 4 + [sync.sync_period]
     with target.open(timeout=MINUTE) as store:
         outbox.delete_posts(store, [(TRIAL, 1, number) for number in range(2, 7)])
-    attempt.reports(6)
+    attempt.report(6)
     assert attempt.journal.flush_interval(sync) == sync.live_period
 
 
@@ -333,9 +333,9 @@ def test_a_post_whose_reply_is_lost_is_written_once_and_before_the_next(
         outage.setattr(PosixStore, "create", loses)
         outage.setattr(PosixStore, "read", cannot)
         with pytest.raises(CommitUnknown):
-            attempt.saves(1)
+            attempt.save(1)
     assert [report.step for report in attempt.journal.unjournaled_reports(1)] == [1]
-    attempt.reports(2)
+    attempt.report(2)
     assert attempt.journal.unjournaled_reports(2) == []
     assert [[type(event) for event in post.events] for post in posts(target)] == [
         [AttemptStarted],

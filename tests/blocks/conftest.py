@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.servers.moto_server import aws_client, moto_server
-from tests.fakes.servers.processes import free_port, running
+from tests.fakes.servers.processes import free_port, running_server
 
 KEYS = {"access_key_id": "test-key-id", "secret_access_key": "test-secret-key"}
 SHORT = timedelta(seconds=10)
@@ -59,5 +59,5 @@ def rclone_s3(rclone: str, tmp_path: Path) -> Iterator[str]:
     key = f"{KEYS['access_key_id']},{KEYS['secret_access_key']}"
     address = f"127.0.0.1:{port}"
     command = [rclone, "serve", "s3", "--addr", address, "--auth-key", key, str(tmp_path / "served")]
-    with running(command, port, tmp_path / "rclone.log"):
+    with running_server(command, port, tmp_path / "rclone.log"):
         yield f"http://{address}"

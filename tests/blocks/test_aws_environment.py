@@ -15,7 +15,7 @@ from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.open_location import ambient_access, open_location, parse_uri
 from tests.blocks.conftest import SHORT
-from tests.fakes.servers.canned_http import answering, s3_error
+from tests.fakes.servers.canned_http import canned_server, s3_error
 
 Opened = Callable[[], AbstractContextManager[ObjectStore]]
 KEYS = {"AWS_ACCESS_KEY_ID": "ENVIRONMENT", "AWS_SECRET_ACCESS_KEY": "secret"}
@@ -51,12 +51,12 @@ def _usual(aws: Path) -> dict[str, str]:
 
 def _signed(opened: Opened, monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], endpoint: str) -> str:
     """Return access key and region of the signature that the server of the variable `endpoint` receives."""
-    with answering(403, s3_error("AccessDenied", "")) as server:
+    with canned_server(403, s3_error("AccessDenied", "")) as server:
         for name, value in {**environment, endpoint: server.url, "AWS_ALLOW_HTTP": "1"}.items():
             monkeypatch.setenv(name, value)
         with opened() as store, pytest.raises(StoreRefused):
             list(store.list(""))
-    return server.asked[0]["authorization"].partition("Credential=")[2].partition("/s3/")[0]
+    return server.request_headers[0]["authorization"].partition("Credential=")[2].partition("/s3/")[0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from prefect_tune.blocks import AzureTarget, GcsTarget, S3Target, SyncConfig
 from prefect_tune.core.errors import InvalidInput
 from tests.blocks.conftest import KEYS, SHORT, load, save
-from tests.fakes.servers.canned_http import answering, s3_error
+from tests.fakes.servers.canned_http import canned_server, s3_error
 from tests.fakes.servers.gcs_server import gcs_server, service_account
 
 pytestmark = pytest.mark.integrations
@@ -24,7 +24,7 @@ class TestAws:
         return import_module("prefect_aws")
 
     def test_keys_region_and_endpoint_come_from_the_block(self, aws: Any) -> None:
-        with answering(404, s3_error("NoSuchBucket", "")) as server:
+        with canned_server(404, s3_error("NoSuchBucket", "")) as server:
             block = aws.AwsCredentials(
                 aws_access_key_id=KEYS["access_key_id"],
                 aws_secret_access_key=KEYS["secret_access_key"],
@@ -33,8 +33,8 @@ class TestAws:
             )
             found = S3Target(bucket="bucket", credentials=block, allow_http=True).check(timeout=SHORT)
         assert "no such bucket" in found.message
-        assert f"Credential={KEYS['access_key_id']}/" in server.asked[0]["authorization"]
-        assert "/eu-west-1/s3/" in server.asked[0]["authorization"]
+        assert f"Credential={KEYS['access_key_id']}/" in server.request_headers[0]["authorization"]
+        assert "/eu-west-1/s3/" in server.request_headers[0]["authorization"]
 
     def test_a_minio_block_works_against_a_real_server(self, aws: Any, moto: str) -> None:
         block = aws.MinIOCredentials(
@@ -49,11 +49,11 @@ class TestAws:
         (tmp_path / ".aws" / "credentials").write_text(
             "[team]\naws_access_key_id=of-the-team\naws_secret_access_key=secret-of-the-team\n"
         )
-        with answering(404, s3_error("NoSuchBucket", "")) as server:
+        with canned_server(404, s3_error("NoSuchBucket", "")) as server:
             block = aws.AwsCredentials(profile_name="team", region_name="eu-west-1")
             target = S3Target(bucket="bucket", credentials=block, endpoint_url=server.url, allow_http=True)
             target.check(timeout=SHORT)
-        assert "Credential=of-the-team/" in server.asked[0]["authorization"]
+        assert "Credential=of-the-team/" in server.request_headers[0]["authorization"]
 
     def test_keys_beside_a_block_are_refused(self, aws: Any) -> None:
         with pytest.raises(InvalidInput, match="access_key_id and credentials contradict each other"):
@@ -96,12 +96,12 @@ class TestAzure:
         return import_module("prefect_azure")
 
     def test_the_connection_string_comes_from_the_block(self, azure: Any) -> None:
-        with answering(404, s3_error("ContainerNotFound", ""), {"x-ms-error-code": "ContainerNotFound"}) as server:
+        with canned_server(404, s3_error("ContainerNotFound", ""), {"x-ms-error-code": "ContainerNotFound"}) as server:
             text = f"AccountName=acc;AccountKey=a2V5a2V5;BlobEndpoint={server.url}/acc"
             block = azure.AzureBlobStorageCredentials(connection_string=text)
             found = AzureTarget(container="container", credentials=block, allow_http=True).check(timeout=SHORT)
         assert "no such bucket or container" in found.message
-        assert server.asked[0]["authorization"].startswith("SharedKey acc:")
+        assert server.request_headers[0]["authorization"].startswith("SharedKey acc:")
 
     def test_the_account_comes_from_the_blocks_address(self, azure: Any) -> None:
         block = azure.AzureBlobStorageCredentials(account_url="https://acc.blob.core.windows.net")

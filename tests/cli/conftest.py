@@ -14,7 +14,7 @@ from prefect.logging.configuration import setup_logging
 import prefect_tune as pt
 from prefect_tune import cli
 from prefect_tune.testing import without_server
-from tests.fakes.command_line import Done, Run
+from tests.fakes.command_line import CommandResult, Run
 from tests.fakes.searches.experiments import write_experiment
 from tests.trainables.moody import Moody
 
@@ -37,13 +37,13 @@ def _commands() -> Iterator[None]:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], _logging: None, _commands: None) -> Run:
     """Call the command line in this process."""
 
-    def run_command(*arguments: object, columns: int = 200) -> Done:
+    def run_command(*arguments: object, columns: int = 200) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["prefect-tune", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as exit_info:
             cli.main()
         captured = capsys.readouterr()
-        return Done(exit_info.value.code or 0, captured.out, captured.err)
+        return CommandResult(exit_info.value.code or 0, captured.out, captured.err)
 
     return run_command
 

@@ -26,7 +26,7 @@ from prefect_tune.deploy.deployment_specs import DEPLOYABLE_FLOWS, TAG
 from prefect_tune.parameters.forms import flatten_parameters
 from tests.fakes.command_line import Run
 from tests.fakes.pages import ROOT
-from tests.fakes.servers.refusing_server import refusing
+from tests.fakes.servers.refusing_server import refusing_server
 from tests.long_cases import long_after
 
 POOL = "deploying"
@@ -136,7 +136,10 @@ def test_alerts_come_with_a_block_that_sends_them(run: Run, client: SyncPrefectC
 def test_automations_that_are_refused_are_said_after_what_was_deployed(
     run: Run, client: SyncPrefectClient, prefect_server: str, status: int, body: bytes, message: str
 ) -> None:
-    with refusing(prefect_server, "/automations", status, body) as url, temporary_settings({PREFECT_API_URL: url}):
+    with (
+        refusing_server(prefect_server, "/automations", status, body) as url,
+        temporary_settings({PREFECT_API_URL: url}),
+    ):
         result = run("deploy", "maintain", "--work-pool", POOL, "--prefix", f"refused-{status}-")
     assert f"created  maintain/refused-{status}-maintain" in result.out
     assert (result.code, result.err.count("\n")) == (1, 1)

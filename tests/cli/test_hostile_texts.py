@@ -31,7 +31,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.usage_records import AttemptUsage, PhaseSeconds
 from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.stores.posix_store import PosixStore, make_root
-from tests.fakes.checkpoints import committed, first_generation, write
+from tests.fakes.checkpoints import commit_files, first_generation, write_files
 from tests.fakes.command_line import Run
 from tests.fakes.untrusted import HOSTILE, require_visible
 
@@ -75,7 +75,7 @@ def target(tmp_path: Path) -> Path:
         metrics = {"loss": 1.0 + number, HOSTILE: 2.0 - number, "text": HOSTILE}
         trial = TrialKey(experiment="e", generation=1, trial=name)
         key = CheckpointKey(trial=trial, step=1, sequence=state.entry_count)
-        committed(store, write(tmp_path / f"staged-{name}", {"file": b"x"}), key, metrics=metrics)
+        commit_files(store, write_files(tmp_path / f"staged-{name}", {"file": b"x"}), key, metrics=metrics)
         ref = CheckpointRef(step=1, sequence=key.sequence, metrics=metrics)
         report = StepReported(trial=name, report=StepReport(step=1, metrics=metrics))
         record(report, CheckpointCommitted(trial=name, checkpoint=ref))

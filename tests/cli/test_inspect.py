@@ -33,7 +33,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import WriteStamp
 from prefect_tune.stores.posix_store import PosixStore, make_root
-from tests.fakes.checkpoints import first_generation, write
+from tests.fakes.checkpoints import first_generation, write_files
 from tests.fakes.command_line import PROGRAM, Run
 from tests.fakes.searches.experiments import write_experiment, write_search
 
@@ -319,7 +319,7 @@ def test_an_argument_that_is_missing_is_a_usage_error(run: Run, target: Path) ->
 def test_a_training_time_that_was_not_measured_is_left_out_and_never_0(run: Run, tmp_path: Path) -> None:
     target = tmp_path / "runs"
     for experiment, seconds, expected in (("unmeasured", 0.0, None), ("measured", 12.5, 12.5)):
-        directory = write(tmp_path / experiment, {"w": b"1"})
+        directory = write_files(tmp_path / experiment, {"w": b"1"})
         pt.save_checkpoint.fn(directory, target=target, experiment=experiment, step=1, trained_seconds=seconds)
         output = json.loads(run("show", target, experiment, "--json").out)
         facts = json.loads(run("report", target, experiment, "--json").out)

@@ -17,24 +17,24 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.cli.search import options_to_parameters, parse_space_option
 from prefect_tune.core.errors import InvalidInput
-from tests.fakes.command_line import PROGRAM, Done, Run
+from tests.fakes.command_line import PROGRAM, CommandResult, Run
 from tests.fakes.pages import ROOT, blocks_of
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.servers.processes import free_port
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.fakes.untrusted import TRAIN as TRUSTED
-from tests.fakes.untrusted import Untrusted, describe, untrusted_folder
+from tests.fakes.untrusted import Untrusted, make_untrusted_target, write_settings
 
 TRAIN = "tests.trainables.moody:train"
 MOODY = "tests.trainables.moody:Moody"
 
 
 @pytest.fixture
-def search(run: Run, prefect_server: str, tmp_path: Path) -> Callable[..., Done]:
+def search(run: Run, prefect_server: str, tmp_path: Path) -> Callable[..., CommandResult]:
     """Run a search called `e` from the command line, with a server, which limits runs by their tags."""
     assert prefect_server
 
-    def run_search(trainable: str, *arguments: object) -> Done:
+    def run_search(trainable: str, *arguments: object) -> CommandResult:
         return run("run", trainable, "--target", tmp_path, "--experiment", "e", "--metric", "loss", *arguments)
 
     return run_search
@@ -42,7 +42,7 @@ def search(run: Run, prefect_server: str, tmp_path: Path) -> Callable[..., Done]
 
 @pytest.mark.long
 def test_a_search_of_which_trials_errored_ends_with_3_and_can_rerun_them(
-    search: Callable[..., Done], run: Run, tmp_path: Path
+    search: Callable[..., CommandResult], run: Run, tmp_path: Path
 ) -> None:
     options = ("--set", "fails=raise", "--set", f"until={tmp_path / 'mended'}", "--stop", "step=3")
     result = search(MOODY, *options, "--num-samples", 1)
@@ -73,7 +73,7 @@ def test_a_report_without_the_metric_is_an_error_of_its_trial(run: Run, tmp_path
     assert "2 errored" in result.out
 
 
-def test_every_option_arrives(search: Callable[..., Done], tmp_path: Path) -> None:
+def test_every_option_arrives(search: Callable[..., CommandResult], tmp_path: Path) -> None:
     write_search(tmp_path, "first", {"00000": 0.5})
     (tmp_path / "space.yaml").write_text("x: {uniform: [0, 1e-1]}\nfails: no\n")
     result = search(
@@ -133,7 +133,7 @@ def test_interrupted_it_ends_with_130_and_says_how_to_go_on(
         text=True,
         cwd=Path(__file__).parents[2],
     )
-    until(lambda: any(tmp_path.glob("e/1/trials/*/checkpoints/*/manifest.json")), seconds=150)
+    wait_until(lambda: any(tmp_path.glob("e/1/trials/*/checkpoints/*/manifest.json")), seconds=150)
     process.send_signal(interrupt)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -265,7 +265,7 @@ def test_where_nobody_answers_it_ends_with_1(moods: Path, run: Run, tmp_path: Pa
 
 @pytest.fixture
 def untrusted_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
-    return untrusted_folder(tmp_path, monkeypatch)
+    return make_untrusted_target(tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("no_prefect_server")
@@ -286,6 +286,6 @@ def test_what_a_journal_chooses_is_refused_in_words_that_say_what_to_pass(
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_trainable_that_is_named_is_run(run: Run, untrusted_search: Untrusted) -> None:
     settings = {"space": {"x": 1.0}, "num_samples": 1, "metric": "loss", "isolation": "thread"}
-    describe(untrusted_search.target, "e", {"trainable": TRUSTED, **settings})
+    write_settings(untrusted_search.target, "e", {"trainable": TRUSTED, **settings})
     assert run("resume", untrusted_search.target.path, "e").code == 1
     assert run("resume", untrusted_search.target.path, "e", "--trainable", TRUSTED).code == 0

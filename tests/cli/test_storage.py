@@ -34,7 +34,7 @@ from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import WriteStamp
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.checkpoints import files_in, first_generation
+from tests.fakes.checkpoints import first_generation, read_files
 from tests.fakes.command_line import Run
 from tests.fakes.searches.experiments import write_experiment
 from tests.long_cases import long_after
@@ -76,27 +76,27 @@ def test_where_no_checkpoint_is_there_is_nothing_to_verify_and_that_is_said(run:
 def test_export_writes_the_newest_checkpoint_of_the_best_trial(run: Run, moods: Path, tmp_path: Path) -> None:
     result = run("export", moods, "moods", tmp_path / "best", "--json")
     assert json.loads(result.out) == {"trial": "00003", "step": 3, "directory": str(tmp_path / "best")}
-    exported = files_in(tmp_path / "best")
+    exported = read_files(tmp_path / "best")
     assert (set(exported), exported["count"]) == ({"count", "config.json", "metrics.json"}, b"3")
     results = pt.load_results(str(moods), "moods")
     assert json.loads(exported["config.json"]) == results.best.config
     assert json.loads(exported["metrics.json"]) == results.best.metrics
     again = run("export", moods, "moods", tmp_path / "best")
-    assert (again.code, files_in(tmp_path / "best")) == (0, exported), "an export is completed by another one"
+    assert (again.code, read_files(tmp_path / "best")) == (0, exported), "an export is completed by another one"
     (tmp_path / "best" / "config.json").write_bytes(exported["config.json"][:9])  # as an interrupted one
     assert run("export", moods, "moods", tmp_path / "best").code == 0
-    assert files_in(tmp_path / "best") == exported
+    assert read_files(tmp_path / "best") == exported
     assert results.export(tmp_path / "in python") == str(tmp_path / "in python")
-    assert files_in(tmp_path / "in python") == exported
+    assert read_files(tmp_path / "in python") == exported
 
 
 def test_a_plain_export_has_only_the_files_of_the_checkpoint(run: Run, moods: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert run("export", moods, "moods", tmp_path / "out").code == 0
         assert run("export", moods, "moods", tmp_path / "out", "--plain").code == 0
-        assert files_in(tmp_path / "out") == {"count": b"3"}
+        assert read_files(tmp_path / "out") == {"count": b"3"}
     pt.load_results(str(moods), "moods").export(tmp_path / "more", "00001", step=2, plain=True)
-    assert files_in(tmp_path / "more") == {"count": b"2"}
+    assert read_files(tmp_path / "more") == {"count": b"2"}
     with pytest.raises(pt.CheckpointNotFound, match="there is no checkpoint of step 7; there are: 2, 3"):
         pt.load_results(str(moods), "moods").export(tmp_path / "none", "00001", step=7)
 
@@ -106,7 +106,7 @@ def test_what_a_user_has_put_into_the_directory_is_not_overwritten(run: Run, moo
     (tmp_path / "out" / "config.json").write_text("mine")
     result = run("export", moods, "moods", tmp_path / "out")
     assert result.code == 2
-    assert files_in(tmp_path / "out") == {"config.json": b"mine"}
+    assert read_files(tmp_path / "out") == {"config.json": b"mine"}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_file_of_the_checkpoint_with_one_of_these_names_stays_as_it_is(
 ) -> None:
     write_experiment(tmp_path / "target", "e", [2], files=dict.fromkeys(own, b"of the model"))
     result = run("export", tmp_path / "target", "e", tmp_path / "out")
-    exported = files_in(tmp_path / "out")
+    exported = read_files(tmp_path / "out")
     assert [exported[name] for name in own] == [b"of the model"] * len(own)
     name = "trial-2-config.json" if "trial-config.json" in own else "trial-config.json"
     assert json.loads(exported[name]) == {"rate": 0.5}
@@ -125,7 +125,7 @@ def test_a_file_of_the_checkpoint_with_one_of_these_names_stays_as_it_is(
     metrics = "trial-metrics.json" if "metrics.json" in own else "metrics.json"
     assert json.loads(exported[metrics]) == {"loss": 0.5}
     assert run("export", tmp_path / "target", "e", tmp_path / "out").code == 0
-    assert files_in(tmp_path / "out") == exported
+    assert read_files(tmp_path / "out") == exported
 
 
 def test_a_checkpoint_from_before_an_exploit_has_the_configuration_of_that_time() -> None:
@@ -141,8 +141,8 @@ def test_a_checkpoint_from_before_an_exploit_has_the_configuration_of_that_time(
 def test_export_writes_a_named_trials_checkpoint_of_a_step(run: Run, moods: Path, tmp_path: Path) -> None:
     result = run("export", moods, "moods", tmp_path / "other", "--trial", "00001", "--step", 2)
     assert result.out == f"00001 step 2 is in {tmp_path / 'other'}\n"
-    assert files_in(tmp_path / "other")["count"] == b"2"
-    assert json.loads(files_in(tmp_path / "other")["metrics.json"])["loss"] is not None
+    assert read_files(tmp_path / "other")["count"] == b"2"
+    assert json.loads(read_files(tmp_path / "other")["metrics.json"])["loss"] is not None
 
 
 _HUGE_BYTES = 60 * 1024**3
@@ -309,7 +309,7 @@ OWNER = Owner(name="lively lynx", host="node-7", pid=4242)
 
 def is_deleted(experiment: Path) -> bool:
     """Return whether a deletion has left nothing but the marker of the next generation."""
-    return [str(path) for path in files_in(experiment)] == ["generations/0000000002.json"]
+    return [str(path) for path in read_files(experiment)] == ["generations/0000000002.json"]
 
 
 class _Terminal(io.StringIO):
@@ -337,21 +337,21 @@ def write_running(root: Path, name: str, *, status_age: timedelta | None, is_run
 
 def test_a_script_deletes_with_yes_and_is_told_what_went(target: Path, run: Run) -> None:
     write_experiment(target, "kept", [2])
-    before = files_in(target / "kept")
+    before = read_files(target / "kept")
     result = run("delete", target, "digits", "--yes")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("deleted: digits: 1 trial, 3 checkpoints, ")
     assert is_deleted(target / "digits")
-    assert files_in(target / "kept") == before
+    assert read_files(target / "kept") == before
     assert "there is no experiment 'digits'" in run("delete", target, "digits", "--yes").err
 
 
 def test_without_a_terminal_and_without_yes_nothing_is_deleted(target: Path, run: Run) -> None:
-    before = files_in(target)
+    before = read_files(target)
     result = run("delete", target, "digits")
     assert (result.code, result.out) == (2, "")
     assert "confirmation needs a terminal; without one, add --yes" in result.err
-    assert files_in(target) == before
+    assert read_files(target) == before
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
@@ -368,12 +368,12 @@ def test_on_a_terminal_it_asks_first(
 
 def test_what_a_run_owns_is_refused_with_its_name_and_the_next_move(tmp_path: Path, run: Run) -> None:
     write_running(tmp_path / "target", "runs", status_age=timedelta(0))
-    before = files_in(tmp_path / "target")
+    before = read_files(tmp_path / "target")
     result = run("delete", tmp_path / "target", "runs", "--yes")
     assert result.code == 2
     assert "lively lynx (pid 4242 on node-7) may still own it: 1 trial was running as of " in result.err
     assert "End that run first (cancel its flow run)" in result.err
-    assert files_in(tmp_path / "target") == before
+    assert read_files(tmp_path / "target") == before
     with pytest.raises(pt.InvalidInput, match="may still own it"):
         pt.delete_experiment("runs", target=str(tmp_path / "target"))
     assert run("delete", tmp_path / "target", "runs", "--yes", "--even-if-running").code == 0
@@ -382,10 +382,10 @@ def test_what_a_run_owns_is_refused_with_its_name_and_the_next_move(tmp_path: Pa
 
 def test_a_search_whose_process_lives_is_refused_also_between_two_trials(tmp_path: Path, run: Run) -> None:
     write_running(tmp_path / "target", "between", status_age=timedelta(0), is_running=False)
-    before = files_in(tmp_path / "target")
+    before = read_files(tmp_path / "target")
     result = run("delete", tmp_path / "target", "between", "--yes")
     assert "lively lynx (pid 4242 on node-7) may still own it: its process was alive as of " in result.err
-    assert files_in(tmp_path / "target") == before
+    assert read_files(tmp_path / "target") == before
     assert run("delete", tmp_path / "target", "between", "--yes", "--even-if-running").code == 0
     write_running(tmp_path / "target", "later", status_age=timedelta(0), is_running=False)  # another run owns it now
     stamp = WriteStamp(write_id="3", at="2026-11-21")

@@ -48,7 +48,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport, WriteStamp
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.stores.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_files import MemoryFiles, load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 NAME = "e"
@@ -161,7 +161,7 @@ class Session:
             key = CheckpointKey(trial=KEY, step=newest.step, sequence=newest.sequence)
             try:
                 self.parent = retried(lambda key=key: read_manifest(self.store, key))
-                self.head = retried(lambda: restored(self.store, self.parent))["head"]
+                self.head = retried(lambda: load_files(self.store, self.parent))["head"]
                 break
             except (CheckpointCorrupt, CheckpointNotFound) as bad:
                 self.parent = None
@@ -410,7 +410,7 @@ def _whole(store: ObjectStore, trial: Trial, witness: Witness) -> Iterator[str]:
     for each in trial.checkpoints:
         key = CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence)
         try:
-            found = restored(store, read_manifest(store, key))
+            found = load_files(store, read_manifest(store, key))
         except TuneError as broken:
             yield f"I1: step {each.step} ({each.sequence}) is live and cannot be restored: {broken}"
             continue

@@ -16,7 +16,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
 from tests.core.driver import Files
 from tests.core.protocol.population import Attempt, Chronicle, Search
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.memory_files import load_files
 
 KEEPS_TWO = Retention(last=2)
 _CHRONICLE = Chronicle()
@@ -100,7 +100,7 @@ def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial])
         folder = find_current_journal(store, experiment).trial_key(trial.id)
         for key in (folder.checkpoint_key(ref) for ref in trial.checkpoints):
             try:
-                if restored(store, read_manifest(store, key)) != content(key.trial.trial, key.step):
+                if load_files(store, read_manifest(store, key)) != content(key.trial.trial, key.step):
                     found.append(f"{key.folder} holds other bytes")
             except TuneError as error:
                 found.append(f"{key.folder}: {error}")

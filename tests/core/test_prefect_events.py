@@ -48,7 +48,7 @@ from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import make_objective
 from prefect_tune.core.values import StepReport
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.experiments import after
+from tests.fakes.searches.experiments import apply_events
 
 T = "00000"
 ADDED = TrialAdded(trial=T, config={}, proposed_by_search=True)
@@ -70,7 +70,7 @@ def payloads(*events: Event) -> list[dict[str, object]]:
     state: Experiment = empty_experiment(first_generation("first"))
     found: list[dict[str, object]] = []
     for event in events:
-        state = after(state, [event])
+        state = apply_events(state, [event])
         if event.type not in NOT_EMITTED:
             found.append({"name": event_name(event), **event_payload(event, state.trials.get(T))})
     return found
@@ -243,7 +243,7 @@ def trained(state: Experiment, trial: str, *losses: float, saved: bool = True, e
                 CheckpointCommitted(trial=trial, checkpoint=CheckpointRef(step=step, sequence=step, metrics=metrics))
             )
     events += [TrialFinished(trial=trial, reason="done")] if ends else []
-    return after(state, events)
+    return apply_events(state, events)
 
 
 def test_a_better_checkpoint_is_news_with_its_manifest_and_an_equal_one_is_none() -> None:
@@ -271,7 +271,7 @@ def test_of_several_metrics_the_next_decides_between_equals() -> None:
     def committed(other: float) -> object:
         metrics = {"loss": 0.5, "other": other}
         checkpoint = CheckpointRef(step=2, sequence=2, metrics=metrics)
-        better = after(state, [CheckpointCommitted(trial="00000", checkpoint=checkpoint)])
+        better = apply_events(state, [CheckpointCommitted(trial="00000", checkpoint=checkpoint)])
         return BestModelTracker(make_objective(["loss", "other"], "min"), state).on_commit(better.trial("00000"))
 
     state = trained(empty_experiment(first_generation("first")), "00000", 0.5)

@@ -29,8 +29,8 @@ from tests.core.protocol.meetings import Scene, saves, without_a_clone
 from tests.core.protocol.owners import old_owner
 from tests.core.protocol.population import SEARCH
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Failure
+from tests.fakes.stores.memory_files import load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -51,7 +51,9 @@ def second_after(operations: int) -> Choice:
     return choose
 
 
-def removed_up_to(store: MemoryStore, experiment: str, nth: int, way: Way, last: Sequence[CheckpointKey] = ()) -> bool:
+def removed_up_to(
+    store: MemoryStore, experiment: str, nth: int, way: Failure, last: Sequence[CheckpointKey] = ()
+) -> bool:
     """Delete the experiment, die at write `nth`; of one deletion, `last` goes last. Return whether it died."""
     kept = {key.manifest_path: store.objects[key.manifest_path] for key in last}
     dying = DyingStore(store, nth, way, only=WRITES)
@@ -64,7 +66,7 @@ def removed_up_to(store: MemoryStore, experiment: str, nth: int, way: Way, last:
 
 def ends_of_a_removal(scene: Scene) -> Iterator[Scene]:
     """The scene after each write at which deleting its source's experiment may die."""
-    for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Way.CRASH_AFTER, Way.TORN)):
+    for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Failure.CRASH_AFTER, Failure.TORN)):
         found = scene.again()
         if not removed_up_to(found.store, SEARCH.experiment, nth, way, found.doomed):
             return
@@ -111,7 +113,7 @@ def test_an_owner_whose_experiment_is_being_deleted_is_superseded_wherever_the_d
     for nth in range(1, 12):
         old = old_owner(3)
         assert isinstance(old.store, MemoryStore)
-        removed_up_to(old.store, NAME, nth, Way.TORN, old.doomed)
+        removed_up_to(old.store, NAME, nth, Failure.TORN, old.doomed)
         try:
             old.collect(old.doomed)
         except Superseded:
@@ -162,7 +164,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_restored_is_whole_or_not_found
     def read(scene: Scene, store: ObjectStore) -> None:
         key = newest(scene)
         try:
-            found = restored(store, read_manifest(store, key))
+            found = load_files(store, read_manifest(store, key))
             outcomes.add(found == scene.chronicle.saved[key.folder])
         except CheckpointNotFound:
             outcomes.add("not found")
@@ -176,7 +178,7 @@ def test_a_checkpoint_that_is_deleted_with_its_experiment_while_it_is_restored_i
     manifest = read_manifest(whole.store, newest(whole))
     for scene in ends_of_a_removal(whole):
         with suppress(CheckpointNotFound):
-            restored(scene.store, manifest)
+            load_files(scene.store, manifest)
 
 
 def test_a_checkpoint_whose_blobs_a_deletion_has_deleted_before_its_manifest_is_not_found() -> None:
@@ -187,7 +189,7 @@ def test_a_checkpoint_whose_blobs_a_deletion_has_deleted_before_its_manifest_is_
     end_generation(store, experiment, at="", by="remover")
     store.delete([each.path for folder in (experiment.entries_folder, KEY.blobs_folder) for each in store.list(folder)])
     with pytest.raises(CheckpointNotFound, match="its experiment is being deleted"):
-        restored(store, manifest)
+        load_files(store, manifest)
 
 
 def test_a_checkpoint_that_is_retired_while_it_is_inspected_is_not_damaged() -> None:
@@ -207,7 +209,7 @@ def test_an_altered_blob_of_a_live_checkpoint_is_damage() -> None:
     path = manifest.blob_path(0)
     scene.store.objects[path] = bytes(len(scene.store.objects[path]))
     with pytest.raises(CheckpointCorrupt, match="expected blake3"):
-        restored(scene.store, manifest)
+        load_files(scene.store, manifest)
 
 
 def test_who_may_read_a_checkpoint_and_not_its_journal_is_told_what_is_wrong_with_it() -> None:
@@ -223,4 +225,4 @@ def test_who_may_read_a_checkpoint_and_not_its_journal_is_told_what_is_wrong_wit
     store.objects = dict(scene.store.objects)
     del store.objects[manifest.blob_path(0)]
     with pytest.raises(CheckpointCorrupt, match="no such blob"):
-        restored(store, manifest)
+        load_files(store, manifest)

@@ -12,7 +12,7 @@ import pytest
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.demo import make_demo_plan
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
 
 @pytest.mark.parametrize(("steps", "save_every", "hit"), [(24, 6, 18), (4, 1, 3), (27, 6, 24), (101, 25, 100)])
@@ -80,7 +80,7 @@ def test_a_demo_that_is_terminated_removes_its_folder(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    until(lambda: list(tmp_path.glob("prefect-tune-drill-*")), seconds=120, what=lambda: f"{process.poll()}")
+    wait_until(lambda: list(tmp_path.glob("prefect-tune-drill-*")), seconds=120, what=lambda: f"{process.poll()}")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 128 + signal.SIGTERM
     assert not list(tmp_path.glob("prefect-tune-drill-*"))

@@ -43,7 +43,7 @@ from prefect_tune.drills.run_drill import (
 )
 from prefect_tune.drills.values import FileDifference
 from tests.drills.test_findings import MANIFEST
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.trainables.numpy_mlp import NumpyMlp
 
 MODEL = "prefect_tune.demo.model:Digits"
@@ -178,7 +178,7 @@ def test_what_a_module_starts_at_its_import_ends_with_the_check(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     require_importable("starts:train")
-    until(lambda: not _with_argument("sleep 604"), seconds=60, what=lambda: "the end of what it started")
+    wait_until(lambda: not _with_argument("sleep 604"), seconds=60, what=lambda: "the end of what it started")
 
 
 def test_a_module_that_drills_at_its_import_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -269,12 +269,12 @@ def test_an_interrupted_drill_ends_with_130_and_leaves_no_process_and_nothing_on
         stderr=subprocess.STDOUT,
         start_new_session=True,
     ) as drill:
-        until(lambda: list(target.rglob("manifest.json")), seconds=300, what=lambda: "a checkpoint")
+        wait_until(lambda: list(target.rglob("manifest.json")), seconds=300, what=lambda: "a checkpoint")
         drill.send_signal(signal.SIGINT)
         said = drill.communicate(timeout=120)[0].decode()
     assert drill.returncode == 130, said
     assert "Traceback" not in said
-    until(lambda: not _with_argument(str(target)), seconds=120, what=lambda: "the end of its runs")
+    wait_until(lambda: not _with_argument(str(target)), seconds=120, what=lambda: "the end of its runs")
     assert [each for each in target.rglob("*") if each.is_file() and ".tmp" not in each.parts] == []
 
 

@@ -47,12 +47,12 @@ from prefect_tune.executors.trial_executor import AttemptExited, Message, PostAr
 from prefect_tune.journal_access import current_owner, read_experiment
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.checkpoints import committed, first_generation, write
-from tests.fakes.outcomes import make_leave
+from tests.fakes.checkpoints import commit_files, first_generation, write_files
+from tests.fakes.outcomes import make_stop
 from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
 from tests.fakes.searches.far_searches import Death, FarSearch, nothing
 from tests.fakes.searches.pending_entries import limits_of
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
 NOW = timedelta(0)
 TRIAL = "00000"
@@ -86,9 +86,9 @@ def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
     target: LocalTarget, executor: RemoteExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = FarAttempt(target)
-    attempt.starts()
-    attempt.reports(1, 2, asks=True)
-    read, first_absent = PosixStore.read, f"{attempt.written + 1:010d}.json"
+    attempt.start()
+    attempt.report(1, 2, awaits_decision=True)
+    read, first_absent = PosixStore.read, f"{attempt.post_count + 1:010d}.json"
 
     def fails_once(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         if path.endswith(first_absent):
@@ -108,7 +108,7 @@ def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call
     target: LocalTarget, executor: RemoteExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = FarAttempt(target)
-    attempt.starts()
+    attempt.start()
 
     def refuses(*_: object) -> None:
         raise StoreRefused("403")
@@ -118,7 +118,7 @@ def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call
         executor.stop_all()
     monkeypatch.undo()
     executor.stop_all()
-    assert attempt.answer(0) == CheckpointAndStop()
+    assert attempt.read_answer(0) == CheckpointAndStop()
 
 
 def test_a_next_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(target: LocalTarget) -> None:
@@ -126,24 +126,24 @@ def test_a_next_attempt_that_begins_where_it_should_be_decided_about_is_asked_ab
     again: list[FarAttempt] = []
 
     def ends() -> None:
-        attempt.saves(4)
-        attempt.reports(5)
+        attempt.save(4)
+        attempt.report(5)
         search.machines.end(TRIAL)
 
     def begins() -> None:
         again.append(FarAttempt(target))
-        again[0].starts()
+        again[0].start()
 
-    search.live(nothing, attempt.starts, ends, nothing, begins, nothing, nothing)
+    search.simulate(nothing, attempt.start, ends, nothing, begins, nothing, nothing)
     assert (again[0].trial.attempt, again[0].trial.outbox) == (2, 2)
-    assert again[0].answer(4) == ContinueTraining(decision_step=9)
+    assert again[0].read_answer(4) == ContinueTraining(decision_step=9)
 
 
 def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
     target: LocalTarget,
 ) -> None:
     def orders_of(search: FarSearch) -> AttemptRequest:
-        search.live(nothing)
+        search.simulate(nothing)
         return search.machines.requests[0]
 
     first, resumed = orders_of(FarSearch(target)), orders_of(FarSearch(target))
@@ -163,8 +163,8 @@ def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_reported
     kind: type[Exception],
 ) -> None:
     attempt = FarAttempt(target)
-    attempt.starts()
-    attempt.reports(1, 2, asks=True)
+    attempt.start()
+    attempt.report(1, 2, awaits_decision=True)
 
     def refuses(*_: object, **__: object) -> bytes:
         raise kind("the credentials have expired")
@@ -190,8 +190,8 @@ def test_outboxes_are_read_and_answers_are_written_side_by_side(
     for trial in trials:
         executor.start_attempt(plan_at(target, trial), attempt_request(trial, milestone=1))
         attempt = FarAttempt(target, trial)
-        attempt.starts()
-        attempt.reports(1, asks=True)
+        attempt.start()
+        attempt.report(1, awaits_decision=True)
     together = threading.Barrier(len(trials), timeout=60)
     for name in ("read", "create"):
         monkeypatch.setattr(PosixStore, name, _after(together, getattr(PosixStore, name)))
@@ -215,7 +215,7 @@ def test_one_outbox_that_cannot_be_read_does_not_end_the_search_of_the_others(
     executor = RemoteExecutor(target, FarMachines(), NOW)
     for trial in ("00000", "00001"):
         executor.start_attempt(plan_at(target, trial), attempt_request(trial))
-        FarAttempt(target, trial).starts()
+        FarAttempt(target, trial).start()
     read = PosixStore.read
 
     def refuses_one(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
@@ -234,9 +234,9 @@ def test_the_end_of_an_attempt_is_known_once_its_outbox_is_read(
     machines = FarMachines()
     executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
     executor.start_attempt(plan_at(target), attempt_request())
-    attempt.starts()
+    attempt.start()
     executor.poll_messages(NOW)
-    attempt.writes(TrialFinished(trial="00000", reason="enough"))
+    attempt.post(TrialFinished(trial="00000", reason="enough"))
     machines.end("00000")
 
     def refuses(*_: object, **__: object) -> bytes:
@@ -259,9 +259,9 @@ def test_an_outbox_with_very_many_posts_is_read_in_parts_and_the_end_of_its_atte
     machines = FarMachines()
     executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
     executor.start_attempt(plan_at(target), attempt_request())
-    attempt.starts()
+    attempt.start()
     for step in range(1, 450):
-        attempt.writes(StepReported(trial=TRIAL, report=StepReport(step=step, metrics={})))
+        attempt.post(StepReported(trial=TRIAL, report=StepReport(step=step, metrics={})))
     machines.end(TRIAL)
     read = PosixStore.read
 
@@ -282,7 +282,7 @@ def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
     target: LocalTarget, executor: RemoteExecutor
 ) -> None:
     old = FarAttempt(target)
-    old.starts()
+    old.start()
     executor.poll_messages(NOW)
     executor.stop_all()
     with target.open(timeout=MINUTE) as store:
@@ -295,7 +295,7 @@ def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
         ]
     )
     assert [*executor.poll_messages(NOW), *executor.poll_messages(NOW)] == []
-    assert [old.answer(step, attempt=2) for step in (0, 1)] == [None, None]
+    assert [old.read_answer(step, attempt=2) for step in (0, 1)] == [None, None]
 
 
 class Deletions:
@@ -340,21 +340,21 @@ def test_posts_are_received_in_order_each_once_and_then_deleted_except_the_first
 ) -> None:
     attempt = FarAttempt(target)
     search = FarSearch(target, period=NOW)
-    search.live(nothing, attempt.starts, lambda: attempt.reports(1, 2), nothing, lambda: attempt.reports(3), nothing)
-    until(lambda: posts_of(target) == [1])
+    search.simulate(nothing, attempt.start, lambda: attempt.report(1, 2), nothing, lambda: attempt.report(3), nothing)
+    wait_until(lambda: posts_of(target) == [1])
     assert received(target) == [1, 2, 3, 4]
-    FarSearch(target, period=NOW).live(nothing, lambda: attempt.reports(4), nothing)
-    until(lambda: posts_of(target) == [1])
+    FarSearch(target, period=NOW).simulate(nothing, lambda: attempt.report(4), nothing)
+    wait_until(lambda: posts_of(target) == [1])
     assert received(target) == [1, 2, 3, 4, 5]
     assert all(int(name) <= trial.last_post for name, trial in deletions.in_folder("outbox"))
 
 
 def test_a_post_that_the_last_search_has_not_journaled_is_received_by_the_next(target: LocalTarget) -> None:
     attempt = FarAttempt(target)
-    FarSearch(target).live(nothing, attempt.starts, nothing, lambda: attempt.reports(1, 2), nothing)
-    attempt.reports(3)
+    FarSearch(target).simulate(nothing, attempt.start, nothing, lambda: attempt.report(1, 2), nothing)
+    attempt.report(3)
     posts = len(received(target))
-    state = FarSearch(target).live(nothing, nothing)
+    state = FarSearch(target).simulate(nothing, nothing)
     assert (posts, received(target), state.trial(TRIAL).step) == (0, [1, 2, 3, 4], 3)
 
 
@@ -363,20 +363,20 @@ def test_what_a_remote_attempt_retires_is_deleted_once_that_is_journaled(
 ) -> None:
     attempt, key = FarAttempt(target), plan_at(target).trial
     for sequence in (1, 2):
-        staged = write(tmp_path / f"{sequence}", {"weights": bytes([sequence])})
+        staged = write_files(tmp_path / f"{sequence}", {"weights": bytes([sequence])})
         with target.open(timeout=MINUTE) as store:
-            committed(store, staged, CheckpointKey(trial=key, step=sequence, sequence=sequence))
+            commit_files(store, staged, CheckpointKey(trial=key, step=sequence, sequence=sequence))
 
     def retires() -> None:
         report = StepReported(trial=TRIAL, report=StepReport(step=2, metrics={}))
-        attempt.writes(
+        attempt.post(
             report,
             CheckpointCommitted(trial=TRIAL, checkpoint=CheckpointRef(step=2, sequence=2), retired_sequences=(1,)),
         )
 
-    FarSearch(target).live(nothing, attempt.starts, lambda: attempt.saves(1), nothing, retires, nothing, nothing)
-    FarSearch(target, period=NOW).live(nothing, nothing)
-    until(lambda: deletions.in_folder("0000000001-0000000001"))
+    FarSearch(target).simulate(nothing, attempt.start, lambda: attempt.save(1), nothing, retires, nothing, nothing)
+    FarSearch(target, period=NOW).simulate(nothing, nothing)
+    wait_until(lambda: deletions.in_folder("0000000001-0000000001"))
     (deleted,) = deletions.in_folder("0000000001-0000000001")
     assert [each.sequence for each in deleted[1].checkpoints] == [2]
     assert not deletions.in_folder("0000000002-0000000002")
@@ -386,10 +386,10 @@ def test_deletions_that_fail_do_not_end_the_search(target: LocalTarget, deletion
     attempt, deletions.error = FarAttempt(target), StoreRefused("s3:DeleteObject")
 
     def tries_to_delete_the_last() -> None:
-        until(lambda: "0000000003" in dict(deletions.in_folder("outbox")))
+        wait_until(lambda: "0000000003" in dict(deletions.in_folder("outbox")))
 
-    happens = [partial(attempt.reports, step) for step in (1, 2)]
-    FarSearch(target, period=NOW).live(nothing, attempt.starts, *happens, nothing, tries_to_delete_the_last, nothing)
+    happens = [partial(attempt.report, step) for step in (1, 2)]
+    FarSearch(target, period=NOW).simulate(nothing, attempt.start, *happens, nothing, tries_to_delete_the_last, nothing)
     assert (received(target), posts_of(target)) == ([1, 2, 3], [1, 2, 3])
 
 
@@ -398,7 +398,7 @@ def test_deletions_that_fail_do_not_end_the_search(target: LocalTarget, deletion
 
 KEY = TrialKey(experiment="e", generation=1, trial="00000")
 PROCEED = ContinueTraining(decision_step=9)
-LEAVE = make_leave("enough", save=True, trial=KEY.trial)
+LEAVE = make_stop("enough", save=True, trial=KEY.trial)
 
 
 class Ends:
@@ -439,9 +439,9 @@ def test_a_trial_whose_reads_are_refused_for_a_while_gets_the_answer_later_and_w
     with caplog.at_level(logging.WARNING, logger="prefect_tune"):
         monkeypatch.setattr(PosixStore, "read", refuses)
         ends.ask(3)
-        until(lambda: not refusals)
+        wait_until(lambda: not refusals)
         ends.say(PROCEED, 3)
-        until(lambda: ends.received)
+        wait_until(lambda: ends.received)
     assert ends.received == [PROCEED]
     assert [each.getMessage() for each in caplog.records if each.name == "prefect_tune"] == [
         "trial 00000 cannot read decisions from the target: StoreRefused: AccessDenied"
@@ -454,7 +454,7 @@ def test_a_trial_whose_answer_cannot_be_read_saves_and_ends(ends: Ends, damaged:
     path.parent.mkdir(parents=True)
     path.write_bytes(damaged)
     ends.ask(3)
-    until(ends.link.stop.is_set)
+    wait_until(ends.link.stop.is_set)
     assert ends.received == []
 
 
@@ -465,7 +465,7 @@ def test_a_trial_that_waits_for_a_search_whose_successor_has_ended_its_attempt_s
     ends.ask(3)
     with ends.target.open(timeout=timedelta(seconds=9)) as store:
         close_outbox(store, KEY, 1, 0, "the next owner", new_write_stamp())
-    until(ends.link.stop.is_set)
+    wait_until(ends.link.stop.is_set)
     assert ends.received == []
 
 
@@ -480,7 +480,7 @@ def test_a_trial_gets_its_answers_after_an_error_of_its_machine(ends: Ends, monk
     monkeypatch.setattr(PosixStore, "read", fails)
     ends.ask(3)
     ends.say(PROCEED, 3)
-    until(lambda: ends.received == [PROCEED])
+    wait_until(lambda: ends.received == [PROCEED])
 
 
 def test_a_retry_of_the_task_gets_answers_through_the_link_that_was_closed(ends: Ends) -> None:
@@ -489,16 +489,16 @@ def test_a_retry_of_the_task_gets_answers_through_the_link_that_was_closed(ends:
     ends.link.start_polling()
     ends.ask(3)
     ends.say(PROCEED, 3)
-    until(lambda: ends.received == [PROCEED])
+    wait_until(lambda: ends.received == [PROCEED])
 
 
 def test_an_answer_without_a_question_is_delivered_once(ends: Ends) -> None:
     ends.say(LEAVE)
-    until(lambda: ends.received)
+    wait_until(lambda: ends.received)
     ends.ask(3)
     time.sleep(0.2)
     ends.say(PROCEED, 3)
-    until(lambda: PROCEED in ends.received)
+    wait_until(lambda: PROCEED in ends.received)
     assert ends.received == [LEAVE, PROCEED]
 
 
@@ -531,30 +531,30 @@ def attempt(target: LocalTarget) -> FarAttempt:
 
 
 def test_one_that_has_reported_nothing_yet_gets_a_request_to_stop(target: LocalTarget, attempt: FarAttempt) -> None:
-    FarSearch(target).live(nothing, attempt.starts, nothing)
+    FarSearch(target).simulate(nothing, attempt.start, nothing)
     resumed = FarSearch(target)
-    resumed.live(nothing, lambda: resumed.stop(TRIAL), nothing)
+    resumed.simulate(nothing, lambda: resumed.stop(TRIAL), nothing)
     assert resumed.machines.started == [(TRIAL, 1, None)]
-    assert attempt.answer() == make_leave("enough", save=True, trial=TRIAL)
+    assert attempt.read_answer() == make_stop("enough", save=True, trial=TRIAL)
 
 
 def test_one_that_was_to_stop_while_no_search_ran_gets_the_request_and_ends_by_itself(
     target: LocalTarget, attempt: FarAttempt
 ) -> None:
-    FarSearch(target).live(nothing, attempt.starts, lambda: attempt.reports(1), nothing)
+    FarSearch(target).simulate(nothing, attempt.start, lambda: attempt.report(1), nothing)
     resumed = FarSearch(target)
     resumed.stop(TRIAL)
-    running = resumed.live(nothing, lambda: attempt.reports(2), nothing)
-    assert attempt.answer() == make_leave("enough", save=True, trial=TRIAL)
+    running = resumed.simulate(nothing, lambda: attempt.report(2), nothing)
+    assert attempt.read_answer() == make_stop("enough", save=True, trial=TRIAL)
     assert (running.trial(TRIAL).phase, running.trial(TRIAL).step) == (Phase.RUNNING, 2)
 
 
 def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_are_now(target: LocalTarget) -> None:
     attempts = [FarAttempt(target, trial) for trial in ("00000", "00001")]
-    FarSearch(target, samples=2).live(nothing, *(each.starts for each in attempts), nothing)
+    FarSearch(target, samples=2).simulate(nothing, *(each.start for each in attempts), nothing)
     resumed = FarSearch(target, samples=2, limits=limits_of(1))
-    resumed.live(nothing, resumed.stop, nothing)
-    assert [each.answer() for each in attempts] == [CheckpointAndStop()] * 2
+    resumed.simulate(nothing, resumed.stop, nothing)
+    assert [each.read_answer() for each in attempts] == [CheckpointAndStop()] * 2
     assert resumed.machines.is_withdrawn
 
 
@@ -588,10 +588,10 @@ def test_one_that_asks_where_an_earlier_owner_wanted_it_to_is_answered_by_todays
     answer: ContinueTraining,
     decided: list[int],
 ) -> None:
-    FarSearch(target, before).live(nothing, attempt.starts, lambda: attempt.reports(1), nothing)
+    FarSearch(target, before).simulate(nothing, attempt.start, lambda: attempt.report(1), nothing)
     resumed = FarSearch(target, now)
-    state = resumed.live(nothing, lambda: attempt.reports(*reports, asks=True), nothing, nothing)
-    assert attempt.answer(reports[-1]) == answer
+    state = resumed.simulate(nothing, lambda: attempt.report(*reports, awaits_decision=True), nothing, nothing)
+    assert attempt.read_answer(reports[-1]) == answer
     assert [each.report.step for each in state.trial(TRIAL).policy_events if each.report] == decided
 
 
@@ -628,26 +628,28 @@ def test_one_that_was_to_exploit_another_and_got_no_answer_leaves_for_it(
         raise Death
 
     monkeypatch.setattr(RemoteExecutor, "send_decision", dies)
-    died = FarSearch(target, Exploiting()).live(nothing, attempt.starts, lambda: attempt.saves(2, asks=True), nothing)
-    assert (died.trial(TRIAL).pending_exploit is not None, attempt.answer(2)) == (True, None)
+    died = FarSearch(target, Exploiting()).simulate(
+        nothing, attempt.start, lambda: attempt.save(2, awaits_decision=True), nothing
+    )
+    assert (died.trial(TRIAL).pending_exploit is not None, attempt.read_answer(2)) == (True, None)
     monkeypatch.undo()
-    FarSearch(target, Exploiting()).live(nothing, nothing)
-    assert attempt.answer(2) == StopTrial(outcome=TrialPaused(trial=TRIAL, reason="better"), save=False)
+    FarSearch(target, Exploiting()).simulate(nothing, nothing)
+    assert attempt.read_answer(2) == StopTrial(outcome=TrialPaused(trial=TRIAL, reason="better"), save=False)
 
 
 def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_today(
     target: LocalTarget, attempt: FarAttempt
 ) -> None:
-    FarSearch(target).live(nothing, attempt.starts, lambda: attempt.saves(1), nothing)
-    limits = limits_of(2, has_had_enough=lambda trial: trial.step >= 4)
+    FarSearch(target).simulate(nothing, attempt.start, lambda: attempt.save(1), nothing)
+    limits = limits_of(2, meets_stop_criterion=lambda trial: trial.step >= 4)
     resumed = FarSearch(target, limits=limits)
 
     def ends() -> None:
-        attempt.saves(2)
-        attempt.writes(TrialFinished(trial=TRIAL, reason="2 steps are done"))
+        attempt.save(2)
+        attempt.post(TrialFinished(trial=TRIAL, reason="2 steps are done"))
         resumed.machines.end(TRIAL)
 
-    state = resumed.live(nothing, ends, nothing, nothing)
+    state = resumed.simulate(nothing, ends, nothing, nothing)
     assert resumed.machines.started == [(TRIAL, 1, None), (TRIAL, 2, None)]
     assert (state.trial(TRIAL).phase, state.trial(TRIAL).step) == (Phase.PENDING, 2)
 
@@ -656,9 +658,9 @@ def test_one_that_had_not_begun_when_its_search_was_stopped_is_stopped_no_more_w
     target: LocalTarget, attempt: FarAttempt
 ) -> None:
     search = FarSearch(target)
-    search.live(nothing, search.stop, nothing)
-    assert attempt.answer(attempt=1) == CheckpointAndStop()
+    search.simulate(nothing, search.stop, nothing)
+    assert attempt.read_answer(attempt=1) == CheckpointAndStop()
     resumed = FarSearch(target)
-    resumed.live(nothing)
+    resumed.simulate(nothing)
     assert resumed.machines.started == [(TRIAL, 1, None)]
-    assert attempt.answer(attempt=1) is None
+    assert attempt.read_answer(attempt=1) is None

@@ -22,7 +22,7 @@ import prefect_tune as pt
 from prefect_tune.executors import trial_executor
 from prefect_tune.executors.trial_executor import make_local_slots
 from prefect_tune.parameters.search_plan import SearchPlan
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.long_cases import long_after
 
 TENANT = "tests.trainables.tenant:Tenant"
@@ -229,7 +229,7 @@ def test_a_tag_of_the_caller_is_that_of_its_attempts_only_and_their_waits_end_wi
             return {run.name for run in client.read_task_runs(task_run_filter=tagged)}
 
     expected = {f"train {trial} · attempt 1" for trial in results.trials}
-    until(lambda: names() == expected, seconds=60, what=lambda: str(names()))
+    wait_until(lambda: names() == expected, seconds=60, what=lambda: str(names()))
 
 
 @pytest.mark.deep

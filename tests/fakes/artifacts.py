@@ -13,7 +13,7 @@ from prefect_tune.artifact_sync import ArtifactMirror
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.errors import DeadlineExceeded
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from tests.fakes.checkpoints import files_in
+from tests.fakes.checkpoints import read_files
 from tests.fakes.stores.memory_store import ParallelMemoryStore
 
 FILES = {"log.txt": b"line\n", "plots/loss.svg": b"<svg/>", "empty": b"", "big.bin": bytes(range(256)) * 70_000}
@@ -73,8 +73,8 @@ class BucketTarget(StorageTarget):
         yield BUCKETS[self.name]
 
 
-def fetched(store: ObjectStore, tmp_path: Path, remote: str = REMOTE) -> dict[str, bytes]:
+def download_files(store: ObjectStore, tmp_path: Path, remote: str = REMOTE) -> dict[str, bytes]:
     """Return the files that a reader of the target gets."""
     there = tmp_path / f"fetched-{time.monotonic_ns()}"
     ArtifactMirror(there).download(store, remote, ())
-    return files_in(there)
+    return read_files(there)

@@ -32,7 +32,7 @@ class CheckpointUser:
         self.process.stdin.write(pickle.dumps(checkpoint).hex() + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> str:
+    def read_line(self) -> str:
         """Return the next line it prints."""
         assert self.process.stdout
         assert self.process.stderr
@@ -40,7 +40,7 @@ class CheckpointUser:
             return line.rstrip("\n")
         raise AssertionError(self.process.stderr.read())
 
-    def go_on(self) -> int:
+    def finish(self) -> int:
         """Let it end, and return its exit code."""
         _, said = self.process.communicate("\n", timeout=60)
         sys.stderr.write(said)

@@ -18,24 +18,24 @@ FILES = {"model/weights.bin": bytes(range(256)) * 20_000, "model/config.json": b
 MINUTE = timedelta(minutes=1)
 
 
-def write(directory: Path, files: dict[str, bytes]) -> Path:
+def write_files(directory: Path, files: dict[str, bytes]) -> Path:
     for path, data in files.items():
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_bytes(data)
     return directory
 
 
-def files_in(directory: str | Path) -> dict[str, bytes]:
+def read_files(directory: str | Path) -> dict[str, bytes]:
     root = Path(directory)
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def committed(store: ObjectStore, staged: Path, key: CheckpointKey = KEY, **about: object) -> None:
+def commit_files(store: ObjectStore, staged: Path, key: CheckpointKey = KEY, **about: object) -> None:
     said = CheckpointMetadata(attempt=1, term=1, write_id=f"{key.name}", created_at="now", **about)
     commit_checkpoint(store, key, StagedFiles(staged), said, reuse=find_reusable_bytes(store, key.trial, None, 0))
 
 
-class Opens:
+class TargetOpener:
     """Like the `open` of a block: it can be pickled, and opens a target's root."""
 
     def __init__(self, root: Path) -> None:
@@ -45,7 +45,7 @@ class Opens:
         return open_location(parse_uri(self.root), timeout=timeout)
 
 
-def copies(temporary_files: Path) -> list[str]:
+def shared_copies(temporary_files: Path) -> list[str]:
     """Return the shared copies of checkpoints."""
     return sorted(str(path) for path in temporary_files.glob("prefect-tune-*/node/*/*copy*"))
 

@@ -11,19 +11,19 @@ from typing import IO
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandResult:
     code: object
     out: str
     err: str
 
 
-Run = Callable[..., Done]
+Run = Callable[..., CommandResult]
 
 PROGRAM = [sys.executable, "-c", "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"]
 """Begins the command of a process of its own."""
 
 
-def run_in_process(*arguments: object, stdout: IO[str] | None = None, **environment: str) -> Done:
+def run_in_process(*arguments: object, stdout: IO[str] | None = None, **environment: str) -> CommandResult:
     """Call the command line in a process of its own, with more environment; `stdout` is captured unless it is given."""
     done = subprocess.run(
         [*PROGRAM, *map(str, arguments)],
@@ -33,4 +33,4 @@ def run_in_process(*arguments: object, stdout: IO[str] | None = None, **environm
         text=True,
         check=False,
     )
-    return Done(done.returncode, done.stdout or "", done.stderr)
+    return CommandResult(done.returncode, done.stdout or "", done.stderr)

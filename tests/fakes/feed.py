@@ -39,7 +39,7 @@ class Feed:
     def names(self, *prefixes: str) -> list[str]:
         return [each["event"] for each in self.read(*prefixes)]
 
-    def until(self, holds: Callable[[Sequence[dict[str, Any]]], object], *prefixes: str) -> list[dict[str, Any]]:
+    def wait_until(self, holds: Callable[[Sequence[dict[str, Any]]], object], *prefixes: str) -> list[dict[str, Any]]:
         """Return the events once they meet the condition: the server writes them every few seconds."""
         end = time.monotonic() + _PERSISTED_SECONDS
         while not holds(found := self.read(*prefixes)):

@@ -12,7 +12,7 @@ class Tags(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self._open: list[str] = []
         self.feed(html)
@@ -20,14 +20,14 @@ class Tags(HTMLParser):
 
     @property
     def names(self) -> set[str]:
-        return {tag for tag, _ in self.found}
+        return {tag for tag, _ in self.elements}
 
     @property
     def attributes(self) -> set[str]:
-        return {name for _, known in self.found for name in known}
+        return {name for _, known in self.elements for name in known}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs)))
         if tag not in _VOID:
             self._open.append(tag)
 

@@ -22,7 +22,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 @dataclass
-class Shown:
+class CellOutput:
     """The output of one cell: displays are updated in place, as a frontend does."""
 
     displays: dict[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Shown:
     """The name and the text of its exception."""
     traceback: str = ""
 
-    def take(self, kind: str, content: Mapping[str, Any]) -> None:
+    def apply_message(self, kind: str, content: Mapping[str, Any]) -> None:
         match kind:
             case "display_data" | "update_display_data":
                 name = content["transient"].get("display_id", f"without id {len(self.displays)}")
@@ -65,19 +65,19 @@ class Kernel:
         self._manager = manager
         self._client = client
 
-    def run(self, code: str) -> Shown:
+    def run(self, code: str) -> CellOutput:
         """Run a cell that must not fail."""
-        shown = self.ended(self.begin(code))
+        shown = self.wait_for_cell(self.start_cell(code))
         assert not shown.error, shown.traceback
         return shown
 
-    def begin(self, code: str) -> str:
+    def start_cell(self, code: str) -> str:
         """Run a cell, and do not wait for it. Return its id."""
         return str(self._client.execute(code))
 
-    def ended(self, cell: str, meanwhile: Callable[[Shown], None] = lambda _: None) -> Shown:
+    def wait_for_cell(self, cell: str, meanwhile: Callable[[CellOutput], None] = lambda _: None) -> CellOutput:
         """Wait for the end of a cell; `meanwhile` is called after each message."""
-        shown, until = Shown(), time.monotonic() + _PATIENCE_SECONDS
+        shown, until = CellOutput(), time.monotonic() + _PATIENCE_SECONDS
         while True:
             assert time.monotonic() < until, shown
             try:
@@ -87,7 +87,7 @@ class Kernel:
             kind, content = message["msg_type"], message["content"]
             if kind == "status" and content["execution_state"] == "idle" and message["parent_header"]["msg_id"] == cell:
                 return shown
-            shown.take(kind, content)
+            shown.apply_message(kind, content)
             meanwhile(shown)
 
     def interrupt(self) -> None:
@@ -96,7 +96,7 @@ class Kernel:
 
 
 @contextmanager
-def kernel_in(folder: Path, environment: Mapping[str, str]) -> Iterator[Kernel]:
+def start_kernel(folder: Path, environment: Mapping[str, str]) -> Iterator[Kernel]:
     """Start a kernel that works in `folder`."""
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(folder), env={**os.environ, **environment})
@@ -113,12 +113,12 @@ def kernel_in(folder: Path, environment: Mapping[str, str]) -> Iterator[Kernel]:
 # The shipped notebook, run by a kernel.
 
 
-def executed(cells: NotebookNode, folder: Path, environment: Mapping[str, str]) -> NotebookNode:
+def run_notebook(cells: NotebookNode, folder: Path, environment: Mapping[str, str]) -> NotebookNode:
     """Run all cells of a notebook in `folder`, and return it with its outputs. Raises if a cell fails."""
     with patch.dict(os.environ, environment):  # which a kernel inherits
         ExecutePreprocessor(timeout=300).preprocess(cells, {"metadata": {"path": str(folder)}})
     return cells
 
 
-def shipped() -> NotebookNode:
+def read_notebook() -> NotebookNode:
     return nbformat.read(Path(__file__).parents[2] / "examples" / "search.ipynb", as_version=4)

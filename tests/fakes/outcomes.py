@@ -12,7 +12,7 @@ def make_failure(text: str, cause: Cause = Cause.TRAINABLE, *, trial: str = "t",
     return AttemptEnded(trial=trial, cause=cause, reason=make_reason("raised", text=text, **arguments))
 
 
-def make_leave(reason: str, *, save: bool, trial: str = "t") -> StopTrial:
+def make_stop(reason: str, *, save: bool, trial: str = "t") -> StopTrial:
     """Return the message by which a stop request ends one trial."""
     return StopTrial(outcome=TrialFinished(trial=trial, reason=reason, kind=FinishKind.STOPPED), save=save)
 

@@ -13,79 +13,85 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from tests.fakes.trial_processes import Family, messages_of, start_of, started_process, supervised_process, until
+from tests.fakes.trial_processes import (
+    Family,
+    make_start,
+    receive_messages,
+    started_process,
+    supervised_process,
+    wait_until,
+)
 from tests.flows.forked_programs import preloaded
 from tests.trainables.processes.forked import daemonizes
-from tests.trainables.witness import acts_of
+from tests.trainables.witness import Act, acts_of
 
-PATIENCE_SECONDS = 60.0  # the machine may be busy with other tests
-_STARTED = 3  # by the trial: in its session, in a session of its own, and an orphan
+TIMEOUT_SECONDS = 60.0  # the machine may be busy with other tests
 
 
 @dataclass(frozen=True)
-class Watched:
+class SupervisedTrial:
     """A supervisor and its trial, in processes that the test may kill."""
 
     supervisor: BaseProcess
     folder: Path
-    ours: Family
+    family: Family
+
+    def acts(self, *names: str) -> list[Act]:
+        return [act for act in acts_of(self.folder / "witness") if act.act in names]
 
     @property
-    def trial(self) -> int:
-        return next(each.pid for each in acts_of(self.folder / "witness") if each.act == "begin")
+    def trial_pid(self) -> int:
+        return self.acts("begin")[0].pid
 
     @property
-    def started(self) -> set[int]:
-        """Return the processes that the trial has started."""
-        return {each.step for each in acts_of(self.folder / "witness") if each.act in ("child", "orphan")}
+    def started_pids(self) -> set[int]:
+        """The processes that the trial has started."""
+        return {act.step for act in self.acts("child", "orphan")}
 
     @property
-    def in_group(self) -> int:
-        """Return the one of them that is in the trial's process group."""
-        return next(each.step for each in acts_of(self.folder / "witness") if each.act == "child")
+    def child_pid(self) -> int:
+        """The one of them that is in the trial's process group."""
+        return self.acts("child")[0].step
 
     @property
-    def orphan(self) -> int:
-        return next(each.step for each in acts_of(self.folder / "witness") if each.act == "orphan")
-
-    def has_begun(self) -> bool:
-        return any(each.act == "begin" for each in acts_of(self.folder / "witness"))
+    def orphan_pid(self) -> int:
+        return self.acts("orphan")[0].step
 
     def kill(self, *names: str) -> None:
         """Kill processes by name; all of them before one can react."""
-        known = {"supervisor": self.supervisor.pid, "trial": self.trial}
-        pids = [known.get(name) or self.ours.one(name) for name in names]
+        pids_by_name = {"supervisor": self.supervisor.pid, "trial": self.trial_pid}
+        pids = [pids_by_name.get(name) or self.family.wait_for_one(name) for name in names]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         for pid in pids:
             with suppress(ProcessLookupError):  # the kernel has ended it with the one before
                 os.kill(pid, signal.SIGKILL)
 
-    def living(self) -> set[int]:
+    def living_pids(self) -> set[int]:
         """Return which of the trial's process and its descendants are alive."""
-        return {self.trial, *self.started} & set(self.ours.pids())
+        return {self.trial_pid, *self.started_pids} & set(self.family.pids())
 
 
 @contextmanager
-def watched(folder: Path, way: str, *, stubborn: bool = False) -> Iterator[Watched]:
+def supervise_trial(folder: Path, way: str, *, stubborn: bool = False) -> Iterator[SupervisedTrial]:
     """Train a trial that starts processes; fail if one of them outlives the block.
 
     The trial's process is forked as by `tune` ("search"), by `durable_trainable` ("training"), or by a worker of Dask
     or Ray or a deployment ("elsewhere"); or it is "started". With `stubborn`, what it starts ignores SIGTERM.
     """
     folder.mkdir(exist_ok=True)
-    ours = Family()
-    supervisor = preloaded().Process(target=_supervise, args=(str(folder), way, stubborn, ours.variable))
+    family = Family()
+    supervisor = preloaded().Process(target=_supervise, args=(str(folder), way, stubborn, family.variable))
     supervisor.start()
     try:
-        made = Watched(supervisor, folder, ours)
-        until(made.has_begun, seconds=PATIENCE_SECONDS, what=lambda: f"a trial: {ours.names()}")
-        assert len(made.started) == _STARTED
-        yield made
+        trial = SupervisedTrial(supervisor, folder, family)
+        wait_until(lambda: trial.acts("begin"), seconds=TIMEOUT_SECONDS, what=lambda: f"a trial: {family.names()}")
+        assert len(trial.started_pids) == 3  # one in its session, one in a session of its own, and an orphan
+        yield trial
     finally:
         supervisor.kill()
         supervisor.join()
-    ours.require_none(seconds=PATIENCE_SECONDS)
+    family.require_none(seconds=TIMEOUT_SECONDS)
 
 
 def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> None:
@@ -96,9 +102,9 @@ def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> 
         if slots is not None:
             process = stack.enter_context(TrialProcessPool(slots=slots)).open_process
         config = {"witness": f"{folder}/witness", "gate": "/none", "stubborn": stubborn}
-        start = start_of(daemonizes, Path(folder), config)
+        start = make_start(daemonizes, Path(folder), config)
         with process(start, logging.getLogger()) as channel:
-            messages_of(channel, seconds=10 * PATIENCE_SECONDS)
+            receive_messages(channel, seconds=10 * TIMEOUT_SECONDS)
             channel.end()
             Path(folder, "ended").touch()
             threading.Event().wait()

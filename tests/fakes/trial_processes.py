@@ -30,7 +30,7 @@ PORTABLE = "PREFECT_TUNE_PORTABLE", "1"
 """The environment variable with which Linux does as other systems do: see `prefect_tune/linux.py`."""
 
 
-def start_of(
+def make_start(
     trainable: object, folder: Path, config: Mapping[str, Any] | None = None, *, steps: int | None = None, **fields: Any
 ) -> Start:
     """Describe an attempt without a checkpoint; a class trainable needs `steps` to end."""
@@ -70,7 +70,7 @@ def started_process(start: Start, log: Log, environment: Mapping[str, str] = NO_
             yield channel
 
 
-def messages_of(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:
+def receive_messages(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:
     """Return all messages of a trial until it ends or its process is gone."""
     said: list[FromTrial] = []
     end = time.monotonic() + seconds
@@ -86,14 +86,14 @@ def messages_of(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromT
     raise AssertionError(f"not within {seconds:g} s: the end of a trial; its messages: {said}")
 
 
-def untimed(message: FromTrial) -> FromTrial:
+def drop_seconds(message: FromTrial) -> FromTrial:
     """Return a message without the seconds that the trial measured."""
     return message.model_copy(update={"seconds": None}) if isinstance(message, TrialEnded) else message
 
 
-def metrics_of(channel: TrialChannel) -> Mapping[str, Any]:
+def receive_metrics(channel: TrialChannel) -> Mapping[str, Any]:
     """Return the metrics of the last step of a trial that ends well."""
-    said = messages_of(channel)
+    said = receive_messages(channel)
     assert isinstance(said[-1], TrialEnded), said
     return [each.report.metrics for each in said if isinstance(each, StepDone)][-1]
 
@@ -117,7 +117,7 @@ class LogRecorder(logging.Handler):
         self.answers.append(self._ask())
 
 
-def log_to(recorder: LogRecorder) -> logging.Logger:
+def make_log(recorder: LogRecorder) -> logging.Logger:
     log = logging.Logger(f"trial-{uuid4().hex}")  # noqa: LOG001  used by one test only
     log.addHandler(recorder)
     return log
@@ -132,13 +132,13 @@ class Family:
     def pids(self, name: str | None = None) -> list[int]:
         """Return the living processes, or those of them with this `name`."""
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        found = [pid for pid in pids if pid != os.getpid() and self._mark in file_of(pid, "environ").split(b"\0")]
-        return [pid for pid in found if name is None or file_of(pid, "comm") == f"{name}\n".encode()]
+        found = [pid for pid in pids if pid != os.getpid() and self._mark in read_proc(pid, "environ").split(b"\0")]
+        return [pid for pid in found if name is None or read_proc(pid, "comm") == f"{name}\n".encode()]
 
     def names(self) -> set[str]:
-        return {file_of(pid, "comm").decode().strip() for pid in self.pids()}
+        return {read_proc(pid, "comm").decode().strip() for pid in self.pids()}
 
-    def one(self, name: str) -> int:
+    def wait_for_one(self, name: str) -> int:
         """Wait for exactly one process of that name: a fork has its parent's name for a moment."""
         found: list[int] = []
 
@@ -146,11 +146,13 @@ class Family:
             found[:] = self.pids(name)
             return len(found) == 1
 
-        until(is_alone, what=lambda: f"one process called {name}, not {found}")
+        wait_until(is_alone, what=lambda: f"one process called {name}, not {found}")
         return found[0]
 
     def require_none(self, *, seconds: float = 10) -> None:
-        until(lambda: not self.pids(), seconds=seconds, what=lambda: f"the end of {[_shown(p) for p in self.pids()]}")
+        wait_until(
+            lambda: not self.pids(), seconds=seconds, what=lambda: f"the end of {[_shown(p) for p in self.pids()]}"
+        )
 
     @property
     def variable(self) -> tuple[str, str]:
@@ -168,7 +170,7 @@ def family() -> Any:
     made.require_none()
 
 
-def until(
+def wait_until(
     condition: Callable[[], object], *, seconds: float = 30, what: Callable[[], str] = lambda: "the expected state"
 ) -> None:
     """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`.
@@ -186,30 +188,30 @@ def until(
 
 def children_of(pid: int) -> list[int]:
     """Return the process ids of its children, zombies included."""
-    return [int(child) for child in file_of(pid, f"task/{pid}/children").split()]
+    return [int(child) for child in read_proc(pid, f"task/{pid}/children").split()]
 
 
-def open_descriptors() -> int:
+def count_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @contextmanager
-def nothing_left() -> Iterator[None]:
+def no_leaks() -> Iterator[None]:
     """Fail when more descriptors are open or more threads run after the block; what others had may end meanwhile."""
     with ScratchDirectory():  # the first one of a process leaves its lock open
         pass
-    before = open_descriptors(), threading.active_count()
+    before = count_descriptors(), threading.active_count()
     yield
-    after = open_descriptors(), threading.active_count()
+    after = count_descriptors(), threading.active_count()
     assert after[0] <= before[0], f"{after[0]} descriptors, {before[0]} before"
     assert after[1] <= before[1], f"{after[1]} threads, {before[1]} before"
 
 
 def _shown(pid: int) -> str:
-    return f"{pid} {file_of(pid, 'comm').decode().strip()} {file_of(pid, 'cmdline').decode()[:80]!r}"
+    return f"{pid} {read_proc(pid, 'comm').decode().strip()} {read_proc(pid, 'cmdline').decode()[:80]!r}"
 
 
-def file_of(pid: int, name: str) -> bytes:
+def read_proc(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):

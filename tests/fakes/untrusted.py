@@ -55,7 +55,7 @@ def _sample(module: str, _place: str) -> Mapping[str, Any]:
     return {"x": {"sample_from": f"{module}:touch"}}
 
 
-ROADS: Mapping[str, Any] = {
+VECTORS: Mapping[str, Any] = {
     "trainable": lambda module, _: {"trainable": f"{module}:Net"},
     "trainable of a package": lambda module, _: {"trainable": f"{module}.deeper:Net"},
     "trainable of the standard library": lambda _, place: {
@@ -97,13 +97,13 @@ class Untrusted:
 
     def forge(self, road: str, name: str = "e", **settings: Any) -> None:
         """Write an experiment whose journal names code by one `road`, with all other settings of a search."""
-        chosen = ROADS[road](self.module, str(self.marker))
+        chosen = VECTORS[road](self.module, str(self.marker))
         common = {"trainable": TRAIN, "space": {"x": 1.0}, "metric": "loss", "isolation": "thread"}
         count = {} if "search" in chosen else {"num_samples": 1}
-        describe(self.target, name, {**common, **count, **settings, **chosen})
+        write_settings(self.target, name, {**common, **count, **settings, **chosen})
 
 
-def untrusted_folder(folder: Path, patch: pytest.MonkeyPatch) -> Untrusted:
+def make_untrusted_target(folder: Path, patch: pytest.MonkeyPatch) -> Untrusted:
     """Make such a target below `folder`, and the payload module on the import path of this process."""
     module, marker = f"payload_{uuid4().hex[:8]}", folder / "marker"
     code = folder / "code"
@@ -116,7 +116,7 @@ def untrusted_folder(folder: Path, patch: pytest.MonkeyPatch) -> Untrusted:
     return Untrusted(LocalTarget(path=str(shared)), module, marker)
 
 
-def describe(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> None:
+def write_settings(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> None:
     """Write these settings into the journal of `name`, which begins with them or continues with them."""
     with target.open(timeout=timedelta(seconds=60)) as store:
         owner = Owner(name="another user", host="there", pid=1)

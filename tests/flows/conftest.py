@@ -20,7 +20,7 @@ from prefect_tune.blocks import LocalTarget, S3Target
 from tests.fakes.command_line import PROGRAM
 from tests.fakes.searches.left_experiments import require_booked_seconds
 from tests.fakes.servers.moto_server import aws_client
-from tests.fakes.servers.processes import free_port, running
+from tests.fakes.servers.processes import free_port, running_server
 from tests.fakes.trial_processes import PORTABLE
 from tests.flows.driver import Drivers
 from tests.flows.interruptions.trouble import Trouble, listening
@@ -72,7 +72,7 @@ def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     port = free_port()
     log = tmp_path_factory.mktemp("moto") / "log"
     command = [sys.executable, "-m", "tests.fakes.servers.moto_server", "-H", "127.0.0.1", "-p", str(port)]
-    with running(command, port, log):
+    with running_server(command, port, log):
         aws_client(f"http://127.0.0.1:{port}").create_bucket(Bucket=BUCKET)
         yield port
 

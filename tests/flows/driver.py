@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from uuid import uuid4
 
 from tests.fakes.task_runners import dask, ray
-from tests.fakes.trial_processes import PORTABLE, file_of, until
+from tests.fakes.trial_processes import PORTABLE, read_proc, wait_until
 from tests.flows.forked_programs import in_own_session, preloaded
 
 Flow: TypeAlias = Literal["durable_trainable", "tune", "tune on Dask", "tune on Ray"]
@@ -77,18 +77,18 @@ class Driver:
         return [
             pid
             for pid in self.family()
-            if file_of(pid, "comm") == b"trial\n" or started in file_of(pid, "cmdline").split(b"\0")
+            if read_proc(pid, "comm") == b"trial\n" or started in read_proc(pid, "cmdline").split(b"\0")
         ]
 
     def family(self) -> Sequence[int]:
         """Return every live descendant of this process, also those with another parent by now."""
         mark = f"{_MARK}={self.mark}".encode()
         pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-        return [pid for pid in pids if pid != self.pid and mark in file_of(pid, "environ").split(b"\0")]
+        return [pid for pid in pids if pid != self.pid and mark in read_proc(pid, "environ").split(b"\0")]
 
     def require_no_leftovers(self) -> None:
         """Fail if a process that it started outlives it by more than a moment."""
-        until(lambda: not self.family(), seconds=10, what=lambda: f"the end of {self.family()}")
+        wait_until(lambda: not self.family(), seconds=10, what=lambda: f"the end of {self.family()}")
 
     def wait(self, *, seconds: float = 240) -> Mapping[str, Any]:
         """Wait until it has ended by itself; return its result, or `{"error": class, "message": text}`."""

@@ -15,7 +15,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import absolute_sys_path
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module, Trains, different
-from tests.fakes.trial_processes import LogRecorder, family, log_to, metrics_of, nothing_left, start_of
+from tests.fakes.trial_processes import LogRecorder, family, make_log, make_start, no_leaks, receive_metrics
 
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")
@@ -25,15 +25,15 @@ _TRIALS = 1000
 
 def trained(folder: Path, log: logging.Logger) -> Sequence[Mapping[str, Any]]:
     """Train `_TRIALS` trials, two at a time; return the metrics of each."""
-    start = start_of(os.getcwd, folder, {"lr": 0.1}, steps=1).model_copy(
+    start = make_start(os.getcwd, folder, {"lr": 0.1}, steps=1).model_copy(
         update={"trainable": "tests.integrations.torch_trainable:train", "import_path": absolute_sys_path()}
     )
 
     def train(pool: TrialProcessPool) -> Mapping[str, Any]:
         with pool.open_process(start, log) as channel:
-            return {**metrics_of(channel), "supervisor": torch_trainable.resident_bytes(os.getpid())}
+            return {**receive_metrics(channel), "supervisor": torch_trainable.resident_bytes(os.getpid())}
 
-    with nothing_left(), family(), TrialProcessPool(slots=2, reuse="auto") as pool, ThreadPoolExecutor(2) as threads:
+    with no_leaks(), family(), TrialProcessPool(slots=2, reuse="auto") as pool, ThreadPoolExecutor(2) as threads:
         return list(threads.map(train, [pool] * _TRIALS))
 
 
@@ -69,7 +69,7 @@ def test_a_process_that_has_computed_with_jax_is_not_forked_and_each_trial_impor
 def test_a_thousand_forks_of_a_process_that_has_imported_torch_train_alike(
     tmp_path: Path, recorder: LogRecorder
 ) -> None:
-    found = trained(tmp_path, log_to(recorder))
+    found = trained(tmp_path, make_log(recorder))
     assert recorder.reasons == []
     assert len({each["pid"] for each in found}) == _TRIALS
     assert {(each["before"], each["product"]) for each in found} == {(found[0]["before"], 256.0**3)}

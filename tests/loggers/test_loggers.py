@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptEnded, AttemptStarted, Cause, TrialErrored, TrialFinished
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import StepReport
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
 SEARCH = SearchInfo("e", "file:///target", Objective(metrics=("loss",), modes=("min",)))
 CONFIG = {"lr": 0.1, "model": {"depth": 2}}
@@ -432,7 +432,7 @@ def wandb_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 def require_offline_run(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Wait for these rows: W&B writes the file in a process of its own, at times after `finish` has returned."""
-    until(lambda: offline_runs(folder) == {"e-00000": rows}, what=lambda: f"{rows}, found {offline_runs(folder)}")
+    wait_until(lambda: offline_runs(folder) == {"e-00000": rows}, what=lambda: f"{rows}, found {offline_runs(folder)}")
 
 
 def offline_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:

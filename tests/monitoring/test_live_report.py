@@ -39,7 +39,7 @@ from prefect_tune.terminal.formatting import format_cell
 from prefect_tune.terminal.progress_view import SearchEstimate
 from tests.fakes.searches.journal_builder import JournalBuilder
 from tests.fakes.servers.tcp_proxy import TcpProxy
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.trainables.counting import Patient
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -155,7 +155,7 @@ class Watcher(pt.Callback):
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
         if trial.id == "00000" and report.step == 2:
-            until(self._poll, seconds=240, what=lambda: f"{artifact_keys('watched')}")
+            wait_until(self._poll, seconds=240, what=lambda: f"{artifact_keys('watched')}")
             self.resume_file.touch()
         elif trial.id == "00000" and report.step > 2:
             self._poll()
@@ -247,7 +247,7 @@ def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProx
     publisher = ArtifactPublisher(make_contents("report-outage", lambda: texts[-1]), INTERVAL, LOG)
     with temporary_settings({PREFECT_API_URL: prefect_server}):
         publisher.notify_change()
-        until(lambda: read_artifacts("report-outage"), seconds=60, what=lambda: "nothing is shown")
+        wait_until(lambda: read_artifacts("report-outage"), seconds=60, what=lambda: "nothing is shown")
         proxy.refuse()
         for text in ("second", "third"):
             texts.append(text)
@@ -255,7 +255,7 @@ def test_an_api_that_goes_away_is_told_the_newest_when_it_is_back(proxy: TcpProx
             time.sleep(0.2)
         assert read_page("report-outage") == "first"
         proxy.restore()
-        until(lambda: read_page("report-outage") == "third", seconds=60, what=lambda: read_page("report-outage"))
+        wait_until(lambda: read_page("report-outage") == "third", seconds=60, what=lambda: read_page("report-outage"))
         publisher.close(TIMEOUT)
         assert len(read_artifacts("report-outage")) == 1
 
@@ -290,7 +290,7 @@ def test_an_artifact_that_somebody_deleted_is_made_again() -> None:
     texts = ["first"]
     publisher = ArtifactPublisher(make_contents("report-deleted", lambda: texts[-1]), INTERVAL, LOG)
     publisher.notify_change()
-    until(lambda: read_artifacts("report-deleted"), seconds=60, what=lambda: "nothing is shown")
+    wait_until(lambda: read_artifacts("report-deleted"), seconds=60, what=lambda: "nothing is shown")
     with get_client(sync_client=True) as client:
         client.delete_artifact(read_artifacts("report-deleted")[0].id)
     texts.append("second")
@@ -310,7 +310,7 @@ def test_a_page_that_cannot_be_drawn_is_told_in_the_log_and_ends_nothing(caplog:
 
     publisher = ArtifactPublisher(make_contents("report-broken", render), INTERVAL, LOG)
     publisher.notify_change()
-    until(lambda: "the report could not be rendered" in caplog.text, seconds=60, what=lambda: caplog.text)
+    wait_until(lambda: "the report could not be rendered" in caplog.text, seconds=60, what=lambda: caplog.text)
     publisher.notify_change()
     publisher.close(TIMEOUT)
     assert read_page("report-broken") == "drawn"
@@ -325,7 +325,7 @@ def test_an_artifact_that_cannot_be_created_is_logged_and_the_next_one_is_publis
         lambda: [ArtifactContent("report-refused", "markdown", "drawn", "a page", runs[-1])], INTERVAL, LOG
     )
     publisher.notify_change()
-    until(lambda: "the report could not be published" in caplog.text, seconds=60, what=lambda: caplog.text)
+    wait_until(lambda: "the report could not be published" in caplog.text, seconds=60, what=lambda: caplog.text)
     runs.append(None)
     publisher.notify_change()
     publisher.close(TIMEOUT)
@@ -361,7 +361,7 @@ def test_what_is_no_longer_rendered_is_deleted_and_another_task_run_gets_one_of_
 
     for now[0] in runs:
         publisher.notify_change()
-        until(shows_current_run, seconds=60, what=lambda: str(now))
+        wait_until(shows_current_run, seconds=60, what=lambda: str(now))
     publisher.close(TIMEOUT)
 
 

@@ -44,7 +44,7 @@ from prefect_tune.terminal.progress_view import SearchEstimate, collect_progress
 from prefect_tune.tuner.search_policy import make_finish_event
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.outcomes import make_failure
-from tests.fakes.searches.experiments import after
+from tests.fakes.searches.experiments import apply_events
 from tests.fakes.searches.tracked_progress import TrackedProgress
 from tests.trainables.moody import train
 
@@ -61,13 +61,13 @@ class RunningSearch:
 
     def __init__(self, estimate: SearchEstimate | None = None, period: timedelta = timedelta(0)) -> None:
         events = [TrialAdded(trial="0", config={}), AttemptStarted(trial="0", attempt=1, from_step=0)]
-        self._state = after(empty_experiment(first_generation("e")), events)
+        self._state = apply_events(empty_experiment(first_generation("e")), events)
         self._view = TrackedProgress(self._state, estimate or SearchEstimate("e"), 0.0, datetime.now(UTC))
         self.progress = ProgressObserver(self._view, LOG, log_period=period)
 
     def report(self, step: int) -> None:
         event = StepReported(trial="0", report=StepReport(step=step, metrics={"loss": 0.5}))
-        self._view.happens(event, self._state)
+        self._view.apply_event(event, self._state)
         self.progress.on_event(event, self._state)
 
 
@@ -105,7 +105,7 @@ def test_in_the_end_there_is_one_line_unless_the_search_broke_and_a_warning_of_e
 ) -> None:
     nothing, estimate = empty_experiment(first_generation("e")), SearchEstimate("e", trial_count=3)
     error = TrialErrored(trial="0", cause=Cause.TRAINABLE, reason="no")
-    for state in (nothing, after(nothing, [TrialAdded(trial="0", config={}), error])):
+    for state in (nothing, apply_events(nothing, [TrialAdded(trial="0", config={}), error])):
         with showing_progress(SearchRecorder(state), estimate, (), LOG, threading.Event(), in_terminal=True):
             pass
     broken = showing_progress(SearchRecorder(nothing), estimate, (), LOG, threading.Event(), in_terminal=True)
@@ -298,7 +298,7 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     assert "best: trial 00003, loss 0.5" in render_progress_line(tracker.read_state(1.0))
     worse = StepReported(trial=T, report=StepReport(step=3, metrics={"loss": 0.9}))
     search.apply(worse)
-    tracker.happens(worse, search.state)
+    tracker.apply_event(worse, search.state)
     best = collect_progress_facts(tracker.read_state(3.0))["best"]
     assert best == "trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
 

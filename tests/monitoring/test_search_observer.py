@@ -19,7 +19,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.search_observer import CurveCollector, ObserverGroup, SearchObserver, SearchRecorder
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.journal_builder import BEGAN, JournalBuilder
-from tests.fakes.trial_processes import LogRecorder, log_to
+from tests.fakes.trial_processes import LogRecorder, make_log
 
 
 class Counts(SearchObserver):
@@ -37,7 +37,7 @@ class Counts(SearchObserver):
 def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are() -> None:
     recorder, state = LogRecorder(), empty_experiment(first_generation("e"))
     bad, good = Counts(fails_at=2), Counts()
-    group = ObserverGroup([bad, good], log_to(recorder))
+    group = ObserverGroup([bad, good], make_log(recorder))
     for _ in range(4):
         group.on_entry_written(state)
     assert (bad.calls, good.calls) == (2, 4)
@@ -47,7 +47,7 @@ def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are()
 def test_curves_of_which_an_event_is_missing_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     collector = CurveCollector(state := empty_experiment(first_generation("e")))
     monkeypatch.setattr(LearningCurves, "add_event", Counts(fails_at=1).on_entry_written)
-    ObserverGroup([collector], log_to(LogRecorder())).on_event(TrialAdded(trial="a", config={}), state)
+    ObserverGroup([collector], make_log(LogRecorder())).on_event(TrialAdded(trial="a", config={}), state)
     assert collector.curves is None
 
 
@@ -58,7 +58,7 @@ def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_a
     assert owner is not None
     earlier = [OwnerChanged(experiment="rates", generation=1, term=1, owner=owner), *start, report]
     journal.record(*start, report)
-    journal.opens("second", after=60)
+    journal.change_owner("second", after=60)
     journal.record(lost := AttemptEnded(trial="a", cause=Cause.MACHINE, reason="its owner died"))
     recorder = SearchRecorder(journal.state)
     recorder.expect_earlier_entries()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from tests.fakes.kernels import Kernel, Shown, kernel_in
+from tests.fakes.kernels import CellOutput, Kernel, start_kernel
 from tests.long_cases import long_after
 
 pytestmark = pytest.mark.timeout(900)
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernel(prefect_server: str, folder: Path) -> Iterator[Kernel]:
-    with kernel_in(folder, {"PREFECT_API_URL": prefect_server}) as kernel:
+    with start_kernel(folder, {"PREFECT_API_URL": prefect_server}) as kernel:
         kernel.run(NET)
         yield kernel
 
@@ -151,7 +151,7 @@ def test_a_search_that_is_awaited_in_a_thread_has_one_display(kernel: Kernel) ->
 
 
 def test_a_wrong_argument_leaves_its_error_and_no_display_that_runs(kernel: Kernel) -> None:
-    output = kernel.ended(kernel.begin(tune_code("wrong", more="scheduler={'ASHAA': {}}")))
+    output = kernel.wait_for_cell(kernel.start_cell(tune_code("wrong", more="scheduler={'ASHAA': {}}")))
     assert output.error.startswith("InvalidInput: ")
     assert not any("starting" in display for display in output.displays.values())
 
@@ -163,12 +163,12 @@ def test_an_interrupted_search_says_how_to_resume_it_and_resumes(kernel: Kernel,
     slow = code.replace("'step': 4", "'step': 40")
     pressed = []
 
-    def interrupt_at_step_2(output: Shown) -> None:
+    def interrupt_at_step_2(output: CellOutput) -> None:
         if not pressed and any("at step 2" in update for update in output.updates):
             pressed.append(True)
             kernel.interrupt()
 
-    output = kernel.ended(kernel.begin(slow), interrupt_at_step_2)
+    output = kernel.wait_for_cell(kernel.start_cell(slow), interrupt_at_step_2)
     assert output.error == "KeyboardInterrupt: tune was interrupted; run the cell again to resume it"
     assert "interrupted after" in output.html
     assert "experiment=&#x27;stopped&#x27;" in output.html

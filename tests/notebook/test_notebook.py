@@ -34,9 +34,9 @@ from prefect_tune.notebook import (
 from prefect_tune.reporting.facts import ReportInput, make_report_input
 from prefect_tune.terminal.live_display import NOTICE
 from prefect_tune.terminal.progress_view import Note, ProgressState, SearchEstimate
-from tests.fakes.checkpoints import write
+from tests.fakes.checkpoints import write_files
 from tests.fakes.html_tags import Tags
-from tests.fakes.kernels import executed, shipped
+from tests.fakes.kernels import read_notebook, run_notebook
 from tests.fakes.searches.journal_builder import JournalBuilder, asha
 from tests.fakes.untrusted import HOSTILE, require_visible
 
@@ -71,14 +71,14 @@ def make_report(search: JournalBuilder, uri: str) -> ReportInput:
 
 def render_all(tmp_path: Path) -> dict[str, str]:
     search = JournalBuilder()
-    search.adds("a", {EVIL: EVIL, "lr": 1})
-    search.adds("b", {EVIL: EVIL, "lr": 2})
+    search.add_trial("a", {EVIL: EVIL, "lr": 1})
+    search.add_trial("b", {EVIL: EVIL, "lr": 2})
     for name in "ab":
-        search.starts(name)
-        search.trains(name, 1, {"loss": 1.0, EVIL: EVIL})
-        search.trains(name, 2, {"loss": 0.5, EVIL: EVIL})
+        search.start_attempt(name)
+        search.report(name, 1, {"loss": 1.0, EVIL: EVIL})
+        search.report(name, 2, {"loss": 0.5, EVIL: EVIL})
     points = {"a": {"loss": [(1.0, 1.0), (2.0, 0.5)]}, "b": {"loss": [(1.0, 1.0), (2.0, 0.5)]}}
-    checkpoint = pt.Checkpoint(write(tmp_path / "plain", {EVIL.replace("/", "_"): b"x"}) / "<script>")
+    checkpoint = pt.Checkpoint(write_files(tmp_path / "plain", {EVIL.replace("/", "_"): b"x"}) / "<script>")
     report = make_report(search, f"s3://{EVIL}")
     results = render_results_html(report, lambda _trials, _metrics: points, lambda: NO_COST)
     result = pt.TrialResult(
@@ -102,7 +102,7 @@ def test_what_users_wrote_is_text_and_nothing_is_loaded(tmp_path: Path) -> None:
         tags = Tags(html)
         assert tags.names <= allowed
         assert not {name for name in tags.attributes if name.startswith("on")} | tags.attributes & {"href"}
-        sources = [str(attributes["src"]) for _, attributes in tags.found if "src" in attributes]
+        sources = [str(attributes["src"]) for _, attributes in tags.elements if "src" in attributes]
         assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
         assert not re.search(r"@import|url\(", html)
         assert "alert(1)" in tags.text or "<script>" in tags.text
@@ -251,7 +251,7 @@ def test_at_the_level_debug_everything_is_written(console: io.StringIO, monkeypa
 
 @pytest.mark.long
 def test_the_shipped_notebook_runs_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
-    notebook = executed(shipped(), tmp_path, {"PREFECT_API_URL": prefect_server})
+    notebook = run_notebook(read_notebook(), tmp_path, {"PREFECT_API_URL": prefect_server})
     outputs = [cell["outputs"] for cell in notebook.cells if cell["cell_type"] == "code"]
     assert list(map(len, outputs)) == [0, *[1] * 6]  # one display, no log lines
     search, results, best, checkpoint, more, _ = ["".join(output["data"]["text/html"]) for [output] in outputs[1:]]
@@ -264,4 +264,4 @@ def test_the_shipped_notebook_runs_from_top_to_bottom(prefect_server: str, tmp_p
 
 
 def test_the_shipped_notebook_has_no_outputs() -> None:
-    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in shipped().cells)
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in read_notebook().cells)

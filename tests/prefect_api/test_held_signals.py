@@ -22,7 +22,7 @@ import pytest
 
 from prefect_tune.attempt import graceful_stop
 from prefect_tune.attempt.graceful_stop import run_interruptible
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.forked_programs import in_own_session, preloaded
 from tests.long_cases import long_after
 
@@ -167,13 +167,13 @@ def test_all_save_and_then_the_main_thread_gets_the_signal(name: str, number: si
     log, count = tmp_path / "log", _COUNTS.get(name, 1)
     with _program(name, log) as process:
         assert process.pid is not None
-        until(lambda: log.read_text().count("trains") == count, seconds=120, what=log.read_text)
+        wait_until(lambda: log.read_text().count("trains") == count, seconds=120, what=log.read_text)
         if name in _READY:
-            until(lambda: _READY[name] in log.read_text(), seconds=60, what=log.read_text)
+            wait_until(lambda: _READY[name] in log.read_text(), seconds=60, what=log.read_text)
             time.sleep(0.5)
             assert "stop requested" not in log.read_text()
         os.kill(process.pid, number)
-        until(lambda: log.read_text().count("saved") == count, seconds=120, what=log.read_text)
+        wait_until(lambda: log.read_text().count("saved") == count, seconds=120, what=log.read_text)
         if (name, number) == ("beside_c_code", signal.SIGINT):
             return  # Python sees it after the C code
         process.join(120)
@@ -192,14 +192,14 @@ def test_further_sigterms_change_nothing_and_a_second_interrupt_ends_the_wait(tm
     log = tmp_path / "log"
     with _program("stubborn", log) as process:
         assert process.pid is not None
-        until(lambda: "trains" in log.read_text(), seconds=120, what=log.read_text)
+        wait_until(lambda: "trains" in log.read_text(), seconds=120, what=log.read_text)
         for _ in range(3):
             os.kill(process.pid, signal.SIGTERM)
-            until(lambda: "stop requested" in log.read_text(), seconds=60, what=log.read_text)
+            wait_until(lambda: "stop requested" in log.read_text(), seconds=60, what=log.read_text)
             time.sleep(0.3)
         assert process.is_alive()
         os.kill(process.pid, signal.SIGINT)
-        until(lambda: "every trial is killed" in log.read_text(), seconds=60, what=log.read_text)
+        wait_until(lambda: "every trial is killed" in log.read_text(), seconds=60, what=log.read_text)
         process.join(120)
     assert process.exitcode == -signal.SIGTERM
 

@@ -36,7 +36,7 @@ from prefect_tune.prefect_api.task_runs import (
     run_task_inline,
     run_task_to_state,
 )
-from tests.fakes.servers.canned_http import Canned, answering
+from tests.fakes.servers.canned_http import CannedServer, canned_server
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 _RECORDED_WITHIN_SECONDS = 60
@@ -247,12 +247,12 @@ GRANTED = f'{{"lease_id": "{uuid4()}", "limits": [{{"id": "{uuid4()}", "name": "
 
 
 @pytest.fixture
-def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[CannedServer]:
     """An API that fails, until the test changes its answer."""
     monkeypatch.setattr(task_runs, "_RETRY_INTERVAL", timedelta(seconds=0.05))
     monkeypatch.setattr(task_runs, "_ACQUIRE_TIMEOUT", timedelta(seconds=1))
     with (
-        answering(500) as canned,
+        canned_server(500) as canned,
         temporary_settings({PREFECT_API_URL: f"{canned.url}/api", PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}),
     ):
         yield canned
@@ -266,7 +266,7 @@ def limit() -> list[str]:
 class _Stop(threading.Event):
     """Heals the API in the first pause between two tries, as the next try begins."""
 
-    def __init__(self, api: Canned) -> None:
+    def __init__(self, api: CannedServer) -> None:
         super().__init__()
         self._api = api
 
@@ -275,7 +275,7 @@ class _Stop(threading.Event):
         return super().wait(timeout)
 
 
-def test_an_api_that_fails_is_asked_again_and_cannot_fail_an_attempt_that_has_ended(api: Canned) -> None:
+def test_an_api_that_fails_is_asked_again_and_cannot_fail_an_attempt_that_has_ended(api: CannedServer) -> None:
     with holding_concurrency_limits(limit(), _Stop(api)):
         assert api.status == 200, "the slot was granted"
         api.status = 500
@@ -289,14 +289,14 @@ def test_an_api_that_cannot_be_reached_is_waited_for_until_the_trial_is_stopped(
 
 
 @pytest.mark.parametrize("status", [422, 423])
-def test_an_answer_that_no_slot_is_free_now_is_waited_for(api: Canned, status: int) -> None:
+def test_an_answer_that_no_slot_is_free_now_is_waited_for(api: CannedServer, status: int) -> None:
     api.status = status  # 422: the limit is 0
     with holding_concurrency_limits(limit(), _Stop(api)):
         assert api.status == 200, "the slot was granted"
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_request_that_prefect_refuses_is_an_error(api: Canned, status: int) -> None:
+def test_a_request_that_prefect_refuses_is_an_error(api: CannedServer, status: int) -> None:
     api.status = status
     with (
         pytest.raises(ConcurrencySlotAcquisitionError, match=str(status)),

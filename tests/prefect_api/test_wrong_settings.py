@@ -9,15 +9,15 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLE
 
 import prefect_tune as pt
 from prefect_tune.prefect_api.api_client import prefect_server
-from tests.fakes.servers.canned_http import Canned, answering
+from tests.fakes.servers.canned_http import CannedServer, canned_server
 
 HTML = b"<!doctype html><title>Log in</title>"
 
 
 @pytest.fixture
-def api() -> Iterator[Canned]:
+def api() -> Iterator[CannedServer]:
     with (
-        answering(200) as canned,
+        canned_server(200) as canned,
         temporary_settings({PREFECT_API_URL: f"{canned.url}/api", PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}),
     ):
         yield canned
@@ -35,7 +35,7 @@ def api() -> Iterator[Canned]:
     ],
 )
 def test_an_answer_that_is_not_that_of_prefects_api_names_the_setting(
-    api: Canned, status: int, body: bytes, setting: str
+    api: CannedServer, status: int, body: bytes, setting: str
 ) -> None:
     api.status, api.body = status, body
     with pytest.raises(pt.InvalidInput, match=setting) as flow:
@@ -67,7 +67,7 @@ def test_the_address_of_a_server_without_api_is_refused(prefect_server: str) -> 
         pt.tune("module:Name", {}, target="/runs")
 
 
-def test_a_server_that_fails_is_no_wrong_setting(api: Canned) -> None:
+def test_a_server_that_fails_is_no_wrong_setting(api: CannedServer) -> None:
     api.status = 500
     with pytest.raises(pt.TuneError, match=r"did not answer|rejected"), prefect_server("deployments") as client:
         client.read_flows(limit=1)

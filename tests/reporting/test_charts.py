@@ -82,10 +82,10 @@ def test_a_line_through_the_parameters_for_each_trial() -> None:
 def test_every_reported_metric_has_a_panel_and_the_small_ones_have_the_best_and_some_others() -> None:
     search = JournalBuilder(settings={"metric": "loss", "mode": "min"})
     for index in range(20):
-        search.adds(str(index), {"x": index})
-        search.starts(str(index))
+        search.add_trial(str(index), {"x": index})
+        search.start_attempt(str(index))
         for step in (1, 2):
-            search.trains(str(index), step, {"loss": float(index), "eval": {"f1": index / 20}, "name": "no number"})
+            search.report(str(index), step, {"loss": float(index), "eval": {"f1": index / 20}, "name": "no number"})
     report_input = search.report_input()
     svg = draw_learning_curves(report_input)
     assert {"loss", "eval/f1"} <= set(texts_of(svg))
@@ -96,10 +96,10 @@ def test_every_reported_metric_has_a_panel_and_the_small_ones_have_the_best_and_
 
 def test_of_more_metrics_than_fit_the_first_are_drawn_and_the_others_are_counted() -> None:
     search = JournalBuilder(settings={"metric": "loss", "mode": "min"})
-    search.adds("0", {"x": 0})
-    search.starts("0")
+    search.add_trial("0", {"x": 0})
+    search.start_attempt("0")
     for step in range(1, 200):
-        search.trains("0", step, {"loss": 1.0, **{f"m{number:02}": float(step) for number in range(20)}})
+        search.report("0", step, {"loss": 1.0, **{f"m{number:02}": float(step) for number in range(20)}})
     history = search.report_input().snapshot
     assert history.other_metrics == tuple(f"m{number:02}" for number in range(12))
     assert history.metric_count == 21
@@ -121,9 +121,9 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
     search = JournalBuilder(settings={"metric": "loss", "mode": "min", "space": SPACE})
     for index in range(5):  # values that say nothing about the domains
         config = {"lr": 0.01 + index / 1000, "dropout": 0.001 * 8**index, "width": 30 + index, "batch": 64}
-        search.adds(str(index), {**config, "scale": 10.0**index, "model": {"depth": index + 1}, "made": index})
-        search.starts(str(index))
-        search.trains(str(index), 1, {"loss": float(index)})
+        search.add_trial(str(index), {**config, "scale": 10.0**index, "model": {"depth": index + 1}, "made": index})
+        search.start_attempt(str(index))
+        search.report(str(index), 1, {"loss": float(index)})
     report_input = search.report_input()
     assert {name: report_input.has_log_scale(name) for name in report_input.differing_parameters} == {
         "lr": True,
@@ -177,12 +177,12 @@ def test_a_run_that_died_ends_when_it_was_last_heard_of_and_not_when_it_was_foun
 def test_a_trial_that_was_not_promoted_is_pruned_and_its_earlier_pauses_stay() -> None:
     search = JournalBuilder()
     for name, attempts in (("kept", 2), ("left", 1)):
-        search.adds(name, {"x": 1})
+        search.add_trial(name, {"x": 1})
         for attempt in range(1, attempts + 1):
-            search.starts(name)
-            search.trains(name, attempt, {"loss": 1.0})
-            search.saves(name)
-            search.decides(name, Pause(reason="rung"))
+            search.start_attempt(name)
+            search.report(name, attempt, {"loss": 1.0})
+            search.commit(name)
+            search.decide(name, Pause(reason="rung"))
             search.record(TrialPaused(trial=name, reason="rung"))
             if attempt < attempts:
                 search.record(TrialResumed(trial=name))
@@ -193,13 +193,13 @@ def test_a_trial_that_was_not_promoted_is_pruned_and_its_earlier_pauses_stay() -
 
 def test_a_bar_begins_with_its_attempt_and_those_of_one_trial_do_not_overlap() -> None:
     search = JournalBuilder()
-    search.adds("0", {})
-    search.starts("0")
+    search.add_trial("0", {})
+    search.start_attempt("0")
     pause, again = TrialPaused(trial="0", reason="its turn is over"), TrialResumed(trial="0")
     for step, events in ((1, [again]), (2, [pause, again])):  # after step 1 it is resumed before it has paused
-        search.trains("0", step, {"loss": 1.0})
-        search.saves("0")
-        search.decides("0", Pause(reason="its turn is over"))
+        search.report("0", step, {"loss": 1.0})
+        search.commit("0")
+        search.decide("0", Pause(reason="its turn is over"))
         search.record(*events)
     paused_at, sequence = search.now, search.state.trial("0").checkpoints[-1].sequence
     for number, offset in ((2, 2.0), (3, -60.0)):  # the clock of the last machine is a minute behind
@@ -230,10 +230,10 @@ def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> N
     for value in (0.0, -3.0, 1e-300, 1e300, 5):
         search = JournalBuilder()
         for index in range(9):
-            search.adds(str(index), {"x": index, "y": value, "z": "same" if index else None})
-            search.starts(str(index))
-            search.trains(str(index), 1, {"loss": value})
-            search.trains(str(index), 2, {"loss": value if index else -1e12})
+            search.add_trial(str(index), {"x": index, "y": value, "z": "same" if index else None})
+            search.start_attempt(str(index))
+            search.report(str(index), 1, {"loss": value})
+            search.report(str(index), 2, {"loss": value if index else -1e12})
         if (svg := chart(search.report_input())) is not None:
             ET.fromstring(svg)
             assert not re.search(r"nan|inf", svg.partition(">")[2].replace("font-family", ""))
@@ -243,9 +243,9 @@ def test_numbers_that_are_all_alike_or_far_apart_can_be_drawn(chart: Chart) -> N
 def test_what_a_user_named_is_text_in_a_picture(chart: Chart) -> None:
     search = JournalBuilder(settings={"metric": '<b>&"\x00', "mode": "min"})
     for index in range(12):
-        search.adds(str(index), {"</text><script>": f"<i>{index % 2}\x1b", "lr": index})
-        search.starts(str(index))
-        search.trains(str(index), 1, {'<b>&"\x00': float(index % 5)})
+        search.add_trial(str(index), {"</text><script>": f"<i>{index % 2}\x1b", "lr": index})
+        search.start_attempt(str(index))
+        search.report(str(index), 1, {'<b>&"\x00': float(index % 5)})
     if (svg := chart(search.report_input())) is not None:
         assert "<script" not in svg
         ET.fromstring(svg)

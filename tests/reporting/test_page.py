@@ -87,9 +87,9 @@ def test_with_several_metrics_the_front_stands_in_for_the_best() -> None:
 def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None:
     search = JournalBuilder(settings={"num_samples": 2})
     for name in ("0", "1"):
-        search.adds(name, {"x": int(name)})
-        search.starts(name)
-        search.trains(name, 1, {"loss": 1.0, "text": "not a number"})
+        search.add_trial(name, {"x": int(name)})
+        search.start_attempt(name)
+        search.report(name, 1, {"loss": 1.0, "text": "not a number"})
     page = render_page(search.report_input())
     assert headings_of(page) == ["Learning curves", "Timeline", "Trials", "Cost", "Settings"]
 
@@ -97,8 +97,8 @@ def test_without_a_metric_the_trials_are_reported_and_none_is_the_best() -> None
 def test_where_all_trials_errored_it_is_said_why_and_nothing_is_drawn_of_no_number() -> None:
     search = JournalBuilder()
     for index in range(30):
-        search.adds(str(index), {"x": index})
-        search.starts(str(index))
+        search.add_trial(str(index), {"x": index})
+        search.start_attempt(str(index))
         search.record(TrialErrored(trial=str(index), cause=Cause.TRAINABLE, reason=f"ValueError: {index}\ntrace"))
     page = render_page(search.report_input())
     assert headings_of(page) == ["Timeline", "Trials", "Errors (30)", "Cost", "Settings"]
@@ -146,9 +146,9 @@ def test_it_stays_small_however_many_trials_there_are(count: int) -> None:
 def test_it_stays_small_however_much_is_in_a_configuration_and_a_metric() -> None:
     search = JournalBuilder(settings={"metric": "loss", "mode": "min", "space": "x" * 500_000})
     for index in range(60):
-        search.adds(str(index), {f"{'p' * 500}{number}": f"{'v' * 500}{index}{number}" for number in range(300)})
-        search.starts(str(index))
-        search.trains(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{number}": 1.0 for number in range(300)}})
+        search.add_trial(str(index), {f"{'p' * 500}{number}": f"{'v' * 500}{index}{number}" for number in range(300)})
+        search.start_attempt(str(index))
+        search.report(str(index), 1, {"loss": 1.0, **{f"{'m' * 300}{number}": 1.0 for number in range(300)}})
         search.record(TrialErrored(trial=str(index), cause=Cause.TRAINABLE, reason="e" * 100_000))
     assert len(render_page(search.report_input())) < MAX_CHARACTERS
 
@@ -159,9 +159,9 @@ HOSTILE = "</summary><script>alert(1)</script>![x](http://evil/x.png)[y](javascr
 def make_hostile_input() -> ReportInput:
     search = JournalBuilder(settings={"metric": HOSTILE, "mode": "min", "note": f"{HOSTILE}\n```\n# no"})
     for index in range(12):
-        search.adds(str(index), {HOSTILE: f"{HOSTILE}{index % 3}", "lr": index})
-        search.starts(str(index))
-        search.trains(str(index), 1, {HOSTILE: float(index)})
+        search.add_trial(str(index), {HOSTILE: f"{HOSTILE}{index % 3}", "lr": index})
+        search.start_attempt(str(index))
+        search.report(str(index), 1, {HOSTILE: float(index)})
     error = make_reason("raised", type=HOSTILE, text=HOSTILE, traceback=HOSTILE, location=HOSTILE)
     search.record(TrialErrored(trial="3", cause=Cause.TRAINABLE, reason=error))
     return search.report_input()
@@ -180,11 +180,11 @@ def test_what_a_user_named_is_text_in_markdown() -> None:
 def test_what_a_user_named_is_text_in_html_and_nothing_is_fetched() -> None:
     tags = Tags(render_html(make_page(make_hostile_input())))
     assert "script" not in tags.names
-    images = [str(attributes["src"]) for tag, attributes in tags.found if tag == "img"]
-    links = [str(attributes["href"]) for _, attributes in tags.found if "href" in attributes]
+    images = [str(attributes["src"]) for tag, attributes in tags.elements if tag == "img"]
+    links = [str(attributes["href"]) for _, attributes in tags.elements if "href" in attributes]
     assert all(image.startswith("data:image/svg+xml;base64,") for image in images)
     assert all(link.startswith("http://ui/") for link in links)
-    assert not [attributes for _, attributes in tags.found if any(name.startswith("on") for name in attributes)]
+    assert not [attributes for _, attributes in tags.elements if any(name.startswith("on") for name in attributes)]
 
 
 MIN_BOTH = {"metric": ["loss", "ok"], "mode": "min"}
@@ -201,9 +201,9 @@ ODD_INPUTS: dict[str, tuple[dict[str, object], list[object], list[dict[str, obje
 def make_odd_input(settings: dict[str, object], values: list[object], metrics: list[dict[str, object]]) -> ReportInput:
     search = JournalBuilder(settings=settings)
     for index in range(12):
-        search.adds(str(index), {"x": values[index % len(values)], "y": index})
-        search.starts(str(index))
-        search.trains(str(index), 1, metrics[index % len(metrics)])
+        search.add_trial(str(index), {"x": values[index % len(values)], "y": index})
+        search.start_attempt(str(index))
+        search.report(str(index), 1, metrics[index % len(metrics)])
     return search.report_input()
 
 
@@ -227,7 +227,7 @@ def test_a_run_that_was_ended_before_its_time_says_why() -> None:
     assert "ended early" not in render_page(search.report_input())
     search.record(StopRequested(reason=make_reason("time-budget", seconds=3600.0)))
     assert "| **ended early** | the time budget of 1 h is spent |" in render_page(search.report_input())
-    search.opens("the next one")
+    search.change_owner("the next one")
     assert "ended early" not in render_page(search.report_input())
 
 

@@ -27,7 +27,7 @@ from prefect_tune.results import no_ranking_reason
 from prefect_tune.tasks.experiments import publish_results
 from prefect_tune.testing import without_server
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.experiments import after, write_curves, write_experiment, write_search
+from tests.fakes.searches.experiments import apply_events, write_curves, write_experiment, write_search
 from tests.fakes.searches.journal_builder import JournalBuilder, all_statuses
 from tests.trainables.counting import Scripted
 
@@ -103,9 +103,9 @@ def test_a_nested_metric_is_named_by_its_way(scope: Scope, results: pt.Results) 
 def test_of_several_metrics_the_next_decides_between_equals(tmp_path: Path) -> None:
     search = JournalBuilder(settings={"metric": ["loss", "size"], "mode": "min"})
     for name, size in (("a", 10), ("b", 5), ("c", 5)):
-        search.adds(name, {})
-        search.starts(name)
-        search.trains(name, 1, {"loss": 1.0, "size": size})
+        search.add_trial(name, {})
+        search.start_attempt(name)
+        search.report(name, 1, {"loss": 1.0, "size": size})
     results = results_of(search, tmp_path)
     assert [trial.id for trial in results.best_trials] == ["b", "c"]
     assert results.best is results.best_trials[0]
@@ -200,7 +200,7 @@ def test_a_damaged_table_is_made_from_the_journal_again() -> None:
 def test_a_number_that_no_float_can_hold_is_text_in_a_table() -> None:
     search = JournalBuilder()
     for name, rate in (("a", 10**400), ("b", 0.5), ("c", 2)):
-        search.adds(name, {"rate": rate})
+        search.add_trial(name, {"rate": rate})
     column = trials_to_arrow(search.state).column("config/rate").to_pylist()
     assert column == [f"1{'0' * 400}", "0.5", "2"]
 
@@ -213,7 +213,7 @@ def test_a_number_that_no_float_can_hold_is_text_in_a_table() -> None:
 def test_a_list_is_json_in_a_table_once(values: Sequence[object], column: Sequence[str]) -> None:
     search = JournalBuilder()
     for name, value in zip("ab", values, strict=True):
-        search.adds(name, {} if value is None else {"layers": value})
+        search.add_trial(name, {} if value is None else {"layers": value})
     assert trials_to_arrow(search.state).column("config/layers").to_pylist() == column
 
 
@@ -224,10 +224,10 @@ def test_a_metric_with_the_name_of_a_column_is_compared_and_drawn_by_what_was_re
         for name, values in (("a", [9.0, 1.0]), ("b", [2.0, 3.0, 4.0]))
     ]
     for name, reports in curves:
-        search.adds(name, {})
-        search.starts(name)
+        search.add_trial(name, {})
+        search.start_attempt(name)
         for report in reports:
-            search.trains(name, report.step, report.metrics)
+            search.report(name, report.step, report.metrics)
     results = results_of(search, tmp_path)
     vars(results)["_reports"] = reports_to_arrow(curves)
     assert (results.best.id, results.best_trial(scope="all").id) == ("b", "a")
@@ -277,9 +277,9 @@ def test_a_file_of_results_says_the_version_of_its_columns(tmp_path: Path) -> No
 
 def test_a_table_begins_with_what_a_person_asks_and_ends_with_the_long_texts() -> None:
     search = JournalBuilder()
-    search.adds("a", {"lr": 0.5, "net": {"depth": 2}})
-    search.starts("a")
-    search.trains("a", 1, {"loss": 0.25, "reason": 7})
+    search.add_trial("a", {"lr": 0.5, "net": {"depth": 2}})
+    search.start_attempt("a")
+    search.report("a", 1, {"loss": 0.25, "reason": 7})
     names = trials_to_arrow(search.state).column_names
     assert names[:7] == ["trial", "status", "step", "config/lr", "config/net/depth", "loss", "metrics/reason"]
     assert names[-3:] == ["checkpoint", "cause", "reason"]
@@ -289,9 +289,9 @@ def test_a_table_begins_with_what_a_person_asks_and_ends_with_the_long_texts() -
 def test_the_trials_are_printed_and_displayed_as_a_short_table(count: int, tmp_path: Path) -> None:
     search = JournalBuilder(settings={"metric": "loss", "mode": "min"})
     for number in range(count):
-        search.adds(f"{number:05}", {"lr": number / 8, "text": "x" * 400})
-        search.starts(f"{number:05}")
-        search.trains(f"{number:05}", 1, {"loss": number / 4, "other": 1})
+        search.add_trial(f"{number:05}", {"lr": number / 8, "text": "x" * 400})
+        search.start_attempt(f"{number:05}")
+        search.report(f"{number:05}", 1, {"loss": number / 4, "other": 1})
     results = results_of(search, tmp_path)
     assert dict(results.trials) == results.trials == search.state.trials
     lines, html = repr(results.trials).splitlines(), results.trials._repr_html_()
@@ -320,7 +320,7 @@ def make_trial(*reports: Mapping[str, object], error: str = "") -> Trial:
     for step, metrics in enumerate(reports, 1):
         events.append(StepReported(trial="00000", report=StepReport(step=step, metrics=metrics)))
     events += [TrialErrored(trial="00000", cause=Cause.TRAINABLE, reason=error)] * bool(error)
-    return after(empty_experiment(first_generation("e")), events).trial("00000")
+    return apply_events(empty_experiment(first_generation("e")), events).trial("00000")
 
 
 def rank_error(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:
@@ -338,8 +338,8 @@ def test_a_cell_of_a_running_search_waits_at_most_20_s_for_each_read_of_the_targ
 
     monkeypatch.setattr(pt.LocalTarget, "open", refuse)
     search = JournalBuilder()
-    search.adds("a", {})
-    search.starts("a")
+    search.add_trial("a", {})
+    search.start_attempt("a")
     html = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), None)._repr_html_()
     assert "The learning curves could not be read: no answer" in html
     assert timeouts == [timedelta(seconds=20)] * 2

@@ -21,9 +21,9 @@ from prefect_tune.core.messages.process_messages import CheckpointSaved, FromTri
 from prefect_tune.core.values import StepReport
 from prefect_tune.runtime.session import TrialSession, copy_directory
 from prefect_tune.runtime.trainable import StopTraining, Trainable
-from tests.fakes.checkpoints import files_in, write
-from tests.fakes.outcomes import make_leave
-from tests.fakes.trial_processes import start_of
+from tests.fakes.checkpoints import read_files, write_files
+from tests.fakes.outcomes import make_stop
+from tests.fakes.trial_processes import make_start
 
 
 class Supervisor:
@@ -59,7 +59,7 @@ class Supervisor:
 
 def session_in(place: Path, stopper: Stopper = Never()) -> TrialSession:  # noqa: B008  frozen: safe to share
     supervisor: Any = Supervisor(0, None)  # type: ignore[arg-type]  # it sends no message
-    start = start_of("any:Thing", place).model_copy(update={"cadence": Cadence(every_steps=1)})
+    start = make_start("any:Thing", place).model_copy(update={"cadence": Cadence(every_steps=1)})
     return TrialSession(supervisor, start, stopper)
 
 
@@ -161,13 +161,13 @@ def test_a_path_in_place_of_a_checkpoint_is_refused_with_how_to_make_one_of_it(t
 @pytest.mark.parametrize("elsewhere", ["", "/dev/shm"], ids=["within a file system", "between two"])
 def test_a_snapshot_holds_what_was_there_and_refuses_a_pipe(tmp_path: Path, elsewhere: str) -> None:
     with TemporaryDirectory(dir=elsewhere or tmp_path) as other:
-        source = write(Path(other, "source"), {"weights": bytes(range(256)) * 5000, "deep/empty": b""})
+        source = write_files(Path(other, "source"), {"weights": bytes(range(256)) * 5000, "deep/empty": b""})
         (source / "weights").chmod(0o640)
         copy = copy_directory(source, tmp_path / "copy")
-        assert files_in(copy) == files_in(source)
+        assert read_files(copy) == read_files(source)
         assert (copy / "weights").stat().st_mode == (source / "weights").stat().st_mode
         (source / "newest").symlink_to("weights")
-        assert files_in(copy_directory(source, tmp_path / "linked"))["newest"] == files_in(source)["weights"]
+        assert read_files(copy_directory(source, tmp_path / "linked"))["newest"] == read_files(source)["weights"]
         os.mkfifo(source / "pipe")
         with pytest.raises(InvalidInput, match="neither a file nor a directory"):
             copy_directory(source, tmp_path / "again")
@@ -175,15 +175,15 @@ def test_a_snapshot_holds_what_was_there_and_refuses_a_pipe(tmp_path: Path, else
 
 @pytest.mark.parametrize("meant", [".", "../elsewhere", "nothing"])
 def test_a_snapshot_follows_no_link_to_a_directory_which_may_be_its_own(tmp_path: Path, meant: str) -> None:
-    source = write(tmp_path / "source", {"weights": b"1"})
-    write(tmp_path / "elsewhere", {"data": b"2"})
+    source = write_files(tmp_path / "source", {"weights": b"1"})
+    write_files(tmp_path / "elsewhere", {"data": b"2"})
     (source / "link").symlink_to(meant)
     with pytest.raises(InvalidInput, match="link: a link to a directory, or to nothing, cannot be saved"):
         copy_directory(source, tmp_path / "copy")
 
 
 def test_a_disk_that_is_full_during_a_snapshot_is_the_machines_fault(tmp_path: Path) -> None:
-    source = write(tmp_path / "source", {"deep/weights": b"1"})
+    source = write_files(tmp_path / "source", {"deep/weights": b"1"})
     (tmp_path / "copy" / "deep").mkdir(parents=True)
     (tmp_path / "copy" / "deep" / "weights").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as raised:
@@ -214,9 +214,9 @@ def test_a_trial_holds_no_more_reports_than_its_stopper_looks_at(tmp_path: Path)
 
 @pytest.mark.parametrize("moment", range(1, 13))
 def test_a_trial_that_is_to_save_and_leave_saves_the_step_at_which_it_leaves(tmp_path: Path, moment: int) -> None:
-    leave = make_leave("enough", save=True)
+    leave = make_stop("enough", save=True)
     supervisor: Any = Supervisor(moment, leave)
-    session = TrialSession(supervisor, start_of("any:Thing", tmp_path), Never())
+    session = TrialSession(supervisor, make_start("any:Thing", tmp_path), Never())
 
     def train() -> None:
         for _ in range(12):

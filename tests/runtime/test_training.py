@@ -44,7 +44,7 @@ from prefect_tune.runtime.processes.trial_process import serve_one_attempt
 from prefect_tune.runtime.trainable import StopTraining, require_trainable, save_last_step
 from prefect_tune.runtime.trial_errors import failure_message
 from tests.fakes.outcomes import require_failure, require_reason
-from tests.fakes.trial_processes import start_of, untimed
+from tests.fakes.trial_processes import drop_seconds, make_start
 
 Config = Mapping[str, object]
 Trains = Callable[[Config], Mapping[str, object] | None]
@@ -65,7 +65,7 @@ def _trained(
     curve: tuple[StepReport, ...] = (),
     cadence: Cadence = Cadence(),  # noqa: B008  frozen: safe to share
 ) -> Sequence[FromTrial]:
-    start = start_of(
+    start = make_start(
         function,
         folder,
         import_path=(),
@@ -133,14 +133,14 @@ def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
     assert isinstance(loaded, TrainableLoaded)
     assert isinstance(step, StepDone)
     saved = AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason=make_reason("saved-as-requested"))
-    assert untimed(ended) == TrialEnded(outcome=saved)
+    assert drop_seconds(ended) == TrialEnded(outcome=saved)
 
 
 @pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
 def test_a_function_that_never_saw_its_criterion_has_met_it(trained: Trained, trains: Trains) -> None:
     ended = trained(trains, stopper=MaxSteps(1))[-1]
     met = TrialFinished(trial="t", reason=make_reason("step-limit", step=1, limit=1), kind=FinishKind.CRITERION)
-    assert untimed(ended) == TrialEnded(outcome=met)
+    assert drop_seconds(ended) == TrialEnded(outcome=met)
 
 
 def test_a_trial_that_is_kept_says_what_is_true_now(trained: Trained) -> None:
@@ -276,7 +276,7 @@ def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(tra
     states = [each.report.step for each in checkpoints if each.is_reported]
     assert (saved, states) == ([2, 4], [5])
     returned = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
-    assert untimed(said[-1]) == TrialEnded(outcome=returned)
+    assert drop_seconds(said[-1]) == TrialEnded(outcome=returned)
 
 
 def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(trained: Trained) -> None:

@@ -22,7 +22,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.arrow_store import ArrowStore, arrow_store_error, open_fsspec
 from prefect_tune.stores.deadline import Deadline, named_lock
 from tests.fakes.servers.s3_sink import Fault, S3Sink
-from tests.fakes.stores.racers import winners
+from tests.fakes.stores.racers import race_to_create
 from tests.stores.contract import StoreContract
 
 
@@ -76,7 +76,7 @@ def test_it_says_that_its_create_is_not_atomic(tmp_path: Path) -> None:
 
 def test_of_threads_that_create_the_same_object_one_wins_whatever_store_they_opened(tmp_path: Path) -> None:
     stores = [ArrowStore(arrow.LocalFileSystem(), str(tmp_path)) for _ in range(2)]
-    assert winners(stores, 100) == [1] * 100
+    assert race_to_create(stores, 100) == [1] * 100
 
 
 def test_who_waits_too_long_for_its_turn_says_so(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ from prefect_tune.stores import obstore_store
 from prefect_tune.stores.arrow_store import ArrowStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.subprocess_store import SubprocessStore
-from tests.fakes.servers.chaos_s3 import PASSING, ChaosS3
+from tests.fakes.servers.chaos_s3 import TRANSIENT, ChaosS3
 from tests.fakes.servers.s3_sink import Fault
 from tests.fakes.stores.object_stores import object_store
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.long_cases import deep_count, long_after
 
 DATA = bytes(range(256)) * 64
@@ -106,7 +106,7 @@ def _check_unavailable(outcomes: dict[str, BaseException | None], chaos: Fault) 
 
 # ------------------------------------------------------------------------------------ transient faults
 
-_NO_ANSWER = tuple(chaos for chaos in PASSING if chaos is not Fault.HALF_BODY and chaos is not Fault.STALL_BODY)
+_NO_ANSWER = tuple(chaos for chaos in TRANSIENT if chaos is not Fault.HALF_BODY and chaos is not Fault.STALL_BODY)
 
 
 @pytest.mark.parametrize("kind", [*_NO_ANSWER, Fault.DRIP], ids=lambda kind: kind.name)
@@ -136,7 +136,7 @@ def test_half_a_body_is_never_an_answer(chaos: ChaosS3, kind: Fault) -> None:
         assert isinstance(outcomes[act], StoreUnavailable), f"{act}: {outcomes[act]!r}"
 
 
-@pytest.mark.parametrize("kind", PASSING, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", TRANSIENT, ids=lambda kind: kind.name)
 def test_what_passes_is_not_noticed(chaos: ChaosS3, kind: Fault) -> None:
     _furnish(chaos)
     expected = {"read": DATA, "range": DATA[10:110], "size": len(DATA), "list": [ListedObject("there", len(DATA))]}
@@ -148,7 +148,7 @@ def test_what_passes_is_not_noticed(chaos: ChaosS3, kind: Fault) -> None:
             assert (bytes(result) if act in ("read", "range") else result) == expected.get(act), act  # type: ignore[call-overload]  # a buffer then
 
 
-@pytest.mark.parametrize("kind", PASSING, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", TRANSIENT, ids=lambda kind: kind.name)
 def test_a_create_is_done_once_whatever_passes(chaos: ChaosS3, kind: Fault) -> None:
     chaos.script([kind])
     with _obstore(chaos.endpoint, seconds=20, request_seconds=0.8) as store:
@@ -222,7 +222,7 @@ def _retried(act: Callable[[], object]) -> object:
 )
 def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
     """A quarter of all requests fail, by every transient fault; retries succeed, and no result is wrong."""
-    chaos.storm(seed, 0.25, [kind for kind in PASSING if kind not in (Fault.STALL, Fault.STALL_BODY)])
+    chaos.storm(seed, 0.25, [kind for kind in TRANSIENT if kind not in (Fault.STALL, Fault.STALL_BODY)])
     with _obstore(chaos.endpoint, seconds=60, request_seconds=5) as store:
 
         def work(number: int) -> None:
@@ -260,4 +260,4 @@ def test_an_isolated_client_that_hangs_ends_in_time_and_leaves_no_connection(cha
         assert time.monotonic() - began < seconds + 2
     _check_unavailable(outcomes, kind)
     assert sum(isinstance(error, DeadlineExceeded) for error in outcomes.values()) >= 6
-    until(lambda: not chaos.connections)
+    wait_until(lambda: not chaos.connections)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.stores.contract import StoreContract
 
 
-@pytest.mark.parametrize(("way", "survives"), [(Way.CRASH_BEFORE, False), (Way.TORN, False), (Way.CRASH_AFTER, True)])
-def test_a_crash_leaves_what_its_way_says_and_a_dead_process(way: Way, *, survives: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "survives"), [(Failure.CRASH_BEFORE, False), (Failure.TORN, False), (Failure.CRASH_AFTER, True)]
+)
+def test_a_crash_leaves_what_its_way_says_and_a_dead_process(way: Failure, *, survives: bool) -> None:
     store = DyingStore(MemoryStore(), nth=2, way=way)
     store.put("a", b"1")
 
@@ -27,7 +29,7 @@ def test_a_crash_leaves_what_its_way_says_and_a_dead_process(way: Way, *, surviv
 
 
 def test_a_lost_reply_means_done_and_not_known() -> None:
-    store = DyingStore(MemoryStore(), nth=1, way=Way.REPLY_LOST)
+    store = DyingStore(MemoryStore(), nth=1, way=Failure.REPLY_LOST)
 
     with pytest.raises(CommitUnknown):
         store.create("a", b"1")
@@ -42,7 +44,7 @@ def test_a_torn_delete_removes_the_first_half() -> None:
     for name in "abcd":
         inner.put(name, b"")
     with pytest.raises(Crash):
-        DyingStore(inner, nth=1, way=Way.TORN).delete(list("abcd"))
+        DyingStore(inner, nth=1, way=Failure.TORN).delete(list("abcd"))
     assert list(inner.objects) == ["c", "d"]
 
 

@@ -32,11 +32,11 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores import obstore_store
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.obstore_store import ERROR_CODES, ErrorCode, Meaning, ObstoreStore, make_client
-from tests.fakes.servers.canned_http import Canned, answering, s3_error
+from tests.fakes.servers.canned_http import CannedServer, canned_server, s3_error
 from tests.fakes.servers.moto_server import aws_client, moto_server
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
 from tests.fakes.stores.object_stores import object_store
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.stores.contract import StoreContract
 
 
@@ -161,8 +161,8 @@ def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind
     with pytest.raises({"create": CommitUnknown, "replace by parts": StoreUnavailable}.get(act, DeadlineExceeded)):
         _calls(store)[act]()
     assert time.monotonic() - started < 10  # it never answers
-    until(lambda: not sink.connections)
-    until(lambda: threading.active_count() <= before)  # the server's own end with their connections
+    wait_until(lambda: not sink.connections)
+    wait_until(lambda: threading.active_count() <= before)  # the server's own end with their connections
 
 
 def test_a_large_range_that_stops_arriving_ends_at_the_deadline(sink: S3Sink) -> None:
@@ -175,7 +175,7 @@ def test_a_large_range_that_stops_arriving_ends_at_the_deadline(sink: S3Sink) ->
     with pytest.raises(DeadlineExceeded):
         store.read("blob", length=2 << 20)
     assert time.monotonic() - started < 30  # the server never sends the rest
-    until(lambda: not sink.connections)
+    wait_until(lambda: not sink.connections)
 
 
 def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -> None:
@@ -195,7 +195,7 @@ def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -
         outcomes = list(pool.map(write, range(16)))
     assert time.monotonic() - started < 2.5
     assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
-    until(lambda: not sink.connections)
+    wait_until(lambda: not sink.connections)
     sink.fault = lambda _request: None
     time.sleep(0.2)
     assert sink.names() == []
@@ -289,7 +289,7 @@ def test_closing_lets_go_of_the_connections(sink: S3Sink) -> None:
     store.put("a", b"1")
     assert sink.connections
     store.close()
-    until(lambda: not sink.connections)
+    wait_until(lambda: not sink.connections)
 
 
 def test_a_bucket_that_was_deleted_meanwhile_is_not_taken_for_an_empty_one(moto: str) -> None:
@@ -316,8 +316,8 @@ _PASSES = (Meaning.TRANSIENT, Meaning.UNKNOWN)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Canned]:
-    with answering(200) as started:
+def server() -> Iterator[CannedServer]:
+    with canned_server(200) as started:
         yield started
 
 
@@ -338,7 +338,7 @@ _CLIENTS: dict[str, Callable[[str, Any], Any]] = {"gcs": _gcs, "oauth": _gcs, "a
 
 
 @contextmanager
-def _store(vendor: str, server: Canned, *, tries: int = 1) -> Iterator[ObstoreStore]:
+def _store(vendor: str, server: CannedServer, *, tries: int = 1) -> Iterator[ObstoreStore]:
     def connect(limit: timedelta) -> Any:
         client = _CLIENTS.get(vendor.partition("-")[0], _s3)
         return make_client(lambda **times: client(server.url, times), limit, {"allow_http": True})
@@ -352,7 +352,7 @@ def _store(vendor: str, server: Canned, *, tries: int = 1) -> Iterator[ObstoreSt
     store.close()
 
 
-def _answer(server: Canned, vendor: str, status: int, code: str) -> None:
+def _answer(server: CannedServer, vendor: str, status: int, code: str) -> None:
     """Answer with this vendor's error: in XML, in JSON of two kinds, and in Azure's header."""
     server.status, server.headers = status, {"content-type": "application/xml"}
     server.body = s3_error(code, "no")
@@ -417,7 +417,7 @@ _STATUSES: Mapping[tuple[str, int], str] = {
 
 
 @pytest.mark.parametrize(("vendor", "status"), _STATUSES)
-def test_each_code_of_the_table_is_told_as_what_it_means(server: Canned, vendor: str, status: int) -> None:
+def test_each_code_of_the_table_is_told_as_what_it_means(server: CannedServer, vendor: str, status: int) -> None:
     with _store(vendor, server) as store:
         for code in _STATUSES[vendor, status].split():
             _answer(server, vendor, status, code)
@@ -457,7 +457,7 @@ def test_each_code_is_answered_once_above_and_a_refusal_says_what_to_do() -> Non
 )
 @pytest.mark.parametrize("body", [b"", b"<html>gateway</html>", s3_error("NobodyKnows", "no")])
 def test_what_is_not_in_the_table_is_judged_by_its_status(
-    server: Canned, statuses: Sequence[int], body: bytes, *, passes: bool
+    server: CannedServer, statuses: Sequence[int], body: bytes, *, passes: bool
 ) -> None:
     with _store("s3", server) as store:
         for server.status in statuses:
@@ -479,7 +479,7 @@ def _deleted(failed: Sequence[tuple[str, str]]) -> bytes:
     ("code", "kind"),
     [("SlowDown", StoreUnavailable), ("InternalError", StoreUnavailable), ("AccessDenied", StoreRefused)],
 )
-def test_a_batch_that_failed_for_one_object_says_why(server: Canned, code: str, kind: type[TuneError]) -> None:
+def test_a_batch_that_failed_for_one_object_says_why(server: CannedServer, code: str, kind: type[TuneError]) -> None:
     with _store("s3", server) as store:
         server.status, server.body, server.headers = 200, _deleted([("b", code)]), {"content-type": "application/xml"}
         error = _raised(lambda: store.delete(["a", "b"]))
@@ -489,7 +489,7 @@ def test_a_batch_that_failed_for_one_object_says_why(server: Canned, code: str, 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, StoreUnavailable), (500, StoreUnavailable), (403, StoreRefused)])
 def test_a_batch_of_azure_that_failed_for_one_object_says_why(
-    server: Canned, status: int, kind: type[TuneError]
+    server: CannedServer, status: int, kind: type[TuneError]
 ) -> None:
     part = (
         f"--batch\r\nContent-Type: application/http\r\nContent-ID: 0\r\n\r\nHTTP/1.1 {status} no\r\n\r\n\r\n--batch--"
@@ -500,7 +500,7 @@ def test_a_batch_of_azure_that_failed_for_one_object_says_why(
         assert type(_raised(lambda: store.delete(["a", "b"]))) is kind
 
 
-def test_a_head_that_is_refused_without_a_reason_is_explained_by_a_listing(server: Canned) -> None:
+def test_a_head_that_is_refused_without_a_reason_is_explained_by_a_listing(server: CannedServer) -> None:
     with _store("s3", server) as store:
         _answer(server, "s3", 400, "ExpiredToken")
         error = _raised(lambda: store.size("a"))
@@ -510,7 +510,7 @@ def test_a_head_that_is_refused_without_a_reason_is_explained_by_a_listing(serve
         assert type(_raised(lambda: store.size("a"))) is StoreUnavailable
 
 
-def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: Canned) -> None:
+def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: CannedServer) -> None:
     with _store("s3", server) as store:
         body = _deleted([("b", "NoSuchKey")]).replace(b"<Deleted><Key>a</Key></Deleted>", b"")
         server.status, server.body, server.headers = 200, body, {"content-type": "application/xml"}

@@ -27,7 +27,7 @@ from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import open_fsspec_store
 from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.stores.subprocess_store import SubprocessStore
-from tests.fakes.stores.racers import winners
+from tests.fakes.stores.racers import race_to_create
 from tests.fakes.stores.slow_stores import HangsInConstructor, MoodyStore
 from tests.stores.contract import StoreContract
 
@@ -272,4 +272,4 @@ def test_of_two_whose_children_know_nothing_of_each_other_one_creates_an_object(
     factory = partial(open_fsspec_store, "local", str(tmp_path), {})
     with SubprocessStore(factory) as one, SubprocessStore(factory) as other:
         assert not one.conditional_create
-        assert winners([one, other], 50) == [1] * 50
+        assert race_to_create([one, other], 50) == [1] * 50

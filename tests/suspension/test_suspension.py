@@ -32,7 +32,7 @@ from prefect_tune.suspension import (
     parse_choice,
 )
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.experiments import after
+from tests.fakes.searches.experiments import apply_events
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_trials_without_a_checkpoint_begin_again() -> None:
     trials = [TrialAdded(trial=f"{n}", config={}) for n in range(3)]
     started = [AttemptStarted(trial=f"{n}", attempt=1, from_step=0) for n in range(3)]
     saved = [CheckpointCommitted(trial=f"{n}", checkpoint=CheckpointRef(step=5 * n, sequence=n)) for n in (1, 2)]
-    state = after(empty_experiment(first_generation("e")), [*trials, *started, *saved])
+    state = apply_events(empty_experiment(first_generation("e")), [*trials, *started, *saved])
     said = "experiment 'e': 2 of 3 trials resumable, at steps 5 to 10; 1 begins again, without a checkpoint; run it"
     assert format_resume_advice(state).startswith(said)
 

@@ -26,7 +26,7 @@ from prefect_tune.journal_access import make_attempt_filter, set_dead_attempts_c
 from prefect_tune.prefect_api import task_runs
 from prefect_tune.tasks.trials import run_attempt
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
 HERE, ELSEWHERE = socket.gethostname(), "another-machine"
 ATTEMPTS: Mapping[str, Any] = {"train trial · attempt 1": run_attempt, "my own name": pt.run_trial}
@@ -127,7 +127,7 @@ def test_attempts_of_a_flow_run_keep_their_states_while_it_is_alive_and_are_cras
     client.set_flow_run_state(flow_run, Crashed(), force=True)
     died.set()
     crashed = {**dict.fromkeys(ATTEMPTS, "Crashed"), "prepare": "Running"}
-    until(lambda: states_of(client, alive) == crashed, seconds=60, what=lambda: str(states_of(client, alive)))
+    wait_until(lambda: states_of(client, alive) == crashed, seconds=60, what=lambda: str(states_of(client, alive)))
 
 
 def test_more_dead_attempts_than_the_server_lists_at_a_time_are_set_to_crashed(

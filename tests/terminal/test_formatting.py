@@ -35,7 +35,7 @@ from prefect_tune.terminal.formatting import (
 )
 from prefect_tune.terminal.progress_view import make_trials_table
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.experiments import after
+from tests.fakes.searches.experiments import apply_events
 
 ATTACK = "\x1b]0;title\x07\x1b[2J\x9b31m\rbold"
 
@@ -152,7 +152,7 @@ AT = "2026-11-23T01:32:20.123+00:00"
 
 def make_running() -> Experiment:
     events = [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)]
-    return after(empty_experiment(first_generation("e")), events)
+    return apply_events(empty_experiment(first_generation("e")), events)
 
 
 def make_live_status(period_seconds: float) -> LiveStatus:

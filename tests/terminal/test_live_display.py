@@ -30,9 +30,9 @@ from prefect_tune.terminal.live_display import (
     end_display,
     live_display,
 )
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
-wait_for = partial(until, seconds=60)
+wait_for = partial(wait_until, seconds=60)
 
 
 class Terminal:

@@ -59,7 +59,7 @@ class Search:
     def apply(self, *events: Event) -> None:
         for event in events:
             self.experiment = apply_event(self.experiment, event, self.experiment.entry_count + 1)
-            self.tracker.happens(event, self.experiment)
+            self.tracker.apply_event(event, self.experiment)
 
     def start_trials(self, *trials: str) -> None:
         for trial in trials:
@@ -67,7 +67,7 @@ class Search:
             self.apply(AttemptStarted(trial=trial, attempt=1, from_step=0))
 
     def report(self, trial: str, step: int, loss: float) -> None:
-        self.tracker.reported(trial, make_report(step, loss))
+        self.tracker.apply_report(trial, make_report(step, loss))
 
 
 def make_report(step: int, loss: float) -> StepReport:
@@ -126,7 +126,7 @@ def test_what_an_attempt_reported_is_forgotten_when_the_next_one_begins(search: 
 def test_an_attempt_that_ended_without_a_word_is_forgotten_too(search: Search) -> None:
     search.start_trials("0")
     search.report("0", 5, 0.5)
-    search.tracker.happens(AttemptStarted(trial="0", attempt=2, from_step=0), search.experiment)
+    search.tracker.apply_event(AttemptStarted(trial="0", attempt=2, from_step=0), search.experiment)
     assert search.tracker.read_state(1.0).best is None
 
 

@@ -23,9 +23,9 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.searches.experiments import write_experiment
-from tests.fakes.searches.left_experiments import differences_below
+from tests.fakes.searches.left_experiments import find_differences
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
-from tests.fakes.untrusted import ROADS, Untrusted, describe, untrusted_folder
+from tests.fakes.untrusted import VECTORS, Untrusted, make_untrusted_target, write_settings
 from tests.long_cases import long_after
 from tests.tuner.altered_journals import (
     Alteration,
@@ -116,11 +116,11 @@ def test_an_audit_only_reads(targets: Callable[[str], LocalTarget], monkeypatch:
     assert {path: path.stat().st_mtime_ns for path in Path(target.path).rglob("*")} == before
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", VECTORS)
 def test_an_audit_runs_no_code_that_only_the_journal_names(
     road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    untrusted = untrusted_folder(tmp_path, monkeypatch)
+    untrusted = make_untrusted_target(tmp_path, monkeypatch)
     untrusted.forge(road)
     propose(untrusted)
     report = pt.audit("e", target=untrusted.target)
@@ -200,7 +200,7 @@ def test_a_training_outside_a_search_decides_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_audited_is_an_error(targets: Callable[[str], LocalTarget], tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="'none'"):
         pt.audit("none", target=targets("fifo"))
-    describe(LocalTarget(path=str(tmp_path / "odd")), "e", {"scheduler": {"ASHA": {}}})
+    write_settings(LocalTarget(path=str(tmp_path / "odd")), "e", {"scheduler": {"ASHA": {}}})
     with pytest.raises(InvalidInput, match="scheduler"):
         pt.audit("e", target=str(tmp_path / "odd"))
     entries = entries_of(Path(targets("fifo").path), KEY)
@@ -301,7 +301,7 @@ def test_after_each_test_the_journals_that_flows_have_left_are_audited(
     of_a_flow = opened.model_copy(update={"owner": opened.owner.model_copy(update={"flow_run": "run"})})
     entries = [first.model_copy(update={"events": (of_a_flow, *others)}), *rest]
     write_altered(tmp_path, KEY, entries, next(alterations_of(entries)))
-    (difference,) = differences_below(tmp_path)
+    (difference,) = find_differences(tmp_path)
     assert difference.startswith(f"{tmp_path}/e: entry ")
 
 

@@ -42,8 +42,8 @@ from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.searches.instant_executor import InstantExecutor
-from tests.fakes.searches.pending_entries import WrittenEntries, limits_of, pending_entry, random_policy
-from tests.fakes.trial_processes import until
+from tests.fakes.searches.pending_entries import WrittenEntries, limits_of, make_pending_entry, make_random_policy
+from tests.fakes.trial_processes import wait_until
 
 _LOG = logging.getLogger("tests")
 _TRIAL = "00000"
@@ -62,10 +62,10 @@ class FailingTrial:
     """One trial whose attempts are lost, with its failure handler."""
 
     def __init__(self) -> None:
-        policy = random_policy()
+        policy = make_random_policy()
         limits = limits_of(1, failures=FailurePolicy(max_machine_failures=2))
         self.losses: list[str] = []
-        self.page = pending_entry(WrittenEntries(), policy, _Losses(self.losses))
+        self.page = make_pending_entry(WrittenEntries(), policy, _Losses(self.losses))
         self.startable: deque[str] = deque()
         stopping = StopHandler(limits, policy, InstantExecutor(9), self.page, lambda _: None, _LOG)
         self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
@@ -225,8 +225,8 @@ def test_a_reason_gives_the_terminal_no_commands(trial: str | None, caplog: pyte
         def take_requests(self) -> Sequence[StopRequest]:
             return [StopRequest(write_id="w", at="", reason="enough\x1b]0;title\x07", term=0, trial=trial)]
 
-    policy = random_policy()
-    pending = pending_entry(WrittenEntries(), policy)
+    policy = make_random_policy()
+    pending = make_pending_entry(WrittenEntries(), policy)
     pending.add_event(TrialAdded(trial="00000", config={}))
     StopHandler(
         limits_of(1), policy, InstantExecutor(9), pending, lambda _: None, logging.getLogger("a run")
@@ -267,9 +267,9 @@ def test_an_outage_is_logged_once_and_the_request_is_read_after_it(caplog: pytes
         caplog.at_level(logging.WARNING, "prefect_tune"),
         StopRequestPoller(BucketTarget(name="away"), first_generation("e"), 0, often, stop) as poller,
     ):
-        until(lambda: bucket.reads > 3, seconds=60, what=lambda: "further reads")
+        wait_until(lambda: bucket.reads > 3, seconds=60, what=lambda: "further reads")
         assert poller.take_requests() == []
         bucket.is_there = True
-        until(lambda: not poller._unhandled_requests.empty(), seconds=60, what=lambda: "the request")
+        wait_until(lambda: not poller._unhandled_requests.empty(), seconds=60, what=lambda: "the request")
         assert poller.take_requests() == [request]
     assert [each.getMessage() for each in caplog.records] == ["stop requests are read later: no route to the bucket"]

@@ -42,7 +42,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message
 from prefect_tune.journal_access import OwnershipRequest, acquire_and_adopt_with_retries, current_owner, read_experiment
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.checkpoints import committed, write
+from tests.fakes.checkpoints import commit_files, write_files
 from tests.fakes.searches import planned_search
 from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
@@ -79,13 +79,13 @@ def events_in(target: LocalTarget) -> list[tuple[int, Event]]:
 
 
 def finishes(attempt: RemoteAttempt) -> None:
-    attempt.posts(TrialFinished(trial=attempt.trial, reason="done"))
-    attempt.exits()
+    attempt.post(TrialFinished(trial=attempt.trial, reason="done"))
+    attempt.exit()
 
 
 def trains(attempt: RemoteAttempt) -> None:
-    attempt.starts()
-    attempt.saves(attempt.outbox.trial.step + 1)
+    attempt.start()
+    attempt.save(attempt.outbox.trial.step + 1)
     finishes(attempt)
 
 
@@ -100,9 +100,9 @@ def run_killed(target: LocalTarget, executor: PostingExecutor, polls: int = 3, *
 
 def test_posts_are_received_once_and_in_order_and_each_with_its_events_in_one_entry(target: LocalTarget) -> None:
     def act(attempt: RemoteAttempt) -> None:
-        attempt.starts()
-        attempt.saves(1)
-        attempt.saves(2, 1)
+        attempt.start()
+        attempt.save(1)
+        attempt.save(2, 1)
         finishes(attempt)
 
     executor = PostingExecutor(act)
@@ -131,31 +131,31 @@ def test_posts_are_received_once_and_in_order_and_each_with_its_events_in_one_en
 def test_the_end_of_an_attempt_receives_what_it_posted_unseen_and_closes_its_outbox(target: LocalTarget) -> None:
     def act(attempt: RemoteAttempt) -> None:
         attempt.is_readable = False
-        attempt.starts()
-        attempt.saves(1)
-        attempt.posts(AttemptEnded(trial=attempt.trial, cause=Cause.TRAINABLE, reason="it raised"))
-        attempt.exits(StoreUnavailable("its connection is lost"))
+        attempt.start()
+        attempt.save(1)
+        attempt.post(AttemptEnded(trial=attempt.trial, cause=Cause.TRAINABLE, reason="it raised"))
+        attempt.exit(StoreUnavailable("its connection is lost"))
 
     executor = PostingExecutor(act)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (trial.phase, trial.step, trial.outbox, len(executor.attempts)) == (Phase.ERRORED, 1, None, 1)
     with pytest.raises(Superseded, match="has ended this attempt"):
-        executor.attempts[0].posts(CheckpointQuarantined(trial="00000", sequence=1, reason="bad"))
+        executor.attempts[0].post(CheckpointQuarantined(trial="00000", sequence=1, reason="bad"))
 
 
 @pytest.mark.parametrize("is_local", [False, True], ids=["task runner", "this machine, after deployments"])
 def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again(
     target: LocalTarget, *, is_local: bool
 ) -> None:
-    first = PostingExecutor(RemoteAttempt.starts, is_detached=is_local)
+    first = PostingExecutor(RemoteAttempt.start, is_detached=is_local)
     run_killed(target, first)
     (left,) = first.attempts
-    left.saves(1)
+    left.save(1)
     requests: list[AttemptRequest] = []
 
     def is_fenced(*_: object) -> None:
         with pytest.raises(Superseded):
-            left.saves(2)
+            left.save(2)
         requests.append(left.request)
 
     def act(attempt: RemoteAttempt) -> None:
@@ -171,14 +171,14 @@ def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again
 
 
 def test_an_attempt_that_has_outlived_its_search_is_found_again_and_trains_on(target: LocalTarget) -> None:
-    first = PostingExecutor(RemoteAttempt.starts, is_detached=True)
+    first = PostingExecutor(RemoteAttempt.start, is_detached=True)
     run_killed(target, first)
 
     def act(attempt: RemoteAttempt) -> None:
         assert (attempt.request.trial.phase, attempt.request.trial.outbox) == (Phase.RUNNING, 1)
-        first.attempts[0].saves(1)
-        first.attempts[0].posts(TrialFinished(trial=attempt.trial, reason="done"))
-        attempt.exits()
+        first.attempts[0].save(1)
+        first.attempts[0].post(TrialFinished(trial=attempt.trial, reason="done"))
+        attempt.exit()
 
     (trial,) = PlannedSearch(target, executor=PostingExecutor(act, is_detached=True)).run(num_samples=1).trials.values()
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 1, 1)
@@ -188,11 +188,11 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its posts are more than can be read until the deadline of one opening of the target, however often retried."""
-    first = PostingExecutor(RemoteAttempt.starts, is_detached=True)
+    first = PostingExecutor(RemoteAttempt.start, is_detached=True)
     run_killed(target, first)
     (left,) = first.attempts
     for step in range(1, 451):
-        left.posts(StepReported(trial=left.trial, report=StepReport(step=step, metrics={"loss": 1.0})))
+        left.post(StepReported(trial=left.trial, report=StepReport(step=step, metrics={"loss": 1.0})))
     read = PosixStore.read
 
     def read_until_deadline(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
@@ -204,8 +204,8 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
 
     def act(attempt: RemoteAttempt) -> None:
         assert (attempt.request.trial.phase, attempt.request.trial.step) == (Phase.RUNNING, 450)
-        left.posts(TrialFinished(trial=left.trial, reason="done"))
-        attempt.exits()
+        left.post(TrialFinished(trial=left.trial, reason="done"))
+        attempt.exit()
 
     monkeypatch.setattr(PosixStore, "read", read_until_deadline)
     monkeypatch.setattr(storage_retries, "_pause", lambda _seconds: None)
@@ -226,8 +226,8 @@ def test_a_queued_launch_of_an_earlier_search_is_found_again_and_not_fenced_off(
 
 def test_an_attempt_whose_end_its_search_did_not_see_is_no_queued_launch(target: LocalTarget) -> None:
     def act(attempt: RemoteAttempt) -> None:
-        attempt.starts()
-        attempt.posts(AttemptEnded(trial=attempt.trial, cause=Cause.PREEMPTED, reason="its machine is needed"))
+        attempt.start()
+        attempt.post(AttemptEnded(trial=attempt.trial, cause=Cause.PREEMPTED, reason="its machine is needed"))
 
     run_killed(target, PostingExecutor(act, is_detached=True))
     executor = PostingExecutor(trains, is_detached=True)
@@ -239,20 +239,20 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
     losses = {"00000": 0.1, "00001": 0.9}
 
     def train(attempt: RemoteAttempt, milestone: int | None) -> None:
-        attempt.saves(milestone or STEPS, loss=losses[attempt.trial])
-        attempt.asks() if milestone else finishes(attempt)
+        attempt.save(milestone or STEPS, loss=losses[attempt.trial])
+        attempt.await_decision() if milestone else finishes(attempt)
 
     def act(attempt: RemoteAttempt) -> None:
-        attempt.starts()
+        attempt.start()
         train(attempt, attempt.request.decision_step)
 
     def answer(attempt: RemoteAttempt, said: ContinueTraining | StopTrial) -> None:
         if isinstance(said, ContinueTraining):
             train(attempt, said.decision_step)
             return
-        attempt.posts(cast("TrialFinished", said.outcome))
+        attempt.post(cast("TrialFinished", said.outcome))
         if len(executors) > 1:
-            attempt.exits()
+            attempt.exit()
 
     options: dict[str, Any] = {
         "scheduler": pt.ASHA(STEPS, variant="promotion", reduction_factor=2, grace_period=3),
@@ -368,12 +368,12 @@ def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_n
     first = PostingExecutor(lambda _: None, is_detached=True)
     run_killed(target, first, sync={"sync_period_seconds": 0})
     attempt = first.attempts[0]
-    attempt.starts()
+    attempt.start()
     for step in (1, 2):
         saved = CheckpointKey(trial=attempt.spec.trial, step=step, sequence=attempt.outbox.trial.next_sequence)
         with target.open(timeout=timedelta(minutes=1)) as store:
-            committed(store, write(tmp_path / f"staged-{step}", {"weights": bytes([step])}), saved)
-        attempt.saves(step)
+            commit_files(store, write_files(tmp_path / f"staged-{step}", {"weights": bytes([step])}), saved)
+        attempt.save(step)
     path = Path(target.path, KEY.trial_key("00000").post_path(1, damaged))
     path.chmod(0o644)
     path.write_bytes(b"damaged")
@@ -391,11 +391,11 @@ def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: L
         if len(executor.attempts) > 1:
             trains(attempt)
             return
-        attempt.starts()
+        attempt.start()
 
     def again(attempt: RemoteAttempt) -> None:
         attempt.outbox.trial = attempt.request.trial  # a fault: it posts its start twice
-        attempt.starts()
+        attempt.start()
 
     class Faulty(PostingExecutor):
         polls = 0
@@ -407,11 +407,11 @@ def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: L
                 again(first)
             if self.polls == 4:
                 try:
-                    first.saves(1)
+                    first.save(1)
                     replies.append("acknowledged")
                 except Superseded:
                     replies.append("refused")
-                first.exits()
+                first.exit()
             return super().poll_messages(patience)  # type: ignore[arg-type]  # as above
 
     executor = Faulty(act)
@@ -446,7 +446,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
     def end_all() -> None:
         for attempt in second.attempts:
             if not attempt.messages:
-                attempt.exits()
+                attempt.exit()
 
     monkeypatch.setattr(second, "stop_all", end_all)
     PlannedSearch(target, slots=1, executor=second).run(num_samples=2)
@@ -456,7 +456,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
     assert state.trial("00001").phase is Phase.FINISHED
     assert {name: each.outbox for name, each in state.trials.items()} == {"00000": None, "00001": None}
     with pytest.raises(Superseded):
-        first.attempts[1].posts(
+        first.attempts[1].post(
             AttemptStarted(trial="00001", attempt=1, from_step=0), TrialFinished(trial="00001", reason="x")
         )
     assert read_experiment(target, KEY).trial("00001").outbox is None

@@ -49,11 +49,11 @@ from prefect_tune.ownership import ensure_ownership, make_attempt_start_events, 
 from prefect_tune.storage_retries import with_store
 from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.tuner.pending_entry import BackgroundWorker, PendingEntry
-from tests.fakes.searches.pending_entries import WrittenEntries, pending_entry, random_policy
+from tests.fakes.searches.pending_entries import WrittenEntries, make_pending_entry, make_random_policy
 from tests.fakes.searches.planned_search import PlannedSearch
 from tests.fakes.searches.posting_executor import PostingExecutor, RemoteAttempt
 from tests.fakes.stores.memory_files import MemoryFiles
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def written() -> WrittenEntries:
 def pending(written: WrittenEntries) -> PendingEntry:
     """The pending entry of an experiment with one trial, with no write for a while."""
     opened = OwnerChanged(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
-    pending = pending_entry(written, random_policy(), period=timedelta(minutes=5))
+    pending = make_pending_entry(written, make_random_policy(), period=timedelta(minutes=5))
     for event in (opened, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
         pending.add_event(event)
     pending.write(may_wait=False)
@@ -277,7 +277,7 @@ def test_all_posts_that_wait_are_deleted_by_one_request(tmp_path: Path, monkeypa
     for number in range(2, 10):
         janitor.delete_post(key, 1, number)
     may_open.set()
-    until(lambda: not any(each.exists() for each in posts), seconds=60, what=lambda: "the deletion of all posts")
+    wait_until(lambda: not any(each.exists() for each in posts), seconds=60, what=lambda: "the deletion of all posts")
     janitor.close()
     assert (len(openings), len(requests)) == (1, 1)
 
@@ -317,7 +317,7 @@ def saves(attempt: RemoteAttempt, step: int, *retires: int) -> CheckpointKey:
     files = MemoryFiles({"head": f"step {step}".encode()})
     with_store(attempt.spec.target, lambda store: commit_checkpoint(store, key, files, about, reuse=ReusableBytes()))
     ref = CheckpointRef(sequence=key.sequence, **report.model_dump())
-    attempt.posts(
+    attempt.post(
         StepReported(trial=attempt.trial, report=report),
         CheckpointCommitted(trial=attempt.trial, checkpoint=ref, retired_sequences=retires),
     )
@@ -341,7 +341,7 @@ def test_what_a_post_does_not_retire_since_a_guest_was_faster_is_not_deleted(tmp
     target = LocalTarget(path=str(tmp_path))
 
     def script(attempt: RemoteAttempt) -> Iterator[None]:
-        attempt.starts()
+        attempt.start()
         saves(attempt, 1)
         second = saves(attempt, 2)
         yield
@@ -350,8 +350,8 @@ def test_what_a_post_does_not_retire_since_a_guest_was_faster_is_not_deleted(tmp
         quarantined_by_guest(target, second)
         saves(attempt, 3, 1)  # Retention(last=2): the attempt does not know of the quarantine
         yield
-        attempt.posts(AttemptEnded(trial=attempt.trial, cause=Cause.PREEMPTED, reason="x"))
-        attempt.exits()
+        attempt.post(AttemptEnded(trial=attempt.trial, cause=Cause.PREEMPTED, reason="x"))
+        attempt.exit()
 
     executor = Scripted(script)
     state = PlannedSearch(target, executor=executor, slots=1).run(

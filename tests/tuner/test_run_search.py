@@ -29,30 +29,32 @@ from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.results import Results
 from prefect_tune.tuner.run_search import log_already_finished, log_search_start, search_failed_error, warn_of_takeover
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.experiments import after
-from tests.fakes.trial_processes import LogRecorder, log_to
+from tests.fakes.searches.experiments import apply_events
+from tests.fakes.trial_processes import LogRecorder, make_log
 
 ME = Owner(name="me", host="here", pid=1)
-OPENED = after(empty_experiment(first_generation("e")), [OwnerChanged(experiment="e", generation=1, term=1, owner=ME)])
-ADDED = after(OPENED, [TrialAdded(trial="t", config={})])
+OPENED = apply_events(
+    empty_experiment(first_generation("e")), [OwnerChanged(experiment="e", generation=1, term=1, owner=ME)]
+)
+ADDED = apply_events(OPENED, [TrialAdded(trial="t", config={})])
 STARTED = AttemptStarted(trial="t", attempt=1, from_step=0)
 
 
 @pytest.mark.parametrize(("started", "lines"), [(0, 0), (1, 1)])
 def test_a_takeover_names_the_run_that_may_be_alive(started: int, lines: int) -> None:
     recorder = LogRecorder()
-    state = after(ADDED, [STARTED] * started)
-    warn_of_takeover(state, log_to(recorder))
+    state = apply_events(ADDED, [STARTED] * started)
+    warn_of_takeover(state, make_log(recorder))
     assert len(recorder.lines) == lines
     for line in recorder.lines:
         assert line.startswith(f"{state.owner} left 1 trial running, and this run takes over: ")
 
 
 def test_a_run_that_is_started_again_is_not_said_to_take_over_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, state = LogRecorder(), after(ADDED, [STARTED])
+    recorder, state = LogRecorder(), apply_events(ADDED, [STARTED])
     owner = Owner(name="grey-lynx", host="gpu-1", pid=7, flow_run="0f5c")
     monkeypatch.setattr("prefect_tune.tuner.run_search.flow_run", SimpleNamespace(id="0f5c"))
-    warn_of_takeover(state.model_copy(update={"owner": owner}), log_to(recorder))
+    warn_of_takeover(state.model_copy(update={"owner": owner}), make_log(recorder))
     (line,) = recorder.lines
     assert line.startswith(
         "an earlier process of this run, pid 7 on gpu-1, left 1 trial running, and this process takes "
@@ -72,10 +74,10 @@ def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
     options: dict[str, object], then: list[Event], lines: int
 ) -> None:
     recorder = LogRecorder()
-    found = after(ADDED, [STARTED, TrialFinished(trial="t", reason="done", kind=FinishKind.RETURNED)])
-    ended = after(found, then)
+    found = apply_events(ADDED, [STARTED, TrialFinished(trial="t", reason="done", kind=FinishKind.RETURNED)])
+    ended = apply_events(found, then)
     plan = SearchPlan(trainable=lambda _: None, target="/runs", experiment="e", **options)
-    log_already_finished(plan, found, ended, log_to(recorder))
+    log_already_finished(plan, found, ended, make_log(recorder))
     assert len(recorder.lines) == lines
 
 
@@ -94,7 +96,7 @@ def test_processes_that_share_processors_are_named(
 ) -> None:
     recorder = LogRecorder()
     plan = SearchPlan(trainable=print, target="/runs", experiment="e", processes_per_trial=processes)
-    log_search_start(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))
+    log_search_start(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", make_log(recorder))
     assert said in recorder.lines
 
 

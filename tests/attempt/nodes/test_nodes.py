@@ -39,7 +39,7 @@ from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import NodesKey
 from tests.attempt.nodes.cluster import STEPS, TRIAL, Cluster, make_silent, read_end, spec_of
-from tests.fakes.trial_processes import start_of, until
+from tests.fakes.trial_processes import make_start, wait_until
 from tests.long_cases import long_after
 
 
@@ -98,14 +98,14 @@ def test_after_the_death_of_a_rank_on_either_node_both_continue_from_the_last_co
 def test_a_node_that_is_killed_ends_the_attempt_on_both_and_the_next_one_continues(node: int, cluster: Cluster) -> None:
     config = {"rank": 0, "at": 5, "does": "nothing", "others": "hang"}
     logs = [cluster.start(each, config=config, silence=8) for each in range(2)]
-    wait_until(lambda: len(cluster.checkpoints()) >= 2, logs)
+    wait_with_logs(lambda: len(cluster.checkpoints()) >= 2, logs)
     cluster.kill_node(cluster.nodes[node])
     killed_at = time.monotonic()
     cluster.nodes[1 - node].join(60)
     assert time.monotonic() - killed_at < 30
     silent = make_silent(1, 8.0) if node else make_reason("node-silent", node=0, seconds=8.0)
     assert read_end(logs[1 - node].read_text()) == silent
-    wait_until(lambda: not _trials_below(cluster.folder), logs)
+    wait_with_logs(lambda: not _trials_below(cluster.folder), logs)
     if node == 0:
         cluster.end_attempt()
     cluster.train(attempt=2)
@@ -141,7 +141,7 @@ def test_a_node_of_another_request_joins_no_attempt(cluster: Cluster) -> None:
 def test_a_request_that_is_repeated_after_its_attempt_died_ends_at_once(cluster: Cluster) -> None:
     """As Dask and Ray repeat the task of a dead worker: the search requests the next attempt."""
     first = cluster.start(0, secret="of the request")
-    wait_until(cluster.left, [first])
+    wait_with_logs(cluster.left, [first])
     cluster.kill()
     again = cluster.start(0, secret="of the request")
     cluster.wait()
@@ -152,7 +152,7 @@ def test_a_request_that_is_repeated_after_its_attempt_died_ends_at_once(cluster:
 def test_a_second_process_of_one_node_trains_nothing(cluster: Cluster) -> None:
     config = {"rank": 0, "at": 5, "does": "nothing", "others": "hang"}
     logs = [cluster.start(node, config=config) for node in range(2)]
-    wait_until(lambda: len(cluster.checkpoints()) >= 2, logs)
+    wait_with_logs(lambda: len(cluster.checkpoints()) >= 2, logs)
     late = cluster.start(1, config=config)
     cluster.nodes[-1].join(60)
     assert read_end(late.read_text()) == make_reason("node-not-needed")
@@ -161,7 +161,7 @@ def test_a_second_process_of_one_node_trains_nothing(cluster: Cluster) -> None:
 def test_a_node_that_is_stopped_is_lost(cluster: Cluster) -> None:
     config = {"rank": 0, "at": 5, "does": "nothing", "others": "hang"}
     logs = [cluster.start(node, config=config, silence=5) for node in range(2)]
-    wait_until(lambda: len(cluster.checkpoints()) >= 2, logs)
+    wait_with_logs(lambda: len(cluster.checkpoints()) >= 2, logs)
     stopped = cluster.nodes[1].pid
     assert stopped is not None
     os.kill(stopped, signal.SIGSTOP)
@@ -216,7 +216,7 @@ def test_a_stranger_and_a_pickle_are_refused_and_the_nodes_train(
     logs = [cluster.start(0)]
     with cluster.target.open(timeout=timedelta(minutes=1)) as store:
         trial = TRIAL
-        wait_until(lambda: find_newest_address(store, trial, 1) is not None, logs)
+        wait_with_logs(lambda: find_newest_address(store, trial, 1) is not None, logs)
         found = find_newest_address(store, trial, 1)
     assert found is not None
     key, address = found
@@ -225,10 +225,10 @@ def test_a_stranger_and_a_pickle_are_refused_and_the_nodes_train(
     try:
         with Client((address.host, address.port), authkey=authkey) as connection:
             connection.send(Payload(tmp_path / "unpickled"))
-            wait_until(lambda: said in logs[0].read_text(), logs)
+            wait_with_logs(lambda: said in logs[0].read_text(), logs)
     except AuthenticationError:
         assert not has_secret
-    wait_until(lambda: said in logs[0].read_text(), logs)
+    wait_with_logs(lambda: said in logs[0].read_text(), logs)
     logs.append(cluster.start(1))
     cluster.wait()
     assert cluster.state() == undisturbed(2)
@@ -265,7 +265,7 @@ def test_a_node_waits_for_no_answer_of_a_node_0_that_is_stopped(
 @pytest.fixture
 def node_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OtherNodes:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    start = start_of(os.getcwd, tmp_path)
+    start = make_start(os.getcwd, tmp_path)
     return OtherNodes(spec_of(tmp_path), start, 1, None, "of attempt 1", logging.getLogger("node-0"))
 
 
@@ -283,7 +283,7 @@ def test_the_end_of_a_second_process_of_a_node_is_not_that_of_the_node(
 ) -> None:
     monkeypatch.setattr(nodes, "_CLOSE_TIMEOUT", timedelta(0))
     with node_0, _join(node_0):
-        until(lambda: node_0._hosts, what=lambda: "node 1")
+        wait_until(lambda: node_0._hosts, what=lambda: "node 1")
         refused: list[NodeMessage] = []
 
         def send_late(_: nodes.NodeConnection, message: NodeMessage) -> None:
@@ -293,7 +293,7 @@ def test_the_end_of_a_second_process_of_a_node_is_not_that_of_the_node(
         with monkeypatch.context() as patch:
             patch.setattr(nodes.NodeConnection, "send", send_late)
             _join(node_0).close()
-            until(lambda: refused, what=lambda: "a refusal")
+            wait_until(lambda: refused, what=lambda: "a refusal")
             time.sleep(0.5)
         assert node_0._lost_reasons == {}
 
@@ -332,7 +332,7 @@ def test_a_node_joins_though_node_0_has_no_free_descriptor_at_first(
 
     monkeypatch.setattr(socket.socket, "accept", fail_once)
     with node_0, _join(node_0):
-        until(lambda: node_0._hosts, what=lambda: "node 1")
+        wait_until(lambda: node_0._hosts, what=lambda: "node 1")
 
 
 def test_an_address_that_cannot_be_written_leaves_no_socket_open(
@@ -348,8 +348,8 @@ def test_an_address_that_cannot_be_written_leaves_no_socket_open(
     assert node_0._listener.fileno() == -1
 
 
-def wait_until(condition: Callable[[], object], logs: Sequence[Path]) -> None:
-    until = time.monotonic() + 60
+def wait_with_logs(condition: Callable[[], object], logs: Sequence[Path]) -> None:
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < until, "\n".join(each.read_text() for each in logs)
+        assert time.monotonic() < deadline, "\n".join(each.read_text() for each in logs)
         time.sleep(0.1)

@@ -19,10 +19,10 @@ from tests.fakes.trial_processes import (
     Family,
     LogRecorder,
     family,
-    log_to,
-    metrics_of,
-    start_of,
-    until,
+    make_log,
+    make_start,
+    receive_metrics,
+    wait_until,
 )
 
 TRAIN = """
@@ -54,7 +54,7 @@ class Module:
 
     def start(self, x: int = 0) -> Start:
         """Return the start of a trial of one step."""
-        start = start_of(os.getcwd, self._folder, {"x": x}, steps=1)  # replaced by the name in the next line
+        start = make_start(os.getcwd, self._folder, {"x": x}, steps=1)  # replaced by the name in the next line
         return start.model_copy(update={"trainable": f"{self.name}:train", "import_path": absolute_sys_path()})
 
     @property
@@ -94,8 +94,8 @@ def trains(module: Module, ours: Family, recorder: LogRecorder) -> Trains:
         found = []
         with TrialProcessPool(slots=2, reuse=reuse) as pool:
             for number in range(count):
-                with pool.open_process(module.start(number), log_to(recorder)) as channel:
-                    found.append(dict(metrics_of(channel)))
+                with pool.open_process(module.start(number), make_log(recorder)) as channel:
+                    found.append(dict(receive_metrics(channel)))
         return found
 
     return train
@@ -128,4 +128,4 @@ def pool(one_pool: TrialProcessPool, whole_family: Family) -> Iterator[TrialProc
     """The module's pool; no test leaves a trial in it."""
     yield one_pool
     one_pool.end_idle_processes()
-    until(lambda: whole_family.names() <= {"tune-forkserver"}, what=lambda: f"the end of {whole_family.names()}")
+    wait_until(lambda: whole_family.names() <= {"tune-forkserver"}, what=lambda: f"the end of {whole_family.names()}")

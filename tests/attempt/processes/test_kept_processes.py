@@ -32,20 +32,20 @@ from tests.fakes.trial_processes import (
     PORTABLE,
     Family,
     LogRecorder,
+    count_descriptors,
     family,
-    log_to,
-    messages_of,
-    metrics_of,
-    nothing_left,
-    open_descriptors,
-    start_of,
-    until,
+    make_log,
+    make_start,
+    no_leaks,
+    receive_messages,
+    receive_metrics,
+    wait_until,
 )
 from tests.long_cases import long_after
 from tests.trainables.processes.forked import AnotherKind, Leads, Resettable
 from tests.trainables.witness import acts_of
 
-LOG = log_to(LogRecorder())
+LOG = make_log(LogRecorder())
 NOTHING: Mapping[str, str] = {}
 SLOTS = 2
 
@@ -71,9 +71,9 @@ def trained(pool: TrialProcessPool, tmp_path: Path, witness: Path) -> Trained:
     def train(
         x: int = 0, kind: type = Resettable, environment: Mapping[str, str] = NOTHING, **config: object
     ) -> Mapping[str, Any]:
-        start = start_of(kind, tmp_path, {"x": x, "witness": str(witness), **config}, steps=1)
+        start = make_start(kind, tmp_path, {"x": x, "witness": str(witness), **config}, steps=1)
         with pool.open_process(start, LOG, environment) as channel:
-            metrics = metrics_of(channel)
+            metrics = receive_metrics(channel)
             channel.end()
         return metrics
 
@@ -101,11 +101,11 @@ def test_what_waits_goes_on_from_a_checkpoint_where_there_is_one(
 ) -> None:
     first = trained(1)
     (tmp_path / "count").write_text("7")
-    start = start_of(
+    start = make_start(
         Resettable, tmp_path, {"x": 2, "witness": str(witness)}, steps=8, restored_directory=str(tmp_path), from_step=7
     )
     with pool.open_process(start, LOG) as channel:
-        found = metrics_of(channel)
+        found = receive_metrics(channel)
     assert (found["pid"], found["count"]) == (first["pid"], 8)
     assert acts(witness) == ["setup 1", "reset 2", "loaded 7"]
 
@@ -115,8 +115,8 @@ def test_a_trial_that_was_over_when_it_began_leaves_what_waits_as_it_is(
 ) -> None:
     first = trained(1)
     last = {"step": 1, "metrics": {"done": True}}
-    with pool.open_process(start_of(Resettable, tmp_path, {}, steps=1, reports=(last,)), LOG) as channel:
-        (ended,) = messages_of(channel)
+    with pool.open_process(make_start(Resettable, tmp_path, {}, steps=1, reports=(last,)), LOG) as channel:
+        (ended,) = receive_messages(channel)
     assert get_reason_code(ended.outcome.reason) == "done-reported"
     assert trained(2)["object"] == first["object"]
     assert acts(witness) == ["setup 1", "reset 2"]
@@ -127,11 +127,11 @@ def test_a_trial_that_is_asked_to_stop_while_a_process_declines_stops_in_the_new
 ) -> None:
     trained(1)
     config = {"x": 2, "witness": str(witness), "declines": True}
-    with pool.open_process(start_of(Resettable, tmp_path, config, cadence=Cadence(every_steps=1)), LOG) as channel:
+    with pool.open_process(make_start(Resettable, tmp_path, config, cadence=Cadence(every_steps=1)), LOG) as channel:
         channel.send(CheckpointAndStop())
-        until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
+        wait_until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
         channel.send(CheckpointSaved(step=1))
-        last = messages_of(channel)[-1]
+        last = receive_messages(channel)[-1]
     assert get_reason_code(last.outcome.reason) == "saved-as-requested"
     assert acts(witness)[:3] == ["setup 1", "cleanup 1", "setup 2"]
 
@@ -156,16 +156,18 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
         "is interrupted": {},
         "is given up": {"gate": "/none"},
     }[how]
-    start = start_of(Resettable, tmp_path, {"x": 2, "witness": str(witness), **config}, cadence=Cadence(every_steps=1))
+    start = make_start(
+        Resettable, tmp_path, {"x": 2, "witness": str(witness), **config}, cadence=Cadence(every_steps=1)
+    )
     with pool.open_process(start, LOG) as channel:
         if how == "is interrupted":
             channel.send(CheckpointAndStop())
-            until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
+            wait_until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
             channel.send(CheckpointSaved(step=1))
         if how == "is given up":
-            until(lambda: isinstance(channel.receive(timedelta(0)), TrainableLoaded), what=lambda: "the trial")
+            wait_until(lambda: isinstance(channel.receive(timedelta(0)), TrainableLoaded), what=lambda: "the trial")
         else:
-            last = messages_of(channel)[-1]
+            last = receive_messages(channel)[-1]
             assert isinstance(last, TrainableLoaded if how == "is killed" else TrialEnded)
             assert (isinstance(last, TrialEnded) and last.raised) == (how == "raises")
         served = set(ours.pids("trial"))
@@ -183,12 +185,12 @@ def test_a_process_that_has_led_the_ranks_of_a_launcher_serves_no_other(trained:
 def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
     pool: TrialProcessPool, trained: Trained, tmp_path: Path, witness: Path
 ) -> None:
-    start = start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, decision_step=1)
+    start = make_start(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, decision_step=1)
     paused = TrialPaused(trial="t", reason="paused")
     with pool.open_process(start, LOG) as channel:
-        until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
+        wait_until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")
         channel.send(StopTrial(outcome=paused, save=False))
-        (ended,) = messages_of(channel)
+        (ended,) = receive_messages(channel)
     assert (ended.outcome, ended.awaits_reuse) == (paused, True)
     trained(2)
     assert acts(witness) == ["setup 1", "reset 2"]
@@ -207,17 +209,17 @@ def test_a_started_process_is_kept_as_a_forked_one_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, witness: Path
 ) -> None:
     monkeypatch.setenv(*PORTABLE)
-    with family(), nothing_left(), TrialProcessPool(slots=1) as pool:
+    with family(), no_leaks(), TrialProcessPool(slots=1) as pool:
         for x in (1, 2):
-            start = start_of(Resettable, tmp_path, {"x": x, "witness": str(witness)}, steps=1)
+            start = make_start(Resettable, tmp_path, {"x": x, "witness": str(witness)}, steps=1)
             with pool.open_process(start, LOG) as channel:
-                metrics_of(channel)
+                receive_metrics(channel)
     assert acts(witness) == ["setup 1", "reset 2", "cleanup 2"]
 
 
 def test_in_a_thread_of_the_flow_none_is_kept(tmp_path: Path, witness: Path) -> None:
-    with trial_in_thread(start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
-        ended = messages_of(channel)[-1]
+    with trial_in_thread(make_start(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
+        ended = receive_messages(channel)[-1]
         channel.end()
     assert not ended.awaits_reuse
     assert acts(witness) == ["setup 1", "cleanup 1"]
@@ -257,7 +259,7 @@ def test_what_the_import_has_set_is_set_for_each_trial_of_a_kept_process(module:
     with TrialProcessPool(slots=1, reuse=reuse) as pool:
         for _ in range(3):
             with pool.open_process(start, LOG) as channel:
-                found.append(dict(metrics_of(channel)))
+                found.append(dict(receive_metrics(channel)))
     assert found[0] == found[1] == found[2]
     assert (found[0]["set"], found[0]["drawn"]) == ("yes", random.Random(7).random())
 
@@ -287,18 +289,18 @@ def test_temporary_files_live_as_long_as_their_process_which_may_use_them_yet(
 def test_what_each_trial_prints_is_logged_as_its_own(pool: TrialProcessPool, tmp_path: Path) -> None:
     for x, act in ((1, "setup"), (2, "reset"), (3, "reset")):
         recorder = LogRecorder()
-        with pool.open_process(start_of(Resettable, tmp_path, {"x": x}, steps=1), log_to(recorder)) as channel:
-            metrics_of(channel)
+        with pool.open_process(make_start(Resettable, tmp_path, {"x": x}, steps=1), make_log(recorder)) as channel:
+            receive_metrics(channel)
         assert recorder.reasons == [f"{act} {x}"]
 
 
 def test_a_message_to_a_trial_after_its_end_does_not_reach_the_next_one(pool: TrialProcessPool, tmp_path: Path) -> None:
-    with pool.open_process(start_of(Resettable, tmp_path, {"x": 1}, steps=1), LOG) as first:
-        pid = metrics_of(first)["pid"]
+    with pool.open_process(make_start(Resettable, tmp_path, {"x": 1}, steps=1), LOG) as first:
+        pid = receive_metrics(first)["pid"]
         first.send(CheckpointAndStop())
-    with pool.open_process(start_of(Resettable, tmp_path, {"x": 2}, steps=3), LOG) as second:
+    with pool.open_process(make_start(Resettable, tmp_path, {"x": 2}, steps=3), LOG) as second:
         first.send(CheckpointAndStop())
-        found = metrics_of(second)
+        found = receive_metrics(second)
     assert (found["pid"], found["count"]) == (pid, 3)
 
 
@@ -329,8 +331,8 @@ def test_a_trial_that_fails_in_a_kept_process_begins_again_in_a_new_one(
     with TrialProcessPool(slots=1) as pool:
         for x in (1, 2):
             start = module.start(x).model_copy(update={"trainable": f"{module.name}:Trains"})
-            with pool.open_process(start, log_to(recorder)) as channel:
-                said = messages_of(channel)
+            with pool.open_process(start, make_log(recorder)) as channel:
+                said = receive_messages(channel)
                 pids.append([each.report.metrics["pid"] for each in said if isinstance(each, StepDone)])
     assert isinstance(said[-1], TrialEnded)
     assert (pids[0] != pids[1], said[-1].raised) == (True, fails == "in each process")
@@ -346,10 +348,10 @@ def test_a_process_that_is_killed_before_it_has_taken_the_trial_on_costs_no_atte
     recorder = LogRecorder()
     if when == "as it waits":
         os.kill(first, signal.SIGKILL)
-        until(lambda: not ours.pids("tune-subreaper"), what=lambda: f"the end of {first}")
+        wait_until(lambda: not ours.pids("tune-subreaper"), what=lambda: f"the end of {first}")
     config = {"x": 2, "witness": str(witness)} | ({"in_reset": signal.SIGKILL} if when == "as it is reset" else {})
-    with pool.open_process(start_of(Resettable, tmp_path, config, steps=1), log_to(recorder)) as channel:
-        found = metrics_of(channel)
+    with pool.open_process(make_start(Resettable, tmp_path, config, steps=1), make_log(recorder)) as channel:
+        found = receive_metrics(channel)
     assert (found["x"], found["pid"] != first) == (2, True)
     said = [line for line in recorder.reasons if "reused from an earlier trial ended by SIGKILL" in line]
     assert len(said) == (when == "as it is reset")
@@ -363,12 +365,12 @@ def test_no_more_wait_than_there_are_slots(pool: TrialProcessPool, ours: Family,
 
     def train(x: int) -> None:
         config = {"x": x, "gate": str(gate), "witness": str(witness)}
-        with pool.open_process(start_of(Resettable, tmp_path, config, steps=1), LOG) as channel:
-            metrics_of(channel)
+        with pool.open_process(make_start(Resettable, tmp_path, config, steps=1), LOG) as channel:
+            receive_metrics(channel)
 
     with ThreadPoolExecutor(4) as threads:
         trained = threads.map(train, range(4))
-        until(lambda: len(acts(witness)) == 4, what=lambda: f"four trials: {acts(witness)}")
+        wait_until(lambda: len(acts(witness)) == 4, what=lambda: f"four trials: {acts(witness)}")
         gate.touch()
         list(trained)
     cleaned_up = [act for act in acts(witness) if act.startswith("cleanup")]
@@ -385,18 +387,18 @@ def test_waiting_processes_make_room_for_trials_of_another_kind(trained: Trained
 def test_at_the_end_waiting_processes_clean_up_and_end(tmp_path: Path, witness: Path) -> None:
     with family() as ours, TrialProcessPool(slots=2) as pool:
         with pool.open_process(
-            start_of(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG
+            make_start(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG
         ) as channel:
-            temporary = metrics_of(channel)["temporary"]
+            temporary = receive_metrics(channel)["temporary"]
         assert len(ours.pids("trial")) == 1
-        descriptors = open_descriptors()
+        descriptors = count_descriptors()
     assert not ours.pids()
     assert acts(witness) == ["setup 1", "cleanup 1"]
-    assert open_descriptors() < descriptors
+    assert count_descriptors() < descriptors
     assert not Path(temporary).exists()
 
 
 def test_100_trials_in_kept_processes_leave_neither_descriptors_nor_threads(trained: Trained) -> None:
     trained(0)
-    with nothing_left():
+    with no_leaks():
         assert len({trained(x)["pid"] for x in range(100)}) == 1

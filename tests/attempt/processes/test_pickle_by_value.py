@@ -140,11 +140,11 @@ if __name__ == "__main__":
     from datetime import timedelta
     from prefect_tune.attempt.processes.process_pool import TrialProcessPool
     from prefect_tune.attempt.trial_spec import serialize_for_trial
-    from tests.fakes.trial_processes import messages_of, start_of
+    from tests.fakes.trial_processes import receive_messages, make_start
 
     with TrialProcessPool(slots=1, reuse="auto") as pool:
-        with pool.open_process(start_of(train, sys.argv[1]), logging.getLogger()) as channel:
-            *reports, end = messages_of(channel)
+        with pool.open_process(make_start(train, sys.argv[1]), logging.getLogger()) as channel:
+            *reports, end = receive_messages(channel)
     rejected = {}
     for function in (uses_variable, uses_executor, uses_steps, uses_file, uses_thread, uses_event, uses_semaphore,
                      uses_queue, uses_relabeled, uses_missing, uses_holder, uses_program, with_closure()):

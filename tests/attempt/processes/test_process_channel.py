@@ -24,10 +24,10 @@ from prefect_tune.core.messages.process_messages import ContinueTraining, TrialE
 from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.core.storage.layout import TrialKey
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
-from tests.fakes.trial_processes import LogRecorder, log_to, metrics_of, start_of, started_process
+from tests.fakes.trial_processes import LogRecorder, make_log, make_start, receive_metrics, started_process
 from tests.trainables.processes import reporters
 
-LOG = log_to(LogRecorder())
+LOG = make_log(LogRecorder())
 SOON = timedelta(seconds=0.05)
 
 
@@ -105,8 +105,8 @@ def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Con
 @pytest.mark.timeout(60)
 def test_a_trainable_that_refers_to_much_data_is_sent_to_its_trial(opened: Callable[..., Any], tmp_path: Path) -> None:
     weights = bytes(3_000_000)
-    with opened(start_of(lambda _config: {"size": len(weights)}, tmp_path), LOG) as channel:
-        assert metrics_of(channel) == {"size": 3_000_000}
+    with opened(make_start(lambda _config: {"size": len(weights)}, tmp_path), LOG) as channel:
+        assert receive_metrics(channel) == {"size": 3_000_000}
 
 
 def test_a_started_process_has_the_environment_of_its_trial_and_removes_its_temporary_files(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_a_started_process_has_the_environment_of_its_trial_and_removes_its_temp
         kept.touch()
         return {"kept": str(kept), "device": os.environ["CUDA_VISIBLE_DEVICES"], "leads": os.getpid() == os.getsid(0)}
 
-    with started_process(start_of(looks, tmp_path), LOG, {"CUDA_VISIBLE_DEVICES": "3"}) as channel:
-        found = metrics_of(channel)
+    with started_process(make_start(looks, tmp_path), LOG, {"CUDA_VISIBLE_DEVICES": "3"}) as channel:
+        found = receive_metrics(channel)
     assert (found["device"], found["leads"]) == ("3", True)
     assert not Path(found["kept"]).parent.exists()
 
@@ -134,7 +134,7 @@ def outcome_of(pool: TrialProcessPool, folder: Path, trainable: object, **config
         silence_timeout=timedelta(minutes=10),
     )
     commit_worker: Any = FakeCommitWorker()
-    with pool.open_process(start_of(trainable, folder, config), LOG) as channel:
+    with pool.open_process(make_start(trainable, folder, config), LOG) as channel:
         return supervise(channel, commit_worker, plan, line())
 
 

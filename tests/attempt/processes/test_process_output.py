@@ -12,7 +12,7 @@ import pytest
 
 from prefect_tune.attempt.processes import process_output
 from prefect_tune.attempt.processes.process_output import OutputLineSplitter, TrialOutput
-from tests.fakes.trial_processes import LogRecorder, log_to, nothing_left, until
+from tests.fakes.trial_processes import LogRecorder, make_log, no_leaks, wait_until
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 def logged(pipe: tuple[int, int], ask: Callable[[], object] = lambda: None) -> tuple[LogRecorder, TrialOutput]:
     """Begin to log what arrives on the pipe."""
     recorder = LogRecorder(ask)
-    output = TrialOutput(log_to(recorder))
+    output = TrialOutput(make_log(recorder))
     output.start(pipe[0])
     return recorder, output
 
@@ -63,7 +63,7 @@ def test_a_line_and_a_letter_that_come_in_pieces_are_one(pipe: tuple[int, int]) 
     recorder, output = logged(pipe)
     for piece in (b"sn", "ö".encode()[:1], "ö".encode()[1:], b"w\nand ", b"more\n"):
         os.write(pipe[1], piece)
-        until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
+        wait_until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
     output.stop()
     assert recorder.lines == ["snöw", "and more"]
 
@@ -170,7 +170,7 @@ def test_it_stops_although_a_process_prints_without_end(pipe: tuple[int, int]) -
             os.write(writing, b"more\n" * 100)
 
     printing = threading.Thread(target=print_on)
-    output = TrialOutput(log_to(LogRecorder()))
+    output = TrialOutput(make_log(LogRecorder()))
     output.start(reading)
     printing.start()
     stopped = threading.Thread(target=output.stop)
@@ -195,7 +195,7 @@ CALLER: ContextVar[str] = ContextVar("caller")
 
 
 def test_lines_are_logged_in_the_context_of_the_start_and_nothing_is_left(pipe: tuple[int, int]) -> None:
-    with nothing_left():
+    with no_leaks():
         CALLER.set("this task")
         recorder, output = logged(pipe, CALLER.get)
         os.write(pipe[1], b"one\n")
@@ -224,8 +224,8 @@ def test_after_a_flood_lines_are_logged_again(pipe: tuple[int, int], monkeypatch
     monkeypatch.setattr(process_output, "_MAX_LINES_PER_SECOND", 0)
     recorder, output = logged(pipe)
     os.write(pipe[1], b"x" * 10 + b"\n" + b"y\n" * 2000)
-    until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
-    until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
+    wait_until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
+    wait_until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
     monkeypatch.setattr(process_output, "_MAX_LINES_PER_SECOND", 1e9)
     os.write(pipe[1], b"a step\n")
     output.stop()

@@ -32,20 +32,20 @@ from tests.fakes.trial_processes import (
     LogRecorder,
     children_of,
     family,
-    log_to,
-    messages_of,
-    metrics_of,
-    nothing_left,
-    start_of,
+    make_log,
+    make_start,
+    no_leaks,
+    receive_messages,
+    receive_metrics,
     started_process,
-    until,
+    wait_until,
 )
 from tests.long_cases import long_after
 from tests.trainables.processes.forked import daemonizes, dies, exits_at_sigterm, looks_around, prints, waits
 from tests.trainables.processes.lingering import ForksInAStep, LateThread, NeverCleansUp
 from tests.trainables.witness import Act, acts_of
 
-LOG = log_to(LogRecorder())
+LOG = make_log(LogRecorder())
 SLOTS = 4
 
 
@@ -58,8 +58,8 @@ def ours(whole_family: Family) -> Family:
 def found_in(
     pool: TrialProcessPool, folder: Path, environment: dict[str, str] | None = None, **config: object
 ) -> dict[str, Any]:
-    with pool.open_process(start_of(looks_around, folder, config), LOG, environment or {}) as channel:
-        return dict(metrics_of(channel))
+    with pool.open_process(make_start(looks_around, folder, config), LOG, environment or {}) as channel:
+        return dict(receive_metrics(channel))
 
 
 def began(witness: Path, act: str = "begin") -> Callable[[], list[Act]]:
@@ -104,8 +104,8 @@ def test_a_trial_is_where_its_supervisor_is_and_has_a_temporary_directory_of_its
 def test_the_temporary_files_of_a_killed_process_stay_until_its_save_is_over_and_its_channel_closes(
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
-    with pool.open_process(start_of(looks_around, tmp_path, {}), LOG) as channel:
-        lent = Path(metrics_of(channel)["temporary"])
+    with pool.open_process(make_start(looks_around, tmp_path, {}), LOG) as channel:
+        lent = Path(receive_metrics(channel)["temporary"])
         channel.end()
         assert lent.is_dir()
     assert not lent.exists()
@@ -118,8 +118,8 @@ def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pool.open_process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
-        assert isinstance(messages_of(channel)[-1], TrialEnded)
+    with pool.open_process(make_start(prints, tmp_path, {"lines": 1}), LOG) as channel:
+        assert isinstance(receive_messages(channel)[-1], TrialEnded)
 
 
 def ignored_by_a_new_python() -> list[str]:
@@ -152,9 +152,9 @@ def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
     pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
     found_in(pool, tmp_path)
-    pid = ours.one("tune-forkserver")
+    pid = ours.wait_for_one("tune-forkserver")
     found_in(pool, tmp_path)
-    assert ours.one("tune-forkserver") == pid
+    assert ours.wait_for_one("tune-forkserver") == pid
     assert "Threads:\t1\n" in Path(f"/proc/{pid}/status").read_text()
 
 
@@ -162,7 +162,7 @@ def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         assert not ours.pids()
         pool.start_import("tests.trainables.processes.forked:looks_around", LOG)
-        until(lambda: len(ours.pids()) == 1, what=lambda: f"one process, found {ours.names()}")  # /proc lags behind
+        wait_until(lambda: len(ours.pids()) == 1, what=lambda: f"one process: {ours.names()}")  # /proc lags
         found_in(pool, tmp_path)
 
 
@@ -170,14 +170,14 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
     pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
-        until(began(witness), what=lambda: "the trial")
+    with pool.open_process(make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+        wait_until(began(witness), what=lambda: "the trial")
         for pid in ours.pids():
             for number in (signal.SIGTERM, signal.SIGINT):
                 os.kill(pid, number)
-        os.kill(ours.one("tune-subreaper"), signal.SIGUSR1)
+        os.kill(ours.wait_for_one("tune-subreaper"), signal.SIGUSR1)
         gate.touch()
-        assert isinstance(messages_of(channel)[-1], TrialEnded)
+        assert isinstance(receive_messages(channel)[-1], TrialEnded)
 
 
 @pytest.mark.parametrize("forks", [True, False], ids=["forked", "by itself"])
@@ -187,8 +187,8 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
 ) -> None:
     config = {"code": code, "as_method": as_method}
     process = pool.open_process if forks else started_process
-    with process(start_of(exits_at_sigterm, tmp_path, config), LOG) as channel:
-        failure = require_failure(messages_of(channel)[-1])
+    with process(make_start(exits_at_sigterm, tmp_path, config), LOG) as channel:
+        failure = require_failure(receive_messages(channel)[-1])
     assert failure.cause is Cause.MACHINE
     assert require_reason(failure).arguments["advice"]["code"] == "advice-signal-handler"
 
@@ -212,8 +212,8 @@ def test_the_exit_code_or_signal_of_a_process_is_reported_with_its_last_output(
     pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, said: str
 ) -> None:
     process = pool.open_process if forks else started_process
-    with process(start_of(dies, tmp_path, {"how": how}), LOG) as channel:
-        messages_of(channel)
+    with process(make_start(dies, tmp_path, {"how": how}), LOG) as channel:
+        receive_messages(channel)
         end = channel.end()
         assert channel.end() == end
     assert str(end) == said
@@ -230,8 +230,8 @@ def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(
     def train(name: str) -> LogRecorder:
         CALLER.set(name)
         recorder = LogRecorder(CALLER.get)
-        with pool.open_process(start_of(prints, tmp_path, {"lines": 200}), log_to(recorder)) as channel:
-            messages_of(channel)
+        with pool.open_process(make_start(prints, tmp_path, {"lines": 200}), make_log(recorder)) as channel:
+            receive_messages(channel)
         return recorder
 
     names = ["one", "two", "three"]
@@ -245,9 +245,9 @@ def test_a_trial_that_is_asked_to_stop_and_raises_reports_the_error(pool: TrialP
     def fails(_config: object) -> None:
         raise ValueError("shapes differ")
 
-    with pool.open_process(start_of(fails, tmp_path), LOG) as channel:
+    with pool.open_process(make_start(fails, tmp_path), LOG) as channel:
         channel.send(CheckpointAndStop())
-        failure = require_failure(messages_of(channel)[-1])
+        failure = require_failure(receive_messages(channel)[-1])
     assert require_reason(failure).arguments["text"] == "shapes differ"
 
 
@@ -256,18 +256,18 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     def train(number: int) -> int:
-        with room.open_process(start_of(prints, tmp_path, {"lines": 1}), LOG) as channel:
-            assert isinstance(messages_of(channel)[-1], TrialEnded)
+        with room.open_process(make_start(prints, tmp_path, {"lines": 1}), LOG) as channel:
+            assert isinstance(receive_messages(channel)[-1], TrialEnded)
         return number
 
     with family() as ours, TrialProcessPool(slots=16) as room:
         train(0)
-        with nothing_left(), ThreadPoolExecutor(16) as threads:
+        with no_leaks(), ThreadPoolExecutor(16) as threads:
             assert list(threads.map(train, range(200))) == list(range(200))
             room.end_idle_processes()
-        alone = [ours.one("tune-forkserver")]
-        until(lambda: ours.pids() == alone, what=lambda: f"the end of all of {ours.pids()} but {alone}")
-        until(lambda: not children_of(*alone), what=lambda: f"the end of {children_of(*alone)}: no zombies either")
+        alone = [ours.wait_for_one("tune-forkserver")]
+        wait_until(lambda: ours.pids() == alone, what=lambda: f"the end of all of {ours.pids()} but {alone}")
+        wait_until(lambda: not children_of(*alone), what=lambda: f"the end of {children_of(*alone)}: no zombies either")
     record_property("figure: trials in forked processes, none of them left", 200)
 
 
@@ -275,12 +275,14 @@ def test_64_trials_run_at_once(pool: TrialProcessPool, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
 
     def train(_number: int) -> int:
-        with pool.open_process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
-            return int(metrics_of(channel)["pid"])
+        with pool.open_process(
+            make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
+        ) as channel:
+            return int(receive_metrics(channel)["pid"])
 
     with ThreadPoolExecutor(64) as threads:
         trained = threads.map(train, range(64))
-        until(lambda: len(began(witness)()) == 64, seconds=60, what=lambda: f"64 of {len(began(witness)())}")
+        wait_until(lambda: len(began(witness)()) == 64, seconds=60, what=lambda: f"64 of {len(began(witness)())}")
         gate.touch()
         assert len(set(trained)) == 64
 
@@ -290,9 +292,9 @@ def test_whatever_a_trial_has_started_ends_with_it_when_it_is_given_up(
 ) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with pool.open_process(
-        start_of(daemonizes, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
+        make_start(daemonizes, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
     ) as channel:
-        until(began(witness), what=lambda: "the trial")
+        wait_until(began(witness), what=lambda: "the trial")
         started = {each.step for each in acts_of(witness) if each.act in ("child", "orphan")}
         assert len(started & set(ours.pids())) == 3
         channel.end()
@@ -302,24 +304,24 @@ def test_whatever_a_trial_has_started_ends_with_it_when_it_is_given_up(
 def test_orphans_that_end_before_their_trial_are_reaped(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     config = {"witness": str(witness), "gate": str(gate)}
-    with pool.open_process(start_of(daemonizes, tmp_path, config), LOG) as channel:
-        until(began(witness), what=lambda: "the trial")
-        children = partial(children_of, ours.one("tune-subreaper"))
-        until(lambda: len(children()) == 2, what=lambda: f"the trial and an orphan, not {children()}")
+    with pool.open_process(make_start(daemonizes, tmp_path, config), LOG) as channel:
+        wait_until(began(witness), what=lambda: "the trial")
+        children = partial(children_of, ours.wait_for_one("tune-subreaper"))
+        wait_until(lambda: len(children()) == 2, what=lambda: f"the trial and an orphan, not {children()}")
         gate.touch()
-        messages_of(channel)
+        receive_messages(channel)
 
 
 def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
-        until(began(witness), what=lambda: "the trial")
-        killed = ours.one("tune-forkserver")
+    with pool.open_process(make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+        wait_until(began(witness), what=lambda: "the trial")
+        killed = ours.wait_for_one("tune-forkserver")
         os.kill(killed, signal.SIGKILL)
         found = found_in(pool, tmp_path)
-        assert ours.one("tune-forkserver") != killed
+        assert ours.wait_for_one("tune-forkserver") != killed
         gate.touch()
-        assert metrics_of(channel)["pid"] == began(witness)()[0].pid != found["pid"]
+        assert receive_metrics(channel)["pid"] == began(witness)()[0].pid != found["pid"]
         assert channel.end() == ProcessEnd(exit_code=0)
 
 
@@ -328,11 +330,11 @@ def test_a_fork_server_that_is_stopped_is_replaced(
     pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_in(pool, tmp_path)
-    stopped = ours.one("tune-forkserver")
+    stopped = ours.wait_for_one("tune-forkserver")
     os.kill(stopped, signal.SIGSTOP)
     monkeypatch.setattr(fork_servers, "_FORK_TIMEOUT", timedelta(seconds=15))
     found_in(pool, tmp_path)
-    assert ours.one("tune-forkserver") != stopped
+    assert ours.wait_for_one("tune-forkserver") != stopped
 
 
 @pytest.mark.parametrize("stopped", ["trial", "tune-subreaper"])
@@ -341,12 +343,12 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
 ) -> None:
     monkeypatch.setattr(fork_servers, "_EXIT_TIMEOUT", timedelta(seconds=0.5))
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
-        until(began(witness), what=lambda: "the trial")
-        os.kill(ours.one(stopped), signal.SIGSTOP)
+    with pool.open_process(make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+        wait_until(began(witness), what=lambda: "the trial")
+        os.kill(ours.wait_for_one(stopped), signal.SIGSTOP)
         assert channel.end() == ProcessEnd(signal="SIGKILL")
     pool.end_idle_processes()
-    until(lambda: ours.pids() == [ours.one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
+    wait_until(lambda: ours.pids() == [ours.wait_for_one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
 
 
 @pytest.mark.long
@@ -354,19 +356,19 @@ def test_a_machine_without_room_for_another_process_is_named_in_the_error(
     pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_servers, "read_fork_message", lambda *_: "failed 11")
-    with pytest.raises(BlockingIOError, match="cannot be forked"), pool.open_process(start_of(prints, tmp_path), LOG):
+    with pytest.raises(BlockingIOError, match="cannot be forked"), pool.open_process(make_start(prints, tmp_path), LOG):
         pass
 
 
 def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with TrialProcessPool(slots=1) as pool:
-        start = start_of(waits, tmp_path, {"witness": str(witness), "gate": str(gate)})
+        start = make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)})
         attempt = pool.open_process(start, LOG)
         channel = attempt.__enter__()
-        until(began(witness), what=lambda: "the trial")
+        wait_until(began(witness), what=lambda: "the trial")
     gate.touch()
-    assert isinstance(messages_of(channel)[-1], TrialEnded)
+    assert isinstance(receive_messages(channel)[-1], TrialEnded)
     attempt.__exit__(None, None, None)
 
 
@@ -399,8 +401,8 @@ def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text
     witness = tmp_path / "witness"
     with family() as ours, a_process_whose_name_is_no_text(), TrialProcessPool(slots=1) as made:
         config = {"witness": str(witness), "gate": ""}
-        with made.open_process(start_of(daemonizes, tmp_path, config), LOG) as channel:
-            assert isinstance(messages_of(channel)[-1], TrialEnded)
+        with made.open_process(make_start(daemonizes, tmp_path, config), LOG) as channel:
+            assert isinstance(receive_messages(channel)[-1], TrialEnded)
             assert channel.end() == ProcessEnd(exit_code=0)
         left = [each.step for each in acts_of(witness) if each.act in ("child", "orphan")]
         assert len(left) == 3
@@ -410,9 +412,9 @@ def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text
 def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     with family(), TrialProcessPool(slots=1) as made:
-        start = start_of(ForksInAStep, tmp_path, {"witness": str(witness)}, steps=3)
+        start = make_start(ForksInAStep, tmp_path, {"witness": str(witness)}, steps=3)
         with made.open_process(start, LOG) as channel:
-            found = metrics_of(channel)
+            found = receive_metrics(channel)
             channel.end()
     assert found["code"] == 7
     assert [each.step for each in acts_of(witness) if each.act == "cleanup"] == [found["pid"]]
@@ -421,8 +423,8 @@ def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses
 def test_a_thread_of_an_earlier_trial_cannot_report_to_the_next_one(tmp_path: Path) -> None:
     with family(), TrialProcessPool(slots=1) as made:
         for _ in range(2):
-            with made.open_process(start_of(LateThread, tmp_path, steps=2), LOG) as channel:
-                *said, ended = messages_of(channel)
+            with made.open_process(make_start(LateThread, tmp_path, steps=2), LOG) as channel:
+                *said, ended = receive_messages(channel)
                 assert isinstance(ended, TrialEnded), ended
                 channel.end()
     metrics = [each.report.metrics for each in said if isinstance(each, StepDone)]
@@ -434,9 +436,9 @@ def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path
     with family(), ExitStack() as pool:
         made = pool.enter_context(TrialProcessPool(slots=4))
         with ExitStack() as trials:
-            start = start_of(NeverCleansUp, tmp_path, {"gate": str(tmp_path / "never")}, steps=1)
+            start = make_start(NeverCleansUp, tmp_path, {"gate": str(tmp_path / "never")}, steps=1)
             for channel in [trials.enter_context(made.open_process(start, LOG)) for _ in range(4)]:
-                assert isinstance(messages_of(channel)[-1], TrialEnded)
+                assert isinstance(receive_messages(channel)[-1], TrialEnded)
         began = time.monotonic()
         pool.close()
         assert time.monotonic() - began < 15  # one by one it takes 20

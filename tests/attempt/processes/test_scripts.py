@@ -15,7 +15,14 @@ import pytest
 
 from prefect_tune.runtime.load_named import pickle_to_hex
 from tests.fakes.outcomes import require_failure, require_reason
-from tests.fakes.trial_processes import LogRecorder, log_to, messages_of, metrics_of, start_of, supervised_process
+from tests.fakes.trial_processes import (
+    LogRecorder,
+    make_log,
+    make_start,
+    receive_messages,
+    receive_metrics,
+    supervised_process,
+)
 
 SCRIPT = """
 import json, logging, multiprocessing, pathlib, pickle, sys
@@ -55,13 +62,13 @@ if __name__ == "__main__":
     from prefect_tune.core.experiment.retention import Cadence
     from prefect_tune.core.messages.process_messages import CheckpointSaved
     from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-    from tests.fakes.trial_processes import start_of
+    from tests.fakes.trial_processes import make_start
 
     reuse, folder = sys.argv[1:]
     with TrialProcessPool(slots=1, reuse=reuse) as pool:
         for x in (1, 2):
-            of_class = start_of(Digits, folder, {"x": x}, steps=1, cadence=Cadence())
-            for start in (start_of(train, folder, {"x": x}), of_class):
+            of_class = make_start(Digits, folder, {"x": x}, steps=1, cadence=Cadence())
+            for start in (make_start(train, folder, {"x": x}), of_class):
                 with pool.open_process(start, logging.getLogger()) as channel:
                     said = [channel.receive(timedelta(seconds=60))]
                     while said[-1] is None or said[-1].type != "trial-ended":
@@ -126,8 +133,8 @@ def test_a_spawned_process_that_cannot_read_what_the_script_defines_says_so_and_
     file, recorder = tmp_path / "left.trainable", LogRecorder()
     if left is not None:
         file.write_text(left)
-    with supervised_process(start_of(_spawns, tmp_path, {"file": str(file)}, steps=1), log_to(recorder)) as channel:
-        assert metrics_of(channel) == {"code": 0}
+    with supervised_process(make_start(_spawns, tmp_path, {"file": str(file)}, steps=1), make_log(recorder)) as channel:
+        assert receive_metrics(channel) == {"code": 0}
     (line,) = recorder.reasons
     assert re.match(f"prefect-tune: a spawned process lacks the definitions of its trial's script: .*{why}", line)
 
@@ -143,8 +150,8 @@ def _debugs(_config: object) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("train", "advice"), [(_unpickles, "advice-main-module"), (_debugs, "advice-no-terminal")])
 def test_an_error_that_is_due_to_the_process_says_what_to_do(tmp_path: Path, train: object, advice: str) -> None:
-    with supervised_process(start_of(train, tmp_path), log_to(LogRecorder())) as channel:
-        failure = require_failure(messages_of(channel)[-1])
+    with supervised_process(make_start(train, tmp_path), make_log(LogRecorder())) as channel:
+        failure = require_failure(receive_messages(channel)[-1])
     assert require_reason(failure).arguments["advice"]["code"] == advice
 
 
@@ -172,12 +179,12 @@ def train(config):
 
 if __name__ == "__main__":
     from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-    from tests.fakes.trial_processes import messages_of, start_of
+    from tests.fakes.trial_processes import receive_messages, make_start
 
     for reuse in ("auto", "never"):
         with tempfile.TemporaryDirectory() as folder, TrialProcessPool(slots=1, reuse=reuse) as pool:
-            with pool.open_process(start_of(train, folder), logging.getLogger()) as channel:
-                *reports, end = messages_of(channel)
+            with pool.open_process(make_start(train, folder), logging.getLogger()) as channel:
+                *reports, end = receive_messages(channel)
         metrics = [dict(each.report.metrics) for each in reports if each.type == "step-done"]
         print(json.dumps([getattr(end, "message", ""), metrics]))
 """

@@ -21,9 +21,17 @@ from prefect_tune.core.messages.process_messages import TrainableLoaded
 from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import QUIET, Module, Trains, different
-from tests.fakes.checkpoints import write
+from tests.fakes.checkpoints import write_files
 from tests.fakes.outcomes import require_failure
-from tests.fakes.trial_processes import Family, LogRecorder, log_to, messages_of, metrics_of, nothing_left, until
+from tests.fakes.trial_processes import (
+    Family,
+    LogRecorder,
+    make_log,
+    no_leaks,
+    receive_messages,
+    receive_metrics,
+    wait_until,
+)
 from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("ours")  # fails if a process outlives its test
@@ -43,7 +51,7 @@ def parent_of(pid: int) -> int:
 
 
 def kill(ours: Family, whom: str) -> None:
-    template = ours.one("tune-template")
+    template = ours.wait_for_one("tune-template")
     subreaper = parent_of(template)
     victims = {
         "the template": [template],
@@ -67,17 +75,17 @@ def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
             time.sleep(600)
         def measured(config): return {{"x": config["x"]}}
     """)
-    with nothing_left(), TrialProcessPool(slots=2, reuse="auto") as pool:
-        pool.start_import(f"{module.name}:train", log_to(recorder))
-        until(flag.exists, what=lambda: "an import")
+    with no_leaks(), TrialProcessPool(slots=2, reuse="auto") as pool:
+        pool.start_import(f"{module.name}:train", make_log(recorder))
+        wait_until(flag.exists, what=lambda: "an import")
         (template,) = pool.fork_servers._templates.values()
-        until(
+        wait_until(
             lambda: template.process is not None, what=lambda: "the answer of the fork server"
         )  # else it is replaced unsaid
         kill(ours, whom)
-        until(lambda: not ours.pids("sleep"), what=lambda: f"the end of what it started, not {ours.names()}")
-        with pool.open_process(module.start(1), log_to(recorder)) as channel:
-            assert metrics_of(channel)["x"] == 1
+        wait_until(lambda: not ours.pids("sleep"), what=lambda: f"the end of what it started, not {ours.names()}")
+        with pool.open_process(module.start(1), make_log(recorder)) as channel:
+            assert receive_metrics(channel)["x"] == 1
     assert "its import ended the process" in recorder.reasons[0]
 
 
@@ -88,15 +96,15 @@ def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forke
     module.write(WAITS_FOR)
 
     def two_attempts(pool: TrialProcessPool) -> dict[str, Any]:
-        with pool.open_process(module.start(0), log_to(recorder)) as channel:
-            messages_of(channel)
+        with pool.open_process(module.start(0), make_log(recorder)) as channel:
+            receive_messages(channel)
             assert channel.end() == ProcessEnd(signal="SIGKILL")
-        with pool.open_process(module.start(1), log_to(recorder)) as channel:
-            return dict(metrics_of(channel))
+        with pool.open_process(module.start(1), make_log(recorder)) as channel:
+            return dict(receive_metrics(channel))
 
-    with nothing_left(), TrialProcessPool(slots=3, reuse="auto") as pool, ThreadPoolExecutor(3) as threads:
+    with no_leaks(), TrialProcessPool(slots=3, reuse="auto") as pool, ThreadPoolExecutor(3) as threads:
         found = [threads.submit(two_attempts, pool) for _ in range(3)]
-        until(lambda: len(ours.pids("sleep")) == 3, what=lambda: f"three trials, not {ours.names()}")
+        wait_until(lambda: len(ours.pids("sleep")) == 3, what=lambda: f"three trials, not {ours.names()}")
         kill(ours, whom)
         pids = {each.result()["pid"] for each in found}
         last = forked_again(module, pool, recorder)
@@ -106,8 +114,8 @@ def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forke
 
 def forked_again(module: Module, pool: TrialProcessPool, recorder: LogRecorder) -> int:
     """Train once more; return the process, which imports nothing."""
-    with pool.open_process(module.start(1), log_to(recorder)) as channel:
-        pid = int(metrics_of(channel)["pid"])
+    with pool.open_process(module.start(1), make_log(recorder)) as channel:
+        pid = int(receive_metrics(channel)["pid"])
     assert pid not in module.imports
     return pid
 
@@ -118,9 +126,9 @@ def test_a_killed_fork_server_leaves_the_template_and_its_trials(
     module.write(WAITS_FOR)
     with (
         TrialProcessPool(slots=2, reuse="auto") as pool,
-        pool.open_process(module.start(0), log_to(recorder)) as channel,
+        pool.open_process(module.start(0), make_log(recorder)) as channel,
     ):
-        until(lambda: ours.pids("sleep"), what=lambda: "a trial")
+        wait_until(lambda: ours.pids("sleep"), what=lambda: "a trial")
         kill(ours, "the fork server")
         forked_again(module, pool, recorder)
         assert channel.end() == ProcessEnd(signal="SIGKILL")  # by this call
@@ -133,11 +141,11 @@ def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
+    with no_leaks(), TrialProcessPool(slots=1, reuse="auto") as pool:
         monkeypatch.setattr("tempfile.TemporaryFile", full)
-        with pool.open_process(module.start(7), log_to(recorder)) as channel:
-            assert metrics_of(channel)["x"] == 7
-        until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")
+        with pool.open_process(module.start(7), make_log(recorder)) as channel:
+            assert receive_metrics(channel)["x"] == 7
+        wait_until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")
     assert "No space left on device" in recorder.reasons[0]
 
 
@@ -166,14 +174,16 @@ def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_i
             return {{"x": config["x"]}}
     """)
     pids = []
-    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
+    with no_leaks(), TrialProcessPool(slots=1, reuse="auto") as pool:
         for x in range(3):
             # Its start does not fit into the buffer of the pipe.
             start = module.start(x).model_copy(update={"config": {"x": x, "of": "a megabyte" * 100_000}})
-            with pool.open_process(start, log_to(recorder)) as channel:
-                pids.append(metrics_of(channel)["pid"])
+            with pool.open_process(start, make_log(recorder)) as channel:
+                pids.append(receive_metrics(channel)["pid"])
             pool.end_idle_processes()
-            until(lambda: len(ours.pids("tune-subreaper")) <= 1, what=lambda: f"the template's, not {ours.names()}")
+            wait_until(
+                lambda: len(ours.pids("tune-subreaper")) <= 1, what=lambda: f"the template's, not {ours.names()}"
+            )
             monkeypatch.setattr(fork_servers, "_FORK_TIMEOUT", timedelta(seconds=3))
             monkeypatch.setattr(fork_servers, "_SEND_TIMEOUT", timedelta(seconds=3))
             monkeypatch.setattr(process_pool, "_START_TIMEOUT", timedelta(seconds=3))
@@ -189,25 +199,25 @@ def test_attempts_of_a_search_in_one_worker_share_an_import(
     module: Module, ours: Family, recorder: LogRecorder
 ) -> None:
     def train(search: str) -> int:
-        with shared_pool(search, "auto") as pool, pool.open_process(module.start(), log_to(recorder)) as channel:
-            return int(metrics_of(channel)["pid"])
+        with shared_pool(search, "auto") as pool, pool.open_process(module.start(), make_log(recorder)) as channel:
+            return int(receive_metrics(channel)["pid"])
 
     with ThreadPoolExecutor(3) as threads:
         assert len(set(threads.map(train, ["first"] * 6))) == 6
     assert len(module.imports) == 1
     train("second")
     assert len(module.imports) == 2
-    until(lambda: len(ours.pids("tune-forkserver")) == 1, what=lambda: "the end of the first search's pool")
+    wait_until(lambda: len(ours.pids("tune-forkserver")) == 1, what=lambda: "the end of the first search's pool")
     with shared_pool("another", "never"):
-        until(lambda: not ours.pids(), what=lambda: "the end of the second search's")
+        wait_until(lambda: not ours.pids(), what=lambda: "the end of the second search's")
 
 
 def test_the_pool_of_a_search_that_sends_no_more_attempts_is_closed(
     module: Module, ours: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_pool, "_IDLE_TIMEOUT", timedelta(0))
-    with shared_pool("search", "auto") as pool, pool.open_process(module.start(), log_to(recorder)) as channel:
-        metrics_of(channel)
+    with shared_pool("search", "auto") as pool, pool.open_process(module.start(), make_log(recorder)) as channel:
+        receive_metrics(channel)
     ours.require_none()
 
 
@@ -312,7 +322,7 @@ def test_each_trial_has_what_the_import_has_made(
     trains: Trains, module: Module, tmp_path: Path, name: str, reuse: Reuse
 ) -> None:
     body, files, expected = MADE_BY_IMPORT[name]
-    write(tmp_path, {path: text.encode() for path, text in files.items()})
+    write_files(tmp_path, {path: text.encode() for path, text in files.items()})
     module.write(body.replace("FOLDER", repr(str(tmp_path))))
     assert [each["found"] for each in trains(2, reuse)] == [expected] * 2
 
@@ -347,8 +357,8 @@ def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_s
     with TrialProcessPool(slots=1, reuse="auto") as pool:
         for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
             module.write(body)
-            with pool.open_process(module.start(), log_to(recorder)) as channel:
-                codes += [each.source_digest for each in messages_of(channel) if isinstance(each, TrainableLoaded)]
+            with pool.open_process(module.start(), make_log(recorder)) as channel:
+                codes += [each.source_digest for each in receive_messages(channel) if isinstance(each, TrainableLoaded)]
     assert codes[0]
     assert codes == codes[:1] * 2
 
@@ -428,27 +438,27 @@ def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_for
     module.write(f"raise ValueError({'あ' * 900!r})")  # longer than the message to the supervisor
     with (
         TrialProcessPool(slots=1, reuse="auto") as pool,
-        pool.open_process(module.start(), log_to(recorder)) as channel,
+        pool.open_process(module.start(), make_log(recorder)) as channel,
     ):
-        (end,) = messages_of(channel)
+        (end,) = receive_messages(channel)
     assert "cannot be imported: ValueError: ああ" in str(require_failure(end).reason)
     assert "cannot be imported: ValueError: ああ" in recorder.reasons[0]
 
 
 def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recorder: LogRecorder) -> None:
     module.write("import time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\ntime.sleep(600)")
-    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
-        pool.start_import(f"{module.name}:train", log_to(recorder))
-        until(lambda: module.imports, what=lambda: "an import")
+    with no_leaks(), TrialProcessPool(slots=1, reuse="auto") as pool:
+        pool.start_import(f"{module.name}:train", make_log(recorder))
+        wait_until(lambda: module.imports, what=lambda: "an import")
 
 
 def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, recorder: LogRecorder) -> None:
     module.write("os._exit(3)")
     with (
         TrialProcessPool(slots=1, reuse="auto") as pool,
-        pool.open_process(module.start(), log_to(recorder)) as channel,
+        pool.open_process(module.start(), make_log(recorder)) as channel,
     ):
-        assert messages_of(channel) == []
+        assert receive_messages(channel) == []
         assert channel.end() == ProcessEnd(exit_code=3)
     assert "its import ended the process" in recorder.reasons[0]
 
@@ -456,12 +466,12 @@ def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, re
 def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(module: Module, recorder: LogRecorder) -> None:
     module.write("import time; time.sleep(600)")
     stop = threading.Event()
-    with nothing_left(), TrialProcessPool(slots=1, reuse="auto") as pool:
-        pool.start_import(f"{module.name}:train", log_to(recorder))
-        until(lambda: module.imports, what=lambda: "an import")
+    with no_leaks(), TrialProcessPool(slots=1, reuse="auto") as pool:
+        pool.start_import(f"{module.name}:train", make_log(recorder))
+        wait_until(lambda: module.imports, what=lambda: "an import")
         stop.set()
-        with pool.open_process(module.start(), log_to(recorder), stop=stop) as channel:
-            until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
+        with pool.open_process(module.start(), make_log(recorder), stop=stop) as channel:
+            wait_until(lambda: len(module.imports) == 2, what=lambda: "the import of the trial's own process")
             assert channel.receive(timedelta(seconds=0.1)) is None
 
 
@@ -476,7 +486,7 @@ def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: F
         time.sleep(600)
     """)
     supervisor = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", code])
-    until(lambda: module.imports, seconds=60, what=lambda: "an import")
+    wait_until(lambda: module.imports, seconds=60, what=lambda: "an import")
     os.kill(supervisor, signal.SIGKILL)
     os.waitpid(supervisor, 0)
     ours.require_none()

@@ -28,7 +28,7 @@ from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.executors.trial_executor import get_local_machine
 from prefect_tune.linux import MemoryLimit, available_cpu_count
 from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
-from tests.fakes.trial_processes import start_of, supervised_process
+from tests.fakes.trial_processes import make_start, supervised_process
 from tests.flows.forked_programs import preloaded
 
 LIMIT_BYTES = 1 << 30
@@ -173,7 +173,7 @@ def runs_into_its_limit(_config: Mapping[str, object]) -> None:
 def outcome_of(trainable: object, folder: Path) -> Outcome:
     target, key = LocalTarget(path=str(folder)), TrialKey(experiment="e", generation=1, trial="t")
     spec = TrialSpec(target=target, trial=key, trainable="", stopper="", needs_history=False)
-    with supervised_process(start_of(trainable, folder), logging.getLogger()) as channel:
+    with supervised_process(make_start(trainable, folder), logging.getLogger()) as channel:
         return supervise(channel, FakeCommitWorker(), spec, line())
 
 

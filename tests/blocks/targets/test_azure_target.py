@@ -10,7 +10,7 @@ from prefect_tune.blocks import AzureTarget, resolve_target
 from prefect_tune.blocks.credentials import connection_options
 from tests.blocks.conftest import SHORT
 from tests.fakes.servers.azurite import ACCOUNT, KEY, azurite, find_azurite
-from tests.fakes.servers.canned_http import answering, s3_error
+from tests.fakes.servers.canned_http import canned_server, s3_error
 
 SAS = "sv=2021-08-06&ss=b&srt=sco&sp=rwdlac&se=2099-01-01T00:00:00Z&sig=c2VjcmV0LXNpZ25hdHVyZQ%3D%3D"
 
@@ -51,14 +51,14 @@ def test_the_uri_names_the_account_and_no_secret() -> None:
     ],
 )
 def test_what_azure_refuses_is_explained(status: int, code: str, wrong: str) -> None:
-    with answering(status, s3_error(code, ""), {"x-ms-error-code": code}) as server:
+    with canned_server(status, s3_error(code, ""), {"x-ms-error-code": code}) as server:
         found = _target(f"{server.url}/{ACCOUNT}").check(timeout=SHORT)
     assert not found.ok
     assert wrong in found.message
 
 
 def test_a_signature_in_an_address_is_kept_out_of_the_message() -> None:
-    with answering(403, s3_error("AuthenticationFailed", "")) as server:
+    with canned_server(403, s3_error("AuthenticationFailed", "")) as server:
         found = _target(f"{server.url}/{ACCOUNT}", account_key=None, sas_token=SAS).check(timeout=SHORT)
     assert not found.ok
     assert not re.search("c2VjcmV0LXNpZ25hdHVyZQ", found.message)

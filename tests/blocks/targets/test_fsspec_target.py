@@ -14,7 +14,7 @@ import pytest
 from prefect_tune.blocks import FsspecTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput
 from tests.blocks.conftest import SHORT
-from tests.fakes.servers.processes import free_port, running
+from tests.fakes.servers.processes import free_port, running_server
 
 PASSWORD = "password-of-mine"
 
@@ -63,7 +63,7 @@ def _served(rclone: str, protocol: str, folder: Path) -> Iterator[int]:
     address = ["--addr", f"127.0.0.1:{port}", "--user", "me", "--pass", PASSWORD]
     command = [rclone, "serve", protocol, *address, "--vfs-cache-mode", "writes", "--vfs-write-back", "0s", str(served)]
     command += ["--cache-dir", str(folder / "cache")]
-    with running(command, port, folder / "rclone.log"):
+    with running_server(command, port, folder / "rclone.log"):
         yield port
 
 

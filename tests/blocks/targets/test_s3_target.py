@@ -20,7 +20,7 @@ from moto import settings as moto_settings
 from prefect_tune.blocks import S3Target, resolve_target
 from prefect_tune.core.errors import InvalidInput
 from tests.blocks.conftest import KEYS, SHORT
-from tests.fakes.servers.canned_http import answering, s3_error
+from tests.fakes.servers.canned_http import canned_server, s3_error
 from tests.fakes.servers.moto_server import aws_client
 from tests.fakes.servers.processes import free_port
 
@@ -114,7 +114,7 @@ def test_a_permission_that_is_missing_is_named(
 
 
 def test_a_server_that_fails_is_told_from_one_that_is_not_there() -> None:
-    with answering(503, s3_error("SlowDown", "reduce your request rate")) as server:
+    with canned_server(503, s3_error("SlowDown", "reduce your request rate")) as server:
         found = _target(server.url).check(timeout=BRIEF)
     assert "503" in found.message
     absent = _target(f"http://127.0.0.1:{free_port()}").check(timeout=BRIEF)
@@ -179,10 +179,10 @@ def test_no_credentials_anywhere_is_said(moto: str) -> None:
 
 def test_the_environments_token_is_not_mixed_with_the_blocks_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-user")
-    with answering(404, s3_error("NoSuchBucket", "")) as server:
+    with canned_server(404, s3_error("NoSuchBucket", "")) as server:
         _target(server.url).check(timeout=SHORT)
         _target(server.url, session_token="my-own").check(timeout=SHORT)
-    assert {request.get("x-amz-security-token") for request in server.asked} == {None, "my-own"}
+    assert {request.get("x-amz-security-token") for request in server.request_headers} == {None, "my-own"}
 
 
 def test_an_endpoint_from_the_environment_needs_tls_or_consent(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,12 +199,12 @@ def test_an_endpoint_from_the_environment_needs_tls_or_consent(moto: str, monkey
 @pytest.mark.parametrize(("signing", "is_signed"), [("without-tls", True), ("never", False), ("always", True)], ids=str)
 def test_the_signature_covers_the_bytes_where_tls_does_not(signing: str, is_signed: bool) -> None:
     with (
-        answering(403, s3_error("AccessDenied", "")) as server,
+        canned_server(403, s3_error("AccessDenied", "")) as server,
         _target(server.url, payload_signing=signing).open(timeout=SHORT) as store,
     ):
         with pytest.raises(Exception, match="permission"):
             store.put("a", b"bytes")
-        (request,) = server.asked
+        (request,) = server.request_headers
     assert (request["x-amz-content-sha256"] != "UNSIGNED-PAYLOAD") is is_signed
 
 
@@ -268,6 +268,6 @@ def test_a_certificate_is_believed_only_from_who_is_trusted(certificates: Certif
     }
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates.server)
-    with answering(404, s3_error("NoSuchBucket", ""), tls=tls) as server:
+    with canned_server(404, s3_error("NoSuchBucket", ""), tls=tls) as server:
         found = _target(server.url, allow_http=False, **trusted[trust]).check(timeout=BRIEF)
     assert re.search(said, found.message)

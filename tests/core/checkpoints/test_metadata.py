@@ -15,7 +15,7 @@ from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer, ListedObject, ObjectStore
 from tests.core.driver import KEY, Session, Witness
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
 from tests.fakes.stores.memory_store import MemoryStore
 
 FOLDER = "e/1/trials/t/checkpoints/1-1/metadata"
@@ -25,10 +25,10 @@ def add(store: ObjectStore, name: str, before: Mapping[str, object] = {}) -> dic
     return revise_metadata(store, FOLDER, lambda said: {**said, name: 1}, initial=before, write_id=name)
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("way", Failure)
 @pytest.mark.parametrize("nth", [1, 2, 3, 4, 5, 6])
 def test_an_update_that_dies_at_any_operation_is_there_or_not_and_the_next_one_loses_nothing(
-    nth: int, way: Way
+    nth: int, way: Failure
 ) -> None:
     store = MemoryStore()
     add(store, "first", {"zeroth": 1})

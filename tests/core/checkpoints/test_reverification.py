@@ -23,8 +23,8 @@ from tests.core.driver import KEY, NAME, Session, Witness
 from tests.core.protocol.mutate import break_lines
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.servers.s3_sink import S3Sink
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
+from tests.fakes.stores.memory_files import load_files
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.stores.object_stores import object_store
 
@@ -71,7 +71,7 @@ def is_whole(session: Session) -> bool:
     """Whether the newest checkpoint restores to the saved files."""
     manifest = newest(session)
     try:
-        found = restored(session.store, manifest)
+        found = load_files(session.store, manifest)
     except CheckpointCorrupt:
         return False
     assert found in session.witness.saved[manifest.step, manifest.sequence]
@@ -123,7 +123,7 @@ def test_a_reused_blob_that_rots_spoils_no_more_checkpoints_than_the_bound(store
     saves(session, EVERY)
     assert is_whole(session)
     assert {each.sequence for each in first} <= set(put_aside(session))
-    assert all(restored(store, read_manifest(store, KEY.checkpoint_key(each))) for each in session.trial.checkpoints)
+    assert all(load_files(store, read_manifest(store, KEY.checkpoint_key(each))) for each in session.trial.checkpoints)
 
 
 def test_a_reused_blob_that_rots_spoils_every_later_checkpoint_where_none_is_read_back(
@@ -214,7 +214,7 @@ def test_a_blob_of_an_earlier_try_of_the_same_save_is_reused_without_being_read(
     session.train()
     blobs = {each.path for each in store.list(KEY.blobs_folder)}
     with suppress(Crash):
-        session.store = DyingStore(store, 1, Way.CRASH_BEFORE, only=frozenset({"create"}))
+        session.store = DyingStore(store, 1, Failure.CRASH_BEFORE, only=frozenset({"create"}))
         session.publish()
     left = {each.path for each in store.list(KEY.blobs_folder)} - blobs
     assert left
@@ -249,7 +249,7 @@ def rotten_training() -> Session:
     return session
 
 
-def left_by(nth: int, way: Way) -> tuple[Session, DyingStore]:
+def left_by(nth: int, way: Failure) -> tuple[Session, DyingStore]:
     """The owner and its store after a save that finds damage and fails at its operation `nth`."""
     session = rotten_training()
     dying = DyingStore(session.store, nth, way)
@@ -260,9 +260,9 @@ def left_by(nth: int, way: Way) -> tuple[Session, DyingStore]:
     return session, dying
 
 
-@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("way", list(Failure))
 def test_a_save_that_finds_damage_may_fail_at_any_operation_in_any_way(
-    way: Way, record_property: Callable[[str, object], None]
+    way: Failure, record_property: Callable[[str, object], None]
 ) -> None:
     _, whole = left_by(0, way)
     for nth in range(1, whole.total + 1):

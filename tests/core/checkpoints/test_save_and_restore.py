@@ -33,7 +33,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import digest_of
 from tests.core.driver import KEY
 from tests.core.histories import cut_small
-from tests.fakes.stores.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_files import MemoryFiles, load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 ABOUT = CheckpointMetadata(attempt=1, term=1, write_id="w1", created_at="now")
@@ -127,7 +127,7 @@ def test_every_directory_comes_back_as_it_was(saves: list[dict[str, bytes]], chu
         for step, files in enumerate(saves, 1):
             parent = save(store, files, key(step, step), parent=parent).manifest
         for step, files in enumerate(saves, 1):
-            assert restored(store, read_manifest(store, key(step, step))) == files
+            assert load_files(store, read_manifest(store, key(step, step))) == files
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_bytes_is_a_manifest(files: dict[str, bytes], empty
     saved = save(store, files, empty=empty)
 
     assert (saved.sent_bytes, list(store.objects)) == (0, [key().manifest_path])
-    assert restored(store, read_manifest(store, key())) == files
+    assert load_files(store, read_manifest(store, key())) == files
     assert read_manifest(store, key()).empty_directories == empty
     assert saved.manifest.size_bytes == 0
 
@@ -154,12 +154,12 @@ def test_chunks_that_are_identical_inside_one_checkpoint_are_kept_apart_and_sent
     files = {"a": b"A" * BLOB, "b": b"A" * BLOB, "c": b"A" * 9}
     saved = save(store, files)
 
-    assert restored(store, saved.manifest) == files
+    assert load_files(store, saved.manifest) == files
     assert saved.sent_bytes == BLOB + 9  # of a and b, which are the same blob, and of c
 
     again = save(store, {**files, "d": b"A" * 8}, key(2, 4), parent=saved.manifest, write_id="w2")
     assert again.sent_bytes == 0
-    assert restored(store, again.manifest) == {**files, "d": b"A" * 8}
+    assert load_files(store, again.manifest) == {**files, "d": b"A" * 8}
 
 
 @tiny
@@ -172,8 +172,8 @@ def test_an_unchanged_directory_sends_nothing_and_a_changed_chunk_only_itself() 
     changed = {"weights": bytes(range(40)) + b"x" + bytes(range(41, 80))}
     second = save(store, changed, key(3, 5), parent=first, write_id="w3")
     assert second.sent_bytes == CHUNK
-    assert restored(store, second.manifest) == changed
-    assert restored(store, first) == files
+    assert load_files(store, second.manifest) == changed
+    assert load_files(store, first) == files
 
 
 @tiny
@@ -207,7 +207,7 @@ def test_a_blob_that_was_sent_in_part_is_sent_again() -> None:
     again = save(store, files, key(1, 4), write_id="w2")
 
     assert again.sent_bytes == BLOB
-    assert restored(store, again.manifest) == files
+    assert load_files(store, again.manifest) == files
 
 
 # ------------------------------------------------------------------------------------------ publishing
@@ -233,7 +233,7 @@ def test_a_retry_that_placed_its_bytes_elsewhere_finds_its_first_try() -> None:
 
     assert first.sent_bytes == 50
     assert retried.manifest == first.manifest
-    assert restored(store, read_manifest(store, key(2, 3))) == files
+    assert load_files(store, read_manifest(store, key(2, 3))) == files
 
 
 def test_another_save_of_the_same_name_is_refused_and_changes_nothing() -> None:
@@ -241,7 +241,7 @@ def test_another_save_of_the_same_name_is_refused_and_changes_nothing() -> None:
     save(store, {"a": b"mine"})
     with pytest.raises(AlreadyCommitted, match="another write"):
         save(store, {"a": b"theirs"}, write_id="w2")
-    assert restored(store, read_manifest(store, key())) == {"a": b"mine"}
+    assert load_files(store, read_manifest(store, key())) == {"a": b"mine"}
 
 
 @pytest.mark.parametrize("metadata", [{"x": math.nan}, {"x": object()}, {"x": "\ud800"}])
@@ -335,7 +335,7 @@ def test_a_flaw_of_the_wire_is_not_taken_for_one_of_the_store() -> None:
 
     store = Noisy()
     manifest = save(store, {"a": b"signal"}).manifest
-    assert restored(store, manifest) == {"a": b"signal"}
+    assert load_files(store, manifest) == {"a": b"signal"}
 
 
 @tiny
@@ -350,7 +350,7 @@ def test_a_damaged_parent_is_healed_where_its_size_shows_it() -> None:
     second = save(store, files, key(2, 4), parent=parent, write_id="w2")
 
     assert second.sent_bytes == 2 * BLOB
-    assert restored(store, second.manifest) == files
+    assert load_files(store, second.manifest) == files
 
 
 @tiny
@@ -367,7 +367,7 @@ def test_after_a_quarantine_nothing_of_the_damaged_blob_is_used() -> None:
     again = save(store, bad, key(2, 6), parent=parent, collected_up_to=5, write_id="w3")
 
     assert path not in again.manifest.blob_paths()
-    assert restored(store, again.manifest) == bad
+    assert load_files(store, again.manifest) == bad
 
 
 # ------------------------------------------------------------------------------------- reading manifests
@@ -399,4 +399,4 @@ def test_a_save_after_a_clone_refers_to_no_bytes_of_the_other_trial() -> None:
     saved = commit_checkpoint(store, new, MemoryFiles({**files, "c": b"new"}), ABOUT, reuse=reuse)
     assert saved.sent_bytes == sum(map(len, files.values())) + 3
     store.delete(sorted(origin.blob_paths()))
-    assert restored(store, read_manifest(store, new)) == {**files, "c": b"new"}
+    assert load_files(store, read_manifest(store, new)) == {**files, "c": b"new"}

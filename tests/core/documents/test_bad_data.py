@@ -21,7 +21,7 @@ from prefect_tune.stores.local.staging import restoring_directory
 from tests.core.checkpoints.test_save_and_restore import key, save
 from tests.core.driver import JOURNAL, NAME, Session, Witness
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.memory_files import load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -318,7 +318,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_it_used(lef
     session.train()
     session.save()
     newest = session.trial.checkpoints[-1]
-    assert restored(store, read_manifest(store, key(newest.step, newest.sequence)))["head"] == session.head
+    assert load_files(store, read_manifest(store, key(newest.step, newest.sequence)))["head"] == session.head
 
 
 def test_an_experiment_with_a_name_that_leads_out_is_never_looked_for() -> None:

@@ -15,7 +15,7 @@ from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.documents.write_golden import golden_run
 from tests.core.driver import KEY, Session, Witness
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.memory_files import load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,7 +63,7 @@ def test_what_was_saved_then_is_restored_today(version: Path) -> None:
     store = state(version)
     for each in journal.load_experiment(store, JOURNAL).trial("t").checkpoints:
         manifest = read_manifest(store, CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence))
-        assert restored(store, manifest) == {
+        assert load_files(store, manifest) == {
             "backbone": BACKBONE,
             "cycle": (b"A" if each.step == 4 else b"B") * 24,
             "empty": b"",

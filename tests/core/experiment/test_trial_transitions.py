@@ -434,11 +434,11 @@ def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
 def said(*events: AnyTrialEvent | StopRequested, steps: int = 3) -> tuple[str, str]:
     """Return the status, and its label, of a trial that has trained so many steps before these events."""
     search = JournalBuilder()
-    search.adds("t", {"x": 1})
+    search.add_trial("t", {"x": 1})
     if steps:
-        search.starts("t")
+        search.start_attempt("t")
     for step in range(1, steps + 1):
-        search.trains("t", step, {"loss": 1 / step})
+        search.report("t", step, {"loss": 1 / step})
     for event in events:
         search.record(event)
     trial = search.state.trial("t")

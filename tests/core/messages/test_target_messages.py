@@ -63,7 +63,7 @@ from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.core.values import StepReport, Value
 from tests.core.driver import JOURNAL, KEY
 from tests.fakes.outcomes import make_failure
-from tests.fakes.searches.experiments import after
+from tests.fakes.searches.experiments import apply_events
 from tests.fakes.stores.memory_store import MemoryStore
 
 OWNER = Owner(name="first", host="here", pid=1)
@@ -71,7 +71,7 @@ OWNER = Owner(name="first", host="here", pid=1)
 
 def running() -> Experiment:
     opened = OwnerChanged(experiment="e", generation=1, term=1, owner=OWNER)
-    return after(
+    return apply_events(
         empty_experiment(JOURNAL), [opened, TrialAdded(trial="a", config={}), TrialAdded(trial="b", config={})]
     )
 
@@ -208,7 +208,7 @@ LATER = "2026-11-23T01:02:20+00:00"
 def training(*events: Event, term: int = 1) -> Experiment:
     opened = [OwnerChanged(experiment="e", generation=1, term=each, owner=OWNER) for each in range(1, term + 1)]
     begun: list[Event] = [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)]
-    return after(empty_experiment(JOURNAL), [*opened, *begun, *events])
+    return apply_events(empty_experiment(JOURNAL), [*opened, *begun, *events])
 
 
 def status(number: int, *, term: int = 1, attempt: int = 1, step: int = 59, owner: Owner = OWNER) -> LiveStatus:

@@ -26,7 +26,7 @@ from tests.core.protocol.exploring import meet_at_random, meet_in_every_order
 from tests.core.protocol.matrix import ObjectWorld, fail_everywhere, fresh_run, killed_before_its_entry
 from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.owners import at_decisions, takes_over, takes_over_and_saves
-from tests.fakes.stores.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_files import MemoryFiles, load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
@@ -92,7 +92,7 @@ def joined(store: MemoryStore, first: Files, *of_nodes: int, **wanted: object) -
     manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=ReusableBytes()), metadata=about)
     lost = {"lost_nodes": dict, **wanted}
     parts_wanted = ExpectedParts(NODES, TERM, of_nodes, too_late, **lost)  # type: ignore[arg-type]  # one field
-    return restored(store, merge_parts(store, parts_wanted, manifest))
+    return load_files(store, merge_parts(store, parts_wanted, manifest))
 
 
 def test_the_files_of_all_nodes_make_one_checkpoint_and_shared_bytes_are_stored_once() -> None:

@@ -33,8 +33,8 @@ from tests.core.protocol.meetings import (
 )
 from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.population import Search, promises_broken
-from tests.fakes.stores.dying_store import Way
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.dying_store import Failure
+from tests.fakes.stores.memory_files import load_files
 from tests.long_cases import deep_count
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
@@ -49,7 +49,7 @@ def newest(scene: Scene, name: str) -> CheckpointKey:
 
 
 def bytes_of(scene: Scene, name: str) -> Mapping[str, bytes]:
-    return restored(scene.store, read_manifest(scene.store, newest(scene, name)))
+    return load_files(scene.store, read_manifest(scene.store, newest(scene, name)))
 
 
 # --------------------------------------------------------------------------------------------- one clone
@@ -278,7 +278,7 @@ def meets(meeting: str) -> Sequence[str]:
 
 def dies(story: str) -> Sequence[str]:
     before, act = STORIES[story]
-    return die_everywhere(before(), act, [Way.CRASH_BEFORE, Way.REPLY_LOST], enough=1).broken
+    return die_everywhere(before(), act, [Failure.CRASH_BEFORE, Failure.REPLY_LOST], enough=1).broken
 
 
 MUTANTS: Mapping[str, Mutant] = {

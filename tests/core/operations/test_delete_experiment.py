@@ -33,8 +33,8 @@ from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.population import Chronicle, Search
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
-from tests.fakes.stores.memory_store import MemoryStore, StoreAround
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Failure
+from tests.fakes.stores.memory_store import MemoryStore, StoreWrapper
 from tests.long_cases import deep_count, long_after
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
@@ -94,7 +94,7 @@ def test_whoever_runs_it_writes_no_more_and_nobody_forks_it() -> None:
     store = MemoryStore()
     old = search_of_three(store)
     with suppress(Crash):
-        removed(DyingStore(store, 2, Way.CRASH_BEFORE, only=WRITES), "old")
+        removed(DyingStore(store, 2, Failure.CRASH_BEFORE, only=WRITES), "old")
     assert load_experiment(store, first_generation("old")).is_being_deleted
     with pytest.raises(Superseded):
         old.add("d")
@@ -118,7 +118,7 @@ def test_what_is_not_there_is_deleted_already_and_what_cannot_be_read_stays() ->
     assert store.objects == before
 
 
-class Meanwhile(StoreAround):
+class Meanwhile(StoreWrapper):
     """A store that calls `act` once, before the first operation for which `is_it` is true."""
 
     def __init__(self, inner: ObjectStore, is_it: Callable[[str, str], bool], act: Callable[[], object]) -> None:
@@ -126,7 +126,7 @@ class Meanwhile(StoreAround):
         self._is_it = is_it
         self._acts = [act]
 
-    def around(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
+    def intercept(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
         if self._acts and self._is_it(method, path):
             self._acts.pop()()
         return operation()
@@ -157,7 +157,7 @@ def test_what_a_deletion_was_faster_than_is_no_fork(cut: bool) -> None:
     search_of_three(store)
     make = begun_fork(store)
     with suppress(Crash):
-        removed(DyingStore(store, 1 if cut else 0, Way.CRASH_BEFORE, only=frozenset({"delete"})), "old")
+        removed(DyingStore(store, 1 if cut else 0, Failure.CRASH_BEFORE, only=frozenset({"delete"})), "old")
     with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed"):
         make()
 
@@ -311,7 +311,7 @@ def a_fork_that_was_cut_short() -> Scene:
     """A fork that was killed when half of its manifests were published."""
     scene = a_search()
     with suppress(Crash):
-        forked(DyingStore(scene.store, 4, Way.CRASH_BEFORE, only=frozenset({"create"})))
+        forked(DyingStore(scene.store, 4, Failure.CRASH_BEFORE, only=frozenset({"create"})))
     return scene
 
 

@@ -39,7 +39,7 @@ from tests.core.driver import retried
 from tests.core.protocol.mutate import break_lines
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Failure
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
@@ -341,7 +341,7 @@ def test_a_fork_that_is_cut_short_is_not_forked() -> None:
         load_fork_point(store, first_generation("new"), None)
 
 
-def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_on_every: int) -> int:
+def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Failure], *, goes_on_every: int) -> int:
     world = MemoryStore()
     number = search_of_three(world).state.entry_count
     begun = dict(world.objects)
@@ -365,7 +365,7 @@ def _dies_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, goes_o
 def test_a_fork_that_dies_at_any_write_leaves_the_origin_as_it_was_and_is_made_by_the_next(
     record_property: Record,
 ) -> None:
-    points = _dies_everywhere(WRITES, (Way.CRASH_AFTER, Way.REPLY_LOST), goes_on_every=10)
+    points = _dies_everywhere(WRITES, (Failure.CRASH_AFTER, Failure.REPLY_LOST), goes_on_every=10)
     record_property("figure: points at which a fork died", points)
     assert points > 30
 
@@ -373,7 +373,7 @@ def test_a_fork_that_dies_at_any_write_leaves_the_origin_as_it_was_and_is_made_b
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 def test_nor_does_any_other_operation_matter(record_property: Record) -> None:
-    record_property("figure: points at which a fork died", _dies_everywhere(None, tuple(Way), goes_on_every=5))
+    record_property("figure: points at which a fork died", _dies_everywhere(None, tuple(Failure), goes_on_every=5))
 
 
 def _both_go_on(store: MemoryStore) -> None:
@@ -407,4 +407,4 @@ MUTANTS = {
 def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_lines(monkeypatch, fork_experiment._copy_checkpoints, MUTANTS[name])
     with pytest.raises((AssertionError, StoreUnavailable)):
-        _dies_everywhere(WRITES, [Way.CRASH_AFTER], goes_on_every=1000)
+        _dies_everywhere(WRITES, [Failure.CRASH_AFTER], goes_on_every=1000)

@@ -36,7 +36,7 @@ from tests.core.operations.test_fork_experiment import forked
 from tests.core.protocol.mutate import Mutant
 from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Failure
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -111,8 +111,8 @@ def test_a_deletion_paused_before_any_request_leaves_the_next_experiment_alone()
     assert paused_before_each_request() == []
 
 
-@pytest.mark.parametrize("way", [Way.CRASH_BEFORE, Way.TORN, Way.REPLY_LOST])
-def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_used(way: Way) -> None:
+@pytest.mark.parametrize("way", [Failure.CRASH_BEFORE, Failure.TORN, Failure.REPLY_LOST])
+def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_used(way: Failure) -> None:
     begun = world().objects
     for nth in range(1, 1000):
         store = MemoryStore(begun)

@@ -17,8 +17,8 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]  # the
 
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.storage.object_store import ObjectStore
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
-from tests.fakes.stores.memory_store import MemoryStore, StoreAround
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
+from tests.fakes.stores.memory_store import MemoryStore, StoreWrapper
 from tests.fakes.stores.slow_store import SlowStore
 
 _Result = TypeVar("_Result")
@@ -141,7 +141,7 @@ def meet_dying(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int])
     """The same, and each act may fail at a random operation in a random way."""
     verdicts = Verdicts()
 
-    def dying(act: Act[_Scene], nth: int, way: Way) -> Act[_Scene]:
+    def dying(act: Act[_Scene], nth: int, way: Failure) -> Act[_Scene]:
         def act_or_die(view: _Scene) -> None:
             with suppress(Crash):
                 act(view.on(DyingStore(view.store, nth, way)))
@@ -150,7 +150,7 @@ def meet_dying(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int])
 
     def attempt(seed: int) -> list[str]:
         rng = random.Random(seed)
-        failing = [dying(act, rng.randint(0, 60), rng.choice(list(Way))) for act in acts]
+        failing = [dying(act, rng.randint(0, 60), rng.choice(list(Failure))) for act in acts]
         return meet(scene.again(), failing, drawn(seed), everywhere, verdicts)
 
     return explore((f"seed {seed}", partial(attempt, seed)) for seed in seeds)
@@ -159,7 +159,7 @@ def meet_dying(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int])
 def die_everywhere(
     scene: _Scene,
     act: Act[_Scene],
-    ways: Iterable[Way] = tuple(Way),
+    ways: Iterable[Failure] = tuple(Failure),
     *,
     only: frozenset[str] | None = None,
     enough: int | None = None,
@@ -170,7 +170,7 @@ def die_everywhere(
     act(twin.on(counting))
     verdicts = Verdicts()
 
-    def attempt(nth: int, way: Way) -> Iterator[str]:
+    def attempt(nth: int, way: Failure) -> Iterator[str]:
         twin = scene.again()
         yield from failure_of(lambda: act(twin.on(DyingStore(twin.store, nth, way, only=only))))
         yield from verdicts.broken_promises(twin)
@@ -293,7 +293,7 @@ def drawn(seed: int) -> Choice:
     return choose
 
 
-class _Runner(StoreAround):
+class _Runner(StoreWrapper):
     """One process and its view of the store: each point waits for this process's turn."""
 
     def __init__(self, inner: ObjectStore, process: Process, is_point: IsPoint) -> None:
@@ -326,7 +326,7 @@ class _Runner(StoreAround):
         finally:
             self.has_ended = True
 
-    def around(self, method: str, path: str, operation: Callable[[], _Result]) -> _Result:
+    def intercept(self, method: str, path: str, operation: Callable[[], _Result]) -> _Result:
         if self._is_abandoned:
             raise SeenBeforeError
         if self._is_point(method, path):

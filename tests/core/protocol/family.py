@@ -28,8 +28,8 @@ from tests.core.protocol.population import (
     promises_broken,
     trials_with_posts,
 )
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
+from tests.fakes.stores.memory_files import load_files
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.stores.slow_store import SlowStore
 
@@ -208,9 +208,9 @@ class Family(RuleBasedStateMachine):
         source=names,
         act=st.sampled_from(["save", "clone", "clear", "receive", "close"]),
         nth=st.integers(1, 40),
-        way=st.sampled_from([Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]),
+        way=st.sampled_from([Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]),
     )
-    def die(self, name: str, source: str, act: str, nth: int, way: Way) -> None:
+    def die(self, name: str, source: str, act: str, nth: int, way: Failure) -> None:
         if act == "save":
             self._running(name)
         elif act == "clone":
@@ -247,7 +247,7 @@ class Family(RuleBasedStateMachine):
     @rule(soon=st.integers(1, 3), delay=st.sampled_from([None, 0, 2, 8]))
     def lose_a_write(self, soon: int, delay: int | None) -> None:
         """One of the next writes gets no reply; it arrives late or never."""
-        self.wire.lose(soon, delay)
+        self.wire.lose_write(soon, delay)
 
     @precondition(lambda self: len(self.forks) < 2)
     @rule(order=st.permutations(NAMES), count=st.integers(0, 3))
@@ -273,7 +273,7 @@ class Family(RuleBasedStateMachine):
             for ref in before.checkpoints:
                 folder = key.trial_key(name).checkpoint_key(ref).folder
                 there = origin.trial_key(name).checkpoint_key(ref)
-                self.forks[key][folder] = restored(self.wire, read_manifest(self.wire, there))
+                self.forks[key][folder] = load_files(self.wire, read_manifest(self.wire, there))
 
     # --------------------------------------------------------------------------------------- invariants
 
@@ -307,4 +307,4 @@ class Family(RuleBasedStateMachine):
             }
             assert {own.folder for own in live} == set(files)
             for own in live:
-                assert restored(self.store, read_manifest(self.store, own)) == files[own.folder]
+                assert load_files(self.store, read_manifest(self.store, own)) == files[own.folder]

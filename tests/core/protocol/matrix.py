@@ -11,7 +11,7 @@ from prefect_tune.core.journal_events import AttemptEnded, Cause, StepReported
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, Session, Witness, run_to
 from tests.core.protocol.exploring import Explored, Verdicts, explore, failure_of, late_writes
-from tests.fakes.stores.dying_store import DyingStore, Way
+from tests.fakes.stores.dying_store import DyingStore, Failure
 from tests.fakes.stores.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -24,7 +24,7 @@ Story = Callable[[ObjectStore, Witness], None]
 class World(Protocol):
     """A store for processes that die."""
 
-    def dying(self, nth: int, way: Way) -> ObjectStore:
+    def dying(self, nth: int, way: Failure) -> ObjectStore:
         """The store for a process that fails at point `nth`; 0 means never."""
         ...
 
@@ -45,7 +45,7 @@ class ObjectWorld:
         self.inner = MemoryStore()
         self._dying = DyingStore(self.inner, 0)
 
-    def dying(self, nth: int, way: Way) -> ObjectStore:
+    def dying(self, nth: int, way: Failure) -> ObjectStore:
         self._dying = DyingStore(self.inner, nth, way)
         return self._dying
 
@@ -69,7 +69,7 @@ class PosixWorld:
         self._seed = seed
         self._dying = DyingCalls(self.disk, 0)
 
-    def dying(self, nth: int, way: Way) -> ObjectStore:
+    def dying(self, nth: int, way: Failure) -> ObjectStore:
         self._dying = DyingCalls(self.disk, nth, way)
         return posix_store(self._dying)
 
@@ -140,14 +140,14 @@ def fail_everywhere(
     story: Story,
     *,
     before: Story | None = None,
-    ways: Iterable[Way] = tuple(Way),
+    ways: Iterable[Failure] = tuple(Failure),
     points: Callable[[int], Iterable[int]] = lambda total: range(1, total + 1),
     enough: int | None = None,
 ) -> Explored:
     """Run `story` (after a complete `before`) with every failure at every point, and recover from each."""
     verdicts = Verdicts()
 
-    def run(world: World, nth: int, way: Way) -> Iterator[str]:
+    def run(world: World, nth: int, way: Failure) -> Iterator[str]:
         witness = Witness()
         if before:
             before(world.dying(0, way), witness)
@@ -157,7 +157,7 @@ def fail_everywhere(
             yield from verdicts.broken_promises(session)
 
     whole = world()
-    assert list(run(whole, 0, Way.CRASH_BEFORE)) == []
+    assert list(run(whole, 0, Failure.CRASH_BEFORE)) == []
     tries = product(points(whole.points), tuple(ways))
     return explore(((f"#{nth} {way.name}", partial(run, world(), nth, way)) for nth, way in tries), enough)
 

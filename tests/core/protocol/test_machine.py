@@ -39,8 +39,8 @@ from tests.core.driver import KEY, Files, Session, Witness, what_lies_about
 from tests.core.happenings import AFTER, happening
 from tests.core.histories import cut_small
 from tests.core.protocol.family import NAMES, Family
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
+from tests.fakes.stores.memory_files import load_files
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.long_cases import deep_count
 
@@ -201,8 +201,8 @@ class Trial(RuleBasedStateMachine):
         self.model.saves_since.update(self.model.damaged)
         assert all(self.model.saves_since[each.path] < owner.reverify_every for each in read if each)
 
-    @rule(nth=st.integers(1, 16), way=st.sampled_from([Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]))
-    def die_in_a_save(self, nth: int, way: Way) -> None:
+    @rule(nth=st.integers(1, 16), way=st.sampled_from([Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]))
+    def die_in_a_save(self, nth: int, way: Failure) -> None:
         owner = self._train(1)
         owner.store = DyingStore(self.store, nth, way)
         count = len(self.witness.acknowledged)
@@ -284,7 +284,7 @@ class Trial(RuleBasedStateMachine):
     def _is_damaged(self, save: Save) -> bool:
         manifest = self._manifest(save)
         try:
-            restored(self.store, manifest)
+            load_files(self.store, manifest)
         except (
             CheckpointCorrupt,
             CheckpointNotFound,
@@ -302,7 +302,7 @@ class Trial(RuleBasedStateMachine):
     def every_live_checkpoint_is_whole_or_was_damaged(self) -> None:
         for save in self.model.live:
             if not self._is_damaged(save):
-                assert restored(self.store, self._manifest(save)) in self.model.files[save]
+                assert load_files(self.store, self._manifest(save)) in self.model.files[save]
 
     @precondition(lambda self: self.owner)
     @invariant()

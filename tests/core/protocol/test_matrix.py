@@ -18,7 +18,7 @@ from tests.core.protocol.matrix import (
     killed_before_its_entry,
     resumed_run,
 )
-from tests.fakes.stores.dying_store import Way
+from tests.fakes.stores.dying_store import Failure
 from tests.long_cases import long_after
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once", "frequent_snapshots")
@@ -27,7 +27,7 @@ STORIES = [
     pytest.param(None, fresh_run, id="fresh run"),
     pytest.param(killed_before_its_entry, resumed_run, id="resumed run"),
 ]
-ENDS = (Way.CRASH_AFTER, Way.TORN)
+ENDS = (Failure.CRASH_AFTER, Failure.TORN)
 """On a disk, before one call is after the one before it."""
 Record = Callable[[str, object], None]
 
@@ -57,18 +57,22 @@ def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
 
 @pytest.mark.parametrize("seed", [1])
 def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_property: Record) -> None:
-    explored = fail_everywhere(lambda: PosixWorld(seed=seed), fresh_run, ways=[Way.CRASH_AFTER], points=every_fifth)
+    explored = fail_everywhere(lambda: PosixWorld(seed=seed), fresh_run, ways=[Failure.CRASH_AFTER], points=every_fifth)
     explored.require_kept(record_property, "points explored, file store")
 
 
 @pytest.mark.long
 def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
-    explored = fail_everywhere(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Way.CRASH_AFTER])
+    explored = fail_everywhere(
+        ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Failure.CRASH_AFTER]
+    )
     explored.require_kept(record_property, "points explored, object store")
 
 
-@pytest.mark.parametrize("way", long_after(1, [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE]))
-def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
+@pytest.mark.parametrize("way", long_after(1, [Failure.CRASH_AFTER, Failure.REPLY_LOST, Failure.UNAVAILABLE]))
+def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(
+    way: Failure, record_property: Record
+) -> None:
     explored = fail_everywhere(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_fifth)
     explored.require_kept(record_property, "points explored, file store")
 

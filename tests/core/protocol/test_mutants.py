@@ -45,8 +45,8 @@ from tests.core.protocol.owners import (
     takes_over_and_saves,
 )
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.stores.dying_store import Way
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.dying_store import Failure
+from tests.fakes.stores.memory_files import load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
@@ -64,7 +64,7 @@ def every_crash_of_a_second_attempt() -> Sequence[str]:
 
 
 def every_power_cut() -> Sequence[str]:
-    return fail_everywhere(PosixWorld, fresh_run, ways=[Way.CRASH_AFTER], enough=1).broken
+    return fail_everywhere(PosixWorld, fresh_run, ways=[Failure.CRASH_AFTER], enough=1).broken
 
 
 def every_late_write() -> Sequence[str]:
@@ -120,7 +120,7 @@ def every_flipped_blob() -> Sequence[str]:
         whole = session.store.objects[path]
         session.store.objects[path] = bytes([whole[0] ^ 1, *whole[1:]])
         try:
-            restored(session.store, manifest)
+            load_files(session.store, manifest)
         except CheckpointCorrupt:
             session.store.objects[path] = whole
         else:

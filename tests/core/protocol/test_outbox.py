@@ -41,7 +41,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport, WriteStamp
 from tests.core.protocol.exploring import Choice, drawn, every_order, in_turns
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.stores.slow_store import SlowStore
 
@@ -184,15 +184,15 @@ def test_what_an_owner_receives_while_the_attempt_trains_is_journaled_once() -> 
     assert world.require_kept().trial("t").step == 4
 
 
-FAULTS: Sequence[Way | int | None] = (*Way, None, 0, 3)
+FAULTS: Sequence[Failure | int | None] = (*Failure, None, 0, 3)
 """How a request fails, or how many requests later a write arrives; None is never."""
 
 
-def fail(who: str, nth: int, fault: Way | int | None) -> int:
+def fail(who: str, nth: int, fault: Failure | int | None) -> int:
     """Let a request of the attempt or of the owner fail, and check what is kept; return the number of requests."""
     world = World()
-    slow = SlowStore(world.store, *((0, None) if isinstance(fault, Way) else (nth, fault)))
-    store = DyingStore(slow, *((nth, fault) if isinstance(fault, Way) else (0,)))
+    slow = SlowStore(world.store, *((0, None) if isinstance(fault, Failure) else (nth, fault)))
+    store = DyingStore(slow, *((nth, fault) if isinstance(fault, Failure) else (0,)))
     with suppress(Crash, StoreUnavailable):
         if who == "attempt":
             world.attempt(store)
@@ -203,7 +203,7 @@ def fail(who: str, nth: int, fault: Way | int | None) -> int:
     return store.total
 
 
-REQUESTS = [(who, nth) for who in ("attempt", "owner") for nth in range(1, fail(who, 0, Way.TORN) + 1)]
+REQUESTS = [(who, nth) for who in ("attempt", "owner") for nth in range(1, fail(who, 0, Failure.TORN) + 1)]
 
 
 @pytest.mark.parametrize(("who", "nth"), REQUESTS)

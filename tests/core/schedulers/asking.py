@@ -1,4 +1,4 @@
-"""Short calls of a schedule's methods, for tests with few trials."""
+"""Drives a schedule by hand, for tests with few trials."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 SCORE = Objective(metrics=("score",), modes=("max",))
 
 
-class Asked:
+class ScheduleDriver:
     """A schedule with short calls of its methods."""
 
-    def __init__(self, scheduler: Scheduler, objective: Objective = LOSS, seed: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *trials: str,
+        objective: Objective = LOSS,
+        seed: int = 0,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
         self.schedule: Schedule = scheduler.begin(objective, seed)
         self._metric = objective.metrics[0]
+        self.add(*trials, config=config)
 
     def add(self, *trials: str, config: Mapping[str, object] | None = None) -> None:
         for trial in trials:
@@ -27,7 +35,7 @@ class Asked:
         report = StepReport(step=step, metrics={self._metric: value})
         return self.schedule.decide(TrialReport(trial, report, config))
 
-    def says(self, trial: str, step: int, value: float) -> str:
+    def decide(self, trial: str, step: int, value: float) -> str:
         """Report a value; return the type of the decision."""
         return self.report(trial, step, value).type
 
@@ -43,14 +51,11 @@ class Asked:
         return trial
 
     def resume_all(self) -> list[str]:
-        found = []
-        while (trial := self.resume()) is not None:
-            found.append(trial)
-        return found
+        return list(iter(self.resume, None))
 
     def stop_all(self) -> list[str]:
-        found = []
+        trials = []
         while (stopped := self.schedule.next_trial_to_stop()) is not None:
-            found.append(stopped[0])
-            self.schedule.on_trial_ended(stopped[0])
-        return found
+            trials.append(stopped[0])
+            self.end(stopped[0])
+        return trials

@@ -19,7 +19,7 @@ Answer = Callable[[str, int, float], str]
 """Answers a trial's report of a step: `.` to continue, `s` to stop, `-` or the exploited source if PBT compared it."""
 
 
-def cases() -> Iterator[tuple[str, Options]]:
+def iter_cases() -> Iterator[tuple[str, Options]]:
     for factor in (2, 3, 4, 2.2, 2.5, 3.3):
         for grace in (1, 2, 5):
             yield "ASHA", {"max_t": 30, "grace_period": grace, "reduction_factor": factor}
@@ -43,22 +43,22 @@ def answers_to(kind: str, seed: int, answer: Answer) -> str:
         trial = chance.choice(list(steps))
         steps[trial] += strides[trial]
         value = chance.randint(0, 5) + worse[trial] if kind == "MedianStopping" else chance.random()
-        answers += (said := answer(trial, steps[trial], value))
-        if said == "s":
+        answers += (decision := answer(trial, steps[trial], value))
+        if decision == "s":
             del steps[trial]
-        elif said in steps:
-            steps[trial] = compared[trial] = compared[said]
-        elif said == "-":
+        elif decision in steps:
+            steps[trial] = compared[trial] = compared[decision]
+        elif decision == "-":
             compared[trial] = steps[trial]
     return answers
 
 
-def rays(kind: str, options: Options) -> Answer:
+def answer_by_ray(kind: str, options: Options) -> Answer:
     """Return the answers of Ray's scheduler."""
     from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule
 
     if kind == "PBT":
-        return _rays_pbt(options)
+        return _answer_by_ray_pbt(options)
     common = {"metric": "loss", "mode": "min", "time_attr": "step"}
     scheduler = {"ASHA": ASHAScheduler, "MedianStopping": MedianStoppingRule}[kind](**common, **options)
     trials: dict[str, Any] = {}
@@ -69,33 +69,33 @@ def rays(kind: str, options: Options) -> Answer:
             scheduler.on_trial_add(MagicMock(), trials[name])
         controller = MagicMock()
         controller.get_live_trials.return_value = []
-        said = scheduler.on_trial_result(controller, trials[name], {"step": step, "loss": value})
-        return "s" if said == "STOP" else "."
+        decision = scheduler.on_trial_result(controller, trials[name], {"step": step, "loss": value})
+        return "s" if decision == "STOP" else "."
 
     return answer
 
 
-def _rays_pbt(options: Options) -> Answer:
+def _answer_by_ray_pbt(options: Options) -> Answer:
     from ray import tune
     from ray.tune.schedulers import PopulationBasedTraining
 
-    said: list[str] = []
+    answers: list[str] = []
 
     class Population(PopulationBasedTraining):
         """Each trial has a checkpoint of its last comparison, as here: Ray's have one only while they are the best."""
 
         def _checkpoint_or_exploit(self, trial: Any, controller: Any, upper: Any, lower: Any) -> None:
-            said.append("-")
+            answers.append("-")
             self._trial_state[trial].exploited = False
-            for each in upper:
-                state = self._trial_state[each]
+            for best in upper:
+                state = self._trial_state[best]
                 state.last_checkpoint = None if getattr(state, "exploited", False) else SimpleNamespace()
             super()._checkpoint_or_exploit(trial, controller, upper, lower)
 
         def _exploit(self, controller: Any, trial: Any, source: Any) -> None:
             super()._exploit(controller, trial, source)
             self._trial_state[trial].exploited = True
-            said.append(source.trial_id)
+            answers.append(source.trial_id)
 
     space = {"x": tune.uniform(0, 1)}
     common = {"metric": "loss", "mode": "min", "time_attr": "step", "hyperparam_mutations": space}
@@ -109,17 +109,17 @@ def _rays_pbt(options: Options) -> Answer:
         scheduler.on_trial_add(controller, trial)
 
     def answer(name: str, step: int, value: float) -> str:
-        said.clear()
+        answers.clear()
         scheduler.on_trial_result(controller, trials[name], {"step": step, "loss": value})
-        return said[-1] if said else "."
+        return answers[-1] if answers else "."
 
     return answer
 
 
 def main() -> None:
     lines = [
-        json.dumps([kind, options, seed, answers_to(kind, seed, rays(kind, options))])
-        for seed, (kind, options) in enumerate(cases())
+        json.dumps([kind, options, seed, answers_to(kind, seed, answer_by_ray(kind, options))])
+        for seed, (kind, options) in enumerate(iter_cases())
     ]
     sys.stdout.write("[\n" + ",\n".join(lines) + "\n]\n")
 

@@ -6,6 +6,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import pytest
 from hypothesis import given, settings
@@ -15,45 +16,45 @@ from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import Stop
 from prefect_tune.parameters.argument_checks import component_to_json, parse_scheduler
-from tests.core.schedulers.asking import LOSS, Asked
+from tests.core.schedulers.asking import LOSS, ScheduleDriver
 from tests.fakes.searches.virtual_driver import Config, State, Table, VirtualRun, World
 
 PROMOTION = ASHA(max_t=27, variant="promotion")
 
 
-def promotion(*losses: float, max_t: int = 27) -> Asked:
+def report_losses(*losses: float, max_t: int = 27) -> ScheduleDriver:
     """Trials a, b, c, ... that reached the first rung with these losses."""
-    asked = Asked(ASHA(max_t=max_t, variant="promotion"))
+    driver = ScheduleDriver(ASHA(max_t=max_t, variant="promotion"))
     for trial, loss in zip("abcdefghijkl", losses, strict=False):
-        asked.add(trial)
-        asked.report(trial, 1, loss)
-    return asked
+        driver.add(trial)
+        driver.report(trial, 1, loss)
+    return driver
 
 
 def test_the_first_pause_until_there_are_enough_to_choose_from() -> None:
-    asked = promotion(0.1, 0.2)
-    assert asked.schedule.next_trial_to_resume() is None
-    asked.add("c")
-    assert asked.says("c", 1, 0.3) == "pause"
-    assert asked.resume_all() == ["a"]
+    driver = report_losses(0.1, 0.2)
+    assert driver.schedule.next_trial_to_resume() is None
+    driver.add("c")
+    assert driver.decide("c", 1, 0.3) == "pause"
+    assert driver.resume_all() == ["a"]
 
 
 def test_who_would_be_promoted_at_once_goes_on_without_a_pause() -> None:
-    asked = promotion(0.3, 0.2)
-    asked.add("c")
-    assert asked.says("c", 1, 0.1) == "continue"
-    assert asked.resume_all() == []
-    assert asked.schedule.next_milestone("c", 1) == 3
+    driver = report_losses(0.3, 0.2)
+    driver.add("c")
+    assert driver.decide("c", 1, 0.1) == "continue"
+    assert driver.resume_all() == []
+    assert driver.schedule.next_milestone("c", 1) == 3
 
 
-def reference(losses: list[list[int]], factor: int) -> Iterator[tuple[int, int]]:
+def iter_reference_jobs(losses: list[list[int]], factor: int) -> Iterator[tuple[int, int]]:
     """Algorithm 2 of the paper for one worker: the trial and the rung of each job, in order."""
     rungs: list[list[tuple[int, int]]] = [[] for _ in losses[0]]
     promoted: list[set[int]] = [set() for _ in losses[0]]
     new = iter(range(len(losses)))
     while True:
         for rung in reversed(range(len(rungs) - 1)):
-            best = sorted(rungs[rung], key=lambda each: each[0])[: len(rungs[rung]) // factor]
+            best = sorted(rungs[rung], key=itemgetter(0))[: len(rungs[rung]) // factor]
             candidates = [trial for _, trial in best if trial not in promoted[rung]]
             if candidates:
                 promoted[rung].add(candidates[0])
@@ -76,108 +77,106 @@ def test_jobs_are_those_of_the_papers_algorithm(losses: list[list[int]], factor:
     table = Table([[row[rung] for rung in rung_of] for row in losses])
     schedule = ASHA(max_t=steps[-1], reduction_factor=factor, variant="promotion").begin(LOSS, 0)
     outcome = VirtualRun(schedule, table, ({"row": row} for row in range(len(losses))), World()).run()
-    jobs = [(int(each.trial[1:]), steps.index(each.end)) for each in outcome.segments]
-    expected = list(reference(losses, factor))
+    jobs = [(int(segment.trial[1:]), steps.index(segment.end)) for segment in outcome.segments]
+    expected = list(iter_reference_jobs(losses, factor))
     assert jobs[: len(expected)] == expected
 
 
-# ------------------------------------------------------------------------- late, repeated and skipped reports, deaths
+# Late, repeated and skipped reports, and trials that end early.
 
 
 def test_a_late_report_counts_at_the_highest_rung_that_it_has_passed_and_at_no_lower_one() -> None:
-    asked = Asked(PROMOTION)
-    asked.add("a", "b", "c", "d")
-    assert asked.says("a", 4, 0.1) == "pause"
+    driver = ScheduleDriver(PROMOTION, "a", "b", "c", "d")
+    assert driver.decide("a", 4, 0.1) == "pause"
     for trial in "bcd":
-        asked.says(trial, 1, 0.5)
-    assert asked.resume_all() == ["b"]  # rung 1 has three trials, rung 3 has one
-    assert asked.schedule.next_milestone("a", 4) == 9
+        driver.decide(trial, 1, 0.5)
+    assert driver.resume_all() == ["b"]  # rung 1 has three trials, rung 3 has one
+    assert driver.schedule.next_milestone("a", 4) == 9
 
 
 def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_before() -> None:
-    asked = promotion(0.1, 0.2, 0.3)
-    assert asked.says("a", 1, 0.9) == "pause"  # the trial died during its save
-    assert asked.resume_all() == ["a"]
-    assert asked.says("a", 1, 0.9) == "continue"  # the trial died after its promotion
-    assert asked.says("b", 1, 0.0) == "pause"
-    assert asked.resume_all() == []
-    assert asked.schedule.next_milestone("a", 0) == 3
+    driver = report_losses(0.1, 0.2, 0.3)
+    assert driver.decide("a", 1, 0.9) == "pause"  # the trial died during its save
+    assert driver.resume_all() == ["a"]
+    assert driver.decide("a", 1, 0.9) == "continue"  # the trial died after its promotion
+    assert driver.decide("b", 1, 0.0) == "pause"
+    assert driver.resume_all() == []
+    assert driver.schedule.next_milestone("a", 0) == 3
 
 
 def test_a_paused_trial_that_is_ended_is_not_promoted_any_more() -> None:
-    asked = promotion(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-    asked.end("a")
-    assert asked.resume_all() == ["b"]
+    driver = report_losses(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    driver.end("a")
+    assert driver.resume_all() == ["b"]
 
 
 def test_a_trial_that_trained_on_though_it_was_to_pause_is_compared_where_it_is() -> None:
-    asked = promotion(0.1, 0.2)
-    assert asked.says("a", 3, 0.1) == "pause"
-    asked.add("c")
-    asked.says("c", 1, 0.3)
-    assert asked.resume_all() == []  # the best of three at rung 1 has already continued
-    asked.end("a", "b", "c")
+    driver = report_losses(0.1, 0.2)
+    assert driver.decide("a", 3, 0.1) == "pause"
+    driver.add("c")
+    driver.decide("c", 1, 0.3)
+    assert driver.resume_all() == []  # the best of three at rung 1 has already continued
+    driver.end("a", "b", "c")
 
 
-# ----------------------------------------------------------------------------- no new trial is left
+# No new trial is left.
 
 
 def test_a_small_search_trains_its_best_trial_to_the_end_and_then_stops_the_others_worst_first() -> None:
-    asked = promotion(0.3, 0.1, 0.2, max_t=9)
-    assert asked.resume_all() == ["b"]
-    asked.schedule.on_search_exhausted()
-    assert asked.schedule.next_trial_to_resume() is None
-    assert asked.schedule.next_trial_to_stop() is None  # "b" is running, and may still be given up
-    assert asked.says("b", 3, 0.1) == "pause"
-    assert asked.resume_all() == ["b"]
-    assert isinstance(asked.report("b", 9, 0.1), Stop)
-    asked.end("b")
-    assert asked.schedule.next_trial_to_resume() is None
-    rank = {"step": 1, "rank": 3, "ranked": 3, "quota": 1}
-    reason = make_reason("rank-promoted", metric="loss", value=0.3, **rank)
-    assert asked.schedule.next_trial_to_stop() == ("a", Stop(reason=reason))
-    assert asked.stop_all() == ["a", "c"]
+    driver = report_losses(0.3, 0.1, 0.2, max_t=9)
+    assert driver.resume_all() == ["b"]
+    driver.schedule.on_search_exhausted()
+    assert driver.schedule.next_trial_to_resume() is None
+    assert driver.schedule.next_trial_to_stop() is None  # "b" is running, and may still be given up
+    assert driver.decide("b", 3, 0.1) == "pause"
+    assert driver.resume_all() == ["b"]
+    assert isinstance(driver.report("b", 9, 0.1), Stop)
+    driver.end("b")
+    assert driver.schedule.next_trial_to_resume() is None
+    reason = make_reason("rank-promoted", metric="loss", value=0.3, step=1, rank=3, ranked=3, quota=1)
+    assert driver.schedule.next_trial_to_stop() == ("a", Stop(reason=reason))
+    assert driver.stop_all() == ["a", "c"]
 
 
 def test_the_one_that_would_be_trained_to_the_end_is_replaced_if_it_is_given_up_before_its_last_rung() -> None:
-    asked = promotion(0.1, 0.2, max_t=9)
-    asked.schedule.on_search_exhausted()
-    assert asked.resume_all() == ["a"]
-    asked.end("a")
-    assert asked.resume_all() == ["b"]
-    assert asked.says("b", 3, 0.2) == "pause"
-    assert asked.resume_all() == ["b"]
-    asked.end("b")
-    assert (asked.resume_all(), asked.stop_all()) == ([], [])
+    driver = report_losses(0.1, 0.2, max_t=9)
+    driver.schedule.on_search_exhausted()
+    assert driver.resume_all() == ["a"]
+    driver.end("a")
+    assert driver.resume_all() == ["b"]
+    assert driver.decide("b", 3, 0.2) == "pause"
+    assert driver.resume_all() == ["b"]
+    driver.end("b")
+    assert (driver.resume_all(), driver.stop_all()) == ([], [])
 
 
 def test_nobody_is_trained_to_the_end_for_want_of_others_once_somebody_was() -> None:
-    asked = promotion(*([0.5] * 9), max_t=3)  # one rung
-    assert asked.resume_all() == ["a", "b", "c"]
-    asked.end("a", "b", "c")
-    asked.schedule.on_search_exhausted()
-    assert asked.resume_all() == []
-    assert asked.stop_all() == ["i", "h", "g", "f", "e", "d"]
+    driver = report_losses(*([0.5] * 9), max_t=3)  # one rung
+    assert driver.resume_all() == ["a", "b", "c"]
+    driver.end("a", "b", "c")
+    driver.schedule.on_search_exhausted()
+    assert driver.resume_all() == []
+    assert driver.stop_all() == ["i", "h", "g", "f", "e", "d"]
 
 
 def test_a_new_trial_takes_back_that_there_is_none() -> None:
-    asked = promotion(0.1, 0.2, max_t=9)
-    asked.schedule.on_search_exhausted()
-    asked.add("c")
-    asked.end("c")
-    assert (asked.schedule.next_trial_to_resume(), asked.schedule.next_trial_to_stop()) == (None, None)
+    driver = report_losses(0.1, 0.2, max_t=9)
+    driver.schedule.on_search_exhausted()
+    driver.add("c")
+    driver.end("c")
+    assert (driver.schedule.next_trial_to_resume(), driver.schedule.next_trial_to_stop()) == (None, None)
 
 
 def test_those_who_were_stopped_at_the_end_are_still_compared_with_when_the_search_goes_on() -> None:
-    asked = promotion(0.1, 0.2, 0.3, 0.4, 0.5, max_t=3)
-    asked.resume()
-    asked.end("a")
-    asked.schedule.on_search_exhausted()
-    assert asked.stop_all() == ["e", "d", "c", "b"]
-    asked.add("f")
-    assert asked.says("f", 1, 0.25) == "pause"  # the third of six
-    asked.add("g")
-    assert asked.says("g", 1, 0.15) == "continue"
+    driver = report_losses(0.1, 0.2, 0.3, 0.4, 0.5, max_t=3)
+    driver.resume()
+    driver.end("a")
+    driver.schedule.on_search_exhausted()
+    assert driver.stop_all() == ["e", "d", "c", "b"]
+    driver.add("f")
+    assert driver.decide("f", 1, 0.25) == "pause"  # the third of six
+    driver.add("g")
+    assert driver.decide("g", 1, 0.15) == "continue"
 
 
 # ASHA on 25 preempted workers (the simulation of Li et al. 2020, Appendix A.1): eta 4, R 256.
@@ -189,7 +188,7 @@ PREEMPTED = replace(CALM, death_probability=0.01)
 
 
 @dataclass(frozen=True)
-class Draws:
+class ConstantLoss:
     """A benchmark in which each configuration has one constant loss."""
 
     def begin(self, config: Config) -> State:
@@ -205,25 +204,25 @@ class Draws:
         return {"loss": config["loss"]}
 
 
-def configs(seed: int) -> Iterator[Config]:
+def draw_configs(seed: int) -> Iterator[Config]:
     chance = random.Random(seed)
     while True:
         yield {"loss": chance.random()}
 
 
-def full_trainings(world: World, seeds: int, variant: str = "promotion") -> float:
-    """The mean number of trials that are trained to R in 2000 units of time."""
-    asha = ASHA(R, reduction_factor=4, variant=variant)
-    runs = (
-        VirtualRun(asha.begin(LOSS, seed), Draws(), configs(seed), replace(world, seed=seed)) for seed in range(seeds)
-    )
-    return sum(len(run.run(UNITS).reached(R)) for run in runs) / seeds
+def count_full_trainings(world: World, seeds: int) -> float:
+    """Return the mean number of trials that are trained to R in 2000 units of time."""
+    asha, count = ASHA(R, reduction_factor=4, variant="promotion"), 0
+    for seed in range(seeds):
+        run = VirtualRun(asha.begin(LOSS, seed), ConstantLoss(), draw_configs(seed), replace(world, seed=seed))
+        count += len(run.run(UNITS).trials_reaching(R))
+    return count / seeds
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_with_a_checkpoint_per_unit_preempted_workers_yield_nine_tenths_at_least(record_property) -> None:
-    calm, preempted = full_trainings(CALM, 2), full_trainings(PREEMPTED, 2)
+    calm, preempted = count_full_trainings(CALM, 2), count_full_trainings(PREEMPTED, 2)
     record_property("figure: full trainings in the preemption simulation, fault-free", round(calm, 1))
     record_property("figure: full trainings in the preemption simulation, preempted", round(preempted, 1))
     assert preempted >= 0.9 * calm
@@ -232,7 +231,7 @@ def test_with_a_checkpoint_per_unit_preempted_workers_yield_nine_tenths_at_least
 @pytest.mark.long
 def test_it_is_the_checkpoints_that_do_it(record_property) -> None:
     """Without checkpoints, a trial that dies is lost: proof that the simulation kills trials."""
-    lost = full_trainings(replace(PREEMPTED, saves_every=0, deaths_allowed=0), 1)
+    lost = count_full_trainings(replace(PREEMPTED, saves_every=0, deaths_allowed=0), 1)
     record_property("figure: full trainings in the preemption simulation, without checkpoints", lost)
     assert lost <= 10
 

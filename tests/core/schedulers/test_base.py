@@ -15,9 +15,9 @@ from prefect_tune.core.schedulers.hyperband import Hyperband
 from prefect_tune.core.schedulers.median_stopping import MedianStopping
 from prefect_tune.core.schedulers.pbt import PBT
 from prefect_tune.core.search.domains import uniform
-from tests.core.schedulers.asking import LOSS, SCORE, Asked
+from tests.core.schedulers.asking import LOSS, SCORE, ScheduleDriver
 from tests.core.schedulers.record_ray import Answer, Options, answers_to
-from tests.fakes.searches.virtual_driver import would_answer
+from tests.fakes.searches.virtual_driver import probe_schedule
 
 TRIALS = ("a", "b", "c", "d")
 SCHEDULERS: dict[str, Scheduler] = {
@@ -31,49 +31,48 @@ SCHEDULERS: dict[str, Scheduler] = {
 COMPARING = sorted(SCHEDULERS.keys() - {"fifo"})
 
 
-def trained(scheduler: Scheduler, *, again: int) -> Asked:
-    """Trials, one of which ended at its first milestone, and was added and ended `again` more times."""
-    asked = Asked(scheduler)
-    asked.add(*TRIALS, config={"x": 0.5})
+def train_trials(scheduler: Scheduler, *, retries: int) -> ScheduleDriver:
+    """Train each trial to its first milestone, where "c" ends; it is added and ended `retries` more times."""
+    driver = ScheduleDriver(scheduler, *TRIALS, config={"x": 0.5})
     for loss, trial in enumerate(TRIALS):
-        asked.report(trial, asked.schedule.next_milestone(trial, 0) or 1, float(loss), {"x": 0.5})
-    asked.end("c")
-    for _ in range(again):
-        asked.add("c", config={"x": 0.5})
-        asked.end("c")
-    return asked
+        driver.report(trial, driver.schedule.next_milestone(trial, 0) or 1, float(loss), {"x": 0.5})
+    driver.end("c")
+    for _ in range(retries):
+        driver.add("c", config={"x": 0.5})
+        driver.end("c")
+    return driver
 
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_of_a_score_the_negative_is_its_loss(name: str) -> None:
-    """The trials of one rung: each is decided on alike, with its value and the one it is compared with as reported."""
-    losses, scores = Asked(SCHEDULERS[name], LOSS), Asked(SCHEDULERS[name], SCORE)
+    """The decisions on the trials of one rung are alike, and their reasons hold the values as reported."""
     trials = [f"t{number}" for number in range(9)]
-    for asked in (losses, scores):
-        asked.add(*trials, config={"x": 0.5})
+    losses, scores = (
+        ScheduleDriver(SCHEDULERS[name], *trials, objective=objective, config={"x": 0.5}) for objective in (LOSS, SCORE)
+    )
     for trial, value in zip(trials, (0.5, 0.6, 0.4, 0.9, 0.1, 0.7, 0.3, 0.8, 0.2), strict=True):
         decisions = losses.report(trial, 1, -value), scores.report(trial, 1, value)
         assert decisions[0].type == decisions[1].type
-        reasons = [getattr(each, "reason", None) for each in decisions]
-        loss, score = ({} if each is None else dict(each.arguments) for each in reasons)
+        reasons = [getattr(decision, "reason", None) for decision in decisions]
+        loss, score = ({} if reason is None else dict(reason.arguments) for reason in reasons)
         for compared in ("value", "cutoff", "best", "median", "source_value"):
             assert score.get(compared) == (None if compared not in loss else -loss[compared])
     assert losses.resume_all() == scores.resume_all()
-    for asked in (losses, scores):
-        asked.schedule.on_search_exhausted()
+    for driver in (losses, scores):
+        driver.schedule.on_search_exhausted()
     assert losses.stop_all() == scores.stop_all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.3"])
 @pytest.mark.parametrize("name", COMPARING)
 def test_a_report_that_cannot_be_compared_is_an_error_that_changes_nothing(name: str, value: object) -> None:
-    untouched, asked = trained(SCHEDULERS[name], again=0), trained(SCHEDULERS[name], again=0)
+    untouched, driver = (train_trials(SCHEDULERS[name], retries=0) for _ in range(2))
     others = [trial for trial in TRIALS if trial != "c"]
     for trial in others:
-        step = (asked.schedule.next_milestone(trial, 1) or 2) + 1
+        step = (driver.schedule.next_milestone(trial, 1) or 2) + 1
         with pytest.raises(BadMetric, match=rf"trial '{trial}', step {step}"):
-            asked.report(trial, step, value, {"x": 9.0})
-    assert would_answer(asked.schedule, others) == would_answer(untouched.schedule, others)
+            driver.report(trial, step, value, {"x": 9.0})
+    assert probe_schedule(driver.schedule, others) == probe_schedule(untouched.schedule, others)
 
 
 WRONG = [
@@ -118,15 +117,15 @@ def test_what_cannot_be_is_refused_at_construction_by_name(
 
 
 def test_only_pbt_has_checkpoints_committed_before_it_is_asked_since_others_may_go_on_from_them() -> None:
-    assert [name for name, each in SCHEDULERS.items() if each.begin(LOSS, 0).saves_first] == ["pbt"]
+    assert [name for name, scheduler in SCHEDULERS.items() if scheduler.begin(LOSS, 0).saves_first] == ["pbt"]
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULERS.keys() - {"hyperband"}))
-@pytest.mark.parametrize("again", [1, 2])
-def test_a_trial_that_ends_again_changes_nothing_for_the_others(name: str, again: int) -> None:
-    once, more = (trained(SCHEDULERS[name], again=times) for times in (0, again))
+@pytest.mark.parametrize("retries", [1, 2])
+def test_a_trial_that_ends_again_changes_nothing_for_the_others(name: str, retries: int) -> None:
+    once, more = (train_trials(SCHEDULERS[name], retries=count) for count in (0, retries))
     others = [trial for trial in TRIALS if trial != "c"]
-    assert would_answer(more.schedule, others) == would_answer(once.schedule, others)
+    assert probe_schedule(more.schedule, others) == probe_schedule(once.schedule, others)
     assert more.resume_all() == once.resume_all()
     for loss, trial in enumerate(others):
         step = once.schedule.next_milestone(trial, 1) or 2
@@ -135,23 +134,22 @@ def test_a_trial_that_ends_again_changes_nothing_for_the_others(name: str, again
 
 
 def test_to_hyperband_a_trial_that_is_tried_again_is_one_more_in_the_bracket_that_fills() -> None:
-    once, more = (trained(SCHEDULERS["hyperband"], again=times) for times in (0, 2))
+    once, more = (train_trials(SCHEDULERS["hyperband"], retries=count) for count in (0, 2))
     sizes = []
-    for asked in (once, more):
-        asked.add(*(filling := [f"new {number}" for number in range(9)]))
-        sizes.append(sum(asked.schedule.next_milestone(trial, 0) == 1 for trial in filling))
+    for driver in (once, more):
+        driver.add(*(new_trials := [f"new {number}" for number in range(9)]))
+        sizes.append(sum(driver.schedule.next_milestone(trial, 0) == 1 for trial in new_trials))
     assert sizes == [5, 3]
 
 
 def test_nobody_is_ever_asked_paused_or_stopped() -> None:
-    asked = Asked(FIFO())
-    asked.add("a", "b")
-    assert asked.schedule.next_milestone("a", 0) is None
-    assert asked.report("a", 1, float("nan")) == Continue()  # a report without metrics is valid
-    asked.schedule.on_trial_resumed("a")
-    asked.schedule.on_search_exhausted()
-    asked.end("a")
-    assert (asked.resume_all(), asked.stop_all(), asked.schedule.is_waiting()) == ([], [], False)
+    driver = ScheduleDriver(FIFO(), "a", "b")
+    assert driver.schedule.next_milestone("a", 0) is None
+    assert driver.report("a", 1, float("nan")) == Continue()  # a report without metrics is valid
+    driver.schedule.on_trial_resumed("a")
+    driver.schedule.on_search_exhausted()
+    driver.end("a")
+    assert (driver.resume_all(), driver.stop_all(), driver.schedule.is_waiting()) == ([], [], False)
 
 
 # The decisions equal those of Ray Tune's own schedulers, as `record_ray.py` has recorded them.
@@ -159,23 +157,23 @@ def test_nobody_is_ever_asked_paused_or_stopped() -> None:
 RECORDED = json.loads(Path("tests/data/ray_decisions.json").read_text())
 
 
-def ours(kind: str, options: Options) -> Answer:
-    own = {"hyperparam_mutations": {"x": uniform(0, 1)}} if kind == "PBT" else {}
-    asked = Asked(getattr(pt, kind)(**options, **own, **({"variant": "stopping"} if kind == "ASHA" else {})))
+def answer_by_ours(kind: str, options: Options) -> Answer:
+    own = {"PBT": {"hyperparam_mutations": {"x": uniform(0, 1)}}, "ASHA": {"variant": "stopping"}}.get(kind, {})
+    driver = ScheduleDriver(getattr(pt, kind)(**options, **own))
     milestones: dict[str, int | None] = {}
-    decided: dict[str, int] = {}
+    last_steps: dict[str, int] = {}
 
     def answer(trial: str, step: int, value: float) -> str:
         if trial not in milestones:
-            asked.add(trial, config={"x": 0.5})
-            milestones[trial] = asked.schedule.next_milestone(trial, 0)
+            driver.add(trial, config={"x": 0.5})
+            milestones[trial] = driver.schedule.next_milestone(trial, 0)
         if step < (milestones[trial] or step + 1):
             return "."
-        decision = asked.report(trial, step, value)
-        decided[trial] = decided[decision.source] if decision.type == "exploit" else step
-        milestones[trial] = asked.schedule.next_milestone(trial, decided[trial])
-        asked.schedule.on_search_exhausted()
-        asked.resume_all()  # each trial has a slot
+        decision = driver.report(trial, step, value)
+        last_steps[trial] = last_steps[decision.source] if decision.type == "exploit" else step
+        milestones[trial] = driver.schedule.next_milestone(trial, last_steps[trial])
+        driver.schedule.on_search_exhausted()
+        driver.resume_all()  # each trial has a slot
         if decision.type == "exploit":
             return decision.source
         return "s" if decision.type == "stop" else "-" if kind == "PBT" else "."
@@ -183,6 +181,6 @@ def ours(kind: str, options: Options) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize(("kind", "options", "seed", "rays"), RECORDED, ids=lambda each: str(each)[:60])
-def test_each_decision_is_that_of_ray(kind: str, options: Options, seed: int, rays: str) -> None:
-    assert answers_to(kind, seed, ours(kind, options)) == rays
+@pytest.mark.parametrize(("kind", "options", "seed", "expected"), RECORDED, ids=lambda value: str(value)[:60])
+def test_each_decision_is_that_of_ray(kind: str, options: Options, seed: int, expected: str) -> None:
+    assert answers_to(kind, seed, answer_by_ours(kind, options)) == expected

@@ -17,61 +17,60 @@ from prefect_tune.core.schedulers.base import FIFO, Exploit, Pause, Scheduler
 from prefect_tune.core.schedulers.pbt import PBT, Explorer, parse_mutations
 from prefect_tune.core.search import domains as pt
 from prefect_tune.core.search.domains import choice, grid_search, sample_from, uniform
-from tests.core.schedulers.asking import SCORE, Asked
+from tests.core.schedulers.asking import SCORE, ScheduleDriver
 from tests.fakes.searches.virtual_driver import Config, State, VirtualRun, World
 from tests.long_cases import long_after
 
 MUTATIONS = {"lr": uniform(0, 1)}
 
 
-def population(size: int = 4, **rule: object) -> Asked:
+def make_population(size: int = 4, **options: object) -> ScheduleDriver:
     """A population of running trials a, b, c, ... with learning rates 0.1, 0.2, 0.3, ..."""
-    asked = Asked(PBT(**{"perturbation_interval": 5, "hyperparam_mutations": MUTATIONS, **rule}))
+    driver = ScheduleDriver(PBT(**{"perturbation_interval": 5, "hyperparam_mutations": MUTATIONS, **options}))
     for number, trial in enumerate("abcdefghijkl"[:size]):
-        asked.add(trial, config={"lr": (number + 1) / 10, "width": number})
-    asked.schedule.on_search_exhausted()
-    return asked
+        driver.add(trial, config={"lr": (number + 1) / 10, "width": number})
+    driver.schedule.on_search_exhausted()
+    return driver
 
 
-def report_and_go_on(asked: Asked, step: int, losses: Mapping[str, float]) -> dict[str, str]:
-    """Report at a milestone, with a slot for each trial."""
-    said = {}
+def report_and_resume(driver: ScheduleDriver, step: int, losses: Mapping[str, float]) -> dict[str, str]:
+    """Report at a milestone, with a slot for each trial; return the type of each decision."""
+    decisions = {}
     for trial, loss in losses.items():
-        said[trial] = asked.says(trial, step, loss)
-        asked.resume_all()
-    return said
+        decisions[trial] = driver.decide(trial, step, loss)
+        driver.resume_all()
+    return decisions
 
 
-def is_perturbed(value: float, of: float) -> bool:
-    return pytest.approx(value) in [0.8 * of, 1.2 * of]
+def require_perturbed(value: float, original: float) -> None:
+    assert pytest.approx(value) in [0.8 * original, 1.2 * original]
 
 
 def test_a_trial_that_continues_after_its_end_is_asked_an_interval_after_its_last_comparison() -> None:
-    asked = population()
-    asked.says("a", 5, 0.5)
-    asked.end("a")
-    asked.add("a", config={"lr": 0.1})
-    assert asked.schedule.next_milestone("a", 5) == 10
+    driver = make_population()
+    driver.decide("a", 5, 0.5)
+    driver.end("a")
+    driver.add("a", config={"lr": 0.1})
+    assert driver.schedule.next_milestone("a", 5) == 10
 
 
 def test_who_has_exploited_stays_among_the_worst_until_its_new_weights_are_evaluated() -> None:
-    asked = population()
-    report_and_go_on(asked, 5, {"a": 0.3, "b": 0.1, "c": 0.2})
-    assert asked.says("d", 5, 0.4) == "exploit"
-    assert asked.says("a", 10, 0.3) == "pause"  # one of four is among the worst, and that is still "d"
-    asked.resume_all()
-    asked.says("d", 10, 0.1)
-    assert asked.says("a", 15, 0.3) == "exploit"
+    driver = make_population()
+    report_and_resume(driver, 5, {"a": 0.3, "b": 0.1, "c": 0.2})
+    assert driver.decide("d", 5, 0.4) == "exploit"
+    assert driver.decide("a", 10, 0.3) == "pause"  # one of four is among the worst, and that is still "d"
+    driver.resume_all()
+    driver.decide("d", 10, 0.1)
+    assert driver.decide("a", 15, 0.3) == "exploit"
 
 
 def test_who_is_among_the_worst_goes_on_from_one_of_the_best_with_its_configuration_changed() -> None:
-    asked = population(resample_probability=0.0)
-    said = report_and_go_on(asked, 5, {"a": 0.3, "c": 0.2, "b": 0.1})
-    assert set(said.values()) == {"pause"}
-    exploit = asked.report("d", 5, 0.4)
+    driver = make_population(resample_probability=0.0)
+    assert set(report_and_resume(driver, 5, {"a": 0.3, "c": 0.2, "b": 0.1}).values()) == {"pause"}
+    exploit = driver.report("d", 5, 0.4)
     assert isinstance(exploit, Exploit)
     assert exploit.source == "b"
-    assert is_perturbed(exploit.config["lr"], 0.2)
+    require_perturbed(exploit.config["lr"], 0.2)
     assert exploit.config["width"] == 1
     assert get_reason_code(exploit.reason) == "exploit"
     assert str(exploit.reason) == "loss = 0.4 at step 5 is among the worst, loss = 0.1 at step 5 among the best"
@@ -81,135 +80,134 @@ def test_who_is_among_the_worst_goes_on_from_one_of_the_best_with_its_configurat
 def test_a_quantile_is_rounded_up_and_never_more_than_half(fraction: float, worst: str) -> None:
     losses = {trial: 1 - number / 10 for number, trial in enumerate("abcdefgh")}
     for trial, loss in losses.items():
-        asked = population(8, quantile_fraction=fraction)
-        report_and_go_on(asked, 5, losses)
-        assert asked.says(trial, 10, loss) == ("exploit" if trial in worst else "pause")
+        driver = make_population(8, quantile_fraction=fraction)
+        report_and_resume(driver, 5, losses)
+        assert driver.decide(trial, 10, loss) == ("exploit" if trial in worst else "pause")
 
 
 def test_of_an_odd_number_less_than_half_are_among_the_worst() -> None:
-    for trial, said in (("a", "exploit"), ("b", "pause"), ("c", "pause")):
-        asked = population(3, quantile_fraction=0.5)
-        report_and_go_on(asked, 5, {"a": 0.3, "b": 0.2, "c": 0.1})
-        assert asked.says(trial, 10, {"a": 0.3, "b": 0.2, "c": 0.1}[trial]) == said
+    losses = {"a": 0.3, "b": 0.2, "c": 0.1}
+    for trial, decision in (("a", "exploit"), ("b", "pause"), ("c", "pause")):
+        driver = make_population(3, quantile_fraction=0.5)
+        report_and_resume(driver, 5, losses)
+        assert driver.decide(trial, 10, losses[trial]) == decision
 
 
 def test_every_one_of_the_best_is_copied_by_somebody() -> None:
     sources = set()
     for seed in range(40):
-        asked = Asked(PBT(5, MUTATIONS, quantile_fraction=0.5), seed=seed)
-        asked.add("a", "b", "c", "d", config={"lr": 0.5})
-        report_and_go_on(asked, 5, {"c": 0.3, "b": 0.2, "a": 0.1})
-        exploit = asked.report("d", 5, 0.4)
+        driver = ScheduleDriver(PBT(5, MUTATIONS, quantile_fraction=0.5), *"abcd", seed=seed, config={"lr": 0.5})
+        report_and_resume(driver, 5, {"c": 0.3, "b": 0.2, "a": 0.1})
+        exploit = driver.report("d", 5, 0.4)
         assert isinstance(exploit, Exploit)
         sources.add(exploit.source)
     assert sources == {"a", "b"}
 
 
 def test_who_has_exploited_is_nobodys_source_until_its_new_weights_are_evaluated() -> None:
-    asked = population(2)
-    asked.says("a", 5, 0.1)
-    asked.resume_all()
-    assert asked.says("b", 5, 0.2) == "exploit"
-    assert asked.says("a", 10, 0.9) == "pause"  # "b" would be better, but has reported nothing
-    asked.resume_all()
-    assert asked.says("b", 10, 0.1) == "pause"
-    assert asked.report("a", 15, 0.8).type == "exploit"
+    driver = make_population(2)
+    driver.decide("a", 5, 0.1)
+    driver.resume_all()
+    assert driver.decide("b", 5, 0.2) == "exploit"
+    assert driver.decide("a", 10, 0.9) == "pause"  # "b" would be better, but has reported nothing
+    driver.resume_all()
+    assert driver.decide("b", 10, 0.1) == "pause"
+    assert driver.report("a", 15, 0.8).type == "exploit"
 
 
 def test_it_is_the_configuration_that_the_source_trains_with_now_that_is_copied() -> None:
-    asked = population(2, resample_probability=0.0)
-    asked.says("a", 5, 0.1)
-    asked.resume_all()
-    first = asked.report("b", 5, 0.2)
+    driver = make_population(2, resample_probability=0.0)
+    driver.decide("a", 5, 0.1)
+    driver.resume_all()
+    first = driver.report("b", 5, 0.2)
     assert isinstance(first, Exploit)
-    asked.says("b", 10, 0.05)
-    asked.resume_all()
-    second = asked.report("a", 10, 0.9)
+    driver.decide("b", 10, 0.05)
+    driver.resume_all()
+    second = driver.report("a", 10, 0.9)
     assert isinstance(second, Exploit)
-    assert is_perturbed(second.config["lr"], first.config["lr"])
+    require_perturbed(second.config["lr"], first.config["lr"])
 
 
 def test_what_a_trial_says_it_trains_with_is_believed_before_what_it_was_told() -> None:
-    asked = population(2, resample_probability=0.0)
-    asked.report("a", 5, 0.1, {"lr": 0.5, "width": 77})
-    asked.resume_all()
-    exploit = asked.report("b", 5, 0.2)
+    driver = make_population(2, resample_probability=0.0)
+    driver.report("a", 5, 0.1, {"lr": 0.5, "width": 77})
+    driver.resume_all()
+    exploit = driver.report("b", 5, 0.2)
     assert isinstance(exploit, Exploit)
     assert exploit.config["width"] == 77
-    assert is_perturbed(exploit.config["lr"], 0.5)
+    require_perturbed(exploit.config["lr"], 0.5)
 
 
 def test_who_has_ended_is_neither_source_nor_compared_with() -> None:
-    asked = population(3)
-    report_and_go_on(asked, 5, {"b": 0.2, "a": 0.1})
-    asked.end("a")
-    exploit = asked.report("c", 5, 0.3)
+    driver = make_population(3)
+    report_and_resume(driver, 5, {"b": 0.2, "a": 0.1})
+    driver.end("a")
+    exploit = driver.report("c", 5, 0.3)
     assert isinstance(exploit, Exploit)
     assert exploit.source == "b"
-    asked.end("b")
-    assert asked.says("c", 10, 0.3) == "pause"
+    driver.end("b")
+    assert driver.decide("c", 10, 0.3) == "pause"
 
 
 def test_steps_that_are_trained_again_are_not_counted_twice_and_answered_as_before() -> None:
-    asked = population(2)
-    asked.says("a", 5, 0.1)
-    assert asked.says("a", 5, 0.9) == "pause"  # the trial died during its save
-    assert asked.resume_all() == ["a"]
-    assert asked.says("a", 5, 0.9) == "continue"  # the trial died after it got its slot back
-    exploit = asked.report("b", 5, 0.2)
+    driver = make_population(2)
+    driver.decide("a", 5, 0.1)
+    assert driver.decide("a", 5, 0.9) == "pause"  # the trial died during its save
+    assert driver.resume_all() == ["a"]
+    assert driver.decide("a", 5, 0.9) == "continue"  # the trial died after it got its slot back
+    exploit = driver.report("b", 5, 0.2)
     assert isinstance(exploit, Exploit)
     assert exploit.source == "a"
 
 
 def test_after_an_exploit_the_steps_of_the_source_count() -> None:
     """The source may be behind: later reports at the same steps come from other weights."""
-    asked = population(2)
-    asked.says("a", 5, 0.1)
-    asked.resume_all()
-    assert asked.says("b", 20, 0.2) == "exploit"
-    assert asked.schedule.next_milestone("b", 5) == 10
-    assert asked.says("b", 10, 0.05) == "pause"
-    asked.resume_all()
-    assert asked.says("a", 10, 0.1) == "exploit"
+    driver = make_population(2)
+    driver.decide("a", 5, 0.1)
+    driver.resume_all()
+    assert driver.decide("b", 20, 0.2) == "exploit"
+    assert driver.schedule.next_milestone("b", 5) == 10
+    assert driver.decide("b", 10, 0.05) == "pause"
+    driver.resume_all()
+    assert driver.decide("a", 10, 0.1) == "exploit"
 
 
 def test_a_trial_that_trained_on_though_it_was_to_pause_has_its_slot() -> None:
-    asked = population(2)
-    asked.says("a", 5, 0.1)
-    assert asked.says("a", 10, 0.1) == "pause"
-    assert asked.resume_all() == ["a"]
+    driver = make_population(2)
+    driver.decide("a", 5, 0.1)
+    assert driver.decide("a", 10, 0.1) == "pause"
+    assert driver.resume_all() == ["a"]
 
 
-# ------------------------------------------------------------------------- more trials than slots
+# More trials than slots.
 
 
 def test_a_population_larger_than_its_slots_takes_turns_and_all_of_it_is_in_the_competition() -> None:
-    asked = Asked(PBT(5, MUTATIONS))
-    asked.add("a", "b", config={"lr": 0.5})
-    assert asked.report("a", 5, 0.1) == Pause(reason=make_reason("turn-over", step=5))
-    assert asked.resume_all() == []  # a new trial gets the slot
-    asked.add("c", config={"lr": 0.5})
-    asked.says("c", 5, 0.05)
-    asked.schedule.on_search_exhausted()
-    assert asked.resume() == "a"
-    asked.says("a", 10, 0.01)
-    assert asked.resume() == "c"
-    asked.end("a")
-    assert asked.resume() is None
+    driver = ScheduleDriver(PBT(5, MUTATIONS), "a", "b", config={"lr": 0.5})
+    assert driver.report("a", 5, 0.1) == Pause(reason=make_reason("turn-over", step=5))
+    assert driver.resume_all() == []  # a new trial gets the slot
+    driver.add("c", config={"lr": 0.5})
+    driver.decide("c", 5, 0.05)
+    driver.schedule.on_search_exhausted()
+    assert driver.resume() == "a"
+    driver.decide("a", 10, 0.01)
+    assert driver.resume() == "c"
+    driver.end("a")
+    assert driver.resume() is None
 
 
 def test_a_turn_is_over_after_one_exploit_when_others_wait() -> None:
-    asked = population(3)
-    asked.says("a", 5, 0.2)
-    asked.says("b", 5, 0.1)
-    assert asked.says("c", 5, 0.3) == "exploit"
-    assert asked.says("c", 10, 0.9) == "pause"
-    assert asked.resume_all() == ["a", "b", "c"]
-    assert asked.says("c", 15, 0.9) == "exploit"
-    assert asked.says("c", 20, 0.9) == "exploit"  # no trial waits
+    driver = make_population(3)
+    driver.decide("a", 5, 0.2)
+    driver.decide("b", 5, 0.1)
+    assert driver.decide("c", 5, 0.3) == "exploit"
+    assert driver.decide("c", 10, 0.9) == "pause"
+    assert driver.resume_all() == ["a", "b", "c"]
+    assert driver.decide("c", 15, 0.9) == "exploit"
+    assert driver.decide("c", 20, 0.9) == "exploit"  # no trial waits
 
 
-# ------------------------------------------------------------------------- Jaderberg et al., Figure 2
+# Jaderberg et al., Figure 2.
 
 
 @dataclass(frozen=True)
@@ -232,20 +230,21 @@ class Toy:
         return {"score": 1.2 - state[0] ** 2 - state[1] ** 2}
 
 
-def best_of_the_toy(scheduler: Scheduler, slots: int, seed: int) -> float:
+def train_toy_population(scheduler: Scheduler, slots: int, seed: int) -> float:
+    """Return the best score of two trials."""
     toy, configs = Toy(), [{"h0": 1.0, "h1": 0.0}, {"h0": 0.0, "h1": 1.0}]
     run = VirtualRun(scheduler.begin(SCORE, seed), toy, configs, World(slots=slots, max_steps=400))
-    return max(float(str(toy.metrics({}, each.state, 0)["score"])) for each in run.run().trials.values())
+    return max(float(str(toy.metrics({}, trial.state, 0)["score"])) for trial in run.run().trials.values())
 
 
 def test_two_that_each_see_half_of_the_problem_do_not_solve_it() -> None:
-    assert best_of_the_toy(FIFO(), slots=2, seed=0) == pytest.approx(0.39, abs=0.001)
+    assert train_toy_population(FIFO(), slots=2, seed=0) == pytest.approx(0.39, abs=0.001)
 
 
 @pytest.mark.parametrize("slots", long_after(1, [1, 2]))
 def test_two_that_each_see_half_of_the_problem_solve_it_by_exploiting_each_other(slots: int, record_property) -> None:
     pbt = PBT(4, {"h0": uniform(0, 1), "h1": uniform(0, 1)})
-    worst = min(best_of_the_toy(pbt, slots, seed) for seed in range(100))
+    worst = min(train_toy_population(pbt, slots, seed) for seed in range(100))
     record_property(f"figure: PBT toy, {slots} slots: worst of 100 seeds", round(worst, 4))
     assert worst >= 1.19
 
@@ -292,30 +291,30 @@ def test_what_mutates_may_stand_in_any_part_of_the_space(layers: object) -> None
 # How a configuration is perturbed.
 
 
-def explored(
-    mutations: Mapping[str, object], config: Mapping[str, object], *, again: float = 0.0, times: int = 200
+def explore(
+    mutations: Mapping[str, object], config: Mapping[str, object], *, resample: float = 0.0, times: int = 200
 ) -> list[Mapping[str, Any]]:
     """Explore from one configuration many times."""
-    explorer = Explorer(parse_mutations(mutations, "here"), again, (1.2, 0.8), seed=7)
+    explorer = Explorer(parse_mutations(mutations, "here"), resample, (1.2, 0.8), seed=7)
     return [explorer.explore(config, "test", number) for number in range(times)]
 
 
-def values(mutation: object, value: object, *, again: float = 0.0, times: int = 200) -> Counter[Any]:
-    return Counter(each["x"] for each in explored({"x": mutation}, {"x": value}, again=again, times=times))
+def count_values(mutation: object, value: object, *, resample: float = 0.0, times: int = 200) -> Counter[Any]:
+    return Counter(config["x"] for config in explore({"x": mutation}, {"x": value}, resample=resample, times=times))
 
 
 def test_a_number_is_multiplied_by_one_of_the_factors() -> None:
-    found = values(pt.uniform(0, 10), 1.0)
-    assert set(found) == {1.2, 0.8}
-    assert min(found.values()) > 60
+    counts = count_values(pt.uniform(0, 10), 1.0)
+    assert set(counts) == {1.2, 0.8}
+    assert min(counts.values()) > 60
 
 
 def test_a_whole_number_stays_one_and_moves_by_a_step_at_least() -> None:
-    assert set(values(pt.randint(1, 100), 10)) == {8, 12}
-    assert set(values(pt.randint(1, 100), 2)) == {1, 3}
-    assert set(values(pt.randint(1, 100), 1)) == {1, 2}  # not 0
-    assert set(values(pt.qrandint(0, 64, 8), 16)) == {8, 24}
-    assert all(type(each) is int for each in values(pt.randint(1, 100), 10))
+    assert set(count_values(pt.randint(1, 100), 10)) == {8, 12}
+    assert set(count_values(pt.randint(1, 100), 2)) == {1, 3}
+    assert set(count_values(pt.randint(1, 100), 1)) == {1, 2}  # not 0
+    assert set(count_values(pt.qrandint(0, 64, 8), 16)) == {8, 24}
+    assert all(type(value) is int for value in count_values(pt.randint(1, 100), 10))
 
 
 @pytest.mark.parametrize(
@@ -336,10 +335,10 @@ def test_a_domain_of_real_numbers_gives_floats_also_where_the_present_value_is_a
     domain: object, value: int, expected: set[float]
 ) -> None:
     for present in (value, float(value)):
-        found = values(domain, present)
-        assert {round(each, 9) for each in found} == expected
-        assert {type(each) for each in found} == {float}
-        assert all(type(each) is float for each in values(domain, present, again=1.0))
+        perturbed = count_values(domain, present)
+        assert {round(number, 9) for number in perturbed} == expected
+        assert {type(number) for number in perturbed} == {float}
+        assert all(type(number) is float for number in count_values(domain, present, resample=1.0))
 
 
 @pytest.mark.parametrize("domain", [pt.randint(1, 100), pt.lograndint(1, 100), pt.qrandint(0, 64, 8)])
@@ -347,7 +346,8 @@ def test_a_domain_of_real_numbers_gives_floats_also_where_the_present_value_is_a
 def test_a_domain_of_integers_gives_integers_also_where_the_present_value_is_a_float(
     domain: object, value: float
 ) -> None:
-    assert {type(each) for again in (0.0, 1.0) for each in values(domain, value, again=again)} == {int}
+    for resample in (0.0, 1.0):
+        assert {type(number) for number in count_values(domain, value, resample=resample)} == {int}
 
 
 def test_the_factors_may_be_whole_numbers() -> None:
@@ -358,9 +358,9 @@ def test_the_factors_may_be_whole_numbers() -> None:
 @pytest.mark.parametrize("domain", [pt.uniform(0, 0.5), pt.uniform(-1, 1), pt.randn(0, 1)])
 @pytest.mark.parametrize("zero", [0, 0.0])
 def test_a_real_zero_that_no_factor_changes_is_drawn_anew(domain: object, zero: float) -> None:
-    found = values(domain, zero)
-    assert len(found) == 200
-    assert {type(each) for each in found} == {float}
+    counts = count_values(domain, zero)
+    assert len(counts) == 200
+    assert {type(value) for value in counts} == {float}
 
 
 @pytest.mark.parametrize(
@@ -379,62 +379,62 @@ def test_factors_that_can_change_nothing_are_refused() -> None:
 
 
 def test_an_option_is_recognized_by_its_value_and_its_type_in_json() -> None:
-    assert set(values([0, False, 1], False)) == {0, 1}
-    assert {(type(each), each) for each in values([0.5, 1.0, 2.0], 1)} == {(float, 0.5), (float, 2.0)}
+    assert set(count_values([0, False, 1], False)) == {0, 1}
+    assert {(type(value), value) for value in count_values([0.5, 1.0, 2.0], 1)} == {(float, 0.5), (float, 2.0)}
 
 
 def test_a_number_with_a_step_stays_a_multiple_and_moves_by_a_step_at_least() -> None:
-    assert set(values(pt.quniform(0, 1, 0.25), 0.5)) == {0.25, 0.75}
-    assert set(values(pt.qrandn(0, 1, 0.5), 0.5)) == {0.0, 1.0}
-    assert set(values(pt.randn(0, 1), -1.0)) == {-1.2, -0.8}
+    assert set(count_values(pt.quniform(0, 1, 0.25), 0.5)) == {0.25, 0.75}
+    assert set(count_values(pt.qrandn(0, 1, 0.5), 0.5)) == {0.0, 1.0}
+    assert set(count_values(pt.randn(0, 1), -1.0)) == {-1.2, -0.8}
 
 
 def test_an_option_becomes_one_of_its_neighbours() -> None:
-    assert set(values([16, 32, 64, 128], 32)) == {16, 64}
-    assert set(values([16, 32, 64, 128], 128)) == {64, 128}
-    assert set(values(pt.choice(["relu", "tanh", "gelu"]), "relu")) == {"relu", "tanh"}
-    assert set(values((False, True), False)) == {False, True}
+    assert set(count_values([16, 32, 64, 128], 32)) == {16, 64}
+    assert set(count_values([16, 32, 64, 128], 128)) == {64, 128}
+    assert set(count_values(pt.choice(["relu", "tanh", "gelu"]), "relu")) == {"relu", "tanh"}
+    assert set(count_values((False, True), False)) == {False, True}
 
 
 def test_a_value_is_drawn_anew_with_the_probability_that_was_asked_for() -> None:
-    found = values(pt.uniform(0, 10), 1.0, again=0.25, times=2_000)
-    assert found[1.2] + found[0.8] == pytest.approx(1_500, rel=0.05)
-    assert len(found) > 400
-    assert set(values([1, 2, 3, 4], 1, again=1.0)) == {1, 2, 3, 4}
+    counts = count_values(pt.uniform(0, 10), 1.0, resample=0.25, times=2_000)
+    assert counts[1.2] + counts[0.8] == pytest.approx(1_500, rel=0.05)
+    assert len(counts) > 400
+    assert set(count_values([1, 2, 3, 4], 1, resample=1.0)) == {1, 2, 3, 4}
 
 
 def test_a_weighted_choice_is_drawn_by_its_weights() -> None:
-    found = values(pt.choice(["a", "b"], weights=[3, 1]), "a", again=1.0, times=1_000)
-    assert found["a"] == pytest.approx(750, rel=0.1)
+    counts = count_values(pt.choice(["a", "b"], weights=[3, 1]), "a", resample=1.0, times=1_000)
+    assert counts["a"] == pytest.approx(750, rel=0.1)
 
 
 @pytest.mark.parametrize("value", ["none", None, True, float("nan")])
 def test_what_is_no_value_of_the_domain_is_drawn_anew(value: object) -> None:
-    assert all(0 <= each < 10 for each in values(pt.uniform(0, 10), value))
-    assert set(values([1, 2], value if value is not True else 3)) == {1, 2}
+    assert all(0 <= number < 10 for number in count_values(pt.uniform(0, 10), value))
+    assert set(count_values([1, 2], value if value is not True else 3)) == {1, 2}
 
 
 def test_what_the_configuration_lacks_is_drawn() -> None:
-    (found,) = explored({"a": {"b": pt.uniform(0, 1)}, "c": [1, 2]}, {"a": "text"}, times=1)
-    assert 0 <= found["a"]["b"] < 1
-    assert found["c"] in {1, 2}
+    (config,) = explore({"a": {"b": pt.uniform(0, 1)}, "c": [1, 2]}, {"a": "text"}, times=1)
+    assert 0 <= config["a"]["b"] < 1
+    assert config["c"] in {1, 2}
 
 
 def test_nested_values_change_where_they_are_and_nothing_else_does() -> None:
     config = {"optimizer": {"lr": 1.0, "name": "adam", "schedule": {"warmup": 10}}, "width": 64, "lr": 5.0}
     mutations = {"optimizer": {"lr": pt.uniform(0, 10), "schedule": {"warmup": pt.randint(0, 99)}}}
     before = repr(config)
-    for found in explored(mutations, config):
-        assert found["optimizer"]["lr"] in {0.8, 1.2}
-        assert found["optimizer"]["schedule"]["warmup"] in {8, 12}
-        assert found["optimizer"]["name"] == "adam"
-        assert (found["width"], found["lr"]) == (64, 5.0)
+    for perturbed in explore(mutations, config):
+        assert perturbed["optimizer"]["lr"] in {0.8, 1.2}
+        assert perturbed["optimizer"]["schedule"]["warmup"] in {8, 12}
+        assert perturbed["optimizer"]["name"] == "adam"
+        assert (perturbed["width"], perturbed["lr"]) == (64, 5.0)
     assert repr(config) == before
 
 
 def test_two_values_change_apart_from_each_other() -> None:
-    found = explored({"a": pt.uniform(0, 9), "b": pt.uniform(0, 9)}, {"a": 1.0, "b": 1.0})
-    assert {(each["a"], each["b"]) for each in found} == {(0.8, 0.8), (0.8, 1.2), (1.2, 0.8), (1.2, 1.2)}
+    configs = explore({"a": pt.uniform(0, 9), "b": pt.uniform(0, 9)}, {"a": 1.0, "b": 1.0})
+    assert {(config["a"], config["b"]) for config in configs} == {(0.8, 0.8), (0.8, 1.2), (1.2, 0.8), (1.2, 1.2)}
 
 
 def test_functions_are_computed_last_from_the_configuration_as_it_is_then() -> None:
@@ -443,25 +443,23 @@ def test_functions_are_computed_last_from_the_configuration_as_it_is_then() -> N
         "x": pt.uniform(0, 10),
         "inner": {"half": pt.sample_from(lambda config: config["x"] / 2)},
     }
-    for found in explored(mutations, {"x": 1.0, "twice": 2.0}):
-        assert found["twice"] == 2 * found["x"]
-        assert found["inner"] == {"half": found["x"] / 2}
+    for config in explore(mutations, {"x": 1.0, "twice": 2.0}):
+        assert config["twice"] == 2 * config["x"]
+        assert config["inner"] == {"half": config["x"] / 2}
 
 
 def test_a_function_that_returns_what_json_cannot_say_is_refused_by_its_place() -> None:
     with pytest.raises(InvalidInput, match=r"config\.inner\.x"):
-        explored({"inner": {"x": lambda config: {len(config)}}}, {})
+        explore({"inner": {"x": lambda config: {len(config)}}}, {})
 
 
 @settings(max_examples=50)
 @given(st.integers(0, 1 << 30), st.text(max_size=5))
 def test_the_same_purpose_gives_the_same_configuration(seed: int, purpose: str) -> None:
     mutations = parse_mutations({"a": pt.uniform(0, 9), "b": [1, 2, 3]}, "here")
-
-    def once() -> Mapping[str, object]:
-        return Explorer(mutations, 0.5, (1.2, 0.8), seed).explore({"a": 1.0, "b": 2}, purpose)
-
-    assert once() == once()
+    explorers = [Explorer(mutations, 0.5, (1.2, 0.8), seed) for _ in range(2)]
+    first, second = (explorer.explore({"a": 1.0, "b": 2}, purpose) for explorer in explorers)
+    assert first == second
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from tests.core.schedulers.asking import LOSS
 from tests.fakes.searches.virtual_driver import (
     Config,
     Outcome,
-    Recorded,
     RecordedCall,
+    RecordingSchedule,
     Table,
     VirtualRun,
     World,
-    would_answer,
+    probe_schedule,
 )
 
 MAX_T = 27
@@ -55,16 +55,16 @@ worlds = st.builds(
 )
 
 
-def table(seed: int) -> Table:
+def make_table(seed: int) -> Table:
     """Eight learning curves with many equal losses."""
     chance = random.Random(seed)
     return Table([[float(chance.randint(0, 5)) for _ in range(40)] for _ in range(8)])
 
 
-def run(scheduler: Scheduler, world: World, trials: int) -> tuple[Recorded, Outcome]:
+def run_experiment(scheduler: Scheduler, world: World, trials: int) -> tuple[RecordingSchedule, Outcome]:
     configs: list[Config] = [{"row": number % 8, "lr": 0.5} for number in range(trials)]
-    recorded = Recorded(scheduler.begin(LOSS, world.seed))
-    return recorded, VirtualRun(recorded, table(world.seed), configs, world).run()
+    recorded = RecordingSchedule(scheduler.begin(LOSS, world.seed))
+    return recorded, VirtualRun(recorded, make_table(world.seed), configs, world).run()
 
 
 @every_scheduler
@@ -73,20 +73,20 @@ def run(scheduler: Scheduler, world: World, trials: int) -> tuple[Recorded, Outc
 def test_every_experiment_comes_to_its_end_with_no_trial_left_behind(
     scheduler: Scheduler, world: World, trials: int
 ) -> None:
-    _, outcome = run(scheduler, world, trials)
+    _, outcome = run_experiment(scheduler, world, trials)
     assert len(outcome.trials) == trials
     assert {trial.status for trial in outcome.trials.values()} <= {"ended"}
 
 
-def replayed(fresh: Schedule, history: list[RecordedCall]) -> Schedule:
+def replay_calls(schedule: Schedule, calls: list[RecordedCall]) -> Schedule:
     """Replay recorded calls; "on_search_exhausted" is not journaled, so it is repeated only at the end."""
-    for call in history:
+    for call in calls:
         if call.name != "on_search_exhausted":
-            call.to(fresh)
-    last = [call.name for call in history if call.name in {"on_trial_added", "on_search_exhausted"}][-1:]
+            call.replay_on(schedule)
+    last = [call.name for call in calls if call.name in {"on_trial_added", "on_search_exhausted"}][-1:]
     if last == ["on_search_exhausted"]:
-        fresh.on_search_exhausted()
-    return fresh
+        schedule.on_search_exhausted()
+    return schedule
 
 
 @every_scheduler
@@ -96,14 +96,14 @@ def test_at_every_point_one_that_is_told_the_history_is_in_the_same_state(
     scheduler: Scheduler, world: World, trials: int
 ) -> None:
     """Replaying any prefix of the recorded calls yields the same state and the same later answers."""
-    recorded, _ = run(scheduler, world, trials)
+    recorded, _ = run_experiment(scheduler, world, trials)
     for cut in range(len(recorded.calls) + 1):
-        fresh = replayed(scheduler.begin(LOSS, world.seed), recorded.calls[:cut])
+        fresh = replay_calls(scheduler.begin(LOSS, world.seed), recorded.calls[:cut])
         if cut:
-            by_then = [call.arguments[0] for call in recorded.calls[:cut] if call.name == "on_trial_added"]
-            assert would_answer(fresh, by_then) == recorded.calls[cut - 1].state
+            added = [call.arguments[0] for call in recorded.calls[:cut] if call.name == "on_trial_added"]
+            assert probe_schedule(fresh, added) == recorded.calls[cut - 1].state
         for call in recorded.calls[cut:]:
-            assert call.to(fresh) == call.answer
+            assert call.replay_on(fresh) == call.answer
 
 
 @every_scheduler
@@ -112,26 +112,26 @@ def test_at_every_point_one_that_is_told_the_history_is_in_the_same_state(
 def test_who_asks_twice_gets_the_same_kind_of_answer_and_changes_nothing(
     scheduler: Scheduler, world: World, trials: int
 ) -> None:
-    recorded, _ = run(scheduler, world, trials)
-    twice = scheduler.begin(LOSS, world.seed)
+    recorded, _ = run_experiment(scheduler, world, trials)
+    schedule = scheduler.begin(LOSS, world.seed)
     for call in recorded.calls:
-        answer: Any = call.to(twice)
+        answer: Any = call.replay_on(schedule)
         assert answer == call.answer
         if call.name == "decide" and answer.type != "exploit":  # after an exploit the next call is of another trial
-            again: Any = call.to(twice)
-            assert again.type == answer.type
+            second_answer: Any = call.replay_on(schedule)
+            assert second_answer.type == answer.type
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7])
 def test_promotion_and_hyperband_train_no_step_twice_when_nobody_dies(slots: int) -> None:
     for scheduler in (SCHEDULERS["asha-promotion"], SCHEDULERS["asha-brackets"], SCHEDULERS["hyperband"]):
-        _, outcome = run(scheduler, World(slots=slots, seed=5), 60)
-        trained = [(each.trial, step) for each in outcome.segments for step in range(each.start, each.end)]
-        assert len(trained) == len(set(trained))
+        _, outcome = run_experiment(scheduler, World(slots=slots, seed=5), 60)
+        steps = [(part.trial, step) for part in outcome.segments for step in range(part.start, part.end)]
+        assert len(steps) == len(set(steps))
 
 
 @pytest.mark.parametrize("trials", [1, 2, 3, 8, 9, 20])
 def test_even_a_small_search_trains_a_trial_to_the_end(trials: int) -> None:
     for name in ("asha-stopping", "asha-promotion", "hyperband"):
-        _, outcome = run(SCHEDULERS[name], World(slots=4), trials)
-        assert outcome.reached(MAX_T)
+        _, outcome = run_experiment(SCHEDULERS[name], World(slots=4), trials)
+        assert outcome.trials_reaching(MAX_T)

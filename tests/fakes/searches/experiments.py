@@ -28,7 +28,7 @@ from prefect_tune.core.storage.generations import find_current_journal
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.stores.posix_store import PosixStore, make_root
-from tests.fakes.checkpoints import committed, write
+from tests.fakes.checkpoints import commit_files, write_files
 
 _STAMPS = (WriteStamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
 
@@ -42,21 +42,21 @@ class _Journal:
         owner = Owner(name="a test", host="here", pid=1)
         self.state = acquire_ownership(self.store, find_current_journal(self.store, name), owner, next(_STAMPS))
 
-    def write(self, *events: Event) -> None:
+    def append(self, *events: Event) -> None:
         self.state = append_events(self.store, self.state, events, next(_STAMPS))
 
     def begin(self, trial: str, config: Mapping[str, object]) -> None:
-        self.write(TrialAdded(trial=trial, config=config))
-        self.write(AttemptStarted(trial=trial, attempt=1, from_step=0))
+        self.append(TrialAdded(trial=trial, config=config))
+        self.append(AttemptStarted(trial=trial, attempt=1, from_step=0))
 
     def save(self, step: int, staged: Path, size: int, more: Mapping[str, bytes]) -> None:
         key = CheckpointKey(trial=self.state.trial_key("trial"), step=step, sequence=self.state.entry_count)
         metrics = {"loss": 1 / step}
         files = {"model/weights.bin": bytes([step]) * size, "state.json": b"%d" % step, **more}
-        committed(self.store, write(staged, files), key, metrics=metrics)
+        commit_files(self.store, write_files(staged, files), key, metrics=metrics)
         reported = StepReported(trial="trial", report=StepReport(step=step, metrics=metrics))
         ref = CheckpointRef(step=step, sequence=key.sequence, metrics=metrics)
-        self.write(reported, CheckpointCommitted(trial="trial", checkpoint=ref))
+        self.append(reported, CheckpointCommitted(trial="trial", checkpoint=ref))
 
 
 def write_experiment(
@@ -78,8 +78,8 @@ def write_experiment(
         journal.save(step, root.parent / f"staged-{name}-{step}", size, files)
     for each in journal.state.trial("trial").checkpoints:
         if each.step in quarantined:
-            journal.write(CheckpointQuarantined(trial="trial", sequence=each.sequence, reason="bad"))
-    journal.write(TrialFinished(trial="trial", reason="had enough"))
+            journal.append(CheckpointQuarantined(trial="trial", sequence=each.sequence, reason="bad"))
+    journal.append(TrialFinished(trial="trial", reason="had enough"))
 
 
 _SETTINGS = {"metric": "loss", "mode": "min"}
@@ -99,15 +99,15 @@ def write_search(
     Each of `parameters` has a value of 20 characters that ends with the trial's name.
     """
     journal = _Journal(root, name)
-    journal.write(ExperimentConfigured(settings=settings))
+    journal.append(ExperimentConfigured(settings=settings))
     for trial, loss in losses.items():
         journal.begin(trial, {"rate": loss, **{each: f"{each} of {trial}".rjust(20, ".") for each in parameters}})
-        journal.write(StepReported(trial=trial, report=StepReport(step=1, metrics={"loss": loss})))
+        journal.append(StepReported(trial=trial, report=StepReport(step=1, metrics={"loss": loss})))
         if trial == errored:
-            journal.write(AttemptEnded(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: bad"))
-            journal.write(TrialErrored(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: bad"))
+            journal.append(AttemptEnded(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: bad"))
+            journal.append(TrialErrored(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: bad"))
         else:
-            journal.write(TrialFinished(trial=trial, reason="had enough"))
+            journal.append(TrialFinished(trial=trial, reason="had enough"))
 
 
 def write_curves(
@@ -115,16 +115,16 @@ def write_curves(
 ) -> None:
     """Write a search by `metrics`, whose trials have made these reports and ended."""
     journal = _Journal(root, name)
-    journal.write(ExperimentConfigured(settings={"metric": [*metrics]}))
+    journal.append(ExperimentConfigured(settings={"metric": [*metrics]}))
     for number, reports in enumerate(curves):
         trial = f"{number:05}"
         journal.begin(trial, {})
         for step, each in enumerate(reports, 1):
-            journal.write(StepReported(trial=trial, report=StepReport(step=step, metrics=each)))
-        journal.write(TrialFinished(trial=trial, reason="had enough"))
+            journal.append(StepReported(trial=trial, report=StepReport(step=step, metrics=each)))
+        journal.append(TrialFinished(trial=trial, reason="had enough"))
 
 
-def after(state: Experiment, events: Sequence[Event]) -> Experiment:
+def apply_events(state: Experiment, events: Sequence[Event]) -> Experiment:
     """Return the experiment after these events, each an entry of its own."""
     for event in events:
         state = apply_event(state, event, state.entry_count + 1)

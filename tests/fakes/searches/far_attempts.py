@@ -98,33 +98,33 @@ class FarAttempt:
         if state.outbox is None:
             state = state.model_copy(update={"outbox": state.outbox_count + 1, "outbox_count": state.outbox_count + 1})
         self.journal = Outbox(target, self._key, state)
-        self.written = 0
+        self.post_count = 0
         """How many posts its outbox has."""
 
     @property
     def trial(self) -> Trial:
         return self.journal.trial
 
-    def starts(self) -> None:
-        self.writes(make_attempt_started(self.trial))
+    def start(self) -> None:
+        self.post(make_attempt_started(self.trial))
 
-    def reports(self, *steps: int, asks: bool = False) -> None:
+    def report(self, *steps: int, awaits_decision: bool = False) -> None:
         """Post each step; with `asks`, the last one asks the search for a decision."""
         for step in steps:
-            asks_here = asks and step == steps[-1]
-            self.writes(StepReported(trial=self._key.trial, report=_report(step), awaits_decision=asks_here))
+            asks_here = awaits_decision and step == steps[-1]
+            self.post(StepReported(trial=self._key.trial, report=_report(step), awaits_decision=asks_here))
 
-    def saves(self, step: int, *, asks: bool = False) -> None:
+    def save(self, step: int, *, awaits_decision: bool = False) -> None:
         """Report a step, and commit its checkpoint."""
         ref = CheckpointRef(sequence=self.trial.next_sequence, **_report(step).model_dump())
-        reported = StepReported(trial=self._key.trial, report=_report(step), awaits_decision=asks)
-        self.writes(reported, CheckpointCommitted(trial=self._key.trial, checkpoint=ref))
+        reported = StepReported(trial=self._key.trial, report=_report(step), awaits_decision=awaits_decision)
+        self.post(reported, CheckpointCommitted(trial=self._key.trial, checkpoint=ref))
 
-    def writes(self, *events: AttemptEvent) -> None:
+    def post(self, *events: AttemptEvent) -> None:
         self.journal.write(events)
-        self.written += 1
+        self.post_count += 1
 
-    def answer(
+    def read_answer(
         self, step: int = UNSOLICITED_STEP, *, attempt: int | None = None
     ) -> ContinueTraining | StopTrial | CheckpointAndStop | None:
         """Return the answer of the search to the trial at a step, or the one written without a question."""

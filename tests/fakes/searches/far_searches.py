@@ -79,7 +79,7 @@ class FarSearch:
         self._happens: deque[Callable[[], object]] = deque()
         self._asked: list[StopRequest] = []
 
-    def live(self, *happens: Callable[[], object]) -> Experiment:
+    def simulate(self, *happens: Callable[[], object]) -> Experiment:
         """Run through these actions one by one; the search reads the effect of each; then die. Return its state."""
         self._happens.extend(happens)
         with (

@@ -54,7 +54,7 @@ class JournalBuilder:
     def __post_init__(self) -> None:
         self.state: Experiment = empty_experiment(first_generation(self.name))
         self.view = SearchView(self.state.model_copy(update={"settings": self.settings}))
-        self.opens()
+        self.change_owner()
         if self.settings:
             self.record(ExperimentConfigured(settings=self.settings))
 
@@ -65,16 +65,16 @@ class JournalBuilder:
             self.state = apply_event(self.state, event, self.number)
             self.view.apply_event(event, self.now, self.state)
 
-    def opens(self, name: str = "clever-otter", after: float = 0.0) -> None:
+    def change_owner(self, name: str = "clever-otter", after: float = 0.0) -> None:
         owner = Owner(name=name, host="gpu-1", pid=7, flow_run=f"run-{self.state.term + 1}")
         self.record(
             OwnerChanged(experiment=self.name, generation=1, term=self.state.term + 1, owner=owner), after=after
         )
 
-    def adds(self, trial: str, config: Mapping[str, object]) -> None:
+    def add_trial(self, trial: str, config: Mapping[str, object]) -> None:
         self.record(TrialAdded(trial=trial, config=config))
 
-    def starts(self, trial: str) -> None:
+    def start_attempt(self, trial: str) -> None:
         known = self.state.trial(trial)
         newest = known.checkpoints[-1] if known.checkpoints else None
         step, sequence = (newest.step, newest.sequence) if newest else (0, None)
@@ -82,17 +82,17 @@ class JournalBuilder:
             AttemptStarted(trial=trial, attempt=known.attempt + 1, from_step=step, from_sequence=sequence), after=0.2
         )
 
-    def trains(self, trial: str, step: int, metrics: Mapping[str, object], *, seconds: float = 1.0) -> None:
+    def report(self, trial: str, step: int, metrics: Mapping[str, object], *, seconds: float = 1.0) -> None:
         report = StepReport(step=step, metrics=metrics, trained_seconds=step * seconds)
         self.record(StepReported(trial=trial, report=report), after=seconds)
 
-    def saves(self, trial: str, size_bytes: int = 5_000_000) -> None:
+    def commit(self, trial: str, size_bytes: int = 5_000_000) -> None:
         known = self.state.trial(trial)
         new = CheckpointRef(step=known.step, sequence=known.next_sequence, metrics=known.metrics, size_bytes=size_bytes)
         sent = size_bytes if len(known.checkpoints) == 0 else size_bytes // 10
         self.record(CheckpointCommitted(trial=trial, checkpoint=new, sent_bytes=sent, upload_seconds=0.25))
 
-    def decides(self, trial: str, decision: Decision) -> None:
+    def decide(self, trial: str, decision: Decision) -> None:
         known = self.state.trial(trial)
         self.record(
             DecisionMade(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision)
@@ -114,7 +114,7 @@ def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> J
     per_run = max(1, count // 3)
     for index in range(count):
         if index and index % per_run == 0 and index // per_run < 3:
-            search.opens(f"nightly-{index // per_run + 1}", after=86_000)
+            search.change_owner(f"nightly-{index // per_run + 1}", after=86_000)
         _asha_trial(search, f"{index:05}", draw, (seen, steps), kills=kills and index % 7 == 3)
     return search
 
@@ -129,14 +129,14 @@ def _asha_trial(
         "dropout": draw.uniform(0, 0.5),
         "seed": draw.randint(0, 999),
     }
-    search.adds(trial, config)
-    search.starts(trial)
+    search.add_trial(trial, config)
+    search.start_attempt(trial)
     good = abs(math.log10(config["lr"]) + 2) / 3 + config["dropout"] * 0.3 + 0.1 * (config["model"]["act"] == "relu")
     step = 0
     while step < steps:
         step += 1
         loss = 0.02 + good * 0.4 + 2.2 * math.exp(-step / 4) * draw.uniform(0.85, 1.15)
-        search.trains(trial, step, {"loss": loss, "accuracy": 1 - loss / 3})
+        search.report(trial, step, {"loss": loss, "accuracy": 1 - loss / 3})
         if int(trial) % 11 == 10 and step == 4:
             search.record(
                 AttemptEnded(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: a | bad <b>row</b>\nmore")
@@ -146,11 +146,11 @@ def _asha_trial(
             )
             return
         if step % 3 == 0:
-            search.saves(trial)
+            search.commit(trial)
         if kills and step == 5:
             kills = False
             search.record(AttemptEnded(trial=trial, cause=Cause.MACHINE, reason="killed by signal 9"), after=0.5)
-            search.starts(trial)
+            search.start_attempt(trial)
             step = search.state.trial(trial).checkpoints[-1].step
         if step in (1, 3, 9) and not _goes_on(search, trial, loss, seen.setdefault(step, [])):
             search.record(TrialFinished(trial=trial, reason=f"loss {loss:.3g} at step {step}", kind=FinishKind.PRUNED))
@@ -161,7 +161,7 @@ def _asha_trial(
 def _goes_on(search: JournalBuilder, trial: str, loss: float, before: list[float]) -> bool:
     insort(before, loss)
     goes_on = loss <= before[len(before) // 3]
-    search.decides(trial, Continue() if goes_on else Stop(reason="not good enough"))
+    search.decide(trial, Continue() if goes_on else Stop(reason="not good enough"))
     return goes_on
 
 
@@ -172,26 +172,26 @@ def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> JournalBu
     names = [f"{index:05}" for index in range(members)]
     scores = {}
     for name in names:
-        search.adds(name, {"h0": draw.random(), "h1": draw.random()})
+        search.add_trial(name, {"h0": draw.random(), "h1": draw.random()})
     for turn in range(1, rounds + 1):
         for name in names:
-            search.starts(name)
+            search.start_attempt(name)
             step = turn * 4
             scores[name] = scores.get(name, 0.0) + float(str(search.state.trial(name).config["h0"])) * draw.uniform(
                 0.5, 1.5
             )
-            search.trains(name, step, {"score": scores[name]}, seconds=4)
-            search.saves(name)
+            search.report(name, step, {"score": scores[name]}, seconds=4)
+            search.commit(name)
             worst, best = sorted(scores, key=scores.__getitem__)[: members // 4], max(scores, key=scores.__getitem__)
             if turn < rounds and name in worst and name != best:
-                search.decides(name, Exploit(source=best, config=search.state.trial(best).config, reason="behind"))
+                search.decide(name, Exploit(source=best, config=search.state.trial(best).config, reason="behind"))
                 search.record(TrialPaused(trial=name, reason="behind"), TrialResumed(trial=name))
                 _clone(search, name, best)
                 scores[name] = scores[best]
             else:
                 search.record(TrialPaused(trial=name, reason="a turn"), TrialResumed(trial=name))
     for name in names:
-        search.starts(name)
+        search.start_attempt(name)
         search.record(TrialFinished(trial=name, reason="enough"))
     return search
 
@@ -208,11 +208,11 @@ def pareto(count: int = 40, *, seed: int = 0) -> JournalBuilder:
     search = JournalBuilder(name="two", settings={"metric": ["loss", "size"], "mode": ["min", "min"]})
     for index in range(count):
         trial, width = f"{index:05}", draw.choice([8, 16, 32, 64, 128, 256])
-        search.adds(trial, {"width": width, "lr": 10 ** draw.uniform(-3, 0)})
-        search.starts(trial)
+        search.add_trial(trial, {"width": width, "lr": 10 ** draw.uniform(-3, 0)})
+        search.start_attempt(trial)
         for step in (1, 2, 3):
             loss = 3 / math.log(width) / step + draw.random() / 3
-            search.trains(trial, step, {"loss": loss, "size": width * 1.5 + step})
+            search.report(trial, step, {"loss": loss, "size": width * 1.5 + step})
         search.record(TrialFinished(trial=trial, reason="enough"))
     return search
 
@@ -220,20 +220,20 @@ def pareto(count: int = 40, *, seed: int = 0) -> JournalBuilder:
 def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> JournalBuilder:
     """One training that was killed twice, and resumed by two more owners."""
     search = JournalBuilder(name="digits", settings={})
-    search.adds("trial", {"rate": 0.1, "width": 64})
-    search.starts("trial")
+    search.add_trial("trial", {"rate": 0.1, "width": 64})
+    search.start_attempt("trial")
     step, left = 0, list(kills)
     while step < steps:
         step += 1
         loss = 2 * math.exp(-step / 15) + 0.05 * math.sin(step)
-        search.trains("trial", step, {"loss": loss, "accuracy": 1 - math.exp(-step / 9)})
+        search.report("trial", step, {"loss": loss, "accuracy": 1 - math.exp(-step / 9)})
         if step % 5 == 0:
-            search.saves("trial")
+            search.commit("trial")
         if left and step == left[0]:
             left.pop(0)
-            search.opens(f"run-{step}", after=3600)
+            search.change_owner(f"run-{step}", after=3600)
             search.record(AttemptEnded(trial="trial", cause=Cause.MACHINE, reason="its owner died"), after=2)
-            search.starts("trial")
+            search.start_attempt("trial")
             step = search.state.trial("trial").checkpoints[-1].step
     search.record(TrialFinished(trial="trial", reason=f"step {steps} of {steps}"))
     return search
@@ -243,12 +243,12 @@ def all_statuses() -> JournalBuilder:
     """A trial of each status, named by it."""
     search = JournalBuilder()
     for name in ("completed", "pruned", "interrupted", "errored", "running", "paused", "pending"):
-        search.adds(name, {"x": len(name)})
+        search.add_trial(name, {"x": len(name)})
         if name != "pending":
-            search.starts(name)
-            search.trains(name, 3, {"loss": len(name) / 10})
+            search.start_attempt(name)
+            search.report(name, 3, {"loss": len(name) / 10})
     search.record(TrialFinished(trial="completed", reason="enough"))
-    search.decides("pruned", Stop(reason="rung 3"))
+    search.decide("pruned", Stop(reason="rung 3"))
     search.record(TrialFinished(trial="pruned", reason="rung 3", kind=FinishKind.PRUNED))
     search.record(AttemptEnded(trial="interrupted", cause=Cause.PREEMPTED, reason="stopped"))
     search.record(TrialErrored(trial="errored", cause=Cause.TRAINABLE, reason="no"))

@@ -22,7 +22,7 @@ from prefect_tune.stores.posix_store import PosixStore
 _FIRST_ENTRY = "0000000001.json"
 
 
-def differences_below(folder: Path) -> list[str]:
+def find_differences(folder: Path) -> list[str]:
     """Return a line for each journal below `folder` that a run of a flow has begun and that does not audit clean.
 
     A journal that cannot be read is left out: a test has damaged it.

@@ -45,11 +45,11 @@ class WrittenEntries:
         return state.model_copy(update={"entry_count": state.entry_count + 1})
 
 
-def random_policy() -> SearchPolicy:
+def make_random_policy() -> SearchPolicy:
     return SearchPolicy(RandomSearch(9).begin({}, LOSS, 1), FIFO().begin(LOSS, 1))
 
 
-def pending_entry(
+def make_pending_entry(
     written: WrittenEntries,
     policy: SearchPolicy,
     listener: SearchObserver | None = None,
@@ -61,8 +61,8 @@ def pending_entry(
 
 
 def limits_of(
-    max_concurrent_trials: int, *, has_had_enough: Callable[[Trial], bool] = lambda _: True, **options: Any
+    max_concurrent_trials: int, *, meets_stop_criterion: Callable[[Trial], bool] = lambda _: True, **options: Any
 ) -> SearchLimits:
     """The limits of a run, with the options that a test passes."""
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
-    return SearchLimits(plan, max_concurrent_trials, meets_stop_criterion=has_had_enough)
+    return SearchLimits(plan, max_concurrent_trials, meets_stop_criterion=meets_stop_criterion)

@@ -137,7 +137,7 @@ class PlannedSearch:
         until: Callable[[], bool] = lambda: False,
         *,
         write: EntryWriter = write_entry_directly,
-        has_had_enough: Callable[[Trial], bool] = lambda _: True,
+        meets_stop_criterion: Callable[[Trial], bool] = lambda _: True,
         **options: Any,
     ) -> Experiment:
         """Open the experiment as a new owner and continue it, to its end or `until` it is interrupted."""
@@ -150,7 +150,7 @@ class PlannedSearch:
             writer.write([ExperimentConfigured(settings=plan.settings)])
         driver = Driver(
             make_trial_spec(plan, trial_stopper(plan.stopper)),
-            SearchLimits(plan, self.slots, meets_stop_criterion=has_had_enough),
+            SearchLimits(plan, self.slots, meets_stop_criterion=meets_stop_criterion),
             make_policy(plan),
             self.executor,
             writer,
@@ -167,7 +167,7 @@ class _Interrupts(StopSource):
         self.is_interrupted = until
 
 
-def began_elsewhere(target: LocalTarget, *events: AttemptEvent) -> Experiment:
+def make_remote_experiment(target: LocalTarget, *events: AttemptEvent) -> Experiment:
     """An experiment with one trial, whose first attempt has posted events that no search has received."""
     added = [
         TrialAdded(trial="00000", config={"x": 0.5}, proposed_by_search=True),

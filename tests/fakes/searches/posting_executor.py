@@ -27,23 +27,23 @@ class RemoteAttempt:
         self.is_readable = True
         """Whether the search sees new posts."""
 
-    def posts(self, *events: AttemptEvent) -> None:
+    def post(self, *events: AttemptEvent) -> None:
         self.outbox.write(events)
 
-    def starts(self) -> None:
-        self.posts(make_attempt_started(self.request.trial))
+    def start(self) -> None:
+        self.post(make_attempt_started(self.request.trial))
 
-    def saves(self, step: int, *retires: int, loss: float = 1.0) -> None:
+    def save(self, step: int, *retires: int, loss: float = 1.0) -> None:
         report = StepReport(step=step, metrics={"loss": loss})
         ref = CheckpointRef(sequence=self.outbox.trial.next_sequence, **report.model_dump())
         saved = CheckpointCommitted(trial=self.trial, checkpoint=ref, retired_sequences=retires)
-        self.posts(StepReported(trial=self.trial, report=report), saved)
+        self.post(StepReported(trial=self.trial, report=report), saved)
 
-    def asks(self) -> None:
+    def await_decision(self) -> None:
         trial = self.outbox.trial
         self.messages.append(DecisionAwaited(self.trial, StepReport(step=trial.step, metrics=trial.metrics)))
 
-    def exits(self, error: BaseException | None = None) -> None:
+    def exit(self, error: BaseException | None = None) -> None:
         self.messages.append(AttemptExited(self.trial, error))
 
     def take_messages(self) -> list[Message]:

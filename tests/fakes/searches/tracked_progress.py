@@ -20,8 +20,8 @@ class TrackedProgress(ProgressReader):
         self._at = at
         super().__init__(self.view.take_snapshot, outlook, (), now)
 
-    def happens(self, event: Event, experiment: Experiment) -> None:
+    def apply_event(self, event: Event, experiment: Experiment) -> None:
         self.view.apply_event(event, self._at, experiment)
 
-    def reported(self, trial: str, report: StepReport) -> None:
+    def apply_report(self, trial: str, report: StepReport) -> None:
         self.view.apply_report(trial, report, self._at)

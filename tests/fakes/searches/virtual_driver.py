@@ -107,7 +107,7 @@ class Outcome:
     def steps(self) -> int:
         return sum(each.end - each.start for each in self.segments)
 
-    def reached(self, step: int) -> set[str]:
+    def trials_reaching(self, step: int) -> set[str]:
         """Return the trials that trained to `step`."""
         return {each.trial for each in self.segments if each.end >= step}
 
@@ -270,17 +270,17 @@ class RecordedCall:
     answer: object
     state: object
 
-    def to(self, schedule: Schedule) -> object:
+    def replay_on(self, schedule: Schedule) -> object:
         return getattr(schedule, self.name)(*self.arguments)
 
 
-def would_answer(schedule: Schedule, trials: Iterable[str]) -> object:
+def probe_schedule(schedule: Schedule, trials: Iterable[str]) -> object:
     """Return the answers of all calls that change nothing."""
     ahead = {trial: [schedule.next_milestone(trial, step) for step in (0, 1, 4, 26, 90)] for trial in trials}
     return schedule.next_trial_to_resume(), schedule.next_trial_to_stop(), schedule.is_waiting(), ahead
 
 
-class Recorded(Schedule):
+class RecordingSchedule(Schedule):
     """Another schedule, with a record of its calls."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -319,5 +319,5 @@ class Recorded(Schedule):
 
     def _tell(self, name: str, *arguments: object) -> Any:
         answer = getattr(self._schedule, name)(*arguments)
-        self.calls.append(RecordedCall(name, arguments, answer, would_answer(self._schedule, self.trials)))
+        self.calls.append(RecordedCall(name, arguments, answer, probe_schedule(self._schedule, self.trials)))
         return answer

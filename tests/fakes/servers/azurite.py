@@ -13,7 +13,7 @@ from email.utils import formatdate
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from tests.fakes.servers.processes import free_port, running
+from tests.fakes.servers.processes import free_port, running_server
 
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # known to all
@@ -30,7 +30,7 @@ def azurite(command: str, folder: Path, *containers: str) -> Iterator[str]:
     """Yield the endpoint of an emulator with these containers."""
     port = free_port()
     options = ["--blobPort", str(port), "--location", str(folder), "--skipApiVersionCheck", "--disableTelemetry"]
-    with running([command, *options], port, folder / "azurite.log"):
+    with running_server([command, *options], port, folder / "azurite.log"):
         endpoint = f"http://127.0.0.1:{port}/{ACCOUNT}"
         for container in containers:
             _create(endpoint, container)

@@ -11,16 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @dataclass
-class Canned:
-    """The server's address, the headers of all requests so far, and its answer, which a test may change."""
+class CannedServer:
+    """The server's address, the headers and bodies of all requests so far, and its answer, which a test may change."""
 
     status: int
     body: bytes
     headers: Mapping[str, str]
     url: str = ""
-    asked: list[Mapping[str, str]] = field(default_factory=list)
+    request_headers: list[Mapping[str, str]] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
-    """Of every request so far."""
 
 
 def s3_error(code: str, message: str) -> bytes:
@@ -30,22 +29,22 @@ def s3_error(code: str, message: str) -> bytes:
 
 
 @contextmanager
-def answering(
+def canned_server(
     status: int,
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
     *,
     tls: ssl.SSLContext | None = None,
-) -> Iterator[Canned]:
+) -> Iterator[CannedServer]:
     """Yield a server that answers every request the same, until the answer is changed."""
-    canned = Canned(status, body, headers or {})
+    canned = CannedServer(status, body, headers or {})
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
 
         def _answer(self) -> None:
-            canned.asked.append({name.lower(): value for name, value in self.headers.items()})
+            canned.request_headers.append({name.lower(): value for name, value in self.headers.items()})
             canned.bodies.append(self.rfile.read(int(self.headers.get("content-length") or 0)))
             status, body, sent = canned.status, canned.body, canned.headers  # they may be changed from here on
             self.send_response(status)
@@ -60,13 +59,13 @@ def answering(
         def log_message(self, *_: object) -> None:
             pass
 
-    with serving(Handler, tls=tls) as port:
+    with http_server(Handler, tls=tls) as port:
         canned.url = f"{'https' if tls else 'http'}://localhost:{port}"
         yield canned
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler], *, tls: ssl.SSLContext | None = None) -> Iterator[int]:
+def http_server(handler: type[BaseHTTPRequestHandler], *, tls: ssl.SSLContext | None = None) -> Iterator[int]:
     """Answer by `handler` in threads of this process; yield the port on loopback."""
     server = _Quiet(("127.0.0.1", 0), handler)
     if tls is not None:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, repeat
 
-from tests.fakes.servers.s3_sink import Asked, Fault, Reply, S3Sink, SinkRequest, failure
+from tests.fakes.servers.s3_sink import Fault, ParsedRequest, Reply, S3Sink, SinkRequest, error_reply
 
-PASSING = (
+TRANSIENT = (
     Fault.FAIL_500,
     Fault.FAIL_503,
     Fault.THROTTLE_429,
@@ -27,8 +27,8 @@ PASSING = (
 )
 """Transient faults: a client may retry."""
 
-_ANSWERS = {Fault.THROTTLE_429: failure("429 Too Many Requests", "TooManyRequests")}
-_DONE_500 = failure("500 Internal Server Error", "InternalError")
+_ANSWERS = {Fault.THROTTLE_429: error_reply("429 Too Many Requests", "TooManyRequests")}
+_DONE_500 = error_reply("500 Internal Server Error", "InternalError")
 
 Matches = Callable[[SinkRequest], bool]
 
@@ -85,7 +85,7 @@ class ChaosS3(S3Sink):
                 self.injected[fault] += 1
         return fault
 
-    def _reply(self, asked: Asked, fault: Fault | None) -> Reply:
+    def _reply(self, asked: ParsedRequest, fault: Fault | None) -> Reply:
         if fault in _ANSWERS:
             return _ANSWERS[fault]
         if "list-type" in asked.query:

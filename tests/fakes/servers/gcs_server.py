@@ -21,7 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from tests.fakes.servers.canned_http import serving
+from tests.fakes.servers.canned_http import http_server
 
 
 def service_account() -> tuple[str, rsa.RSAPublicKey]:
@@ -67,7 +67,7 @@ class GcsServer:
 def gcs_server(*buckets: str, public_key: rsa.RSAPublicKey | None = None) -> Iterator[GcsServer]:
     """Yield a running server; without a key it checks no signature."""
     state = GcsServer(set(buckets), public_key)
-    with serving(type("Handler", (_Handler,), {"state": state})) as port:
+    with http_server(type("Handler", (_Handler,), {"state": state})) as port:
         state.url = f"http://127.0.0.1:{port}"
         yield state
 

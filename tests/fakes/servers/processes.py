@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
+def running_server(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
     """Run `command` until the block is left; it is entered once something listens on `port`."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)

@@ -8,11 +8,11 @@ from http.server import BaseHTTPRequestHandler
 
 import httpx
 
-from tests.fakes.servers.canned_http import serving
+from tests.fakes.servers.canned_http import http_server
 
 
 @contextmanager
-def refusing(api_url: str, word: str, status: int, body: bytes) -> Iterator[str]:
+def refusing_server(api_url: str, word: str, status: int, body: bytes) -> Iterator[str]:
     """Yield the URL of an API that passes requests on to `api_url`, except those with `word` in their path."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -38,5 +38,5 @@ def refusing(api_url: str, word: str, status: int, body: bytes) -> Iterator[str]
         def log_message(self, *_: object) -> None:
             """Log nothing."""
 
-    with serving(Handler) as port:
+    with http_server(Handler) as port:
         yield f"http://127.0.0.1:{port}/api"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from tests.fakes.servers.s3_sink import Asked, Fault, Reply, S3Sink, failure
+from tests.fakes.servers.s3_sink import Fault, ParsedRequest, Reply, S3Sink, error_reply
 
 _TRIAL = re.compile(r"/trials/([^/]+)/")
 _SIGNED_BY = re.compile(r"Credential=([^/]+)/")
@@ -45,7 +45,7 @@ class RotatingS3(S3Sink):
         renews_key: bool = True,
     ) -> None:
         super().__init__()
-        self._refusal = failure(*refusal)
+        self._refusal = error_reply(*refusal)
         self._trials = trials
         self._count_waiting = count_waiting
         self._outage = outage
@@ -63,7 +63,7 @@ class RotatingS3(S3Sink):
             self._accepted = key
             self._renew(key)
 
-    def _reply(self, asked: Asked, fault: Fault | None) -> Reply:
+    def _reply(self, asked: ParsedRequest, fault: Fault | None) -> Reply:
         with self._changing:
             self._turn()
             signed = _SIGNED_BY.search(asked.headers.get("authorization", ""))

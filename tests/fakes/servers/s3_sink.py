@@ -56,7 +56,7 @@ class SinkRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """One parsed request."""
 
     method: str
@@ -74,7 +74,7 @@ class Reply:
     head_only: bool = False
 
 
-def failure(status: str, code: str) -> Reply:
+def error_reply(status: str, code: str) -> Reply:
     text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
     return Reply(status, "Content-Type: application/xml\r\n", text.encode())
 
@@ -84,15 +84,15 @@ def _xml(text: str) -> Reply:
 
 
 _FAULTS = {
-    Fault.FAIL_500: failure("500 Internal Server Error", "InternalError"),
-    Fault.FAIL_503: failure("503 Slow Down", "SlowDown"),
-    Fault.REFUSE_403: failure("403 Forbidden", "AccessDenied"),
+    Fault.FAIL_500: error_reply("500 Internal Server Error", "InternalError"),
+    Fault.FAIL_503: error_reply("503 Slow Down", "SlowDown"),
+    Fault.REFUSE_403: error_reply("403 Forbidden", "AccessDenied"),
 }
-_NOT_FOUND = failure("404 Not Found", "NoSuchKey")
-_NO_UPLOAD = failure("404 Not Found", "NoSuchUpload")
+_NOT_FOUND = error_reply("404 Not Found", "NoSuchKey")
+_NO_UPLOAD = error_reply("404 Not Found", "NoSuchUpload")
 
 
-class Objects:
+class ObjectNamespace:
     """The S3 verbs over one namespace of `bucket/key` names."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Objects:
         self._lock = threading.Lock()
         self._serial = 0
 
-    def answer(self, asked: Asked) -> Reply:
+    def answer(self, asked: ParsedRequest) -> Reply:
         is_object = bool(asked.key.partition("/")[2])
         with self._lock:
             match f"{asked.method} {'object' if is_object else 'bucket'}":
@@ -128,7 +128,7 @@ class Objects:
                     return self._list(asked)
         return Reply("200 OK")
 
-    def _put(self, asked: Asked) -> Reply:
+    def _put(self, asked: ParsedRequest) -> Reply:
         self._serial += 1
         etag = f'"{self._serial:032x}"'
         if "uploadId" in asked.query:
@@ -141,12 +141,12 @@ class Objects:
             self.objects[asked.key] = copied
             return _xml(f"<CopyObjectResult><ETag>{etag}</ETag></CopyObjectResult>")
         elif asked.headers.get("if-none-match") == "*" and asked.key in self.objects:
-            return failure("412 Precondition Failed", "PreconditionFailed")
+            return error_reply("412 Precondition Failed", "PreconditionFailed")
         else:
             self.objects[asked.key] = asked.body
         return Reply("200 OK", f"ETag: {etag}\r\n")
 
-    def _get(self, asked: Asked) -> Reply:
+    def _get(self, asked: ParsedRequest) -> Reply:
         data = self.objects.get(asked.key)
         if data is None:
             return _NOT_FOUND
@@ -161,11 +161,11 @@ class Objects:
         first = int(span[1]) if span[1] else max(0, size - int(span[2]))
         last = min(int(span[2]), size - 1) if span[1] and span[2] else size - 1
         if first >= size:
-            return failure("416 Range Not Satisfiable", "InvalidRange")
+            return error_reply("416 Range Not Satisfiable", "InvalidRange")
         common += f"Content-Range: bytes {first}-{last}/{size}\r\n"
         return Reply("206 Partial Content", common, memoryview(data)[first : last + 1])
 
-    def _multipart(self, asked: Asked) -> Reply:
+    def _multipart(self, asked: ParsedRequest) -> Reply:
         bucket, _, key = asked.key.partition("/")
         names = f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key>"
         if "uploads" in asked.query:
@@ -181,7 +181,7 @@ class Objects:
         text = f'<CompleteMultipartUploadResult>{names}<ETag>"{self._serial:032x}"</ETag>'
         return _xml(text + "</CompleteMultipartUploadResult>")
 
-    def _list(self, asked: Asked) -> Reply:
+    def _list(self, asked: ParsedRequest) -> Reply:
         bucket = asked.key.rstrip("/") + "/"
         prefix = asked.query.get("prefix", "")
         after = asked.query.get("continuation-token") or asked.query.get("start-after", "")
@@ -224,7 +224,7 @@ class S3Sink:
         self.fault: Callable[[SinkRequest], Fault | None] = lambda _request: None
         self.log: list[SinkRequest] = []
         self.connections: set[socket.socket] = set()
-        self._objects = Objects()
+        self._objects = ObjectNamespace()
         self._listener = socket.socket()
 
     def __enter__(self) -> Self:
@@ -317,7 +317,7 @@ class S3Sink:
             body = _unchunked(io.BytesIO(body))
         path, _, query = target.partition("?")
         values = {name: found[0] for name, found in parse_qs(query, keep_blank_values=True).items()}
-        asked = Asked(method, unquote(path).lstrip("/"), values, headers, body)
+        asked = ParsedRequest(method, unquote(path).lstrip("/"), values, headers, body)
         request = SinkRequest(method, asked.key, query, len(body), 0, "if-none-match" in headers)
         fault = self.fault(request)
         if self.latency:
@@ -334,7 +334,7 @@ class S3Sink:
             raise ConnectionResetError
         self._send(sock, reply, fault)
 
-    def _reply(self, asked: Asked, fault: Fault | None) -> Reply:
+    def _reply(self, asked: ParsedRequest, fault: Fault | None) -> Reply:
         if fault is Fault.PRETEND:
             return Reply("200 OK", 'ETag: "0"\r\n')
         if fault in _FAULTS:

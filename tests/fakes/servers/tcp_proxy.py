@@ -47,7 +47,7 @@ class TcpProxy:
         return f"http://{self._host}:{self.port}"
 
     @property
-    def established(self) -> int:
+    def connection_count(self) -> int:
         """How many connections its clients keep open."""
         with self._lock:
             return len(self._clients)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from prefect_tune.core.errors import CommitUnknown, StoreUnavailable, TuneError
 from prefect_tune.core.storage.object_store import ObjectStore
-from tests.fakes.stores.memory_store import StoreAround
+from tests.fakes.stores.memory_store import StoreWrapper
 
 WRITES = frozenset({"create", "put", "copy", "replace", "delete"})
 
@@ -22,7 +22,7 @@ class Crash(BaseException):
     """The process is dead: nothing in it may catch this and continue."""
 
 
-class Way(Enum):
+class Failure(Enum):
     """How the nth operation fails."""
 
     CRASH_BEFORE = "the process dies before anything is done"
@@ -32,7 +32,7 @@ class Way(Enum):
     UNAVAILABLE = "the operation is not done, and the reply says so"
 
 
-class DyingStore(StoreAround):
+class DyingStore(StoreWrapper):
     """Passes everything on to `inner`, and fails once: at operation `nth` (from 1), in the given way.
 
     After a crash every further operation crashes too, from whichever thread: the process is gone, its
@@ -43,7 +43,7 @@ class DyingStore(StoreAround):
     """
 
     def __init__(
-        self, inner: ObjectStore, nth: int, way: Way = Way.CRASH_BEFORE, *, only: frozenset[str] | None = None
+        self, inner: ObjectStore, nth: int, way: Failure = Failure.CRASH_BEFORE, *, only: frozenset[str] | None = None
     ) -> None:
         super().__init__(inner)
         self.operations: Counter[str] = Counter()
@@ -65,18 +65,18 @@ class DyingStore(StoreAround):
         self._half = paths[: len(paths) // 2]
         super().delete(paths)
 
-    def around(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
+    def intercept(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
         if not self._fails(method):
             return operation()
         self.failed_at = f"{method} {path}"
-        if self._way is Way.UNAVAILABLE:
+        if self._way is Failure.UNAVAILABLE:
             raise StoreUnavailable(f"{path}: {method} was made to fail")
-        if self._way is Way.TORN and method == "delete":
+        if self._way is Failure.TORN and method == "delete":
             self.inner.delete(self._half)
-        if self._way in (Way.CRASH_AFTER, Way.REPLY_LOST):
+        if self._way in (Failure.CRASH_AFTER, Failure.REPLY_LOST):
             with suppress(TuneError):  # what the target answered, a refusal too, is what gets lost
                 operation()
-        if self._way is not Way.REPLY_LOST:
+        if self._way is not Failure.REPLY_LOST:
             self.dead = True
             raise Crash(f"at {self.failed_at}: {self._way.value}")
         error = CommitUnknown if method == "create" else StoreUnavailable

@@ -40,7 +40,7 @@ class MemorySink:
         return {path: bytes(data) for path, data in self._content.items()}
 
 
-def restored(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
+def load_files(store: ObjectStore, manifest: Manifest) -> dict[str, bytes]:
     """Return the files of a checkpoint, every byte verified."""
     sink = MemorySink(manifest)
     restore_files(store, manifest, sink)

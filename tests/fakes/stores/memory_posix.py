@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from prefect_tune.stores.posix_store import FileStatus, PosixStore
-from tests.fakes.stores.dying_store import Crash, Way
+from tests.fakes.stores.dying_store import Crash, Failure
 
 _In = TypeVar("_In")
 _T = TypeVar("_T")
@@ -296,7 +296,7 @@ class DyingCalls:
     call that failed.
     """
 
-    def __init__(self, disk: MemoryPosix, nth: int, way: Way = Way.CRASH_BEFORE) -> None:
+    def __init__(self, disk: MemoryPosix, nth: int, way: Failure = Failure.CRASH_BEFORE) -> None:
         self.disk = disk
         self.total = 0
         self.failed_at: str | None = None
@@ -312,11 +312,11 @@ class DyingCalls:
             if self.total != self._nth:
                 return call()
             self.failed_at = what
-            if self._way is Way.TORN:
+            if self._way is Failure.TORN:
                 torn()
-            if self._way in (Way.CRASH_AFTER, Way.REPLY_LOST):
+            if self._way in (Failure.CRASH_AFTER, Failure.REPLY_LOST):
                 call()
-            if self._way in (Way.REPLY_LOST, Way.UNAVAILABLE):
+            if self._way in (Failure.REPLY_LOST, Failure.UNAVAILABLE):
                 raise _error(errno.EIO)
             self.dead = True
             raise Crash(f"at {what}: {self._way.value}")

@@ -118,13 +118,13 @@ class ParallelMemoryStore(ParallelStore, MemoryStore):
     """The same store, which is used by several threads at once, as the stores of targets are."""
 
 
-class StoreAround:
+class StoreWrapper:
     """Passes each operation on to `inner` through `around`, which a subclass overrides."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
 
-    def around(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
+    def intercept(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
         """Carry out an operation, now, later or never; of several paths, `path` has all. It may be called later."""
         del method, path
         return operation()
@@ -135,31 +135,31 @@ class StoreAround:
 
     def create(self, path: str, data: Buffer) -> None:
         copy = bytes(data)
-        self.around("create", path, lambda: self.inner.create(path, copy))
+        self.intercept("create", path, lambda: self.inner.create(path, copy))
 
     def put(self, path: str, data: Buffer) -> None:
         copy = bytes(data)
-        self.around("put", path, lambda: self.inner.put(path, copy))
+        self.intercept("put", path, lambda: self.inner.put(path, copy))
 
     def copy(self, source: str, path: str) -> None:
-        self.around("copy", path, lambda: self.inner.copy(source, path))
+        self.intercept("copy", path, lambda: self.inner.copy(source, path))
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         copy = [bytes(piece) for piece in pieces]
-        self.around("replace", path, lambda: self.inner.replace(path, copy))
+        self.intercept("replace", path, lambda: self.inner.replace(path, copy))
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:
-        return self.around("read", path, lambda: self.inner.read(path, offset=offset, length=length))
+        return self.intercept("read", path, lambda: self.inner.read(path, offset=offset, length=length))
 
     def size(self, path: str) -> int | None:
-        return self.around("size", path, lambda: self.inner.size(path))
+        return self.intercept("size", path, lambda: self.inner.size(path))
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
-        return self.around("list", prefix, lambda: self.inner.list(prefix, after=after))
+        return self.intercept("list", prefix, lambda: self.inner.list(prefix, after=after))
 
     def delete(self, paths: Sequence[str]) -> None:
         copy = tuple(paths)
-        self.around("delete", ", ".join(paths), lambda: self.inner.delete(copy))
+        self.intercept("delete", ", ".join(paths), lambda: self.inner.delete(copy))
 
     def map(self, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
         return self.inner.map(function, items)

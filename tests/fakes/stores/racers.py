@@ -10,7 +10,7 @@ from prefect_tune.core.errors import AlreadyExists
 from prefect_tune.core.storage.object_store import ObjectStore
 
 
-def winners(stores: Sequence[ObjectStore], objects: int) -> list[int]:
+def race_to_create(stores: Sequence[ObjectStore], objects: int) -> list[int]:
     """Race the stores for each object; return for each object how many stores report that they created it."""
     together = Barrier(len(stores))
 

@@ -9,12 +9,12 @@ from typing import TypeVar
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, StoreUnavailable
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.fakes.stores.dying_store import WRITES
-from tests.fakes.stores.memory_store import StoreAround
+from tests.fakes.stores.memory_store import StoreWrapper
 
 _T = TypeVar("_T")
 
 
-class SlowStore(StoreAround):
+class SlowStore(StoreWrapper):
     """The nth write is answered by "not known", and is carried out `delay` operations later; None is never.
 
     The network outlives the process that wrote: operations of later processes count too.
@@ -28,7 +28,7 @@ class SlowStore(StoreAround):
         self._delay = delay
         self._on_its_way: Callable[[], object] | None = None
 
-    def around(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
+    def intercept(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
         self._time_passes()
         self.writes += method in WRITES
         if method not in WRITES or self.writes != self._nth:
@@ -36,7 +36,7 @@ class SlowStore(StoreAround):
         self._on_its_way = operation
         raise (CommitUnknown if method == "create" else StoreUnavailable)(f"{path}: no answer")
 
-    def lose(self, soon: int, delay: int | None) -> None:
+    def lose_write(self, soon: int, delay: int | None) -> None:
         """Lose track of the write that comes `soon`, 1 for the next, unless another one is on its way."""
         if self._on_its_way is None:
             self._nth, self._delay = self.writes + soon, delay

@@ -41,8 +41,8 @@ from prefect_tune.deploy.automations import (
 )
 from prefect_tune.prefect_api.local_server import start_prefect_server
 from tests.fakes.feed import Feed
-from tests.fakes.servers.canned_http import answering
-from tests.fakes.trial_processes import until
+from tests.fakes.servers.canned_http import canned_server
+from tests.fakes.trial_processes import wait_until
 from tests.flows.training import trial_at
 from tests.trainables.moody import Moody
 
@@ -218,14 +218,14 @@ def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(cl
         train(target, 3)
         pt.tune(Moody, {}, target=target, experiment="searched", metric="loss", num_samples=1, stop={"step": 1})
 
-        corrupt = Feed(clean, f"{target.uri}/alone").until(
+        corrupt = Feed(clean, f"{target.uri}/alone").wait_until(
             lambda events: any(each["event"] == "prefect-tune.checkpoint-quarantined" for each in events),
             "prefect-tune.",
         )
         assert [each["event"] for each in corrupt].count("prefect-tune.checkpoint-quarantined") == 1
         automation = found()[CORRUPT]["id"]
-        Feed(clean, automation).until(len, "prefect.automation.action.executed")
-        until(lambda: runs_of(client, deployment), seconds=60, what=lambda: "a run of the deployment")
+        Feed(clean, automation).wait_until(len, "prefect.automation.action.executed")
+        wait_until(lambda: runs_of(client, deployment), seconds=60, what=lambda: "a run of the deployment")
     assert runs_of_parameters == {"experiment": "searched", "trial": "00000"}
 
 
@@ -237,7 +237,7 @@ def nightly(target: str) -> None:
 
 @pytest.mark.long
 def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str, tmp_path: Path) -> None:
-    with answering(200) as hook:
+    with canned_server(200) as hook:
         block = CustomWebhookNotificationBlock(name="hook", url=hook.url, json_data={"text": "{{body}}"})
         block.save("failed-runs", overwrite=True)
         install_automations(names=[FAILED], notify="custom-webhook/failed-runs")
@@ -248,7 +248,7 @@ def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str,
         with pytest.raises(pt.SearchFailed):
             pt.tune(Moody, {"fails": "raise"}, target=str(tmp_path), experiment="e", metric="loss", num_samples=1)
         automation = found()[FAILED]["id"]
-        Feed(clean, automation).until(lambda events: len(events) >= 3, "prefect.automation.action.executed")
+        Feed(clean, automation).wait_until(lambda events: len(events) >= 3, "prefect.automation.action.executed")
     texts = [json.loads(body)["text"] for body in hook.bodies]
     assert len(texts) == 3
     assert all(re.match(r"Run [a-z-]+ of the flow tune failed: .+", text) for text in texts), texts
@@ -379,10 +379,10 @@ class Run:
     def trial(self) -> Any:
         return trial_at(self._target, self._experiment)
 
-    def until(self, what: str, holds: Callable[[], object], seconds: float = 180) -> float:
+    def wait_until(self, what: str, holds: Callable[[], object], seconds: float = 180) -> float:
         """Wait for the condition; return how long it took."""
         began = time.monotonic()
-        until(holds, seconds=seconds, what=lambda: f"{what}: {self.state}, {self.committed} committed")
+        wait_until(holds, seconds=seconds, what=lambda: f"{what}: {self.state}, {self.committed} committed")
         return time.monotonic() - began
 
 
@@ -405,24 +405,24 @@ def test_what_is_killed_comes_back_once_with_its_machine_or_without(tmp_path: Pa
         log = tmp_path / "worker.log"
         with a_worker(environment, log):
             run = Run(client, target, "crashed")
-            run.until("three commits", lambda: run.committed >= 3)
+            run.wait_until("three commits", lambda: run.committed >= 3)
             os.kill(run.pid, signal.SIGKILL)
-            run.until("the crash is known", lambda: run.state == "Crashed")
-            took = run.until("it runs again", lambda: run.trial.attempt == 2, 300)
+            run.wait_until("the crash is known", lambda: run.state == "Crashed")
+            took = run.wait_until("it runs again", lambda: run.trial.attempt == 2, 300)
             print(f"back {took:.0f} s after the crash was known")
-            run.until("it is done", lambda: run.state == "Completed", 300)
+            run.wait_until("it is done", lambda: run.state == "Completed", 300)
             assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
             assert run.trial.recomputed_steps <= 5
         with a_worker(environment, log) as worker:
             run = Run(client, target, "vanished")
-            run.until("three commits", lambda: run.committed >= 3)
+            run.wait_until("three commits", lambda: run.committed >= 3)
             time.sleep(2)
             os.kill(worker.pid, signal.SIGKILL)
             os.kill(run.pid, signal.SIGKILL)
         with a_worker(environment, log):
-            took = run.until("it runs again", lambda: run.trial.attempt == 2, 420)
+            took = run.wait_until("it runs again", lambda: run.trial.attempt == 2, 420)
             print(f"back {took:.0f} s after its machine was gone")
-            run.until("it is done", lambda: run.state == "Completed", 300)
+            run.wait_until("it is done", lambda: run.state == "Completed", 300)
             assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
             assert run.trial.recomputed_steps <= 5
 
@@ -433,16 +433,16 @@ def test_a_false_alarm_about_a_machine_that_was_only_silent_hurts_nothing(tmp_pa
     target = LocalTarget(path=str(tmp_path / "target"))
     with looked_after(tmp_path) as (environment, client), a_worker(environment, tmp_path / "silent.log") as silent:
         run = Run(client, target, "silent")
-        run.until("three commits", lambda: run.committed >= 3)
+        run.wait_until("three commits", lambda: run.committed >= 3)
         first = psutil.Process(run.pid)
         with stopped(psutil.Process(silent.pid), first), a_worker(environment, tmp_path / "other.log"):
-            run.until("it runs again, elsewhere", lambda: run.trial.attempt == 2, 420)
+            run.wait_until("it runs again, elsewhere", lambda: run.trial.attempt == 2, 420)
             before = run.committed
-            run.until("the other owner commits", lambda: run.committed >= before + 2)
+            run.wait_until("the other owner commits", lambda: run.committed >= before + 2)
             for each in (psutil.Process(silent.pid), first):
                 each.resume()
-            run.until("the first one leaves", lambda: not first.is_running(), 120)
-            run.until("it is done", lambda: run.state == "Completed", 300)
+            run.wait_until("the first one leaves", lambda: not first.is_running(), 120)
+            run.wait_until("it is done", lambda: run.state == "Completed", 300)
         assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
         assert run.trial.recomputed_steps <= 5
         assert [each.step for each in run.trial.checkpoints] == list(range(5, 301, 5)), "every commit is there, once"

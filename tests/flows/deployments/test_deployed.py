@@ -25,7 +25,7 @@ import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
 from prefect_tune.deploy.deployment_specs import find_deployable_flows, make_experiment_spec
 from prefect_tune.deploy.deployments import Pool, deploy
-from tests.fakes.untrusted import describe, untrusted_folder
+from tests.fakes.untrusted import make_untrusted_target, write_settings
 from tests.flows.training import experiment_at
 
 POOL, SECRET = "deployed", "never-shown-to-anybody"
@@ -128,9 +128,9 @@ def test_a_script_that_passes_the_block_itself_tells_nothing_either(client: Sync
 def test_a_deployment_of_resume_runs_what_it_trusts_and_a_retry_of_its_run_nothing_else(
     client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    untrusted = untrusted_folder(tmp_path, monkeypatch)
+    untrusted = make_untrusted_target(tmp_path, monkeypatch)
     settings = {"trainable": TRAINABLE, "space": {"row": 1}, "num_samples": 1, "metric": "error", "stop": {"step": 2}}
-    describe(untrusted.target, "theirs", {**settings, "isolation": "thread"})
+    write_settings(untrusted.target, "theirs", {**settings, "isolation": "thread"})
 
     def end_of(flow_run: FlowRun) -> State[Any]:
         client.set_flow_run_state(flow_run.id, Pending(), force=True)  # as *Retry* does

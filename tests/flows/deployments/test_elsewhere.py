@@ -33,7 +33,7 @@ from prefect_tune.testing import without_server
 from tests.fakes.servers.postgres_server import is_installed, postgres_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.fakes.task_runners import dask, ray, worker_of
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.conftest import POOL, s3_at
 from tests.flows.driver import Driver, Drivers
 from tests.flows.training import experiment_at, require_trained_by_two_nodes
@@ -165,7 +165,7 @@ def test_two_machines_train_and_after_one_has_lost_its_power_they_go_on_bit_for_
         with machines(f"{server.url}/api", tmp_path) as nodes:
 
             def strike() -> None:
-                until(lambda: _checkpoints(target), seconds=300, what=nodes[dies].log)
+                wait_until(lambda: _checkpoints(target), seconds=300, what=nodes[dies].log)
                 nodes[dies].lose_power()
                 nodes[dies].start()
 
@@ -234,7 +234,7 @@ def test_trials_that_outlive_their_search_are_found_by_the_next_one_and_not_run_
 ) -> None:
     search = _Search(drivers, local_target, tmp_path, trials="deployment")
     killed = search.start()
-    until(lambda: search.processes() == 2 and search.trained() > 4, seconds=240, what=lambda: killed.log[-3000:])
+    wait_until(lambda: search.processes() == 2 and search.trained() > 4, seconds=240, what=lambda: killed.log[-3000:])
     killed.kill()
     before = search.trained()
     outcome = search.start().wait(seconds=200)
@@ -294,7 +294,7 @@ _ROWS = [3, 5, 8]
 
 
 def kill_the_first_worker(witness: Path, killed: list[int]) -> None:
-    until(lambda: len(acts_of(witness)) > 3, seconds=240, what=lambda: "a trial that trains")
+    wait_until(lambda: len(acts_of(witness)) > 3, seconds=240, what=lambda: "a trial that trains")
     with suppress(ProcessLookupError, FileNotFoundError):
         worker = worker_of(acts_of(witness)[-1].pid)
         assert worker != os.getpid()
@@ -390,7 +390,9 @@ def test_after_the_death_of_a_nodes_worker_all_nodes_begin_again(
 
 
 def kill_the_worker_of_a_node(witness: Path, node: int, killed: list[int]) -> None:
-    until(lambda: any(each.step == 5 for each in acts_of(witness)), seconds=240, what=lambda: "a trial that trains")
+    wait_until(
+        lambda: any(each.step == 5 for each in acts_of(witness)), seconds=240, what=lambda: "a trial that trains"
+    )
     [trial] = {each.pid for each in acts_of(witness) if each.act == f"rank-{node}"}
     worker = worker_of(trial)
     assert worker != os.getpid()

@@ -32,9 +32,9 @@ from prefect_tune.maintenance import (
 from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.tasks.maintenance import quarantine_checkpoints
 from tests.core.small_search import SmallSearch, own_state
-from tests.fakes.checkpoints import files_in
+from tests.fakes.checkpoints import read_files
 from tests.fakes.searches.experiments import write_experiment
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.training import flip, own_blobs, trial_at
 from tests.long_cases import long_after
 from tests.trainables.counting import Counting
@@ -223,7 +223,7 @@ def test_the_best_checkpoint_of_all_stays_also_if_its_trial_is_not_the_best_at_t
 
 def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
     flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
-    before = files_in(target)
+    before = read_files(target)
     with pytest.raises(pt.DamageFound) as found:
         maintain(str(target), verify="all", retention=pt.Retention(last=2), dry_run=True)
     report = found.value.report
@@ -231,7 +231,7 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
     assert (report.experiments[0].pruned_count, len(report.damaged_checkpoints), report.dry_run) == (4, 1, True)
     assert report.summary.startswith("1 experiment: ")
     assert "4 would be pruned; their bytes and 0 B more would be deleted" in report.summary
-    assert files_in(target) == before
+    assert read_files(target) == before
 
 
 def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> None:
@@ -314,7 +314,7 @@ def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_delet
     assert [trial.step for trial in results.trials.values()] == [24] * 2
     for name in results.trials:
         found = results.checkpoint(name).to_directory(str(tmp_path / name))
-        assert files_in(found)["count"] == b"24"
+        assert read_files(found)["count"] == b"24"
     last = maintain(str(target), verify="all", retention=pt.Retention(last=1))
     assert (last.damaged_checkpoints, last.experiments[0].undecided_count) == ([], 0)
     more = pt.resume("running", target=str(target), trainable=Slow, stop={"step": 28})
@@ -340,7 +340,7 @@ def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(shown_t
     assert "| digits |" in str(page.data)
     assert page.flow_run_id is not None
     acts = {"verify digits", "prune digits", "collect digits"}
-    until(lambda: acts <= _task_runs(page.flow_run_id), seconds=60, what=lambda: str(_task_runs(page.flow_run_id)))
+    wait_until(lambda: acts <= _task_runs(page.flow_run_id), seconds=60, what=lambda: str(_task_runs(page.flow_run_id)))
 
 
 def pages(target: Path) -> list[Artifact]:

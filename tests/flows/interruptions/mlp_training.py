@@ -9,7 +9,7 @@ from typing import Any
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.driver import Driver, Drivers
 from tests.flows.training import TRIAL, bytes_of_checkpoint, experiment_at, trial_at, undisturbed, violations
 from tests.trainables.witness import acts_of
@@ -43,9 +43,9 @@ class MlpTraining:
         """Return the steps at which an attempt has done this."""
         return [each.step for each in acts_of(self.witness) if each.act == act]
 
-    def until(self, condition: Callable[[], object], *, seconds: float = 90) -> None:
+    def wait_until(self, condition: Callable[[], object], *, seconds: float = 90) -> None:
         log = self.drivers.last
-        until(condition, seconds=seconds, what=lambda: f"{self.committed()} committed\n{log.log[-3000:]}")
+        wait_until(condition, seconds=seconds, what=lambda: f"{self.committed()} committed\n{log.log[-3000:]}")
 
     def committed(self) -> int:
         """Return the step of the newest checkpoint."""

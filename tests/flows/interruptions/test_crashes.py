@@ -22,7 +22,7 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.search.domains import randint
 from tests.fakes.task_runners import worker_of
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.driver import Driver, Drivers, Flow, Write
 from tests.flows.interruptions.killing import Campaign, Victim, redone
 from tests.flows.training import experiment_at
@@ -168,7 +168,7 @@ def _killed_until_done(search: _Search, name: str, *, kills: int, seed: int) -> 
     for kill in range(kills):
         driver = search.start(name)
         before = search.trained(name)
-        until(
+        wait_until(
             lambda: search.trained(name) > before or not driver.is_alive(),  # noqa: B023  used within this round
             seconds=90,
             what=lambda: driver.log[-3000:],  # noqa: B023  used within this round
@@ -244,7 +244,7 @@ def test_a_search_and_its_deployment_runs_are_killed_and_the_table_is_the_same(
     chance, kills, driver = random.Random(23), 0, search.start("killed")
     while kills < _KILLS_AMONG_DEPLOYMENTS and driver.is_alive():
         before = search.trained("killed")
-        until(
+        wait_until(
             lambda: search.trained("killed") > before or not driver.is_alive(),  # noqa: B023  used within this round
             seconds=180,
             what=lambda: driver.log[-3000:],  # noqa: B023  used within this round
@@ -317,7 +317,7 @@ class Attempts:
     def next(self, driver: Driver) -> tuple[int, set[int]]:
         """Wait for an attempt that has begun since; return its process, and what it has started."""
         self.begun += 1
-        until(
+        wait_until(
             lambda: len(self._acts("begin")) >= self.begun, seconds=_PATIENCE_SECONDS, what=lambda: driver.log[-3000:]
         )
         left = [each.step for each in self._acts("child", "orphan")][_STARTED * (self.begun - 1) :]
@@ -356,7 +356,7 @@ def living(pids: set[int]) -> set[int]:
 
 def seconds_until_none_lives(pids: set[int]) -> float:
     began = time.monotonic()
-    until(lambda: not living(pids), seconds=60, what=lambda: f"the end of {living(pids)}")
+    wait_until(lambda: not living(pids), seconds=60, what=lambda: f"the end of {living(pids)}")
     return round(time.monotonic() - began, 2)
 
 

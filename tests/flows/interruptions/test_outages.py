@@ -30,8 +30,8 @@ from prefect_tune.flows.durable_trainable import TrialResult
 from prefect_tune.tasks.checkpoints import publish_checkpoint
 from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
 from tests.fakes.servers.tcp_proxy import TcpProxy
-from tests.fakes.stores.memory_store import StoreAround
-from tests.fakes.trial_processes import until
+from tests.fakes.stores.memory_store import StoreWrapper
+from tests.fakes.trial_processes import wait_until
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Drivers
 from tests.flows.interruptions.mlp_training import MlpTraining
@@ -55,11 +55,11 @@ def test_a_hung_store_ends_the_save_at_its_deadline_and_leaves_no_writer(
     with TcpProxy(s3_port) as proxy:
         training = _training_on_s3(drivers, target := s3_at(proxy.port), tmp_path)
         driver = training.start()
-        training.until(lambda: max(training.acts("saving"), default=0) >= 10)
+        training.wait_until(lambda: max(training.acts("saving"), default=0) >= 10)
         proxy.swallow()
-        until(lambda: "Retry 1/" in driver.log, seconds=_DEADLINE_SECONDS + 8, what=lambda: driver.log[-3000:])
+        wait_until(lambda: "Retry 1/" in driver.log, seconds=_DEADLINE_SECONDS + 8, what=lambda: driver.log[-3000:])
         # No connection is open between two tries; a leaked writer would keep its own for a minute.
-        until(lambda: proxy.established == 0, seconds=8, what=lambda: f"{proxy.established} connections")
+        wait_until(lambda: proxy.connection_count == 0, seconds=8, what=lambda: f"{proxy.connection_count} connections")
         assert "DeadlineExceeded" in driver.log
         proxy.restore()
         training.require_identical_end(driver.wait(seconds=120), s3_at_same(target, s3_port))
@@ -77,7 +77,7 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
     with TcpProxy(s3_port) as proxy:
         training = _training_on_s3(drivers, target := s3_at(proxy.port), tmp_path)
         driver = training.start()
-        training.until(lambda: max(training.acts("saving"), default=0) >= 10)
+        training.wait_until(lambda: max(training.acts("saving"), default=0) >= 10)
         proxy.refuse()
         time.sleep(5)
         assert driver.is_alive()
@@ -88,7 +88,7 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
 # --------------------------------------------------------------------------------- stores with false replies
 
 
-class _Liar(StoreAround):
+class _Liar(StoreWrapper):
     """A store whose client reports success for writes that stored nothing, or half of the bytes."""
 
     def __init__(self, honest: ObjectStore, kept: float) -> None:
@@ -281,9 +281,9 @@ def test_training_goes_on_while_the_server_is_away_and_the_run_completes_when_it
 ) -> None:
     training = _training_through_proxy(drivers, proxy, local_target, tmp_path, gate_step=38)
     driver = training.start()
-    training.until(lambda: training.committed() >= 5)
+    training.wait_until(lambda: training.committed() >= 5)
     _WAYS[way](proxy)
-    training.until(lambda: training.committed() == 35)
+    training.wait_until(lambda: training.committed() == 35)
     proxy.restore()
     training.gate.touch()
     training.require_identical_end(driver.wait())
@@ -297,10 +297,10 @@ def test_a_server_that_is_away_at_the_end_costs_no_step(
 ) -> None:
     training = _training_through_proxy(drivers, proxy, local_target, tmp_path, gate_step=30)
     driver = training.start()
-    training.until(lambda: training.committed() == 25)
+    training.wait_until(lambda: training.committed() == 25)
     proxy.refuse()
     training.gate.touch()
-    training.until(lambda: trial_at(local_target, _NAME).status is Status.COMPLETED)
+    training.wait_until(lambda: trial_at(local_target, _NAME).status is Status.COMPLETED)
     proxy.restore()
     driver.wait()
     training.require_identical_end()
@@ -331,10 +331,10 @@ def test_a_search_goes_on_while_the_server_is_away_and_the_ui_is_complete_afterw
     def trained() -> int:
         return sum(each.act == "trained" for each in acts_of(witness))
 
-    until(lambda: trained() >= 3, seconds=90, what=lambda: driver.log[-3000:])
+    wait_until(lambda: trained() >= 3, seconds=90, what=lambda: driver.log[-3000:])
     began, before = time.monotonic(), trained()
     proxy.refuse()
-    until(lambda: time.monotonic() - began >= seconds, seconds=seconds + 30, what=lambda: "the outage")
+    wait_until(lambda: time.monotonic() - began >= seconds, seconds=seconds + 30, what=lambda: "the outage")
     during = trained() - before
     proxy.restore()
     outcome = driver.wait(seconds=240)
@@ -343,7 +343,9 @@ def test_a_search_goes_on_while_the_server_is_away_and_the_ui_is_complete_afterw
     assert trained() == len(rows) * steps  # none twice
     state, _ = state_of_flow_run(run := owners_at(local_target, _NAME)[driver.pid])
     assert state == "Completed"
-    until(lambda: _task_runs_of(run) == (len(rows), {"Completed"}), seconds=60, what=lambda: str(_task_runs_of(run)))
+    wait_until(
+        lambda: _task_runs_of(run) == (len(rows), {"Completed"}), seconds=60, what=lambda: str(_task_runs_of(run))
+    )
 
 
 def _task_runs_of(flow_run: Owner) -> tuple[int, set[str]]:

@@ -31,8 +31,8 @@ from prefect_tune.journal_access import (
     current_owner,
     write_entry_directly,
 )
-from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, began_elsewhere
-from tests.fakes.trial_processes import PORTABLE, until
+from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, make_remote_experiment
+from tests.fakes.trial_processes import PORTABLE, wait_until
 from tests.flows.driver import Driver, Drivers
 from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
@@ -61,7 +61,7 @@ class _Contest(MlpTraining):
     def until_saved(self, times: int) -> None:
         """Wait until so many further saves have begun."""
         wanted = len(self.acts("saving")) + times
-        self.until(lambda: len(self.acts("saving")) >= wanted)
+        self.wait_until(lambda: len(self.acts("saving")) >= wanted)
 
 
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.deep)])
@@ -86,7 +86,7 @@ def test_of_two_runs_of_one_trial_one_goes_on_and_the_other_ends_superseded(cont
     first = contest.start()
     contest.until_saved(3)
     second = contest.start()
-    until(lambda: len(owners_at(contest.target, _NAME)) == 2, seconds=60, what=lambda: second.log)
+    wait_until(lambda: len(owners_at(contest.target, _NAME)) == 2, seconds=60, what=lambda: second.log)
     contest.gate.touch()
     ended = first.wait()
     contest.require_identical_end(second.wait())
@@ -110,7 +110,7 @@ def test_two_runs_that_resume_at_the_same_moment_leave_one_owner(
     contest.until_saved(2)
     dead.kill_everything()
     both = (contest.start(), contest.start())
-    until(lambda: len(owners_at(local_target, _NAME)) == 3, seconds=60, what=lambda: both[0].log)
+    wait_until(lambda: len(owners_at(local_target, _NAME)) == 3, seconds=60, what=lambda: both[0].log)
     contest.gate.touch()
     outcomes = [driver.wait() for driver in both]
     (winner,) = (outcome for outcome in outcomes if "status" in outcome)
@@ -203,7 +203,7 @@ def test_a_trial_in_the_middle_of_a_long_step_dies_with_its_flow(
     contest = _Contest(drivers, local_target, tmp_path)
     contest.hold_at(8)
     dead = contest.start()
-    contest.until(lambda: acts_of(contest.witness)[-1:] and acts_of(contest.witness)[-1].step == 7)
+    contest.wait_until(lambda: acts_of(contest.witness)[-1:] and acts_of(contest.witness)[-1].step == 7)
     assert dead.trials()
     dead.kill()
     dead.require_no_leftovers()
@@ -271,7 +271,7 @@ def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_
 def test_an_outbox_that_cannot_be_read_at_once_is_read_again(
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began_elsewhere(local_target, TrialFinished(trial="00000", reason="done"))
+    make_remote_experiment(local_target, TrialFinished(trial="00000", reason="done"))
     refusals, real = iter([False, True]), LocalTarget.open
 
     def away_once(target: LocalTarget, **options: Any) -> Any:
@@ -307,7 +307,7 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
         )
 
     driver = start(0.5)
-    until(lambda: len(acts_of(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
+    wait_until(lambda: len(acts_of(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
     acquire_and_adopt_with_retries(
         local_target, JournalKey(experiment="e", generation=1), OwnershipRequest(current_owner(), new_write_stamp())
     )

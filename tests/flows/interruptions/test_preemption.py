@@ -24,7 +24,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import AttemptStarted
 from prefect_tune.prefect_api import flow_with_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.conftest import s3_at
 from tests.flows.driver import Driver, Drivers
 from tests.flows.interruptions.mlp_training import MlpTraining
@@ -55,7 +55,7 @@ class _Preempted(MlpTraining):
         self.config["step_seconds"] = 0.05
 
     def until_at(self, act: str, step: int) -> None:
-        self.until(lambda: max(self.acts(act), default=0) >= step)
+        self.wait_until(lambda: max(self.acts(act), default=0) >= step)
 
     def require_resumable(self) -> None:
         assert trial_at(self.target, _NAME).status is Status.INTERRUPTED
@@ -125,11 +125,13 @@ def test_a_terminated_flow_does_not_wait_for_a_hung_target_beyond_its_grace(
         preempted.config |= {"save_seconds": 1.0, "slow_from_step": 8}  # time to cut the line before step 10 is sent
         driver = preempted.start()
         preempted.until_at("begin", 8)
-        until(lambda: preempted.committed() == 5, seconds=30, what=lambda: driver.log)
+        wait_until(lambda: preempted.committed() == 5, seconds=30, what=lambda: driver.log)
         proxy.swallow()
         preempted.until_at("saving", 10)
         _ended_by(driver, signal.SIGTERM, within=3)
-        until(lambda: proxy.established == 0, seconds=5, what=lambda: f"{proxy.established} connections left")
+        wait_until(
+            lambda: proxy.connection_count == 0, seconds=5, what=lambda: f"{proxy.connection_count} connections left"
+        )
         proxy.restore()
         assert preempted.committed() == 5
         preempted.require_continued(from_step=5)
@@ -164,7 +166,7 @@ def test_a_termination_before_the_first_step_ends_resumable_too(preempted: _Pree
         )
 
     driver = preempted.start()
-    until(has_begun, seconds=60, what=lambda: driver.log)
+    wait_until(has_begun, seconds=60, what=lambda: driver.log)
     _ended_by(driver, signal.SIGTERM, within=25)
     preempted.require_resumable()
     preempted.require_continued(from_step=preempted.committed())
@@ -214,7 +216,7 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
         stderr=subprocess.PIPE,
         text=True,
     )
-    until(
+    wait_until(
         lambda: list(tmp_path.glob("runs/e/1/journal/0000000004.json")), seconds=150, what=lambda: f"{process.poll()}"
     )
     process.send_signal(signal.SIGINT)
@@ -283,7 +285,7 @@ def _until_training(target: pt.LocalTarget, log: Path, *names: str, count: int =
         trials = experiment_at(target, name).trials.values()
         return [trial.status for trial in trials] == [Status.RUNNING] * count
 
-    until(lambda: all(map(trains, names)), seconds=200, what=log.read_text)
+    wait_until(lambda: all(map(trains, names)), seconds=200, what=log.read_text)
 
 
 def _require_saved(target: pt.LocalTarget, *names: str) -> None:

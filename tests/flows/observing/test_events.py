@@ -55,7 +55,7 @@ def runs(prefect_server: str, target: LocalTarget) -> Sequence[Events]:
             checkpoint=pt.Cadence(every_steps=1),
             max_concurrent_trials=1,
         )
-        events = feed.until(finished(run))
+        events = feed.wait_until(finished(run))
         by_run.append(events[sum(map(len, by_run)) :])
     return by_run
 
@@ -104,7 +104,7 @@ def test_every_payload_is_by_the_schema(runs: Sequence[Events], target: LocalTar
 def test_a_training_that_is_given_up_says_so(prefect_server: str, target: LocalTarget) -> None:
     with pytest.raises(TrialFailed):
         pt.durable_trainable(Moody, {"fails": "raise"}, target=target, experiment="fails", stop={"step": 3})
-    events = Feed(prefect_server, f"{target.uri}/fails").until(finished(1))
+    events = Feed(prefect_server, f"{target.uri}/fails").wait_until(finished(1))
     assert [each["event"].removeprefix("prefect-tune.") for each in events] == [
         "experiment.started",
         "attempt-started",

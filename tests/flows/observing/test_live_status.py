@@ -14,7 +14,7 @@ import pytest
 
 from prefect_tune import cli
 from prefect_tune.blocks import LocalTarget, SyncConfig
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.driver import Driver, Drivers, Flow
 
 _PATIENT = "tests.trainables.counting:Patient"
@@ -69,10 +69,12 @@ def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_befo
     flow: Flow, drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
     driver = started(drivers, local_target, tmp_path / "go", 1, flow)
-    until(lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
+    wait_until(
+        lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:]
+    )
     found = shown(local_target)
     assert found["trials_by_status"] == {"running": 2}
-    until(lambda: not shown(local_target)["is_stale"], seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
+    wait_until(lambda: not shown(local_target)["is_stale"], seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
     for each in found["trials"]:
         assert (each["host"], each["attempts"], each["metrics"]) == (socket.gethostname(), 1, {"loss": 0.5})
         assert each["attempt_began_at"] < each["reported_at"]
@@ -95,9 +97,13 @@ def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
     driver = started(drivers, local_target, tmp_path / "go", period=1)
-    until(lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
+    wait_until(
+        lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:]
+    )
     driver.kill_everything()
-    until(lambda: shown(local_target)["is_stale"], seconds=120, what=lambda: looked("show", local_target.path, "e"))
+    wait_until(
+        lambda: shown(local_target)["is_stale"], seconds=120, what=lambda: looked("show", local_target.path, "e")
+    )
     assert shown(local_target)["age_seconds"] > 3
     said = looked("show", local_target.path, "e")
     assert " s ago; updates every 1 s are missing: its process has probably ended" in said

@@ -21,7 +21,7 @@ from prefect_tune.cli import main
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.results import Results
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.driver import Drivers, Flow
 from tests.flows.training import owners_at, state_of_flow_run
 from tests.trainables.counting import Fragile
@@ -76,7 +76,7 @@ def require_states(flow_run: str, expected: Mapping[str, tuple[str, str]]) -> No
             for name, (state, message) in expected.items()
         )
 
-    until(fits, seconds=60, what=lambda: str(states_of_attempts(flow_run)))
+    wait_until(fits, seconds=60, what=lambda: str(states_of_attempts(flow_run)))
 
 
 # ------------------------------------------------------------------------------------------- ends of attempts
@@ -110,7 +110,7 @@ def test_attempts_that_give_their_slots_to_others_end_paused(local_target: Local
         paused = found.get("train 00001 · attempt 1", ("", ""))[0] == "Paused"
         return paused and {name for name, _ in found.values()} <= {"Paused", "Completed", "Pruned"}
 
-    until(fits, seconds=60, what=lambda: str(states_of_attempts(flow_run)))
+    wait_until(fits, seconds=60, what=lambda: str(states_of_attempts(flow_run)))
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -181,14 +181,14 @@ def test_attempts_that_died_with_their_flow_are_crashed_by_the_run_that_takes_ov
     names = ["00000", "00001"] if flow == "tune" else ["trial"]
 
     first = drivers.start("tests.trainables.counting:Fragile", config, **options)
-    until(
+    wait_until(
         lambda: sum(each.step == 3 for each in acts_of(witness)) == len(names),
         seconds=120,
         what=lambda: first.log[-3000:],
     )
     dead = str(owners_at(local_target, NAME)[first.pid].flow_run)
     running = {f"train {name} · attempt 1": ("Running", "") for name in names}
-    until(lambda: {n: s for n, (s, _) in states_of_attempts(dead).items()} == dict.fromkeys(running, "Running"),
+    wait_until(lambda: {n: s for n, (s, _) in states_of_attempts(dead).items()} == dict.fromkeys(running, "Running"),
           seconds=60, what=lambda: str(states_of_attempts(dead)))  # fmt: skip
     first.kill_everything()
     gate.touch()

@@ -18,7 +18,7 @@ from prefect_tune.parameters.plan_checks import with_added_samples
 from prefect_tune.parameters.search_plan import SearchPlan, plan_from_settings
 from prefect_tune.prefect_api.call_paths import current_call_path
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.experiments import after
+from tests.fakes.searches.experiments import apply_events
 from tests.flows.training import experiment_at
 from tests.trainables.digits_table import ROWS
 
@@ -31,7 +31,7 @@ def planned(**options: Any) -> SearchPlan:
 
 def begun(**options: Any) -> Experiment:
     """An experiment as a run without `samples_per_run` describes it."""
-    return after(
+    return apply_events(
         empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=planned(**options).settings)]
     )
 
@@ -39,7 +39,7 @@ def begun(**options: Any) -> Experiment:
 def run(state: Experiment, number: str, **options: Any) -> Experiment:
     """The experiment by its journal after a run with this id has opened it."""
     now, added = with_added_samples(planned(**options), state, lambda: number)
-    return after(state, [ExperimentConfigured(settings=now.settings, extensions=added)])
+    return apply_events(state, [ExperimentConfigured(settings=now.settings, extensions=added)])
 
 
 def _unexpected() -> str:
@@ -97,7 +97,7 @@ def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: 
 def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_goes_on(search: object) -> None:
     written = planned(search=search, **GRID).settings
     assert "num_samples" not in written
-    state = after(empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=written)])
+    state = apply_events(empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=written)])
     resumed, _ = with_added_samples(plan_from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
     assert resumed.trial_count == 30
     assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
@@ -108,7 +108,9 @@ def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_
 
 @pytest.mark.parametrize("options", [{"num_samples": 4}, {"search": {"RandomSearch": {"num_samples": 4}}}])
 def test_a_number_that_is_given_holds_for_a_grid_alone(options: Any) -> None:
-    old = after(empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=planned(**GRID).settings)])
+    old = apply_events(
+        empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=planned(**GRID).settings)]
+    )
     for state in (empty_experiment(first_generation("grid")), old):
         assert samples_of(state, **GRID, **options) == 12
 
@@ -128,7 +130,7 @@ def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
 
 @pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
-    state = after(empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=before)])
+    state = apply_events(empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' has no fixed number of samples"):
         with_added_samples(planned(samples_per_run=5), state, lambda: "a")
 

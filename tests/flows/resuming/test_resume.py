@@ -19,7 +19,7 @@ from prefect_tune.core.journal_events import ExperimentConfigured
 from prefect_tune.core.operations.scrub import quarantine
 from prefect_tune.parameters.argument_checks import source_digest
 from prefect_tune.storage_retries import READ_TIMEOUT
-from tests.fakes.checkpoints import files_in
+from tests.fakes.checkpoints import read_files
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.training import entries_at, experiment_at, statuses
 from tests.long_cases import long_after
@@ -52,7 +52,7 @@ def searched(target: LocalTarget, experiment: str = "old", trainable: Any = DIGI
 
 
 def objects(target: LocalTarget, below: str = "") -> Mapping[str, bytes]:
-    return {path: data for path, data in files_in(target.path).items() if path.startswith(below)}
+    return {path: data for path, data in read_files(target.path).items() if path.startswith(below)}
 
 
 def table(experiment: Experiment) -> Sequence[tuple[object, ...]]:

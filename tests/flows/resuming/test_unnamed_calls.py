@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.resuming import unnamed_run
 from tests.flows.resuming.unnamed_run import SIZES, two_searches
 from tests.trainables.witness import acts_of
@@ -197,7 +197,7 @@ def test_a_run_that_is_killed_and_retried_by_another_process_finds_the_experimen
     with (tmp_path / "log").open("wb") as log:
         first = subprocess.Popen([*command, *SIZES], env={**environment, "PYTHONHASHSEED": "1"}, stdout=log, stderr=log)
     try:
-        until(
+        wait_until(
             lambda: "held" in {each.act for each in acts_of(tmp_path / "witness-large")},
             seconds=120,
             what=(tmp_path / "log").read_text,

@@ -41,7 +41,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaPruner, OptunaSearch
 from prefect_tune.journal_access import write_entry_directly
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, began_elsewhere
+from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, make_remote_experiment
 
 SCHEDULERS = {
     "asha stopping": ASHA(max_t=9, variant="stopping"),
@@ -73,7 +73,7 @@ def phases(state: Experiment) -> Sequence[str]:
 
 @pytest.mark.parametrize("scheduler", [FIFO(), *SCHEDULERS.values()], ids=["fifo", *SCHEDULERS])
 def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, local_target: LocalTarget) -> None:
-    began_elsewhere(
+    make_remote_experiment(
         local_target,
         StepReported(trial="00000", report=StepReport(step=1, metrics={"accuracy": 1.0})),
         TrialPaused(trial="00000", reason="expected a number for metric 'loss'"),
@@ -112,13 +112,13 @@ def test_a_pause_that_was_decided_and_not_done_does_not_outlast_its_scheduler(
     reported = StepReported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0}))
     committed = [CheckpointCommitted(trial="00000", checkpoint=SAVED)] if is_saved else []
     pause = DecisionMade(trial="00000", report=reported.report, decision=Pause(reason="waits for others"))
-    write_entry_directly(local_target, began_elsewhere(local_target, reported, *committed), [pause])
+    write_entry_directly(local_target, make_remote_experiment(local_target, reported, *committed), [pause])
     state = PlannedSearch(local_target, slots=1).run(space=SPACE, num_samples=2)
     assert [(str(each.status), each.step) for each in state.trials.values()] == [("completed", 9)] * 2
 
 
 def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_now(local_target: LocalTarget) -> None:
-    began = began_elsewhere(
+    began = make_remote_experiment(
         local_target,
         StepReported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0})),
         CheckpointCommitted(trial="00000", checkpoint=SAVED),
@@ -128,7 +128,7 @@ def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_n
     executor = UnreliableExecutor()
     for _ in range(2):
         state = PlannedSearch(local_target, slots=1, executor=executor).run(
-            space=SPACE, num_samples=1, has_had_enough=lambda trial: trial.step >= 9
+            space=SPACE, num_samples=1, meets_stop_criterion=lambda trial: trial.step >= 9
         )
         assert (state.trial("00000").status, state.trial("00000").step) == (Status.COMPLETED, 9)
         assert (state.trial("00000").attempt, executor.start_count) == (2, 1)

@@ -21,7 +21,7 @@ from prefect_tune.core.reasons import AnyReason, Reason
 from prefect_tune.core.values import WriteStamp
 from prefect_tune.tuner.stop_requests import StopOutcome, stop
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 from tests.flows.training import experiment_at, statuses
 from tests.long_cases import long_after
 from tests.trainables.moody import Moody
@@ -66,7 +66,7 @@ class Slow:
         outcomes: list[StopOutcome] = []
 
         def asking() -> None:
-            until(
+            wait_until(
                 lambda: len({each.pid for each in acts_of(self.witness)}) == 2, seconds=120, what=lambda: "two trials"
             )
             outcomes.append(ask_for_it())

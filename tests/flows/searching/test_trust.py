@@ -28,7 +28,7 @@ from prefect_tune.trust import TRUSTED_PACKAGES, require_trusted_code
 from prefect_tune.tuner.run_search import read_warm_starts
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.pages import ROOT, blocks_of
-from tests.fakes.untrusted import ROADS, TRAIN, Untrusted, describe, untrusted_folder
+from tests.fakes.untrusted import TRAIN, VECTORS, Untrusted, make_untrusted_target, write_settings
 from tests.long_cases import long_after
 from tests.trainables.moody import train
 
@@ -37,7 +37,7 @@ KEY = SecretStr("a key that is hard to guess")
 
 @pytest.fixture
 def untrusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
-    return untrusted_folder(tmp_path, monkeypatch)
+    return make_untrusted_target(tmp_path, monkeypatch)
 
 
 def from_code(target: StorageTarget, **options: Any) -> object:
@@ -62,7 +62,7 @@ def require_untouched(untrusted: Untrusted) -> None:
 
 
 @pytest.mark.parametrize("call", [from_code, from_a_form])
-@pytest.mark.parametrize("road", [road for road in ROADS if road not in ("scheduler", "search")])
+@pytest.mark.parametrize("road", [road for road in VECTORS if road not in ("scheduler", "search")])
 def test_what_a_journal_chooses_is_neither_imported_nor_opened(
     road: str, call: Callable[..., object], untrusted: Untrusted
 ) -> None:
@@ -78,7 +78,7 @@ _LATE = ("trainable", "trainable of the standard library", "syncer", "place of a
 
 @pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize(
-    "road", long_after(2, [pytest.param(road, marks=[] if road in _LATE else pytest.mark.deep) for road in ROADS])
+    "road", long_after(2, [pytest.param(road, marks=[] if road in _LATE else pytest.mark.deep) for road in VECTORS])
 )
 def test_a_flow_run_runs_nothing_that_a_journal_chooses(road: str, untrusted: Untrusted) -> None:
     untrusted.forge(road)
@@ -100,13 +100,13 @@ def test_a_fork_of_such_a_journal_runs_nothing_either(road: str, untrusted: Untr
 def everything(untrusted: Untrusted) -> Mapping[str, Any]:
     """Settings that take all roads at once."""
     roads = ("trainable", "sample_from", "stop", "callbacks", "syncer", "command of a worker")
-    return {name: value for road in roads for name, value in ROADS[road](untrusted.module, "x").items()}
+    return {name: value for road in roads for name, value in VECTORS[road](untrusted.module, "x").items()}
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_that_is_called_again_or_learns_takes_nothing_from_a_journal(untrusted: Untrusted) -> None:
     for name in ("mine", "theirs"):
-        describe(untrusted.target, name, everything(untrusted))
+        write_settings(untrusted.target, name, everything(untrusted))
     assert count(begun(untrusted.target, experiment="mine", warm_start=["theirs"])) == 1
     require_untouched(untrusted)
 
@@ -120,7 +120,7 @@ def refused(target: StorageTarget, **options: Any) -> str:
 
 def test_the_refusal_says_what_was_found_and_the_call_that_allows_it(untrusted: Untrusted) -> None:
     space = {"x": {"sample_from": "theirs.spaces:width"}}
-    describe(untrusted.target, "e", {"trainable": "theirs.train:Net", "space": space, "num_samples": 1})
+    write_settings(untrusted.target, "e", {"trainable": "theirs.train:Net", "space": space, "num_samples": 1})
     said = refused(untrusted.target)
     assert f"experiment 'e' at {untrusted.target.uri}" in said
     assert "can be written by others (drwxrwxrwx" in said
@@ -150,7 +150,7 @@ def test_a_refusal_does_not_repeat_the_variables_of_a_job(untrusted: Untrusted) 
 
 
 def test_what_the_person_passes_is_not_asked_of_the_journal(untrusted: Untrusted) -> None:
-    describe(untrusted.target, "e", everything(untrusted))
+    write_settings(untrusted.target, "e", everything(untrusted))
     passed: dict[str, Any] = {"trainable": train, "space": {}, "stop": {}, "callbacks": [], "sync": pt.SyncConfig()}
     assert "trial_job_variables" in refused(untrusted.target, **passed)
     for name in passed:
@@ -161,7 +161,7 @@ def test_what_the_person_passes_is_not_asked_of_the_journal(untrusted: Untrusted
 
 @pytest.mark.parametrize("name", ["subprocess:call", "$(touch x):y", "a\nb:c"])
 def test_a_refusal_proposes_no_trust_in_all_of_python_and_no_words_for_a_shell(name: str, untrusted: Untrusted) -> None:
-    describe(untrusted.target, "e", {"trainable": name, "num_samples": 1})
+    write_settings(untrusted.target, "e", {"trainable": name, "num_samples": 1})
     said = refused(untrusted.target)
     assert f"  trainable: {name!r}" in said
     assert "trusted_packages" not in said
@@ -194,7 +194,7 @@ def test_a_fork_is_no_more_ones_own_than_what_it_was_forked_from(untrusted: Untr
 
 def test_what_was_learned_from_is_not_opened_when_the_journal_says_so_no_more(untrusted: Untrusted) -> None:
     untrusted.forge("warm start")
-    (place,) = ROADS["warm start"](untrusted.module, str(untrusted.marker))["warm_start"]
+    (place,) = VECTORS["warm start"](untrusted.module, str(untrusted.marker))["warm_start"]
     known = Experiment(key=JournalKey(experiment="e", generation=1), warm_starts={place: 1})
     assert not read_warm_starts([place], untrusted.target, "e", known)
     require_untouched(untrusted)
@@ -279,7 +279,7 @@ def test_a_folder_that_others_can_write_to_is_not_ones_own(
     below: str, local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trust, "_is_private_group", lambda *_: False)  # the tests' user may have one
-    describe(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
+    write_settings(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
     with pytest.raises(pt.InvalidInput, match="there is no module 'theirs'"):  # it is looked for
         resume.fn("e", target=local_target)
     for bits in (0o020, 0o002):
@@ -291,7 +291,7 @@ def test_a_folder_that_others_can_write_to_is_not_ones_own(
 
 
 def test_a_mount_that_may_hang_is_shared(local_target: LocalTarget) -> None:
-    describe(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
+    write_settings(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
     assert "the target is a network mount" in refused(local_target.model_copy(update={"may_hang": True}))
 
 
@@ -339,7 +339,7 @@ _GOOD = add_signature(_SETTINGS, "e", KEY.get_secret_value().encode())
 def test_a_signature_that_is_wrong_or_missing_or_of_another_experiment_is_refused(
     settings: Mapping[str, Any], said: str, untrusted: Untrusted
 ) -> None:
-    describe(untrusted.target, "e", settings)
+    write_settings(untrusted.target, "e", settings)
     found = refused(keyed(untrusted), trusted_packages=["tests"])  # with a key these are not enough
     assert f"the signature of its settings {said}" in found
     assert "trusted_packages" not in found

@@ -172,17 +172,17 @@ def test_an_import_that_fails_elsewhere_ends_the_search_and_is_tried_again_by_th
 
     def fails() -> None:
         attempts.append(attempt := FarAttempt(target))
-        attempt.starts()
+        attempt.start()
         ended = AttemptEnded(trial="00000", cause=Cause.IMPORT, reason="No module named 'torch'\nTraceback")
-        attempt.writes(ended)
+        attempt.post(ended)
         search.machines.end("00000")
         search.machines.end("00001")
 
     with pytest.raises(TrialFailed, match=r"nothing was trained: .*trial 00000: No module named 'torch'$"):
-        search.live(lambda: None, fails, *[lambda: None] * 50)
+        search.simulate(lambda: None, fails, *[lambda: None] * 50)
 
     later = FarSearch(target, samples=9)
-    known = later.live(lambda: None, lambda: None)
+    known = later.simulate(lambda: None, lambda: None)
     assert ("00000", 2, None) in later.machines.started
     assert {each.status for each in known.trials.values()} <= {Status.PENDING, Status.INTERRUPTED, Status.RUNNING}
 
@@ -193,16 +193,16 @@ def test_an_import_that_fails_after_a_step_was_trained_costs_its_trial_only(tmp_
 
     def trains() -> None:
         first = FarAttempt(target, "00000")
-        first.starts()
-        first.reports(1)
+        first.start()
+        first.report(1)
 
     def fails() -> None:
         second = FarAttempt(target, "00001")
-        second.starts()
-        second.writes(AttemptEnded(trial="00001", cause=Cause.IMPORT, reason="No module named 'lion'"))
+        second.start()
+        second.post(AttemptEnded(trial="00001", cause=Cause.IMPORT, reason="No module named 'lion'"))
         search.machines.end("00001")
 
-    known = search.live(lambda: None, trains, *[lambda: None] * 5, fails, *[lambda: None] * 20)
+    known = search.simulate(lambda: None, trains, *[lambda: None] * 5, fails, *[lambda: None] * 20)
     assert known.trial("00001").status is Status.ERRORED
 
 

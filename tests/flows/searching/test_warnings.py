@@ -25,7 +25,7 @@ from prefect_tune.parameters.plan_checks import (
 )
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.experiments import after
+from tests.fakes.searches.experiments import apply_events
 from tests.fakes.searches.failed_searches import results_of_failed
 from tests.trainables.moody import Moody, train
 
@@ -44,7 +44,9 @@ def searched(then: SearchPlan, *news: Event) -> Experiment:
         TrialAdded(trial=f"0000{n}", config={}, fingerprint={"trainable": name}, proposed_by_search=True)
         for n in range(3)
     ]
-    return after(empty_experiment(first_generation("e")), [ExperimentConfigured(settings=then.settings), *added, *news])
+    return apply_events(
+        empty_experiment(first_generation("e")), [ExperimentConfigured(settings=then.settings), *added, *news]
+    )
 
 
 def gave_up(*trials: str) -> list[Event]:

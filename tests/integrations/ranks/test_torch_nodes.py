@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.testing import without_server
 from tests.attempt.nodes.cluster import Cluster, read_end
-from tests.fakes.trial_processes import until
+from tests.fakes.trial_processes import wait_until
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
 pytest.importorskip("torch")
@@ -52,7 +52,7 @@ def test_after_a_death_the_state_of_each_rank_is_that_of_two_ranks_of_one_machin
     else:
         for node in range(2):
             cluster.start(node, config=config, silence=5, **_options(case))
-        until(cluster.checkpoints, seconds=300, what=lambda: "the first checkpoint")
+        wait_until(cluster.checkpoints, seconds=300, what=lambda: "the first checkpoint")
         cluster.kill_node(cluster.nodes[int(number)])
         cluster.wait()
         if dies == "node 0":

@@ -6,7 +6,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.stores.open_location import open_location, parse_uri
-from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, write
+from tests.fakes.checkpoints import FILES, KEY, MINUTE, commit_files, write_files
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def staged(tmp_path: Path) -> Path:
-    return write(tmp_path / "staged", FILES)
+    return write_files(tmp_path / "staged", FILES)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def target(tmp_path: Path, staged: Path) -> Path:
     root = tmp_path / "target"
     root.mkdir()
     with open_location(parse_uri(root), timeout=MINUTE) as store:
-        committed(store, staged)
+        commit_files(store, staged)
     return root
 
 

@@ -29,7 +29,16 @@ from prefect_tune.stores.local.scratch import DirectoryContent, fill_directory, 
 from prefect_tune.stores.open_location import open_location, parse_uri
 from prefect_tune.tasks.checkpoints import download_checkpoint
 from tests.fakes.checkpoint_user import CheckpointUser
-from tests.fakes.checkpoints import FILES, KEY, MINUTE, Opens, committed, copies, files_in, write
+from tests.fakes.checkpoints import (
+    FILES,
+    KEY,
+    MINUTE,
+    TargetOpener,
+    commit_files,
+    read_files,
+    shared_copies,
+    write_files,
+)
 from tests.long_cases import long_after
 
 # --------------------------------------------------------------------------------------------- references
@@ -119,14 +128,14 @@ def test_importing_it_imports_neither_pyarrow_nor_prefect_nor_pydantic() -> None
 def test_a_local_directory_is_lent_as_it_is_and_stays(staged: Path, temporary_files: Path) -> None:
     with pt.Checkpoint.from_directory(staged).as_directory() as directory:
         assert directory == str(staged)
-    assert files_in(staged) == FILES
-    assert copies(temporary_files) == []
+    assert read_files(staged) == FILES
+    assert shared_copies(temporary_files) == []
 
 
 def test_a_local_directory_is_copied_where_one_wants_it(staged: Path, tmp_path: Path) -> None:
     there = pt.Checkpoint.from_directory(staged).to_directory(tmp_path / "deep" / "copy")
     assert there == str(tmp_path / "deep" / "copy")
-    assert files_in(there) == FILES
+    assert read_files(there) == FILES
 
 
 def test_a_local_directory_that_is_not_there_is_no_checkpoint(tmp_path: Path) -> None:
@@ -149,7 +158,7 @@ def test_a_link_that_leads_out_is_not_copied(staged: Path, tmp_path: Path) -> No
 def test_a_link_to_a_file_inside_becomes_that_file(staged: Path, tmp_path: Path) -> None:
     (staged / "last.ckpt").symlink_to("model/weights.bin")
     copied = pt.Checkpoint.from_directory(staged).to_directory(tmp_path / "copy")
-    assert files_in(copied)["last.ckpt"] == FILES["model/weights.bin"]
+    assert read_files(copied)["last.ckpt"] == FILES["model/weights.bin"]
 
 
 def test_the_file_system_of_a_local_directory_is_the_local_one(staged: Path) -> None:
@@ -165,18 +174,18 @@ def test_a_committed_checkpoint_is_lent_whole_and_removed_afterwards(
 ) -> None:
     path = str(target / KEY.folder)
     made = {"path": lambda: pt.Checkpoint(path), "uri": lambda: pt.Checkpoint(f"file://{path}")}
-    made["given"] = lambda: pt.Checkpoint._on_target(Opens(target), target.as_uri(), KEY)
+    made["given"] = lambda: pt.Checkpoint._on_target(TargetOpener(target), target.as_uri(), KEY)
     with made[how]().as_directory() as directory:
-        assert files_in(directory) == FILES
+        assert read_files(directory) == FILES
     assert not Path(directory).exists()
-    assert copies(temporary_files) == []
+    assert shared_copies(temporary_files) == []
 
 
 def test_one_of_a_block_prints_and_pickles_like_any_other(target: Path) -> None:
-    checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint._on_target(Opens(target), "s3://bucket/runs", KEY)))
+    checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint._on_target(TargetOpener(target), "s3://bucket/runs", KEY)))
     assert repr(checkpoint) == f"Checkpoint(filesystem=s3, path=bucket/runs/{KEY.folder})"
     with checkpoint.as_directory() as directory:
-        assert files_in(directory) == FILES
+        assert read_files(directory) == FILES
 
 
 def test_altered_bytes_are_never_lent_and_leave_nothing_behind(
@@ -188,7 +197,7 @@ def test_altered_bytes_are_never_lent_and_leave_nothing_behind(
         pass
     with pytest.raises(CheckpointCorrupt):
         checkpoint.to_directory(tmp_path / "out")
-    assert copies(temporary_files) == []
+    assert shared_copies(temporary_files) == []
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
@@ -206,11 +215,11 @@ def test_the_last_of_several_readers_in_one_process_removes_the_copy(target: Pat
     assert (one / "model/weights.bin").samefile(other / "model/weights.bin")  # two objects, one copy
     first.__exit__(None, None, None)
     assert not one.exists()
-    assert files_in(other) == FILES
-    assert copies(temporary_files)
+    assert read_files(other) == FILES
+    assert shared_copies(temporary_files)
     second.__exit__(None, None, None)
     assert not other.exists()
-    assert copies(temporary_files) == []
+    assert shared_copies(temporary_files) == []
 
 
 def test_many_threads_that_come_and_go_all_see_the_whole_checkpoint_and_leave_nothing(
@@ -218,27 +227,27 @@ def test_many_threads_that_come_and_go_all_see_the_whole_checkpoint_and_leave_no
 ) -> None:
     def read(_: int) -> bool:
         with checkpoint.as_directory() as directory:
-            return files_in(directory) == FILES
+            return read_files(directory) == FILES
 
     with ThreadPoolExecutor(16) as readers:
         assert all(readers.map(read, range(64)))
-    assert copies(temporary_files) == []
+    assert shared_copies(temporary_files) == []
 
 
 def test_a_reader_that_writes_into_its_copy_changes_no_other_copy(checkpoint: pt.Checkpoint) -> None:
     with checkpoint.as_directory() as first:
         Path(first, "model/config.json").write_text("mine")
         with checkpoint.as_directory() as second:
-            assert files_in(second) == FILES
+            assert read_files(second) == FILES
 
 
 def test_a_forked_child_that_leaves_the_block_takes_nothing_with_it(checkpoint: pt.Checkpoint) -> None:
     with checkpoint.as_directory() as directory:
         child = os.fork()
         if child == 0:
-            os._exit(0 if files_in(directory) == FILES else 1)
+            os._exit(0 if read_files(directory) == FILES else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert files_in(directory) == FILES
+        assert read_files(directory) == FILES
     assert not Path(directory).exists()
 
 
@@ -247,13 +256,13 @@ def test_a_reader_that_was_killed_pins_its_copy_only_until_the_next_one_comes(
     act: str, checkpoint: pt.Checkpoint, target: Path, temporary_files: Path
 ) -> None:
     with CheckpointUser(checkpoint, act) as reader:
-        answer = reader.answer()
+        answer = reader.read_line()
         reader.kill()
         try:
-            assert copies(temporary_files)
+            assert shared_copies(temporary_files)
             with pt.Checkpoint(target / KEY.folder).as_directory() as directory:
-                assert files_in(directory) == FILES
-            assert copies(temporary_files) == []
+                assert read_files(directory) == FILES
+            assert shared_copies(temporary_files) == []
         finally:
             if act == "borrow and fork":
                 os.kill(int(answer), signal.SIGKILL)
@@ -263,13 +272,13 @@ def test_a_copy_that_a_killed_reader_left_is_removed_when_nobody_used_it_for_a_w
     checkpoint: pt.Checkpoint, staged: Path, target: Path, temporary_files: Path
 ) -> None:
     with CheckpointUser(checkpoint, "borrow") as reader:
-        reader.answer()
+        reader.read_line()
         reader.kill()
     (left,) = temporary_files.glob("prefect-tune-*/node/*.lock")
     other = KEY.model_copy(update={"step": 50})
     (staged / "more").write_text("other bytes")
     with open_location(parse_uri(target), timeout=MINUTE) as store:
-        committed(store, staged, other)
+        commit_files(store, staged, other)
     week_seconds = 7 * 24 * 60 * 60
     for age_seconds, is_removed in ((week_seconds - 600, False), (week_seconds + 1, True)):
         os.utime(left, (time.time() - age_seconds,) * 2)
@@ -293,19 +302,19 @@ def test_without_a_path_it_is_the_same_directory_each_time_and_it_stays(checkpoi
     assert Path(there, "model/weights.bin").stat().st_mtime_ns == changed  # files in use are not fetched again
     with checkpoint.as_directory() as lent:
         assert lent != there
-    assert files_in(there) == FILES
+    assert read_files(there) == FILES
 
 
 def test_without_a_path_two_objects_have_two_directories(target: Path) -> None:
     one, two = (pt.Checkpoint(target / KEY.folder).to_directory() for _ in range(2))
     assert one != two
-    assert files_in(one) == files_in(two) == FILES
+    assert read_files(one) == read_files(two) == FILES
 
 
 def test_without_a_path_a_directory_that_its_owner_changed_is_left_to_them(checkpoint: pt.Checkpoint) -> None:
     mine = Path(checkpoint.to_directory())
     (mine / "model/config.json").write_text("mine")
-    assert files_in(checkpoint.to_directory()) == FILES
+    assert read_files(checkpoint.to_directory()) == FILES
     assert (mine / "model/config.json").read_text() == "mine"
 
 
@@ -314,7 +323,7 @@ def test_an_empty_directory_is_filled_and_one_that_is_filled_is_verified_not_fet
 ) -> None:
     (tmp_path / "out").mkdir()
     there = checkpoint.to_directory(tmp_path / "out")
-    assert files_in(there) == FILES
+    assert read_files(there) == FILES
     for blob in (target / KEY.trial.blobs_folder).iterdir():
         blob.unlink()  # now nothing can be fetched
     assert pt.Checkpoint(checkpoint.path).to_directory(there) == there
@@ -367,7 +376,7 @@ def test_what_another_process_fetched_of_a_source_that_may_change_counts_if_it_w
     def fill(bytes_named: str, *seconds: int) -> None:
         times = iter(seconds)  # of the request and of the end
         monkeypatch.setattr(scratch, "time", SimpleNamespace(monotonic=lambda: next(times)))
-        content = DirectoryContent(bytes_named, "source", lambda path, _: write(path, FILES), lambda _: False)
+        content = DirectoryContent(bytes_named, "source", lambda path, _: write_files(path, FILES), lambda _: False)
         fill_directory(tmp_path / "out", content, Deadline.never())
 
     fill("first", 10, 20)
@@ -386,21 +395,21 @@ def test_metadata_of_a_local_directory_is_a_json_file_in_it(staged: Path) -> Non
     )
     checkpoint.set_metadata({"c": 1})
     assert checkpoint.get_metadata() == {"c": 1}
-    assert sorted(files_in(staged)) == sorted([*FILES, ".metadata.json"])
+    assert sorted(read_files(staged)) == sorted([*FILES, ".metadata.json"])
 
 
 def test_metadata_of_a_committed_checkpoint_are_versions_beside_it(checkpoint: pt.Checkpoint, target: Path) -> None:
-    before = files_in(target)
+    before = read_files(target)
     checkpoint.update_metadata({"a": 1})
     pt.Checkpoint(checkpoint.path).update_metadata({"b": 2})
     assert checkpoint.get_metadata() == {"a": 1, "b": 2}
     checkpoint.set_metadata({"c": 3})
     assert pickle.loads(pickle.dumps(checkpoint)).get_metadata() == {"c": 3}
-    after = files_in(target)
+    after = read_files(target)
     assert before.items() <= after.items()  # no existing file has changed
     assert len(after) == len(before) + 3
     with checkpoint.as_directory() as directory:
-        assert files_in(directory) == {**FILES, ".metadata.json": b'{"c": 3}'}
+        assert read_files(directory) == {**FILES, ".metadata.json": b'{"c": 3}'}
 
 
 def _restored_by_a_task(checkpoint: pt.Checkpoint, copy: Path) -> None:
@@ -410,7 +419,9 @@ def _restored_by_a_task(checkpoint: pt.Checkpoint, copy: Path) -> None:
 def _through_its_file_system(checkpoint: pt.Checkpoint, copy: Path) -> None:
     found = checkpoint.filesystem.get_file_info(arrow.FileSelector(checkpoint.path, recursive=True))
     files = [each.path for each in found if each.is_file]
-    write(copy, {f.removeprefix(checkpoint.path)[1:]: checkpoint.filesystem.open_input_file(f).read() for f in files})
+    write_files(
+        copy, {f.removeprefix(checkpoint.path)[1:]: checkpoint.filesystem.open_input_file(f).read() for f in files}
+    )
 
 
 def _lent(checkpoint: pt.Checkpoint, copy: Path) -> None:
@@ -441,12 +452,12 @@ def test_every_copy_has_the_metadata_of_its_checkpoint(
     for number, said in enumerate([{}, {"note": "best"}, large, {"more": 1, "note": "best"}]):
         checkpoint.set_metadata(said)
         copied_by(checkpoint, copy := tmp_path / f"copy{number}")
-        assert files_in(copy) == {**FILES, ".metadata.json": json.dumps(said).encode()}
+        assert read_files(copy) == {**FILES, ".metadata.json": json.dumps(said).encode()}
         again = pt.Checkpoint.from_directory(pt.Checkpoint.from_directory(copy).to_directory())
         assert again.get_metadata() == said
     key = KEY.model_copy(update={"step": 41})
     with open_location(parse_uri(target), timeout=MINUTE) as store:
-        committed(store, copy, key)
+        commit_files(store, copy, key)
     assert pt.Checkpoint(target / key.folder).get_metadata() == {"note": "best", "more": 1}
 
 
@@ -477,14 +488,14 @@ def test_damaged_metadata_costs_no_copy_its_files(
     next((target / KEY.folder / "metadata").iterdir()).write_bytes(b"{")
     with pytest.warns(UserWarning, match=r"lacks metadata that was set after the commit: .*metadata/0000000001.json"):
         copied_by(checkpoint, tmp_path / "copy")
-    assert files_in(tmp_path / "copy") == FILES
+    assert read_files(tmp_path / "copy") == FILES
 
 
 def test_metadata_starts_as_what_was_committed(target: Path, staged: Path) -> None:
     pt.Checkpoint.from_directory(staged).set_metadata({"from": "file", "both": "file"})
     key = KEY.model_copy(update={"step": 41})
     with open_location(parse_uri(target), timeout=MINUTE) as store:
-        committed(store, staged, key, user_metadata={"both": "commit"})
+        commit_files(store, staged, key, user_metadata={"both": "commit"})
     checkpoint = pt.Checkpoint(target / key.folder)
     assert checkpoint.get_metadata() == {"from": "file", "both": "commit"}
     checkpoint.update_metadata({"later": True})
@@ -500,7 +511,7 @@ def test_of_updates_at_the_same_time_none_is_lost(where: str, staged: Path, chec
         for number in range(20):
             writers.submit(shared.update_metadata, {f"z{number}": number})
             shared.get_metadata()  # a concurrent read never fails
-        assert [other.go_on() for other in others] == [0, 0]
+        assert [other.finish() for other in others] == [0, 0]
     expected = {f"{name}{number}": number for name in "xy" for number in range(10)}
     assert shared.get_metadata() == expected | {f"z{number}": number for number in range(20)}
 
@@ -509,12 +520,12 @@ def test_of_updates_at_the_same_time_none_is_lost(where: str, staged: Path, chec
 def test_what_json_cannot_say_is_refused_before_anything_is_written(
     unsaid: dict[str, object], staged: Path, checkpoint: pt.Checkpoint, target: Path
 ) -> None:
-    before = files_in(target)
+    before = read_files(target)
     for each in (pt.Checkpoint.from_directory(staged), checkpoint):
         with pytest.raises(InvalidInput, match="metadata"):
             each.set_metadata(unsaid)
-    assert files_in(target) == before
-    assert files_in(staged) == FILES
+    assert read_files(target) == before
+    assert read_files(staged) == FILES
 
 
 def test_metadata_that_cannot_be_read_is_not_taken_for_none(

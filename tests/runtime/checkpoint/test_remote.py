@@ -25,7 +25,7 @@ from prefect_tune.core.storage.object_store import ListedObject
 from prefect_tune.stores.local.staging import fetch_plain_directory
 from prefect_tune.stores.open_location import open_location, parse_uri
 from tests.fakes.checkpoint_user import CheckpointUser
-from tests.fakes.checkpoints import FILES, KEY, MINUTE, committed, copies, files_in, write
+from tests.fakes.checkpoints import FILES, KEY, MINUTE, commit_files, read_files, shared_copies, write_files
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -50,7 +50,7 @@ def sink() -> Iterator[S3Sink]:
 def uri(sink: S3Sink, staged: Path) -> str:
     """The URI of a committed checkpoint on S3."""
     with open_location(parse_uri(f"s3://bucket/runs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
-        committed(store, staged)
+        commit_files(store, staged)
     sink.reset()
     return f"s3://bucket/runs/{KEY.folder}?endpoint_url={sink.endpoint}"
 
@@ -98,13 +98,13 @@ def test_processes_with_objects_of_their_own_share_one_download_until_the_last_l
 ) -> None:
     with ExitStack() as stack:
         users = [stack.enter_context(CheckpointUser(pt.Checkpoint(uri), "borrow")) for _ in range(3)]
-        directories = [user.answer() for user in users]
+        directories = [user.read_line() for user in users]
         assert served(sink) == SIZE
         for user, directory in zip(users, directories, strict=True):
-            assert files_in(directory) == FILES
-            assert user.go_on() == 0
+            assert read_files(directory) == FILES
+            assert user.finish() == 0
             assert not Path(directory).exists()
-    assert copies(temporary_files) == []
+    assert shared_copies(temporary_files) == []
 
 
 @pytest.mark.parametrize("has_links", [True, False])
@@ -121,11 +121,11 @@ def test_new_metadata_makes_a_reader_download_nothing_that_another_has(
         with pt.Checkpoint(uri).as_directory() as second:
             pt.Checkpoint(uri).update_metadata({"note": 2})
             with pt.Checkpoint(uri).as_directory() as third:
-                assert files_in(first) == FILES
-                assert files_in(second) == {**FILES, ".metadata.json": b'{"note": 1}'}
-                assert files_in(third) == {**FILES, ".metadata.json": b'{"note": 2}'}
+                assert read_files(first) == FILES
+                assert read_files(second) == {**FILES, ".metadata.json": b'{"note": 1}'}
+                assert read_files(third) == {**FILES, ".metadata.json": b'{"note": 2}'}
     assert served(sink) == SIZE
-    assert copies(temporary_files) == []
+    assert shared_copies(temporary_files) == []
 
 
 @pytest.mark.long
@@ -144,17 +144,17 @@ def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
     with S3Sink() as other:  # another server has the same checkpoint and refuses to serve it
         root = f"s3://bucket/runs?endpoint_url={other.endpoint}"
         with open_location(parse_uri(root), timeout=MINUTE) as store:
-            committed(store, staged)
+            commit_files(store, staged)
         other.fault = refuse
         with CheckpointUser(pt.Checkpoint(root.replace("/runs", f"/runs/{KEY.folder}")), "borrow") as first:
             assert reached.wait(30)
             with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
                 time.sleep(1)  # usually enough for `second` to wait for `first`; the outcome is the same without
                 proceed.set()
-                assert first.go_on() == 1
-                assert files_in(second.answer()) == FILES
-                assert second.go_on() == 0
-    assert copies(temporary_files) == []
+                assert first.finish() == 1
+                assert read_files(second.read_line()) == FILES
+                assert second.finish() == 0
+    assert shared_copies(temporary_files) == []
 
 
 def test_a_download_whose_process_was_killed_is_made_by_a_process_that_waited(
@@ -166,18 +166,18 @@ def test_a_download_whose_process_was_killed_is_made_by_a_process_that_waited(
         with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
             first.kill()
             gate.open()
-            assert files_in(second.answer()) == FILES
-            assert second.go_on() == 0
-    assert copies(temporary_files) == []
+            assert read_files(second.read_line()) == FILES
+            assert second.finish() == 0
+    assert shared_copies(temporary_files) == []
 
 
 def test_processes_that_ask_for_one_directory_download_once(sink: S3Sink, uri: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with CheckpointUser(pt.Checkpoint(uri), "have", out) as one, CheckpointUser(pt.Checkpoint(uri), "have", out) as two:
-        assert one.answer() == two.answer() == out
-        assert one.go_on() == two.go_on() == 0
+        assert one.read_line() == two.read_line() == out
+        assert one.finish() == two.finish() == 0
     assert served(sink) == SIZE
-    assert files_in(out) == FILES
+    assert read_files(out) == FILES
 
 
 def test_a_killed_download_into_a_directory_leaves_nothing_once_it_is_done_again(
@@ -192,7 +192,7 @@ def test_a_killed_download_into_a_directory_leaves_nothing_once_it_is_done_again
     assert not out.exists()
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]
     pt.Checkpoint(uri).to_directory(out)
-    assert files_in(out) == FILES
+    assert read_files(out) == FILES
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]
 
 
@@ -236,10 +236,10 @@ def test_a_plain_directory_is_read_as_it_is(how: str, plain: str, sink: S3Sink, 
     if how == "pyarrow":
         checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint("bucket/theirs/ckpt", filesystem=s3_of_pyarrow(sink))))
     with checkpoint.as_directory() as directory:
-        assert files_in(directory) == PLAIN
-    assert files_in(checkpoint.to_directory(tmp_path / "out")) == PLAIN
+        assert read_files(directory) == PLAIN
+    assert read_files(checkpoint.to_directory(tmp_path / "out")) == PLAIN
     there = checkpoint.to_directory()
-    assert files_in(there) == PLAIN
+    assert read_files(there) == PLAIN
     assert checkpoint.to_directory() == there
 
 
@@ -253,15 +253,15 @@ def test_a_plain_directory_keeps_its_metadata_file_and_gets_versions_beside_it(p
     assert pt.Checkpoint(plain).get_metadata() == {"theirs": 1, "mine": 2}
     assert sink.bytes_of("bucket/theirs/ckpt/.metadata.json") == b'{"theirs": 1}'
     with checkpoint.as_directory() as directory:
-        assert files_in(directory) == {**PLAIN, ".metadata.json": b'{"mine": 2, "theirs": 1}'}
+        assert read_files(directory) == {**PLAIN, ".metadata.json": b'{"mine": 2, "theirs": 1}'}
 
 
 def test_a_plain_directory_may_have_changed_the_next_time(plain: str, sink: S3Sink) -> None:
     with pt.Checkpoint(plain).as_directory() as before:
         put(sink, "bucket/theirs/ckpt/model.safetensors", b"WEIGHTS" * 1000)
         with pt.Checkpoint(plain).as_directory() as after:
-            assert files_in(after)["model.safetensors"] == b"WEIGHTS" * 1000
-            assert files_in(before) == PLAIN
+            assert read_files(after)["model.safetensors"] == b"WEIGHTS" * 1000
+            assert read_files(before) == PLAIN
 
 
 def test_the_file_system_of_a_plain_directory_opens_its_files(plain: str) -> None:
@@ -276,7 +276,7 @@ def test_a_read_of_a_committed_file_costs_its_chunks_once_however_it_is_cut(sink
     content = random.Random(0).randbytes(5 * half)
     target = f"s3://bucket/large?endpoint_url={sink.endpoint}"
     with open_location(parse_uri(target), timeout=MINUTE) as store:
-        committed(store, write(tmp_path / "large", {"model.bin": content}))
+        commit_files(store, write_files(tmp_path / "large", {"model.bin": content}))
     checkpoint = pt.Checkpoint(target.replace("large", f"large/{KEY.folder}"))
     sink.reset()
     with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/model.bin") as file:
@@ -294,14 +294,14 @@ def test_file_systems_of_fsspec_are_taken_too(tmp_path: Path) -> None:
     named = pt.Checkpoint(f"memory://{tmp_path.name}/theirs")
     for checkpoint in (given, named):
         with checkpoint.as_directory() as directory:
-            assert files_in(directory) == PLAIN
+            assert read_files(directory) == PLAIN
 
 
 def test_a_file_system_that_might_hang_is_used_in_a_process_that_can_be_ended(tmp_path: Path) -> None:
-    write(tmp_path / "theirs", PLAIN)
+    write_files(tmp_path / "theirs", PLAIN)
     unknown = fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"))
     with pt.Checkpoint("theirs", filesystem=unknown).as_directory() as directory:
-        assert files_in(directory) == PLAIN
+        assert read_files(directory) == PLAIN
 
 
 @pytest.mark.parametrize("make", [pt.Checkpoint, lambda uri: pt.Checkpoint(f"{uri.partition('?')[0]}")])
@@ -322,7 +322,7 @@ def test_a_name_that_leads_out_is_never_followed(name: str, tmp_path: Path) -> N
     store.objects = {"theirs/good": b"good", f"theirs/{name}": b"evil"}
     with pytest.raises(CheckpointCorrupt, match="leads out"):
         fetch_plain_directory(store, "theirs", tmp_path / "deep" / "out")
-    assert files_in(tmp_path / "deep") == {}
+    assert read_files(tmp_path / "deep") == {}
     assert not (tmp_path / "evil").exists()
 
 

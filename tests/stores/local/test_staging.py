@@ -21,7 +21,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.runtime.session import copy_directory
 from prefect_tune.stores.local.staging import StagedFiles, restoring_directory
-from tests.fakes.checkpoints import files_in, write
+from tests.fakes.checkpoints import read_files, write_files
 from tests.fakes.stores.memory_store import ParallelMemoryStore
 from tests.trainables.unreadable import make_deep
 
@@ -147,7 +147,7 @@ def test_what_could_not_be_restored_elsewhere_is_refused_by_name(put: Callable[[
 @pytest.mark.parametrize("name", ["bad", "folder"])
 def test_what_another_user_owns_is_refused_by_name(name: str) -> None:
     with TemporaryDirectory() as folder:
-        root = write(Path(folder), {"bad": b"1", "folder/file": b"2"})
+        root = write_files(Path(folder), {"bad": b"1", "folder/file": b"2"})
         root.chmod(0o755)
         (root / name).chmod(0)
         staged_before = StagedFiles(root)
@@ -201,10 +201,10 @@ class _Meeting(ParallelMemoryStore):
 
 def test_the_blobs_of_a_save_and_of_a_restore_are_transferred_side_by_side(tmp_path: Path) -> None:
     large = {name: name.encode() * BLOB_BYTES for name in "ab"}
-    write(tmp_path / "source", large)
+    write_files(tmp_path / "source", large)
     store = _Meeting()
     bring(store, save(store, tmp_path / "source"), tmp_path / "copy")
-    assert files_in(tmp_path / "copy") == large
+    assert read_files(tmp_path / "copy") == large
 
 
 @pytest.mark.parametrize("change", ["rewritten", "grown", "added", "removed", "replaced"])
@@ -240,7 +240,7 @@ def test_a_file_that_vanishes_while_a_directory_is_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object], gone: str
 ) -> None:
     """Another process deletes it after its folder was listed, before it is opened."""
-    write(source := tmp_path / "source", {"deep/weights": b"1"})
+    write_files(source := tmp_path / "source", {"deep/weights": b"1"})
     scan = os.scandir
 
     def scan_and_delete(folder: str | Path) -> object:

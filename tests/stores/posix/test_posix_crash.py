@@ -9,7 +9,7 @@ import pytest
 
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, ObjectNotFound, StoreUnavailable
 from prefect_tune.stores.posix_store import PosixStore
-from tests.fakes.stores.dying_store import Crash, Way
+from tests.fakes.stores.dying_store import Crash, Failure
 from tests.fakes.stores.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.long_cases import long_after
 from tests.stores.contract import StoreContract
@@ -57,12 +57,12 @@ def _furnished() -> MemoryPosix:
     return disk
 
 
-def _points(act: Act) -> Iterator[tuple[int, Way]]:
+def _points(act: Act) -> Iterator[tuple[int, Failure]]:
     """Return every call that the act makes on the disk, with every way for it to fail."""
     calls = DyingCalls(_furnished(), nth=0)
     act(posix_store(calls))
     for nth in range(1, calls.total + 1):
-        for way in Way:
+        for way in Failure:
             yield nth, way
 
 
@@ -153,7 +153,7 @@ def test_hidden_files_of_the_dead_are_swept_by_a_later_writer(act: Act) -> None:
 def test_sweeping_a_published_object_that_is_not_safe_yet_makes_it_safe() -> None:
     disk = MemoryPosix()
     with pytest.raises(Crash):
-        _create(posix_store(DyingCalls(disk, _nth(_create, "link"), Way.CRASH_AFTER)))
+        _create(posix_store(DyingCalls(disk, _nth(_create, "link"), Failure.CRASH_AFTER)))
     disk.die_with_process()
     disk.clock_ns += 90_000 * 10**9
     posix_store(disk).put("later", b"1")
@@ -163,7 +163,7 @@ def test_sweeping_a_published_object_that_is_not_safe_yet_makes_it_safe() -> Non
 
 def _nth(act: Act, call: str) -> int:
     for nth, _ in _points(act):
-        calls = DyingCalls(MemoryPosix(), nth, Way.CRASH_BEFORE)
+        calls = DyingCalls(MemoryPosix(), nth, Failure.CRASH_BEFORE)
         with suppress(Crash):
             act(posix_store(calls))
         if calls.failed_at == call:
@@ -173,7 +173,7 @@ def _nth(act: Act, call: str) -> int:
 
 def test_a_link_whose_reply_was_lost_is_recognized_as_done() -> None:
     disk = MemoryPosix()
-    _create(posix_store(DyingCalls(disk, _nth(_create, "link"), Way.REPLY_LOST)))
+    _create(posix_store(DyingCalls(disk, _nth(_create, "link"), Failure.REPLY_LOST)))
     disk.lose_power()
     assert _found(disk, "a/b/object") == NEW
 
@@ -184,7 +184,7 @@ def test_a_folder_that_cannot_be_synced_leaves_the_outcome_unknown() -> None:
     last_sync = folder_syncs.total - 1  # the hidden name is removed after it
     disk = MemoryPosix()
     with pytest.raises(CommitUnknown, match="cannot be synced"):
-        _create(posix_store(DyingCalls(disk, last_sync, Way.UNAVAILABLE)))
+        _create(posix_store(DyingCalls(disk, last_sync, Failure.UNAVAILABLE)))
 
 
 def test_a_disk_that_does_not_sync_is_found_out_by_these_tests() -> None:

@@ -19,7 +19,7 @@ from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.tasks import checkpoints
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
-from tests.fakes.checkpoints import first_generation, write
+from tests.fakes.checkpoints import first_generation, write_files
 
 _task_runs = itertools.count()  # no two of them alike, as two addresses may be
 
@@ -56,7 +56,7 @@ class Caller:
     def directory(self, step: int, content: str = "") -> Path:
         files = {"weights": f"step {step}{content}".encode() * 100, "empty/nothing": b""}
         folder = self.folder / f"step-{step}-{content}"
-        return folder if folder.exists() else write(folder, files)  # another thread may be saving the same step
+        return folder if folder.exists() else write_files(folder, files)  # another thread may be saving the same step
 
     def save_checkpoint(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
         self.task_run = None  # a new task run for each save

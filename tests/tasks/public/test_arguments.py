@@ -11,7 +11,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.task_values import SaveArguments
-from tests.fakes.checkpoints import files_in
+from tests.fakes.checkpoints import read_files
 from tests.tasks.public.conftest import Caller
 
 NAN = float("nan")
@@ -94,7 +94,7 @@ def test_a_deletion_in_an_experiment_that_does_not_exist_is_refused_and_creates_
 def test_an_attempt_with_a_name_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.InvalidInput, match="trial: Input should be a valid string, found 3"):
         pt.run_trial.fn(dict, target=tmp_path, experiment="e", trial=3)  # type: ignore[arg-type]  # the test's point
-    assert files_in(tmp_path) == {}
+    assert read_files(tmp_path) == {}
 
 
 def test_arguments_have_the_forms_that_parameters_of_a_deployment_and_numpy_have(caller: Caller) -> None:

@@ -15,8 +15,8 @@ from prefect_tune.core.errors import StoreUnavailable, TuneError
 from prefect_tune.core.experiment.summary import LearningCurves
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal.journal import read_entries
-from tests.fakes.checkpoints import files_in, first_generation, write
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.checkpoints import first_generation, read_files, write_files
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
 from tests.long_cases import long_after
 from tests.tasks.public.conftest import Caller
 
@@ -32,9 +32,9 @@ def test_what_is_saved_is_restored(caller: Caller, tmp_path: Path) -> None:
     assert newest is not None
     assert second is not None
     assert (newest.step, newest.metrics) == (3, {"loss": 1 / 3})
-    assert files_in(newest.directory) == files_in(caller.directory(3))
+    assert read_files(newest.directory) == read_files(caller.directory(3))
     assert second.directory == tmp_path / "second"
-    assert files_in(second.directory) == files_in(caller.directory(2))
+    assert read_files(second.directory) == read_files(caller.directory(2))
     assert Path(second, "weights").is_file()
 
 
@@ -113,7 +113,7 @@ def test_a_quarantined_checkpoint_is_deleted_with_its_bytes_and_cannot_be_releas
     caller.begin("later").save_checkpoint(2, "otherwise")
     again = caller.restore_checkpoint()
     assert again is not None
-    assert files_in(again.directory) == files_in(caller.directory(2, "otherwise"))
+    assert read_files(again.directory) == read_files(caller.directory(2, "otherwise"))
 
 
 def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_restored(caller: Caller) -> None:
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_it_restored(call
     )  # the next save succeeds and reuses no bytes of the damaged checkpoint
     again = caller.restore_checkpoint()
     assert again is not None
-    assert (again.step, files_in(again.directory)) == (3, files_in(caller.directory(3)))
+    assert (again.step, read_files(again.directory)) == (3, read_files(caller.directory(3)))
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(caller: Caller) -> None:
@@ -174,7 +174,7 @@ def test_a_uri_names_the_target_and_its_checkpoint(caller: Caller, tmp_path: Pat
     saved = pt.save_checkpoint.fn(caller.directory(1), target=target, experiment="e", step=1, metadata={"by": "me"})
     assert saved.uri.startswith(Path(target).as_uri())
     with pt.Checkpoint(saved.uri).as_directory() as directory:
-        assert files_in(directory) == {**files_in(caller.directory(1)), ".metadata.json": b'{"by": "me"}'}
+        assert read_files(directory) == {**read_files(caller.directory(1)), ".metadata.json": b'{"by": "me"}'}
     assert pt.Checkpoint(saved.uri).get_metadata() == {"by": "me"}
 
 
@@ -191,10 +191,10 @@ def test_saving_a_step_again_from_its_copy_changes_nothing(caller: Caller) -> No
 
 def test_a_directory_with_other_content_is_not_touched(caller: Caller, tmp_path: Path) -> None:
     caller.save_checkpoint(1)
-    mine = write(tmp_path / "mine", {"precious": b"1"})
+    mine = write_files(tmp_path / "mine", {"precious": b"1"})
     with pytest.raises(pt.InvalidInput, match="not empty and not this checkpoint"):
         caller.restore_checkpoint(directory=mine)
-    assert files_in(mine) == {"precious": b"1"}
+    assert read_files(mine) == {"precious": b"1"}
 
 
 # A trial that restarts from an older checkpoint, and the reports of the steps that it repeats.
@@ -236,7 +236,7 @@ def test_a_deletion_that_the_target_interrupted_is_finished_by_the_next_call(cal
     bucket = caller.bucket
     caller.save_checkpoint(1)
     caller.save_checkpoint(2)
-    caller.on(DyingStore(bucket, 1, Way.UNAVAILABLE, only=frozenset({"delete"})))
+    caller.on(DyingStore(bucket, 1, Failure.UNAVAILABLE, only=frozenset({"delete"})))
     with pytest.raises(StoreUnavailable):
         caller.delete_checkpoints(2)
     caller.on(bucket)
@@ -245,7 +245,7 @@ def test_a_deletion_that_the_target_interrupted_is_finished_by_the_next_call(cal
     assert caller.delete_checkpoints(2) == 0
     restored = caller.restore_checkpoint()
     assert restored is not None
-    assert files_in(restored.directory) == files_in(caller.directory(1))
+    assert read_files(restored.directory) == read_files(caller.directory(1))
 
 
 def test_reports_of_steps_that_a_later_run_trains_again_are_journaled(caller: Caller) -> None:
@@ -293,7 +293,7 @@ CREATES = frozenset({"create"})
 def failed_save(caller: Caller, step: int, content: str = "") -> None:
     """Save a step; the write of the journal entry after the manifest fails."""
     bucket = caller.bucket
-    caller.on(DyingStore(bucket, 2, Way.UNAVAILABLE, only=CREATES))
+    caller.on(DyingStore(bucket, 2, Failure.UNAVAILABLE, only=CREATES))
     with pytest.raises(StoreUnavailable):
         caller.save_checkpoint(step, content)
     caller.on(bucket)
@@ -312,7 +312,7 @@ def test_a_save_whose_entry_was_not_written_is_saved_again(caller: Caller, conte
     pt.restore_experiment_state.fn(target=caller.target, experiment="e")
     restored = caller.restore_checkpoint()
     assert restored is not None
-    assert (restored.step, files_in(restored.directory)) == (2, files_in(caller.directory(2, content)))
+    assert (restored.step, read_files(restored.directory)) == (2, read_files(caller.directory(2, content)))
     caller.save_checkpoint(3)  # a new attempt deletes the leftovers of the failed save
     assert sum("manifest" in path for path in caller.bucket.objects) == 3
 
@@ -330,7 +330,7 @@ def test_a_failed_save_that_is_saved_again_is_not_adopted_instead(caller: Caller
     bucket = caller.bucket
     caller.save_checkpoint(1)
     failed_save(caller, 2)
-    caller.on(DyingStore(bucket, 3, Way.CRASH_BEFORE, only=CREATES))  # after manifest and retirement
+    caller.on(DyingStore(bucket, 3, Failure.CRASH_BEFORE, only=CREATES))  # after manifest and retirement
     with pytest.raises(Crash):
         caller.save_checkpoint(2, "other bytes")
     caller.on(bucket).begin("later")
@@ -341,9 +341,9 @@ def test_a_failed_save_that_is_saved_again_is_not_adopted_instead(caller: Caller
 # Deleting a quarantined checkpoint: killed at each operation, then repeated by a later run.
 
 
-@pytest.mark.parametrize("way", long_after(2, Way))
+@pytest.mark.parametrize("way", long_after(2, Failure))
 def test_a_killed_deletion_of_a_quarantined_checkpoint_loses_no_other_and_is_completed_by_the_next(
-    caller: Caller, way: Way
+    caller: Caller, way: Failure
 ) -> None:
     for step in (1, 2, 3):
         caller.save_checkpoint(step)
@@ -368,7 +368,7 @@ def test_a_killed_deletion_of_a_quarantined_checkpoint_loses_no_other_and_is_com
         for step in (1, 3):
             restored = caller.restore_checkpoint(step)
             assert restored is not None
-            assert files_in(restored.directory) == files_in(caller.directory(step))
+            assert read_files(restored.directory) == read_files(caller.directory(step))
         if store.failed_at is None:
             break
     assert nth > 5

@@ -22,9 +22,9 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import WriteStamp
 from prefect_tune.journal_access import read_experiment_raising_refusals
 from prefect_tune.tasks import checkpoints
-from tests.fakes.checkpoints import files_in, first_generation
+from tests.fakes.checkpoints import first_generation, read_files
 from tests.fakes.searches.experiments import write_search
-from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Failure
 from tests.long_cases import long_after
 from tests.tasks.public.conftest import Caller
 
@@ -186,10 +186,10 @@ def test_steps_that_were_reported_and_not_saved_are_trained_again_in_a_new_attem
 
 def test_a_search_is_not_written_to(caller: Caller, tmp_path: Path) -> None:
     write_search(tmp_path / "runs", "e", {"a": 0.5, "b": 0.25})
-    before = files_in(tmp_path / "runs")
+    before = read_files(tmp_path / "runs")
     with pytest.raises(pt.InvalidInput, match="is a search, which writes its own journal"):
         caller.save_checkpoint(1, target=str(tmp_path / "runs"))
-    assert files_in(tmp_path / "runs") == before
+    assert read_files(tmp_path / "runs") == before
 
 
 def points(caller: Caller, only: frozenset[str] | None) -> int:
@@ -204,8 +204,8 @@ def points(caller: Caller, only: frozenset[str] | None) -> int:
     return store.total
 
 
-@pytest.mark.parametrize("way", long_after(1, [Way.CRASH_BEFORE, Way.CRASH_AFTER, Way.TORN]))
-def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(caller: Caller, way: Way) -> None:
+@pytest.mark.parametrize("way", long_after(1, [Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]))
+def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(caller: Caller, way: Failure) -> None:
     bucket = caller.bucket
     for nth in range(1, points(caller, WRITES) + 1):
         caller.experiment, done = f"e-{nth}", list[int]()
@@ -224,8 +224,8 @@ def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(
         assert len(kept) == 1, nth
 
 
-@pytest.mark.parametrize("way", long_after(1, [Way.REPLY_LOST, Way.UNAVAILABLE]))
-def test_a_retry_of_the_task_is_the_same_save(caller: Caller, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", long_after(1, [Failure.REPLY_LOST, Failure.UNAVAILABLE]))
+def test_a_retry_of_the_task_is_the_same_save(caller: Caller, way: Failure, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = caller.bucket
     monkeypatch.setattr("prefect_tune.storage_retries._PAUSES_SECONDS", (0.0,) * 7)
     for nth in range(1, points(caller, None) + 1):

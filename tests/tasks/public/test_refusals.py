@@ -15,7 +15,7 @@ from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.core.storage.object_store import Buffer, ListedObject
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
-from tests.fakes.checkpoints import first_generation, write
+from tests.fakes.checkpoints import first_generation, write_files
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -72,7 +72,7 @@ def at_once(task: Any) -> Any:
 def test_what_was_trained_is_saved_after_refusals_have_passed(
     tmp_path: Path, bucket: RefusingBucket, place: dict[str, Any]
 ) -> None:
-    directory = write(tmp_path / "a", {"w": b"1"})
+    directory = write_files(tmp_path / "a", {"w": b"1"})
 
     @flow
     def trains() -> pt.ExperimentState:
@@ -137,7 +137,7 @@ def state_at(own: dict[str, Any]) -> Experiment:
 
 
 def directory(tmp_path: Path, step: int) -> Path:
-    return write(tmp_path / f"step-{step}", {"state": str(step).encode()})
+    return write_files(tmp_path / f"step-{step}", {"state": str(step).encode()})
 
 
 def test_a_retry_of_the_flow_run_is_a_new_owner_and_continues(own: dict[str, Any], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.journal_access import read_experiment_by_name
 from prefect_tune.tasks import checkpoints
-from tests.fakes.checkpoints import files_in
+from tests.fakes.checkpoints import read_files
 from tests.tasks.public.conftest import Caller
 from tests.tasks.public.test_checkpoints import spoil
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_damaged(
     with caplog.at_level(logging.WARNING, "prefect_tune"):
         restored = caller.restore_checkpoint()
     assert restored is not None
-    assert (restored.step, files_in(restored.directory)) == (4, files_in(caller.directory(4)))
+    assert (restored.step, read_files(restored.directory)) == (4, read_files(caller.directory(4)))
     trial = caller.state().trial("trial")
     assert (trial.quarantined_sequences, trial.lost_checkpoint_count) == ((), 0)
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
