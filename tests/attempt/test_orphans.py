@@ -158,7 +158,7 @@ def test_what_a_trial_has_started_has_the_subreaper_for_its_parent_once_its_own_
 
 LOG = make_log(LogRecorder())
 _SLOW_SECONDS = 100.0  # the machine may be busy with other tests; some start many Python processes
-_WAYS = [name for name in parallel.WAYS if name != "DataLoader"]
+_WAYS = [name for name in parallel.WORKERS if name != "DataLoader"]
 
 Opened = Callable[[Start, Log], AbstractContextManager[TrialChannel]]
 
@@ -198,21 +198,21 @@ def found_by(opened: Opened, trainable: object, folder: Path, **config: object) 
 
 
 def test_a_forked_worker_ends_by_the_signals_that_end_it_outside_a_trial(opened: Opened, tmp_path: Path) -> None:
-    by_sigterm, by_ctrl_c = found_by(opened, parallel.terminates, tmp_path)["codes"]
+    by_sigterm, by_ctrl_c = found_by(opened, parallel.terminate_workers, tmp_path)["codes"]
     assert (by_sigterm, by_ctrl_c) == (-signal.SIGTERM, 1)
 
 
 def test_a_worker_that_is_terminated_as_it_is_forked_ends_too(tmp_path: Path) -> None:
-    assert found_by(supervised_process, parallel.terminates_at_once, tmp_path, rounds=100)["codes"] == [-signal.SIGTERM]
+    assert found_by(supervised_process, parallel.terminate_early, tmp_path, rounds=100)["codes"] == [-signal.SIGTERM]
 
 
 def test_threads_of_a_trial_fork_side_by_side_and_no_signal_stays_blocked(tmp_path: Path) -> None:
-    found = found_by(supervised_process, parallel.forks_from_a_thread, tmp_path)
+    found = found_by(supervised_process, parallel.fork_from_threads, tmp_path)
     assert (found["codes"], found["blocked"]) == ([-signal.SIGTERM], 0)
 
 
 def test_a_worker_of_a_trial_in_a_thread_of_the_flow_ends_as_well(tmp_path: Path) -> None:
-    assert found_by(trial_in_thread, parallel.terminates, tmp_path)["codes"] == [-signal.SIGTERM, 1]
+    assert found_by(trial_in_thread, parallel.terminate_workers, tmp_path)["codes"] == [-signal.SIGTERM, 1]
 
 
 # ------------------------------------------------------------------------------------- each end of the trial
@@ -223,7 +223,7 @@ def trained(opened: Opened, folder: Path, ends: str, way: str) -> list[int]:
     folder.mkdir()
     witness = folder / "witness"
     config = {"witness": str(witness), "way": way, "steps": 3 if ends == "by itself" else 10_000}
-    with opened(make_start(parallel.trains, folder, config), LOG) as channel:
+    with opened(make_start(parallel.train_with_workers, folder, config), LOG) as channel:
         last = _last_word(channel, lambda: _end(ends, channel, witness))
         assert isinstance(last, TrialEnded | None), (way, last)
         code = None if last is None else get_reason_code(last.outcome.reason)
@@ -297,7 +297,7 @@ def _resource_tracker(ours: Family) -> list[int]:
 def test_a_resource_tracker_that_is_slow_still_removes_what_its_trial_left_in_shared_memory(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     with family() as ours, trains_alone() as opened:
-        start = make_start(parallel.leaves_shared_memory, tmp_path, {"witness": str(witness)})
+        start = make_start(parallel.leave_shared_memory, tmp_path, {"witness": str(witness)})
         with opened(start, LOG) as channel:
             wait_until(lambda: acts_of(witness), seconds=_SLOW_SECONDS, what=lambda: "a trial")
             trial = acts_of(witness)[0].pid

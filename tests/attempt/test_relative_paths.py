@@ -24,7 +24,7 @@ from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import LogRecorder, make_log, make_start, receive_messages
 from tests.long_cases import long_after
 from tests.trainables.processes import reporters
-from tests.trainables.unreadable import Unreadable, reports_unreadable
+from tests.trainables.unreadable import Unreadable, report_unreadable
 
 LOG = make_log(LogRecorder())
 
@@ -41,7 +41,7 @@ def test_a_checkpoints_relative_path_is_handed_over_as_the_real_one(
     staging = tmp_path / "staging"
     staging.mkdir()
     config = {"seen_from": str(here), "path": path}
-    start = make_start(reporters.hands_over, tmp_path, config, async_commit=overlap, staging=str(staging))
+    start = make_start(reporters.report_directory, tmp_path, config, async_commit=overlap, staging=str(staging))
     with pool.open_process(start, LOG) as channel:
         assert isinstance(channel.receive(timedelta(seconds=60)), TrainableLoaded)
         step = channel.receive(timedelta(seconds=60))
@@ -59,7 +59,7 @@ def test_a_relative_path_that_is_no_directory_is_refused_with_the_directory_it_i
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
     config = {"seen_from": str(tmp_path), "path": "nothing"}
-    with pool.open_process(make_start(reporters.hands_over, tmp_path, config), LOG) as channel:
+    with pool.open_process(make_start(reporters.report_directory, tmp_path, config), LOG) as channel:
         failure = require_failure(receive_messages(channel)[-1])
     assert f"expected a local directory in the working directory {tmp_path}" in str(failure.reason)
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_on_a_target_is_not_mistaken_for_a_directory_of_the_same_na
 ) -> None:
     (tmp_path / "bucket" / "checkpoint").mkdir(parents=True)
     config = {"seen_from": str(tmp_path)}
-    with pool.open_process(make_start(reporters.hands_over_what_is_on_a_target, tmp_path, config), LOG) as channel:
+    with pool.open_process(make_start(reporters.report_remote_checkpoint, tmp_path, config), LOG) as channel:
         failure = require_failure(receive_messages(channel)[-1])
     assert "do not report a checkpoint that is already on a target" in str(failure.reason)
 
@@ -142,7 +142,7 @@ KINDS = ["a link to itself", "a long path", "many levels", "a name that is not U
 
 @pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize("kind", long_after(1, KINDS))
-@pytest.mark.parametrize("trainable", [Unreadable, reports_unreadable])
+@pytest.mark.parametrize("trainable", [Unreadable, report_unreadable])
 def test_an_entry_that_cannot_be_saved_fails_the_first_attempt_with_its_path(
     trainable: Any, kind: str, tmp_path: Path
 ) -> None:

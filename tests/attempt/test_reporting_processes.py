@@ -67,7 +67,7 @@ def served(channel: TrialChannel) -> Sequence[FromTrial]:
 
 def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(opened: Opened, tmp_path: Path) -> None:
     times = 20
-    start = make_start(reporters.reports_from_threads, tmp_path, {"times": times})
+    start = make_start(reporters.report_from_threads, tmp_path, {"times": times})
     with opened(start, make_log(LogRecorder())) as channel:
         messages = served(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
@@ -84,7 +84,7 @@ def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(o
 
 
 def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
-    start = make_start(reporters.waits_in_a_thread, tmp_path, decision_step=3)
+    start = make_start(reporters.report_forever_in_threads, tmp_path, decision_step=3)
     recorder = LogRecorder()
     with pool.open_process(start, make_log(recorder)) as channel:
         assert isinstance(next_of(channel), TrainableLoaded)
@@ -109,7 +109,7 @@ def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
     pool: TrialProcessPool, tmp_path: Path, isolation: str
 ) -> None:
     start = make_start(
-        reporters.leaves_it_to_a_thread, tmp_path, {"seconds": 2 if isolation == "in place" else 600}, steps=3
+        reporters.leave_reporting_to_thread, tmp_path, {"seconds": 2 if isolation == "in place" else 600}, steps=3
     )
     opened: Opened = pool.open_process if isolation == "forked" else trial_in_thread
     with opened(start, make_log(LogRecorder())) as channel:
@@ -123,7 +123,7 @@ def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
 def test_what_a_forked_child_reports_or_asks_is_refused_there(
     pool: TrialProcessPool, tmp_path: Path, call: str
 ) -> None:
-    start = make_start(reporters.reports_from_a_child, tmp_path, {"how": "fork", "call": call})
+    start = make_start(reporters.report_from_child, tmp_path, {"how": "fork", "call": call})
     with pool.open_process(start, make_log(LogRecorder())) as channel:
         messages = receive_messages(channel)
     steps = [each for each in messages if isinstance(each, StepDone)]
@@ -137,12 +137,12 @@ def test_what_a_forked_child_reports_or_asks_is_refused_there(
 
 
 def test_a_forked_child_may_look_at_its_trial(opened: Opened, tmp_path: Path) -> None:
-    with opened(make_start(reporters.looks_from_a_child, tmp_path), make_log(LogRecorder())) as channel:
+    with opened(make_start(reporters.read_trial_from_child, tmp_path), make_log(LogRecorder())) as channel:
         assert receive_metrics(channel) == {"found": ["t", 0, True]}
 
 
 def test_no_process_that_a_trial_starts_has_its_channel(opened: Opened, tmp_path: Path) -> None:
-    with opened(make_start(reporters.shows_sockets, tmp_path), make_log(LogRecorder())) as channel:
+    with opened(make_start(reporters.show_sockets, tmp_path), make_log(LogRecorder())) as channel:
         found = receive_metrics(channel)
     assert found["here"]
     assert found["program"] == []
@@ -155,7 +155,7 @@ def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_fo
     opened: Opened, tmp_path: Path, how: object, code: int
 ) -> None:
     recorder = LogRecorder()
-    with opened(make_start(reporters.a_child_comes_out, tmp_path, {"how": how}), make_log(recorder)) as channel:
+    with opened(make_start(reporters.leave_from_child, tmp_path, {"how": how}), make_log(recorder)) as channel:
         messages = receive_messages(channel)
         channel.end()
     assert [each.report.metrics for each in messages if isinstance(each, StepDone)] == [{"loss": 1.0}, {"code": code}]
@@ -171,7 +171,7 @@ def test_a_report_of_a_program_that_a_trial_starts_is_refused_with_where_to_repo
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
     config = {"arguments": ["-c", _REPORTS]}
-    with pool.open_process(make_start(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
+    with pool.open_process(make_start(reporters.report_from_started_program, tmp_path, config), LOG) as channel:
         found = receive_metrics(channel)
     assert found["code"] == 1
     assert "InvalidInput: pt.report(): expected process " in found["said"]
@@ -183,7 +183,7 @@ def test_a_launcher_of_ranks_cannot_start_the_trials_process_again(
 ) -> None:
     opened: Opened = pool.open_process if way == "forked" else started_process
     config = {"environment": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
-    with opened(make_start(reporters.reports_from_a_started_program, tmp_path, config), LOG) as channel:
+    with opened(make_start(reporters.report_from_started_program, tmp_path, config), LOG) as channel:
         said = receive_metrics(channel)["refused"]
     assert "To train a trial with N processes" in said
     assert "devices=1" in said

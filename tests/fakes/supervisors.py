@@ -22,7 +22,7 @@ from tests.fakes.trial_processes import (
     wait_until,
 )
 from tests.flows.forked_programs import preloaded
-from tests.trainables.processes.forked import daemonizes
+from tests.trainables.processes.forked import leave_children
 from tests.trainables.witness import Act, acts_of
 
 TIMEOUT_SECONDS = 60.0  # the machine may be busy with other tests
@@ -102,7 +102,7 @@ def _supervise(folder: str, way: str, stubborn: bool, mark: tuple[str, str]) -> 
         if slots is not None:
             process = stack.enter_context(TrialProcessPool(slots=slots)).open_process
         config = {"witness": f"{folder}/witness", "gate": "/none", "stubborn": stubborn}
-        start = make_start(daemonizes, Path(folder), config)
+        start = make_start(leave_children, Path(folder), config)
         with process(start, logging.getLogger()) as channel:
             receive_messages(channel, seconds=10 * TIMEOUT_SECONDS)
             channel.end()

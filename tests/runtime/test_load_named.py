@@ -30,29 +30,30 @@ class Net:
         pass
     def step(self): pass
     @classmethod
-    def made(cls): return cls()
+    def create(cls): return cls()
 
-def _kept(function):
+def _wrap(function):
     return functools.wraps(function)(lambda config: function(config))
 
-@_kept
+@_wrap
 def decorated(config): pass
 
 def train(config): return "first"
 first = train
 def train(config): return "second"
 nameless = lambda config: None
-def made():
+def make_train():
     def train(config): pass
     return train
-local = made()
+local = make_train()
 """
 
 
-def the_module(folder: Path, name: str) -> ModuleType:
-    """Import `MODULE` from a file of the name, on the import path or not."""
-    (folder / f"{name}.py").write_text(MODULE)
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+def import_module_file(folder: Path, name: str) -> ModuleType:
+    """Import `MODULE` from a file with this name, on the import path or not."""
+    path = folder / f"{name}.py"
+    path.write_text(MODULE)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -61,36 +62,36 @@ def the_module(folder: Path, name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("thing", [Moody, train, pt.Trainable, pytest.fixture])
-def test_an_import_path_leads_back_to_the_object(thing: object) -> None:
-    path = importable_name_of(thing)
+@pytest.mark.parametrize("value", [Moody, train, pt.Trainable, pytest.fixture])
+def test_an_import_path_leads_back_to_the_object(value: object) -> None:
+    path = importable_name_of(value)
     assert path is not None
-    assert load_by_name(path) is thing
+    assert load_by_name(path) is value
 
 
 def test_what_a_path_does_not_lead_to_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    net = the_module(tmp_path, "nets_of_a_test")
+    net = import_module_file(tmp_path, "nets_of_a_test")
     try:
         assert importable_name_of(net.Net) == "nets_of_a_test:Net"
         assert importable_name_of(net.Net.Inner) == "nets_of_a_test:Net.Inner"
         assert importable_name_of(net.decorated) == "nets_of_a_test:decorated"
         assert importable_name_of(net.train) == "nets_of_a_test:train"
-        none = [
+        unnamed = [
             net.first,
             net.nameless,
             net.local,
             net.Net().step,
-            net.Net.made,
+            net.Net.create,
             net.Net(),
             partial(net.train),
             pt.tune.fn,
             3,
         ]
-        assert [importable_name_of(each) for each in none] == [None] * len(none)
-        assert importable_name_of(wraps(net.train)(partial(net.train))) is None  # it takes on the name
-        monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
-        assert importable_name_of(net.Net) is None  # as with a file that a deployment loads by its path
+        assert [importable_name_of(value) for value in unnamed] == [None] * len(unnamed)
+        assert importable_name_of(wraps(net.train)(partial(net.train))) is None  # it has the name of `train`
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
+        assert importable_name_of(net.Net) is None  # like a file that a deployment loads by its path
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "nets_of_a_test.py").write_text(MODULE)
         monkeypatch.syspath_prepend(tmp_path / "other")
@@ -123,7 +124,7 @@ def test_what_is_neither_a_name_nor_a_pickle_is_one_clear_error(text: str) -> No
 def test_a_module_that_calls_a_flow_when_it_is_imported_is_refused_before_the_flow_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its trials import it by its name: each of them would start the flow again, without end."""
+    """Its trials import the module by name: each trial would start the flow again."""
     call = 'pt.durable_trainable("unguarded:train", target="./runs", experiment="e")'
     (tmp_path / "unguarded.py").write_text(f"import prefect_tune as pt\n\n{call}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -133,7 +134,7 @@ def test_a_module_that_calls_a_flow_when_it_is_imported_is_refused_before_the_fl
     assert not (tmp_path / "runs").exists()
 
 
-def function_of(data: object) -> Callable[[Mapping[str, Any]], None]:
+def make_function(data: object) -> Callable[[Mapping[str, Any]], None]:
     def train(config: Mapping[str, Any]) -> None:
         del config
         pt.report({"data": str(data)})
@@ -141,7 +142,7 @@ def function_of(data: object) -> Callable[[Mapping[str, Any]], None]:
     return train
 
 
-def class_of(data: object) -> type:
+def make_class(data: object) -> type:
     class Net:
         def setup(self) -> object:
             super().__init__()
@@ -150,53 +151,52 @@ def class_of(data: object) -> type:
     return Net
 
 
-def attribute_of(value: object) -> type:
+def make_class_with_attribute(value: object) -> type:
     class Net:
         data = value
 
     return Net
 
 
-def default_of(data: object) -> Callable[..., object]:
+def make_function_with_default(data: object) -> Callable[..., object]:
     def train(_config: object, data: object = data) -> object:
         return data
 
     return train
 
 
-def argument_of(data: object) -> object:
-    return partial(function_of, data)
+def make_partial(data: object) -> object:
+    return partial(make_function, data)
 
 
-def space_of(data: Any) -> object:
-    return {"data": pt.choice([data]), "function": pt.sample_from(function_of(data))}
+def make_space(data: Any) -> object:
+    return {"data": pt.choice([data]), "function": pt.sample_from(make_function(data))}
 
 
-OF_CODE = [function_of, class_of, attribute_of, default_of, argument_of]
+CODE_HOLDERS = [make_function, make_class, make_class_with_attribute, make_function_with_default, make_partial]
 
 
-@pytest.mark.parametrize("holder", [*OF_CODE, space_of])
+@pytest.mark.parametrize("make_holder", [*CODE_HOLDERS, make_space])
 @pytest.mark.parametrize(("one", "two"), [("a", "b"), (1, 2), ([1, [2]], [1, [3]]), ({"a": 1}, {"a": 2}), (None, 0.0)])
 def test_plain_values_that_a_trainable_or_a_space_holds_tell_it_apart(
-    holder: Callable[[object], object], one: object, two: object
+    make_holder: Callable[[object], object], one: object, two: object
 ) -> None:
-    assert stable_digest(holder(one)) == stable_digest(holder(one))
-    assert stable_digest(holder(one)) != stable_digest(holder(two))
+    assert stable_digest(make_holder(one)) == stable_digest(make_holder(one))
+    assert stable_digest(make_holder(one)) != stable_digest(make_holder(two))
 
 
-@pytest.mark.parametrize("holder", OF_CODE)
-def test_other_objects_and_the_folder_of_temporary_files_do_not(holder: Callable[[object], object]) -> None:
-    assert stable_digest(holder(threading.Lock())) == stable_digest(holder(threading.Lock()))
+@pytest.mark.parametrize("make_holder", CODE_HOLDERS)
+def test_other_objects_and_the_folder_of_temporary_files_do_not(make_holder: Callable[[object], object]) -> None:
+    assert stable_digest(make_holder(threading.Lock())) == stable_digest(make_holder(threading.Lock()))
     one, two, other = (Path(tempfile.gettempdir(), *names) for names in (("x", "a"), ("y", "a"), ("y", "b")))
-    assert stable_digest(holder(one)) == stable_digest(holder(str(two))) != stable_digest(holder(other))
+    assert stable_digest(make_holder(one)) == stable_digest(make_holder(str(two))) != stable_digest(make_holder(other))
 
 
 def test_another_process_computes_the_same_digest() -> None:
     code = (  # the hash of a text differs in each process
         "from tests.runtime.test_load_named import *\n"
-        "print(*(stable_digest(each({'data', 'of', 'a', 'set', Path('x')})) for each in OF_CODE))"
+        "print(*(stable_digest(make({'data', 'of', 'a', 'set', Path('x')})) for make in CODE_HOLDERS))"
     )
-    command = [sys.executable, "-c", code]
-    root = Path(__file__).parents[2]
-    digests = {subprocess.run(command, cwd=root, capture_output=True, check=True).stdout for _ in range(2)}
+    command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
+    digests = {subprocess.check_output(command, cwd=root) for _ in range(2)}
     assert len(digests) == 1

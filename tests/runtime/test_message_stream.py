@@ -1,4 +1,4 @@
-"""Messages on a socket arrive whole and in order, however their bytes are split; invalid bytes are refused."""
+"""Messages on a socket arrive whole and in order, however their bytes are split; invalid bytes are rejected."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from prefect_tune.runtime.message_stream import MalformedMessage, MessageReader,
 
 Ends = tuple[Connection, socket.socket]
 Reader = MessageReader[FromTrial]
-_NOW = timedelta(0)
-_SOON = timedelta(seconds=0.05)
+_NO_WAIT = timedelta(0)
+_SHORT_WAIT = timedelta(seconds=0.05)
 _LIMIT_BYTES = 1024**2
 
 
@@ -43,7 +43,7 @@ def reader(ends: Ends) -> Reader:
     return MessageReader(ends[0], from_trial_adapter, limit_bytes=_LIMIT_BYTES)
 
 
-def framed(message: FromTrial | CheckpointSaved) -> bytes:
+def frame_message(message: FromTrial | CheckpointSaved) -> bytes:
     data = message.model_dump_json().encode()
     return struct.pack("!i", len(data)) + data
 
@@ -53,64 +53,64 @@ LAST = TrialEnded(outcome=TrialFinished(trial="t", reason="dönë"))
 
 def test_a_message_that_comes_byte_by_byte_is_read_when_it_is_whole(ends: Ends, reader: Reader) -> None:
     for _ in range(2):
-        *begun, last = framed(LAST)
-        for each in begun:
-            ends[1].sendall(bytes([each]))
-            assert reader.read(_NOW) is None
+        *head, last = frame_message(LAST)
+        for byte in head:
+            ends[1].sendall(bytes([byte]))
+            assert reader.read(_NO_WAIT) is None
         ends[1].sendall(bytes([last]))
-        assert reader.read(_NOW) == LAST
+        assert reader.read(_NO_WAIT) == LAST
 
 
 def test_a_message_that_stops_half_way_holds_up_its_reader_for_no_longer_than_it_said(
     ends: Ends, reader: Reader
 ) -> None:
-    ends[1].sendall(framed(LAST)[:-1])
-    began = time.monotonic()
-    assert reader.read(_SOON) is None
-    assert time.monotonic() - began < 30
+    ends[1].sendall(frame_message(LAST)[:-1])
+    start = time.monotonic()
+    assert reader.read(_SHORT_WAIT) is None
+    assert time.monotonic() - start < 30
     ends[1].close()
     with pytest.raises(EOFError):
-        reader.read(_SOON)
+        reader.read(_SHORT_WAIT)
 
 
 def test_no_byte_is_read_beyond_a_message(ends: Ends) -> None:
     """The process may serve another trial next, whose supervisor uses a new reader."""
-    ends[1].sendall(framed(LAST) * 3)
+    ends[1].sendall(frame_message(LAST) * 3)
     for _ in range(3):
-        assert MessageReader(ends[0], from_trial_adapter, limit_bytes=_LIMIT_BYTES).read(_NOW) == LAST
+        assert MessageReader(ends[0], from_trial_adapter, limit_bytes=_LIMIT_BYTES).read(_NO_WAIT) == LAST
 
 
 def test_a_message_may_be_as_long_as_the_limit_and_no_longer(ends: Ends, reader: Reader) -> None:
-    def saying(text: str) -> StepDone:
+    def make_step(text: str) -> StepDone:
         return StepDone(report=StepReport(step=1, metrics={"text": text}, trained_seconds=0.0))
 
-    def of_length(length: int) -> StepDone:
-        return saying("x" * (length - len(saying("").model_dump_json())))
+    def make_step_of_length(length: int) -> StepDone:
+        return make_step("x" * (length - len(make_step("").model_dump_json())))
 
-    sending = threading.Thread(target=ends[1].sendall, args=(framed(of_length(_LIMIT_BYTES)),))
+    sending = threading.Thread(target=ends[1].sendall, args=(frame_message(make_step_of_length(_LIMIT_BYTES)),))
     sending.start()
-    assert reader.read(timedelta(seconds=60)) == of_length(_LIMIT_BYTES)
+    assert reader.read(timedelta(seconds=60)) == make_step_of_length(_LIMIT_BYTES)
     sending.join()
-    ends[1].sendall(framed(of_length(_LIMIT_BYTES + 1))[:100])
+    ends[1].sendall(frame_message(make_step_of_length(_LIMIT_BYTES + 1))[:100])
     with pytest.raises(MalformedMessage, match="expected a length of at most 1048576 bytes, found 1048577"):
-        reader.read(_NOW)
+        reader.read(_NO_WAIT)
 
 
 def test_the_long_form_of_a_length_is_understood(ends: Ends, reader: Reader) -> None:
     """`multiprocessing` writes the long form in front of messages of two gigabytes and more."""
     data = LAST.model_dump_json().encode()
     ends[1].sendall(struct.pack("!iQ", -1, len(data)) + data)
-    assert reader.read(_NOW) == LAST
+    assert reader.read(_NO_WAIT) == LAST
 
 
 @pytest.mark.parametrize(
-    ("stray", "said"),
+    ("data", "expected"),
     [
         (b"hello, world\n", "expected a length of at most"),
         (b"\x00\x00\x00\x00", "expected a length of at most"),
         (b"\x80\x00\x00\x00", "expected a length of at most"),
         (struct.pack("!iQ", -1, 2**60), "expected a length of at most"),
-        (struct.pack("!i", 1000) + framed(LAST), "expected a JSON object"),
+        (struct.pack("!i", 1000) + frame_message(LAST), "expected a JSON object"),
         (struct.pack("!i", 5) + b"hello", "expected a JSON object"),
         (struct.pack("!i", 5) + b'{"x":', "expected a prefect-tune message: "),
         (struct.pack("!i", 16) + b'{"type":"other"}', "expected a prefect-tune message: "),
@@ -119,21 +119,21 @@ def test_the_long_form_of_a_length_is_understood(ends: Ends, reader: Reader) -> 
     ],
 )
 def test_bytes_that_are_no_message_are_refused_as_soon_as_they_are_there(
-    ends: Ends, reader: Reader, stray: bytes, said: str
+    ends: Ends, reader: Reader, data: bytes, expected: str
 ) -> None:
-    ends[1].sendall(stray)
+    ends[1].sendall(data)
     for _ in range(2):
-        with pytest.raises(MalformedMessage) as refused:
-            reader.read(_NOW)
-        assert str(refused.value).startswith(said)
-        assert len(str(refused.value)) < 500
+        with pytest.raises(MalformedMessage) as error:
+            reader.read(_NO_WAIT)
+        assert str(error.value).startswith(expected)
+        assert len(str(error.value)) < 500
 
 
 def test_a_trial_that_reads_what_is_no_message_says_that_its_supervisor_sent_it(ends: Ends) -> None:
     connection = SupervisorConnection(ends[0])
-    ends[1].sendall(framed(CheckpointSaved(step=1)))
+    ends[1].sendall(frame_message(CheckpointSaved(step=1)))
     assert connection.receive() == CheckpointSaved(step=1)
-    ends[1].sendall(framed(LAST))
+    ends[1].sendall(frame_message(LAST))
     with pytest.raises(MalformedMessage, match="from the trial's supervisor: expected a prefect-tune message"):
         connection.receive()
 

@@ -38,8 +38,8 @@ def test_a_launchers_variables_say_which_rank_this_is(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = detect_rank()
-    assert (found.rank, found.world_size, found.local_rank) == expected
+    detected = detect_rank()
+    assert (detected.rank, detected.world_size, detected.local_rank) == expected
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 1)])
@@ -48,13 +48,10 @@ def test_what_torch_says_of_ranks_comes_before_the_environment(
 ) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    torchs = SimpleNamespace(
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        get_rank=lambda: rank,
-        get_world_size=lambda: size,
+    module = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: size
     )
-    monkeypatch.setitem(sys.modules, "torch.distributed", torchs)  # type: ignore[arg-type]  # it has what is asked for
+    monkeypatch.setitem(sys.modules, "torch.distributed", module)  # type: ignore[arg-type]  # a fake module
     assert (detect_rank().rank, detect_rank().world_size) == (rank, size)
 
 
@@ -63,23 +60,23 @@ def test_a_process_knows_which_trial_has_started_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PREFECT_TUNE_TRIAL_PROCESS", f"{os.getpid()} t")
     assert find_ancestor_trial() is None, "this is the trial's process itself"
     monkeypatch.setenv("PREFECT_TUNE_TRIAL_PROCESS", "1 a trial")
-    found = find_ancestor_trial()
-    assert found is not None
-    assert (found.pid, found.name) == (1, "a trial")
+    ancestor = find_ancestor_trial()
+    assert ancestor is not None
+    assert (ancestor.pid, ancestor.name) == (1, "a trial")
 
 
 _TRIAL = "prefect_tune.runtime.processes.trial_process"
 
 
 @pytest.fixture
-def in_a_trials_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def trial_process(monkeypatch: pytest.MonkeyPatch) -> None:
     main = SimpleNamespace(__spec__=SimpleNamespace(name=_TRIAL), __file__="/site/trial_process.py")
     monkeypatch.setattr(ranks, "INITIAL_MAIN_MODULE", main)
     monkeypatch.setattr(sys, "argv", ["/site/trial_process.py", "5", "7"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-P", "-m", _TRIAL, "5", "7"])
 
 
-@pytest.mark.usefixtures("in_a_trials_process")
+@pytest.mark.usefixtures("trial_process")
 @pytest.mark.parametrize(
     ("event", "arguments"),
     [
@@ -97,7 +94,7 @@ def test_a_second_copy_of_a_trials_process_is_refused_however_it_is_started(
         _on_audit_event(event, arguments)
 
 
-@pytest.mark.usefixtures("in_a_trials_process")
+@pytest.mark.usefixtures("trial_process")
 @pytest.mark.parametrize(
     ("event", "arguments"),
     [

@@ -1,4 +1,4 @@
-"""The trial's side of a training, run in this process: all messages to the trial are sent before it begins."""
+"""The trial's side of a training, run in this process; all messages to the trial are sent before it starts."""
 
 from __future__ import annotations
 
@@ -47,22 +47,26 @@ from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import drop_seconds, make_start
 
 Config = Mapping[str, object]
-Trains = Callable[[Config], Mapping[str, object] | None]
-Trained = Callable[..., Sequence[FromTrial]]
+TrainFunction = Callable[[Config], Mapping[str, object] | None]
+Trainer = Callable[..., Sequence[FromTrial]]
+
+
+def list_steps(messages: Sequence[FromTrial]) -> Sequence[StepDone]:
+    return [message for message in messages if isinstance(message, StepDone)]
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> Trained:
-    """Train in this process, with all unrequested messages sent first; return the trial's messages."""
-    return partial(_trained, tmp_path)
+def trainer(tmp_path: Path) -> Trainer:
+    """Train in this process; return the trial's messages."""
+    return partial(run_training, tmp_path)
 
 
-def _trained(
+def run_training(
     folder: Path,
-    function: Trains,
-    *said: ToTrial,
+    function: TrainFunction,
+    *messages: ToTrial,
     stopper: Stopper | None = None,
-    curve: tuple[StepReport, ...] = (),
+    reports: tuple[StepReport, ...] = (),
     cadence: Cadence = Cadence(),  # noqa: B008  frozen: safe to share
 ) -> Sequence[FromTrial]:
     start = make_start(
@@ -70,13 +74,13 @@ def _trained(
         folder,
         import_path=(),
         stopper=serialize_for_trial(stopper or Never()),
-        from_step=curve[-1].step if curve else 0,
-        reports=curve,
+        from_step=reports[-1].step if reports else 0,
+        reports=reports,
         cadence=cadence,
     )
     ours, theirs = socket.socketpair()
     with closing(Connection(ours.detach())) as near, closing(Connection(theirs.detach())) as far:
-        for message in (start, *said):
+        for message in (start, *messages):
             near.send_bytes(message.model_dump_json().encode())
         received: list[FromTrial] = []
         receiver = threading.Thread(target=_receive, args=(near, received))
@@ -94,8 +98,8 @@ def _receive(near: Connection, received: list[FromTrial]) -> None:
         if isinstance(message, StartReceived):
             continue
         received.append(message)
-        if isinstance(received[-1], StepDone) and received[-1].checkpoint:
-            near.send_bytes(CheckpointSaved(step=received[-1].report.step).model_dump_json().encode())
+        if isinstance(message, StepDone) and message.checkpoint:
+            near.send_bytes(CheckpointSaved(step=message.report.step).model_dump_json().encode())
 
 
 def _save() -> None:
@@ -104,7 +108,7 @@ def _save() -> None:
     pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
 
 
-def _swallows(_config: Config) -> Config | None:
+def _swallow_stop(_config: Config) -> Config | None:
     try:
         _save()
     except BaseException:  # noqa: BLE001  what is tested
@@ -112,7 +116,7 @@ def _swallows(_config: Config) -> Config | None:
     return None
 
 
-def _trains_in_a_thread(_config: Config) -> None:
+def _train_in_thread(_config: Config) -> None:
     def work() -> None:
         for _ in range(9):
             try:
@@ -125,36 +129,39 @@ def _trains_in_a_thread(_config: Config) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
+@pytest.mark.parametrize("train", [_swallow_stop, _train_in_thread])
 def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
-    trained: Trained, trains: Trains
+    trainer: Trainer, train: TrainFunction
 ) -> None:
-    loaded, step, ended = trained(trains, CheckpointAndStop())
+    loaded, step, ended = trainer(train, CheckpointAndStop())
     assert isinstance(loaded, TrainableLoaded)
     assert isinstance(step, StepDone)
     saved = AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason=make_reason("saved-as-requested"))
     assert drop_seconds(ended) == TrialEnded(outcome=saved)
 
 
-@pytest.mark.parametrize("trains", [_swallows, _trains_in_a_thread])
-def test_a_function_that_never_saw_its_criterion_has_met_it(trained: Trained, trains: Trains) -> None:
-    ended = trained(trains, stopper=MaxSteps(1))[-1]
+@pytest.mark.parametrize("train", [_swallow_stop, _train_in_thread])
+def test_a_function_that_never_saw_its_criterion_has_met_it(trainer: Trainer, train: TrainFunction) -> None:
+    ended = trainer(train, stopper=MaxSteps(1))[-1]
     met = TrialFinished(trial="t", reason=make_reason("step-limit", step=1, limit=1), kind=FinishKind.CRITERION)
     assert drop_seconds(ended) == TrialEnded(outcome=met)
 
 
-def test_a_trial_that_is_kept_says_what_is_true_now(trained: Trained) -> None:
-    def looks(_config: Config) -> Mapping[str, object]:
+def test_a_trial_that_is_kept_says_what_is_true_now(trainer: Trainer) -> None:
+    def read_trial(_config: Config) -> Mapping[str, object]:
         trial = pt.get_trial()
         before, asked = trial.step, trial.should_checkpoint  # no report yet, so no message was read
         pt.report({"loss": 1.0})
         return {"before": before, "step": trial.step, "asked": asked}
 
-    reported = [each.report.metrics for each in trained(looks, CheckpointAndStop()) if isinstance(each, StepDone)]
-    assert reported[-1] == {"before": 0, "step": 1, "asked": True}
+    assert list_steps(trainer(read_trial, CheckpointAndStop()))[-1].report.metrics == {
+        "before": 0,
+        "step": 1,
+        "asked": True,
+    }
 
 
-class _Saves(pt.Trainable):
+class _SavingTrainable(pt.Trainable):
     """Saves a trivial state; its third step reports another metric."""
 
     def setup(self, _config: Config) -> None:
@@ -171,34 +178,34 @@ class _Saves(pt.Trainable):
 
 
 def test_a_stopper_is_asked_once_a_step_and_what_it_says_with_a_checkpoint_holds(
-    trained: Trained, tmp_path: Path
+    trainer: Trainer, tmp_path: Path
 ) -> None:
-    asked = tmp_path / "asked"
+    calls = tmp_path / "asked"
 
-    def says_so_once(_metrics: Config) -> bool:
-        with asked.open("a") as file:
+    def stop_at_second_call(_metrics: Config) -> bool:
+        with calls.open("a") as file:
             file.write("x")
-        return asked.stat().st_size == 2
+        return calls.stat().st_size == 2
 
-    said = trained(_Saves, stopper=as_stopper(says_so_once), cadence=Cadence(every_steps=1))
-    steps = [(each.report.step, each.finish_reason is not None) for each in said if isinstance(each, StepDone)]
+    messages = trainer(_SavingTrainable, stopper=as_stopper(stop_at_second_call), cadence=Cadence(every_steps=1))
+    steps = [(step.report.step, step.finish_reason is not None) for step in list_steps(messages)]
     assert steps == [(1, False), (2, True)]
-    assert isinstance(said[-1], TrialEnded)
-    assert isinstance(said[-1].outcome, TrialFinished)
-    assert asked.read_text() == "xx"
+    assert isinstance(messages[-1], TrialEnded)
+    assert isinstance(messages[-1].outcome, TrialFinished)
+    assert calls.read_text() == "xx"
 
 
-def test_a_stopper_that_fails_does_so_once_the_state_is_saved(trained: Trained) -> None:
-    said = trained(_Saves, stopper=as_stopper({"loss": 5}), cadence=Cadence(every_steps=1))
-    assert [each.report.step for each in said if isinstance(each, StepDone) and each.checkpoint] == [1, 2, 3]
-    require_failure(said[-1])
+def test_a_stopper_that_fails_does_so_once_the_state_is_saved(trainer: Trainer) -> None:
+    messages = trainer(_SavingTrainable, stopper=as_stopper({"loss": 5}), cadence=Cadence(every_steps=1))
+    assert [step.report.step for step in list_steps(messages) if step.checkpoint] == [1, 2, 3]
+    require_failure(messages[-1])
 
 
-def test_a_trial_that_is_not_asked_to_stop_sees_that(trained: Trained) -> None:
-    def looks(_config: Config) -> Mapping[str, object]:
+def test_a_trial_that_is_not_asked_to_stop_sees_that(trainer: Trainer) -> None:
+    def read_trial(_config: Config) -> Mapping[str, object]:
         return {"asked": pt.get_trial().should_checkpoint}
 
-    (step,) = [each for each in trained(looks) if isinstance(each, StepDone)]
+    (step,) = list_steps(trainer(read_trial))
     assert step.report.metrics == {"asked": False}
 
 
@@ -214,93 +221,91 @@ def test_a_trial_that_is_not_asked_to_stop_sees_that(trained: Trained) -> None:
         (ValueError("shapes differ"), Cause.TRAINABLE),
     ],
 )
-def test_what_a_trainable_raises_says_whose_fault_it_is(trained: Trained, error: Exception, cause: Cause) -> None:
-    def breaks(_config: Config) -> None:
+def test_what_a_trainable_raises_says_whose_fault_it_is(trainer: Trainer, error: Exception, cause: Cause) -> None:
+    def fail(_config: Config) -> None:
         raise error
 
-    assert require_failure(trained(breaks)[-1]).cause is cause
+    assert require_failure(trainer(fail)[-1]).cause is cause
 
 
 def test_a_parser_that_another_thread_disturbs_fails_no_trial(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def disturbed(_trainable: object) -> str:
+    def fail_to_parse(_trainable: object) -> str:
         raise SystemError("AST constructor recursion depth mismatch (before=42, after=113)")
 
-    monkeypatch.setattr("inspect.getsource", disturbed)
-    said = trained(lambda _config: {"loss": 1.0})
-    assert isinstance(said[-1], TrialEnded)
-    assert said[-1].has_returned
+    monkeypatch.setattr("inspect.getsource", fail_to_parse)
+    *_, end = trainer(lambda _config: {"loss": 1.0})
+    assert isinstance(end, TrialEnded)
+    assert end.has_returned
 
 
-def test_a_traceback_begins_in_the_trainable(trained: Trained) -> None:
-    def divides(_config: Config) -> None:
+def test_a_traceback_begins_in_the_trainable(trainer: Trainer) -> None:
+    def divide_by_zero(_config: Config) -> None:
         1 / 0  # noqa: B018  the error is the point
 
-    arguments = require_reason(require_failure(trained(divides)[-1])).arguments
+    arguments = require_reason(require_failure(trainer(divide_by_zero)[-1])).arguments
     files = re.findall(r'File "(.*)", line', arguments["traceback"])
     assert files == [__file__]
     assert arguments["location"].startswith("test_training.py:")
     assert arguments["traceback"].rstrip().endswith("ZeroDivisionError: division by zero")
 
 
-def test_a_traceback_without_a_frame_of_the_trainable_is_whole(trained: Trained) -> None:
-    failure = require_failure(trained(partial(print, file=1))[-1])  # a call that fails in C
+def test_a_traceback_without_a_frame_of_the_trainable_is_whole(trainer: Trainer) -> None:
+    failure = require_failure(trainer(partial(print, file=1))[-1])  # a call that fails in C
     assert "trial_process.py" in require_reason(failure).arguments["traceback"]
 
 
-def test_a_trial_whose_last_step_reported_done_is_not_trained_again(trained: Trained) -> None:
-    def trains(_config: Config) -> None:
+def test_a_trial_whose_last_step_reported_done_is_not_trained_again(trainer: Trainer) -> None:
+    def train(_config: Config) -> None:
         raise AssertionError("the trial was trained again")
 
     last = StepReport(step=3, metrics={"done": True})
     done = TrialFinished(trial="t", reason=make_reason("done-reported"))
-    assert trained(trains, curve=(last,)) == [TrialEnded(outcome=done)]
+    assert trainer(train, reports=(last,)) == [TrialEnded(outcome=done)]
 
 
 def _write(directory: str) -> None:
     (Path(directory) / "weights").write_text("w")
 
 
-def _reports_steps(config: Config) -> None:
+def _report_steps(config: Config) -> None:
     del config
     for _ in range(5):
         pt.report_step({"loss": 1.0}, _write)
     save_last_step(_write)
 
 
-def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(trained: Trained) -> None:
-    said = trained(_reports_steps, cadence=Cadence(every_steps=2))
-    checkpoints = [each for each in said if isinstance(each, StepDone) and each.checkpoint]
-    saved = [each.report.step for each in checkpoints if not each.is_reported]
-    states = [each.report.step for each in checkpoints if each.is_reported]
-    assert (saved, states) == ([2, 4], [5])
+def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(trainer: Trainer) -> None:
+    messages = trainer(_report_steps, cadence=Cadence(every_steps=2))
+    checkpoints = [(step.report.step, step.is_reported) for step in list_steps(messages) if step.checkpoint]
+    assert checkpoints == [(2, False), (4, False), (5, True)]
     returned = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
-    assert drop_seconds(said[-1]) == TrialEnded(outcome=returned)
+    assert drop_seconds(messages[-1]) == TrialEnded(outcome=returned)
 
 
-def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(trained: Trained) -> None:
-    *_, last, ended = trained(_reports_steps, stopper=MaxSteps(3))
+def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(trainer: Trainer) -> None:
+    *_, last, ended = trainer(_report_steps, stopper=MaxSteps(3))
     assert isinstance(last, StepDone)
     assert (last.report.step, last.checkpoint is not None) == (3, True)
     assert isinstance(ended, TrialEnded)
     assert get_reason_code(ended.outcome.reason) == "step-limit"
 
 
-def _goes_on(report: Callable[[], None]) -> Trains:
-    def trains(_config: Config) -> None:
+def _report_after_stop(report: Callable[[], None]) -> TrainFunction:
+    def train(_config: Config) -> None:
         for _ in range(3):
             with suppress(StopTraining):
                 report()
         save_last_step(_write)
 
-    return trains
+    return train
 
 
 @pytest.mark.parametrize("report", [lambda: pt.report({"loss": 1.0}), lambda: pt.report_step({"loss": 1.0}, _write)])
-def test_what_is_reported_after_the_end_counts_for_nothing(trained: Trained, report: Callable[[], None]) -> None:
-    said = trained(_goes_on(report), stopper=MaxSteps(1))
-    assert [type(each) for each in said] == [TrainableLoaded, StepDone, TrialEnded]
+def test_what_is_reported_after_the_end_counts_for_nothing(trainer: Trainer, report: Callable[[], None]) -> None:
+    messages = trainer(_report_after_stop(report), stopper=MaxSteps(1))
+    assert [type(message) for message in messages] == [TrainableLoaded, StepDone, TrialEnded]
 
 
 @pytest.mark.parametrize(
@@ -314,31 +319,24 @@ def test_what_is_reported_after_the_end_counts_for_nothing(trained: Trained, rep
     ],
 )
 def test_a_call_where_no_trial_runs_is_refused_with_a_name_that_exists(call: Callable[[], None]) -> None:
-    with pytest.raises(pt.InvalidInput, match="was called where no trial runs") as refused:
+    with pytest.raises(pt.InvalidInput, match="was called where no trial runs") as error:
         call()
-    assert "the function that you pass to pt.tune(train, ...)" in str(refused.value)
-    name = str(refused.value).partition("(")[0]
+    assert "the function that you pass to pt.tune(train, ...)" in str(error.value)
+    name = str(error.value).partition("(")[0]
     assert callable(resolve_name(re.sub(r"^pt\.", "prefect_tune:", name)))
 
 
-class _Asks(pt.Trainable):
-    def setup(self, config: Config) -> None:
-        del config
-        self.count = 0
-
+class _CheckpointRequester(_SavingTrainable):
     def step(self) -> Mapping[str, object]:
-        self.count += 1
-        return {"count": self.count, **({"should_checkpoint": True} if self.count == 2 else {})}
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        _write(checkpoint_dir)
+        self.steps += 1
+        return {"count": self.steps, **({"should_checkpoint": True} if self.steps == 2 else {})}
 
 
-def test_a_step_that_asks_for_it_is_saved_whatever_the_cadence(trained: Trained) -> None:
+def test_a_step_that_asks_for_it_is_saved_whatever_the_cadence(trainer: Trainer) -> None:
     never = Cadence(every_steps=1000, every_seconds=None, at_end=False)
-    done = [each for each in trained(_Asks, stopper=MaxSteps(3), cadence=never) if isinstance(each, StepDone)]
-    assert [each.report.step for each in done if each.checkpoint] == [2]
-    assert done[1].report.metrics == {"count": 2}
+    steps = list_steps(trainer(_CheckpointRequester, stopper=MaxSteps(3), cadence=never))
+    assert [step.report.step for step in steps if step.checkpoint] == [2]
+    assert steps[1].report.metrics == {"count": 2}
 
 
 @dataclass
@@ -373,14 +371,14 @@ class _NeverSaved(pt.Trainable):
         return {"loss": 1.0}
 
 
-def test_a_class_that_cannot_save_fails_before_its_setup(trained: Trained) -> None:
-    (end,) = trained(_NeverSaved)
+def test_a_class_that_cannot_save_fails_before_its_setup(trainer: Trainer) -> None:
+    (end,) = trainer(_NeverSaved)
     failure = require_failure(end)
     assert failure.cause is Cause.TRAINABLE
     assert "trainable _NeverSaved: expected the method `save_checkpoint`" in str(failure.reason)
 
 
-def _leaves_by(code: object) -> Trains:
+def _exit_with(code: object) -> TrainFunction:
     def train(_config: Config) -> None:
         pt.report({"loss": 1.0})
         raise SystemExit(code)
@@ -389,94 +387,91 @@ def _leaves_by(code: object) -> Trains:
 
 
 @pytest.mark.parametrize("code", [None, 0, False])
-def test_a_function_that_exits_as_a_script_that_succeeds_completes(trained: Trained, code: object) -> None:
-    *_, end = trained(_leaves_by(code))
+def test_a_function_that_exits_as_a_script_that_succeeds_completes(trainer: Trainer, code: object) -> None:
+    *_, end = trainer(_exit_with(code))
     assert isinstance(end, TrialEnded)
     assert end.has_returned
 
 
 @pytest.mark.parametrize("code", [3, "no data"])
-def test_a_function_that_exits_otherwise_fails(trained: Trained, code: object) -> None:
-    failure = require_failure(trained(_leaves_by(code))[-1])
+def test_a_function_that_exits_otherwise_fails(trainer: Trainer, code: object) -> None:
+    failure = require_failure(trainer(_exit_with(code))[-1])
     assert failure.cause is Cause.TRAINABLE
     assert str(failure.reason).startswith(f"SystemExit: {code}. sys.exit(0) in a function completes its trial")
 
 
-def test_a_class_that_exits_fails_since_its_step_was_not_reported(trained: Trained) -> None:
-    class Exits(pt.Trainable):
+def test_a_class_that_exits_fails_since_its_step_was_not_reported(trainer: Trainer) -> None:
+    class Exits(_SavingTrainable):
         def step(self) -> Mapping[str, object]:
             raise SystemExit(0)
 
-        def save_checkpoint(self, checkpoint_dir: str) -> None:
-            del checkpoint_dir
-
-    failure = require_failure(trained(Exits)[-1])
+    failure = require_failure(trainer(Exits)[-1])
     assert require_reason(failure).arguments["advice"]["code"] == "advice-exit"
     assert first_line(failure.reason).endswith("a class returns {'done': True}")
 
 
-def test_an_interrupt_that_a_trainable_raises_is_its_error(trained: Trained) -> None:
+def test_an_interrupt_that_a_trainable_raises_is_its_error(trainer: Trainer) -> None:
     def train(_config: Config) -> None:
         raise KeyboardInterrupt
 
-    failure = require_failure(trained(train)[-1])
+    failure = require_failure(trainer(train)[-1])
     assert (failure.cause, first_line(failure.reason)) == (Cause.TRAINABLE, "KeyboardInterrupt")
 
 
-async def _awaits(_config: Config) -> None: ...
+async def _async_train(_config: Config) -> None: ...
 
 
-def _yields(_config: Config) -> Iterator[int]:
+def _yielding_train(_config: Config) -> Iterator[int]:
     yield 1
 
 
-class _CallsAsync:
+class _AsyncCallable:
     async def __call__(self, _config: Config) -> None: ...
 
     async def train(self, _config: Config) -> None: ...
 
 
-def _net(**methods: object) -> type:
+def _make_class(**methods: object) -> type:
     return type(
         "Net", (pt.Trainable,), {"step": lambda _self: {}, "save_checkpoint": lambda _self, _dir: None} | methods
     )
 
 
-async def _method(*_: object) -> None: ...
+async def _async_method(*_: object) -> None: ...
 
 
-NO_PLAIN_FUNCTIONS = [
-    _awaits,
-    _yields,
-    partial(_awaits),
-    partial(partial(_yields)),
-    _CallsAsync(),
-    partial(_CallsAsync()),
-    _CallsAsync().train,
-    _net(step=_method),
-    _net(setup=_method),
-    _net(save_checkpoint=staticmethod(_method)),
-    _net(cleanup=classmethod(_method)),
-    _net(step=lambda _self: (yield)),
+REFUSED_TRAINABLES = [
+    _async_train,
+    _yielding_train,
+    partial(_async_train),
+    partial(partial(_yielding_train)),
+    _AsyncCallable(),
+    partial(_AsyncCallable()),
+    _AsyncCallable().train,
+    _make_class(step=_async_method),
+    _make_class(setup=_async_method),
+    _make_class(save_checkpoint=staticmethod(_async_method)),
+    _make_class(cleanup=classmethod(_async_method)),
+    _make_class(step=lambda _self: (yield)),
 ]
 
 
-@pytest.mark.parametrize("trainable", NO_PLAIN_FUNCTIONS, ids=range(len(NO_PLAIN_FUNCTIONS)))
+@pytest.mark.parametrize("trainable", REFUSED_TRAINABLES, ids=range(len(REFUSED_TRAINABLES)))
 def test_a_trainable_that_returns_a_coroutine_or_a_generator_is_refused(trainable: object) -> None:
     with pytest.raises(InvalidInput, match=r"function with `(async def|yield)`, whose call returns a .*asyncio\.run"):
         require_trainable(trainable, trainable)
 
 
-def _decorate(function: Callable[[Config], object]) -> Callable[[Config], object]:
-    def decorated(config: Config) -> object:
+def _wrap_function(function: Callable[[Config], object]) -> Callable[[Config], object]:
+    def wrapper(config: Config) -> object:
         return function(config)
 
-    return decorated
+    return wrapper
 
 
-def test_one_that_only_its_call_shows_fails_with_the_same_advice(trained: Trained) -> None:
-    for function in (_awaits, _yields):
-        failure = require_failure(trained(_decorate(function))[-1])
+def test_one_that_only_its_call_shows_fails_with_the_same_advice(trainer: Trainer) -> None:
+    for function in (_async_train, _yielding_train):
+        failure = require_failure(trainer(_wrap_function(function))[-1])
         assert re.search(r"found a (coroutine|generator)\. Use `def`", str(failure.reason))
 
 
@@ -490,71 +485,68 @@ def test_a_field_that_is_read_from_the_dict_of_a_dataclass_is_shown_as_its_key(n
     assert first_line(failure.reason) == f"AttributeError: 'dict' object has no attribute {name!r}{hint}"
 
 
-# Text that JSON cannot hold and numbers that a float cannot hold: each is one trial failure with its cause.
+# Text that JSON cannot hold, and numbers that a float cannot hold: the trial fails with the right cause.
 
 
-HALF = "\udcff"
+SURROGATE = "\udcff"
 
 
-class _Worded(Exception):
+class _LongError(Exception):
     def __str__(self) -> str:
-        return f"\0{HALF}" + "x" * 10**6
+        return f"\0{SURROGATE}" + "x" * 10**6
 
 
-def _raises_half_a_character(_: Config) -> None:
-    raise ValueError(HALF)
+def _raise_surrogate(_: Config) -> None:
+    raise ValueError(SURROGATE)
 
 
-def _raises_from_another(_: Config) -> None:
+def _raise_from_another(_: Config) -> None:
     try:
-        raise KeyError(HALF)
+        raise KeyError(SURROGATE)
     except KeyError as error:
         raise MemoryError("not enough") from error
 
 
-def _raises_an_enormous_text(_: Config) -> None:
-    raise _Worded
+def _raise_long_error(_: Config) -> None:
+    raise _LongError
 
 
-def _reads_a_file_with_such_a_name(_: Config) -> None:
-    Path(f"/nowhere/{HALF}").read_bytes()
+def _read_surrogate_path(_: Config) -> None:
+    Path(f"/nowhere/{SURROGATE}").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("function", "cause", "said"),
+    ("function", "cause", "text"),
     [
-        (_raises_half_a_character, Cause.TRAINABLE, "ValueError: \\udcff"),
-        (_raises_from_another, Cause.OUT_OF_MEMORY, "MemoryError: not enough"),
-        (_raises_an_enormous_text, Cause.TRAINABLE, "_Worded: \\x00\\udcffxxx"),
-        (_reads_a_file_with_such_a_name, Cause.TRAINABLE, "FileNotFoundError: "),
+        (_raise_surrogate, Cause.TRAINABLE, "ValueError: \\udcff"),
+        (_raise_from_another, Cause.OUT_OF_MEMORY, "MemoryError: not enough"),
+        (_raise_long_error, Cause.TRAINABLE, "_LongError: \\x00\\udcffxxx"),
+        (_read_surrogate_path, Cause.TRAINABLE, "FileNotFoundError: "),
         (lambda _: {"loss": 10**400}, Cause.BAD_METRIC, "'loss': found 1000"),
         (lambda _: {"loss": 10**5000}, Cause.BAD_METRIC, "'loss': found a whole number of 16610 bits"),
     ],
 )
 def test_what_a_trainable_raises_arrives_with_its_message_and_its_cause(
-    tmp_path: Path,
-    function: Callable[[Config], object],
-    cause: Cause,
-    said: str,
+    tmp_path: Path, function: Callable[[Config], object], cause: Cause, text: str
 ) -> None:
-    _, end = _trained(tmp_path, function)
+    _, end = run_training(tmp_path, function)
     failure = require_failure(end)
     assert failure.cause is cause
-    assert said in str(failure.reason)
+    assert text in str(failure.reason)
     assert len(str(failure.reason)) <= 200_100
 
 
-class _WordyStopper(Stopper):
+class _LongReasonStopper(Stopper):
     def stop_reason(self, reports: Sequence[StepReport]) -> str:
         del reports
-        return f"\0{HALF}" + "x" * 10**6
+        return f"\0{SURROGATE}" + "x" * 10**6
 
 
 def test_the_reason_of_a_stopper_arrives_readable(tmp_path: Path) -> None:
-    def trains(_: Config) -> None:
+    def train(_: Config) -> None:
         pt.report({"loss": 1})
 
-    *_, ended = _trained(tmp_path, trains, stopper=_WordyStopper())
+    *_, ended = run_training(tmp_path, train, stopper=_LongReasonStopper())
     assert isinstance(ended, TrialEnded)
     assert isinstance(ended.outcome.reason, str)
     assert ended.outcome.reason.startswith("\\x00\\udcffxxx")
@@ -564,12 +556,6 @@ def test_the_reason_of_a_stopper_arrives_readable(tmp_path: Path) -> None:
 def test_a_trial_whose_folders_are_not_utf8_trains_and_saves(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"\xff")
     folder.mkdir()
-
-    def trains(_: Config) -> None:
-        directory = pt.get_trial().new_checkpoint_dir()
-        (directory / "weights").write_text("w")
-        pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))
-
-    done = next(each for each in _trained(folder, trains) if isinstance(each, StepDone))
-    assert done.checkpoint is not None
-    assert Path(done.checkpoint).is_relative_to(folder)
+    step = list_steps(run_training(folder, lambda _: _save()))[0]
+    assert step.checkpoint is not None
+    assert Path(step.checkpoint).is_relative_to(folder)

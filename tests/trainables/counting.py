@@ -1,4 +1,4 @@
-"""Trainables that count their steps, and save and restore that number."""
+"""Trainables that count their steps, and save and restore the count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.trainables.witness import hold, record_act
 
 
 class Counting(pt.Trainable):
-    """Saves and restores `count`, the number of steps; `step` has to count."""
+    """Saves and restores `count`, the number of steps; subclasses define `step`."""
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -28,7 +28,7 @@ class Counting(pt.Trainable):
 
 
 class Scripted(Counting):
-    """Reports `config["losses"]`, one a step, and is done after the last; where there is none it raises."""
+    """Reports `config["losses"]`, one per step, and is done after the last; raises if there is none."""
 
     def step(self) -> Mapping[str, Any]:
         losses = self.config["losses"]
@@ -39,7 +39,7 @@ class Scripted(Counting):
 
 
 class Patient(Counting):
-    """Waits before its third step until `config["until"]` is there; a file beside it says that it has come so far."""
+    """Waits before its third step until the file `config["until"]` exists; makes a file beside it first."""
 
     def step(self) -> Mapping[str, Any]:
         if self.count == 2:
@@ -67,8 +67,8 @@ class Fragile(Counting):
 class Descent(Counting):
     """A falling loss: fastest where `rate` is 0.1; the larger `width`, the lower its end.
 
-    From step `config["lingers_at"]` on each step takes five seconds, until the file `config["hurry"]` is there. Where
-    `rate` is above `config["breaks_above"]` step 2 raises, until the file `config["mended"]` is there.
+    From step `config["lingers_at"]` on each step takes five seconds, until the file `config["hurry"]` exists. If `rate`
+    is above `config["breaks_above"]`, step 2 raises until the file `config["mended"]` exists.
     """
 
     def step(self) -> Mapping[str, Any]:

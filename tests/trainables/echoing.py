@@ -10,7 +10,7 @@ import prefect_tune as pt
 
 
 class Echo(pt.Trainable):
-    """Reports its configuration as it is, and the text of it, which shows the types of its values."""
+    """Reports its configuration, and the `repr` of it, which shows the types of the values."""
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.config = config

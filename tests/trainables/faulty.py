@@ -1,4 +1,4 @@
-"""Trainables with one defect each; the file that `touch` makes shows whether a step was ever trained."""
+"""Trainables with one defect each; the file `config["touch"]` shows whether a step was ever trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small PyTorch training that depends on everything a training can depend on, which can forget one thing."""
+"""A small PyTorch training with every kind of state; it can omit one of them from its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.drills.class_as_function import as_function
 
 
 class Whole(pt.Trainable):
-    """Saves and loads all of it, but for what `config["forgets"]` names."""
+    """Saves and loads the whole state except what `config["forgets"]` names."""
 
     def setup(self, config: dict[str, Any]) -> None:
         self.forgets, self.device = config.get("forgets", ""), config.get("device", "cpu")
@@ -57,7 +57,7 @@ class Whole(pt.Trainable):
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if self.device == "cuda" else [],
         }
-        return {name: each for name, each in parts.items() if name != self.forgets}
+        return {name: part for name, part in parts.items() if name != self.forgets}
 
     def plain(self) -> dict[str, Any]:
         numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - as above
@@ -68,7 +68,7 @@ class Whole(pt.Trainable):
             "order": [self.order.tolist(), self.place],
             "steps": self.steps,
         }
-        return {name: each for name, each in parts.items() if name != self.forgets}
+        return {name: part for name, part in parts.items() if name != self.forgets}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         torch.save(self.state(), Path(checkpoint_dir, "state.pt"))

@@ -21,22 +21,22 @@ from tests.trainables.witness import record_act
 
 
 class Sharded(pt.Trainable):
-    """Each rank has a number of its own, which depends on all steps before; `config` says which rank misbehaves."""
+    """Each rank has its own number, which depends on all earlier steps; `config` says which rank fails, and how."""
 
     def setup(self, config: dict[str, Any]) -> None:
         self.config, self.trial = config, pt.get_trial()
-        self.rank, self.number, self.at = self.trial.rank, float(self.trial.rank + 1), 0
+        self.rank, self.number, self.count = self.trial.rank, float(self.trial.rank + 1), 0
 
     def step(self) -> Mapping[str, object]:
-        self.at += 1
-        self.number = (self.number * 1.5 + self.at) % 97
+        self.count += 1
+        self.number = (self.number * 1.5 + self.count) % 97
         self._misbehave()
         size = int(os.environ.get("WORLD_SIZE", self.trial.world_size))  # MPI has other variables
-        return {"loss": 1 / self.at, "number": self.number, "world_size": size}
+        return {"loss": 1 / self.count, "number": self.number, "world_size": size}
 
     def _misbehave(self) -> None:
         config = self.config
-        if config.get("rank") == self.rank and config.get("at") == self.at and self.trial.attempt == 1:
+        if config.get("rank") == self.rank and config.get("at") == self.count and self.trial.attempt == 1:
             match config["does"]:
                 case "raise":
                     raise ValueError("this rank raises")
@@ -47,19 +47,19 @@ class Sharded(pt.Trainable):
                     time.sleep(3600)
                 case _:
                     pass
-        elif config.get("others") == "hang" and config["at"] == self.at and self.trial.attempt == 1:
+        elif config.get("others") == "hang" and config["at"] == self.count and self.trial.attempt == 1:
             time.sleep(3600)  # as in a collective operation
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, f"rank-{self.rank}.json").write_text(json.dumps([self.at, self.number]))
+        Path(checkpoint_dir, f"rank-{self.rank}.json").write_text(json.dumps([self.count, self.number]))
         Path(checkpoint_dir, "shared.txt").write_text("the same on each rank")
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.at, self.number = json.loads(Path(checkpoint_dir, f"rank-{self.rank}.json").read_text())
+        self.count, self.number = json.loads(Path(checkpoint_dir, f"rank-{self.rank}.json").read_text())
 
 
-def elastic(config: dict[str, Any]) -> None:
-    """Any number of ranks trains it; its checkpoint has the number of ranks of each step. It dies once."""
+def train_elastic(config: dict[str, Any]) -> None:
+    """Train with any number of ranks, and save the number of ranks of each step; die once."""
     trial, sizes = pt.get_trial(), []
     if (checkpoint := pt.get_checkpoint()) is not None:
         with checkpoint.as_directory() as restored:
@@ -86,8 +86,8 @@ class Paced(Sharded):
         return {**super().step(), "longest": self.longest}
 
 
-def sharded(config: dict[str, Any]) -> None:
-    """The same as a function."""
+def train_sharded(config: dict[str, Any]) -> None:
+    """Train like `Sharded`, as a function."""
     model = Sharded()
     model.setup(config)
     if (checkpoint := pt.get_checkpoint()) is not None:
@@ -96,32 +96,31 @@ def sharded(config: dict[str, Any]) -> None:
     while True:
         metrics = model.step()
         directory = pt.get_trial().new_checkpoint_dir()
-        withholds = config.get("does") == "withhold" and model.rank == config["rank"]
-        saves = not withholds and (model.at % 2 == 0 or pt.get_trial().should_checkpoint)
-        if saves:
+        is_withheld = config.get("does") == "withhold" and model.rank == config["rank"]
+        should_save = not is_withheld and (model.count % 2 == 0 or pt.get_trial().should_checkpoint)
+        if should_save:
             model.save_checkpoint(str(directory))
-        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory) if saves else None)
+        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory) if should_save else None)
 
 
-def napping(config: dict[str, Any]) -> None:
-    """As `sharded`, but one rank reports a step only once rank 0 has reported a later one."""
-    model = Sharded()
+def wait_at_step(config: dict[str, Any]) -> None:
+    """Train like `Sharded`, but one rank reports a step only after rank 0 has reported a later one."""
+    model, go_on = Sharded(), Path(config["until"])
     model.setup({})
-    awake = Path(config["until"])
     while True:
         metrics = model.step()
-        if model.rank == config["rank"] and model.at == config["step"]:
-            while not awake.exists():
+        if model.rank == config["rank"] and model.count == config["step"]:
+            while not go_on.exists():
                 time.sleep(0.01)
         directory = pt.get_trial().new_checkpoint_dir()
         model.save_checkpoint(str(directory))
         pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(directory))
-        if model.rank != config["rank"] and model.at == config["step"]:
-            awake.touch()
+        if model.rank != config["rank"] and model.count == config["step"]:
+            go_on.touch()
 
 
-def raises_late(config: dict[str, Any]) -> None:
-    """Rank 1 raises in a step that rank 0 has trained long before, or as it leaves."""
+def raise_late(config: dict[str, Any]) -> None:
+    """Raise on rank 1, in a step that rank 0 has trained long before, or at the end."""
     is_late = pt.get_trial().rank == 1
     try:
         for step in range(1, 4):
@@ -134,35 +133,33 @@ def raises_late(config: dict[str, Any]) -> None:
             raise ValueError("it raises as it leaves")
 
 
-def reports_on_rank_0(_config: dict[str, Any]) -> None:
+def report_on_rank_0(_config: dict[str, Any]) -> None:
     for step in range(1, 4):
         if pt.get_trial().rank == 0:
             time.sleep(0.5)
             pt.report({"loss": 1 / step})
 
 
-def patient(_config: dict[str, Any]) -> None:
-    """Train slowly, and save only when asked to: the ranks have to agree on the step."""
-    trial = pt.get_trial()
-    at = 0
+def save_on_request(_config: dict[str, Any]) -> None:
+    """Train slowly, and save only on request: the ranks have to agree on the step."""
+    trial, step = pt.get_trial(), 0
     if (checkpoint := pt.get_checkpoint()) is not None:
         with checkpoint.as_directory() as restored:
-            at = int(Path(restored, f"rank-{trial.rank}").read_text())
-            assert {each.name for each in Path(restored).iterdir()} == {"rank-0", "rank-1"}
+            step = int(Path(restored, f"rank-{trial.rank}").read_text())
+            assert {path.name for path in Path(restored).iterdir()} == {"rank-0", "rank-1"}
     while True:
         time.sleep(0.02 * (1 + trial.rank))
-        at += 1
-        saves = trial.should_checkpoint
-        directory = trial.new_checkpoint_dir()
-        Path(directory, f"rank-{trial.rank}").write_text(str(at))
-        pt.report({"loss": 1 / at}, checkpoint=pt.Checkpoint.from_directory(directory) if saves else None)
+        step += 1
+        should_save, directory = trial.should_checkpoint, trial.new_checkpoint_dir()
+        Path(directory, f"rank-{trial.rank}").write_text(str(step))
+        pt.report({"loss": 1 / step}, checkpoint=pt.Checkpoint.from_directory(directory) if should_save else None)
 
 
-def _rank_of_launcher(rank: int, world_size: int, config: dict[str, Any]) -> None:
+def _run_rank(rank: int, world_size: int, config: dict[str, Any]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     if config.get("does") == "join late" and config["rank"] == rank:
         time.sleep(1)
-    sharded(config)
+    train_sharded(config)
 
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -170,133 +167,133 @@ _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LO
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 
 
-def runs_programs(config: dict[str, Any], names: tuple[str, ...] = _TORCHRUN) -> None:
-    """Start two ranks as torchrun does: as programs, which find all in their environment."""
-    program = f"from tests.trainables.grouped import sharded; sharded({config!r})"
-    variables = [dict(zip(names, (str(rank), "2", str(rank)), strict=True)) for rank in range(2)]
-    ranks = [subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **each}) for each in variables]
-    failed = [each for each in ranks if each.wait()]
-    if failed:
+def _make_command(function: str, config: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-c", f"from tests.trainables.grouped import {function}; {function}({config!r})"]
+
+
+def run_programs(config: dict[str, Any], names: tuple[str, ...] = _TORCHRUN, function: str = "train_sharded") -> None:
+    """Start two ranks like torchrun: as programs, with environment variables."""
+    environments = [dict(zip(names, (str(rank), "2", str(rank)), strict=True)) for rank in range(2)]
+    command = _make_command(function, config)
+    processes = [subprocess.Popen(command, env={**os.environ, **variables}) for variables in environments]
+    if failed := [process for process in processes if process.wait()]:
         raise RuntimeError(f"{len(failed)} of 2 ranks failed")
 
 
-def loses_its_launcher(config: dict[str, Any]) -> None:
-    """Start two ranks by a launcher of its own, which rank 0 ends at step 5 of the first attempt, and train on."""
+def lose_launcher(config: dict[str, Any]) -> None:
+    """Start two ranks by a separate launcher, which rank 0 ends at step 5 of the first attempt; train on."""
     model = {"rank": 0, "at": 5, "does": "end launcher", "signal": config["signal"]}
     program = f"""
 import os, signal
-from tests.trainables.grouped import runs_programs
+from tests.trainables.grouped import run_programs
 if {config.get("exits")} is not None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit({config.get("exits")}))
-runs_programs({model})
+run_programs({model})
 """
     subprocess.run([sys.executable, "-c", program], check=config.get("check", False))
 
 
-def runs_as_open_mpi(config: dict[str, Any]) -> None:
-    runs_programs(config, _OPEN_MPI)
+def run_as_open_mpi(config: dict[str, Any]) -> None:
+    run_programs(config, _OPEN_MPI)
 
 
-def runs_as_mpich(config: dict[str, Any]) -> None:
-    runs_programs(config, _MPICH)
+def run_as_mpich(config: dict[str, Any]) -> None:
+    run_programs(config, _MPICH)
 
 
-def runs_mpirun(config: dict[str, Any]) -> None:
+def run_mpirun(config: dict[str, Any]) -> None:
     """Start two ranks by the installed `mpirun`."""
-    program = f"from tests.trainables.grouped import sharded; sharded({config!r})"
-    subprocess.run(
-        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-c", program], check=True
-    )
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    subprocess.run([*mpirun, *_make_command("train_sharded", config)], check=True)
 
 
-def _restart_program() -> None:
+def _start_second_rank() -> None:
     if "LOCAL_RANK" not in os.environ:
         os.environ |= {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}
         program = str(getattr(sys.modules["__main__"].__spec__, "name", ""))
         subprocess.Popen([sys.executable, "-m", program, *sys.argv[1:]], env={**os.environ, "LOCAL_RANK": "1"})
 
 
-def restarts_its_program(config: dict[str, Any]) -> None:
-    """Start the second rank as Lightning's `ddp` does, by the program of this process, which is the first one."""
-    _restart_program()
-    sharded(config)
+def restart_program(config: dict[str, Any]) -> None:
+    """Start the second rank like Lightning's `ddp`: by the program of this process, which is the first rank."""
+    _start_second_rank()
+    train_sharded(config)
 
 
 class RestartsItsProgram(Sharded):
-    """The same, in a class."""
+    """Like `restart_program`, as a class."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        _restart_program()
+        _start_second_rank()
         super().setup(config)
 
 
-def restarts_and_returns(config: dict[str, Any]) -> dict[str, object]:
-    """The last step is what the function returns; the second rank writes its last checkpoint late."""
-    _restart_program()
+def restart_and_return(config: dict[str, Any]) -> dict[str, object]:
+    """Return the metrics of the last step; the second rank writes its last checkpoint late."""
+    _start_second_rank()
     trial = pt.get_trial()
-    for at in range(1, config["steps"]):
+    for step in range(1, config["steps"]):
         directory = trial.new_checkpoint_dir()
-        (directory / f"rank-{trial.rank}").write_text(str(at))
-        if trial.rank == 1 and at == config["steps"] - 1:
+        (directory / f"rank-{trial.rank}").write_text(str(step))
+        if trial.rank == 1 and step == config["steps"] - 1:
             time.sleep(2)
-        pt.report({"loss": 1 / at}, checkpoint=pt.Checkpoint.from_directory(directory))
+        pt.report({"loss": 1 / step}, checkpoint=pt.Checkpoint.from_directory(directory))
     return {"loss": 0.0}
 
 
-def trains_with_two(_config: dict[str, Any]) -> None:
-    """As the callback of a framework that trains with two processes."""
+def train_with_two(_config: dict[str, Any]) -> None:
+    """Check the ranks like the callback of a framework that trains with two processes."""
     get_validated_rank("Trainer", 2)
 
 
-def restarts_late(_config: dict[str, Any]) -> None:
+def restart_late(_config: dict[str, Any]) -> None:
     pt.report({"loss": 1.0})
-    _restart_program()
+    _start_second_rank()
 
 
-def restarts_without_rank(_config: dict[str, Any]) -> None:
-    """Start the program of this process again, as a program does that restarts itself."""
+def restart_without_rank(_config: dict[str, Any]) -> None:
+    """Start the program of this process again, like a program that restarts itself."""
     subprocess.run(sys.orig_argv, check=False)
 
 
-def launches(config: dict[str, Any]) -> None:
-    """Start two ranks as `torch.multiprocessing.spawn` does, and fail as it does if one fails."""
+def launch_ranks(config: dict[str, Any]) -> None:
+    """Start two ranks and fail if one fails, like `torch.multiprocessing.spawn`."""
     context = multiprocessing.get_context(config.get("by", "spawn"))
-    ranks = [context.Process(target=_rank_of_launcher, args=(rank, 2, config)) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    while any(each.is_alive() for each in ranks):
-        failed = [each for each in ranks if each.exitcode]
-        for each in ranks if failed else []:
-            each.kill()
+    processes = [context.Process(target=_run_rank, args=(rank, 2, config)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.kill()
         time.sleep(0.01)
-    for rank, each in enumerate(ranks):
-        each.join()
-        if each.exitcode:
-            raise RuntimeError(f"process {rank} ended with exit code {each.exitcode}")
+    for rank, process in enumerate(processes):
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"process {rank} ended with exit code {process.exitcode}")
 
 
-def _report_as_rank_0() -> None:
+def _join_as_rank_0() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
     pt.get_trial()
     time.sleep(60)
 
 
-def joins_twice(_config: dict[str, Any]) -> None:
+def join_twice(_config: dict[str, Any]) -> None:
     """Start two processes that are both rank 0."""
-    first = multiprocessing.get_context("fork").Process(target=_report_as_rank_0)
+    first = multiprocessing.get_context("fork").Process(target=_join_as_rank_0)
     first.start()
     time.sleep(1)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
     pt.get_trial()
 
 
-def lagging(config: dict[str, Any]) -> None:
-    """Report metrics only; one rank begins late, when the other has reported more than a pipe holds."""
-    trial = pt.get_trial()
-    if trial.rank == config["rank"]:
+def start_late(config: dict[str, Any]) -> None:
+    """Report metrics only; one rank starts late, when the other has reported more than a pipe holds."""
+    if pt.get_trial().rank == config["rank"]:
         time.sleep(2)
-    for at in range(config["steps"]):
-        pt.report({"loss": 1 / (at + 1)})
+    for step in range(config["steps"]):
+        pt.report({"loss": 1 / (step + 1)})
 
 
 class Witnessed(Sharded):
@@ -304,7 +301,7 @@ class Witnessed(Sharded):
 
     def step(self) -> Mapping[str, object]:
         time.sleep(0.2)
-        record_act(self.config["witness"], f"rank-{self.rank}", self.at + 1)
+        record_act(self.config["witness"], f"rank-{self.rank}", self.count + 1)
         return super().step()
 
 
@@ -317,39 +314,30 @@ class SlowSetup(Sharded):
             time.sleep(4)
 
 
-def _reads(seen: Any) -> None:
-    seen.put(pt.get_trial().rank)
+def _send_rank(queue: Any) -> None:
+    queue.put(pt.get_trial().rank)
 
 
-def with_worker(config: dict[str, Any]) -> None:
-    """A rank starts a worker that reads which rank it is."""
-    rank = pt.get_trial().rank
-    context = multiprocessing.get_context("fork")
-    seen = context.SimpleQueue()
-    worker = context.Process(target=_reads, args=(seen,))
+def train_with_worker(config: dict[str, Any]) -> None:
+    """Start a worker, which reads the rank, and train."""
+    rank, context = pt.get_trial().rank, multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    worker = context.Process(target=_send_rank, args=(queue,))
     worker.start()
     worker.join()
     assert worker.exitcode == 0
-    assert seen.get() == rank
-    sharded(config)
+    assert queue.get() == rank
+    train_sharded(config)
 
 
-def runs_workers(config: dict[str, Any]) -> None:
-    """Start two ranks as programs, each of which has a worker."""
-    program = f"from tests.trainables.grouped import with_worker; with_worker({config!r})"
-    variables = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
-    ranks = [subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **each}) for each in variables]
-    failed = [each for each in ranks if each.wait()]
-    if failed:
-        raise RuntimeError("a rank failed")
+def run_with_workers(config: dict[str, Any]) -> None:
+    run_programs(config, function="train_with_worker")
 
 
-def runs_one(config: dict[str, Any]) -> None:
-    """Start one rank, as `torchrun --nproc-per-node 1` does."""
-    program = f"from tests.trainables.grouped import sharded; sharded({config!r})"
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    if subprocess.run([sys.executable, "-c", program], env={**os.environ, **variables}, check=False).returncode:
-        raise RuntimeError("the rank failed")
+def run_one_rank(config: dict[str, Any]) -> None:
+    """Start one rank, like `torchrun --nproc-per-node 1`."""
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    subprocess.run(_make_command("train_sharded", config), env=environment, check=True)
 
 
 class Talkative(Sharded):
@@ -365,12 +353,12 @@ class Talkative(Sharded):
         super().save_checkpoint(checkpoint_dir)
 
 
-def differs(config: dict[str, Any]) -> dict[str, object]:
-    """Each rank reports a loss of its own, and metrics that not all ranks have."""
+def report_different(config: dict[str, Any]) -> dict[str, object]:
+    """Report a different loss on each rank, and metrics that not all ranks have."""
     rank = pt.get_trial().rank
     for step in range(1, config["steps"] + 1):
         if (rank, step) == (config.get("rank", 1), config.get("at")):
-            pt.report({"loss": 0.0})  # a report more than the other rank
+            pt.report({"loss": 0.0})  # one report more than the other rank
         loss = 10.0 - step + 2 * rank
         more: dict[str, object] = {"first": 7} if rank == 0 else {"other": 8}
         pt.report({"loss": loss, "eval": {"loss": loss}, "epoch": step, "name": f"rank {rank}", **more})
@@ -381,4 +369,4 @@ class Different(Sharded):
     """Each rank has another loss and score."""
 
     def step(self) -> Mapping[str, object]:
-        return {**super().step(), "loss": 10.0 - self.at + 2 * self.rank, "score": self.at + 2 * self.rank}
+        return {**super().step(), "loss": 10.0 - self.count + 2 * self.rank, "score": self.count + 2 * self.rank}

@@ -12,7 +12,7 @@ from tests.trainables.counting import Counting
 
 
 class Moody(Counting):
-    """Counts steps; `config["fails"]` says how, at step 2, and while the file `config["until"]` is missing."""
+    """Counts steps; fails at step 2 as `config["fails"]` says, while the file `config["until"]` is missing."""
 
     def step(self) -> Mapping[str, Any]:
         self.count += 1
@@ -34,10 +34,9 @@ class Moody(Counting):
 
 
 def train(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the result at once."""
     return {"loss": float(config["x"])}
 
 
-def silent(_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Report another metric than the search's."""
+def report_accuracy(_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Lack the metric of the search."""
     return {"accuracy": 1.0}

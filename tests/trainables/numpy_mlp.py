@@ -1,4 +1,4 @@
-"""A real network, trained by SGD with momentum on shuffled batches; each step depends on all earlier ones."""
+"""A small network, trained by SGD with momentum on shuffled batches; each step depends on all earlier steps."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Mlp:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
-        made = np.random.default_rng(config.get("data_seed", 7))
-        self.inputs = made.normal(size=(_EXAMPLES, _INPUTS))
-        self.labels = made.integers(0, _CLASSES, size=_EXAMPLES)
+        generator = np.random.default_rng(config.get("data_seed", 7))
+        self.inputs = generator.normal(size=(_EXAMPLES, _INPUTS))
+        self.labels = generator.integers(0, _CLASSES, size=_EXAMPLES)
         self.random = np.random.default_rng(config.get("seed", 0))
         shapes = ((_INPUTS, _HIDDEN), (_HIDDEN,), (_HIDDEN, _CLASSES), (_CLASSES,))
         self.weights = [self.random.normal(scale=0.2, size=shape) for shape in shapes]
@@ -50,7 +50,7 @@ class Mlp:
         return {"loss": loss, "state": self.digest()}
 
     def digest(self) -> str:
-        """Return a hash of everything that the next step depends on."""
+        """Return a hash of the whole state."""
         hashed = hashlib.sha256()
         for array in (*self.weights, *self.velocity, self.order):
             hashed.update(np.ascontiguousarray(array).tobytes())
@@ -58,7 +58,6 @@ class Mlp:
         return hashed.hexdigest()
 
     def save(self, directory: str) -> None:
-        """Write the whole state."""
         folder = Path(directory)
         for index, (weight, velocity) in enumerate(zip(self.weights, self.velocity, strict=True)):
             np.save(folder / f"weight-{index}.npy", weight)
@@ -67,7 +66,6 @@ class Mlp:
         (folder / "rest.json").write_text(self._rest())
 
     def load(self, directory: str) -> None:
-        """Read it back."""
         folder = Path(directory)
         self.weights = [np.load(folder / f"weight-{index}.npy") for index in range(len(self.weights))]
         self.velocity = [np.load(folder / f"velocity-{index}.npy") for index in range(len(self.velocity))]
@@ -92,21 +90,17 @@ class Mlp:
         hidden = np.tanh(inputs @ first + bias)
         scores = hidden @ second + offset
         scores -= scores.max(axis=1, keepdims=True)
-        odds = np.exp(scores)
-        odds /= odds.sum(axis=1, keepdims=True)
-        loss = float(-np.log(odds[np.arange(len(labels)), labels]).mean())
-        odds[np.arange(len(labels)), labels] -= 1
-        odds /= len(labels)
-        back = (odds @ second.T) * (1 - hidden**2)
-        return loss, [inputs.T @ back, back.sum(axis=0), hidden.T @ odds, odds.sum(axis=0)]
+        probabilities = np.exp(scores)
+        probabilities /= probabilities.sum(axis=1, keepdims=True)
+        loss = float(-np.log(probabilities[np.arange(len(labels)), labels]).mean())
+        probabilities[np.arange(len(labels)), labels] -= 1
+        probabilities /= len(labels)
+        back = (probabilities @ second.T) * (1 - hidden**2)
+        return loss, [inputs.T @ back, back.sum(axis=0), hidden.T @ probabilities, probabilities.sum(axis=0)]
 
 
 class NumpyMlp(pt.Trainable):
-    """The class API.
-
-    `config["witness"]` names the file in which it records its acts for the test; at the step
-    `config["gate_step"]` it waits for the file `config["gate"]`.
-    """
+    """The class API: records acts in `config["witness"]`, waits at `config["gate_step"]` for `config["gate"]`."""
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -133,7 +127,7 @@ class NumpyMlp(pt.Trainable):
 
 
 class Forgetful(NumpyMlp):
-    """The same, but for the random state, which it does not load."""
+    """Does not load the random state."""
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         random = self.model.random
@@ -143,7 +137,7 @@ class Forgetful(NumpyMlp):
 
 
 def train(config: Mapping[str, Any]) -> None:
-    """The function API: the same training, saved every `config["interval"]` steps."""
+    """The function API: the same training, with a checkpoint every `config["interval"]` steps."""
     model = Mlp(config)
     if checkpoint := pt.get_checkpoint():
         with checkpoint.as_directory() as directory:
@@ -154,12 +148,12 @@ def train(config: Mapping[str, Any]) -> None:
         metrics = model.train_step()
         record_act(config.get("witness"), "trained", model.step)
         if model.step % config.get("interval", 5) == 0 or pt.get_trial().should_checkpoint:
-            _report_saved(model, metrics)
+            _report_with_checkpoint(model, metrics)
         else:
             pt.report(metrics)
 
 
-def _report_saved(model: Mlp, metrics: Mapping[str, Any]) -> None:
+def _report_with_checkpoint(model: Mlp, metrics: Mapping[str, Any]) -> None:
     directory = tempfile.mkdtemp()
     try:
         record_act(model.config.get("witness"), "saving", model.step)
@@ -170,7 +164,7 @@ def _report_saved(model: Mlp, metrics: Mapping[str, Any]) -> None:
 
 
 def digest_of_directory(directory: Path) -> str:
-    """Return one sha256 over the names and bytes of all files."""
+    """Return a sha256 of the names and bytes of all files."""
     hashed = hashlib.sha256()
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         hashed.update(f"{path.relative_to(directory)}\0{path.stat().st_size}\0".encode())

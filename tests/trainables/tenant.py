@@ -14,25 +14,25 @@ import prefect_tune as pt
 
 
 class Tenant(pt.Trainable):
-    """Each step locks its devices, at most `config["share"]` tenants on each, in the folder `config["house"]`."""
+    """Locks its devices in each step: at most `config["share"]` trials per device, by files in `config["house"]`."""
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.reset_config(config)
-        self.devices = os.environ.get("CUDA_VISIBLE_DEVICES", "any")  # as CUDA: what it is when it is first used
+        self.devices = os.environ.get("CUDA_VISIBLE_DEVICES", "any")  # like CUDA, which reads it at its first use
 
     def reset_config(self, config: Mapping[str, Any]) -> bool:
         self.config = config
         return True
 
     def step(self) -> Mapping[str, Any]:
-        given = os.environ.get("CUDA_VISIBLE_DEVICES", "any")
-        if given != self.devices:
-            raise RuntimeError(f"began on {self.devices}, and is to continue on {given}")
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "any")
+        if devices != self.devices:
+            raise RuntimeError(f"started on {self.devices}, but the step runs on {devices}")
         with ExitStack() as held:
-            for device in given.split(","):
-                held.enter_context(_room(Path(self.config["house"]), device, int(self.config.get("share", 1))))
+            for device in devices.split(","):
+                held.enter_context(_locked_device(Path(self.config["house"]), device, int(self.config.get("share", 1))))
             time.sleep(0.05)
-        return {"loss": 1.0, "gpus": given, "threads": os.environ.get("OMP_NUM_THREADS", ""), "pid": os.getpid()}
+        return {"loss": 1.0, "gpus": devices, "threads": os.environ.get("OMP_NUM_THREADS", ""), "pid": os.getpid()}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         Path(checkpoint_dir, "nothing").touch()
@@ -42,9 +42,9 @@ class Tenant(pt.Trainable):
 
 
 @contextmanager
-def _room(house: Path, device: str, share: int) -> Iterator[None]:
-    for bed in range(share):
-        with (house / f"{device}-{bed}").open("w") as lock:
+def _locked_device(folder: Path, device: str, share: int) -> Iterator[None]:
+    for slot in range(share):
+        with (folder / f"{device}-{slot}").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -1,7 +1,4 @@
-"""Trainables that fail in every way a user's code can. `config["fails"]` says how, `config["at"]` at which step.
-
-`config["ledger"]` is a file that counts the failures, so that the one that follows the last can go well.
-"""
+"""Trainables that fail as `config["fails"]` says, at step `config["at"]`; the file `config["ledger"]` counts."""
 
 from __future__ import annotations
 
@@ -40,30 +37,27 @@ def _exit() -> NoReturn:
     sys.exit(3)
 
 
-def _leave() -> NoReturn:
+def _exit_at_once() -> NoReturn:
     os._exit(0)
 
 
-def _exhaust() -> NoReturn:
+def _run_out_of_memory() -> NoReturn:
     raise MemoryError("no more of it")
 
 
-_WAYS: Mapping[str, Callable[[], None]] = {
+_FAILURES: Mapping[str, Callable[[], None]] = {
     "raise": _raise,
     "kill": _kill,
     "segfault": _segfault,
     "hang": _hang,
     "exit": _exit,
-    "leave": _leave,
-    "exhaust": _exhaust,
+    "leave": _exit_at_once,
+    "exhaust": _run_out_of_memory,
 }
 
 
 class Counter(pt.Trainable):
-    """Counts. Fails `config["times"]` times in `config["place"]` at step `config["at"]`.
-
-    A place is "step", "setup", "save", "load" or "cleanup".
-    """
+    """Counts; fails `config["times"]` times in `config["place"]`: "step", "setup", "save", "load" or "cleanup"."""
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -104,43 +98,43 @@ class Counter(pt.Trainable):
         return {"count": self.count, "loss": 1 / self.count, **done}
 
     def _maybe_die_of_poison(self) -> None:
-        """The file `config["poison"]` holds the step whose checkpoint is poison, and what it does."""
+        """Fail after a restore of the step that the file `config["poison"]` names, as the file says."""
         poison = Path(self.config.get("poison", ""))
         if poison.is_file():
-            step, way = poison.read_text().split()
+            step, failure = poison.read_text().split()
             if self.loaded == self.count == int(step):
-                _WAYS[way]()
+                _FAILURES[failure]()
 
-    def _maybe_fail(self, place: str) -> None:
+    def _maybe_fail(self, method: str) -> None:
         config = self.config
-        if config.get("place", "step") == place and config.get("at") in (self.count, "always"):
+        if config.get("place", "step") == method and config.get("at") in (self.count, "always"):
             failures = Path(config["ledger"])
-            so_far = len(failures.read_text()) if failures.exists() else 0
-            if so_far < config.get("times", 1):
-                failures.write_text("x" * (so_far + 1))
-                _WAYS[config["fails"]]()
+            count = len(failures.read_text()) if failures.exists() else 0
+            if count < config.get("times", 1):
+                failures.write_text("x" * (count + 1))
+                _FAILURES[config["fails"]]()
 
 
 def count(config: Mapping[str, Any]) -> None:
-    """The function API: reports five steps an epoch, a checkpoint with the last."""
-    at = 0
+    """Report five steps an epoch, the last with a checkpoint."""
+    step = 0
     if checkpoint := pt.get_checkpoint():
         with checkpoint.as_directory() as directory:
-            at = json.loads(Path(directory, "count.json").read_text())
-        record_act(config.get("witness"), "loaded", at)
+            step = json.loads(Path(directory, "count.json").read_text())
+        record_act(config.get("witness"), "loaded", step)
     while True:
-        at += 1
-        record_act(config.get("witness"), "begin", at)
-        if at % 5:
-            pt.report({"count": at})
+        step += 1
+        record_act(config.get("witness"), "begin", step)
+        if step % 5:
+            pt.report({"count": step})
             continue
         with tempfile.TemporaryDirectory() as directory:
-            Path(directory, "count.json").write_text(json.dumps(at))
-            pt.report({"count": at}, checkpoint=pt.Checkpoint.from_directory(directory))
+            Path(directory, "count.json").write_text(json.dumps(step))
+            pt.report({"count": step}, checkpoint=pt.Checkpoint.from_directory(directory))
 
 
 def count_and_return(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reports nothing, and returns its metrics."""
+    """Return the metrics without a report."""
     trial = pt.get_trial()
     assert trial.config == config
     assert trial.directory.is_dir()

@@ -47,8 +47,8 @@ class Unreadable(Counting):
                 bad.symlink_to("/dev/full")
 
 
-def reports_unreadable(config: dict[str, Any]) -> None:
-    """Report such a directory in a function, which copies it first."""
+def report_unreadable(config: dict[str, Any]) -> None:
+    """Report such a directory in a function."""
     directory = Path(pt.get_trial().directory, "mine")
     directory.mkdir()
     model = Unreadable()

@@ -1,4 +1,4 @@
-"""The acts of a trainable, recorded for the test in a local file that is independent of the package's protocols."""
+"""The acts of a trainable, recorded in a local file, independently of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One line: which process did what, at which step."""
+    """One line: the process, its act, and the step."""
 
     pid: int
     act: str
@@ -19,7 +19,7 @@ class Act:
 
 
 def record_act(path: object, act: str, step: int) -> None:
-    """Append a line in one write; lines written before a kill stay."""
+    """Append a line in one write, which a later kill cannot undo."""
     if not path:
         return
     descriptor = os.open(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)

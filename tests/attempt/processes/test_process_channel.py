@@ -149,7 +149,7 @@ def outcome_of(pool: TrialProcessPool, folder: Path, trainable: object, **config
 def test_stray_bytes_on_the_channel_end_the_attempt_as_an_error_of_the_trainable(
     pool: TrialProcessPool, tmp_path: Path, stray: bytes, said: str
 ) -> None:
-    outcome = outcome_of(pool, tmp_path, reporters.talks_out_of_turn, bytes=stray.hex())
+    outcome = outcome_of(pool, tmp_path, reporters.write_to_sockets, bytes=stray.hex())
     assert outcome.cause is Cause.TRAINABLE
     message = str(outcome.reason)
     assert message.startswith("the channel of the trial's process: ")

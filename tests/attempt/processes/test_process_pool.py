@@ -41,7 +41,7 @@ from tests.fakes.trial_processes import (
     wait_until,
 )
 from tests.long_cases import long_after
-from tests.trainables.processes.forked import daemonizes, dies, exits_at_sigterm, looks_around, prints, waits
+from tests.trainables.processes.forked import block, die, exit_at_sigterm, inspect_process, leave_children, print_lines
 from tests.trainables.processes.lingering import ForksInAStep, LateThread, NeverCleansUp
 from tests.trainables.witness import Act, acts_of
 
@@ -58,7 +58,7 @@ def ours(whole_family: Family) -> Family:
 def found_in(
     pool: TrialProcessPool, folder: Path, environment: dict[str, str] | None = None, **config: object
 ) -> dict[str, Any]:
-    with pool.open_process(make_start(looks_around, folder, config), LOG, environment or {}) as channel:
+    with pool.open_process(make_start(inspect_process, folder, config), LOG, environment or {}) as channel:
         return dict(receive_metrics(channel))
 
 
@@ -104,7 +104,7 @@ def test_a_trial_is_where_its_supervisor_is_and_has_a_temporary_directory_of_its
 def test_the_temporary_files_of_a_killed_process_stay_until_its_save_is_over_and_its_channel_closes(
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
-    with pool.open_process(make_start(looks_around, tmp_path, {}), LOG) as channel:
+    with pool.open_process(make_start(inspect_process, tmp_path, {}), LOG) as channel:
         lent = Path(receive_metrics(channel)["temporary"])
         channel.end()
         assert lent.is_dir()
@@ -118,12 +118,12 @@ def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pool.open_process(make_start(prints, tmp_path, {"lines": 1}), LOG) as channel:
+    with pool.open_process(make_start(print_lines, tmp_path, {"lines": 1}), LOG) as channel:
         assert isinstance(receive_messages(channel)[-1], TrialEnded)
 
 
 def ignored_by_a_new_python() -> list[str]:
-    """Return its ignored signals as `looks_around` does: Python's own, and what this process was started with."""
+    """Return its ignored signals as `inspect_process` does: Python's own, and what this process was started with."""
     script = "import re; print(re.findall(r'SigIgn:\\s*(\\w+)', open('/proc/self/status').read())[0])"
     return subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
@@ -161,7 +161,7 @@ def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
 def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
     with family() as ours, TrialProcessPool(slots=1) as pool:
         assert not ours.pids()
-        pool.start_import("tests.trainables.processes.forked:looks_around", LOG)
+        pool.start_import("tests.trainables.processes.forked:inspect_process", LOG)
         wait_until(lambda: len(ours.pids()) == 1, what=lambda: f"one process: {ours.names()}")  # /proc lags
         found_in(pool, tmp_path)
 
@@ -170,7 +170,7 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
     pool: TrialProcessPool, ours: Family, tmp_path: Path
 ) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.open_process(make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         wait_until(began(witness), what=lambda: "the trial")
         for pid in ours.pids():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -187,7 +187,7 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
 ) -> None:
     config = {"code": code, "as_method": as_method}
     process = pool.open_process if forks else started_process
-    with process(make_start(exits_at_sigterm, tmp_path, config), LOG) as channel:
+    with process(make_start(exit_at_sigterm, tmp_path, config), LOG) as channel:
         failure = require_failure(receive_messages(channel)[-1])
     assert failure.cause is Cause.MACHINE
     assert require_reason(failure).arguments["advice"]["code"] == "advice-signal-handler"
@@ -212,7 +212,7 @@ def test_the_exit_code_or_signal_of_a_process_is_reported_with_its_last_output(
     pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, said: str
 ) -> None:
     process = pool.open_process if forks else started_process
-    with process(make_start(dies, tmp_path, {"how": how}), LOG) as channel:
+    with process(make_start(die, tmp_path, {"how": how}), LOG) as channel:
         receive_messages(channel)
         end = channel.end()
         assert channel.end() == end
@@ -230,7 +230,7 @@ def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(
     def train(name: str) -> LogRecorder:
         CALLER.set(name)
         recorder = LogRecorder(CALLER.get)
-        with pool.open_process(make_start(prints, tmp_path, {"lines": 200}), make_log(recorder)) as channel:
+        with pool.open_process(make_start(print_lines, tmp_path, {"lines": 200}), make_log(recorder)) as channel:
             receive_messages(channel)
         return recorder
 
@@ -256,7 +256,7 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     def train(number: int) -> int:
-        with room.open_process(make_start(prints, tmp_path, {"lines": 1}), LOG) as channel:
+        with room.open_process(make_start(print_lines, tmp_path, {"lines": 1}), LOG) as channel:
             assert isinstance(receive_messages(channel)[-1], TrialEnded)
         return number
 
@@ -276,7 +276,7 @@ def test_64_trials_run_at_once(pool: TrialProcessPool, tmp_path: Path) -> None:
 
     def train(_number: int) -> int:
         with pool.open_process(
-            make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
+            make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
         ) as channel:
             return int(receive_metrics(channel)["pid"])
 
@@ -292,7 +292,7 @@ def test_whatever_a_trial_has_started_ends_with_it_when_it_is_given_up(
 ) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with pool.open_process(
-        make_start(daemonizes, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
+        make_start(leave_children, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
     ) as channel:
         wait_until(began(witness), what=lambda: "the trial")
         started = {each.step for each in acts_of(witness) if each.act in ("child", "orphan")}
@@ -304,7 +304,7 @@ def test_whatever_a_trial_has_started_ends_with_it_when_it_is_given_up(
 def test_orphans_that_end_before_their_trial_are_reaped(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     config = {"witness": str(witness), "gate": str(gate)}
-    with pool.open_process(make_start(daemonizes, tmp_path, config), LOG) as channel:
+    with pool.open_process(make_start(leave_children, tmp_path, config), LOG) as channel:
         wait_until(began(witness), what=lambda: "the trial")
         children = partial(children_of, ours.wait_for_one("tune-subreaper"))
         wait_until(lambda: len(children()) == 2, what=lambda: f"the trial and an orphan, not {children()}")
@@ -314,7 +314,7 @@ def test_orphans_that_end_before_their_trial_are_reaped(pool: TrialProcessPool, 
 
 def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.open_process(make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         wait_until(began(witness), what=lambda: "the trial")
         killed = ours.wait_for_one("tune-forkserver")
         os.kill(killed, signal.SIGKILL)
@@ -343,7 +343,7 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
 ) -> None:
     monkeypatch.setattr(fork_servers, "_EXIT_TIMEOUT", timedelta(seconds=0.5))
     witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
+    with pool.open_process(make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
         wait_until(began(witness), what=lambda: "the trial")
         os.kill(ours.wait_for_one(stopped), signal.SIGSTOP)
         assert channel.end() == ProcessEnd(signal="SIGKILL")
@@ -356,14 +356,14 @@ def test_a_machine_without_room_for_another_process_is_named_in_the_error(
     pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_servers, "read_fork_message", lambda *_: "failed 11")
-    with pytest.raises(BlockingIOError, match="cannot be forked"), pool.open_process(make_start(prints, tmp_path), LOG):
+    with pytest.raises(BlockingIOError, match="cannot be forked"), pool.open_process(make_start(block, tmp_path), LOG):
         pass
 
 
 def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Path) -> None:
     witness, gate = tmp_path / "witness", tmp_path / "gate"
     with TrialProcessPool(slots=1) as pool:
-        start = make_start(waits, tmp_path, {"witness": str(witness), "gate": str(gate)})
+        start = make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)})
         attempt = pool.open_process(start, LOG)
         channel = attempt.__enter__()
         wait_until(began(witness), what=lambda: "the trial")
@@ -401,7 +401,7 @@ def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text
     witness = tmp_path / "witness"
     with family() as ours, a_process_whose_name_is_no_text(), TrialProcessPool(slots=1) as made:
         config = {"witness": str(witness), "gate": ""}
-        with made.open_process(make_start(daemonizes, tmp_path, config), LOG) as channel:
+        with made.open_process(make_start(leave_children, tmp_path, config), LOG) as channel:
             assert isinstance(receive_messages(channel)[-1], TrialEnded)
             assert channel.end() == ProcessEnd(exit_code=0)
         left = [each.step for each in acts_of(witness) if each.act in ("child", "orphan")]

@@ -25,26 +25,26 @@ from tests.trainables.grouped import (
     RestartsItsProgram,
     Sharded,
     SlowSetup,
-    differs,
-    elastic,
-    lagging,
-    launches,
-    loses_its_launcher,
-    napping,
-    raises_late,
-    reports_on_rank_0,
-    restarts_and_returns,
-    restarts_its_program,
-    restarts_late,
-    restarts_without_rank,
-    runs_as_mpich,
-    runs_as_open_mpi,
-    runs_mpirun,
-    runs_one,
-    runs_programs,
-    runs_workers,
-    sharded,
-    trains_with_two,
+    launch_ranks,
+    lose_launcher,
+    raise_late,
+    report_different,
+    report_on_rank_0,
+    restart_and_return,
+    restart_late,
+    restart_program,
+    restart_without_rank,
+    run_as_mpich,
+    run_as_open_mpi,
+    run_mpirun,
+    run_one_rank,
+    run_programs,
+    run_with_workers,
+    start_late,
+    train_elastic,
+    train_sharded,
+    train_with_two,
+    wait_at_step,
 )
 
 supervisor = importlib.import_module("prefect_tune.attempt.supervisor")
@@ -82,13 +82,15 @@ def undisturbed() -> dict[str, list[float]]:
 
 
 def test_each_rank_trains_and_the_checkpoint_holds_the_files_of_all_with_the_metrics_of_rank_0(tmp_path: Path) -> None:
-    result = trained(tmp_path, sharded)
+    result = trained(tmp_path, train_sharded)
     assert (result.status, result.step, result.attempts, result.metrics["world_size"]) == ("completed", STEPS, 1, 2)
     assert states(result) == undisturbed()
     assert result.metrics["number"] == undisturbed()["rank-0.json"][1]
 
 
-@pytest.mark.parametrize(("trainable", "rank"), long_after(1, [(Sharded, 0), (Sharded, 1), (sharded, 0), (sharded, 1)]))
+@pytest.mark.parametrize(
+    ("trainable", "rank"), long_after(1, [(t, r) for t in (Sharded, train_sharded) for r in (0, 1)])
+)
 def test_after_the_death_of_a_rank_all_continue_from_the_last_commit(
     trainable: Any, rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,7 +109,7 @@ def test_each_attempt_has_as_many_ranks_as_there_are_devices(
     monkeypatch.setattr(usage_meter, "available_cpu_count", lambda: next(devices))
     monkeypatch.setattr(usage_meter, "list_gpus", lambda _: ())
     with caplog.at_level(logging.INFO):
-        result = trained(tmp_path, elastic, {"dies_at": 5}, processes_per_trial=(1, 3))
+        result = trained(tmp_path, train_elastic, {"dies_at": 5}, processes_per_trial=(1, 3))
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as directory:
@@ -131,13 +133,13 @@ def children_of_here() -> list[int]:
 def test_the_error_of_a_rank_counts_where_rank_0_has_trained_its_last_step_before(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises late"):
         pt.durable_trainable(
-            raises_late, {"step": 2}, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
+            raise_late, {"step": 2}, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
         )
 
 
 def test_an_error_of_a_rank_after_its_end_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = pt.durable_trainable(
-        raises_late, {"step": 9}, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
+        raise_late, {"step": 9}, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
     )
     assert (result.status, result.step) == ("completed", 3)
     assert "after the end of the trial: rank 1: ValueError: it raises as it leaves" in caplog.text
@@ -145,7 +147,7 @@ def test_an_error_of_a_rank_after_its_end_is_a_warning(tmp_path: Path, caplog: p
 
 def test_a_rank_that_returns_while_rank_0_trains_on_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = pt.durable_trainable(
-        reports_on_rank_0, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
+        report_on_rank_0, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
     )
     assert (result.status, result.step) == ("completed", 3)
     assert caplog.text.count("rank 1 has returned, but rank 0 reported another step") == 1
@@ -153,7 +155,7 @@ def test_a_rank_that_returns_while_rank_0_trains_on_is_named(tmp_path: Path, cap
 
 def test_a_checkpoint_that_one_rank_saves_alone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1 reported a checkpoint at step 2, but rank 0 did not"):
-        trained(tmp_path, sharded, {"rank": 0, "does": "withhold"})
+        trained(tmp_path, train_sharded, {"rank": 0, "does": "withhold"})
 
 
 @pytest.mark.long
@@ -162,7 +164,7 @@ def test_a_slow_rank_fails_its_save_and_training_continues(
 ) -> None:
     monkeypatch.setattr(supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(seconds=0.5)))
     with caplog.at_level(logging.INFO):
-        result = trained(tmp_path, napping, {"rank": 1, "step": 2, "until": str(tmp_path / "go-on")})
+        result = trained(tmp_path, wait_at_step, {"rank": 1, "step": 2, "until": str(tmp_path / "go-on")})
     assert (result.status, result.attempts) == ("completed", 1)
     assert "step 2 is not committed: rank 1 did not add a part within 0.5 s; training continues" in caplog.text
     assert result.checkpoint is not None
@@ -173,7 +175,7 @@ def test_a_slow_rank_fails_its_save_and_training_continues(
 
 def test_a_group_that_is_asked_to_stop_saves_one_step_and_continues_from_it(tmp_path: Path) -> None:
     first = pt.tune(
-        "tests.trainables.grouped:patient",
+        "tests.trainables.grouped:save_on_request",
         target=str(tmp_path),
         experiment="e",
         num_samples=1,
@@ -186,7 +188,7 @@ def test_a_group_that_is_asked_to_stop_saves_one_step_and_continues_from_it(tmp_
     assert trial.status == "interrupted"
     assert 0 < trial.step < 200
     result = pt.tune(
-        "tests.trainables.grouped:patient",
+        "tests.trainables.grouped:save_on_request",
         target=str(tmp_path),
         experiment="e",
         num_samples=1,
@@ -229,14 +231,14 @@ def launched(target: Path, trainable: Any, config: dict[str, Any]) -> pt.TrialRe
     long_after(
         1,
         [
-            (launches, {"by": "spawn"}),
-            (launches, {"by": "fork"}),
-            (launches, {"by": "fork", "rank": 0, "does": "join late"}),
-            (launches, {"by": "fork", "rank": 1, "does": "join late"}),
-            (runs_programs, {}),
-            (runs_as_open_mpi, {}),
-            (runs_as_mpich, {}),
-            pytest.param(runs_mpirun, {}, marks=pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")),
+            (launch_ranks, {"by": "spawn"}),
+            (launch_ranks, {"by": "fork"}),
+            (launch_ranks, {"by": "fork", "rank": 0, "does": "join late"}),
+            (launch_ranks, {"by": "fork", "rank": 1, "does": "join late"}),
+            (run_programs, {}),
+            (run_as_open_mpi, {}),
+            (run_as_mpich, {}),
+            pytest.param(run_mpirun, {}, marks=pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")),
         ],
     ),
     ids=["spawned", "forked", "rank 0 comes last", "rank 1 comes last", "programs", "Open MPI", "MPICH", "mpirun"],
@@ -252,7 +254,7 @@ def test_ranks_of_a_launcher_join_the_trial_and_have_one_checkpoint(
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_second_copy_of_the_trials_program_is_a_rank(rank: int, tmp_path: Path) -> None:
-    result = launched(tmp_path, restarts_its_program, {"rank": rank, "at": 5, "does": "die"})
+    result = launched(tmp_path, restart_program, {"rank": rank, "at": 5, "does": "die"})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
     assert states(result) == undisturbed()
 
@@ -267,9 +269,7 @@ def test_what_a_function_with_a_second_copy_returns_is_its_last_step_and_every_s
     tmp_path: Path,
 ) -> None:
     sync = pt.SyncConfig(commit="async")
-    result = pt.durable_trainable(
-        restarts_and_returns, {"steps": STEPS}, target=str(tmp_path), experiment="e", sync=sync
-    )
+    result = pt.durable_trainable(restart_and_return, {"steps": STEPS}, target=str(tmp_path), experiment="e", sync=sync)
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
     assert result.metrics["loss"] == 0.0
     assert result.checkpoint is not None
@@ -282,22 +282,22 @@ def test_what_a_function_with_a_second_copy_returns_is_its_last_step_and_every_s
 
 def test_a_framework_with_another_number_of_processes_than_the_trial_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="Trainer: expected 1 process, like the trial, found 2"):
-        launched(tmp_path, trains_with_two, {})
+        launched(tmp_path, train_with_two, {})
 
 
 def test_a_second_copy_after_a_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match=r"expected a launch of the ranks before the first pt\.report"):
-        launched(tmp_path, restarts_late, {})
+        launched(tmp_path, restart_late, {})
 
 
 def test_a_second_copy_of_the_trials_program_without_a_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match=r"found a copy of the trial's own program .* processes_per_trial=N"):
-        launched(tmp_path, restarts_without_rank, {})
+        launched(tmp_path, restart_without_rank, {})
 
 
 @pytest.mark.parametrize("rank", long_after(1, [0, 1]))
 def test_after_the_death_of_a_launched_rank_all_continue_from_the_last_commit(rank: int, tmp_path: Path) -> None:
-    result = launched(tmp_path, launches, {"by": "fork", "rank": rank, "at": 5, "does": "die"})
+    result = launched(tmp_path, launch_ranks, {"by": "fork", "rank": rank, "at": 5, "does": "die"})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
     assert states(result) == undisturbed()
 
@@ -321,25 +321,25 @@ def test_the_end_of_a_launcher_completes_no_trial_whose_rank_0_has_not_ended(
     launcher: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_RANK_EXIT_TIMEOUT", timedelta(seconds=1))
-    result = launched(tmp_path, loses_its_launcher, launcher)
+    result = launched(tmp_path, lose_launcher, launcher)
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
     assert states(result) == undisturbed()
 
 
 def test_a_second_process_of_a_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 0 of 2: this trial already has that rank"):
-        launched(tmp_path, "tests.trainables.grouped:joins_twice", {})
+        launched(tmp_path, "tests.trainables.grouped:join_twice", {})
 
 
 @pytest.mark.long
 def test_a_rank_that_holds_more_messages_than_its_pipe_blocks_no_other(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "processes_per_trial": 2}
-    result = pt.durable_trainable(lagging, {"rank": 1, "steps": 3000}, **options)
+    result = pt.durable_trainable(start_late, {"rank": 1, "steps": 3000}, **options)
     assert (result.status, result.step, result.attempts) == ("completed", 3000, 1)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("trainable", long_after(1, [runs_workers, runs_one]))
+@pytest.mark.parametrize("trainable", long_after(1, [run_with_workers, run_one_rank]))
 def test_a_worker_of_a_rank_is_no_rank_and_one_rank_is_one(trainable: Any, tmp_path: Path) -> None:
     result = launched(tmp_path, trainable, {})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
@@ -359,7 +359,7 @@ def meaned(target: Path, trainable: Any, config: dict[str, Any], **options: Any)
 
 
 def test_the_metrics_of_a_step_are_the_mean_over_all_ranks_of_each_number_that_all_report(tmp_path: Path) -> None:
-    result = meaned(tmp_path, differs, {"steps": 3})
+    result = meaned(tmp_path, report_different, {"steps": 3})
     assert (result.status, result.step) == ("completed", 4)
     assert result.metrics == {"loss": 3.0, "last": True}
     third = pt.load_results(str(tmp_path), "e").curve("trial")[2]
@@ -386,10 +386,10 @@ def test_a_rank_that_reports_once_more_than_the_others_fails_the_mean_and_is_nam
     rank: int, at: int, why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(pt.TrialFailed, match=why):
-        meaned(tmp_path, differs, {"steps": 3, "rank": rank, "at": at})
+        meaned(tmp_path, report_different, {"steps": 3, "rank": rank, "at": at})
 
 
-@pytest.mark.parametrize("trainable", long_after(1, [restarts_its_program, launches, runs_programs]))
+@pytest.mark.parametrize("trainable", long_after(1, [restart_program, launch_ranks, run_programs]))
 def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: Any, tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
         launched(tmp_path, trainable, {"by": "fork", "rank": 1, "at": 3, "does": "raise"})
@@ -404,6 +404,6 @@ def test_silence_counts_only_once_all_ranks_have_loaded(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_launched_ranks_have_a_mean_too(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "stop": {"step": STEPS}}
-    result = pt.durable_trainable(launches, {"by": "fork"}, metrics_from="mean", **options)
+    result = pt.durable_trainable(launch_ranks, {"by": "fork"}, metrics_from="mean", **options)
     numbers = [number for _, number in undisturbed().values()]
     assert result.metrics["number"] == pytest.approx(sum(numbers) / 2)

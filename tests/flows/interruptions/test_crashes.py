@@ -338,7 +338,7 @@ def attempts(tmp_path: Path) -> Iterator[Attempts]:
 def started(drivers: Drivers, flow: Flow, target: LocalTarget, attempts: Attempts, **options: object) -> Driver:
     config = {"witness": str(attempts.witness), "gate": str(attempts.gate), "seconds": 1000}
     options |= {} if flow == "durable_trainable" else {"num_samples": 1, "max_concurrent_trials": 1}
-    trainable = "tests.trainables.processes.forked:daemonizes"
+    trainable = "tests.trainables.processes.forked:leave_children"
     return drivers.start(trainable, config, flow=flow, target=target, experiment="orphans", **options)
 
 

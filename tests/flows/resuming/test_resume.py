@@ -24,7 +24,7 @@ from tests.fakes.searches.failed_searches import results_of_failed
 from tests.flows.training import entries_at, experiment_at, statuses
 from tests.long_cases import long_after
 from tests.trainables.digits_table import EPOCHS, ROWS, DigitsTable
-from tests.trainables.moody import Moody, silent, train
+from tests.trainables.moody import Moody, report_accuracy, train
 
 pytestmark = [pytest.mark.usefixtures("no_prefect_server"), pytest.mark.timeout(400)]
 
@@ -253,7 +253,7 @@ def test_a_changed_trainable_is_refused_where_that_is_asked(local_target: LocalT
     searched(local_target, num_samples=1, trainable=train, **options)
     before = objects(local_target)
     with pytest.raises(pt.InvalidInput, match=r"the trainable has changed .* on_code_change='refuse'"):
-        searched(local_target, num_samples=2, trainable=silent, **options)
+        searched(local_target, num_samples=2, trainable=report_accuracy, **options)
     assert objects(local_target) == before
 
 

@@ -20,16 +20,16 @@ def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def staged(tmp_path: Path) -> Path:
+def source(tmp_path: Path) -> Path:
     return write_files(tmp_path / "staged", FILES)
 
 
 @pytest.fixture
-def target(tmp_path: Path, staged: Path) -> Path:
+def target(tmp_path: Path, source: Path) -> Path:
     root = tmp_path / "target"
     root.mkdir()
     with open_location(parse_uri(root), timeout=MINUTE) as store:
-        commit_files(store, staged)
+        commit_files(store, source)
     return root
 
 

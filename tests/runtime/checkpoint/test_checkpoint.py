@@ -51,7 +51,7 @@ def test_making_printing_copying_and_pickling_one_opens_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "path"),
+    ("location", "kind", "path"),
     [
         ("/data/checkpoint", "local", "/data/checkpoint"),
         ("file:///data/with%20space", "local", "/data/with space"),
@@ -60,8 +60,8 @@ def test_making_printing_copying_and_pickling_one_opens_nothing() -> None:
         ("abfss://container@account.dfs.core.windows.net/a", "abfss", "container/a"),
     ],
 )
-def test_path_is_what_pyarrow_wants(given: str, kind: str, path: str) -> None:
-    checkpoint = pt.Checkpoint(given)
+def test_path_is_what_pyarrow_wants(location: str, kind: str, path: str) -> None:
+    checkpoint = pt.Checkpoint(location)
     assert checkpoint.path == path
     assert f"filesystem={kind}" in repr(checkpoint)
 
@@ -79,10 +79,10 @@ def test_a_relative_path_means_the_same_directory_wherever_the_checkpoint_goes(
     "bad", ["", "a\0b", "s3://", "nosuch://bucket/a", "s3://key:secret@bucket/a", "s3://b/a?colour=1"]
 )
 def test_what_names_nothing_is_refused_at_once_and_in_one_line(bad: str) -> None:
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidInput) as error:
         pt.Checkpoint(bad)
-    assert "\n" not in str(refused.value)
-    assert "secret" not in str(refused.value)
+    assert "\n" not in str(error.value)
+    assert "secret" not in str(error.value)
 
 
 def test_a_uri_is_no_directory_and_a_scheme_does_not_go_with_a_file_system() -> None:
@@ -92,12 +92,12 @@ def test_a_uri_is_no_directory_and_a_scheme_does_not_go_with_a_file_system() -> 
         pt.Checkpoint("s3://bucket/a", filesystem=arrow.LocalFileSystem())
 
 
-def test_a_checkpoint_is_no_path_and_says_what_to_do(staged: Path) -> None:
+def test_a_checkpoint_is_no_path_and_says_what_to_do(source: Path) -> None:
     with pytest.raises(TypeError, match="as_directory"):
-        os.fspath(pt.Checkpoint.from_directory(staged))
+        os.fspath(pt.Checkpoint.from_directory(source))
 
 
-@pytest.mark.parametrize("of", [pt.Checkpoint, pt.Checkpoint("/nowhere")], ids=["class", "instance"])
+@pytest.mark.parametrize("owner", [pt.Checkpoint, pt.Checkpoint("/nowhere")], ids=["class", "instance"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -105,13 +105,13 @@ def test_a_checkpoint_is_no_path_and_says_what_to_do(staged: Path) -> None:
         *("from_uri", "to_uri", "uri", "get_preprocessor", "set_preprocessor"),
     ],
 )
-def test_an_attribute_of_older_apis_is_answered_with_an_example_that_compiles(of: object, name: str) -> None:
-    with pytest.raises(AttributeError) as advice:
-        getattr(of, name)
-    why, _, example = str(advice.value).partition("\n\n")
-    assert name in why
+def test_an_attribute_of_older_apis_is_answered_with_an_example_that_compiles(owner: object, name: str) -> None:
+    with pytest.raises(AttributeError) as error:
+        getattr(owner, name)
+    message, _, example = str(error.value).partition("\n\n")
+    assert name in message
     compile(example, name, "exec")
-    assert not hasattr(of, name)
+    assert not hasattr(owner, name)
 
 
 def test_an_attribute_of_no_api_is_a_plain_error() -> None:
@@ -121,21 +121,21 @@ def test_an_attribute_of_no_api_is_a_plain_error() -> None:
 
 def test_importing_it_imports_neither_pyarrow_nor_prefect_nor_pydantic() -> None:
     script = "import sys, prefect_tune.runtime.checkpoint as c; c.Checkpoint('/x'); print(*sys.modules)"
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"pyarrow", "prefect", "pydantic", "obstore", "fsspec", "numpy"} & set(said)
+    modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"pyarrow", "prefect", "pydantic", "obstore", "fsspec", "numpy"} & set(modules)
 
 
-def test_a_local_directory_is_lent_as_it_is_and_stays(staged: Path, temporary_files: Path) -> None:
-    with pt.Checkpoint.from_directory(staged).as_directory() as directory:
-        assert directory == str(staged)
-    assert read_files(staged) == FILES
+def test_a_local_directory_is_lent_as_it_is_and_stays(source: Path, temporary_files: Path) -> None:
+    with pt.Checkpoint.from_directory(source).as_directory() as directory:
+        assert directory == str(source)
+    assert read_files(source) == FILES
     assert shared_copies(temporary_files) == []
 
 
-def test_a_local_directory_is_copied_where_one_wants_it(staged: Path, tmp_path: Path) -> None:
-    there = pt.Checkpoint.from_directory(staged).to_directory(tmp_path / "deep" / "copy")
-    assert there == str(tmp_path / "deep" / "copy")
-    assert read_files(there) == FILES
+def test_a_local_directory_is_copied_where_one_wants_it(source: Path, tmp_path: Path) -> None:
+    directory = pt.Checkpoint.from_directory(source).to_directory(tmp_path / "deep" / "copy")
+    assert directory == str(tmp_path / "deep" / "copy")
+    assert read_files(directory) == FILES
 
 
 def test_a_local_directory_that_is_not_there_is_no_checkpoint(tmp_path: Path) -> None:
@@ -147,25 +147,25 @@ def test_a_local_directory_that_is_not_there_is_no_checkpoint(tmp_path: Path) ->
             act()
 
 
-def test_a_link_that_leads_out_is_not_copied(staged: Path, tmp_path: Path) -> None:
+def test_a_link_that_leads_out_is_not_copied(source: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("mine")
-    (staged / "weights").symlink_to(tmp_path / "secret")
+    (source / "weights").symlink_to(tmp_path / "secret")
     with pytest.raises(InvalidInput, match="leads out"):
-        pt.Checkpoint.from_directory(staged).to_directory(tmp_path / "copy")
+        pt.Checkpoint.from_directory(source).to_directory(tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
 
-def test_a_link_to_a_file_inside_becomes_that_file(staged: Path, tmp_path: Path) -> None:
-    (staged / "last.ckpt").symlink_to("model/weights.bin")
-    copied = pt.Checkpoint.from_directory(staged).to_directory(tmp_path / "copy")
+def test_a_link_to_a_file_inside_becomes_that_file(source: Path, tmp_path: Path) -> None:
+    (source / "last.ckpt").symlink_to("model/weights.bin")
+    copied = pt.Checkpoint.from_directory(source).to_directory(tmp_path / "copy")
     assert read_files(copied)["last.ckpt"] == FILES["model/weights.bin"]
 
 
-def test_the_file_system_of_a_local_directory_is_the_local_one(staged: Path) -> None:
-    checkpoint = pt.Checkpoint(str(staged), filesystem=arrow.LocalFileSystem())
+def test_the_file_system_of_a_local_directory_is_the_local_one(source: Path) -> None:
+    checkpoint = pt.Checkpoint(str(source), filesystem=arrow.LocalFileSystem())
     assert checkpoint.filesystem == arrow.LocalFileSystem()
     with checkpoint.as_directory() as directory:
-        assert directory == str(staged)
+        assert directory == str(source)
 
 
 @pytest.mark.parametrize("how", ["path", "uri", "given"])
@@ -173,9 +173,9 @@ def test_a_committed_checkpoint_is_lent_whole_and_removed_afterwards(
     how: str, target: Path, temporary_files: Path
 ) -> None:
     path = str(target / KEY.folder)
-    made = {"path": lambda: pt.Checkpoint(path), "uri": lambda: pt.Checkpoint(f"file://{path}")}
-    made["given"] = lambda: pt.Checkpoint._on_target(TargetOpener(target), target.as_uri(), KEY)
-    with made[how]().as_directory() as directory:
+    factories = {"path": lambda: pt.Checkpoint(path), "uri": lambda: pt.Checkpoint(f"file://{path}")}
+    factories["given"] = lambda: pt.Checkpoint._on_target(TargetOpener(target), target.as_uri(), KEY)
+    with factories[how]().as_directory() as directory:
         assert read_files(directory) == FILES
     assert not Path(directory).exists()
     assert shared_copies(temporary_files) == []
@@ -269,21 +269,21 @@ def test_a_reader_that_was_killed_pins_its_copy_only_until_the_next_one_comes(
 
 
 def test_a_copy_that_a_killed_reader_left_is_removed_when_nobody_used_it_for_a_week(
-    checkpoint: pt.Checkpoint, staged: Path, target: Path, temporary_files: Path
+    checkpoint: pt.Checkpoint, source: Path, target: Path, temporary_files: Path
 ) -> None:
     with CheckpointUser(checkpoint, "borrow") as reader:
         reader.read_line()
         reader.kill()
-    (left,) = temporary_files.glob("prefect-tune-*/node/*.lock")
+    (lock,) = temporary_files.glob("prefect-tune-*/node/*.lock")
     other = KEY.model_copy(update={"step": 50})
-    (staged / "more").write_text("other bytes")
+    (source / "more").write_text("other bytes")
     with open_location(parse_uri(target), timeout=MINUTE) as store:
-        commit_files(store, staged, other)
+        commit_files(store, source, other)
     week_seconds = 7 * 24 * 60 * 60
     for age_seconds, is_removed in ((week_seconds - 600, False), (week_seconds + 1, True)):
-        os.utime(left, (time.time() - age_seconds,) * 2)
+        os.utime(lock, (time.time() - age_seconds,) * 2)
         with pt.Checkpoint(target / other.folder).as_directory():
-            assert left.exists() is left.with_suffix("").exists() is not is_removed
+            assert lock.exists() is lock.with_suffix("").exists() is not is_removed
 
 
 def test_a_copy_of_an_earlier_boot_of_this_machine_or_of_another_machine_is_not_used(
@@ -296,13 +296,13 @@ def test_a_copy_of_an_earlier_boot_of_this_machine_or_of_another_machine_is_not_
 
 
 def test_without_a_path_it_is_the_same_directory_each_time_and_it_stays(checkpoint: pt.Checkpoint) -> None:
-    there = checkpoint.to_directory()
-    changed = Path(there, "model/weights.bin").stat().st_mtime_ns
-    assert pickle.loads(pickle.dumps(checkpoint)).to_directory() == there
-    assert Path(there, "model/weights.bin").stat().st_mtime_ns == changed  # files in use are not fetched again
+    directory = checkpoint.to_directory()
+    changed = Path(directory, "model/weights.bin").stat().st_mtime_ns
+    assert pickle.loads(pickle.dumps(checkpoint)).to_directory() == directory
+    assert Path(directory, "model/weights.bin").stat().st_mtime_ns == changed  # files in use are not fetched again
     with checkpoint.as_directory() as lent:
-        assert lent != there
-    assert read_files(there) == FILES
+        assert lent != directory
+    assert read_files(directory) == FILES
 
 
 def test_without_a_path_two_objects_have_two_directories(target: Path) -> None:
@@ -312,35 +312,35 @@ def test_without_a_path_two_objects_have_two_directories(target: Path) -> None:
 
 
 def test_without_a_path_a_directory_that_its_owner_changed_is_left_to_them(checkpoint: pt.Checkpoint) -> None:
-    mine = Path(checkpoint.to_directory())
-    (mine / "model/config.json").write_text("mine")
+    directory = Path(checkpoint.to_directory())
+    (directory / "model/config.json").write_text("mine")
     assert read_files(checkpoint.to_directory()) == FILES
-    assert (mine / "model/config.json").read_text() == "mine"
+    assert (directory / "model/config.json").read_text() == "mine"
 
 
 def test_an_empty_directory_is_filled_and_one_that_is_filled_is_verified_not_fetched(
     checkpoint: pt.Checkpoint, target: Path, tmp_path: Path, temporary_files: Path
 ) -> None:
     (tmp_path / "out").mkdir()
-    there = checkpoint.to_directory(tmp_path / "out")
-    assert read_files(there) == FILES
+    directory = checkpoint.to_directory(tmp_path / "out")
+    assert read_files(directory) == FILES
     for blob in (target / KEY.trial.blobs_folder).iterdir():
         blob.unlink()  # now nothing can be fetched
-    assert pt.Checkpoint(checkpoint.path).to_directory(there) == there
+    assert pt.Checkpoint(checkpoint.path).to_directory(directory) == directory
     for note in temporary_files.rglob("*.lock"):
         note.unlink()  # as after a reboot: the bytes are verified
-    assert pt.Checkpoint(checkpoint.path).to_directory(there) == there
+    assert pt.Checkpoint(checkpoint.path).to_directory(directory) == directory
 
 
-@pytest.mark.parametrize("spoil", ["model/config.json", "stale.bin"])
+@pytest.mark.parametrize("name", ["model/config.json", "stale.bin"])
 def test_a_directory_with_anything_else_in_it_is_refused_and_left_alone(
-    spoil: str, checkpoint: pt.Checkpoint, tmp_path: Path
+    name: str, checkpoint: pt.Checkpoint, tmp_path: Path
 ) -> None:
-    there = Path(checkpoint.to_directory(tmp_path / "out"))
-    (there / spoil).write_bytes(b"[]")
+    directory = Path(checkpoint.to_directory(tmp_path / "out"))
+    (directory / name).write_bytes(b"[]")
     with pytest.raises(InvalidInput, match="not this checkpoint"):
-        checkpoint.to_directory(there)
-    assert (there / spoil).read_bytes() == b"[]"
+        checkpoint.to_directory(directory)
+    assert (directory / name).read_bytes() == b"[]"
 
 
 def test_a_file_and_a_mount_point_are_refused(checkpoint: pt.Checkpoint, tmp_path: Path) -> None:
@@ -373,10 +373,10 @@ def test_threads_do_not_wait_for_each_other_without_end() -> None:
 def test_what_another_process_fetched_of_a_source_that_may_change_counts_if_it_was_requested_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fill(bytes_named: str, *seconds: int) -> None:
+    def fill(bytes_id: str, *seconds: int) -> None:
         times = iter(seconds)  # of the request and of the end
         monkeypatch.setattr(scratch, "time", SimpleNamespace(monotonic=lambda: next(times)))
-        content = DirectoryContent(bytes_named, "source", lambda path, _: write_files(path, FILES), lambda _: False)
+        content = DirectoryContent(bytes_id, "source", lambda path, _: write_files(path, FILES), lambda _: False)
         fill_directory(tmp_path / "out", content, Deadline.never())
 
     fill("first", 10, 20)
@@ -385,17 +385,17 @@ def test_what_another_process_fetched_of_a_source_that_may_change_counts_if_it_w
         fill("third", 31)
 
 
-def test_metadata_of_a_local_directory_is_a_json_file_in_it(staged: Path) -> None:
-    checkpoint = pt.Checkpoint.from_directory(staged)
+def test_metadata_of_a_local_directory_is_a_json_file_in_it(source: Path) -> None:
+    checkpoint = pt.Checkpoint.from_directory(source)
     assert checkpoint.get_metadata() == {}
     checkpoint.set_metadata({"a": 1, "b": [2.5, None]})
     checkpoint.update_metadata({"a": 3})
     assert (
-        checkpoint.get_metadata() == json.loads((staged / ".metadata.json").read_text()) == {"a": 3, "b": [2.5, None]}
+        checkpoint.get_metadata() == json.loads((source / ".metadata.json").read_text()) == {"a": 3, "b": [2.5, None]}
     )
     checkpoint.set_metadata({"c": 1})
     assert checkpoint.get_metadata() == {"c": 1}
-    assert sorted(read_files(staged)) == sorted([*FILES, ".metadata.json"])
+    assert sorted(read_files(source)) == sorted([*FILES, ".metadata.json"])
 
 
 def test_metadata_of_a_committed_checkpoint_are_versions_beside_it(checkpoint: pt.Checkpoint, target: Path) -> None:
@@ -412,49 +412,49 @@ def test_metadata_of_a_committed_checkpoint_are_versions_beside_it(checkpoint: p
         assert read_files(directory) == {**FILES, ".metadata.json": b'{"c": 3}'}
 
 
-def _restored_by_a_task(checkpoint: pt.Checkpoint, copy: Path) -> None:
+def _download_by_task(checkpoint: pt.Checkpoint, copy: Path) -> None:
     download_checkpoint.fn(pt.LocalTarget(path=checkpoint.path.removesuffix(f"/{KEY.folder}")), KEY, copy)
 
 
-def _through_its_file_system(checkpoint: pt.Checkpoint, copy: Path) -> None:
-    found = checkpoint.filesystem.get_file_info(arrow.FileSelector(checkpoint.path, recursive=True))
-    files = [each.path for each in found if each.is_file]
+def _copy_through_file_system(checkpoint: pt.Checkpoint, copy: Path) -> None:
+    infos = checkpoint.filesystem.get_file_info(arrow.FileSelector(checkpoint.path, recursive=True))
+    files = [info.path for info in infos if info.is_file]
     write_files(
         copy, {f.removeprefix(checkpoint.path)[1:]: checkpoint.filesystem.open_input_file(f).read() for f in files}
     )
 
 
-def _lent(checkpoint: pt.Checkpoint, copy: Path) -> None:
+def _copy_lent_directory(checkpoint: pt.Checkpoint, copy: Path) -> None:
     with checkpoint.as_directory() as directory:
         shutil.copytree(directory, copy)
 
 
 @pytest.mark.parametrize(
-    "copied_by",
+    "make_copy",
     long_after(
         2,
         [
             lambda checkpoint, copy: checkpoint.to_directory(copy),
             lambda checkpoint, copy: shutil.copytree(checkpoint.to_directory(), copy),
-            _through_its_file_system,
-            _lent,
-            _restored_by_a_task,
+            _copy_through_file_system,
+            _copy_lent_directory,
+            _download_by_task,
         ],
     ),
     ids=["to_directory", "to_a_temporary_directory", "filesystem", "as_directory", "task"],
 )
 def test_every_copy_has_the_metadata_of_its_checkpoint(
-    copied_by: Callable[[pt.Checkpoint, Path], object], target: Path, tmp_path: Path
+    make_copy: Callable[[pt.Checkpoint, Path], object], target: Path, tmp_path: Path
 ) -> None:
     """So has a copy of the copy, and a checkpoint that is committed from it."""
     checkpoint = pt.Checkpoint(target / KEY.folder)
     large = {"note": "x" * 5 * 1024 * 1024}  # more than a chunk
-    for number, said in enumerate([{}, {"note": "best"}, large, {"more": 1, "note": "best"}]):
-        checkpoint.set_metadata(said)
-        copied_by(checkpoint, copy := tmp_path / f"copy{number}")
-        assert read_files(copy) == {**FILES, ".metadata.json": json.dumps(said).encode()}
+    for number, metadata in enumerate([{}, {"note": "best"}, large, {"more": 1, "note": "best"}]):
+        checkpoint.set_metadata(metadata)
+        make_copy(checkpoint, copy := tmp_path / f"copy{number}")
+        assert read_files(copy) == {**FILES, ".metadata.json": json.dumps(metadata).encode()}
         again = pt.Checkpoint.from_directory(pt.Checkpoint.from_directory(copy).to_directory())
-        assert again.get_metadata() == said
+        assert again.get_metadata() == metadata
     key = KEY.model_copy(update={"step": 41})
     with open_location(parse_uri(target), timeout=MINUTE) as store:
         commit_files(store, copy, key)
@@ -480,22 +480,22 @@ def test_a_copy_is_brought_up_to_date_with_new_metadata_unless_it_was_changed(
     assert pt.Checkpoint.from_directory(copy).get_metadata() == {"note": "mine"}
 
 
-@pytest.mark.parametrize("copied_by", [lambda checkpoint, copy: checkpoint.to_directory(copy), _restored_by_a_task])
+@pytest.mark.parametrize("make_copy", [lambda checkpoint, copy: checkpoint.to_directory(copy), _download_by_task])
 def test_damaged_metadata_costs_no_copy_its_files(
-    copied_by: Callable[[pt.Checkpoint, Path], object], checkpoint: pt.Checkpoint, target: Path, tmp_path: Path
+    make_copy: Callable[[pt.Checkpoint, Path], object], checkpoint: pt.Checkpoint, target: Path, tmp_path: Path
 ) -> None:
     checkpoint.set_metadata({"a": 1})
     next((target / KEY.folder / "metadata").iterdir()).write_bytes(b"{")
     with pytest.warns(UserWarning, match=r"lacks metadata that was set after the commit: .*metadata/0000000001.json"):
-        copied_by(checkpoint, tmp_path / "copy")
+        make_copy(checkpoint, tmp_path / "copy")
     assert read_files(tmp_path / "copy") == FILES
 
 
-def test_metadata_starts_as_what_was_committed(target: Path, staged: Path) -> None:
-    pt.Checkpoint.from_directory(staged).set_metadata({"from": "file", "both": "file"})
+def test_metadata_starts_as_what_was_committed(target: Path, source: Path) -> None:
+    pt.Checkpoint.from_directory(source).set_metadata({"from": "file", "both": "file"})
     key = KEY.model_copy(update={"step": 41})
     with open_location(parse_uri(target), timeout=MINUTE) as store:
-        commit_files(store, staged, key, user_metadata={"both": "commit"})
+        commit_files(store, source, key, user_metadata={"both": "commit"})
     checkpoint = pt.Checkpoint(target / key.folder)
     assert checkpoint.get_metadata() == {"from": "file", "both": "commit"}
     checkpoint.update_metadata({"later": True})
@@ -504,8 +504,8 @@ def test_metadata_starts_as_what_was_committed(target: Path, staged: Path) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["local", "committed"])
-def test_of_updates_at_the_same_time_none_is_lost(where: str, staged: Path, checkpoint: pt.Checkpoint) -> None:
-    shared = pt.Checkpoint.from_directory(staged) if where == "local" else checkpoint
+def test_of_updates_at_the_same_time_none_is_lost(where: str, source: Path, checkpoint: pt.Checkpoint) -> None:
+    shared = pt.Checkpoint.from_directory(source) if where == "local" else checkpoint
     others = [CheckpointUser(shared, "say", name, "10") for name in ("x", "y")]
     with others[0], others[1], ThreadPoolExecutor(4) as writers:
         for number in range(20):
@@ -516,24 +516,24 @@ def test_of_updates_at_the_same_time_none_is_lost(where: str, staged: Path, chec
     assert shared.get_metadata() == expected | {f"z{number}": number for number in range(20)}
 
 
-@pytest.mark.parametrize("unsaid", [{"a": float("nan")}, {"a": object()}, {"a": b"bytes"}, "text"])
+@pytest.mark.parametrize("metadata", [{"a": float("nan")}, {"a": object()}, {"a": b"bytes"}, "text"])
 def test_what_json_cannot_say_is_refused_before_anything_is_written(
-    unsaid: dict[str, object], staged: Path, checkpoint: pt.Checkpoint, target: Path
+    metadata: dict[str, object], source: Path, checkpoint: pt.Checkpoint, target: Path
 ) -> None:
     before = read_files(target)
-    for each in (pt.Checkpoint.from_directory(staged), checkpoint):
+    for shared in (pt.Checkpoint.from_directory(source), checkpoint):
         with pytest.raises(InvalidInput, match="metadata"):
-            each.set_metadata(unsaid)
+            shared.set_metadata(metadata)
     assert read_files(target) == before
-    assert read_files(staged) == FILES
+    assert read_files(source) == FILES
 
 
 def test_metadata_that_cannot_be_read_is_not_taken_for_none(
-    staged: Path, checkpoint: pt.Checkpoint, target: Path
+    source: Path, checkpoint: pt.Checkpoint, target: Path
 ) -> None:
-    (staged / ".metadata.json").write_text('{"a": ')
+    (source / ".metadata.json").write_text('{"a": ')
     with pytest.raises(CheckpointCorrupt, match=r"\.metadata\.json"):
-        pt.Checkpoint.from_directory(staged).get_metadata()
+        pt.Checkpoint.from_directory(source).get_metadata()
     checkpoint.set_metadata({"a": 1})
     version = next((target / KEY.folder / "metadata").iterdir())
     version.write_bytes(version.read_bytes().replace(b'"a":1', b'"a":2'))
@@ -543,8 +543,8 @@ def test_metadata_that_cannot_be_read_is_not_taken_for_none(
 
 def test_the_file_system_of_a_committed_checkpoint_shows_its_files(checkpoint: pt.Checkpoint) -> None:
     files = pickle.loads(pickle.dumps(checkpoint.filesystem))
-    shown = files.get_file_info(arrow.FileSelector(checkpoint.path, recursive=True))
-    relative = {info.path.removeprefix(f"{checkpoint.path}/"): info for info in shown}
+    infos = files.get_file_info(arrow.FileSelector(checkpoint.path, recursive=True))
+    relative = {info.path.removeprefix(f"{checkpoint.path}/"): info for info in infos}
     assert sorted(relative) == sorted([*FILES, "model"])
     assert relative["model/weights.bin"].size == len(FILES["model/weights.bin"])
     for path, data in FILES.items():

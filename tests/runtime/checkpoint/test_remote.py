@@ -47,42 +47,42 @@ def sink() -> Iterator[S3Sink]:
 
 
 @pytest.fixture
-def uri(sink: S3Sink, staged: Path) -> str:
+def uri(sink: S3Sink, source: Path) -> str:
     """The URI of a committed checkpoint on S3."""
     with open_location(parse_uri(f"s3://bucket/runs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
-        commit_files(store, staged)
+        commit_files(store, source)
     sink.reset()
     return f"s3://bucket/runs/{KEY.folder}?endpoint_url={sink.endpoint}"
 
 
-def is_of_a_blob(request: SinkRequest) -> bool:
+def is_blob_download(request: SinkRequest) -> bool:
     return request.method == "GET" and "/blobs/" in request.path
 
 
 class Gate:
     """Blocks the first download of a blob until the gate is opened, then answers with `then`."""
 
-    def __init__(self, sink: S3Sink, then: Fault | None) -> None:
+    def __init__(self, sink: S3Sink, fault: Fault | None) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
-        self._then = then
+        self._fault_after_open = fault
         sink.fault = self._fault
 
     def open(self) -> None:
         self._open.set()
 
     def _fault(self, request: SinkRequest) -> Fault | None:
-        if not is_of_a_blob(request) or self._open.is_set():
+        if not is_blob_download(request) or self._open.is_set():
             return None
         self.reached.set()
         self._open.wait(60)
-        return self._then
+        return self._fault_after_open
 
 
-def served(sink: S3Sink) -> int:
-    return sum(request.bytes_out for request in tuple(sink.log) if is_of_a_blob(request))
+def count_blob_bytes(sink: S3Sink) -> int:
+    return sum(request.bytes_out for request in tuple(sink.log) if is_blob_download(request))
 
 
-def put(sink: S3Sink, path: str, data: bytes) -> None:
+def put_object(sink: S3Sink, path: str, data: bytes) -> None:
     """Write an object as another tool does, over one that is there."""
     with closing(http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))) as connection:
         connection.request("PUT", f"/{path}", body=data)
@@ -99,7 +99,7 @@ def test_processes_with_objects_of_their_own_share_one_download_until_the_last_l
     with ExitStack() as stack:
         users = [stack.enter_context(CheckpointUser(pt.Checkpoint(uri), "borrow")) for _ in range(3)]
         directories = [user.read_line() for user in users]
-        assert served(sink) == SIZE
+        assert count_blob_bytes(sink) == SIZE
         for user, directory in zip(users, directories, strict=True):
             assert read_files(directory) == FILES
             assert user.finish() == 0
@@ -124,18 +124,18 @@ def test_new_metadata_makes_a_reader_download_nothing_that_another_has(
                 assert read_files(first) == FILES
                 assert read_files(second) == {**FILES, ".metadata.json": b'{"note": 1}'}
                 assert read_files(third) == {**FILES, ".metadata.json": b'{"note": 2}'}
-    assert served(sink) == SIZE
+    assert count_blob_bytes(sink) == SIZE
     assert shared_copies(temporary_files) == []
 
 
 @pytest.mark.long
 def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
-    uri: str, staged: Path, temporary_files: Path
+    uri: str, source: Path, temporary_files: Path
 ) -> None:
     reached, proceed = threading.Event(), threading.Event()
 
     def refuse(request: SinkRequest) -> Fault | None:
-        if not is_of_a_blob(request):
+        if not is_blob_download(request):
             return None
         reached.set()
         proceed.wait(60)
@@ -144,7 +144,7 @@ def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
     with S3Sink() as other:  # another server has the same checkpoint and refuses to serve it
         root = f"s3://bucket/runs?endpoint_url={other.endpoint}"
         with open_location(parse_uri(root), timeout=MINUTE) as store:
-            commit_files(store, staged)
+            commit_files(store, source)
         other.fault = refuse
         with CheckpointUser(pt.Checkpoint(root.replace("/runs", f"/runs/{KEY.folder}")), "borrow") as first:
             assert reached.wait(30)
@@ -160,7 +160,7 @@ def test_a_download_that_fails_gives_nothing_to_processes_that_waited_for_it(
 def test_a_download_whose_process_was_killed_is_made_by_a_process_that_waited(
     sink: S3Sink, uri: str, temporary_files: Path
 ) -> None:
-    gate = Gate(sink, then=Fault.RESET)
+    gate = Gate(sink, fault=Fault.RESET)
     with CheckpointUser(pt.Checkpoint(uri), "borrow") as first:
         assert gate.reached.wait(30)
         with CheckpointUser(pt.Checkpoint(uri), "borrow") as second:
@@ -176,18 +176,18 @@ def test_processes_that_ask_for_one_directory_download_once(sink: S3Sink, uri: s
     with CheckpointUser(pt.Checkpoint(uri), "have", out) as one, CheckpointUser(pt.Checkpoint(uri), "have", out) as two:
         assert one.read_line() == two.read_line() == out
         assert one.finish() == two.finish() == 0
-    assert served(sink) == SIZE
+    assert count_blob_bytes(sink) == SIZE
     assert read_files(out) == FILES
 
 
 def test_a_killed_download_into_a_directory_leaves_nothing_once_it_is_done_again(
     sink: S3Sink, uri: str, tmp_path: Path
 ) -> None:
-    gate = Gate(sink, then=Fault.RESET)
+    gate = Gate(sink, fault=Fault.RESET)
     out = tmp_path / "out"
-    with CheckpointUser(pt.Checkpoint(uri), "have", str(out)) as killed:
+    with CheckpointUser(pt.Checkpoint(uri), "have", str(out)) as reader:
         assert gate.reached.wait(30)
-        killed.kill()
+        reader.kill()
     gate.open()
     assert not out.exists()
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]
@@ -197,11 +197,11 @@ def test_a_killed_download_into_a_directory_leaves_nothing_once_it_is_done_again
 
 
 def test_a_server_that_never_answers_is_given_up_at_the_timeout(sink: S3Sink, uri: str) -> None:
-    sink.fault = lambda request: Fault.STALL if is_of_a_blob(request) else None
-    begun = time.monotonic()
+    sink.fault = lambda request: Fault.STALL if is_blob_download(request) else None
+    start = time.monotonic()
     with pytest.raises(DeadlineExceeded), pt.Checkpoint(uri).as_directory(timeout=timedelta(seconds=1)):
         pass
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start < 5
 
 
 def test_altered_bytes_on_the_wire_are_asked_for_again_and_altered_bytes_at_rest_are_refused(
@@ -209,7 +209,7 @@ def test_altered_bytes_on_the_wire_are_asked_for_again_and_altered_bytes_at_rest
 ) -> None:
     blob = next(name for name in sink.names() if "/blobs/" in name)
     data = sink.bytes_of(blob)
-    put(sink, blob, b"\xff" + data[1:])
+    put_object(sink, blob, b"\xff" + data[1:])
     with pytest.raises(CheckpointCorrupt), pt.Checkpoint(uri).as_directory():
         pass
 
@@ -218,11 +218,11 @@ def test_altered_bytes_on_the_wire_are_asked_for_again_and_altered_bytes_at_rest
 
 
 @pytest.fixture
-def plain(sink: S3Sink) -> str:
+def plain_uri(sink: S3Sink) -> str:
     """The URI of a directory that another tool wrote, with the folder markers that some tools create."""
     for path, data in {**PLAIN, "": b"", "a folder/": b"", "bare/": b""}.items():
         quoted = path.replace("%", "%25").replace(" ", "%20").replace("?", "%3F").replace("#", "%23")
-        put(sink, f"bucket/theirs/ckpt/{quoted}", data)
+        put_object(sink, f"bucket/theirs/ckpt/{quoted}", data)
     return f"s3://bucket/theirs/ckpt?endpoint_url={sink.endpoint}"
 
 
@@ -231,41 +231,41 @@ def s3_of_pyarrow(sink: S3Sink) -> arrow.S3FileSystem:
 
 
 @pytest.mark.parametrize("how", ["uri", "pyarrow"])
-def test_a_plain_directory_is_read_as_it_is(how: str, plain: str, sink: S3Sink, tmp_path: Path) -> None:
-    checkpoint = pt.Checkpoint(plain)
+def test_a_plain_directory_is_read_as_it_is(how: str, plain_uri: str, sink: S3Sink, tmp_path: Path) -> None:
+    checkpoint = pt.Checkpoint(plain_uri)
     if how == "pyarrow":
         checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint("bucket/theirs/ckpt", filesystem=s3_of_pyarrow(sink))))
     with checkpoint.as_directory() as directory:
         assert read_files(directory) == PLAIN
     assert read_files(checkpoint.to_directory(tmp_path / "out")) == PLAIN
-    there = checkpoint.to_directory()
-    assert read_files(there) == PLAIN
-    assert checkpoint.to_directory() == there
+    directory = checkpoint.to_directory()
+    assert read_files(directory) == PLAIN
+    assert checkpoint.to_directory() == directory
 
 
-def test_a_plain_directory_keeps_its_metadata_file_and_gets_versions_beside_it(plain: str, sink: S3Sink) -> None:
-    checkpoint = pt.Checkpoint(plain)
+def test_a_plain_directory_keeps_its_metadata_file_and_gets_versions_beside_it(plain_uri: str, sink: S3Sink) -> None:
+    checkpoint = pt.Checkpoint(plain_uri)
     assert checkpoint.get_metadata() == {}
     with open_location(parse_uri(f"s3://bucket/theirs?endpoint_url={sink.endpoint}"), timeout=MINUTE) as store:
         store.create("ckpt/.metadata.json", b'{"theirs": 1}')
     assert checkpoint.get_metadata() == {"theirs": 1}
     checkpoint.update_metadata({"mine": 2})
-    assert pt.Checkpoint(plain).get_metadata() == {"theirs": 1, "mine": 2}
+    assert pt.Checkpoint(plain_uri).get_metadata() == {"theirs": 1, "mine": 2}
     assert sink.bytes_of("bucket/theirs/ckpt/.metadata.json") == b'{"theirs": 1}'
     with checkpoint.as_directory() as directory:
         assert read_files(directory) == {**PLAIN, ".metadata.json": b'{"mine": 2, "theirs": 1}'}
 
 
-def test_a_plain_directory_may_have_changed_the_next_time(plain: str, sink: S3Sink) -> None:
-    with pt.Checkpoint(plain).as_directory() as before:
-        put(sink, "bucket/theirs/ckpt/model.safetensors", b"WEIGHTS" * 1000)
-        with pt.Checkpoint(plain).as_directory() as after:
+def test_a_plain_directory_may_have_changed_the_next_time(plain_uri: str, sink: S3Sink) -> None:
+    with pt.Checkpoint(plain_uri).as_directory() as before:
+        put_object(sink, "bucket/theirs/ckpt/model.safetensors", b"WEIGHTS" * 1000)
+        with pt.Checkpoint(plain_uri).as_directory() as after:
             assert read_files(after)["model.safetensors"] == b"WEIGHTS" * 1000
             assert read_files(before) == PLAIN
 
 
-def test_the_file_system_of_a_plain_directory_opens_its_files(plain: str) -> None:
-    checkpoint = pt.Checkpoint(plain)
+def test_the_file_system_of_a_plain_directory_opens_its_files(plain_uri: str) -> None:
+    checkpoint = pt.Checkpoint(plain_uri)
     assert checkpoint.filesystem.type_name == "s3"
     with checkpoint.filesystem.open_input_file(f"{checkpoint.path}/model.safetensors") as file:
         assert file.read() == PLAIN["model.safetensors"]
@@ -283,16 +283,16 @@ def test_a_read_of_a_committed_file_costs_its_chunks_once_however_it_is_cut(sink
         for start, end in ((10, 3 * half), (3 * half, 4 * half), (4 * half, 5 * half), (2 * half + 1, 4 * half)):
             file.seek(start)
             assert file.read(end - start) == content[start:end]
-    assert served(sink) == len(content) + CHUNK_BYTES, "each chunk once, but for one that was no longer kept"
+    assert count_blob_bytes(sink) == len(content) + CHUNK_BYTES, "each chunk once, but for one that was no longer kept"
 
 
 def test_file_systems_of_fsspec_are_taken_too(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     for path, data in PLAIN.items():
         memory.pipe(f"/{tmp_path.name}/theirs/{path}", data)
-    given = pt.Checkpoint(f"/{tmp_path.name}/theirs", filesystem=memory)
+    from_object = pt.Checkpoint(f"/{tmp_path.name}/theirs", filesystem=memory)
     named = pt.Checkpoint(f"memory://{tmp_path.name}/theirs")
-    for checkpoint in (given, named):
+    for checkpoint in (from_object, named):
         with checkpoint.as_directory() as directory:
             assert read_files(directory) == PLAIN
 
@@ -306,10 +306,10 @@ def test_a_file_system_that_might_hang_is_used_in_a_process_that_can_be_ended(tm
 
 @pytest.mark.parametrize("make", [pt.Checkpoint, lambda uri: pt.Checkpoint(f"{uri.partition('?')[0]}")])
 def test_where_there_is_nothing_there_is_no_checkpoint(
-    make: Callable[[str], pt.Checkpoint], sink: S3Sink, plain: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[str], pt.Checkpoint], sink: S3Sink, plain_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", sink.endpoint)  # for URIs without an endpoint
-    absent = make(plain.replace("/ckpt", "/absent"))
+    absent = make(plain_uri.replace("/ckpt", "/absent"))
     with pytest.raises(CheckpointNotFound), absent.as_directory():
         pass
     with pytest.raises(CheckpointNotFound):
@@ -347,7 +347,7 @@ class _Truncating(MemoryStore):
     """A store whose listing has other sizes than its objects."""
 
     def list(self, prefix: str, *, after: str = "") -> list[ListedObject]:
-        return [ListedObject(each.path, each.size_bytes + 1) for each in super().list(prefix, after=after)]
+        return [ListedObject(entry.path, entry.size_bytes + 1) for entry in super().list(prefix, after=after)]
 
 
 @pytest.mark.parametrize("kind", [_Moving, _Truncating])
@@ -366,6 +366,6 @@ def test_no_credentials_and_no_secret_ever_show(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(os.environ, "AWS_SECRET_ACCESS_KEY", "very-secret")
     checkpoint = pt.Checkpoint("s3://bucket/a?endpoint_url=http://127.0.0.1:9")
     assert b"very-secret" not in pickle.dumps(checkpoint)
-    with pytest.raises(pt.TuneError) as failed, checkpoint.as_directory(timeout=timedelta(seconds=0.5)):
+    with pytest.raises(pt.TuneError) as error, checkpoint.as_directory(timeout=timedelta(seconds=0.5)):
         pass
-    assert "very-secret" not in str(failed.value)
+    assert "very-secret" not in str(error.value)

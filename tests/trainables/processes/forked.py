@@ -23,7 +23,7 @@ Config = Mapping[str, Any]
 Metrics = Mapping[str, Any]
 
 
-def looks_around(config: Config) -> Metrics:
+def inspect_process(config: Config) -> Metrics:
     """Report the state of the process."""
     return {
         "pid": os.getpid(),
@@ -43,12 +43,12 @@ def looks_around(config: Config) -> Metrics:
     }
 
 
-def prints(config: Config) -> None:
+def print_lines(config: Config) -> None:
     for number in range(int(config["lines"])):
         print("line", number, file=(sys.stdout, sys.stderr)[number % 2])
 
 
-def dies(config: Config) -> None:
+def die(config: Config) -> None:
     print("last words")
     how = config["how"]
     if how == "segfault":
@@ -71,25 +71,22 @@ class ExitsAtSigterm:
         sys.exit(self.code)
 
 
-def exits_at_sigterm(config: Config) -> None:
+def exit_at_sigterm(config: Config) -> None:
     code = config["code"]
     signal.signal(signal.SIGTERM, ExitsAtSigterm(code).exit if config["as_method"] else lambda *_: sys.exit(code))
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 
 
-def waits(config: Config) -> Metrics:
-    """Record its begin, then train until the file `config["gate"]` exists."""
+def block(config: Config) -> Metrics:
+    """Record an act, then train until the file `config["gate"]` exists."""
     record_act(config["witness"], "begin", 1)
     hold(config["gate"])
     return {"pid": os.getpid()}
 
 
-def daemonizes(config: Config) -> Metrics:
-    """Leaves a child, a child in a session of its own, and an orphan in a session of its own.
-
-    With `config["stubborn"]` these do not end by SIGTERM.
-    """
+def leave_children(config: Config) -> Metrics:
+    """Leave a child, a child in its own session, and an orphan in its own session; `stubborn` ones ignore SIGTERM."""
     trap = "trap '' TERM; " if config.get("stubborn") else ""
     for detached in (False, True):
         child = subprocess.Popen(["sh", "-c", f"{trap}exec sleep 1000"], start_new_session=detached)
@@ -107,7 +104,7 @@ def daemonizes(config: Config) -> Metrics:
 
 
 class Resettable(pt.Trainable):
-    """Becomes any trial but those whose config says `"declines": True`; records its calls in the witness."""
+    """Accepts any trial unless its config says `"declines": True`; records its calls in the witness."""
 
     def setup(self, config: Config) -> None:
         self._begin("setup", config)
@@ -127,9 +124,9 @@ class Resettable(pt.Trainable):
         if self.config.get("signals") and self.count == 1:
             os.kill(os.getpid(), self.config["signals"])
         if self.config.get("raises"):
-            self._raise("as its config says")
+            raise RuntimeError("as its config says")
         hold(self.config.get("gate"))
-        found = {
+        metrics = {
             "pid": os.getpid(),
             "object": id(self),
             "x": self.config.get("x"),
@@ -138,11 +135,11 @@ class Resettable(pt.Trainable):
             "temporary": tempfile.gettempdir(),
             "left": [path.name for path in Path(tempfile.gettempdir()).iterdir()],
             "variable": os.environ.get("LEFT_BY_A_TRIAL"),
-            "drawn": self._drawn() if self.config.get("litters") else None,
+            "drawn": self._draw_numbers() if self.config.get("litters") else None,
         }
         if self.config.get("litters"):
             self._litter()
-        return found
+        return metrics
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         Path(checkpoint_dir, "count").write_text(str(self.count))
@@ -160,13 +157,10 @@ class Resettable(pt.Trainable):
         record_act(config.get("witness"), act, int(config.get("x") or 0))
         print(act, config.get("x"))
 
-    def _raise(self, message: object) -> None:
-        raise RuntimeError(str(message))
-
-    def _drawn(self) -> list[float]:
+    def _draw_numbers(self) -> list[float]:
         import numpy as np
 
-        return [random.random(), float(np.random.random())]  # noqa: NPY002  the one that is everybody's
+        return [random.random(), float(np.random.random())]  # noqa: NPY002  the global generator
 
     def _litter(self) -> None:
         import numpy as np
@@ -180,7 +174,7 @@ class Resettable(pt.Trainable):
 
 
 class Leads(Resettable):
-    """Is rank 0 of two, as after its launcher has started the other."""
+    """Is rank 0 of two, as if a launcher had started the other."""
 
     def setup(self, config: Config) -> None:
         pt.get_trial()._session.become_rank_0(2)

@@ -35,7 +35,7 @@ class _Stateless(pt.Trainable):
 
 
 class ForksInAStep(_Stateless):
-    """Each step has a child that leaves by `sys.exit`; cleanup records the process that it is called in."""
+    """Forks a child in each step, which exits by `sys.exit`; cleanup records its process."""
 
     def reset_config(self, config: Config) -> bool:
         del config
@@ -78,7 +78,7 @@ class LateThread(_Stateless):
 
 
 class NeverCleansUp(_Stateless):
-    """Its cleanup waits for a file that does not come."""
+    """Its cleanup waits for a file that nobody makes."""
 
     def cleanup(self) -> None:
         hold(self.config["gate"], seconds=600)

@@ -1,4 +1,4 @@
-"""Trainables that compute in child processes, by each common library, and report a step once the workers run."""
+"""Trainables that compute in child processes of each common library, and report steps once the workers run."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import prefect_tune as pt
-from tests.trainables.witness import record_act
+from tests.trainables.witness import acts_of, record_act
 
 Config = Mapping[str, Any]
 Metrics = Mapping[str, Any]
-Open = Callable[[Config], Any]
+OpenWorkers = Callable[[Config], Any]
 
 
-def trains(config: Config) -> None:
-    """Report steps while workers of kind `config["way"]` are busy; end after `config["steps"]`, or when stopped."""
-    with WAYS[config["way"]](config):
+def train_with_workers(config: Config) -> None:
+    """Report steps while workers of kind `config["way"]` run; end after `config["steps"]`, or when stopped."""
+    with WORKERS[config["way"]](config):
         for step in range(int(config["steps"])):
             with TemporaryDirectory() as directory:
                 Path(directory, "step").write_text(str(step))
@@ -37,8 +37,8 @@ def trains(config: Config) -> None:
             time.sleep(0.02)
 
 
-def busy(witness: str, seconds: float = 600) -> None:
-    """Record an act, and compute: a worker without an end."""
+def run_worker(witness: str, seconds: float = 600) -> None:
+    """Record an act, and work for a long time."""
     record_act(witness, "worker", 0)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -46,9 +46,7 @@ def busy(witness: str, seconds: float = 600) -> None:
 
 
 def _wait_for_workers(config: Config, count: int) -> None:
-    from tests.trainables.witness import acts_of
-
-    while sum(each.act == "worker" for each in acts_of(Path(config["witness"]))) < count:
+    while sum(act.act == "worker" for act in acts_of(Path(config["witness"]))) < count:
         time.sleep(0.005)
 
 
@@ -56,24 +54,24 @@ def _wait_for_workers(config: Config, count: int) -> None:
 def _pool(config: Config, method: str) -> Iterator[None]:
     """Leaving `with Pool()` terminates workers in the middle of what they do."""
     with multiprocessing.get_context(method).Pool(2) as pool:
-        pool.map_async(busy, [config["witness"]] * 2, chunksize=1)
+        pool.map_async(run_worker, [config["witness"]] * 2, chunksize=1)
         _wait_for_workers(config, 2)
         yield
 
 
 @contextmanager
 def _executor(config: Config) -> Iterator[None]:
-    """Its `with` waits for the workers, so they do not take long; one that is left behind is not waited for."""
+    """Open an executor; leaving its `with` waits for the workers, so these are brief."""
     with ProcessPoolExecutor(2) as pool:
         for _ in range(2):
-            pool.submit(busy, config["witness"], 0.5)
+            pool.submit(run_worker, config["witness"], 0.5)
         _wait_for_workers(config, 2)
         yield
 
 
 @contextmanager
 def _loky(config: Config) -> Iterator[None]:
-    """Workers that are kept, with a file in shared memory: joblib's defaults."""
+    """Open reusable workers with a file in shared memory: joblib's defaults."""
     import numpy as np
     from joblib import Parallel, delayed  # type: ignore[import-untyped]  # the package has no types
 
@@ -101,7 +99,7 @@ def _subprocess(config: Config) -> Iterator[None]:
 
 @contextmanager
 def _daemon(config: Config) -> Iterator[None]:
-    """A worker that is forked twice, in a session of its own, and never ended."""
+    """Start a worker that is forked twice, in its own session, and never ended."""
     script = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(600)"
     subprocess.run([sys.executable, "-S", "-c", script], check=True)
     record_act(config["witness"], "worker", 0)
@@ -109,8 +107,8 @@ def _daemon(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def _shared_memory(config: Config) -> Iterator[None]:
-    """A segment that only multiprocessing's resource tracker removes, where its maker is killed."""
+def _memory_segment(config: Config) -> Iterator[None]:
+    """Open a segment; only multiprocessing's resource tracker removes it if its owner is killed."""
     with closing(SharedMemory(create=True, size=1 << 16)) as memory:
         Path(config["witness"]).with_suffix(".shared").write_text(memory.name)
         record_act(config["witness"], "worker", 0)
@@ -120,7 +118,7 @@ def _shared_memory(config: Config) -> Iterator[None]:
 
 @contextmanager
 def _data_loader(config: Config) -> Iterator[None]:
-    """PyTorch's, in the middle of an epoch."""
+    """Stay in the middle of an epoch of PyTorch's DataLoader."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -133,7 +131,7 @@ def _data_loader(config: Config) -> Iterator[None]:
         yield
 
 
-WAYS: Mapping[str, Open] = {
+WORKERS: Mapping[str, OpenWorkers] = {
     "fork": partial(_pool, method="fork"),
     "forkserver": partial(_pool, method="forkserver"),
     "spawn": partial(_pool, method="spawn"),
@@ -141,33 +139,33 @@ WAYS: Mapping[str, Open] = {
     "loky": _loky,
     "subprocess": _subprocess,
     "daemon": _daemon,
-    "shared memory": _shared_memory,
+    "shared memory": _memory_segment,
     "DataLoader": _data_loader,
 }
 
 
-def leaves_shared_memory(config: Config) -> None:
-    """Waits, with a segment in shared memory and a process that ignores SIGTERM."""
+def leave_shared_memory(config: Config) -> None:
+    """Wait, with a segment in shared memory and a process that ignores SIGTERM."""
     subprocess.Popen(["sh", "-c", "trap '' TERM; exec sleep 600"])
-    with _shared_memory(config):
+    with _memory_segment(config):
         time.sleep(600)
 
 
-def terminates(config: Config) -> Metrics:
-    """Ends a forked worker as multiprocessing does; says how it ended."""
-    return {"codes": [_code_of_terminated(config, number) for number in (signal.SIGTERM, signal.SIGINT)]}
+def terminate_workers(config: Config) -> Metrics:
+    """End a forked worker like multiprocessing; report its exit codes."""
+    return {"codes": [_terminate_worker(config, signal_number) for signal_number in (signal.SIGTERM, signal.SIGINT)]}
 
 
-def _code_of_terminated(config: Config, number: int, *, at_once: bool = False) -> int | None:
-    gate = Path(f"{config['witness']}.{number}")
+def _terminate_worker(config: Config, signal_number: int, *, is_immediate: bool = False) -> int | None:
+    gate = Path(f"{config['witness']}.{signal_number}")
     worker = multiprocessing.get_context("fork").Process(target=_touch_and_wait, args=(gate,))
     worker.start()
-    while not at_once and not gate.exists():
+    while not is_immediate and not gate.exists():
         time.sleep(0.001)
-    os.kill(worker.pid or 0, number)
-    until = time.monotonic() + 60
+    os.kill(worker.pid or 0, signal_number)
+    deadline = time.monotonic() + 60
     # `join` returns without a code while another thread's `start` reaps this worker (`multiprocessing._cleanup`).
-    while (code := worker.exitcode) is None and time.monotonic() < until:
+    while (code := worker.exitcode) is None and time.monotonic() < deadline:
         worker.join(0.01)
     return code
 
@@ -178,15 +176,15 @@ def _touch_and_wait(gate: Path) -> None:
         time.sleep(0.01)
 
 
-def terminates_at_once(config: Config) -> Metrics:
-    """Ends forked workers the moment they are there, before they have run a line of their own."""
-    found = [_code_of_terminated(config, signal.SIGTERM, at_once=True) for _ in range(int(config["rounds"]))]
-    return {"codes": sorted(set(found), key=str)}
+def terminate_early(config: Config) -> Metrics:
+    """End forked workers as soon as they exist, before they run any code."""
+    codes = [_terminate_worker(config, signal.SIGTERM, is_immediate=True) for _ in range(int(config["rounds"]))]
+    return {"codes": sorted(set(codes), key=str)}
 
 
-def forks_from_a_thread(config: Config) -> Metrics:
-    """Forks where it is not the main thread that forks, while others do the same."""
+def fork_from_threads(config: Config) -> Metrics:
+    """Fork and end workers in several threads at once."""
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: _code_of_terminated(config, signal.SIGTERM), range(12)))
+        codes = list(threads.map(lambda _: _terminate_worker(config, signal.SIGTERM), range(12)))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    return {"codes": sorted(set(found), key=str), "blocked": len(blocked), "threads": threading.active_count()}
+    return {"codes": sorted(set(codes), key=str), "blocked": len(blocked), "threads": threading.active_count()}

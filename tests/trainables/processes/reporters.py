@@ -1,4 +1,4 @@
-"""Trainables that report from threads, from forked children, and from processes that they start."""
+"""Trainables that report from threads, from forked children, and from started processes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @contextmanager
 def _pool(context: Any) -> Iterator[Any]:
-    """A pool of one child, which ends by a message, not by a signal."""
+    """Open a pool of one child, which ends by a message, not by a signal."""
     pool = context.Pool(1)
     yield pool
     pool.close()
     pool.join()
 
 
-def _in_threads(work: Callable[[int], None], count: int = THREADS) -> None:
+def _run_in_threads(work: Callable[[int], None], count: int = THREADS) -> None:
     threads = [threading.Thread(target=copy_context().run, args=(work, number)) for number in range(count)]
     for thread in threads:
         thread.start()
@@ -42,8 +42,8 @@ def _in_threads(work: Callable[[int], None], count: int = THREADS) -> None:
         thread.join()
 
 
-def reports_from_threads(config: Config) -> None:
-    """Each thread reports `config["times"]` steps; of each five, the last with a checkpoint."""
+def report_from_threads(config: Config) -> None:
+    """Report `config["times"]` steps in each thread, every fifth with a checkpoint."""
 
     def work(number: int) -> None:
         for index in range(config["times"]):
@@ -56,21 +56,19 @@ def reports_from_threads(config: Config) -> None:
                 pt.report(metrics)
             assert not pt.get_trial().should_checkpoint
 
-    _in_threads(work)
+    _run_in_threads(work)
 
 
-def waits_in_a_thread(_config: Config) -> None:
-    """Two threads report for ever."""
-
+def report_forever_in_threads(_config: Config) -> None:
     def work(number: int) -> None:
         while True:
             pt.report({"thread": number})
 
-    _in_threads(work, 2)
+    _run_in_threads(work, 2)
 
 
-def leaves_it_to_a_thread(config: Config) -> None:
-    """A thread reports; the trainable itself never checks whether it still runs."""
+def leave_reporting_to_thread(config: Config) -> None:
+    """Report in a thread; the trainable itself never checks whether it still runs."""
     import prefect_tune.runtime.session
 
     prefect_tune.runtime.session._RETURN_TIMEOUT = timedelta(seconds=0.2)  # a test need not wait for 20 s
@@ -81,8 +79,8 @@ def leaves_it_to_a_thread(config: Config) -> None:
                 pt.report({"loss": 1.0})
 
     threading.Thread(target=copy_context().run, args=(work,), daemon=True).start()
-    until = time.monotonic() + config.get("seconds", 600)
-    while time.monotonic() < until:
+    deadline = time.monotonic() + config.get("seconds", 600)
+    while time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -90,8 +88,8 @@ def _report() -> None:
     pt.report({"from": "a child"})
 
 
-def _is_asked() -> None:
-    pt.get_trial().should_checkpoint  # noqa: B018  it listens
+def _read_should_checkpoint() -> None:
+    pt.get_trial().should_checkpoint  # noqa: B018  it reads a message
 
 
 def _report_step() -> None:
@@ -101,11 +99,11 @@ def _report_step() -> None:
 _CALLS: Mapping[str, Callable[[], None]] = {
     "report": _report,
     "report_step": _report_step,
-    "should_checkpoint": _is_asked,
+    "should_checkpoint": _read_should_checkpoint,
 }
 
 
-def reports_from_a_child(config: Config) -> Config:
+def report_from_child(config: Config) -> Config:
     """Call `config["call"]` in a child, forked or spawned, while a thread reports without end; report its error."""
     done = threading.Event()
 
@@ -117,14 +115,14 @@ def reports_from_a_child(config: Config) -> Config:
     thread.start()
     context: Any = _FORK if config["how"] == "fork" else _SPAWN
     with _pool(context) as pool:
-        results = [pool.apply_async(_said_by, (config["call"],)) for _ in range(5)]
-        said = {result.get(60) for result in results}
+        results = [pool.apply_async(_call_in_child, (config["call"],)) for _ in range(5)]
+        errors = {result.get(60) for result in results}
     done.set()
     thread.join()
-    return {"said": sorted(said)}
+    return {"said": sorted(errors)}
 
 
-def _said_by(call: str) -> str:
+def _call_in_child(call: str) -> str:
     try:
         _CALLS[call]()
     except pt.InvalidInput as error:
@@ -132,17 +130,17 @@ def _said_by(call: str) -> str:
     return "nothing"
 
 
-def _look(_: int) -> tuple[str, int, bool]:
+def _read_trial(_: int) -> tuple[str, int, bool]:
     trial = pt.get_trial()
     return trial.id, trial.step, pt.get_checkpoint() is None
 
 
-def looks_from_a_child(_config: Config) -> Config:
+def read_trial_from_child(_config: Config) -> Config:
     with _pool(_FORK) as pool:
-        return {"found": pool.map(_look, [0])[0]}
+        return {"found": pool.map(_read_trial, [0])[0]}
 
 
-def a_child_comes_out(config: Config) -> Config:
+def leave_from_child(config: Config) -> Config:
     """Fork; the child leaves the trainable as `config["how"]` says; the parent reports its exit code."""
     pt.report({"loss": 1.0})
     if (child := os.fork()) == 0:
@@ -157,30 +155,30 @@ def a_child_comes_out(config: Config) -> Config:
     return {"code": os.waitstatus_to_exitcode(status)}
 
 
-def _sockets(_: int = 0) -> list[str]:
-    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+def _list_sockets(_: int = 0) -> list[str]:
+    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     return sorted(link for link in links if link.startswith("socket:"))
 
 
-def shows_sockets(_config: Config) -> Config:
+def show_sockets(_config: Config) -> Config:
     """Report the sockets of this process, and which of them a forked child and a started program inherit."""
-    here = _sockets()
+    here = _list_sockets()
     with _pool(_FORK) as pool:
-        forked = pool.map(_sockets, [0])[0]
+        forked = pool.map(_list_sockets, [0])[0]
     program = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=True)
     return {
         "here": len(here),
-        "forked": [each for each in here if each in forked],
-        "program": [each for each in here if each in program.stdout],
+        "forked": [socket for socket in here if socket in forked],
+        "program": [socket for socket in here if socket in program.stdout],
     }
 
 
-def reports_from_a_started_program(config: Config) -> Config:
+def report_from_started_program(config: Config) -> Config:
     """Start `config["arguments"]`, or this program again; report its output, or the error of starting it."""
-    again = ["-m", str(sys.modules["__main__"].__spec__.name), *sys.argv[1:]]  # type: ignore[union-attr]  # it was run by -m
+    program = ["-m", str(sys.modules["__main__"].__spec__.name), *sys.argv[1:]]  # type: ignore[union-attr]  # it was run by -m
     try:
-        done = subprocess.run(
-            [sys.executable, *config.get("arguments", again)],
+        process = subprocess.run(
+            [sys.executable, *config.get("arguments", program)],
             capture_output=True,
             text=True,
             check=False,
@@ -188,11 +186,11 @@ def reports_from_a_started_program(config: Config) -> Config:
         )
     except pt.InvalidInput as error:
         return {"refused": str(error)}
-    return {"said": done.stdout + done.stderr, "code": done.returncode}
+    return {"said": process.stdout + process.stderr, "code": process.returncode}
 
 
-def talks_out_of_turn(config: Config) -> None:
-    """Write `config["bytes"]` to each socket of this process, as code with a wrong descriptor number does."""
+def write_to_sockets(config: Config) -> None:
+    """Write `config["bytes"]` to each socket of this process, like code with a wrong descriptor."""
     pt.report({"loss": 1.0})
     for entry in Path("/proc/self/fd").iterdir():
         if entry.is_symlink() and str(entry.readlink()).startswith("socket:"):
@@ -202,18 +200,18 @@ def talks_out_of_turn(config: Config) -> None:
 
 @dataclass(frozen=True)
 class _Directory:
-    """A checkpoint of another package's."""
+    """A checkpoint of another package."""
 
     path: str
 
 
-def hands_over(config: Config) -> None:
-    """Report the checkpoint `config["path"]` as seen from the directory `config["seen_from"]`."""
+def report_directory(config: Config) -> None:
+    """Report the checkpoint `config["path"]`, which is relative to the directory `config["seen_from"]`."""
     os.chdir(config["seen_from"])
     checkpoint: Any = _Directory(config["path"])
     pt.report({"loss": 1.0}, checkpoint=checkpoint)
 
 
-def hands_over_what_is_on_a_target(config: Config) -> None:
+def report_remote_checkpoint(config: Config) -> None:
     os.chdir(config["seen_from"])
     pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint("s3://bucket/checkpoint"))
