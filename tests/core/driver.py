@@ -111,10 +111,7 @@ class Session:
         """Return a copy on a separate store."""
         assert isinstance(self.store, MemoryStore)
         return dataclasses.replace(
-            self,
-            store=MemoryStore(self.store.objects),
-            witness=copy.deepcopy(self.witness),
-            waiting=list(self.waiting),
+            self, store=MemoryStore(self.store.objects), witness=copy.deepcopy(self.witness), waiting=list(self.waiting)
         )
 
     def on(self, store: ObjectStore) -> Self:
@@ -282,13 +279,7 @@ class Session:
 
     def files(self, step: int) -> Files:
         cycle = b"A" if step % 3 == 1 else b"B"  # the old content returns after its checkpoint was retired
-        return {
-            "backbone": BACKBONE,
-            "cycle": 24 * cycle,
-            "empty": b"",
-            "head": self.head,
-            "logs/steps": b"." * step,
-        }
+        return {"backbone": BACKBONE, "cycle": 24 * cycle, "empty": b"", "head": self.head, "logs/steps": b"." * step}
 
 
 def run_to(session: Session, steps: int) -> None:

@@ -70,10 +70,7 @@ def test_what_a_float_holds_is_finite(number: Any) -> None:
         lambda number: as_stopper({"loss": number}),
         MaxTime,
     ],
-    ids=[
-        *("an objective", "a range", "whole numbers", "a grid", "a space"),
-        *("resources", "a limit", "a time"),
-    ],
+    ids=[*("an objective", "a range", "whole numbers", "a grid", "a space"), *("resources", "a limit", "a time")],
 )
 def test_a_number_that_no_float_holds_is_one_clear_error(use: Callable[[int], object], number: int) -> None:
     with pytest.raises((InvalidInput, BadMetric)) as error:

@@ -76,10 +76,7 @@ def test_a_reason_of_an_altered_journal_is_shown_with_its_code_if_its_arguments_
             "(max_failures=2): ValueError: no\nTraceback ...",
         ),
         (make_reason("retried", error="a text"), "retried after: a text"),
-        (
-            make_reason("died-at-each-start", attempts=3, error=ERROR),
-            "no checkpoint is the cause: ValueError",
-        ),
+        (make_reason("died-at-each-start", attempts=3, error=ERROR), "no checkpoint is the cause: ValueError"),
         (process_end_reason(ProcessEnd(exit_code=3), rank=1), "rank 1: the trial's process exited with code 3"),
         (process_end_reason(ProcessEnd(signal="SIGKILL")), "the trial's process ended by SIGKILL"),
         (

@@ -27,13 +27,7 @@ from tests.fakes.searches.left_experiments import find_differences
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
 from tests.fakes.untrusted import VECTORS, Untrusted, make_untrusted_target, write_settings
 from tests.long_cases import long_after
-from tests.tuner.altered_journals import (
-    Alteration,
-    alterations_of,
-    entries_of,
-    inconsistencies_of,
-    write_altered,
-)
+from tests.tuner.altered_journals import Alteration, alterations_of, entries_of, inconsistencies_of, write_altered
 
 KEY = JournalKey(experiment="e", generation=1)
 FAILS = {"00001": (Cause.TRAINABLE, 1), "00003": (Cause.TRAINABLE, 9), "00004": (Cause.OUT_OF_MEMORY, 1)}
@@ -44,10 +38,7 @@ SEARCHES: Mapping[str, Mapping[str, Any]] = {
     "hyperband": {"scheduler": pt.Hyperband(STEPS)},
     "median": {"scheduler": pt.MedianStopping(grace_period=2, min_samples_required=2)},
     "turns": {"scheduler": pt.MedianStopping(interval=2, min_samples_required=3, min_time_slice=3)},
-    "pbt": {
-        "scheduler": pt.PBT(2, {"lr": pt.loguniform(1e-4, 1e-1)}),
-        "retention": pt.Retention(last=1, every=4),
-    },
+    "pbt": {"scheduler": pt.PBT(2, {"lr": pt.loguniform(1e-4, 1e-1)}), "retention": pt.Retention(last=1, every=4)},
     "failures": {"stop": {"step": STEPS, "MaxFailures": {"failures": 2}}, "failures": pt.FailurePolicy(max_failures=1)},
     "fail-fast": {"fail_fast": True, "failures": pt.FailurePolicy(max_failures=1)},
     "plateau": {"stop": [pt.Plateau("loss", std=0.05, reports=3, grace=3), {"step": STEPS}]},

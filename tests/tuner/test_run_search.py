@@ -63,11 +63,7 @@ def test_a_run_that_is_started_again_is_not_said_to_take_over_from_itself(monkey
 
 @pytest.mark.parametrize(
     ("options", "then", "lines"),
-    [
-        ({}, [], 1),
-        ({"rerun_errored": "only"}, [], 0),
-        ({}, [StopRequested(reason="time budget")], 0),
-    ],
+    [({}, [], 1), ({"rerun_errored": "only"}, [], 0), ({}, [StopRequested(reason="time budget")], 0)],
     ids=["nothing was left", "only errored ones were wanted", "it ended early"],
 )
 def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(

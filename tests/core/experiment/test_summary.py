@@ -28,8 +28,7 @@ CURVE = [{"loss": 4.0}, {"loss": 1.0}, {"loss": 3.0}, {"loss": 2.0}]
 
 
 @pytest.mark.parametrize(
-    ("scope", "loss"),
-    [("last", 2.0), ("all", 1.0), ("avg", 4.0), ("last-5-avg", 3.0), ("last-10-avg", 4.0)],
+    ("scope", "loss"), [("last", 2.0), ("all", 1.0), ("avg", 4.0), ("last-5-avg", 3.0), ("last-10-avg", 4.0)]
 )
 def test_a_scope_says_by_which_reports_a_trial_is_compared(scope: Scope, loss: float) -> None:
     assert score_reports([{"loss": 9.0}, {"loss": 5.0}, *CURVE], LOSS, scope) == (loss,)
@@ -67,11 +66,7 @@ def test_a_report_without_the_metric_is_passed_over(missing: dict[str, object]) 
 def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed_is_the_better() -> None:
     metrics_by_trial = {"a": {"loss": 2.0}, "b": {}, "c": {"loss": 1.0}, "d": {"loss": "text"}, "e": {"loss": 1.0}}
     trials = [Trial(id=name, config={}, metrics=metrics) for name, metrics in metrics_by_trial.items()]
-    assert [(each.id, losses) for each, losses in rank_trials(trials, LOSS)] == [
-        ("c", (1,)),
-        ("e", (1,)),
-        ("a", (2,)),
-    ]
+    assert [(each.id, losses) for each, losses in rank_trials(trials, LOSS)] == [("c", (1,)), ("e", (1,)), ("a", (2,))]
     assert [each.id for each in sort_trials(trials, LOSS)] == ["c", "e", "a", "b", "d"]
     assert rank_trials(trials, None) == []
     assert sort_trials(trials, None) == trials

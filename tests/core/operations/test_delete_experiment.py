@@ -10,14 +10,7 @@ from typing import Self, TypeVar
 
 import pytest
 
-from prefect_tune.core.errors import (
-    InvalidInput,
-    JournalCorrupt,
-    ResumeFailed,
-    StoreUnavailable,
-    Superseded,
-    TuneError,
-)
+from prefect_tune.core.errors import InvalidInput, JournalCorrupt, ResumeFailed, StoreUnavailable, Superseded, TuneError
 from prefect_tune.core.journal.journal import acquire_ownership, load_experiment
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.operations import fork_experiment as forking

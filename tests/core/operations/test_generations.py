@@ -339,12 +339,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "it looks before it writes": Mutant(
         lambda: paused_before_each_write("adds a trial", 2, enough=1),
-        {
-            journals._try_append: {
-                _LOOK: "",
-                "    create_or_recognize(": f"{_LOOK}    create_or_recognize(",
-            }
-        },
+        {journals._try_append: {_LOOK: "", "    create_or_recognize(": f"{_LOOK}    create_or_recognize("}},
     ),
 }
 

@@ -235,9 +235,7 @@ def test_a_target_that_is_away_is_no_checkpoint_that_cannot_be_read(trained: Ses
         inspect_checkpoints(store, trained.experiment)
 
 
-def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_first(
-    trained: Session,
-) -> None:
+def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_first(trained: Session) -> None:
     in_order = FULL_SHARE.select_keys(keys(trained))
     store = Spoilt(trained.store, DeadlineExceeded("late"), lambda path: path == in_order[0].manifest_path)
     store.is_gone = True

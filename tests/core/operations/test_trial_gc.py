@@ -11,13 +11,7 @@ from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import min_reusable_sequence
 from prefect_tune.core.journal.journal import load_experiment
-from prefect_tune.core.journal_events import (
-    AttemptEnded,
-    Cause,
-    CheckpointsRetired,
-    TrialFinished,
-    TrialRequeued,
-)
+from prefect_tune.core.journal_events import AttemptEnded, Cause, CheckpointsRetired, TrialFinished, TrialRequeued
 from prefect_tune.core.messages.process_messages import ContinueTraining
 from prefect_tune.core.messages.target_messages import send_answer
 from prefect_tune.core.operations import trial_gc

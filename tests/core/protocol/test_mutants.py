@@ -37,13 +37,7 @@ from tests.core.protocol.matrix import (
     resumed_run,
 )
 from tests.core.protocol.mutate import Mutant
-from tests.core.protocol.owners import (
-    after_a_late_upload,
-    old_owner,
-    save,
-    takes_over,
-    takes_over_and_saves,
-)
+from tests.core.protocol.owners import after_a_late_upload, old_owner, save, takes_over, takes_over_and_saves
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import Failure
 from tests.fakes.stores.memory_files import load_files
@@ -205,13 +199,9 @@ MUTANTS = {
     "overwrite instead of create": Mutant(
         meeting_owners, {object_store.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
     ),
-    "unknown means success": Mutant(
-        every_late_write,
-        {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS},
-    ),
+    "unknown means success": Mutant(every_late_write, {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS}),
     "unknown means conflict": Mutant(
-        every_death,
-        {object_store.create_or_recognize: {"if stored != data:": "if True:"}},
+        every_death, {object_store.create_or_recognize: {"if stored != data:": "if True:"}}
     ),
     "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._temp_file: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(
@@ -222,16 +212,14 @@ MUTANTS = {
         {journal._apply_non_owner_entry: {"how = f": "return load_experiment(store, experiment.key)\n    how = f"}},
     ),
     "collect before the entry": Mutant(
-        every_death,
-        {Session.acknowledge: {"self.append(": "self.collect_early(new, going); self.append("}},
+        every_death, {Session.acknowledge: {"self.append(": "self.collect_early(new, going); self.append("}}
     ),
     "reuse any orphan": Mutant(
         every_late_deletion, {commit.find_reusable_bytes: {"blob_sequence(path) >= collected_up_to": "True"}}
     ),
     "no look at what was sent": Mutant(every_lie, {commit.require_stored: {"if not uploaded:": "if True:"}}),
     "adopt everything": Mutant(
-        every_death,
-        {trial_transitions.can_commit_save: {"sequence > last_sequence and": "True or"}},
+        every_death, {trial_transitions.can_commit_save: {"sequence > last_sequence and": "True or"}}
     ),
     "adopt what an attempt before left": Mutant(
         every_crash_of_a_second_attempt,
@@ -292,8 +280,7 @@ MUTANTS = {
         {outbox.close_outbox: {"races += 1": "number, races = number + 1, races + 1"}},
     ),
     "acknowledge a post whose creation is unknown": Mutant(
-        every_failure_of_an_outbox,
-        {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS},
+        every_failure_of_an_outbox, {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS}
     ),
     "receive posts in any order": Mutant(
         partial(failure_of, partial(test_outbox.test_a_post_is_not_journaled_twice_or_before_the_one_before_it, 1, 0)),
