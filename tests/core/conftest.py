@@ -4,18 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.core.histories import cut_small, decoding_once, snapshots_every
+from tests.core.histories import caching_decoded_documents, small_blobs, snapshots_every
 
 
 @pytest.fixture
 def tiny_blobs() -> Iterator[None]:
-    with cut_small():
+    with small_blobs():
         yield
 
 
 @pytest.fixture
-def decoded_once() -> Iterator[None]:
-    with decoding_once():
+def decode_cache() -> Iterator[None]:
+    with caching_decoded_documents():
         yield
 
 

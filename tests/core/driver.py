@@ -91,34 +91,34 @@ class Session:
     experiment: Experiment = field(default_factory=lambda: empty_experiment(first_generation(NAME)))
     parent: Manifest | None = None
     head: bytes = b""
-    waiting: list[StepReport] = field(default_factory=list)
+    pending: list[StepReport] = field(default_factory=list)
     """Reports that are not journaled yet."""
-    doomed: Sequence[CheckpointKey] = ()
+    to_delete: Sequence[CheckpointKey] = ()
     """The checkpoints that the last entry retired."""
     reverify_every: int = 3
     commit_count: int = 0
     """The number of commits in this attempt."""
-    damaged: Mapping[str, str] = field(default_factory=dict)
+    damaged_blobs: Mapping[str, str] = field(default_factory=dict)
     """The blobs that the last save found damaged."""
-    clearing: Literal["careful", "careless", "none"] = "careful"
+    cleanup: Literal["careful", "careless", "none"] = "careful"
     """How it deletes leftovers of earlier owners: "careless" does not journal first that no save may reuse them."""
     steps: int | None = None
     """The step to which a last owner continues when the promises are checked."""
     is_alone: bool = False
     """Whether there is never more than one owner at a time."""
 
-    def again(self) -> Self:
+    def copy(self) -> Self:
         """Return a copy on a separate store."""
         assert isinstance(self.store, MemoryStore)
         return dataclasses.replace(
-            self, store=MemoryStore(self.store.objects), witness=copy.deepcopy(self.witness), waiting=list(self.waiting)
+            self, store=MemoryStore(self.store.objects), witness=copy.deepcopy(self.witness), pending=list(self.pending)
         )
 
-    def on(self, store: ObjectStore) -> Self:
-        return dataclasses.replace(self, store=store, waiting=list(self.waiting))
+    def with_store(self, store: ObjectStore) -> Self:
+        return dataclasses.replace(self, store=store, pending=list(self.pending))
 
-    def broken(self, *, tidy: bool = True) -> list[str]:
-        return after_recovery(self.store, self.witness, self.steps, alone=self.is_alone, tidy=tidy)
+    def find_broken_promises(self, *, tidy: bool = True) -> list[str]:
+        return check_recovery(self.store, self.witness, self.steps, alone=self.is_alone, tidy=tidy)
 
     def outcome(self) -> Hashable:
         assert isinstance(self.store, MemoryStore)
@@ -131,25 +131,25 @@ class Session:
     def open(self) -> None:
         """Take over the experiment, and adopt the saves of its last owner."""
         stamp = self.witness.stamp()
-        self.experiment = retried(
-            lambda: journal.acquire_ownership(self.store, first_generation(NAME), self.opened_by(), stamp)
+        self.experiment = retry(
+            lambda: journal.acquire_ownership(self.store, first_generation(NAME), self.make_owner(), stamp)
         )
-        self.append(retried(lambda: make_adoption_events(self.store, self.experiment)))
+        self.append(retry(lambda: make_adoption_events(self.store, self.experiment)))
         if KEY.trial not in self.experiment.trials:
             self.append([TrialAdded(trial=KEY.trial, config={"width": 3})])
-        self.clear_away()
+        self.delete_leftovers()
 
-    def opened_by(self) -> Owner:
+    def make_owner(self) -> Owner:
         return Owner(name=self.owner, host="here", pid=1)
 
-    def clear_away(self) -> None:
+    def delete_leftovers(self) -> None:
         """Delete checkpoints that earlier owners retired but did not delete, and saves that were never journaled."""
-        if self.clearing == "none":
+        if self.cleanup == "none":
             return
-        left = retried(lambda: collecting.find_leftover_manifests(self.store, KEY, self.trial))
-        if self.clearing == "careful" and any(key.sequence >= self.trial.collected_up_to for key in left):
+        keys = retry(lambda: collecting.find_leftover_manifests(self.store, KEY, self.trial))
+        if self.cleanup == "careful" and any(key.sequence >= self.trial.collected_up_to for key in keys):
             self.append([CheckpointsRetired(trial=KEY.trial, retired_sequences=())])
-        self.collect(left)
+        self.delete_checkpoints(keys)
 
     def start(self) -> None:
         """Begin an attempt from the newest checkpoint that verifies."""
@@ -157,12 +157,12 @@ class Session:
         while newest := newest_checkpoint(self.trial):
             key = CheckpointKey(trial=KEY, step=newest.step, sequence=newest.sequence)
             try:
-                self.parent = retried(lambda key=key: read_manifest(self.store, key))
-                self.head = retried(lambda: load_files(self.store, self.parent))["head"]
+                self.parent = retry(lambda key=key: read_manifest(self.store, key))
+                self.head = retry(lambda: restored(self.store, self.parent))["head"]
                 break
-            except (CheckpointCorrupt, CheckpointNotFound) as bad:
+            except (CheckpointCorrupt, CheckpointNotFound) as error:
                 self.parent = None
-                self.append([CheckpointQuarantined(trial=KEY.trial, sequence=newest.sequence, reason=str(bad))])
+                self.append([CheckpointQuarantined(trial=KEY.trial, sequence=newest.sequence, reason=str(error))])
         self.append(
             [
                 AttemptStarted(
@@ -176,96 +176,91 @@ class Session:
 
     def train(self) -> None:
         """Train one step: the head depends on all earlier steps and on their owners."""
-        step = (self.waiting[-1].step if self.waiting else self.trial.step) + 1
+        step = (self.pending[-1].step if self.pending else self.trial.step) + 1
         earlier, self.head = self.head, blake2b(self.head + self.owner.encode(), digest_size=8).digest()
         self.witness.before[self.head] = earlier
-        self.waiting.append(StepReport(step=step, metrics={"head": self.head.hex()}, trained_seconds=float(step)))
+        self.pending.append(StepReport(step=step, metrics={"head": self.head.hex()}, trained_seconds=float(step)))
 
     def save(self) -> None:
         """Publish and journal a checkpoint; then delete the checkpoints that it retired."""
         manifest = self.publish()
-        self.doomed = self.acknowledge(manifest)
-        self.collect(self.doomed)
+        self.to_delete = self.acknowledge(manifest)
+        self.delete_checkpoints(self.to_delete)
 
     def publish(self) -> Manifest:
         """Save up to the manifest, without the journal entry."""
-        step = self.waiting[-1].step if self.waiting else self.trial.step
+        step = self.pending[-1].step if self.pending else self.trial.step
         key = CheckpointKey(trial=KEY, step=step, sequence=self.trial.next_sequence)
         files = self.files(step)
         self.witness.saved.setdefault((key.step, key.sequence), []).append(files)
         stamp = self.witness.stamp()
-        about = CheckpointMetadata(
+        metadata = CheckpointMetadata(
             attempt=self.trial.attempt,
             term=self.experiment.term,
             write_id=stamp.write_id,
             created_at=stamp.at,
             metrics={"head": self.head.hex()},
             trained_seconds=float(step),
-            reports=tuple(self.waiting),
+            reports=tuple(self.pending),
         )
-        done = retried(lambda: self._commit(key, files, about))
-        manifest, self.damaged = done.manifest, done.damaged_blobs
+        result = retry(lambda: self._commit(key, files, metadata))
+        manifest, self.damaged_blobs = result.manifest, result.damaged_blobs
         self.witness.published[key.step, key.sequence] = manifest.blob_paths()
         return manifest
 
-    def _commit(self, key: CheckpointKey, files: Files, about: CheckpointMetadata) -> committing.SaveResult:
+    def _commit(self, key: CheckpointKey, files: Files, metadata: CheckpointMetadata) -> committing.SaveResult:
         reuse = committing.find_reusable_bytes(self.store, KEY, self.parent, min_reusable_sequence(self.trial))
         source = MemoryFiles(files, empty_directories=["none"])
-        turn = Reverification(self.commit_count, self.reverify_every)
-        return committing.commit_checkpoint(self.store, key, source, about, reuse=reuse, reverification=turn)
+        schedule = Reverification(self.commit_count, self.reverify_every)
+        return committing.commit_checkpoint(self.store, key, source, metadata, reuse=reuse, reverification=schedule)
 
     def acknowledge(self, manifest: Manifest) -> Sequence[CheckpointKey]:
         """Journal a published checkpoint; return those that it retires."""
-        new = CheckpointRef(
+        checkpoint = CheckpointRef(
             step=manifest.step,
             sequence=manifest.sequence,
             metrics=manifest.metadata.metrics,
             trained_seconds=manifest.metadata.trained_seconds,
             size_bytes=manifest.size_bytes,
         )
-        live = (*self.trial.checkpoints, new)
-        aside = quarantined_to_retire(self.trial.quarantined_checkpoints, live, self.retention)
-        going = (*sequences_to_retire(live, self.retention), *(each.sequence for each in aside))
-        reports = [StepReported(trial=KEY.trial, report=report) for report in self.waiting]
-        stay = [KEY.checkpoint_key(each) for each in self.trial.checkpoints if each.sequence not in going]
+        live = (*self.trial.checkpoints, checkpoint)
+        quarantined = quarantined_to_retire(self.trial.quarantined_checkpoints, live, self.retention)
+        retired_sequences = (*sequences_to_retire(live, self.retention), *(ref.sequence for ref in quarantined))
+        reports = [StepReported(trial=KEY.trial, report=report) for report in self.pending]
+        kept_keys = [KEY.checkpoint_key(ref) for ref in self.trial.checkpoints if ref.sequence not in retired_sequences]
         self.append(
             [
                 *reports,
-                CheckpointCommitted(trial=KEY.trial, checkpoint=new, retired_sequences=going),
-                *self._damaged(stay),
+                CheckpointCommitted(trial=KEY.trial, checkpoint=checkpoint, retired_sequences=retired_sequences),
+                *self._make_quarantine_events(kept_keys),
             ]
         )
         self.commit_count += 1
-        self.witness.acknowledged.append((new.step, new.sequence))
-        self.waiting.clear()
+        self.witness.acknowledged.append((checkpoint.step, checkpoint.sequence))
+        self.pending.clear()
         self.parent = manifest
-        doomed = [each for each in (*live, *aside) if each.sequence in going]
-        return [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in doomed]
+        return [KEY.checkpoint_key(ref) for ref in (*live, *quarantined) if ref.sequence in retired_sequences]
 
-    def _damaged(self, keys: Sequence[CheckpointKey]) -> Sequence[CheckpointQuarantined]:
+    def _make_quarantine_events(self, keys: Sequence[CheckpointKey]) -> Sequence[CheckpointQuarantined]:
         """Quarantine events for the checkpoints that refer to blobs which the last save found damaged."""
-        if not self.damaged:
+        if not self.damaged_blobs:
             return []
-        found = retried(lambda: find_checkpoints_using(self.store, keys, self.damaged))
-        return [CheckpointQuarantined(trial=KEY.trial, sequence=key.sequence, reason=why) for key, why in found.items()]
+        reasons = retry(lambda: find_checkpoints_using(self.store, keys, self.damaged_blobs)).items()
+        return [CheckpointQuarantined(trial=KEY.trial, sequence=key.sequence, reason=text) for key, text in reasons]
 
-    def collect_early(self, new: CheckpointRef, going: tuple[int, ...]) -> None:
+    def delete_early(self, checkpoint: CheckpointRef, retired: tuple[int, ...]) -> None:
         """Delete retired checkpoints before they are journaled as retired: for a mutant that the tests must detect."""
-        reports = [StepReported(trial=KEY.trial, report=report) for report in self.waiting]
-        events = [*reports, CheckpointCommitted(trial=KEY.trial, checkpoint=new, retired_sequences=going)]
+        reports = [StepReported(trial=KEY.trial, report=report) for report in self.pending]
+        events = [*reports, CheckpointCommitted(trial=KEY.trial, checkpoint=checkpoint, retired_sequences=retired)]
         state = reduce(apply_trial_event, events, self.trial)
-        doomed = [
-            CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence)
-            for each in self.trial.checkpoints
-            if each.sequence in going
-        ]
+        keys = [KEY.checkpoint_key(ref) for ref in self.trial.checkpoints if ref.sequence in retired]
         with suppress(StoreUnavailable):
-            collecting.delete_retired_objects(self.store, KEY, state, doomed)
+            collecting.delete_retired_objects(self.store, KEY, state, keys)
 
-    def collect(self, doomed: Sequence[CheckpointKey]) -> None:
+    def delete_checkpoints(self, keys: Sequence[CheckpointKey]) -> None:
         """Delete these checkpoints; the next owner completes a deletion that fails."""
         with suppress(StoreUnavailable):
-            collecting.delete_retired_objects(self.store, KEY, self.trial, doomed)
+            collecting.delete_retired_objects(self.store, KEY, self.trial, keys)
 
     def finish(self) -> None:
         self.append([TrialFinished(trial=KEY.trial, reason="enough")])
@@ -273,7 +268,7 @@ class Session:
     def append(self, events: Sequence[Event]) -> None:
         stamp = self.witness.stamp()
         before = self.experiment.entry_count
-        self.experiment = retried(lambda: journal.append_events(self.store, self.experiment, events, stamp))
+        self.experiment = retry(lambda: journal.append_events(self.store, self.experiment, events, stamp))
         if is_snapshot_due(self.experiment, before):
             write_snapshot(self.store, self.experiment)
 
@@ -293,7 +288,7 @@ def run_to(session: Session, steps: int) -> None:
         session.save()
 
 
-def retried(act: Callable[[], _T]) -> _T:
+def retry(act: Callable[[], _T]) -> _T:
     """Call `act` with retries, like a task."""
     for _ in range(TRIES - 1):
         try:
@@ -306,7 +301,7 @@ def retried(act: Callable[[], _T]) -> _T:
 # The promises I1 to I8, checked on the state of a store.
 
 
-def after_recovery(
+def check_recovery(
     store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool = False, tidy: bool = True
 ) -> list[str]:
     """Open the experiment twice, check, continue to `steps` (if any) and check again; return broken promises.
@@ -315,41 +310,41 @@ def after_recovery(
     after the deletion of its checkpoint leaves an orphan.
     """
     try:
-        return list(_recovered(store, witness, steps, alone=alone, tidy=tidy))
+        return list(_check_twice(store, witness, steps, alone=alone, tidy=tidy))
     except TuneError as error:
         return [f"I4: recovery failed: {type(error).__name__}: {error}"]
 
 
-def _recovered(store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool, tidy: bool) -> Iterator[str]:
+def _check_twice(store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool, tidy: bool) -> Iterator[str]:
     second, third, last = (Session(store, witness, owner=name) for name in ("second", "third", "last"))
     second.open()
-    yield from violations(store, witness, second.experiment)
+    yield from find_violations(store, witness, second.experiment)
     if alone:
-        yield from nothing_published_is_lost(second.trial, witness)
-    once = (_lasting(second), _objects(store))
+        yield from check_published(second.trial, witness)
+    first_state = (_dump_lasting_state(second), _list_paths(store))
     third.open()
-    if once != (twice := (_lasting(third), _objects(store))):
-        yield f"I8: recovering twice is not recovering once: {once}, then {twice}"
+    if first_state != (second_state := (_dump_lasting_state(third), _list_paths(store))):
+        yield f"I8: recovering twice is not recovering once: {first_state}, then {second_state}"
     if steps is None:
-        yield from _leaks(store, third, witness, tidy=tidy)
+        yield from _find_leaks(store, third, witness, tidy=tidy)
         return
     run_to(last, steps)
-    yield from violations(store, witness, last.experiment)
+    yield from find_violations(store, witness, last.experiment)
     if last.trial.step < steps:
         yield f"I6: continuing ended as {last.trial.phase} at step {last.trial.step}"
-    yield from _leaks(store, last, witness, tidy=tidy)
+    yield from _find_leaks(store, last, witness, tidy=tidy)
 
 
-def _objects(store: ObjectStore) -> list[str]:
-    return [each.path for each in store.list(KEY.folder)]
+def _list_paths(store: ObjectStore) -> list[str]:
+    return [listed.path for listed in store.list(KEY.folder)]
 
 
-def _lasting(session: Session) -> object:
+def _dump_lasting_state(session: Session) -> object:
     """The part of a trial that opening and closing the experiment does not change."""
     return session.trial.model_dump(exclude={"collected_up_to", "next_sequence"})
 
 
-def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> list[str]:
+def find_violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> list[str]:
     """Return every promise that the state on `store` breaks, given the acknowledged saves.
 
     `experiment` is the state that the last owner loaded.
@@ -357,34 +352,34 @@ def violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> 
     entries = journal.read_entries(store, first_generation(NAME))
     trial = experiment.trial(KEY.trial)
     return [
-        *_epochs(entries),
-        *_acknowledged(entries, trial, witness),
-        *_whole(store, trial, witness),
-        *_history(entries, trial, witness),
-        *_snapshot(store),
+        *_check_terms(entries),
+        *_check_acknowledged(entries, trial, witness),
+        *_check_checkpoints(store, trial, witness),
+        *_check_curve(entries, trial, witness),
+        *_check_snapshot(store),
     ]
 
 
-def _epochs(entries: Sequence[Entry]) -> Iterator[str]:
+def _check_terms(entries: Sequence[Entry]) -> Iterator[str]:
     opened = [entry.term for entry in entries if any(isinstance(event, OwnerChanged) for event in entry.events)]
     if opened != list(range(1, len(opened) + 1)) or [e.term for e in entries] != sorted(e.term for e in entries):
         yield f"I5: terms {[entry.term for entry in entries]}, opened {opened}"
 
 
-def _acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
+def _check_acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
     events = [event for entry in entries for event in entry.events]
     committed = {(e.checkpoint.step, e.checkpoint.sequence) for e in events if isinstance(e, CheckpointCommitted)}
-    gone = {
+    retired = {
         sequence
         for e in events
         if isinstance(e, CheckpointCommitted | CheckpointsRetired)
         for sequence in e.retired_sequences
     }
-    live = {(each.step, each.sequence) for each in trial.checkpoints}
+    live = {(ref.step, ref.sequence) for ref in trial.checkpoints}
     for step, sequence in witness.acknowledged:
         if (step, sequence) not in committed:
             yield f"I1: step {step} ({sequence}) was acknowledged, and the journal does not know it"
-        if (step, sequence) not in live and sequence not in gone:
+        if (step, sequence) not in live and sequence not in retired:
             yield f"I1: step {step} ({sequence}) was acknowledged, is not live, and was not retired"
     newest = max((sequence for _, sequence in witness.acknowledged), default=0)
     if newest and not any(sequence >= newest for _, sequence in live):
@@ -394,22 +389,22 @@ def _acknowledged(entries: Sequence[Entry], trial: Trial, witness: Witness) -> I
             yield f"I3: an undamaged store, and yet: {event.reason}"
 
 
-def _whole(store: ObjectStore, trial: Trial, witness: Witness) -> Iterator[str]:
-    sequences = [each.sequence for each in trial.checkpoints]
+def _check_checkpoints(store: ObjectStore, trial: Trial, witness: Witness) -> Iterator[str]:
+    sequences = [ref.sequence for ref in trial.checkpoints]
     if sequences != sorted(set(sequences)):
         yield f"I6: live checkpoints out of order, or twice: {sequences}"
-    for each in trial.checkpoints:
-        key = CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence)
+    for ref in trial.checkpoints:
+        key = CheckpointKey(trial=KEY, step=ref.step, sequence=ref.sequence)
         try:
-            found = load_files(store, read_manifest(store, key))
-        except TuneError as broken:
-            yield f"I1: step {each.step} ({each.sequence}) is live and cannot be restored: {broken}"
+            files = restored(store, read_manifest(store, key))
+        except TuneError as error:
+            yield f"I1: step {ref.step} ({ref.sequence}) is live and cannot be restored: {error}"
             continue
-        if found not in witness.saved.get((each.step, each.sequence), []):
-            yield f"I2: step {each.step} ({each.sequence}) holds bytes that no owner saved: {found}"
+        if files not in witness.saved.get((ref.step, ref.sequence), []):
+            yield f"I2: step {ref.step} ({ref.sequence}) holds bytes that no owner saved: {files}"
 
 
-def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
+def _check_curve(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
     reports = LearningCurves(entries).curve_of(KEY.trial)
     steps = [report.step for report in reports]
     if steps != list(range(1, trial.step + 1)):
@@ -426,52 +421,53 @@ def _history(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterat
         yield f"I6: the newest checkpoint was trained through {trained}, and the curve has {reported}"
 
 
-def _snapshot(store: ObjectStore) -> Iterator[str]:
+def _check_snapshot(store: ObjectStore) -> Iterator[str]:
     by_snapshot = journal.load_experiment(store, JOURNAL)
     by_entries, _ = journal.load_at(store, JOURNAL, None)
     if by_snapshot != by_entries:
         yield f"I6: the snapshot yields {by_snapshot}, and the entries {by_entries}"
 
 
-def nothing_published_is_lost(trial: Trial, witness: Witness) -> Iterator[str]:
+def check_published(trial: Trial, witness: Witness) -> Iterator[str]:
     """Without a superseded owner, every created manifest counts, with or without an entry."""
     newest = max((step for step, _ in witness.published), default=0)
-    if newest > max((each.step for each in trial.checkpoints), default=0):
+    if newest > max((ref.step for ref in trial.checkpoints), default=0):
         yield f"I4: step {newest} was published, and the newest checkpoint is {trial.checkpoints[-1:]}"
 
 
-def _leaks(store: ObjectStore, last: Session, witness: Witness, *, tidy: bool) -> Iterator[str]:
+def _find_leaks(store: ObjectStore, last: Session, witness: Witness, *, tidy: bool) -> Iterator[str]:
     """Unreachable objects are found: as leftovers by the next owner, or later as orphans."""
-    for path in what_lies_about(store, last.trial):
+    for path in find_unreachable(store, last.trial):
         yield f"I7: {path} is unreachable, and nothing will find it"
-    live = {(each.step, each.sequence) for each in last.trial.checkpoints}
+    live = {(ref.step, ref.sequence) for ref in last.trial.checkpoints}
     needed = {path for key, paths in witness.published.items() if key in live for path in paths}
     retired = {path for key in witness.acknowledged for path in witness.published[key]} - needed
-    for path in sorted(retired & set(_objects(store))) if tidy else ():
+    for path in sorted(retired & set(_list_paths(store))) if tidy else ():
         yield f"I7: {path} was retired, and outlived the next owner's clearing away"
 
 
-def what_lies_about(store: ObjectStore, trial: Trial) -> list[str]:
+def find_unreachable(store: ObjectStore, trial: Trial) -> list[str]:
     """Return the objects that no live checkpoint needs and that no search for leftovers or orphans finds."""
-    known = (*trial.checkpoints, *(each.checkpoint for each in trial.quarantined_checkpoints))
-    live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in known]
-    manifests = [each for key in live for each in _readable(store, key)]
-    needed = {key.manifest_path for key in live} | {path for each in manifests for path in each.blob_paths()}
-    found = {each.path for each in collecting.find_orphan_blobs(store, KEY, trial)}
-    found |= {each.path for each in list_node_objects_up_to(store, KEY, trial.attempt)}
+    refs = (*trial.checkpoints, *(record.checkpoint for record in trial.quarantined_checkpoints))
+    live = [KEY.checkpoint_key(ref) for ref in refs]
+    manifests = [manifest for key in live for manifest in _iter_readable_manifests(store, key)]
+    needed = {key.manifest_path for key in live} | {path for manifest in manifests for path in manifest.blob_paths()}
+    findable = {blob.path for blob in collecting.find_orphan_blobs(store, KEY, trial)}
+    findable |= {listed.path for listed in list_node_objects_up_to(store, KEY, trial.attempt)}
     settled = trial.model_copy(update={"adopted_up_to": 10**9})  # no save is under way at the end
-    found |= {key.manifest_path for key in collecting.find_leftover_manifests(store, KEY, settled)}
-    reusable = {each.path for each in store.list(KEY.blobs_folder) if blob_sequence(each.path) >= trial.collected_up_to}
-    return sorted(each for each in set(_objects(store)) - needed - found - reusable if not _aside(each, trial))
+    findable |= {key.manifest_path for key in collecting.find_leftover_manifests(store, KEY, settled)}
+    reusable = {blob.path for blob in store.list(KEY.blobs_folder) if blob_sequence(blob.path) >= trial.collected_up_to}
+    unreachable = set(_list_paths(store)) - needed - findable - reusable
+    return sorted(path for path in unreachable if not _is_quarantined(path, trial))
 
 
-def _readable(store: ObjectStore, key: CheckpointKey) -> Iterator[Manifest]:
+def _iter_readable_manifests(store: ObjectStore, key: CheckpointKey) -> Iterator[Manifest]:
     """Skip a damaged manifest: it may be the reason for a quarantine."""
     with suppress(CheckpointCorrupt, CheckpointNotFound):
         yield read_manifest(store, key)
 
 
-def _aside(path: str, trial: Trial) -> bool:
+def _is_quarantined(path: str, trial: Trial) -> bool:
     """Quarantined checkpoints are kept for inspection; the trial lists them."""
     key = CheckpointKey.from_manifest_path(KEY, path)
     return key is not None and key.sequence in trial.quarantined_sequences

@@ -15,7 +15,7 @@ from prefect_tune.core.journal_events import (
     TrialResumed,
 )
 
-AFTER: Mapping[str, Mapping[str, str]] = {
+NEXT_STATUS: Mapping[str, Mapping[str, str]] = {
     "running": {
         "attempt-ended": "pending",
         "finished": "finished",
@@ -37,9 +37,9 @@ AFTER: Mapping[str, Mapping[str, str]] = {
 """The possible events of each status, and the next status. A start leads from "pending" to "running"."""
 
 
-def happening(what: str, trial: str) -> AnyTrialEvent:
+def make_event(kind: str, trial: str) -> AnyTrialEvent:
     """Return the event with this name."""
-    match what:
+    match kind:
         case "attempt-ended":
             return AttemptEnded(trial=trial, cause=Cause.TRAINABLE, reason="x")
         case "finished":
@@ -52,4 +52,4 @@ def happening(what: str, trial: str) -> AnyTrialEvent:
             return TrialResumed(trial=trial)
         case "requeued":
             return TrialRequeued(trial=trial, reason="more")
-    raise AssertionError(what)
+    raise AssertionError(kind)

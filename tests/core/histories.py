@@ -43,7 +43,7 @@ def snapshots_every(entries: int) -> Iterator[None]:
 
 
 @contextmanager
-def cut_small(chunk_bytes: int = 8, blob_bytes: int = 24) -> Iterator[None]:
+def small_blobs(chunk_bytes: int = 8, blob_bytes: int = 24) -> Iterator[None]:
     """Set the sizes of a chunk and of a blob."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit, "split_files", lambda files: manifest.split_files(files, chunk_bytes))
@@ -53,7 +53,7 @@ def cut_small(chunk_bytes: int = 8, blob_bytes: int = 24) -> Iterator[None]:
 
 
 @contextmanager
-def decoding_once() -> Iterator[None]:
+def caching_decoded_documents() -> Iterator[None]:
     """Decode equal bytes of a document once: of a thousand orders, each reads mostly what the others have read."""
     verify, parse_once = (lru_cache(maxsize=10_000)(function) for function in (documents.verify_document, parse_json))
     with pytest.MonkeyPatch.context() as patch:
@@ -62,34 +62,34 @@ def decoding_once() -> Iterator[None]:
         yield
 
 
-def opened(store: ObjectStore, key: JournalKey = JOURNAL, write_id: str = "open") -> Experiment:
+def open_experiment(store: ObjectStore, key: JournalKey = JOURNAL, write_id: str = "open") -> Experiment:
     return journal.acquire_ownership(store, key, ME, stamp(write_id))
 
 
-def next_event(experiment: Experiment, trial: str) -> Event:
+def make_next_event(experiment: Experiment, trial: str) -> Event:
     """Return a trial's next event: added, started, reported, committed, reported, ..."""
     if trial not in experiment.trials:
         return TrialAdded(trial=trial, config={"of": trial, "width": [1, 2.5, None, "ä"]})
-    known = experiment.trial(trial)
-    if known.attempt == 0:
+    state = experiment.trial(trial)
+    if state.attempt == 0:
         return AttemptStarted(trial=trial, attempt=1, from_step=0)
-    if known.step == len(known.checkpoints):
-        return StepReported(trial=trial, report=StepReport(step=known.step + 1, metrics={"loss": 1 / (known.step + 1)}))
-    old = tuple(each.sequence for each in known.checkpoints[:-3])
-    new = CheckpointRef(step=known.step, sequence=known.next_sequence)
-    return CheckpointCommitted(trial=trial, checkpoint=new, retired_sequences=old)
+    if state.step == len(state.checkpoints):
+        return StepReported(trial=trial, report=StepReport(step=state.step + 1, metrics={"loss": 1 / (state.step + 1)}))
+    retired = tuple(ref.sequence for ref in state.checkpoints[:-3])
+    checkpoint = CheckpointRef(step=state.step, sequence=state.next_sequence)
+    return CheckpointCommitted(trial=trial, checkpoint=checkpoint, retired_sequences=retired)
 
 
-def next_state(store: ObjectStore, experiment: Experiment, trials: Sequence[str]) -> Experiment:
+def append_next_entry(store: ObjectStore, experiment: Experiment, trials: Sequence[str]) -> Experiment:
     """Write the next entry: one event for each of the trials, or no event."""
-    events = [next_event(experiment, trial) for trial in dict.fromkeys(trials)] or [CheckpointsAdopted()]
+    events = [make_next_event(experiment, trial) for trial in dict.fromkeys(trials)] or [CheckpointsAdopted()]
     return journal.append_events(store, experiment, events, stamp(f"{experiment.entry_count + 1}"))
 
 
-def fold(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:
+def fold_entries(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:
     """Apply every entry, without a snapshot."""
     entries = journal.read_entries(store, key)
     digests = [digest_of(store.read(key.entry_path(entry.number))) for entry in entries]
     return reduce(
-        lambda state, each: apply_entry(state, *each), zip(entries, digests, strict=True), empty_experiment(key)
+        lambda state, pair: apply_entry(state, *pair), zip(entries, digests, strict=True), empty_experiment(key)
     )

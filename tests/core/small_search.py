@@ -18,12 +18,12 @@ from tests.core.driver import Files
 from tests.core.protocol.population import Attempt, Chronicle, Search
 from tests.fakes.stores.memory_files import load_files
 
-KEEPS_TWO = Retention(last=2)
+KEEP_TWO = Retention(last=2)
 _CHRONICLE = Chronicle()
 """Of all searches, so that each of their writes has another id."""
 
 
-def content(trial: str, step: int) -> Files:
+def make_step_files(trial: str, step: int) -> Files:
     """The files of a step's checkpoint, in every experiment."""
     return {"backbone": b"shared " * 20, "head": f"{trial} {step}".encode() * 9}
 
@@ -32,31 +32,31 @@ class SmallAttempt(Attempt):
     """Has the `content` of each step."""
 
     def files(self, step: int) -> Files:
-        return content(self.trial.id, step)
+        return make_step_files(self.trial.id, step)
 
     def start(self) -> AttemptStarted:
         started = super().start()
-        assert not started.from_step or self.head == content(self.trial.id, started.from_step)["head"]
+        assert not started.from_step or self.head == make_step_files(self.trial.id, started.from_step)["head"]
         return started
 
 
 class SmallSearch(Search):
     """The owner of an experiment, which it opens."""
 
-    kind = SmallAttempt
+    attempt_class = SmallAttempt
 
-    def __init__(self, store: ObjectStore, name: str = "old", retention: Retention = KEEPS_TWO) -> None:
+    def __init__(self, store: ObjectStore, name: str = "old", retention: Retention = KEEP_TWO) -> None:
         super().__init__(store, _CHRONICLE, find_current_journal(store, name), name, retention)
         self.name = name
         self.open()
 
-    def begin(self, trial: str) -> None:
+    def start_attempt(self, trial: str) -> None:
         """Start an attempt from the newest checkpoint, and check its bytes; an attempt that runs is ended."""
         if self.trial(trial).phase is Phase.RUNNING:
             self.end(trial)
         self.start(trial)
 
-    def step(self, trial: str, *, saves: bool = True) -> None:
+    def train_step(self, trial: str, *, saves: bool = True) -> None:
         """Train and save a step; delete the checkpoints that this retires."""
         if saves:
             self.save(trial)
@@ -66,47 +66,47 @@ class SmallSearch(Search):
         self.append(attempt.train())
 
     def decide(self, trial: str) -> None:
-        known = self.trial(trial)
-        report = StepReport(step=known.step, metrics=known.metrics)
+        state = self.trial(trial)
+        report = StepReport(step=state.step, metrics=state.metrics)
         self.append(DecisionMade(trial=trial, report=report, decision=Continue()))
 
-    def finish(self, trial: str) -> None:
+    def finish_trial(self, trial: str) -> None:
         self.append(TrialFinished(trial=trial, reason="enough"))
 
 
-def search_of_three(store: ObjectStore) -> SmallSearch:
+def make_search(store: ObjectStore) -> SmallSearch:
     """One ended trial, one running trial with a step that is not saved, and one that has not begun."""
     search = SmallSearch(store)
     search.append(ExperimentConfigured(settings={"num_samples": 3}))
     search.add("a")
-    search.begin("a")
+    search.start_attempt("a")
     for _ in range(3):
-        search.step("a")
-    search.finish("a")
+        search.train_step("a")
+    search.finish_trial("a")
     search.add("b")
-    search.begin("b")
-    search.step("b")
-    search.step("b")
+    search.start_attempt("b")
+    search.train_step("b")
+    search.train_step("b")
     search.decide("b")
     search.add("c")
-    search.step("b", saves=False)
+    search.train_step("b", saves=False)
     return search
 
 
-def unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial]) -> list[str]:
+def find_unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Trial]) -> list[str]:
     """Return the live checkpoints of these trials of `experiment` that are damaged or have other bytes."""
-    found = []
+    problems = []
     for trial in trials.values():
         folder = find_current_journal(store, experiment).trial_key(trial.id)
         for key in (folder.checkpoint_key(ref) for ref in trial.checkpoints):
             try:
-                if load_files(store, read_manifest(store, key)) != content(key.trial.trial, key.step):
-                    found.append(f"{key.folder} holds other bytes")
+                if restored(store, read_manifest(store, key)) != make_step_files(key.trial.trial, key.step):
+                    problems.append(f"{key.folder} holds other bytes")
             except TuneError as error:
-                found.append(f"{key.folder}: {error}")
-    return found
+                problems.append(f"{key.folder}: {error}")
+    return problems
 
 
-def own_state(store: ObjectStore, experiment: str, trial: str) -> Trial:
+def load_trial(store: ObjectStore, experiment: str, trial: str) -> Trial:
     """The trial's state in the journal."""
     return load_experiment(store, find_current_journal(store, experiment)).trial(trial)

@@ -31,7 +31,7 @@ HUGE = 10**400  # too large for a float
 ENORMOUS = 10**5000  # Python refuses to print it
 
 
-def nested(levels: int) -> Any:
+def nest(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):
         value = {"x": value}
@@ -86,19 +86,19 @@ def test_a_number_that_no_float_holds_is_not_drawn_and_not_ranked() -> None:
 # ------------------------------------------------------------------------------------------------------ text
 
 
-@pytest.mark.parametrize("value", [HALF, [f"a{HALF}"], {HALF: 1}, nested(300), float("nan"), ENORMOUS], ids=short_repr)
+@pytest.mark.parametrize("value", [HALF, [f"a{HALF}"], {HALF: 1}, nest(300), float("nan"), ENORMOUS], ids=short_repr)
 def test_what_could_not_be_read_back_is_never_written(value: object) -> None:
     with pytest.raises(ValueError, match=r"."):
         canonical_json({"value": value})
 
 
-@pytest.mark.parametrize("value", ["\U0001f600", "\\udcff", "\0", "é", nested(150), HUGE], ids=short_repr)
+@pytest.mark.parametrize("value", ["\U0001f600", "\\udcff", "\0", "é", nest(150), HUGE], ids=short_repr)
 def test_what_can_be_read_back_is_written(value: Any) -> None:
     report = StepReport.model_validate_json(b'{"step":1,"metrics":%b}' % canonical_json({"value": value}))
     assert report.metrics == {"value": value}
 
 
-@pytest.mark.parametrize("value", [HALF, [HALF], {HALF: 1}, nested(300), LOOP, ENORMOUS], ids=type)
+@pytest.mark.parametrize("value", [HALF, [HALF], {HALF: 1}, nest(300), LOOP, ENORMOUS], ids=type)
 def test_a_space_and_metadata_that_could_not_be_read_back_are_refused(value: object) -> None:
     with pytest.raises(InvalidInput, match="JSON") as error:
         validate_space({"x": value})
@@ -108,7 +108,7 @@ def test_a_space_and_metadata_that_could_not_be_read_back_are_refused(value: obj
 
 
 @pytest.mark.parametrize(
-    ("text", "same"),
+    ("text", "readable"),
     [
         ("plain é \U0001f600", "plain é \U0001f600"),
         (f"a{HALF}b", "a\\udcffb"),
@@ -116,8 +116,8 @@ def test_a_space_and_metadata_that_could_not_be_read_back_are_refused(value: obj
         ("\ud83d\ude00", "\\ud83d\\ude00"),  # each half of a surrogate pair separately
     ],
 )
-def test_text_of_any_origin_becomes_readable(text: str, same: str) -> None:
-    assert make_storable(text) == make_storable(make_storable(text)) == same
+def test_text_of_any_origin_becomes_readable(text: str, readable: str) -> None:
+    assert make_storable(text) == make_storable(make_storable(text)) == readable
 
 
 @pytest.mark.parametrize("text", ["x" * 10**6, HALF * 10**6, "\0" * 99_999], ids=["long", "halves", "NULs"])
@@ -141,33 +141,33 @@ def test_an_events_and_a_messages_text_can_be_read_back(text: str) -> None:
 
 @pytest.mark.parametrize("path", ["/tmp/plain", "/tmp/é", f"/tmp/{HALF}"])
 def test_a_path_goes_through_a_message_whatever_its_bytes(path: str) -> None:
-    done = StepDone(report=StepReport(step=1, metrics={}), checkpoint=str(Path(path)))
-    received = from_trial_adapter.validate_json(done.model_dump_json())
-    assert received == done
+    message = StepDone(report=StepReport(step=1, metrics={}), checkpoint=str(Path(path)))
+    received = from_trial_adapter.validate_json(message.model_dump_json())
+    assert received == message
 
 
 KNOWN = ("cpu", "gpu", "OptunaSearch")
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("name", "meant"),
     [("gpus", "gpu"), ("num_gpus", "gpu"), ("CPU", "cpu"), ("optuna", "OptunaSearch"), ("OPTUNASERCH", "OptunaSearch")],
 )
-def test_the_nearest_name_is_meant_in_any_case(given: str, meant: str) -> None:
-    assert did_you_mean(given, KNOWN) == f"; did you mean {meant!r}?"
-    assert did_you_mean_or_list(given, iter(KNOWN)) == f"did you mean {meant!r}?"
+def test_the_nearest_name_is_meant_in_any_case(name: str, meant: str) -> None:
+    assert did_you_mean(name, KNOWN) == f"; did you mean {meant!r}?"
+    assert did_you_mean_or_list(name, iter(KNOWN)) == f"did you mean {meant!r}?"
 
 
-@pytest.mark.parametrize("given", ["memory", "", "gpu"])
-def test_where_none_is_near_or_it_is_right_already_no_name_is_meant(given: str) -> None:
-    assert did_you_mean(given, KNOWN) == ""
-    assert did_you_mean_or_list(given, iter(KNOWN)) == "it has cpu, gpu, OptunaSearch"
+@pytest.mark.parametrize("name", ["memory", "", "gpu"])
+def test_where_none_is_near_or_it_is_right_already_no_name_is_meant(name: str) -> None:
+    assert did_you_mean(name, KNOWN) == ""
+    assert did_you_mean_or_list(name, iter(KNOWN)) == "it has cpu, gpu, OptunaSearch"
 
 
 # Metrics that can be stored, and those that are refused.
 
 
-def nested_metrics(levels: int) -> dict[str, Any]:
+def nest_metrics(levels: int) -> dict[str, Any]:
     value: Any = 1
     for level in range(levels):
         value = [value] if level % 2 else {"x": value}
@@ -175,10 +175,10 @@ def nested_metrics(levels: int) -> dict[str, Any]:
 
 
 def test_metrics_may_be_nested_as_deep_as_readers_of_json_can_follow() -> None:
-    assert to_plain_metrics(nested_metrics(99), "metrics") == nested_metrics(99)
+    assert to_plain_metrics(nest_metrics(99), "metrics") == nest_metrics(99)
     for levels in (100, 240, 5_000):
         with pytest.raises(BadMetric, match="at most 100 levels"):
-            to_plain_metrics(nested_metrics(levels), "metrics")
+            to_plain_metrics(nest_metrics(levels), "metrics")
 
 
 @pytest.mark.parametrize("metrics", [{"name": "\udcff"}, {"\udcff": 1}, {"names": ["a", "\ud800"]}])
@@ -206,7 +206,7 @@ def test_a_text_that_is_not_unicode_is_refused_by_name(metrics: dict[str, Any]) 
 def test_the_mean_is_over_numbers_that_every_rank_has_and_anything_else_is_that_of_the_first(
     values: list[object], mean: object
 ) -> None:
-    assert average_metrics([{"m": each} for each in values]) == {"m": mean}
+    assert average_metrics([{"m": value} for value in values]) == {"m": mean}
 
 
 def test_a_name_that_the_first_rank_lacks_is_left_out() -> None:

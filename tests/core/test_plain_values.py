@@ -126,44 +126,44 @@ REFUSED: list[object] = [
 """What no place takes."""
 
 
-def field_of(holder: object, name: str) -> Any:
+def get_field(holder: object, name: str) -> Any:
     return getattr(holder, name)
 
 
-def of_space(value: object) -> object:
+def resolve_constant(value: object) -> object:
     return resolve_space(validate_space({"x": value}), lambda _, domain: domain.draw_at(0))["x"]
 
 
-PLACES: dict[str, Callable[[Any], object]] = {
-    "constant": of_space,
-    "option": lambda value: of_space(pt.choice([value])),
-    "grid": lambda value: of_space(pt.grid_search([value])),
-    "computed": lambda value: of_space(pt.sample_from(lambda _: value)),
+ENTRY_POINTS: dict[str, Callable[[Any], object]] = {
+    "constant": resolve_constant,
+    "option": lambda value: resolve_constant(pt.choice([value])),
+    "grid": lambda value: resolve_constant(pt.grid_search([value])),
+    "computed": lambda value: resolve_constant(pt.sample_from(lambda _: value)),
     "JSON": lambda value: pt.space_from_json({"x": {"constant": value}})["x"],
-    "plan": lambda value: dict(planned(space={"x": value}).space or {})["x"],
+    "plan": lambda value: dict(make_plan(space={"x": value}).space or {})["x"],
     "config": lambda value: config_to_json({"x": value})["x"],
     "metric": lambda value: to_plain_metrics({"x": value}, "step 1")["x"],
     "point": lambda value: pt.RandomSearch(points_to_evaluate=[{"x": value}]).points_to_evaluate[0]["x"],
-    "mutation": lambda value: field_of(parse_mutations({"x": [value, "other"]}, "here")["x"], "options")[0],
+    "mutation": lambda value: get_field(parse_mutations({"x": [value, "other"]}, "here")["x"], "options")[0],
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_value_is_taken_as_the_plain_value_that_it_equals_in_each_place(place: str) -> None:
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_a_value_is_taken_as_the_plain_value_that_it_equals_in_each_place(entry_point: str) -> None:
     for value, plain in BY_VALUE:
-        taken = PLACES[place](value)
+        taken = ENTRY_POINTS[entry_point](value)
         assert (taken, canonical_json(taken)) == (plain, canonical_json(plain)), type(value)
-        assert types_in(taken) == types_in(plain), type(value)
+        assert collect_types(taken) == collect_types(plain), type(value)
 
 
-def types_in(value: object) -> set[type]:
+def collect_types(value: object) -> set[type]:
     inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
-    return {type(value)}.union(*map(types_in, inner))
+    return {type(value)}.union(*map(collect_types, inner))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_value_that_no_json_equals_is_refused_in_each_place(place: str) -> None:
-    assert [value for value in REFUSED if not is_refused(PLACES[place], value)] == []
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_a_value_that_no_json_equals_is_refused_in_each_place(entry_point: str) -> None:
+    assert [value for value in REFUSED if not is_refused(ENTRY_POINTS[entry_point], value)] == []
 
 
 def is_refused(use: Callable[[Any], object], value: object) -> bool:
@@ -175,10 +175,10 @@ def is_refused(use: Callable[[Any], object], value: object) -> bool:
     return False
 
 
-@pytest.mark.parametrize("place", sorted(PLACES.keys() - {"metric"}))
-def test_an_array_with_dimensions_is_no_number_even_if_it_has_one_element(place: str) -> None:
+@pytest.mark.parametrize("entry_point", sorted(ENTRY_POINTS.keys() - {"metric"}))
+def test_an_array_with_dimensions_is_no_number_even_if_it_has_one_element(entry_point: str) -> None:
     with pytest.raises(pt.InvalidInput, match=r"array\.tolist\(\)"):
-        PLACES[place](np.array([3]))
+        ENTRY_POINTS[entry_point](np.array([3]))
 
 
 class Same(str):  # noqa: SLOT000 - a user has none
@@ -190,10 +190,10 @@ class Same(str):  # noqa: SLOT000 - a user has none
         return self is other
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_two_keys_that_are_equal_as_text_are_refused_since_one_value_would_be_lost(place: str) -> None:
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_two_keys_that_are_equal_as_text_are_refused_since_one_value_would_be_lost(entry_point: str) -> None:
     with pytest.raises(pt.InvalidInput, match="expected unique keys"):
-        PLACES[place]({Same("a"): 1, "a": 2})
+        ENTRY_POINTS[entry_point]({Same("a"): 1, "a": 2})
 
 
 @dataclass
@@ -207,7 +207,7 @@ def test_a_dataclass_is_the_dict_of_its_fields_and_an_option_object_of_this_pack
     assert config_to_json(config) == {"kind": "linear", "pair": [1, 2]}
     assert pt.space_from_json({"x": {"y": [1]}}) == {"x": {"y": [1]}}
     for value in (pt.ASHA(max_t=9), pt.MaxSteps(3), pt.RandomSearch(), pt.Retention(last=1)):
-        for read in (of_space, lambda value: config_to_json({"x": value})):
+        for read in (resolve_constant, lambda value: config_to_json({"x": value})):
             with pytest.raises(pt.InvalidInput, match="expected a value or a domain"):
                 read(value)
 
@@ -241,12 +241,12 @@ NO_NUMBER: list[object] = [
 ]
 
 
-def planned(**options: Any) -> SearchPlan:
+def make_plan(**options: Any) -> SearchPlan:
     return SearchPlan(trainable="prefect_tune.demo:train", target="/a", experiment="a", **options)
 
 
-def planned_value(name: str, value: object) -> object:
-    return getattr(planned(**{name: value}), name)
+def read_plan_value(name: str, value: object) -> object:
+    return getattr(make_plan(**{name: value}), name)
 
 
 WHOLE_OPTIONS: dict[str, Callable[[Any], object]] = {
@@ -275,11 +275,13 @@ WHOLE_OPTIONS: dict[str, Callable[[Any], object]] = {
     "FailurePolicy.max_failures": lambda value: pt.FailurePolicy(max_failures=value).max_failures,
     "SyncConfig.verify_reused_every": lambda value: pt.SyncConfig(verify_reused_every=value).verify_reused_every,
     **{
-        name: partial(planned_value, name)
+        name: partial(read_plan_value, name)
         for name in ("num_samples", "samples_per_run", "max_concurrent_trials", "seed", "processes_per_trial")
     },
-    "nodes_per_trial": lambda value: planned(nodes_per_trial=value).nodes_per_trial,
-    "processes_per_trial[0]": lambda value: field_of(planned(processes_per_trial=(value, 8)), "processes_per_trial")[0],
+    "nodes_per_trial": lambda value: make_plan(nodes_per_trial=value).nodes_per_trial,
+    "processes_per_trial[0]": lambda value: get_field(make_plan(processes_per_trial=(value, 8)), "processes_per_trial")[
+        0
+    ],
 }
 REAL_OPTIONS: dict[str, Callable[[Any], object]] = {
     "MaxTime": lambda value: pt.MaxTime(value).time.total_seconds(),
@@ -293,7 +295,7 @@ REAL_OPTIONS: dict[str, Callable[[Any], object]] = {
     ).perturbation_factors[0],
     "uniform": lambda value: pt.uniform(0, value).high,
     "randn": lambda value: pt.randn(0, value).sd,
-    "weights": lambda value: field_of(pt.choice([1, 2], weights=[1, value]), "weights")[1],
+    "weights": lambda value: get_field(pt.choice([1, 2], weights=[1, value]), "weights")[1],
     "Cadence.every_seconds": lambda value: pt.Cadence(every_seconds=value).every_seconds,
     "SyncConfig.live_period_seconds": lambda value: pt.SyncConfig(live_period_seconds=value).live_period_seconds,
     "S3Target.request_timeout_seconds": lambda value: (
@@ -301,7 +303,7 @@ REAL_OPTIONS: dict[str, Callable[[Any], object]] = {
     ),
     "stop": lambda value: metric_limits(make_stopper({"loss": value}))["loss"],
     **{
-        name: partial(planned_value, name)
+        name: partial(read_plan_value, name)
         for name in ("time_budget_seconds", "grace_period_seconds", "silence_timeout_seconds")
     },
 }
@@ -336,16 +338,16 @@ def test_a_number_of_any_kind_is_taken_by_value_and_one_that_is_not_finite_is_re
     ids=str,
 )
 def test_a_stop_criterion_with_numbers_of_numpy_is_stored_and_a_resume_reads_the_same(stop: object) -> None:
-    plan = planned(stop=stop)
+    plan = make_plan(stop=stop)
     settings = plan.settings
     assert "only_in_code" not in settings
     assert canonical_json(settings["stop"])
     resumed = plan_from_settings(settings, {"target": "/a", "experiment": "a"}, {})
     read = make_stopper(stop_to_json(plan.stop))
-    assert parts_of(resumed.stopper) == parts_of(read) == parts_of(plan.stopper)
+    assert describe_stopper(resumed.stopper) == describe_stopper(read) == describe_stopper(plan.stopper)
 
 
-def parts_of(stopper: pt.Stopper) -> tuple[str, str]:
+def describe_stopper(stopper: pt.Stopper) -> tuple[str, str]:
     return repr(trial_stopper(stopper)), repr(experiment_stoppers(stopper))
 
 

@@ -56,47 +56,44 @@ STARTED = AttemptStarted(trial=T, attempt=1, from_step=0)
 LONG = "x" * 1000
 
 
-def reported(step: int, **metrics: object) -> StepReported:
+def report(step: int, **metrics: object) -> StepReported:
     return StepReported(trial=T, report=StepReport(step=step, metrics=metrics))
 
 
-def committed(step: int, sequence: int, **options: Any) -> CheckpointCommitted:
+def commit(step: int, sequence: int, **options: Any) -> CheckpointCommitted:
     checkpoint = CheckpointRef(step=step, sequence=sequence, metrics={"loss": 0.5}, size_bytes=7)
     return CheckpointCommitted(trial=T, checkpoint=checkpoint, **options)
 
 
-def payloads(*events: Event) -> list[dict[str, object]]:
+def make_payloads(*events: Event) -> list[dict[str, object]]:
     """The payloads of all Prefect events of these journal events, with their names as `name`."""
     state: Experiment = empty_experiment(first_generation("first"))
-    found: list[dict[str, object]] = []
+    results: list[dict[str, object]] = []
     for event in events:
         state = apply_events(state, [event])
         if event.type not in NOT_EMITTED:
-            found.append({"name": event_name(event), **event_payload(event, state.trials.get(T))})
-    return found
+            results.append({"name": event_name(event), **event_payload(event, state.trials.get(T))})
+    return results
 
 
-def names(*events: Event) -> list[str]:
-    return [str(each["name"]).removeprefix("prefect-tune.") for each in payloads(*events)]
+def event_names(*events: Event) -> list[str]:
+    return [str(payload["name"]).removeprefix("prefect-tune.") for payload in make_payloads(*events)]
 
 
-def content(event: Event) -> dict[str, object]:
+def event_content(event: Event) -> dict[str, object]:
     return {"version": PAYLOAD_VERSION, **event.model_dump(mode="json", exclude={"type"})}
 
 
 def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_content() -> None:
-    trained, end = (
-        [reported(1, loss=1.0), reported(2, loss=0.5), committed(2, 3)],
-        TrialFinished(trial=T, reason="done"),
-    )
-    started, saved, finished = payloads(ADDED, STARTED, *trained, end)
-    assert started == {"name": "prefect-tune.attempt-started", **content(STARTED)}
-    assert saved == {"name": "prefect-tune.checkpoint-committed", **content(committed(2, 3))}
+    events, end = ([report(1, loss=1.0), report(2, loss=0.5), commit(2, 3)], TrialFinished(trial=T, reason="done"))
+    started, saved, finished = make_payloads(ADDED, STARTED, *events, end)
+    assert started == {"name": "prefect-tune.attempt-started", **event_content(STARTED)}
+    assert saved == {"name": "prefect-tune.checkpoint-committed", **event_content(commit(2, 3))}
     of_trial = {"status": "completed", "attempt": 1, "step": 2, "metrics": {"loss": 0.5}}
     wasted = {"recomputed_steps": 0, "recomputed_is_lower_bound": False}
     assert finished == {
         "name": "prefect-tune.trial-finished",
-        **content(end),
+        **event_content(end),
         "reason_code": None,
         **of_trial,
         **wasted,
@@ -106,12 +103,12 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
 def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=LONG)
     again = AttemptStarted(trial=T, attempt=2, from_step=1, from_sequence=3)
-    ended, restored = payloads(ADDED, STARTED, reported(1), committed(1, 3), died, again)[2:]
+    ended, restored = make_payloads(ADDED, STARTED, report(1), commit(1, 3), died, again)[2:]
     assert (ended["cause"], ended["reason"]) == ("machine", abbreviate(LONG))
     assert (ended["status"], ended["attempt"], ended["step"]) == ("interrupted", 1, 1)
     assert (restored["attempt"], restored["from_step"]) == (2, 1)
     spent = make_reason("max-failures", failures=1, limit=0, error="division by zero")
-    (errored,) = payloads(ADDED, STARTED, TrialErrored(trial=T, cause=Cause.TRAINABLE, reason=spent))[1:]
+    (errored,) = make_payloads(ADDED, STARTED, TrialErrored(trial=T, cause=Cause.TRAINABLE, reason=spent))[1:]
     assert (errored["name"], errored["cause"], errored["status"]) == (
         "prefect-tune.trial-errored",
         "trainable",
@@ -127,12 +124,12 @@ def test_a_stop_request_that_is_refused_says_why() -> None:
 
 
 def test_a_reinstatement_has_a_name_of_its_own() -> None:
-    again = [
+    quarantines = [
         CheckpointQuarantined(trial=T, sequence=3, reason="sha differs"),
         CheckpointQuarantined(trial=T, sequence=3, quarantined=False),
     ]
-    found = payloads(ADDED, STARTED, reported(1), committed(1, 3), *again)[2:]
-    assert [each["name"] for each in found] == [
+    results = make_payloads(ADDED, STARTED, report(1), commit(1, 3), *quarantines)[2:]
+    assert [payload["name"] for payload in results] == [
         "prefect-tune.checkpoint-quarantined",
         "prefect-tune.checkpoint-reinstated",
     ]
@@ -140,13 +137,13 @@ def test_a_reinstatement_has_a_name_of_its_own() -> None:
 
 def test_every_turn_of_a_trial_is_emitted() -> None:
     pause, end = TrialPaused(trial=T, reason="others"), TrialFinished(trial=T, reason="enough")
-    assert names(ADDED, STARTED, reported(1), pause, TrialResumed(trial=T)) == [
+    assert event_names(ADDED, STARTED, report(1), pause, TrialResumed(trial=T)) == [
         "attempt-started",
         "trial-paused",
         "trial-resumed",
     ]
     more = TrialRequeued(trial=T, reason="more")
-    assert names(ADDED, STARTED, pause, end, more) == [
+    assert event_names(ADDED, STARTED, pause, end, more) == [
         "attempt-started",
         "trial-paused",
         "trial-finished",
@@ -164,7 +161,9 @@ def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
 
 def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
     launched, received = AttemptLaunched(trial=T, outbox=1), PostReceived(trial=T, post=1)
-    assert names(ADDED, launched, received, STARTED, *(reported(step) for step in range(1, 99))) == ["attempt-started"]
+    assert event_names(ADDED, launched, received, STARTED, *(report(step) for step in range(1, 99))) == [
+        "attempt-started"
+    ]
     types = {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])}
     assert types > NOT_EMITTED
 
@@ -232,7 +231,7 @@ def test_an_allowance_is_spent_at_once_and_comes_back_with_time() -> None:
 LOSS = make_objective("loss", "min")
 
 
-def trained(state: Experiment, trial: str, *losses: float, saved: bool = True, ends: bool = False) -> Experiment:
+def train_trial(state: Experiment, trial: str, *losses: float, saved: bool = True, ends: bool = False) -> Experiment:
     """A trial that reports and saves these losses."""
     events: list[Event] = [TrialAdded(trial=trial, config={}), AttemptStarted(trial=trial, attempt=1, from_step=0)]
     for step, loss in enumerate(losses, 1):
@@ -247,50 +246,50 @@ def trained(state: Experiment, trial: str, *losses: float, saved: bool = True, e
 
 
 def test_a_better_checkpoint_is_news_with_its_manifest_and_an_equal_one_is_none() -> None:
-    state = trained(empty_experiment(first_generation("first")), "00000", 0.5)
-    best = BestModelTracker(LOSS, empty_experiment(first_generation("first")))
-    found = best.on_commit(state.trial("00000"))
-    assert found is not None
-    assert list(found.metrics) == ["loss", "other"]  # the objective's metric comes first
-    assert (found.trial, found.step, best.trial) == ("00000", 1, "00000")
-    assert found.manifest == "first/1/trials/00000/checkpoints/0000000001-0000000001/manifest.json"
-    assert best.on_commit(state.trial("00000")) is None
+    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5)
+    tracker = BestModelTracker(LOSS, empty_experiment(first_generation("first")))
+    best_model = tracker.on_commit(state.trial("00000"))
+    assert best_model is not None
+    assert list(best_model.metrics) == ["loss", "other"]  # the objective's metric comes first
+    assert (best_model.trial, best_model.step, tracker.trial) == ("00000", 1, "00000")
+    assert best_model.manifest == "first/1/trials/00000/checkpoints/0000000001-0000000001/manifest.json"
+    assert tracker.on_commit(state.trial("00000")) is None
 
 
 def test_a_trial_that_ends_better_than_anything_that_was_saved_is_news_without_a_manifest() -> None:
-    state = trained(empty_experiment(first_generation("first")), "00000", 0.5, saved=False, ends=True)
-    best = BestModelTracker(LOSS, empty_experiment(first_generation("first")))
-    found = best.on_trial_ended(state.trial("00000"))
-    assert found is not None
-    assert found.manifest is None
-    assert best.on_trial_ended(state.trial("00000")) is None
-    assert best.on_commit(state.trial("00000")) is None  # no checkpoint
+    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5, saved=False, ends=True)
+    tracker = BestModelTracker(LOSS, empty_experiment(first_generation("first")))
+    best_model = tracker.on_trial_ended(state.trial("00000"))
+    assert best_model is not None
+    assert best_model.manifest is None
+    assert tracker.on_trial_ended(state.trial("00000")) is None
+    assert tracker.on_commit(state.trial("00000")) is None  # no checkpoint
 
 
 def test_of_several_metrics_the_next_decides_between_equals() -> None:
-    def committed(other: float) -> object:
+    def find_best_after(other: float) -> object:
         metrics = {"loss": 0.5, "other": other}
         checkpoint = CheckpointRef(step=2, sequence=2, metrics=metrics)
         better = apply_events(state, [CheckpointCommitted(trial="00000", checkpoint=checkpoint)])
         return BestModelTracker(make_objective(["loss", "other"], "min"), state).on_commit(better.trial("00000"))
 
-    state = trained(empty_experiment(first_generation("first")), "00000", 0.5)
-    assert committed(1.0) is None
-    assert committed(0.5) is not None
+    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5)
+    assert find_best_after(1.0) is None
+    assert find_best_after(0.5) is not None
 
 
 def test_what_was_there_before_is_no_news_and_what_is_worse_neither() -> None:
-    earlier = trained(empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.3)
-    earlier = trained(earlier, "00001", 0.05, saved=False, ends=True)
-    state = trained(trained(earlier, "00002", 0.07), "00003", 0.04)
-    best = BestModelTracker(LOSS, earlier)
-    assert best.trial == "00001"
-    assert best.on_commit(state.trial("00002")) is None
-    assert best.on_commit(state.trial("00003")) is not None
+    earlier = train_trial(empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.3)
+    earlier = train_trial(earlier, "00001", 0.05, saved=False, ends=True)
+    state = train_trial(train_trial(earlier, "00002", 0.07), "00003", 0.04)
+    tracker = BestModelTracker(LOSS, earlier)
+    assert tracker.trial == "00001"
+    assert tracker.on_commit(state.trial("00002")) is None
+    assert tracker.on_commit(state.trial("00003")) is not None
 
 
 def test_without_an_objective_and_without_the_metric_nothing_is_better() -> None:
-    state = trained(empty_experiment(first_generation("first")), "00000", 0.5, ends=True)
+    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5, ends=True)
     assert BestModelTracker(None, state).on_trial_ended(state.trial("00000")) is None
     assert BestModelTracker(None, state).trial is None
     elsewhere = BestModelTracker(make_objective("accuracy", "max"), state)
@@ -298,7 +297,7 @@ def test_without_an_objective_and_without_the_metric_nothing_is_better() -> None
 
 
 def test_the_best_checkpoint_is_of_all_commits_and_of_equal_ones_each_trials_first() -> None:
-    state = trained(empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.1, 0.3)
-    state = trained(trained(state, "00001", 0.2, ends=True), "00002", 0.4, 0.1)
+    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.1, 0.3)
+    state = train_trial(train_trial(state, "00001", 0.2, ends=True), "00002", 0.4, 0.1)
     assert find_best_checkpoints(state, LOSS) == {"00000": 2, "00002": 2}
     assert find_best_checkpoints(state, None) == find_best_checkpoints(state, make_objective("accuracy", "max")) == {}

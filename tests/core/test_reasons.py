@@ -27,25 +27,25 @@ ROOT = Path(__file__).parents[2]
 ERROR = make_reason("raised", type="ValueError", text="no", location="train.py:9", traceback="Traceback ...")
 
 
-def calls_of_make_reason() -> Iterator[tuple[str, ast.Call]]:
-    for room in ("src", "flows", "tasks", "blocks"):
-        for path in (ROOT / room).rglob("*.py"):
+def iter_make_reason_calls() -> Iterator[tuple[str, ast.Call]]:
+    for folder in ("src", "flows", "tasks", "blocks"):
+        for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "make_reason":
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 
 
 def test_each_reason_of_the_package_has_a_sentence_that_takes_its_arguments() -> None:
-    made = set()
-    for where, call in calls_of_make_reason():
+    used = set()
+    for location, call in iter_make_reason_calls():
         code = call.args[0]
         for name in [str(part.value) for part in ast.walk(code) if isinstance(part, ast.Constant)]:
-            assert name in reasons._SENTENCES, f"{where}: {name}"
-            made.add(name)
+            assert name in reasons._SENTENCES, f"{location}: {name}"
+            used.add(name)
             passed = {keyword.arg for keyword in call.keywords if keyword.arg}
             taken = {field for _, field, _, _ in string.Formatter().parse(reasons._SENTENCES[name]) if field}
-            assert passed - {"location"} <= taken, f"{where}: {name} does not show {passed - taken}"
-    assert made >= reasons._SENTENCES.keys(), "a sentence that no code makes"
+            assert passed - {"location"} <= taken, f"{location}: {name} does not show {passed - taken}"
+    assert used >= reasons._SENTENCES.keys(), "a sentence that no code makes"
 
 
 @pytest.mark.parametrize("code", reasons._SENTENCES)

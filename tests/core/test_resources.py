@@ -43,13 +43,13 @@ def test_no_gpu_is_in_two_slots(cpus: int, gpus: list[int], cpu: int, gpu: int) 
             divide_into_slots(machine, Resources(cpu=cpu, gpu=gpu), None)
         return
     slots = divide_into_slots(machine, Resources(cpu=cpu, gpu=gpu), None)
-    dealt = [each for slot in slots for each in slot]
-    assert len(dealt) == len(set(dealt)) == gpu * len(slots)
+    gpu_ids = [gpu_id for slot in slots for gpu_id in slot]
+    assert len(gpu_ids) == len(set(gpu_ids)) == gpu * len(slots)
     assert len(slots) * cpu <= cpus
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("resources", "message"),
     [
         ({"GPU": 1}, "expected 'cpu' or 'gpu', found 'GPU'; did you mean 'gpu'"),
         ({"memory": 1}, "expected 'cpu' or 'gpu', found 'memory'"),
@@ -60,9 +60,9 @@ def test_no_gpu_is_in_two_slots(cpus: int, gpus: list[int], cpu: int, gpu: int) 
         ({"gpu": 1.5}, "gpu: expected a whole number, or a fraction below 1, found 1.5"),
     ],
 )
-def test_what_cannot_be_needed_is_said(given: dict[str, object], said: str) -> None:
-    with pytest.raises(InvalidInput, match=f"^here: {said}"):
-        parse_resources(given, "here")
+def test_what_cannot_be_needed_is_said(resources: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^here: {message}"):
+        parse_resources(resources, "here")
 
 
 def test_a_cpu_that_is_not_named_is_one_and_a_gpu_none() -> None:

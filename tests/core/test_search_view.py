@@ -35,51 +35,51 @@ class ObservedExperiment:
         self.experiment: Experiment = empty_experiment(first_generation("e"))
         self.count = 0
         self.view = SearchView(self.experiment)
-        self.happens(OwnerChanged(experiment="e", generation=1, term=1, owner=HERE))
+        self.apply(OwnerChanged(experiment="e", generation=1, term=1, owner=HERE))
 
-    def happens(self, *events: Event, at: datetime = LATER) -> None:
+    def apply(self, *events: Event, at: datetime = LATER) -> None:
         for event in events:
             self.count += 1
             self.experiment = apply_event(self.experiment, event, self.count)
             self.view.apply_event(event, at, self.experiment)
 
-    def reports(self, step: int) -> StepReport:
+    def report_step(self, step: int) -> StepReport:
         report = StepReport(step=step, metrics={"loss": 1 / step})
         self.view.apply_report("a", report, LATER)
         return report
 
-    def running(self) -> Mapping[str, AttemptPeriod]:
+    def running_attempts(self) -> Mapping[str, AttemptPeriod]:
         return self.view.take_snapshot().running
 
 
 @pytest.fixture
-def observed() -> ObservedExperiment:
+def observer() -> ObservedExperiment:
     return ObservedExperiment()
 
 
-def test_an_attempt_on_another_machine_runs_where_its_supervisor_does(observed: ObservedExperiment) -> None:
+def test_an_attempt_on_another_machine_runs_where_its_supervisor_does(observer: ObservedExperiment) -> None:
     started = AttemptStarted(trial="a", attempt=1, from_step=0, at=AT.isoformat(), supervisor=ELSEWHERE)
-    observed.happens(TrialAdded(trial="a", config={}, proposed_by_search=True), started)
-    (attempt,) = observed.running().values()
+    observer.apply(TrialAdded(trial="a", config={}, proposed_by_search=True), started)
+    (attempt,) = observer.running_attempts().values()
     assert (attempt.attempt, attempt.began_at, attempt.owner) == (1, AT, ELSEWHERE)
 
 
-def test_a_single_training_runs_where_its_experiment_was_opened(observed: ObservedExperiment) -> None:
-    observed.happens(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
-    assert observed.running()["a"].owner == HERE
+def test_a_single_training_runs_where_its_experiment_was_opened(observer: ObservedExperiment) -> None:
+    observer.apply(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
+    assert observer.running_attempts()["a"].owner == HERE
 
 
-def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(observed: ObservedExperiment) -> None:
-    observed.happens(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
-    observed.reports(1)
-    newest = observed.reports(7)
-    observed.happens(StepReported(trial="a", report=StepReport(step=3, metrics={})))
-    assert observed.running()["a"].report == newest
-    assert observed.running()["a"].reported_at == LATER
-    observed.happens(
+def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(observer: ObservedExperiment) -> None:
+    observer.apply(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
+    observer.report_step(1)
+    newest = observer.report_step(7)
+    observer.apply(StepReported(trial="a", report=StepReport(step=3, metrics={})))
+    assert observer.running_attempts()["a"].report == newest
+    assert observer.running_attempts()["a"].reported_at == LATER
+    observer.apply(
         AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), AttemptStarted(trial="a", attempt=2, from_step=0)
     )
-    assert (observed.running()["a"].attempt, observed.running()["a"].report) == (2, None)
+    assert (observer.running_attempts()["a"].attempt, observer.running_attempts()["a"].report) == (2, None)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +90,17 @@ def test_the_newest_report_counts_and_those_of_an_attempt_that_ended_do_not(obse
         AttemptEnded(trial="a", cause=Cause.PREEMPTED, reason="asked to stop"),
     ],
 )
-def test_a_trial_that_has_ended_is_not_among_them(end: Event, observed: ObservedExperiment) -> None:
-    observed.happens(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
-    observed.happens(end)
-    observed.reports(9)
-    assert not observed.running()
-    assert observed.view.take_snapshot().counts.ended_attempts == 1
+def test_a_trial_that_has_ended_is_not_among_them(end: Event, observer: ObservedExperiment) -> None:
+    observer.apply(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
+    observer.apply(end)
+    observer.report_step(9)
+    assert not observer.running_attempts()
+    assert observer.view.take_snapshot().counts.ended_attempts == 1
 
 
-def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observed: ObservedExperiment) -> None:
-    observed.happens(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
-    next_run = SearchView(observed.experiment)
+def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observer: ObservedExperiment) -> None:
+    observer.apply(TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0))
+    next_run = SearchView(observer.experiment)
     next_run.begin_run(LATER)
     (attempt,) = next_run.take_snapshot().running.values()
     assert (attempt.attempt, attempt.owner, attempt.is_earlier) == (1, None, True)
@@ -110,13 +110,13 @@ def test_an_attempt_that_outlived_its_search_runs_on_with_an_unknown_host(observ
 
 
 def test_what_an_earlier_run_trained_is_neither_counted_nor_measured() -> None:
-    before = ObservedExperiment()
-    before.happens(TrialAdded(trial="a", config={}, proposed_by_search=True))
-    before.view.begin_run(LATER)
-    before.happens(AttemptStarted(trial="a", attempt=1, from_step=0, supervisor=ELSEWHERE), at=AT)
-    before.happens(*(StepReported(trial="a", report=StepReport(step=step, metrics={})) for step in (1, 2, 3)), at=AT)
-    view = before.view.take_snapshot()
+    observer = ObservedExperiment()
+    observer.apply(TrialAdded(trial="a", config={}, proposed_by_search=True))
+    observer.view.begin_run(LATER)
+    observer.apply(AttemptStarted(trial="a", attempt=1, from_step=0, supervisor=ELSEWHERE), at=AT)
+    observer.apply(*(StepReported(trial="a", report=StepReport(step=step, metrics={})) for step in (1, 2, 3)), at=AT)
+    view = observer.view.take_snapshot()
     assert (view.counts, view.running["a"].report.step) == (RunCounts(), 3)
-    before.happens(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), at=AT)
-    view = before.view.take_snapshot()
+    observer.apply(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), at=AT)
+    view = observer.view.take_snapshot()
     assert (view.counts, view.running) == (RunCounts(), {})

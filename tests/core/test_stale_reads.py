@@ -22,11 +22,11 @@ from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import WriteStamp
 from tests.core.documents.write_golden import golden_run
-from tests.core.driver import KEY, NAME, Session, violations
-from tests.core.operations.test_trial_gc import newest
-from tests.core.protocol.exploring import Choice, everywhere, in_turns
-from tests.core.protocol.meetings import Scene, saves, without_a_clone
-from tests.core.protocol.owners import old_owner
+from tests.core.driver import KEY, NAME, Session, find_violations
+from tests.core.operations.test_trial_gc import newest_key
+from tests.core.protocol.exploring import Choice, everywhere, run_in_turns
+from tests.core.protocol.meetings import Scene, plain_scene, save_act
+from tests.core.protocol.owners import make_old_owner
 from tests.core.protocol.population import SEARCH
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Failure
@@ -40,7 +40,7 @@ OPERATIONS = 40
 """More operations than the reader of any test here does."""
 
 
-def second_after(operations: int) -> Choice:
+def switch_after(operations: int) -> Choice:
     """The first process does `operations` operations, then the second runs to its end, then the rest of the first."""
     left = [operations]
 
@@ -51,9 +51,7 @@ def second_after(operations: int) -> Choice:
     return choose
 
 
-def removed_up_to(
-    store: MemoryStore, experiment: str, nth: int, way: Failure, last: Sequence[CheckpointKey] = ()
-) -> bool:
+def delete_until(store: MemoryStore, experiment: str, nth: int, way: Way, last: Sequence[CheckpointKey] = ()) -> bool:
     """Delete the experiment, die at write `nth`; of one deletion, `last` goes last. Return whether it died."""
     kept = {key.manifest_path: store.objects[key.manifest_path] for key in last}
     dying = DyingStore(store, nth, way, only=WRITES)
@@ -64,19 +62,19 @@ def removed_up_to(
     return dying.dead
 
 
-def ends_of_a_removal(scene: Scene) -> Iterator[Scene]:
+def iter_interrupted_deletions(scene: Scene) -> Iterator[Scene]:
     """The scene after each write at which deleting its source's experiment may die."""
-    for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Failure.CRASH_AFTER, Failure.TORN)):
-        found = scene.again()
-        if not removed_up_to(found.store, SEARCH.experiment, nth, way, found.doomed):
+    for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Way.CRASH_AFTER, Way.TORN)):
+        found = scene.copy()
+        if not delete_until(found.store, SEARCH.experiment, nth, way, found.to_delete):
             return
         yield found
 
 
-def superseded_owner() -> Session:
+def make_superseded_owner() -> Session:
     """An owner with a retired checkpoint to delete, whose successor has deleted the owner's other checkpoints."""
-    old = old_owner(3)
-    successor = Session(old.store, old.witness, owner="successor", clearing="none")
+    old = make_old_owner(3)
+    successor = Session(old.store, old.witness, owner="successor", cleanup="none")
     successor.open()
     successor.start()
     for _ in range(3):
@@ -89,33 +87,33 @@ def superseded_owner() -> Session:
 
 
 def test_an_owner_that_was_superseded_deletes_late_without_calling_what_its_successor_deleted_damaged() -> None:
-    old = superseded_owner()
-    old.collect(old.doomed)
+    old = make_superseded_owner()
+    old.delete_checkpoints(old.to_delete)
     last = Session(old.store, old.witness, owner="last")
     last.open()
-    assert violations(old.store, old.witness, last.experiment) == []
+    assert find_violations(old.store, old.witness, last.experiment) == []
 
 
 def test_a_manifest_that_the_journal_needs_and_that_is_missing_is_damage_for_a_superseded_owner_too() -> None:
-    old = superseded_owner()
-    last = Session(old.store, old.witness, owner="last", clearing="none")
+    old = make_superseded_owner()
+    last = Session(old.store, old.witness, owner="last", cleanup="none")
     last.open()
     needed = newest_checkpoint_key(KEY, last.trial)
     assert needed
     assert isinstance(old.store, MemoryStore)
     del old.store.objects[needed.manifest_path]
     with pytest.raises(CheckpointCorrupt, match=needed.name):
-        old.collect(old.doomed)
+        old.delete_checkpoints(old.to_delete)
 
 
 def test_an_owner_whose_experiment_is_being_deleted_is_superseded_wherever_the_deletion_has_come_to() -> None:
     superseded = 0
     for nth in range(1, 12):
-        old = old_owner(3)
+        old = make_old_owner(3)
         assert isinstance(old.store, MemoryStore)
-        removed_up_to(old.store, NAME, nth, Failure.TORN, old.doomed)
+        delete_until(old.store, NAME, nth, Way.TORN, old.to_delete)
         try:
-            old.collect(old.doomed)
+            old.delete_checkpoints(old.to_delete)
         except Superseded:
             superseded += 1
     assert superseded
@@ -123,9 +121,9 @@ def test_an_owner_whose_experiment_is_being_deleted_is_superseded_wherever_the_d
 
 def test_an_owner_whose_search_is_being_deleted_is_superseded_wherever_the_deletion_has_come_to() -> None:
     superseded = 0
-    for scene in ends_of_a_removal(without_a_clone()):
+    for scene in iter_interrupted_deletions(plain_scene()):
         try:
-            scene.search.clear(scene.doomed)
+            scene.search.delete_checkpoints(scene.to_delete)
         except Superseded:
             superseded += 1
     assert superseded
@@ -134,49 +132,49 @@ def test_an_owner_whose_search_is_being_deleted_is_superseded_wherever_the_delet
 # ------------------------------------------------------------------------------------------------- readers
 
 
-def at_each_operation(read: Callable[[Scene, ObjectStore], None]) -> Iterator[list[str]]:
+def retire_at_each_operation(read: Callable[[Scene, ObjectStore], None]) -> Iterator[list[str]]:
     """A trial that retires and deletes all its checkpoints between any two operations of a reader."""
-    begun = without_a_clone()
+    scene_before = plain_scene()
     for operations in range(OPERATIONS):
-        scene = begun.again()
+        scene = scene_before.copy()
 
         def owner(store: ObjectStore, scene: Scene = scene) -> None:
-            saves("s", times=3)(scene.on(store))
+            save_act("s", times=3)(scene.with_store(store))
 
-        yield in_turns(scene.store, [partial(read, scene), owner], second_after(operations), everywhere)
+        yield run_in_turns(scene.store, [partial(read, scene), owner], switch_after(operations), everywhere)
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["a look", "a collection"])
 def test_what_an_owner_retires_while_its_garbage_is_looked_for_is_no_damage(*, changes: bool) -> None:
-    found: list[TrialGarbage] = []
+    garbage: list[TrialGarbage] = []
 
-    def look(scene: Scene, store: ObjectStore) -> None:
+    def inspect(scene: Scene, store: ObjectStore) -> None:
         key, trial = scene.search.key("s"), load_experiment(store, SEARCH).trial("s")
-        found.append(collect_trial_garbage(store, key, trial, dry_run=not changes))
+        garbage.append(collect_trial_garbage(store, key, trial, dry_run=not changes))
 
-    assert [died for died in at_each_operation(look) if died] == []
-    assert {each.damage for each in found} == {None}
+    assert [errors for errors in retire_at_each_operation(inspect) if errors] == []
+    assert {trial_garbage.damage for trial_garbage in garbage} == {None}
 
 
 def test_a_checkpoint_that_is_retired_while_it_is_restored_is_whole_or_not_found() -> None:
     outcomes = set()
 
     def read(scene: Scene, store: ObjectStore) -> None:
-        key = newest(scene)
+        key = newest_key(scene)
         try:
-            found = load_files(store, read_manifest(store, key))
-            outcomes.add(found == scene.chronicle.saved[key.folder])
+            files = restored(store, read_manifest(store, key))
+            outcomes.add(files == scene.chronicle.saved[key.folder])
         except CheckpointNotFound:
             outcomes.add("not found")
 
-    assert [died for died in at_each_operation(read) if died] == []
+    assert [errors for errors in retire_at_each_operation(read) if errors] == []
     assert outcomes == {True, "not found"}
 
 
 def test_a_checkpoint_that_is_deleted_with_its_experiment_while_it_is_restored_is_not_found() -> None:
-    whole = without_a_clone()
-    manifest = read_manifest(whole.store, newest(whole))
-    for scene in ends_of_a_removal(whole):
+    scene_before = plain_scene()
+    manifest = read_manifest(scene_before.store, newest_key(scene_before))
+    for scene in iter_interrupted_deletions(scene_before):
         with suppress(CheckpointNotFound):
             load_files(scene.store, manifest)
 
@@ -187,7 +185,7 @@ def test_a_checkpoint_whose_blobs_a_deletion_has_deleted_before_its_manifest_is_
     trial = load_experiment(store, experiment).trial(KEY.trial)
     manifest = read_manifest(store, KEY.checkpoint_key(trial.checkpoints[-1]))
     end_generation(store, experiment, at="", by="remover")
-    store.delete([each.path for folder in (experiment.entries_folder, KEY.blobs_folder) for each in store.list(folder)])
+    store.delete([item.path for folder in (experiment.entries_folder, KEY.blobs_folder) for item in store.list(folder)])
     with pytest.raises(CheckpointNotFound, match="its experiment is being deleted"):
         load_files(store, manifest)
 
@@ -195,17 +193,17 @@ def test_a_checkpoint_whose_blobs_a_deletion_has_deleted_before_its_manifest_is_
 def test_a_checkpoint_that_is_retired_while_it_is_inspected_is_not_damaged() -> None:
     damage: list[str | None] = []
 
-    def look(scene: Scene, store: ObjectStore) -> None:
-        found = inspect_live_checkpoint(store, newest(scene))
-        damage.extend(each.damage for each in found)
+    def inspect(scene: Scene, store: ObjectStore) -> None:
+        inspections = inspect_live_checkpoint(store, newest_key(scene))
+        damage.extend(inspection.damage for inspection in inspections)
 
-    assert [died for died in at_each_operation(look) if died] == []
+    assert [errors for errors in retire_at_each_operation(inspect) if errors] == []
     assert set(damage) == {None}
 
 
 def test_an_altered_blob_of_a_live_checkpoint_is_damage() -> None:
-    scene = without_a_clone()
-    manifest = read_manifest(scene.store, newest(scene))
+    scene = plain_scene()
+    manifest = read_manifest(scene.store, newest_key(scene))
     path = manifest.blob_path(0)
     scene.store.objects[path] = bytes(len(scene.store.objects[path]))
     with pytest.raises(CheckpointCorrupt, match="expected blake3"):
@@ -219,8 +217,8 @@ def test_who_may_read_a_checkpoint_and_not_its_journal_is_told_what_is_wrong_wit
                 raise StoreRefused("AccessDenied")
             return super().size(path)
 
-    scene = without_a_clone()
-    manifest = read_manifest(scene.store, newest(scene))
+    scene = plain_scene()
+    manifest = read_manifest(scene.store, newest_key(scene))
     store = WithoutJournals()
     store.objects = dict(scene.store.objects)
     del store.objects[manifest.blob_path(0)]

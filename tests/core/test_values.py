@@ -97,7 +97,7 @@ def test_sizes_are_shown_in_binary_units(size: int, shown: str) -> None:
 
 
 def test_an_amount_shows_its_whole_part_in_full() -> None:
-    assert [format_amount(each) for each in (0.53125, 12.46, 999.4, 999.5, 12_345)] == [
+    assert [format_amount(amount) for amount in (0.53125, 12.46, 999.4, 999.5, 12_345)] == [
         *("0.531", "12.5", "999", "1,000", "12,345")
     ]
     assert format_amount(128, digits=2) == "128"
@@ -173,11 +173,11 @@ def test_an_owner_says_who_it_is() -> None:
 
 
 def test_all_values_of_a_class_share_the_names_of_their_fields() -> None:
-    given = WriteStamp(write_id="w", at="now")
-    assert given.__pydantic_fields_set__ is given.model_copy(update={"at": "later"}).__pydantic_fields_set__
-    assert given.model_fields_set == {"write_id", "at"}
-    assert given.model_copy(update={"at": "later"}) == WriteStamp(write_id="w", at="later")
-    assert given.model_copy() == given == copy.deepcopy(given) == pickle.loads(pickle.dumps(given))
+    stamp = WriteStamp(write_id="w", at="now")
+    assert stamp.__pydantic_fields_set__ is stamp.model_copy(update={"at": "later"}).__pydantic_fields_set__
+    assert stamp.model_fields_set == {"write_id", "at"}
+    assert stamp.model_copy(update={"at": "later"}) == WriteStamp(write_id="w", at="later")
+    assert stamp.model_copy() == stamp == copy.deepcopy(stamp) == pickle.loads(pickle.dumps(stamp))
 
 
 # ------------------------------------------------------------------------------- what is no artifact
@@ -218,6 +218,6 @@ def test_kept(path: str, pattern: str) -> None:
 
 
 def test_what_old_trainables_leave_at_the_top_is_no_artifact() -> None:
-    left = ("checkpoint_-00001", "checkpoint_tmp12", "save_to_object9", "rank_0", ".lazy_checkpoint_marker")
-    assert all(matches_any_pattern(path, NON_ARTIFACT_PATTERNS) for path in left)
-    assert not any(matches_any_pattern(f"mine/{path}", NON_ARTIFACT_PATTERNS) for path in left)
+    paths = ("checkpoint_-00001", "checkpoint_tmp12", "save_to_object9", "rank_0", ".lazy_checkpoint_marker")
+    assert all(matches_any_pattern(path, NON_ARTIFACT_PATTERNS) for path in paths)
+    assert not any(matches_any_pattern(f"mine/{path}", NON_ARTIFACT_PATTERNS) for path in paths)

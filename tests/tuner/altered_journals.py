@@ -41,18 +41,18 @@ class Alteration:
     events: tuple[Event, ...]
 
 
-def entries_of(target: Path, key: JournalKey) -> list[Entry]:
+def load_entries(target: Path, key: JournalKey) -> list[Entry]:
     paths = sorted((target / key.entries_folder).iterdir())
     return [decode_entry(path.read_bytes(), f"{key.entries_folder}/{path.name}") for path in paths]
 
 
-def alterations_of(entries: Sequence[Entry]) -> Iterator[Alteration]:
+def iter_alterations(entries: Sequence[Entry]) -> Iterator[Alteration]:
     """Yield every alteration of a proposal or decision, in the order of the journal."""
     trials = [event.trial for entry in entries for event in entry.events if isinstance(event, TrialAdded)]
     running: set[str] = set()
     for entry in entries:
         for index, event in enumerate(entry.events):
-            for kind, changes in _changes(event, trials, running):
+            for kind, changes in _iter_changes(event, trials, running):
                 yield Alteration(entry.number, kind, index, (event.model_copy(update=changes),))
             if isinstance(event, AttemptStarted):
                 running.add(event.trial)
@@ -60,22 +60,22 @@ def alterations_of(entries: Sequence[Entry]) -> Iterator[Alteration]:
                 running.discard(event.trial)
 
 
-def _changes(event: Event, trials: Sequence[str], running: set[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _iter_changes(event: Event, trials: Sequence[str], running: set[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     match event:
         case TrialAdded():
             yield "configuration", {"config": {**event.config, "width": 10}}
             yield "trial", {"trial": f"{int(event.trial) + 1:05d}"}
         case DecisionMade(decision=decision):
-            yield from ((kind, {"decision": each}) for kind, each in _decisions(decision, event.trial, trials))
+            yield from ((kind, {"decision": other}) for kind, other in _iter_decisions(decision, event.trial, trials))
         case TrialResumed():
-            yield "resumed trial", {"trial": next(each for each in trials if each != event.trial)}
+            yield "resumed trial", {"trial": next(other for other in trials if other != event.trial)}
         case TrialFinished(kind=kind) if event.trial not in running:  # else it is the end of an attempt
             yield "end", {"reason": _alter_reason(event.reason)}
             others = [other for other in FinishKind if other is not kind]
             yield from (("kind of end", {"kind": other}) for other in others)
         case CheckpointCloned(config=config, source=source):
             yield "configuration of a clone", {"config": {**(config or {}), "lr": 7.0}}
-            yield "source of a clone", {"source": next(each for each in trials if each not in (event.trial, source))}
+            yield "source of a clone", {"source": next(other for other in trials if other not in (event.trial, source))}
         case StopRequested(request=None):
             yield event.type, {"reason": _alter_reason(event.reason)}
         case _:
@@ -87,30 +87,30 @@ def _alter_reason(reason: AnyReason) -> Reason:
     return make_reason(reason.code, **reason.arguments, altered=True)
 
 
-def inconsistencies_of(entries: Sequence[Entry]) -> Iterator[Alteration]:
+def iter_inconsistencies(entries: Sequence[Entry]) -> Iterator[Alteration]:
     """Yield alterations after which a decision is missing or superfluous, or about another report."""
     for entry in entries:
         for index, event in enumerate(entry.events):
-            for kind, events in _inconsistencies(event):
+            for kind, events in _iter_inconsistencies(event):
                 yield Alteration(entry.number, kind, index, events)
-            if isinstance(event, DecisionMade) and _trains_on(entries, entry.number, event):
+            if isinstance(event, DecisionMade) and _has_later_report(entries, entry.number, event):
                 yield Alteration(entry.number, "no decision", index, ())
 
 
-def _trains_on(entries: Sequence[Entry], number: int, decided: DecisionMade) -> bool:
+def _has_later_report(entries: Sequence[Entry], number: int, decision: DecisionMade) -> bool:
     """Whether the attempt reports a later step after the decision, before another attempt starts."""
     for event in (event for entry in entries if entry.number > number for event in entry.events):
         match event:
-            case StepReported(trial=decided.trial, report=report) if report.step > decided.report.step:
+            case StepReported(trial=decision.trial, report=report) if report.step > decision.report.step:
                 return True
-            case AttemptStarted(trial=decided.trial):
+            case AttemptStarted(trial=decision.trial):
                 return False
             case _:
                 pass
     return False
 
 
-def _inconsistencies(event: Event) -> Iterator[tuple[str, tuple[Event, ...]]]:
+def _iter_inconsistencies(event: Event) -> Iterator[tuple[str, tuple[Event, ...]]]:
     match event:
         case DecisionMade(report=report):
             changed = report.model_copy(update={"metrics": {**report.metrics, "added": 1.0}})
@@ -125,7 +125,7 @@ def _inconsistencies(event: Event) -> Iterator[tuple[str, tuple[Event, ...]]]:
             pass
 
 
-def _decisions(decision: object, trial: str, trials: Sequence[str]) -> Iterator[tuple[str, object]]:
+def _iter_decisions(decision: object, trial: str, trials: Sequence[str]) -> Iterator[tuple[str, object]]:
     match decision:
         case Continue():
             yield "stop for continue", Stop(reason="not good enough")
@@ -134,19 +134,19 @@ def _decisions(decision: object, trial: str, trials: Sequence[str]) -> Iterator[
             yield f"continue for {decision.type}", Continue()
             yield f"reason of {decision.type}", decision.model_copy(update={"reason": _alter_reason(decision.reason)})
         case Exploit():
-            other = next(each for each in trials if each not in (trial, decision.source))
+            other = next(other for other in trials if other not in (trial, decision.source))
             yield "donor", decision.model_copy(update={"source": other})
             yield "explored configuration", decision.model_copy(update={"config": {**decision.config, "lr": 7.0}})
 
 
-def write_altered(target: Path, key: JournalKey, entries: Sequence[Entry], alteration: Alteration) -> None:
+def write_altered_journal(target: Path, key: JournalKey, entries: Sequence[Entry], alteration: Alteration) -> None:
     """Write the journal with this alteration to another target; the entries after it name the new digests."""
     folder, digest = target / key.entries_folder, ""
     folder.mkdir(parents=True)
     for entry in entries:
         is_altered = entry.number == alteration.entry
-        before, after = entry.events[: alteration.index], entry.events[alteration.index + 1 :]
-        events = (*before, *alteration.events, *after) if is_altered else entry.events
+        events_before, events_after = entry.events[: alteration.index], entry.events[alteration.index + 1 :]
+        events = (*events_before, *alteration.events, *events_after) if is_altered else entry.events
         data = seal(entry.model_copy(update={"events": events, "previous": digest}))
         (target / key.entry_path(entry.number)).write_bytes(data)
         digest = digest_of(data)

@@ -27,10 +27,17 @@ from tests.fakes.searches.left_experiments import find_differences
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
 from tests.fakes.untrusted import VECTORS, Untrusted, make_untrusted_target, write_settings
 from tests.long_cases import long_after
-from tests.tuner.altered_journals import Alteration, alterations_of, entries_of, inconsistencies_of, write_altered
+from tests.tuner.altered_journals import (
+    Alteration,
+    iter_alterations,
+    iter_inconsistencies,
+    load_entries,
+    write_altered_journal,
+)
 
 KEY = JournalKey(experiment="e", generation=1)
 FAILS = {"00001": (Cause.TRAINABLE, 1), "00003": (Cause.TRAINABLE, 9), "00004": (Cause.OUT_OF_MEMORY, 1)}
+FindTarget = Callable[[str], LocalTarget]
 SEARCHES: Mapping[str, Mapping[str, Any]] = {
     "fifo": {},
     "asha": {"scheduler": pt.ASHA(STEPS, variant="stopping"), "failures": pt.FailurePolicy(max_failures=1)},
@@ -45,7 +52,7 @@ SEARCHES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def searched(folder: Path, name: str) -> LocalTarget:
+def run_interrupted_search(folder: Path, name: str) -> LocalTarget:
     """Run one of the searches until it is interrupted, and again to its end, with more samples."""
     target = LocalTarget(path=str(folder / name))
     fails = FAILS if name in ("asha", "failures", "fail-fast") else {}
@@ -57,13 +64,13 @@ def searched(folder: Path, name: str) -> LocalTarget:
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LocalTarget]:
+def target_of(tmp_path_factory: pytest.TempPathFactory) -> FindTarget:
     made: dict[str, LocalTarget] = {}
     folder = tmp_path_factory.mktemp("audited")
 
     def target(name: str) -> LocalTarget:
         if name not in made:
-            made[name] = searched(folder, name)
+            made[name] = run_interrupted_search(folder, name)
         return made[name]
 
     return target
@@ -71,14 +78,14 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LocalTa
 
 @pytest.mark.parametrize("name", long_after(4, SEARCHES))
 def test_every_decision_of_a_search_that_was_interrupted_and_extended_is_derived_again(
-    name: str, targets: Callable[[str], LocalTarget]
+    name: str, target_of: FindTarget
 ) -> None:
-    report = pt.audit("e", target=targets(name))
+    report = pt.audit("e", target=target_of(name))
     assert report.difference is None, report.summary
     assert report.not_derived == {}
     total = sum(report.derived.values())
     assert report.summary == f"{total:,} of {total:,} proposals and decisions derived again"
-    events = [event for entry in entries_of(Path(targets(name).path), KEY) for event in entry.events]
+    events = [event for entry in load_entries(Path(target_of(name).path), KEY) for event in entry.events]
     assert sum(report.derived.values()) + sum(report.observed.values()) == len(events)
 
     assert "trial-added" not in report.observed, "each trial is counted once, as a proposal"
@@ -90,16 +97,16 @@ def test_results_that_arrived_in_another_order_decide_otherwise_and_audit_clean(
         search = PlannedSearch(LocalTarget(path=str(tmp_path / str(seed))), executor=UnreliableExecutor(seed=seed))
         search.run(scheduler=pt.ASHA(STEPS, variant="promotion"))
         assert pt.audit("e", target=search.target).difference is None
-        entries = entries_of(Path(search.target.path), KEY)
+        entries = load_entries(Path(search.target.path), KEY)
         decisions.append([event for entry in entries for event in entry.events if isinstance(event, DecisionMade)])
     assert decisions[0] != decisions[1] != decisions[2]
 
 
-def test_an_audit_only_reads(targets: Callable[[str], LocalTarget], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_only_reads(target_of: FindTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("an audit writes")
 
-    target = targets("asha")
+    target = target_of("asha")
     before = {path: path.stat().st_mtime_ns for path in Path(target.path).rglob("*")}
     for name in ("create", "put", "delete"):
         monkeypatch.setattr(PosixStore, name, refuse)
@@ -113,14 +120,14 @@ def test_an_audit_runs_no_code_that_only_the_journal_names(
 ) -> None:
     untrusted = make_untrusted_target(tmp_path, monkeypatch)
     untrusted.forge(road)
-    propose(untrusted)
+    write_decision(untrusted)
     report = pt.audit("e", target=untrusted.target)
     assert report.derived or report.not_derived or report.difference
     assert untrusted.module not in sys.modules
     assert not untrusted.marker.exists()
 
 
-def propose(untrusted: Untrusted) -> None:
+def write_decision(untrusted: Untrusted) -> None:
     """Add a proposal and a decision, for which the audit needs all parts of the search."""
     stamps = (WriteStamp(write_id=f"p{number}", at="now") for number in count())
     with untrusted.target.open(timeout=timedelta(seconds=9)) as store:
@@ -128,19 +135,19 @@ def propose(untrusted: Untrusted) -> None:
         state = append_events(
             store, state, [TrialAdded(trial="00000", config={"x": 1.0}, proposed_by_search=True)], next(stamps)
         )
-        decided = DecisionMade(trial="00000", report=StepReport(step=1, metrics={"loss": 1.0}), decision=Continue())
-        append_events(store, state, [decided], next(stamps))
+        decision = DecisionMade(trial="00000", report=StepReport(step=1, metrics={"loss": 1.0}), decision=Continue())
+        append_events(store, state, [decision], next(stamps))
 
 
-class _Counting(pt.Search):
+class _CountingSearch(pt.Search):
     """Proposes the number of the trial."""
 
     def begin(self, space: Mapping[str, object], objective: pt.Objective | None, seed: int) -> pt.SearchState:
         del space, objective, seed
-        return _Numbers()
+        return _CountingState()
 
 
-class _Numbers(pt.SearchState):
+class _CountingState(pt.SearchState):
     def suggest(self, number: int) -> pt.Proposed | pt.Exhausted:
         return pt.Proposed({"lr": float(number)}) if number < 5 else pt.Exhausted("enough")
 
@@ -150,31 +157,31 @@ class _Numbers(pt.SearchState):
 
 def test_a_search_of_ones_own_is_audited_once_it_is_passed_and_all_else_without_it(tmp_path: Path) -> None:
     search = PlannedSearch(LocalTarget(path=str(tmp_path)))
-    search.run(search=_Counting(), num_samples=None, scheduler=pt.ASHA(STEPS, variant="stopping"))
-    without = pt.audit("e", target=search.target)
-    assert without.difference is None
-    assert list(without.not_derived.values()) == [5]
-    assert "pass it: search=..., or --search MODULE:NAME" in next(iter(without.not_derived))
-    assert "decision-made" in without.derived
-    passed = pt.audit("e", target=search.target, search=_Counting())
-    assert (passed.not_derived, passed.derived["trial-added"]) == ({}, 5)
-    other = pt.audit("e", target=search.target, search=pt.RandomSearch(5))
-    assert other.difference is not None
-    assert other.difference.expected.startswith('trial-added: config {"lr": 0.000')
+    search.run(search=_CountingSearch(), num_samples=None, scheduler=pt.ASHA(STEPS, variant="stopping"))
+    report = pt.audit("e", target=search.target)
+    assert report.difference is None
+    assert list(report.not_derived.values()) == [5]
+    assert "pass it: search=..., or --search MODULE:NAME" in next(iter(report.not_derived))
+    assert "decision-made" in report.derived
+    report_with_search = pt.audit("e", target=search.target, search=_CountingSearch())
+    assert (report_with_search.not_derived, report_with_search.derived["trial-added"]) == ({}, 5)
+    report_with_another = pt.audit("e", target=search.target, search=pt.RandomSearch(5))
+    assert report_with_another.difference is not None
+    assert report_with_another.difference.expected.startswith('trial-added: config {"lr": 0.000')
 
 
 def test_a_scheduler_and_a_stop_of_ones_own_are_audited_once_they_are_passed(tmp_path: Path) -> None:
     executor, failures = UnreliableExecutor(fails={"00001": (Cause.TRAINABLE, 9)}), pt.MaxFailures(1)
     search = PlannedSearch(LocalTarget(path=str(tmp_path)), executor=executor)
-    search.run(scheduler=_Own(), stop=[lambda metrics: metrics["step"] >= STEPS, failures])
-    without = pt.audit("e", target=search.target)
-    assert without.difference is None
-    assert {why.partition(":")[0] for why in without.not_derived} == {"scheduler", "stop"}
-    passed = pt.audit("e", target=search.target, scheduler=_Own(), stop=failures)
-    assert (passed.difference, passed.not_derived) == (None, {})
+    search.run(scheduler=_OwnScheduler(), stop=[lambda metrics: metrics["step"] >= STEPS, failures])
+    report = pt.audit("e", target=search.target)
+    assert report.difference is None
+    assert {reason.partition(":")[0] for reason in report.not_derived} == {"scheduler", "stop"}
+    report_with_both = pt.audit("e", target=search.target, scheduler=_OwnScheduler(), stop=failures)
+    assert (report_with_both.difference, report_with_both.not_derived) == (None, {})
 
 
-class _Own(pt.Scheduler):
+class _OwnScheduler(pt.Scheduler):
     """ASHA, under a name that the journal does not know."""
 
     def begin(self, objective: pt.Objective, seed: int) -> pt.Schedule:
@@ -188,57 +195,55 @@ def test_a_training_outside_a_search_decides_nothing(tmp_path: Path) -> None:
     assert report.observed["checkpoint-committed"] == 2
 
 
-def test_what_cannot_be_audited_is_an_error(targets: Callable[[str], LocalTarget], tmp_path: Path) -> None:
+def test_what_cannot_be_audited_is_an_error(target_of: FindTarget, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="'none'"):
-        pt.audit("none", target=targets("fifo"))
-    write_settings(LocalTarget(path=str(tmp_path / "odd")), "e", {"scheduler": {"ASHA": {}}})
+        pt.audit("none", target=target_of("fifo"))
+    describe(LocalTarget(path=str(tmp_path / "odd")), "e", {"scheduler": {"ASHA": {}}})
     with pytest.raises(InvalidInput, match="scheduler"):
         pt.audit("e", target=str(tmp_path / "odd"))
-    entries = entries_of(Path(targets("fifo").path), KEY)
-    place = tmp_path / "damaged"
-    write_altered(place, KEY, entries, Alteration(2, "none", 0, entries[1].events[:1]))
-    (place / KEY.entry_path(3)).write_bytes((place / KEY.entry_path(4)).read_bytes())
+    entries = load_entries(Path(target_of("fifo").path), KEY)
+    folder = tmp_path / "damaged"
+    write_altered_journal(folder, KEY, entries, Alteration(2, "none", 0, entries[1].events[:1]))
+    (folder / KEY.entry_path(3)).write_bytes((folder / KEY.entry_path(4)).read_bytes())
     with pytest.raises(JournalCorrupt, match="0000000003"):
-        pt.audit("e", target=str(place))
+        pt.audit("e", target=str(folder))
 
 
 # Altered journals: every kind of decision, and the chain of digests made anew.
 
 
-def chosen(targets: Callable[[str], LocalTarget], number: int) -> Iterator[tuple[str, list[Entry], Alteration]]:
+def choose_alterations(target_of: FindTarget, number: int) -> Iterator[tuple[str, list[Entry], Alteration]]:
     """Yield `number` alterations of all searches, every kind as often as there are enough."""
-    found = [
-        (name, entries, each)
+    candidates = [
+        (name, entries, alteration)
         for name in SEARCHES
-        for entries in [entries_of(Path(targets(name).path), KEY)]
-        for each in alterations_of(entries)
+        for entries in [load_entries(Path(target_of(name).path), KEY)]
+        for alteration in iter_alterations(entries)
     ]
-    random.Random(0).shuffle(found)
+    random.Random(0).shuffle(candidates)
     times: Counter[str] = Counter()
     ranked = []
-    for each in found:
-        ranked.append((times[each[2].kind], each))
-        times[each[2].kind] += 1
+    for candidate in candidates:
+        ranked.append((times[candidate[2].kind], candidate))
+        times[candidate[2].kind] += 1
     assert 12 <= len(times) <= number, times
-    yield from (each for _, each in sorted(ranked, key=lambda pair: pair[0])[:number])
+    yield from (candidate for _, candidate in sorted(ranked, key=lambda pair: pair[0])[:number])
 
 
-def unnamed(targets: Callable[[str], LocalTarget], folder: Path, number: int) -> list[str]:
+def find_missed_alterations(target_of: FindTarget, folder: Path, number: int) -> list[str]:
     """Return the alterations at which an audit does not end, of `number`."""
-    wrong = []
-    for index, (name, entries, altered) in enumerate(chosen(targets, number)):
-        place = folder / str(index)
-        write_altered(place, KEY, entries, altered)
-        difference = pt.audit("e", target=str(place)).difference
-        if difference is None or difference.entry != altered.entry:
-            wrong.append(f"{name}, entry {altered.entry}, {altered.kind}: {difference}")
-    return wrong
+    missed = []
+    for index, (name, entries, alteration) in enumerate(choose_alterations(target_of, number)):
+        path = folder / str(index)
+        write_altered_journal(path, KEY, entries, alteration)
+        difference = pt.audit("e", target=str(path)).difference
+        if difference is None or difference.entry != alteration.entry:
+            missed.append(f"{name}, entry {alteration.entry}, {alteration.kind}: {difference}")
+    return missed
 
 
-def test_a_changed_decision_of_each_kind_is_named_at_its_entry(
-    targets: Callable[[str], LocalTarget], tmp_path: Path
-) -> None:
-    assert unnamed(targets, tmp_path, 18) == []
+def test_a_changed_decision_of_each_kind_is_named_at_its_entry(target_of: FindTarget, tmp_path: Path) -> None:
+    assert find_missed_alterations(target_of, tmp_path, 18) == []
 
 
 def test_a_search_that_ended_by_its_errors_and_begins_them_again_audits_clean(tmp_path: Path) -> None:
@@ -263,41 +268,37 @@ def test_a_search_that_ended_by_its_errors_and_begins_them_again_audits_clean(tm
     ],
 )
 def test_a_decision_that_is_missing_or_superfluous_or_about_another_report_is_a_difference(
-    kind: str, targets: Callable[[str], LocalTarget], tmp_path: Path
+    kind: str, target_of: FindTarget, tmp_path: Path
 ) -> None:
     audited = 0
     for name in ("asha", "promotion", "hyperband", "turns", "pbt"):
-        entries = entries_of(Path(targets(name).path), KEY)
-        found = [each for each in inconsistencies_of(entries) if each.kind == kind]
-        for altered in found[len(found) // 2 :][:1]:
-            place = tmp_path / name
-            write_altered(place, KEY, entries, altered)
+        entries = load_entries(Path(target_of(name).path), KEY)
+        alterations = [alteration for alteration in iter_inconsistencies(entries) if alteration.kind == kind]
+        for alteration in alterations[len(alterations) // 2 :][:1]:
+            path = tmp_path / name
+            write_altered_journal(path, KEY, entries, alteration)
             try:
-                difference = pt.audit("e", target=str(place)).difference
+                difference = pt.audit("e", target=str(path)).difference
             except JournalCorrupt:
                 continue  # the next event is impossible after it
-            assert difference is not None, (name, altered)
-            assert difference.entry >= altered.entry
+            assert difference is not None, (name, alteration)
+            assert difference.entry >= alteration.entry
             audited += 1
     assert audited >= 3, kind
 
 
 @pytest.mark.altered_journal
-def test_after_each_test_the_journals_that_flows_have_left_are_audited(
-    targets: Callable[[str], LocalTarget], tmp_path: Path
-) -> None:
-    first, *rest = entries_of(Path(targets("asha").path), KEY)
-    opened, *others = first.events
-    assert isinstance(opened, OwnerChanged)
-    of_a_flow = opened.model_copy(update={"owner": opened.owner.model_copy(update={"flow_run": "run"})})
-    entries = [first.model_copy(update={"events": (of_a_flow, *others)}), *rest]
-    write_altered(tmp_path, KEY, entries, next(alterations_of(entries)))
-    (difference,) = find_differences(tmp_path)
+def test_after_each_test_the_journals_that_flows_have_left_are_audited(target_of: FindTarget, tmp_path: Path) -> None:
+    first, *rest = load_entries(Path(target_of("asha").path), KEY)
+    opening, *others = first.events
+    assert isinstance(opening, OwnerChanged)
+    by_flow = opening.model_copy(update={"owner": opening.owner.model_copy(update={"flow_run": "run"})})
+    entries = [first.model_copy(update={"events": (by_flow, *others)}), *rest]
+    write_altered_journal(tmp_path, KEY, entries, next(iter_alterations(entries)))
+    (difference,) = differences_below(tmp_path)
     assert difference.startswith(f"{tmp_path}/e: entry ")
 
 
 @pytest.mark.deep
-def test_of_200_changed_decisions_200_are_named_at_their_entries(
-    targets: Callable[[str], LocalTarget], tmp_path: Path
-) -> None:
-    assert unnamed(targets, tmp_path, 200) == []
+def test_of_200_changed_decisions_200_are_named_at_their_entries(target_of: FindTarget, tmp_path: Path) -> None:
+    assert find_missed_alterations(target_of, tmp_path, 200) == []

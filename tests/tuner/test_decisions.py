@@ -49,13 +49,13 @@ _LOG = logging.getLogger("tests")
 _TRIAL = "00000"
 
 
-class _Losses(SearchObserver):
-    def __init__(self, causes: list[str]) -> None:
-        self._causes = causes
+class _LossRecorder(SearchObserver):
+    def __init__(self, reasons: list[str]) -> None:
+        self._reasons = reasons
 
-    def on_attempt_lost(self, trial: Trial, why: str) -> None:
+    def on_attempt_lost(self, trial: Trial, reason: str) -> None:
         del trial
-        self._causes.append(why)
+        self._reasons.append(reason)
 
 
 class FailingTrial:
@@ -64,101 +64,101 @@ class FailingTrial:
     def __init__(self) -> None:
         policy = make_random_policy()
         limits = limits_of(1, failures=FailurePolicy(max_machine_failures=2))
-        self.losses: list[str] = []
-        self.page = make_pending_entry(WrittenEntries(), policy, _Losses(self.losses))
-        self.startable: deque[str] = deque()
-        stopping = StopHandler(limits, policy, InstantExecutor(9), self.page, lambda _: None, _LOG)
-        self.failure_handler = FailureHandler(limits, self.page, stopping, self.startable, _LOG)
-        self.page.add_event(
+        self.loss_reasons: list[str] = []
+        self.entry = pending_entry(WrittenEntries(), policy, _LossRecorder(self.loss_reasons))
+        self.ready_queue: deque[str] = deque()
+        stop_handler = StopHandler(limits, policy, InstantExecutor(9), self.entry, lambda _: None, _LOG)
+        self.failure_handler = FailureHandler(limits, self.entry, stop_handler, self.ready_queue, _LOG)
+        self.entry.add_event(
             OwnerChanged(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
         )
-        self.page.add_event(TrialAdded(trial=_TRIAL, config={}))
+        self.entry.add_event(TrialAdded(trial=_TRIAL, config={}))
         self.error: BaseException | None = None
 
-    def loses_an_attempt(self, *, saves: bool = False) -> Phase:
+    def lose_attempt(self, *, saves: bool = False) -> Phase:
         """Lose an attempt, start the next one if the handler retries; return the trial's phase."""
-        self.page.add_event(make_attempt_started(self.page.state.trial(_TRIAL)))
+        self.entry.add_event(make_attempt_started(self.entry.state.trial(_TRIAL)))
         if saves:
-            sequence = self.page.state.trial(_TRIAL).next_sequence
-            self.page.add_event(
+            sequence = self.entry.state.trial(_TRIAL).next_sequence
+            self.entry.add_event(
                 CheckpointCommitted(trial=_TRIAL, checkpoint=CheckpointRef(step=sequence, sequence=sequence))
             )
         self.failure_handler.on_attempt_lost(_TRIAL, self.error)
-        if self.startable:
-            self.startable.clear()
-            self.page.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
-        return self.page.state.trial(_TRIAL).phase
+        if self.ready_queue:
+            self.ready_queue.clear()
+            self.entry.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))
+        return self.entry.state.trial(_TRIAL).phase
 
-    def spends_machine_budget(self, last: AnyReason) -> None:
+    def spend_machine_budget(self, reason: AnyReason) -> None:
         """Lose two attempts by the failure handler, and one more that ended for the reason `last`."""
         for _ in range(2):
-            self.loses_an_attempt()
-        self.page.add_event(make_attempt_started(self.page.state.trial(_TRIAL)))
-        self.page.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=last))
+            self.lose_attempt()
+        self.entry.add_event(make_attempt_started(self.entry.state.trial(_TRIAL)))
+        self.entry.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=reason))
 
 
 def test_a_trial_that_commits_in_between_may_lose_as_many_attempts_as_it_likes() -> None:
     failing = FailingTrial()
-    assert {failing.loses_an_attempt(saves=True) for _ in range(12)} == {Phase.PENDING}
+    assert {failing.lose_attempt(saves=True) for _ in range(12)} == {Phase.PENDING}
 
 
 @pytest.mark.parametrize("committed_before", [0, 5])
 def test_a_trial_that_loses_too_many_in_a_row_is_given_up(committed_before: int) -> None:
     failing = FailingTrial()
     for _ in range(committed_before):
-        failing.loses_an_attempt(saves=True)
-    assert [failing.loses_an_attempt() for _ in range(3 - bool(committed_before))][-1] is Phase.ERRORED
+        failing.lose_attempt(saves=True)
+    assert [failing.lose_attempt() for _ in range(3 - bool(committed_before))][-1] is Phase.ERRORED
     lost = make_reason("attempts-lost", count=3, error=make_reason("no-result"))
-    assert failing.page.state.trial(_TRIAL).end_reason == lost
-    tried_again = failing.losses[committed_before:]
+    assert failing.entry.state.trial(_TRIAL).end_reason == lost
+    tried_again = failing.loss_reasons[committed_before:]
     assert tried_again == ["the attempt ended without writing a result"] * (2 - bool(committed_before))
 
 
 def test_a_checkpoint_that_is_put_aside_is_no_commit() -> None:
     failing = FailingTrial()
-    failing.loses_an_attempt(saves=True)
-    failing.loses_an_attempt()
-    failing.page.add_event(CheckpointQuarantined(trial=_TRIAL, sequence=1, reason="damaged"))
-    assert failing.loses_an_attempt() is Phase.ERRORED
+    failing.lose_attempt(saves=True)
+    failing.lose_attempt()
+    failing.entry.add_event(CheckpointQuarantined(trial=_TRIAL, sequence=1, reason="damaged"))
+    assert failing.lose_attempt() is Phase.ERRORED
 
 
-@pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
-def test_a_target_that_fails_for_too_long_ends_the_search_and_not_the_trial(kind: type[Exception]) -> None:
+@pytest.mark.parametrize("error_type", [StoreRefused, StoreUnavailable, CommitUnknown])
+def test_a_target_that_fails_for_too_long_ends_the_search_and_not_the_trial(error_type: type[Exception]) -> None:
     failing = FailingTrial()
-    failing.error = kind("the credentials have expired")
-    assert [failing.loses_an_attempt() for _ in range(2)] == [Phase.PENDING] * 2
-    with pytest.raises(kind, match="expired"):
-        failing.loses_an_attempt()
-    assert failing.page.state.trial(_TRIAL).phase is Phase.RUNNING, "the next run of the search continues it"
+    failing.error = error_type("the credentials have expired")
+    assert [failing.lose_attempt() for _ in range(2)] == [Phase.PENDING] * 2
+    with pytest.raises(error_type, match="expired"):
+        failing.lose_attempt()
+    assert failing.entry.state.trial(_TRIAL).phase is Phase.RUNNING, "the next run of the search continues it"
 
 
-@pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable, CommitUnknown])
+@pytest.mark.parametrize("error_type", [StoreRefused, StoreUnavailable, CommitUnknown])
 def test_a_target_that_fails_after_the_end_was_journaled_ends_the_search_and_not_the_trial(
-    kind: type[Exception],
+    error_type: type[Exception],
 ) -> None:
     failing = FailingTrial()
-    failing.error = kind("the credentials have expired")
-    failing.spends_machine_budget("not written")
-    with pytest.raises(kind, match="expired"):
-        failing.failure_handler.on_attempt_failed(failing.page.state.trial(_TRIAL), Cause.MACHINE, failing.error)
-    assert failing.page.state.trial(_TRIAL).phase is Phase.PENDING
+    failing.error = error_type("the credentials have expired")
+    failing.spend_machine_budget("not written")
+    with pytest.raises(error_type, match="expired"):
+        failing.failure_handler.on_attempt_failed(failing.entry.state.trial(_TRIAL), Cause.MACHINE, failing.error)
+    assert failing.entry.state.trial(_TRIAL).phase is Phase.PENDING
 
 
 def test_an_error_of_a_trial_gives_the_terminal_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     failing = FailingTrial()
-    failing.page.add_event(make_attempt_started(failing.page.state.trial(_TRIAL)))
-    failing.page.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason="gone\x1b]0;title\x07"))
-    failing.failure_handler.on_attempt_failed(failing.page.state.trial(_TRIAL), Cause.MACHINE)
+    failing.entry.add_event(make_attempt_started(failing.entry.state.trial(_TRIAL)))
+    failing.entry.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason="gone\x1b]0;title\x07"))
+    failing.failure_handler.on_attempt_failed(failing.entry.state.trial(_TRIAL), Cause.MACHINE)
     assert "gone\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
 
 
 def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_with_a_fresh_one() -> None:
     failing = FailingTrial()
-    failing.spends_machine_budget("not written")
-    failing.failure_handler.recover_failed_trial(failing.page.state.trial(_TRIAL), Cause.MACHINE)
-    assert list(failing.startable) == [_TRIAL]
-    assert (failing.page.state.trial(_TRIAL).phase, failing.page.state.trial(_TRIAL).machine_failures) == (
+    failing.spend_machine_budget("not written")
+    failing.failure_handler.recover_failed_trial(failing.entry.state.trial(_TRIAL), Cause.MACHINE)
+    assert list(failing.ready_queue) == [_TRIAL]
+    assert (failing.entry.state.trial(_TRIAL).phase, failing.entry.state.trial(_TRIAL).machine_failures) == (
         Phase.PENDING,
         0,
     )
@@ -166,10 +166,10 @@ def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_wi
 
 def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> None:
     failing = FailingTrial()
-    failing.spends_machine_budget(make_reason("owner-vanished"))
-    failing.failure_handler.recover_failed_trial(failing.page.state.trial(_TRIAL), Cause.MACHINE)
-    assert list(failing.startable) == []
-    assert failing.page.state.trial(_TRIAL).phase is Phase.ERRORED, "it would kill its machine again and again"
+    failing.spend_machine_budget(make_reason("owner-vanished"))
+    failing.failure_handler.recover_failed_trial(failing.entry.state.trial(_TRIAL), Cause.MACHINE)
+    assert list(failing.ready_queue) == []
+    assert failing.entry.state.trial(_TRIAL).phase is Phase.ERRORED, "it would kill its machine again and again"
 
 
 # A journaled decision about a trial still holds if the search died before it acted on it.
@@ -177,43 +177,43 @@ def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> N
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 ADDED = PolicyEvent(order=1, kind="added")
-ALL = [Phase.PENDING, Phase.RUNNING, Phase.PAUSED, Phase.FINISHED]
+PHASES = [Phase.PENDING, Phase.RUNNING, Phase.PAUSED, Phase.FINISHED]
 
 
-def decided(decision: Decision) -> PolicyEvent:
+def decide(decision: Decision) -> PolicyEvent:
     return PolicyEvent(order=2, kind="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
 
 
-def policy_of(trial: Trial) -> SearchPolicy:
+def make_policy(trial: Trial) -> SearchPolicy:
     schedule = ASHA(max_t=27, grace_period=3, reduction_factor=3, variant="stopping").begin(LOSS, 0)
     policy = SearchPolicy(RandomSearch(1).begin({}, LOSS, 0), schedule)
-    for each in trial.policy_events:
-        policy.record(trial, each) if each.report is None else policy.decide(trial, each.report)
+    for event in trial.policy_events:
+        policy.record(trial, event) if event.report is None else policy.decide(trial, event.report)
     return policy
 
 
 @pytest.mark.parametrize("decision", [Stop(reason="slow"), Pause(reason="waits")])
-@pytest.mark.parametrize("status", ALL)
-def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, status: Phase) -> None:
-    trial = Trial(id="00000", config={}, phase=status, policy_events=(ADDED, decided(decision)))
-    found = pending_decision(trial)
-    if status in (Phase.PENDING, Phase.RUNNING):
-        assert found is not None
-        assert found.decision == decision
-        assert policy_of(trial).next_milestone(trial) == 3
+@pytest.mark.parametrize("phase", PHASES)
+def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, phase: Phase) -> None:
+    trial = Trial(id="00000", config={}, phase=phase, policy_events=(ADDED, decide(decision)))
+    pending = pending_decision(trial)
+    if phase in (Phase.PENDING, Phase.RUNNING):
+        assert pending is not None
+        assert pending.decision == decision
+        assert make_policy(trial).next_milestone(trial) == 3
     else:
-        assert found is None
-        assert policy_of(trial).next_milestone(trial) == 9
+        assert pending is None
+        assert make_policy(trial).next_milestone(trial) == 9
 
 
 @pytest.mark.parametrize(
-    "past",
-    [(ADDED,), (ADDED, decided(Continue())), (ADDED, decided(Pause(reason="")), PolicyEvent(order=3, kind="resumed"))],
+    "events",
+    [(ADDED,), (ADDED, decide(Continue())), (ADDED, decide(Pause(reason="")), PolicyEvent(order=3, kind="resumed"))],
 )
-def test_nothing_else_stands(past: tuple[PolicyEvent, ...]) -> None:
-    trial = Trial(id="00000", config={}, policy_events=past)
+def test_nothing_else_stands(events: tuple[PolicyEvent, ...]) -> None:
+    trial = Trial(id="00000", config={}, policy_events=events)
     assert pending_decision(trial) is None
-    assert policy_of(trial).next_milestone(trial) == (3 if past == (ADDED,) else 9)
+    assert make_policy(trial).next_milestone(trial) == (3 if events == (ADDED,) else 9)
 
 
 # Stop requests with unusual texts and numbers, from a target that does not always answer.
@@ -221,7 +221,7 @@ def test_nothing_else_stands(past: tuple[PolicyEvent, ...]) -> None:
 
 @pytest.mark.parametrize("trial", [None, "00000", "00001"], ids=["all", "one", "refused"])
 def test_a_reason_gives_the_terminal_no_commands(trial: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    class Asking(StopSource):
+    class RequestSource(StopSource):
         def take_requests(self) -> Sequence[StopRequest]:
             return [StopRequest(write_id="w", at="", reason="enough\x1b]0;title\x07", term=0, trial=trial)]
 
@@ -230,7 +230,7 @@ def test_a_reason_gives_the_terminal_no_commands(trial: str | None, caplog: pyte
     pending.add_event(TrialAdded(trial="00000", config={}))
     StopHandler(
         limits_of(1), policy, InstantExecutor(9), pending, lambda _: None, logging.getLogger("a run")
-    ).check_stop_causes(Asking(threading.Event()))
+    ).check_stop_causes(RequestSource(threading.Event()))
     assert "\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
 
@@ -258,18 +258,18 @@ class AwayBucket(Bucket):
 
 
 def test_an_outage_is_logged_once_and_the_request_is_read_after_it(caplog: pytest.LogCaptureFixture) -> None:
-    often = timedelta(milliseconds=5)
+    interval = timedelta(milliseconds=5)
     BUCKETS["away"] = bucket = AwayBucket()
     request = StopRequest(write_id="w", at="now", reason="enough", term=0, trial=None)
     write_stop_request(bucket, empty_experiment(JournalKey(experiment="e", generation=1)), request)
     stop = threading.Event()
     with (
         caplog.at_level(logging.WARNING, "prefect_tune"),
-        StopRequestPoller(BucketTarget(name="away"), first_generation("e"), 0, often, stop) as poller,
+        StopRequestPoller(BucketTarget(name="away"), first_generation("e"), 0, interval, stop) as poller,
     ):
         wait_until(lambda: bucket.reads > 3, seconds=60, what=lambda: "further reads")
         assert poller.take_requests() == []
         bucket.is_there = True
         wait_until(lambda: not poller._unhandled_requests.empty(), seconds=60, what=lambda: "the request")
         assert poller.take_requests() == [request]
-    assert [each.getMessage() for each in caplog.records] == ["stop requests are read later: no route to the bucket"]
+    assert caplog.messages == ["stop requests are read later: no route to the bucket"]

@@ -48,7 +48,7 @@ from tests.fakes.searches.instant_executor import InstantExecutor
 from tests.fakes.searches.planned_search import STEPS, PlannedSearch, UnreliableExecutor
 from tests.fakes.searches.posting_executor import PostingExecutor, RemoteAttempt
 from tests.long_cases import long_after
-from tests.tuner.altered_journals import entries_of
+from tests.tuner.altered_journals import load_entries
 
 KEY = JournalKey(experiment="e", generation=1)
 
@@ -63,33 +63,33 @@ class Killed(BaseException):
 
 
 def kill_after(polls: int) -> Callable[[], bool]:
-    counted = count()
+    polls_so_far = count()
 
     def is_interrupted() -> bool:
-        if next(counted) == polls:
+        if next(polls_so_far) == polls:
             raise Killed
         return False
 
     return is_interrupted
 
 
-def events_in(target: LocalTarget) -> list[tuple[int, Event]]:
+def load_events(target: LocalTarget) -> list[tuple[int, Event]]:
     """Return all events of the journal, each with the number of its entry."""
-    return [(entry.number, event) for entry in entries_of(Path(target.path), KEY) for event in entry.events]
+    return [(entry.number, event) for entry in load_entries(Path(target.path), KEY) for event in entry.events]
 
 
-def finishes(attempt: RemoteAttempt) -> None:
-    attempt.post(TrialFinished(trial=attempt.trial, reason="done"))
-    attempt.exit()
+def finish(attempt: RemoteAttempt) -> None:
+    attempt.posts(TrialFinished(trial=attempt.trial, reason="done"))
+    attempt.exits()
 
 
-def trains(attempt: RemoteAttempt) -> None:
-    attempt.start()
-    attempt.save(attempt.outbox.trial.step + 1)
-    finishes(attempt)
+def train_one_step(attempt: RemoteAttempt) -> None:
+    attempt.starts()
+    attempt.saves(attempt.outbox.trial.step + 1)
+    finish(attempt)
 
 
-def run_killed(target: LocalTarget, executor: PostingExecutor, polls: int = 3, **options: Any) -> None:
+def run_until_killed(target: LocalTarget, executor: PostingExecutor, polls: int = 3, **options: Any) -> None:
     """Run a search that is killed."""
     with pytest.raises(Killed):
         PlannedSearch(target, executor=executor).run(kill_after(polls), num_samples=1, **options)
@@ -100,14 +100,14 @@ def run_killed(target: LocalTarget, executor: PostingExecutor, polls: int = 3, *
 
 def test_posts_are_received_once_and_in_order_and_each_with_its_events_in_one_entry(target: LocalTarget) -> None:
     def act(attempt: RemoteAttempt) -> None:
-        attempt.start()
-        attempt.save(1)
-        attempt.save(2, 1)
-        finishes(attempt)
+        attempt.starts()
+        attempt.saves(1)
+        attempt.saves(2, 1)
+        finish(attempt)
 
     executor = PostingExecutor(act)
     PlannedSearch(target, executor=executor).run(num_samples=1)
-    events = [(number, event) for number, event in events_in(target) if getattr(event, "trial", "")]
+    events = [(number, event) for number, event in load_events(target) if getattr(event, "trial", "")]
     kinds = [type(event) for _, event in events]
     assert kinds[1:] == [
         *(
@@ -147,32 +147,32 @@ def test_the_end_of_an_attempt_receives_what_it_posted_unseen_and_closes_its_out
 def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again(
     target: LocalTarget, *, is_local: bool
 ) -> None:
-    first = PostingExecutor(RemoteAttempt.start, is_detached=is_local)
-    run_killed(target, first)
-    (left,) = first.attempts
-    left.save(1)
+    first = PostingExecutor(RemoteAttempt.starts, is_detached=is_local)
+    run_until_killed(target, first)
+    (orphan,) = first.attempts
+    orphan.saves(1)
     requests: list[AttemptRequest] = []
 
-    def is_fenced(*_: object) -> None:
+    def check_fenced(*_: object) -> None:
         with pytest.raises(Superseded):
-            left.save(2)
-        requests.append(left.request)
+            orphan.saves(2)
+        requests.append(orphan.request)
 
     def act(attempt: RemoteAttempt) -> None:
-        is_fenced()
+        check_fenced()
         assert newest_checkpoint(attempt.request.trial) is not None, "what it saved after the kill is adopted"
         assert attempt.request.trial.outbox == 2
-        trains(attempt)
+        train_one_step(attempt)
 
-    executor = InstantExecutor(STEPS, is_fenced) if is_local else PostingExecutor(act)
+    executor = InstantExecutor(STEPS, check_fenced) if is_local else PostingExecutor(act)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (trial.phase, trial.attempt, len(requests)) == (Phase.FINISHED, 2, 1)
     assert trial.checkpoints[0].step == 1
 
 
 def test_an_attempt_that_has_outlived_its_search_is_found_again_and_trains_on(target: LocalTarget) -> None:
-    first = PostingExecutor(RemoteAttempt.start, is_detached=True)
-    run_killed(target, first)
+    first = PostingExecutor(RemoteAttempt.starts, is_detached=True)
+    run_until_killed(target, first)
 
     def act(attempt: RemoteAttempt) -> None:
         assert (attempt.request.trial.phase, attempt.request.trial.outbox) == (Phase.RUNNING, 1)
@@ -188,40 +188,40 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its posts are more than can be read until the deadline of one opening of the target, however often retried."""
-    first = PostingExecutor(RemoteAttempt.start, is_detached=True)
-    run_killed(target, first)
-    (left,) = first.attempts
+    first = PostingExecutor(RemoteAttempt.starts, is_detached=True)
+    run_until_killed(target, first)
+    (orphan,) = first.attempts
     for step in range(1, 451):
-        left.post(StepReported(trial=left.trial, report=StepReport(step=step, metrics={"loss": 1.0})))
+        orphan.posts(StepReported(trial=orphan.trial, report=StepReport(step=step, metrics={"loss": 1.0})))
     read = PosixStore.read
 
     def read_until_deadline(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        counted = vars(store)
-        counted["post_count"] = counted.get("post_count", 0) + ("/outbox/" in path)
-        if counted["post_count"] > 300:
+        attributes = vars(store)
+        attributes["post_count"] = attributes.get("post_count", 0) + ("/outbox/" in path)
+        if attributes["post_count"] > 300:
             raise DeadlineExceeded(f"read of {path}: not done in time")
         return read(store, path, offset=offset, length=length)
 
     def act(attempt: RemoteAttempt) -> None:
         assert (attempt.request.trial.phase, attempt.request.trial.step) == (Phase.RUNNING, 450)
-        left.post(TrialFinished(trial=left.trial, reason="done"))
-        attempt.exit()
+        orphan.posts(TrialFinished(trial=orphan.trial, reason="done"))
+        attempt.exits()
 
     monkeypatch.setattr(PosixStore, "read", read_until_deadline)
     monkeypatch.setattr(storage_retries, "_pause", lambda _seconds: None)
     search = PlannedSearch(target, executor=PostingExecutor(act, is_detached=True))
     (trial,) = search.run(num_samples=1).trials.values()
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 450, 1)
-    entries = {number for number, event in events_in(target) if isinstance(event, PostReceived)}
+    entries = {number for number, event in load_events(target) if isinstance(event, PostReceived)}
     assert len(entries) >= 3, "a part is journaled before the next one is read"
 
 
 def test_a_queued_launch_of_an_earlier_search_is_found_again_and_not_fenced_off(target: LocalTarget) -> None:
-    run_killed(target, PostingExecutor(lambda _attempt: None, is_detached=True))
-    executor = PostingExecutor(trains, is_detached=True)
+    run_until_killed(target, PostingExecutor(lambda _attempt: None, is_detached=True))
+    executor = PostingExecutor(train_one_step, is_detached=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (executor.attempts[0].request.trial.outbox, trial.phase, trial.attempt) == (1, Phase.FINISHED, 1)
-    assert sum(isinstance(event, AttemptLaunched) for _, event in events_in(target)) == 1
+    assert sum(isinstance(event, AttemptLaunched) for _, event in load_events(target)) == 1
 
 
 def test_an_attempt_whose_end_its_search_did_not_see_is_no_queued_launch(target: LocalTarget) -> None:
@@ -229,8 +229,8 @@ def test_an_attempt_whose_end_its_search_did_not_see_is_no_queued_launch(target:
         attempt.start()
         attempt.post(AttemptEnded(trial=attempt.trial, cause=Cause.PREEMPTED, reason="its machine is needed"))
 
-    run_killed(target, PostingExecutor(act, is_detached=True))
-    executor = PostingExecutor(trains, is_detached=True)
+    run_until_killed(target, PostingExecutor(act, is_detached=True))
+    executor = PostingExecutor(train_one_step, is_detached=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (executor.attempts[0].request.trial.outbox, trial.phase, trial.attempt) == (2, Phase.FINISHED, 2)
 
@@ -239,18 +239,18 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
     losses = {"00000": 0.1, "00001": 0.9}
 
     def train(attempt: RemoteAttempt, milestone: int | None) -> None:
-        attempt.save(milestone or STEPS, loss=losses[attempt.trial])
-        attempt.await_decision() if milestone else finishes(attempt)
+        attempt.saves(milestone or STEPS, loss=losses[attempt.trial])
+        attempt.asks() if milestone else finish(attempt)
 
     def act(attempt: RemoteAttempt) -> None:
         attempt.start()
         train(attempt, attempt.request.decision_step)
 
-    def answer(attempt: RemoteAttempt, said: ContinueTraining | StopTrial) -> None:
-        if isinstance(said, ContinueTraining):
-            train(attempt, said.decision_step)
+    def answer(attempt: RemoteAttempt, answer_message: ContinueTraining | StopTrial) -> None:
+        if isinstance(answer_message, ContinueTraining):
+            train(attempt, answer_message.decision_step)
             return
-        attempt.post(cast("TrialFinished", said.outcome))
+        attempt.posts(cast("TrialFinished", answer_message.outcome))
         if len(executors) > 1:
             attempt.exit()
 
@@ -263,7 +263,7 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
         PlannedSearch(target, slots=1, executor=executors[0]).run(kill_after(6), **options)
     executors.append(PostingExecutor(act, answer, is_detached=True))
     state = PlannedSearch(target, slots=1, executor=executors[1]).run(**options)
-    outboxes = [each.request.trial.outbox for each in executors[1].attempts if each.trial == "00000"]
+    outboxes = [attempt.request.trial.outbox for attempt in executors[1].attempts if attempt.trial == "00000"]
     assert (outboxes[0], state.trial("00000").phase) == (2, Phase.FINISHED)
 
 
@@ -276,7 +276,7 @@ def test_a_clone_is_journaled_before_its_attempt_starts_and_has_the_bytes_of_its
             super().start_attempt(spec, request)
 
     PlannedSearch(target, executor=Recording()).run(scheduler=pt.PBT(2, {"lr": pt.loguniform(1e-4, 1e-1)}))
-    clones = [event for _, event in events_in(target) if isinstance(event, CheckpointCloned)]
+    clones = [event for _, event in load_events(target) if isinstance(event, CheckpointCloned)]
     assert clones
     for clone in clones:
         spec, request = next(
@@ -294,10 +294,10 @@ def test_a_clone_is_journaled_before_its_attempt_starts_and_has_the_bytes_of_its
 # Free slots are filled without delaying the answers to the trials that train already.
 
 
-_AT_ONCE = 8
+_STARTS_PER_POLL = 8
 
 
-class _Watched(UnreliableExecutor):
+class _RecordingExecutor(UnreliableExecutor):
     """Records how many attempts start before each poll, and how long that poll may wait."""
 
     def __init__(self) -> None:
@@ -316,23 +316,23 @@ class _Watched(UnreliableExecutor):
 
 
 def test_many_free_slots_are_filled_in_turns_with_the_answers_and_without_waits(tmp_path: Path) -> None:
-    executor = _Watched()
+    executor = _RecordingExecutor()
     search = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=20, executor=executor)
     state = search.run(num_samples=20, stop={"step": 1})
 
     assert len(state.trials) == 20
     first, second, third = executor.polls[:3]
-    assert first == second == (_AT_ONCE, timedelta(0)), "the slots that are left do not wait for a message"
-    assert third[0] == 20 - 2 * _AT_ONCE
+    assert first == second == (_STARTS_PER_POLL, timedelta(0)), "the slots that are left do not wait for a message"
+    assert third[0] == 20 - 2 * _STARTS_PER_POLL
     assert third[1] > timedelta(0), "with no slot left, the search waits for messages"
 
 
 def test_slots_for_which_there_is_no_trial_do_not_make_the_search_poll_without_a_wait(tmp_path: Path) -> None:
-    executor = _Watched()
+    executor = _RecordingExecutor()
     search = PlannedSearch(LocalTarget(path=str(tmp_path)), slots=20, executor=executor)
     search.run(num_samples=3, stop={"step": 1})
     assert executor.polls[0][0] == 3
-    assert all(patience > timedelta(0) for _, patience in executor.polls)
+    assert all(timeout > timedelta(0) for _, timeout in executor.polls)
 
 
 def test_an_end_writes_the_snapshot_that_was_lacking(target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,13 +349,13 @@ def test_no_trial_gets_a_second_slot_after_a_pause_that_an_interrupt_cut_off(see
     for poll in range(1, 25):
         target, executor = LocalTarget(path=str(tmp_path / str(poll))), UnreliableExecutor(seed=seed)
         search = PlannedSearch(target, slots=4, executor=executor)
-        search.run(_after(poll), **options)
-        assert all(each.phase in ENDED_PHASES for each in search.run(**options).trials.values())
+        search.run(_interrupt_after(poll), **options)
+        assert all(trial.phase in ENDED_PHASES for trial in search.run(**options).trials.values())
 
 
-def _after(polls: int) -> Callable[[], bool]:
-    asked = count()
-    return lambda: next(asked) > polls
+def _interrupt_after(polls: int) -> Callable[[], bool]:
+    polls_so_far = count()
+    return lambda: next(polls_so_far) > polls
 
 
 # Outboxes of attempts that outlive their search: a damaged post, an illegal one, a trial that is stopped queued.
@@ -366,7 +366,7 @@ def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_n
     target: LocalTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: int
 ) -> None:
     first = PostingExecutor(lambda _: None, is_detached=True)
-    run_killed(target, first, sync={"sync_period_seconds": 0})
+    run_until_killed(target, first, sync={"sync_period_seconds": 0})
     attempt = first.attempts[0]
     attempt.start()
     for step in (1, 2):
@@ -377,10 +377,10 @@ def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_n
     path = Path(target.path, KEY.trial_key("00000").post_path(1, damaged))
     path.chmod(0o644)
     path.write_bytes(b"damaged")
-    executor = PostingExecutor(trains, is_detached=True)
+    executor = PostingExecutor(train_one_step, is_detached=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (trial.phase, trial.attempt) == (Phase.FINISHED, 2)
-    assert [(each.step, each.sequence) for each in trial.checkpoints[:1]] == [(2, saved.sequence)]
+    assert [(ref.step, ref.sequence) for ref in trial.checkpoints[:1]] == [(2, saved.sequence)]
     assert str(path.relative_to(target.path)) in caplog.text
 
 
@@ -389,30 +389,30 @@ def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: L
 
     def act(attempt: RemoteAttempt) -> None:
         if len(executor.attempts) > 1:
-            trains(attempt)
+            train_one_step(attempt)
             return
         attempt.start()
 
-    def again(attempt: RemoteAttempt) -> None:
+    def post_start_twice(attempt: RemoteAttempt) -> None:
         attempt.outbox.trial = attempt.request.trial  # a fault: it posts its start twice
         attempt.start()
 
     class Faulty(PostingExecutor):
         polls = 0
 
-        def poll_messages(self, patience: object) -> Sequence[object]:  # type: ignore[override]  # as the fake returns
+        def poll_messages(self, timeout: object) -> Sequence[object]:  # type: ignore[override]  # as the fake returns
             self.polls += 1
             first = self.attempts[0]
             if self.polls == 2:
-                again(first)
+                post_start_twice(first)
             if self.polls == 4:
                 try:
                     first.save(1)
                     replies.append("acknowledged")
                 except Superseded:
                     replies.append("refused")
-                first.exit()
-            return super().poll_messages(patience)  # type: ignore[arg-type]  # as above
+                first.exits()
+            return super().poll_messages(timeout)  # type: ignore[arg-type]  # as above
 
     executor = Faulty(act)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
@@ -423,25 +423,25 @@ def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: L
 def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_search_ends(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def queued(_: RemoteAttempt) -> None:
+    def ignore_attempt(_: RemoteAttempt) -> None:
         """Do not begin."""
 
-    first = PostingExecutor(queued, is_detached=True)
+    first = PostingExecutor(ignore_attempt, is_detached=True)
     with pytest.raises(Killed):
         PlannedSearch(target, slots=2, executor=first).run(kill_after(3), num_samples=2)
-    assert [each.trial for each in first.attempts] == ["00000", "00001"]
+    assert [attempt.trial for attempt in first.attempts] == ["00000", "00001"]
 
-    class Stops(planned_search._Interrupts):
+    class StopsOnce(planned_search._Interrupts):
         taken = 0
 
         def take_requests(self) -> Sequence[StopRequest]:
             self.taken += 1
-            asked = StopRequest(write_id="w", at="", reason="by a person", term=2, trial="00001")
-            whole = StopRequest(write_id="x", at="", reason="by a person", term=2)
-            return [asked, whole] if self.taken == 2 else []
+            trial_request = StopRequest(write_id="w", at="", reason="by a person", term=2, trial="00001")
+            experiment_request = StopRequest(write_id="x", at="", reason="by a person", term=2)
+            return [trial_request, experiment_request] if self.taken == 2 else []
 
-    monkeypatch.setattr(planned_search, "_Interrupts", Stops)
-    second = PostingExecutor(queued, is_detached=True)
+    monkeypatch.setattr(planned_search, "_Interrupts", StopsOnce)
+    second = PostingExecutor(ignore_attempt, is_detached=True)
 
     def end_all() -> None:
         for attempt in second.attempts:
@@ -450,11 +450,11 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
 
     monkeypatch.setattr(second, "stop_all", end_all)
     PlannedSearch(target, slots=1, executor=second).run(num_samples=2)
-    third = PostingExecutor(trains, is_detached=True)
+    third = PostingExecutor(train_one_step, is_detached=True)
     monkeypatch.undo()
     state = PlannedSearch(target, slots=1, executor=third).run(num_samples=2)
     assert state.trial("00001").phase is Phase.FINISHED
-    assert {name: each.outbox for name, each in state.trials.items()} == {"00000": None, "00001": None}
+    assert {name: trial.outbox for name, trial in state.trials.items()} == {"00000": None, "00001": None}
     with pytest.raises(Superseded):
         first.attempts[1].post(
             AttemptStarted(trial="00001", attempt=1, from_step=0), TrialFinished(trial="00001", reason="x")
@@ -468,7 +468,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
 TRIAL = "00000"
 
 
-class Losing(UnreliableExecutor):
+class LosingExecutor(UnreliableExecutor):
     """An executor that loses its first attempt; another owner may open the experiment then."""
 
     def __init__(self, *, is_taken_over: bool) -> None:
@@ -483,15 +483,15 @@ class Losing(UnreliableExecutor):
             return
         if self._is_taken_over:
             with spec.target.open(timeout=timedelta(minutes=1)) as store:  # a guest takes nothing over
-                gone = [CheckpointQuarantined(trial=TRIAL, sequence=1)]
-                append_as_non_owner(store, KEY, lambda _: gone, new_write_stamp())
+                quarantine = [CheckpointQuarantined(trial=TRIAL, sequence=1)]
+                append_as_non_owner(store, KEY, lambda _: quarantine, new_write_stamp())
             acquire_and_adopt_with_retries(spec.target, KEY, OwnershipRequest(current_owner(), new_write_stamp()))
         self._inbox.clear()
         self._inbox.append(AttemptExited(TRIAL, StoreUnavailable("its process is gone")))
 
 
 def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_starts_none(target: LocalTarget) -> None:
-    executor = Losing(is_taken_over=True)
+    executor = LosingExecutor(is_taken_over=True)
     with pytest.raises(Superseded, match="took over"):
         PlannedSearch(target, executor=executor).run(num_samples=1)
     assert len(executor.requests) == 1
@@ -499,9 +499,9 @@ def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_s
 
 def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:
     acquire_and_adopt_with_retries(target, KEY, OwnershipRequest(current_owner(), new_write_stamp()))
-    executor = Losing(is_taken_over=False)
+    executor = LosingExecutor(is_taken_over=False)
     state = PlannedSearch(target, executor=executor).run(num_samples=1)
     assert state.trial(TRIAL).phase is Phase.FINISHED
-    assert [(each.search_term, each.attempt) for each in executor.requests] == [(2, 1), (2, 1)]
-    events = [event for entry in entries_of(Path(target.path), KEY) for event in entry.events]
+    assert [(request.search_term, request.attempt) for request in executor.requests] == [(2, 1), (2, 1)]
+    events = [event for entry in load_entries(Path(target.path), KEY) for event in entry.events]
     assert sum(isinstance(event, OwnerChanged) for event in events) == 2

@@ -57,30 +57,30 @@ from tests.fakes.trial_processes import wait_until
 
 
 @pytest.fixture
-def written() -> WrittenEntries:
+def journal() -> WrittenEntries:
     return WrittenEntries()
 
 
 @pytest.fixture
-def pending(written: WrittenEntries) -> PendingEntry:
+def entry(journal: WrittenEntries) -> PendingEntry:
     """The pending entry of an experiment with one trial, with no write for a while."""
-    opened = OwnerChanged(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
-    pending = make_pending_entry(written, make_random_policy(), period=timedelta(minutes=5))
-    for event in (opened, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
-        pending.add_event(event)
-    pending.write(may_wait=False)
-    written.entries.clear()
-    return pending
+    owner_change = OwnerChanged(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
+    entry = pending_entry(journal, random_policy(), period=timedelta(minutes=5))
+    for event in (owner_change, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
+        entry.add_event(event)
+    entry.write(may_wait=False)
+    journal.entries.clear()
+    return entry
 
 
-def test_what_nobody_waits_for_has_time_and_an_act_has_not(pending: PendingEntry, written: WrittenEntries) -> None:
-    pending.add_event(TrialFinished(trial="00000", reason="done"))
-    pending.write(may_wait=True)
-    assert written.entries == []
-    acts: list[int] = []
-    pending.after_write(lambda: acts.append(len(written.entries)))
-    pending.write(may_wait=True)
-    assert acts == [1], "the action runs once the entry is written"
+def test_what_nobody_waits_for_has_time_and_an_act_has_not(entry: PendingEntry, journal: WrittenEntries) -> None:
+    entry.add_event(TrialFinished(trial="00000", reason="done"))
+    entry.write(may_wait=True)
+    assert journal.entries == []
+    actions: list[int] = []
+    entry.after_write(lambda: actions.append(len(journal.entries)))
+    entry.write(may_wait=True)
+    assert actions == [1], "the action runs once the entry is written"
 
 
 @pytest.mark.parametrize(
@@ -91,22 +91,22 @@ def test_what_nobody_waits_for_has_time_and_an_act_has_not(pending: PendingEntry
         StopRequested(reason="enough", request="w", refused=make_reason("request-repeated")),
     ],
 )
-def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopRequested, pending: PendingEntry) -> None:
-    pending.add_event(event)
-    assert pending.write(may_wait=True).stop_requests == ("w",)
+def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopRequested, entry: PendingEntry) -> None:
+    entry.add_event(event)
+    assert entry.write(may_wait=True).stop_requests == ("w",)
 
 
 def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(
-    pending: PendingEntry, written: WrittenEntries
+    entry: PendingEntry, journal: WrittenEntries
 ) -> None:
-    pending.add_event(StopRequested(reason="enough", trial="00000", request="w"))
-    pending.write(may_wait=True)
-    pending.add_event(TrialFinished(trial="00001", reason="done"))
-    pending.write(may_wait=True)
-    assert len(written.entries) == 1
-    pending.add_event(TrialFinished(trial="00000", reason="enough", kind=FinishKind.STOPPED))
-    assert pending.write(may_wait=True).trial("00000").finish_kind is FinishKind.STOPPED
-    assert len(written.entries) == 2
+    entry.add_event(StopRequested(reason="enough", trial="00000", request="w"))
+    entry.write(may_wait=True)
+    entry.add_event(TrialFinished(trial="00001", reason="done"))
+    entry.write(may_wait=True)
+    assert len(journal.entries) == 1
+    entry.add_event(TrialFinished(trial="00000", reason="enough", kind=FinishKind.STOPPED))
+    assert entry.write(may_wait=True).trial("00000").finish_kind is FinishKind.STOPPED
+    assert len(journal.entries) == 2
 
 
 class Clock:
@@ -118,84 +118,84 @@ class Clock:
 
 
 def test_a_changed_status_is_written_within_two_seconds_and_reports_within_the_sync_period(
-    pending: PendingEntry, written: WrittenEntries, monkeypatch: pytest.MonkeyPatch
+    entry: PendingEntry, journal: WrittenEntries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
     first, second = (AttemptStarted(trial=trial, attempt=1, from_step=0) for trial in ("00000", "00001"))
-    pending.add_event(first)
+    entry.add_event(first)
     clock.now += 1.9
-    pending.add_event(second)
-    pending.write(may_wait=True)
-    assert written.entries == []
+    entry.add_event(second)
+    entry.write(may_wait=True)
+    assert journal.entries == []
     clock.now += 0.2
-    pending.write(may_wait=True)
-    assert written.entries == [(first, second)], "both share an entry"
-    reported = StepReported(trial="00000", report=StepReport(step=1, metrics={}))
-    pending.add_event(reported)
+    entry.write(may_wait=True)
+    assert journal.entries == [(first, second)], "both share an entry"
+    report = StepReported(trial="00000", report=StepReport(step=1, metrics={}))
+    entry.add_event(report)
     clock.now += 290
-    pending.write(may_wait=True)
-    assert len(written.entries) == 1
+    entry.write(may_wait=True)
+    assert len(journal.entries) == 1
     clock.now += 11
-    pending.write(may_wait=True)
-    assert written.entries[1:] == [(reported,)]
+    entry.write(may_wait=True)
+    assert journal.entries[1:] == [(report,)]
 
 
 # Attempts submit events, and wait for the entry that holds them.
 
 
-def submitted(pending: PendingEntry, *events: AttemptEvent) -> Future[Experiment]:
+def submit_events(entry: PendingEntry, *events: AttemptEvent) -> Future[Experiment]:
     """Submit the events of an attempt, which waits for them unless they are reports."""
     is_awaited = any(not isinstance(event, StepReported) for event in events)
     group = EventsSubmitted(events[0].trial, events, is_awaited=is_awaited)
-    pending.add_submitted(group)
+    entry.add_submitted(group)
     return group.entry_written
 
 
-def started(trial: str) -> AttemptStarted:
+def start(trial: str) -> AttemptStarted:
     return AttemptStarted(trial=trial, attempt=1, from_step=0)
 
 
-def reported(trial: str, step: int = 1) -> StepReported:
+def report(trial: str, step: int = 1) -> StepReported:
     return StepReported(trial=trial, report=StepReport(step=step, metrics={}))
 
 
-def test_one_entry_serves_all_attempts_that_wait(pending: PendingEntry, written: WrittenEntries) -> None:
-    first, second = (submitted(pending, started(trial)) for trial in ("00000", "00001"))
+def test_one_entry_serves_all_attempts_that_wait(entry: PendingEntry, journal: WrittenEntries) -> None:
+    first, second = (submit_events(entry, start(trial)) for trial in ("00000", "00001"))
     assert not first.done()
-    state = pending.write(may_wait=True)
-    assert written.entries == [(started("00000"), started("00001"))]
+    state = entry.write(may_wait=True)
+    assert journal.entries == [(start("00000"), start("00001"))]
     assert first.result() is second.result() is state
 
 
 def test_a_report_alone_waits_for_the_sync_period_and_else_for_an_entry_with_another_cause(
-    pending: PendingEntry, written: WrittenEntries, monkeypatch: pytest.MonkeyPatch
+    entry: PendingEntry, journal: WrittenEntries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    submitted(pending, started("00000"))
-    submitted(pending, started("00001"))
-    pending.write(may_wait=True)
-    first = submitted(pending, reported("00000"))
-    pending.write(may_wait=True)
+    submit_events(entry, start("00000"))
+    submit_events(entry, start("00001"))
+    entry.write(may_wait=True)
+    first = submit_events(entry, report("00000"))
+    entry.write(may_wait=True)
     assert not first.done()
     save = CheckpointCommitted(trial="00001", checkpoint=CheckpointRef(step=1, sequence=1))
-    submitted(pending, reported("00001"), save)
-    pending.write(may_wait=True)
-    assert written.entries[1:] == [(reported("00000"), reported("00001"), save)]
-    second = submitted(pending, reported("00000", 2))
+    submit_events(entry, report("00001"), save)
+    entry.write(may_wait=True)
+    assert journal.entries[1:] == [(report("00000"), report("00001"), save)]
+    second = submit_events(entry, report("00000", 2))
     clock.now += 301
-    pending.write(may_wait=True)
+    entry.write(may_wait=True)
     assert (first.done(), second.done()) == (True, True)
 
 
 def test_impossible_events_are_refused_together_and_leave_the_state(
-    pending: PendingEntry, written: WrittenEntries
+    entry: PendingEntry, journal: WrittenEntries
 ) -> None:
-    before, impossible = pending.state, submitted(pending, started("00000"), reported("00000"), reported("00000"))
-    possible = submitted(pending, started("00001"))
+    before, impossible = (entry.state, submit_events(entry, start("00000"), report("00000"), report("00000")))
+    possible = submit_events(entry, start("00001"))
     assert isinstance(impossible.exception(0), IllegalTransition)
-    assert pending.state.trial("00000") == before.trial("00000")
-    pending.write(may_wait=True)
-    assert written.entries == [(started("00001"),)]
+    assert entry.state.trial("00000") == before.trial("00000")
+    entry.write(may_wait=True)
+    assert journal.entries == [(start("00001"),)]
     assert possible.done()
 
 
@@ -203,52 +203,52 @@ def test_impossible_events_are_refused_together_and_leave_the_state(
     ("error", "expected"), [(StoreUnavailable("away"), StoreUnavailable), (KeyboardInterrupt(), CommitUnknown)]
 )
 def test_a_write_that_fails_fails_for_all_attempts_that_wait_and_raises(
-    error: BaseException, expected: type[Exception], pending: PendingEntry, written: WrittenEntries
+    error: BaseException, expected: type[Exception], entry: PendingEntry, journal: WrittenEntries
 ) -> None:
-    groups = [submitted(pending, started(trial)) for trial in ("00000", "00001")]
-    written.error = error
+    groups = [submit_events(entry, start(trial)) for trial in ("00000", "00001")]
+    journal.error = error
     with pytest.raises(type(error)):
-        pending.write(may_wait=True)
-    assert [type(each.exception(0)) for each in groups] == [expected] * 2
+        entry.write(may_wait=True)
+    assert [type(group.exception(0)) for group in groups] == [expected] * 2
 
 
 def test_a_write_that_may_have_arrived_is_repeated_as_it_was_before_what_came_since(
-    pending: PendingEntry, written: WrittenEntries
+    entry: PendingEntry, journal: WrittenEntries
 ) -> None:
-    submitted(pending, started("00000"))
-    written.error = KeyboardInterrupt()
+    submit_events(entry, start("00000"))
+    journal.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        pending.write(may_wait=True)
-    submitted(pending, started("00001"))
-    written.error = None
-    pending.write(may_wait=True)
-    assert written.entries == [(started("00000"),), (started("00001"),)]
-    assert written.stamps[-3] == written.stamps[-2] != written.stamps[-1]
+        entry.write(may_wait=True)
+    submit_events(entry, start("00001"))
+    journal.error = None
+    entry.write(may_wait=True)
+    assert journal.entries == [(start("00000"),), (start("00001"),)]
+    assert journal.stamps[-3] == journal.stamps[-2] != journal.stamps[-1]
 
 
 def test_dropped_actions_are_not_called_and_attempts_are_still_served(
-    pending: PendingEntry, written: WrittenEntries
+    entry: PendingEntry, journal: WrittenEntries
 ) -> None:
-    acts: list[str] = []
-    group = submitted(pending, started("00000"))
-    pending.after_write(lambda: acts.append("then"))
-    pending.after_next_write(lambda: acts.append("after entry"))
-    pending.drop_actions()
-    pending.write(may_wait=True)
-    assert (acts, group.done(), len(written.entries)) == ([], True, 1)
+    actions: list[str] = []
+    group = submit_events(entry, start("00000"))
+    entry.after_write(lambda: actions.append("then"))
+    entry.after_next_write(lambda: actions.append("after entry"))
+    entry.drop_actions()
+    entry.write(may_wait=True)
+    assert (actions, group.done(), len(journal.entries)) == ([], True, 1)
 
 
 def test_an_action_after_an_entry_asks_for_none_and_precedes_those_that_do(
-    pending: PendingEntry, written: WrittenEntries
+    entry: PendingEntry, journal: WrittenEntries
 ) -> None:
-    acts: list[str] = []
-    pending.add_event(TrialFinished(trial="00000", reason="done"))
-    pending.after_next_write(lambda: acts.append("delete"))
-    pending.write(may_wait=True)
-    assert (acts, written.entries) == ([], [])
-    pending.after_write(lambda: acts.append("start"))
-    pending.write(may_wait=True)
-    assert acts == ["delete", "start"]
+    actions: list[str] = []
+    entry.add_event(TrialFinished(trial="00000", reason="done"))
+    entry.after_next_write(lambda: actions.append("delete"))
+    entry.write(may_wait=True)
+    assert (actions, journal.entries) == ([], [])
+    entry.after_write(lambda: actions.append("start"))
+    entry.write(may_wait=True)
+    assert actions == ["delete", "start"]
 
 
 def test_all_posts_that_wait_are_deleted_by_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,13 +271,13 @@ def test_all_posts_that_wait_are_deleted_by_one_request(tmp_path: Path, monkeypa
     key = TrialKey(experiment="e", generation=1, trial="00000")
     posts = [tmp_path / key.post_path(1, number) for number in range(2, 10)]
     posts[0].parent.mkdir(parents=True)
-    for each in posts:
-        each.touch()
+    for path in posts:
+        path.touch()
     janitor = BackgroundWorker(LocalTarget(path=str(tmp_path)))
     for number in range(2, 10):
         janitor.delete_post(key, 1, number)
     may_open.set()
-    wait_until(lambda: not any(each.exists() for each in posts), seconds=60, what=lambda: "the deletion of all posts")
+    until(lambda: not any(path.exists() for path in posts), seconds=60, what=lambda: "the deletion of all posts")
     janitor.close()
     assert (len(openings), len(requests)) == (1, 1)
 
@@ -290,7 +290,7 @@ TRIAL = KEY.trial_key("00000")
 Script = Callable[[RemoteAttempt], Iterator[None]]
 
 
-class Scripted(PostingExecutor):
+class ScriptedExecutor(PostingExecutor):
     """Carries out the next part of a script with each poll, once the journal has all posts before it."""
 
     def __init__(self, script: Script) -> None:
@@ -301,34 +301,34 @@ class Scripted(PostingExecutor):
     def _begin(self, attempt: RemoteAttempt) -> None:
         self._parts = self._script(attempt)
 
-    def poll_messages(self, patience: timedelta) -> list[Message]:
+    def poll_messages(self, timeout: timedelta) -> list[Message]:
         next(self._parts, None)
-        return super().poll_messages(patience)
+        return super().poll_messages(timeout)
 
 
-def saves(attempt: RemoteAttempt, step: int, *retires: int) -> CheckpointKey:
+def save_checkpoint(attempt: RemoteAttempt, step: int, *retired: int) -> CheckpointKey:
     """Publish a checkpoint with bytes of its own, and post it."""
     report = StepReport(step=step, metrics={"loss": 1.0})
     trial = attempt.outbox.trial
     key = CheckpointKey(trial=attempt.spec.trial, step=step, sequence=trial.next_sequence)
-    about = CheckpointMetadata(
+    metadata = CheckpointMetadata(
         attempt=trial.attempt, term=1, write_id=f"{key.name}", created_at="now", metrics=report.metrics
     )
     files = MemoryFiles({"head": f"step {step}".encode()})
-    with_store(attempt.spec.target, lambda store: commit_checkpoint(store, key, files, about, reuse=ReusableBytes()))
+    with_store(attempt.spec.target, lambda store: commit_checkpoint(store, key, files, metadata, reuse=ReusableBytes()))
     ref = CheckpointRef(sequence=key.sequence, **report.model_dump())
     attempt.post(
         StepReported(trial=attempt.trial, report=report),
-        CheckpointCommitted(trial=attempt.trial, checkpoint=ref, retired_sequences=retires),
+        CheckpointCommitted(trial=attempt.trial, checkpoint=ref, retired_sequences=retired),
     )
     return key
 
 
-def quarantined_by_guest(target: LocalTarget, key: CheckpointKey) -> None:
+def quarantine_as_non_owner(target: LocalTarget, key: CheckpointKey) -> None:
     with_store(target, lambda store: quarantine(store, KEY, {key: "damaged"}, new_write_stamp()))
 
 
-def require_bytes(target: LocalTarget, state: Experiment) -> None:
+def require_live_checkpoints(target: LocalTarget, state: Experiment) -> None:
     for trial in state.trials.values():
         for ref in trial.checkpoints:
             path = state.trial_key(trial.id).checkpoint_key(ref).manifest_path
@@ -341,26 +341,26 @@ def test_what_a_post_does_not_retire_since_a_guest_was_faster_is_not_deleted(tmp
     target = LocalTarget(path=str(tmp_path))
 
     def script(attempt: RemoteAttempt) -> Iterator[None]:
-        attempt.start()
-        saves(attempt, 1)
-        second = saves(attempt, 2)
+        attempt.starts()
+        save_checkpoint(attempt, 1)
+        second = save_checkpoint(attempt, 2)
         yield
         while len(read_experiment(target, KEY).trial("00000").checkpoints) < 2:
             yield
-        quarantined_by_guest(target, second)
-        saves(attempt, 3, 1)  # Retention(last=2): the attempt does not know of the quarantine
+        quarantine_as_non_owner(target, second)
+        save_checkpoint(attempt, 3, 1)  # Retention(last=2): the attempt does not know of the quarantine
         yield
         attempt.post(AttemptEnded(trial=attempt.trial, cause=Cause.PREEMPTED, reason="x"))
         attempt.exit()
 
-    executor = Scripted(script)
+    executor = ScriptedExecutor(script)
     state = PlannedSearch(target, executor=executor, slots=1).run(
         lambda: len(executor.attempts) > 0 and not len(executor), num_samples=1, sync={"sync_period_seconds": 0.01}
     )
     trial = state.trial("00000")
     assert [ref.step for ref in trial.checkpoints] == [1], "the save of step 3 was overtaken, and retired nothing"
     time.sleep(2)  # the janitor works in the background
-    require_bytes(target, state)
+    require_live_checkpoints(target, state)
 
 
 # Several processes of one flow run begin an experiment at once; and a task is retried that died while it began it.
@@ -373,25 +373,25 @@ def test_two_processes_of_a_flow_run_begin_an_experiment_at_once(
     monkeypatch.setattr(ownership, "_write_locks", defaultdict(threading.RLock))  # two processes have no common lock
     calls: list[int] = []
 
-    def meanwhile(*arguments: Any, **options: Any) -> Any:
+    def start_attempt_first(*arguments: Any, **options: Any) -> Any:
         if not calls:
             calls.append(1)
             state = ensure_ownership(target, "e")
             write_if_unchanged(target, state, "b", make_attempt_start_events(None, "b", 1))
         return make_adoption_events(*arguments, **options)
 
-    monkeypatch.setattr(journal_access, "make_adoption_events", meanwhile)
+    monkeypatch.setattr(journal_access, "make_adoption_events", start_attempt_first)
     assert "b" in ensure_ownership(target, "e").trials
 
 
 def test_a_retried_task_adopts_what_its_first_try_had_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = LocalTarget(path=str(tmp_path))
 
-    def dies(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal_access, "append_entry", dies)
+        patch.setattr(journal_access, "append_entry", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ensure_ownership(target, "e")
     state = ensure_ownership(target, "e")

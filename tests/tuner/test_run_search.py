@@ -62,23 +62,23 @@ def test_a_run_that_is_started_again_is_not_said_to_take_over_from_itself(monkey
 
 
 @pytest.mark.parametrize(
-    ("options", "then", "lines"),
+    ("options", "events", "lines"),
     [({}, [], 1), ({"rerun_errored": "only"}, [], 0), ({}, [StopRequested(reason="time budget")], 0)],
     ids=["nothing was left", "only errored ones were wanted", "it ended early"],
 )
 def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
-    options: dict[str, object], then: list[Event], lines: int
+    options: dict[str, object], events: list[Event], lines: int
 ) -> None:
     recorder = LogRecorder()
-    found = apply_events(ADDED, [STARTED, TrialFinished(trial="t", reason="done", kind=FinishKind.RETURNED)])
-    ended = apply_events(found, then)
+    before = after(ADDED, [STARTED, TrialFinished(trial="t", reason="done", kind=FinishKind.RETURNED)])
+    ended = after(before, events)
     plan = SearchPlan(trainable=lambda _: None, target="/runs", experiment="e", **options)
-    log_already_finished(plan, found, ended, make_log(recorder))
+    log_already_finished(plan, before, ended, log_to(recorder))
     assert len(recorder.lines) == lines
 
 
 @pytest.mark.parametrize(
-    ("processes", "cpu_count", "said"),
+    ("processes", "cpu_count", "line"),
     [
         (1, 2, "slots: 2 trials at once on this machine"),
         (2, 4, "slots: 2 trials at once on this machine, each of 2 processes"),
@@ -88,12 +88,12 @@ def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
     ],
 )
 def test_processes_that_share_processors_are_named(
-    processes: int | tuple[int, int], cpu_count: int | None, said: str
+    processes: int | tuple[int, int], cpu_count: int | None, line: str
 ) -> None:
     recorder = LogRecorder()
     plan = SearchPlan(trainable=print, target="/runs", experiment="e", processes_per_trial=processes)
-    log_search_start(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", make_log(recorder))
-    assert said in recorder.lines
+    log_search_start(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))
+    assert line in recorder.lines
 
 
 # What a failed search says.
@@ -103,7 +103,7 @@ _BAD = make_reason("raised", type="ValueError", text="bad", traceback="Traceback
 
 
 @pytest.mark.parametrize(
-    ("reason", "ends"),
+    ("reason", "ending"),
     [
         (
             make_reason("max-failures", failures=1, limit=0, error=_BAD),
@@ -112,25 +112,25 @@ _BAD = make_reason("raised", type="ValueError", text="bad", traceback="Traceback
         (make_reason("process-ended", exit_code=3), RETRY_KEEPS_CONFIGURATION),
     ],
 )
-def test_it_refers_to_a_traceback_if_there_is_one(reason: Reason, ends: str) -> None:
-    error = _failure(reason, {}, LocalTarget(path="/runs"))
-    assert error.endswith(ends)
-    again = "run the search again: pass experiment='e' and rerun_errored=True; a retried"
-    assert again in error, "no command finds the function of a script"
+def test_it_refers_to_a_traceback_if_there_is_one(reason: Reason, ending: str) -> None:
+    error = _failure_text(reason, {}, LocalTarget(path="/runs"))
+    assert error.endswith(ending)
+    advice = "run the search again: pass experiment='e' and rerun_errored=True; a retried"
+    assert advice in error, "no command finds the function of a script"
 
 
 @pytest.mark.parametrize(
-    ("saved", "argument"), [(None, "'s3://bucket?endpoint_url=http://host&region=eu'"), ("prod", "s3-target/prod")]
+    ("block_name", "argument"), [(None, "'s3://bucket?endpoint_url=http://host&region=eu'"), ("prod", "s3-target/prod")]
 )
-def test_its_commands_can_be_typed_as_they_are(saved: str | None, argument: str) -> None:
+def test_its_commands_can_be_typed_as_they_are(block_name: str | None, argument: str) -> None:
     target = S3Target(bucket="bucket", endpoint_url="http://host", region="eu", allow_http=True)
-    target._block_document_name = saved
-    error = _failure(make_reason("max-failures", failures=1, limit=0, error=_BAD), {"trainable": "m:Net"}, target)
+    target._block_document_name = block_name
+    error = _failure_text(make_reason("max-failures", failures=1, limit=0, error=_BAD), {"trainable": "m:Net"}, target)
     assert f"(prefect-tune resume {argument} e --rerun-errored)" in error
     assert error.endswith(f"prefect-tune show {argument} e --trial 0")
 
 
-def _failure(reason: Reason, settings: Mapping[str, object], target: StorageTarget) -> str:
+def _failure_text(reason: Reason, settings: Mapping[str, object], target: StorageTarget) -> str:
     """Return the error of a search whose only trial has failed."""
     state = empty_experiment(first_generation("e"))
     events: list[Event] = [TrialAdded(trial="0", config={}), AttemptStarted(trial="0", attempt=1, from_step=0)]

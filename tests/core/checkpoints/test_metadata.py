@@ -117,15 +117,15 @@ def test_what_was_said_of_a_retired_checkpoint_goes_with_it_and_of_a_live_one_st
     session.start()
     for _ in range(3):
         session.train()
-        session.doomed = session.acknowledge(session.publish())
-    (doomed,) = session.doomed
+        session.to_delete = session.acknowledge(session.publish())
+    (doomed,) = session.to_delete
     live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in session.trial.checkpoints]
     for key in (doomed, *live):
         for name in ("a", "b"):
             revise_metadata(
                 session.store, key.metadata_folder, lambda said, name=name: {**said, name: 1}, initial={}, write_id=name
             )
-    delete_retired_objects(session.store, KEY, session.trial, session.doomed)
+    delete_retired_objects(session.store, KEY, session.trial, session.to_delete)
     assert session.store.list(doomed.folder) == []
     assert all(read_newest_metadata(session.store, key.metadata_folder) == {"a": 1, "b": 1} for key in live)
 

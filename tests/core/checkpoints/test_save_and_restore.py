@@ -32,8 +32,8 @@ from prefect_tune.core.restore import read_manifest, verify_files
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import digest_of
 from tests.core.driver import KEY
-from tests.core.histories import cut_small
-from tests.fakes.stores.memory_files import MemoryFiles, load_files
+from tests.core.histories import small_blobs
+from tests.fakes.stores.memory_files import MemoryFiles, restored
 from tests.fakes.stores.memory_store import MemoryStore
 
 ABOUT = CheckpointMetadata(attempt=1, term=1, write_id="w1", created_at="now")
@@ -123,7 +123,7 @@ def is_a_tree(files: Mapping[str, bytes]) -> bool:
 )
 def test_every_directory_comes_back_as_it_was(saves: list[dict[str, bytes]], chunk: int, blob: int) -> None:
     store, parent = MemoryStore(), None
-    with cut_small(chunk, blob):
+    with small_blobs(chunk, blob):
         for step, files in enumerate(saves, 1):
             parent = save(store, files, key(step, step), parent=parent).manifest
         for step, files in enumerate(saves, 1):

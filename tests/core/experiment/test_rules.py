@@ -62,7 +62,7 @@ SAVES = [CheckpointRef(step=10 * n, sequence=n, metrics={"loss": loss}) for n, l
 
 
 @pytest.mark.parametrize(
-    ("policy", "stay"),
+    ("policy", "kept"),
     [
         (Retention(), [1, 2, 3, 4, 5, 6]),
         (Retention(last=1), [6]),
@@ -77,12 +77,12 @@ SAVES = [CheckpointRef(step=10 * n, sequence=n, metrics={"loss": loss}) for n, l
         (Retention(every=50, best=1, metric="loss", last=2), [2, 5, 6]),
     ],
 )
-def test_a_checkpoint_stays_when_one_rule_keeps_it(policy: Retention, stay: list[int]) -> None:
-    assert [each.sequence for each in SAVES if each.sequence not in sequences_to_retire(SAVES, policy)] == stay
+def test_a_checkpoint_stays_when_one_rule_keeps_it(policy: Retention, kept: list[int]) -> None:
+    assert [ref.sequence for ref in SAVES if ref.sequence not in sequences_to_retire(SAVES, policy)] == kept
 
 
 @pytest.mark.parametrize(
-    ("policy", "sequences", "going"),
+    ("policy", "sequences", "retired"),
     [
         (Retention(), [2, 3], []),
         (Retention(last=2), [2, 3], [2, 3]),
@@ -94,12 +94,12 @@ def test_a_checkpoint_stays_when_one_rule_keeps_it(policy: Retention, stay: list
     ],
 )
 def test_what_was_put_aside_is_retired_when_it_would_be_as_a_live_one(
-    policy: Retention, sequences: list[int], going: list[int]
+    policy: Retention, sequences: list[int], retired: list[int]
 ) -> None:
-    live = [each for each in SAVES if each.sequence not in sequences]
-    known = [each for each in SAVES if each.sequence in sequences]
-    quarantined = [QuarantinedCheckpoint(checkpoint=each, since=9, reason="misread") for each in known]
-    assert [each.sequence for each in quarantined_to_retire(quarantined, live, policy)] == going
+    live = [ref for ref in SAVES if ref.sequence not in sequences]
+    quarantined_refs = [ref for ref in SAVES if ref.sequence in sequences]
+    quarantined = [QuarantinedCheckpoint(checkpoint=ref, since=9, reason="misread") for ref in quarantined_refs]
+    assert [ref.sequence for ref in quarantined_to_retire(quarantined, live, policy)] == retired
 
 
 def test_a_score_that_is_no_number_is_never_among_the_best() -> None:
@@ -138,7 +138,7 @@ def test_it_is_time_to_save_at_whichever_comes_first(
 BOOM = make_reason("raised", text="boom")
 
 
-def gives_up(code: str, **arguments: object) -> FailTrial:
+def failure(code: str, **arguments: object) -> FailTrial:
     return FailTrial(make_reason(code, **arguments, error=BOOM))
 
 
@@ -147,19 +147,19 @@ def gives_up(code: str, **arguments: object) -> FailTrial:
     [
         (Cause.PREEMPTED, {"machine_failures": 99}, FailurePolicy(), EndRun()),
         (Cause.MACHINE, {"machine_failures": 10}, FailurePolicy(), RetryTrial()),
-        (Cause.MACHINE, {"machine_failures": 11}, FailurePolicy(), gives_up("max-machine-failures", failures=11)),
-        (Cause.TRAINABLE, {"trainable_failures": 1}, FailurePolicy(), gives_up("max-failures", failures=1, limit=0)),
+        (Cause.MACHINE, {"machine_failures": 11}, FailurePolicy(), failure("max-machine-failures", failures=11)),
+        (Cause.TRAINABLE, {"trainable_failures": 1}, FailurePolicy(), failure("max-failures", failures=1, limit=0)),
         (Cause.TRAINABLE, {"trainable_failures": 2}, FailurePolicy(max_failures=2), RetryTrial()),
         (
             Cause.TRAINABLE,
             {"trainable_failures": 3},
             FailurePolicy(max_failures=2),
-            gives_up("max-failures", failures=3, limit=2),
+            failure("max-failures", failures=3, limit=2),
         ),
-        (Cause.IMPORT, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="import")),
-        (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="out-of-memory")),
-        (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="bad-metric")),
-        (Cause.BAD_STOP, {}, FailurePolicy(max_failures=9), gives_up("not-retried", cause="bad-stop")),
+        (Cause.IMPORT, {}, FailurePolicy(max_failures=9), failure("not-retried", cause="import")),
+        (Cause.OUT_OF_MEMORY, {}, FailurePolicy(max_failures=9), failure("not-retried", cause="out-of-memory")),
+        (Cause.BAD_METRIC, {}, FailurePolicy(max_failures=9), failure("not-retried", cause="bad-metric")),
+        (Cause.BAD_STOP, {}, FailurePolicy(max_failures=9), failure("not-retried", cause="bad-stop")),
         (Cause.MACHINE, {"restored_sequence": 7, "consecutive_start_failures": 2}, FailurePolicy(), RetryTrial()),
         (
             Cause.MACHINE,
@@ -173,14 +173,14 @@ def gives_up(code: str, **arguments: object) -> FailTrial:
 def test_a_failure_is_tried_again_while_its_budget_lasts(
     cause: Cause, counts: dict[str, object], policy: FailurePolicy, expected: FailureDecision
 ) -> None:
-    found = decide_after_failure(Trial(id="t", config={}, end_reason=BOOM).model_copy(update=counts), cause, policy)
-    assert found == expected
-    assert not isinstance(found, FailTrial) or root_error(found.reason) == BOOM
+    decision = decide_after_failure(Trial(id="t", config={}, end_reason=BOOM).model_copy(update=counts), cause, policy)
+    assert decision == expected
+    assert not isinstance(decision, FailTrial) or root_error(decision.reason) == BOOM
 
 
-def errored(name: str, error: AnyReason, step: int = 0, **fields: object) -> Trial:
-    known: dict[str, Any] = {
-        "id": name,
+def make_trial(trial: str, error: AnyReason, step: int = 0, **fields: object) -> Trial:
+    defaults: dict[str, Any] = {
+        "id": trial,
         "config": {},
         "phase": Phase.ERRORED,
         "attempt": 1,
@@ -190,30 +190,33 @@ def errored(name: str, error: AnyReason, step: int = 0, **fields: object) -> Tri
             AttemptRecord(attempt=1, began_at="2026-01-01T00:00:05Z", seconds=PhaseSeconds(training=1)),
         ),
     }
-    return Trial(**{**known, **fields})
+    return Trial(**{**defaults, **fields})
 
 
-def begun(name: str, at: str) -> Trial:
-    return errored(name, "", phase=Phase.RUNNING, attempt_records=(AttemptRecord(attempt=1, began_at=at),))
+def running_trial(trial: str, started_at: str) -> Trial:
+    return make_trial(trial, "", phase=Phase.RUNNING, attempt_records=(AttemptRecord(attempt=1, began_at=started_at),))
 
 
 KEY_ERROR = make_reason("raised", type="KeyError", text="'x'", traceback="Trace")
-ALIKE = [errored(str(number), make_reason("max-failures", failures=1, limit=0, error=KEY_ERROR)) for number in range(3)]
+ALIKE = [make_trial(str(n), make_reason("max-failures", failures=1, limit=0, error=KEY_ERROR)) for n in range(3)]
 
 
 @pytest.mark.parametrize(
     ("trials", "is_over"),
     [
         (ALIKE, True),
-        ([*ALIKE, begun("3", "2026-01-01T00:00:07Z"), errored("4", "", phase=Phase.PENDING, attempt=0)], True),
-        ([*ALIKE, begun("3", "2026-01-01T00:00:04Z")], False),
-        ([*ALIKE, begun("3", "2026-01-01T00:00:06Z")], False),
+        (
+            [*ALIKE, running_trial("3", "2026-01-01T00:00:07Z"), make_trial("4", "", phase=Phase.PENDING, attempt=0)],
+            True,
+        ),
+        ([*ALIKE, running_trial("3", "2026-01-01T00:00:04Z")], False),
+        ([*ALIKE, running_trial("3", "2026-01-01T00:00:06Z")], False),
         (ALIKE[:2], False),
-        ([*ALIKE, errored("3", make_reason("raised", type="ValueError", text="'x'"))], False),
-        ([*ALIKE[:2], errored("3", KEY_ERROR, step=1)], True),
-        ([*ALIKE, errored("3", KEY_ERROR, step=2)], False),
-        ([*ALIKE, errored("3", "", phase=Phase.RUNNING, step=2)], False),
-        ([*ALIKE, errored("3", "", phase=Phase.FINISHED)], False),
+        ([*ALIKE, make_trial("3", make_reason("raised", type="ValueError", text="'x'"))], False),
+        ([*ALIKE[:2], make_trial("3", KEY_ERROR, step=1)], True),
+        ([*ALIKE, make_trial("3", KEY_ERROR, step=2)], False),
+        ([*ALIKE, make_trial("3", "", phase=Phase.RUNNING, step=2)], False),
+        ([*ALIKE, make_trial("3", "", phase=Phase.FINISHED)], False),
     ],
 )
 def test_a_search_ends_when_three_trials_erred_alike_and_none_has_trained_a_second_step(
@@ -231,60 +234,62 @@ def test_a_search_ends_when_three_trials_erred_alike_and_none_has_trained_a_seco
 POLICY = FailurePolicy(max_failures=99)
 
 
-def saved(*steps: int) -> Trial:
+def make_saved_trial(*steps: int) -> Trial:
     checkpoints = tuple(CheckpointRef(step=step, sequence=step) for step in steps)
     return Trial(id="t", config={}, attempt=1, step=steps[-1], checkpoints=checkpoints)
 
 
-def died(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, FailureDecision]:
+def end_attempt(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, FailureDecision]:
     """Restore the newest checkpoint, end the attempt with `cause`, and apply the verdict."""
     newest = newest_checkpoint(trial)
     assert newest is not None
-    begun = AttemptStarted(trial="t", attempt=trial.attempt + 1, from_step=newest.step, from_sequence=newest.sequence)
-    trial = apply_trial_event(trial, begun)
+    start = AttemptStarted(trial="t", attempt=trial.attempt + 1, from_step=newest.step, from_sequence=newest.sequence)
+    trial = apply_trial_event(trial, start)
     trial = apply_trial_event(trial, AttemptEnded(trial="t", cause=cause, reason="boom", before_first_step=at_start))
-    found = decide_after_failure(trial, cause, POLICY)
-    if isinstance(found, QuarantineCheckpoint):
-        aside = CheckpointQuarantined(trial="t", sequence=found.sequence, reason=found.reason, crashes_trainable=True)
-        trial = apply_trial_event(trial, aside)
-    return trial, found
+    decision = decide_after_failure(trial, cause, POLICY)
+    if isinstance(decision, QuarantineCheckpoint):
+        event = CheckpointQuarantined(
+            trial="t", sequence=decision.sequence, reason=decision.reason, crashes_trainable=True
+        )
+        trial = apply_trial_event(trial, event)
+    return trial, decision
 
 
-def until_given_up(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, FailTrial]:
+def end_attempts_until_failure(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, FailTrial]:
     for _ in range(99):
-        trial, found = died(trial, cause=cause, at_start=at_start)
-        if isinstance(found, FailTrial):
-            return trial, found
+        trial, decision = end_attempt(trial, cause=cause, at_start=at_start)
+        if isinstance(decision, FailTrial):
+            return trial, decision
     raise AssertionError("the policy never gave up")
 
 
 def test_deaths_of_machines_spend_their_budget_and_put_no_checkpoint_aside() -> None:
-    trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.MACHINE, at_start=False)
-    assert get_reason_code(found.reason) == "max-machine-failures"
-    assert [each.step for each in trial.checkpoints] == [10, 20, 30, 40]
+    trial, failure = end_attempts_until_failure(make_saved_trial(10, 20, 30, 40), cause=Cause.MACHINE, at_start=False)
+    assert get_reason_code(failure.reason) == "max-machine-failures"
+    assert [ref.step for ref in trial.checkpoints] == [10, 20, 30, 40]
     assert trial.quarantined_sequences == ()
 
 
 def test_one_checkpoint_at_most_is_put_aside_for_killing_the_trainable() -> None:
-    trial, found = until_given_up(saved(10, 20, 30, 40), cause=Cause.TRAINABLE, at_start=True)
-    assert get_reason_code(found.reason) == "died-at-each-start"
-    assert [each.step for each in trial.checkpoints] == [10, 20, 30]
+    trial, failure = end_attempts_until_failure(make_saved_trial(10, 20, 30, 40), cause=Cause.TRAINABLE, at_start=True)
+    assert get_reason_code(failure.reason) == "died-at-each-start"
+    assert [ref.step for ref in trial.checkpoints] == [10, 20, 30]
 
 
 def test_a_commit_clears_the_checkpoint_that_was_put_aside_before_it() -> None:
-    trial = saved(10, 20).model_copy(update={"quarantined_since_commit": 1, "phase": Phase.RUNNING})
+    trial = make_saved_trial(10, 20).model_copy(update={"quarantined_since_commit": 1, "phase": Phase.RUNNING})
     trial = apply_trial_event(trial, CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=30, sequence=30)))
     trial = trial.model_copy(update={"phase": Phase.PENDING})
-    verdicts = []
+    decisions = []
     for _ in range(POLICY.quarantine_after):
-        trial, found = died(trial, cause=Cause.TRAINABLE, at_start=True)
-        verdicts.append(type(found))
-    assert verdicts == [RetryTrial, RetryTrial, QuarantineCheckpoint]
+        trial, decision = end_attempt(trial, cause=Cause.TRAINABLE, at_start=True)
+        decisions.append(type(decision))
+    assert decisions == [RetryTrial, RetryTrial, QuarantineCheckpoint]
 
 
 def test_a_damaged_checkpoint_is_blamed_for_no_death() -> None:
     """The damage was found before the checkpoint was loaded."""
-    trial = apply_trial_event(saved(10, 20), CheckpointQuarantined(trial="t", sequence=20, reason="damaged"))
+    trial = apply_trial_event(make_saved_trial(10, 20), CheckpointQuarantined(trial="t", sequence=20, reason="damaged"))
     assert (trial.quarantined_since_commit, trial.lost_checkpoint_count) == (0, 1)
 
 
@@ -297,14 +302,14 @@ def test_a_damaged_manifest_that_was_never_a_commit_is_no_lost_checkpoint() -> N
 # -------------------------------------------------------------------------------------------- stoppers
 
 
-def reports(*losses: float, seconds: float = 1.0) -> list[StepReport]:
+def make_reports(*losses: float, seconds: float = 1.0) -> list[StepReport]:
     return [
         StepReport(step=step, metrics={"loss": loss}, trained_seconds=step * seconds)
         for step, loss in enumerate(losses, 1)
     ]
 
 
-def said_so(metrics: object) -> bool:
+def stop_at_step_three(metrics: object) -> bool:
     assert isinstance(metrics, dict)
     return bool(metrics["step"] == 3 and metrics["loss"] == 1)
 
@@ -313,7 +318,7 @@ def step_limit(step: int, limit: int) -> Reason:
     return make_reason("step-limit", step=step, limit=limit)
 
 
-SETTLED = make_reason("plateau", metric="loss", mean=1.0, spread=0.0)
+PLATEAU_REASON = make_reason("plateau", metric="loss", mean=1.0, spread=0.0)
 
 
 def loss_limit(loss: float) -> Reason:
@@ -323,32 +328,32 @@ def loss_limit(loss: float) -> Reason:
 @pytest.mark.parametrize(
     ("stopper", "reported", "reason"),
     [
-        (Never(), reports(1), None),
-        (MaxSteps(3), reports(1, 1), None),
-        (MaxSteps(3), reports(1, 1, 1), step_limit(3, 3)),
-        (MaxSteps(2), reports(1, 1, 1), step_limit(3, 2)),
-        (MaxTime(timedelta(seconds=30)), reports(1, 1, seconds=14), None),
+        (Never(), make_reports(1), None),
+        (MaxSteps(3), make_reports(1, 1), None),
+        (MaxSteps(3), make_reports(1, 1, 1), step_limit(3, 3)),
+        (MaxSteps(2), make_reports(1, 1, 1), step_limit(3, 2)),
+        (MaxTime(timedelta(seconds=30)), make_reports(1, 1, seconds=14), None),
         (
             MaxTime(timedelta(seconds=30)),
-            reports(1, 1, seconds=15),
+            make_reports(1, 1, seconds=15),
             make_reason("time-limit", seconds=30.0, limit=30.0),
         ),
-        (Plateau("loss"), reports(1, 1, 1), None),
-        (Plateau("loss"), reports(9, 1, 1, 1, 1), SETTLED),
-        (Plateau("loss"), reports(1, 1, 1, 2), None),
-        (Plateau("loss", grace=6), reports(1, 1, 1, 1, 1), None),
-        (Plateau("loss", reports=2, grace=0), reports(1, 1), SETTLED),
-        (MaxSteps(9) | Plateau("loss"), reports(1, 1, 1, 1), SETTLED),
-        (as_stopper(None), reports(1), None),
-        (as_stopper(MaxSteps(1)), reports(1), step_limit(1, 1)),
-        (as_stopper({"step": 2}), reports(1), None),
-        (as_stopper({"step": 2}), reports(1, 1), step_limit(2, 2)),
-        (as_stopper({"loss": 0.5, "step": 9}), reports(0.5), loss_limit(0.5)),
-        (as_stopper({"loss": 0.5}), reports(0.49), None),
-        (as_stopper({"loss": 0.5}), reports(0.51), loss_limit(0.51)),
-        (as_stopper(said_so), reports(1, 1), None),
-        (as_stopper(said_so), reports(1, 1, 1), make_reason("stop-function", name="said_so")),
-        (as_stopper([{"step": 3}, MaxSteps(2)]), reports(1, 1), step_limit(2, 2)),
+        (Plateau("loss"), make_reports(1, 1, 1), None),
+        (Plateau("loss"), make_reports(9, 1, 1, 1, 1), PLATEAU_REASON),
+        (Plateau("loss"), make_reports(1, 1, 1, 2), None),
+        (Plateau("loss", grace=6), make_reports(1, 1, 1, 1, 1), None),
+        (Plateau("loss", reports=2, grace=0), make_reports(1, 1), PLATEAU_REASON),
+        (MaxSteps(9) | Plateau("loss"), make_reports(1, 1, 1, 1), PLATEAU_REASON),
+        (as_stopper(None), make_reports(1), None),
+        (as_stopper(MaxSteps(1)), make_reports(1), step_limit(1, 1)),
+        (as_stopper({"step": 2}), make_reports(1), None),
+        (as_stopper({"step": 2}), make_reports(1, 1), step_limit(2, 2)),
+        (as_stopper({"loss": 0.5, "step": 9}), make_reports(0.5), loss_limit(0.5)),
+        (as_stopper({"loss": 0.5}), make_reports(0.49), None),
+        (as_stopper({"loss": 0.5}), make_reports(0.51), loss_limit(0.51)),
+        (as_stopper(stop_at_step_three), make_reports(1, 1), None),
+        (as_stopper(stop_at_step_three), make_reports(1, 1, 1), make_reason("stop-function", name="said_so")),
+        (as_stopper([{"step": 3}, MaxSteps(2)]), make_reports(1, 1), step_limit(2, 2)),
     ],
 )
 def test_a_trial_stops_when_it_has_had_enough(
@@ -385,8 +390,8 @@ def test_only_who_needs_the_past_looks_back() -> None:
         lambda: as_stopper({"loss": "low"}),
         lambda: as_stopper("step 5"),
         lambda: as_stopper(5),
-        lambda: as_stopper({"accuracy": 0.9}).stop_reason(reports(1)),
-        lambda: Plateau("accuracy").stop_reason(reports(1)),
+        lambda: as_stopper({"accuracy": 0.9}).stop_reason(make_reports(1)),
+        lambda: Plateau("accuracy").stop_reason(make_reports(1)),
     ],
 )
 def test_a_stopper_that_could_never_be_right_is_refused(stop: object) -> None:
@@ -418,12 +423,12 @@ def test_a_stop_criterion_whose_metric_is_not_reported_names_the_one_that_was_me
     stopper: Stopper, message: str
 ) -> None:
     with pytest.raises(BadStop, match=message):
-        stopper.stop_reason(reports(1, 1, 1, 1))
+        stopper.stop_reason(make_reports(1, 1, 1, 1))
 
 
 def test_a_limit_by_the_name_that_ray_gives_a_step_says_what_it_is_called_here() -> None:
     with pytest.raises(InvalidInput, match="Ray Tune's training_iteration is 'step' here"):
-        as_stopper({"training_iteration": 3}).stop_reason(reports(1))
+        as_stopper({"training_iteration": 3}).stop_reason(make_reports(1))
 
 
 # ------------------------------------------------------------------------------------------- stoppers of an experiment
@@ -431,90 +436,90 @@ def test_a_limit_by_the_name_that_ray_gives_a_step_says_what_it_is_called_here()
 LOSS = Objective(metrics=("loss",), modes=("min",))
 
 
-def report(loss: float) -> StepReport:
+def make_report(loss: float) -> StepReport:
     return StepReport(step=1, metrics={"loss": loss, "score": -loss})
 
 
-def finish(tally: StopperState, *losses: float, start: int = 0) -> None:
+def finish_trials(state: StopperState, *losses: float, start: int = 0) -> None:
     for number, loss in enumerate(losses, start=start):
-        tally.on_trial_added(str(number))
-        tally.on_trial_ended(str(number), report(loss), failed=False)
+        state.on_trial_added(str(number))
+        state.on_trial_ended(str(number), make_report(loss), failed=False)
 
 
 def test_max_failures_counts_trials_that_are_errored_now() -> None:
-    tally = MaxFailures(2).begin(None)
+    state = MaxFailures(2).begin(None)
     for trial, failed in (("a", True), ("b", False), ("a", True)):
-        tally.on_trial_ended(trial, None, failed=failed)
-    assert tally.verdict() is None
-    tally.on_trial_ended("c", None, failed=True)
-    ended = tally.verdict()
-    assert ended == StopExperiment(make_reason("failed-trials", count=2, limit=2))
-    assert str(ended.reason) == "2 trials have errored; the limit is MaxFailures(2)"
-    tally.on_trial_added("a")  # the trial is retried
-    assert tally.verdict() is None
+        state.on_trial_ended(trial, None, failed=failed)
+    assert state.verdict() is None
+    state.on_trial_ended("c", None, failed=True)
+    verdict = state.verdict()
+    assert verdict == StopExperiment(make_reason("failed-trials", count=2, limit=2))
+    assert str(verdict.reason) == "2 trials have errored; the limit is MaxFailures(2)"
+    state.on_trial_added("a")  # the trial is retried
+    assert state.verdict() is None
 
 
 def test_a_trial_budget_ends_no_trial_that_has_begun() -> None:
-    tally = TrialBudget(2).begin(None)
+    state = TrialBudget(2).begin(None)
     for trial in ("a", "a"):
-        tally.on_trial_added(trial)
-    assert tally.verdict() is None
-    tally.on_trial_added("b")
-    spent = tally.verdict()
-    assert spent == StopProposing(make_reason("trial-budget", limit=2))
-    assert str(spent.reason) == "the trial budget of 2 is spent"
+        state.on_trial_added(trial)
+    assert state.verdict() is None
+    state.on_trial_added("b")
+    verdict = state.verdict()
+    assert verdict == StopProposing(make_reason("trial-budget", limit=2))
+    assert str(verdict.reason) == "the trial budget of 2 is spent"
 
 
 def test_a_time_budget_counts_what_counts_once() -> None:
-    tally = TimeBudget(timedelta(seconds=10)).begin(None)
+    state = TimeBudget(timedelta(seconds=10)).begin(None)
     for trial, seconds in (("a", 4.0), ("a", 5.0), ("b", 4.9), ("a", 3.0), ("a", 5.0)):
-        tally.on_training_time(trial, seconds)
-    assert tally.verdict() is None
-    tally.on_training_time("b", 5.0)
-    ended = tally.verdict()
-    assert ended == StopExperiment(make_reason("search-time-limit", seconds=10.0, limit=10.0))
-    assert str(ended.reason) == "its trials have trained for 10 s, the limit is 10 s"
+        state.on_training_time(trial, seconds)
+    assert state.verdict() is None
+    state.on_training_time("b", 5.0)
+    verdict = state.verdict()
+    assert verdict == StopExperiment(make_reason("search-time-limit", seconds=10.0, limit=10.0))
+    assert str(verdict.reason) == "its trials have trained for 10 s, the limit is 10 s"
 
 
 def test_a_plateau_is_when_the_best_trials_are_all_as_good_as_each_other() -> None:
-    tally = ExperimentPlateau(top=3, std=0.01).begin(LOSS)
-    finish(tally, 0.5, 0.2, 0.9)
-    assert tally.verdict() is None
-    finish(tally, 0.201, 0.8, start=3)
-    assert tally.verdict() is None
-    finish(tally, 0.202, start=5)
-    ended = tally.verdict()
-    assert isinstance(ended, StopExperiment)
-    assert get_reason_code(ended.reason) == "search-plateau"
-    assert str(ended.reason) == "loss of the best 3 trials has settled: ± 0.000816497"
+    state = ExperimentPlateau(top=3, std=0.01).begin(LOSS)
+    finish_trials(state, 0.5, 0.2, 0.9)
+    assert state.verdict() is None
+    finish_trials(state, 0.201, 0.8, start=3)
+    assert state.verdict() is None
+    finish_trials(state, 0.202, start=5)
+    verdict = state.verdict()
+    assert isinstance(verdict, StopExperiment)
+    assert get_reason_code(verdict.reason) == "search-plateau"
+    assert str(verdict.reason) == "loss of the best 3 trials has settled: ± 0.000816497"
 
 
 def test_a_plateau_with_patience_waits_for_more_trials_that_do_not_change_it() -> None:
-    tally = ExperimentPlateau(top=2, std=0.01, patience=2).begin(LOSS)
-    finish(tally, 0.2, 0.2, 0.9)
-    assert tally.verdict() is None
-    finish(tally, 0.1, start=3)  # an improvement resets the count
-    finish(tally, 0.1, 0.7, start=4)
-    assert tally.verdict() is None
-    finish(tally, 0.8, start=6)
-    assert isinstance(tally.verdict(), StopExperiment)
+    state = ExperimentPlateau(top=2, std=0.01, patience=2).begin(LOSS)
+    finish_trials(state, 0.2, 0.2, 0.9)
+    assert state.verdict() is None
+    finish_trials(state, 0.1, start=3)  # an improvement resets the count
+    finish_trials(state, 0.1, 0.7, start=4)
+    assert state.verdict() is None
+    finish_trials(state, 0.8, start=6)
+    assert isinstance(state.verdict(), StopExperiment)
 
 
 def test_a_plateau_passes_over_what_failed_or_reported_something_else_and_what_goes_on() -> None:
-    tally = ExperimentPlateau(top=2, std=0.01).begin(LOSS)
-    finish(tally, 0.2)
-    tally.on_trial_ended("failed", report(0.2), failed=True)
-    tally.on_trial_ended("silent", StepReport(step=1, metrics={"other": 1.0}), failed=False)
-    tally.on_trial_ended("nothing", None, failed=False)
-    assert tally.verdict() is None
-    tally.on_trial_added("0")  # trial 0 was extended
-    tally.on_trial_ended("0", report(0.2), failed=False)
-    assert tally.verdict() is None
+    state = ExperimentPlateau(top=2, std=0.01).begin(LOSS)
+    finish_trials(state, 0.2)
+    state.on_trial_ended("failed", make_report(0.2), failed=True)
+    state.on_trial_ended("silent", StepReport(step=1, metrics={"other": 1.0}), failed=False)
+    state.on_trial_ended("nothing", None, failed=False)
+    assert state.verdict() is None
+    state.on_trial_added("0")  # trial 0 was extended
+    state.on_trial_ended("0", make_report(0.2), failed=False)
+    assert state.verdict() is None
 
 
 def test_a_plateau_has_a_metric_of_its_own_or_that_of_the_search() -> None:
     own = ExperimentPlateau(metric="score", mode="max", top=2, std=0.01).begin(None)
-    finish(own, 0.2, 5.0, 0.2)
+    finish_trials(own, 0.2, 5.0, 0.2)
     assert isinstance(own.verdict(), StopExperiment)
     with pytest.raises(InvalidInput, match="expected a metric"):
         ExperimentPlateau().begin(None)
@@ -526,18 +531,18 @@ def test_stoppers_of_trials_and_of_the_experiment_are_combined_and_taken_apart()
     assert trial_stopper(whole) == AnyOf((steps, time))
     assert list(experiment_stoppers(whole)) == [MaxFailures(1), TrialBudget(9)]
     assert (trial_stopper(TrialBudget(9) | steps), trial_stopper(TrialBudget(9))) == (steps, Never())
-    assert (whole.stop_reason([report(1)]), MaxFailures(1).stop_reason([report(1)])) == (None, None)
+    assert (whole.stop_reason([make_report(1)]), MaxFailures(1).stop_reason([make_report(1)])) == (None, None)
     assert not MaxFailures(1).needs_history
 
 
 def test_of_several_an_end_comes_before_the_end_of_new_trials() -> None:
-    tally = CompositeState(
-        [each.begin(None) for each in (TrialBudget(1), MaxFailures(1), TimeBudget(timedelta(days=1)))]
+    state = CompositeState(
+        [stopper.begin(None) for stopper in (TrialBudget(1), MaxFailures(1), TimeBudget(timedelta(days=1)))]
     )
-    assert tally.verdict() is None
-    tally.on_trial_added("a")
-    assert isinstance(tally.verdict(), StopProposing)
-    tally.on_training_time("a", 1.0)
-    tally.on_trial_ended("a", None, failed=True)
-    assert tally.verdict() == StopExperiment(make_reason("failed-trials", count=1, limit=1))
+    assert state.verdict() is None
+    state.on_trial_added("a")
+    assert isinstance(state.verdict(), StopProposing)
+    state.on_training_time("a", 1.0)
+    state.on_trial_ended("a", None, failed=True)
+    assert state.verdict() == StopExperiment(make_reason("failed-trials", count=1, limit=1))
     assert CompositeState([]).verdict() is None

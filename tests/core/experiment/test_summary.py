@@ -66,8 +66,12 @@ def test_a_report_without_the_metric_is_passed_over(missing: dict[str, object]) 
 def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed_is_the_better() -> None:
     metrics_by_trial = {"a": {"loss": 2.0}, "b": {}, "c": {"loss": 1.0}, "d": {"loss": "text"}, "e": {"loss": 1.0}}
     trials = [Trial(id=name, config={}, metrics=metrics) for name, metrics in metrics_by_trial.items()]
-    assert [(each.id, losses) for each, losses in rank_trials(trials, LOSS)] == [("c", (1,)), ("e", (1,)), ("a", (2,))]
-    assert [each.id for each in sort_trials(trials, LOSS)] == ["c", "e", "a", "b", "d"]
+    assert [(trial.id, losses) for trial, losses in rank_trials(trials, LOSS)] == [
+        ("c", (1,)),
+        ("e", (1,)),
+        ("a", (2,)),
+    ]
+    assert [trial.id for trial in sort_trials(trials, LOSS)] == ["c", "e", "a", "b", "d"]
     assert rank_trials(trials, None) == []
     assert sort_trials(trials, None) == trials
 
@@ -80,20 +84,20 @@ def test_of_equals_a_clone_comes_after_the_trial_that_made_the_report_until_it_h
         CheckpointCloned(trial="a", checkpoint=copy, source="b", config={"lr": 2}, reason="behind"),
     )
     started = apply_trial_event(clone, AttemptStarted(trial="a", attempt=1, from_step=4, from_sequence=9))
-    for each in (clone, started):
-        assert [found.id for found, _ in rank_trials([each, source], LOSS)] == ["b", "a"]
+    for trial in (clone, started):
+        assert [ranked.id for ranked, _ in rank_trials([trial, source], LOSS)] == ["b", "a"]
     own = apply_report(started, StepReport(step=5, metrics={"loss": 1.0}))
-    assert [found.id for found, _ in rank_trials([own, source], LOSS)] == ["a", "b"]
+    assert [ranked.id for ranked, _ in rank_trials([own, source], LOSS)] == ["a", "b"]
     worse = source.model_copy(update={"metrics": {"loss": 2.0}, "step": 5})
-    assert [found.id for found, _ in rank_trials([clone, worse], LOSS)] == ["a", "b"]
+    assert [ranked.id for ranked, _ in rank_trials([clone, worse], LOSS)] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("step", "loss"), [(1, 2.0), (2, 2.0), (3, 0.5)])
 def test_a_trial_is_shown_with_a_report_only_if_that_is_newer(step: int, loss: float) -> None:
     trial = Trial(id="t", config={}, step=2, metrics={"loss": 2.0}, trained_seconds=20.0)
     report = StepReport(step=step, metrics={"loss": 0.5}, trained_seconds=10.0 * step)
-    seen = apply_report(trial, report)
-    assert (seen.step, seen.metrics, seen.trained_seconds) == (max(2, step), {"loss": loss}, 10.0 * max(2, step))
+    shown = apply_report(trial, report)
+    assert (shown.step, shown.metrics, shown.trained_seconds) == (max(2, step), {"loss": loss}, 10.0 * max(2, step))
     assert apply_report(trial, None) is trial
 
 
@@ -119,27 +123,27 @@ def test_one_mode_serves_all_metrics() -> None:
 # Learning curves.
 
 
-def report(step: int, loss: float, trial: str = "t") -> StepReported:
+def make_report(step: int, loss: float, trial: str = "t") -> StepReported:
     return StepReported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}, trained_seconds=float(step)))
 
 
-def entry(*events: Event) -> Entry:
+def make_entry(*events: Event) -> Entry:
     return Entry(number=1, term=1, write_id="w", at="now", previous="", events=events)
 
 
-def losses(reports: Sequence[StepReport]) -> list[tuple[int, object]]:
-    return [(each.step, each.metrics["loss"]) for each in reports]
+def losses_of(reports: Sequence[StepReport]) -> list[tuple[int, object]]:
+    return [(report.step, report.metrics["loss"]) for report in reports]
 
 
-AGAIN = (
-    *[report(step, 1.0) for step in (1, 2, 3)],
-    report(1, 7.0, "other"),
+RESTARTED = (
+    *[make_report(step, 1.0) for step in (1, 2, 3)],
+    make_report(1, 7.0, "other"),
     AttemptStarted(trial="other", attempt=1, from_step=0),
     AttemptStarted(trial="t", attempt=2, from_step=1, from_sequence=4),
-    report(2, 2.0),
+    make_report(2, 2.0),
 )
 CLONED = (
-    *[report(step, 1.0) for step in (1, 2, 3)],
+    *[make_report(step, 1.0) for step in (1, 2, 3)],
     CheckpointCloned(
         trial="t",
         checkpoint=CheckpointRef(step=8, sequence=9, metrics={"loss": 0.1}, trained_seconds=8.0),
@@ -147,22 +151,22 @@ CLONED = (
         reason="it is better",
     ),
     AttemptStarted(trial="t", attempt=2, from_step=8, from_sequence=9),
-    report(9, 0.05),
+    make_report(9, 0.05),
 )
 
 
-@pytest.mark.parametrize(("events", "counted"), [(AGAIN, [(1, 1.0), (2, 2.0)]), (CLONED, [(8, 0.1), (9, 0.05)])])
+@pytest.mark.parametrize(("events", "counted"), [(RESTARTED, [(1, 1.0), (2, 2.0)]), (CLONED, [(8, 0.1), (9, 0.05)])])
 def test_a_curve_forgets_what_was_done_again_and_what_came_before_a_clone(
     events: tuple[Event, ...], counted: list[tuple[int, object]]
 ) -> None:
-    assert losses(LearningCurves([entry(*events)]).curve_of("t")) == counted
+    assert losses_of(LearningCurves([make_entry(*events)]).curve_of("t")) == counted
 
 
 def test_the_curves_of_all_trials_are_in_the_entries_of_the_experiment() -> None:
     curves = LearningCurves()
-    curves.add_entry(entry(report(1, 1.0), report(2, 2.0)))
-    curves.add_event(report(1, 7.0, "other"))
-    assert (losses(curves.curve_of("t")), losses(curves.curve_of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
+    curves.add_entry(make_entry(make_report(1, 1.0), make_report(2, 2.0)))
+    curves.add_event(make_report(1, 7.0, "other"))
+    assert (losses_of(curves.curve_of("t")), losses_of(curves.curve_of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
     assert curves.curve_of("silent") == []
     assert curves.report_count == 3
 

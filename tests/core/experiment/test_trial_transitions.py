@@ -113,7 +113,7 @@ LEGAL = {
 }
 
 
-def of(status: Phase, **changes: object) -> Trial:
+def trial_in(status: Phase, **changes: object) -> Trial:
     return BASE.model_copy(update={"phase": status, **changes})
 
 
@@ -123,12 +123,12 @@ def test_every_pair_of_status_and_event_is_legal_or_refused(status: Phase, name:
     outbox = 2 if name in ("post-received", "outbox-closed") else None
     if (status, name) in LEGAL:
         assert (
-            apply_trial_event(of(status, outbox=outbox, outbox_count=2, last_post=4), EVENTS[name]).phase
+            apply_trial_event(trial_in(status, outbox=outbox, outbox_count=2, last_post=4), EVENTS[name]).phase
             is LEGAL[status, name]
         )
     else:
         with pytest.raises(IllegalTransition, match=f"{status}.*'{name}'"):
-            apply_trial_event(of(status), EVENTS[name])
+            apply_trial_event(trial_in(status), EVENTS[name])
 
 
 def test_every_event_of_a_trial_is_in_that_table() -> None:
@@ -138,7 +138,7 @@ def test_every_event_of_a_trial_is_in_that_table() -> None:
 @pytest.mark.parametrize("status", Phase)
 def test_a_trial_of_a_fork_has_its_own_checkpoints_and_is_not_running(status: Phase) -> None:
     clone = Clone(step=3, sequence=7, trial="u", clone_sequence=4)
-    origin = of(
+    origin = trial_in(
         status,
         last_clone_sequence=7,
         quarantined_sequences=(6,),
@@ -170,11 +170,11 @@ def test_an_outbox_is_used_once_and_its_posts_are_received_in_order(
     event: AnyTrialEvent, outbox: int | None, post: int
 ) -> None:
     with pytest.raises(IllegalTransition, match="cannot follow outbox"):
-        apply_trial_event(of(RUNNING, outbox=outbox, outbox_count=2, last_post=post), event)
+        apply_trial_event(trial_in(RUNNING, outbox=outbox, outbox_count=2, last_post=post), event)
 
 
 def test_saves_attempts_and_limits_count_the_sequence_up() -> None:
-    trial = apply_trial_event(of(PENDING), EVENTS["attempt-started"])
+    trial = apply_trial_event(trial_in(PENDING), EVENTS["attempt-started"])
     assert (trial.next_sequence, trial.adopted_up_to) == (9, 9), "an earlier attempt may still save"
     trial = apply_trial_event(trial, CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=5, sequence=9)))
     assert (trial.next_sequence, trial.collected_up_to) == (10, 0)
@@ -187,12 +187,12 @@ def test_saves_attempts_and_limits_count_the_sequence_up() -> None:
 
 
 def test_an_attempt_elsewhere_may_still_hand_over_its_saves_when_an_owner_vanished() -> None:
-    lost = apply_adoption(of(RUNNING, outbox=1), CheckpointsAdopted(last_known_steps={"t": 9}))
+    lost = apply_adoption(trial_in(RUNNING, outbox=1), CheckpointsAdopted(last_known_steps={"t": 9}))
     assert (lost.next_sequence, lost.adopted_up_to, lost.is_owner_lost) == (8, 1, False)
 
 
 def test_an_attempt_goes_on_from_its_checkpoint_and_counts_what_it_does_again() -> None:
-    started = apply_trial_event(of(PENDING), EVENTS["attempt-started"])
+    started = apply_trial_event(trial_in(PENDING), EVENTS["attempt-started"])
 
     assert (started.attempt, started.step, started.metrics, started.trained_seconds) == (2, 3, {"loss": 0.5}, 30)
     assert started.recomputed_steps == 2
@@ -215,12 +215,12 @@ def test_no_attempt_starts_from_anything_but_a_live_checkpoint(
 ) -> None:
     started = AttemptStarted(trial="t", attempt=attempt, from_step=step, from_sequence=sequence)
     with pytest.raises(IllegalTransition):
-        apply_trial_event(of(PENDING, checkpoints=checkpoints), started)
+        apply_trial_event(trial_in(PENDING, checkpoints=checkpoints), started)
 
 
 def test_a_trial_without_any_checkpoint_starts_from_nothing() -> None:
     started = apply_trial_event(
-        of(PENDING, checkpoints=(), quarantined_sequences=(7,)), AttemptStarted(trial="t", attempt=2, from_step=0)
+        trial_in(PENDING, checkpoints=(), quarantined_sequences=(7,)), AttemptStarted(trial="t", attempt=2, from_step=0)
     )
     assert (started.step, started.metrics, started.recomputed_steps) == (0, {}, 5)
 
@@ -228,7 +228,7 @@ def test_a_trial_without_any_checkpoint_starts_from_nothing() -> None:
 @pytest.mark.parametrize("step", [5, 4, 0])
 def test_no_step_is_counted_twice(step: int) -> None:
     with pytest.raises(IllegalTransition, match=f"step {step} cannot follow step 5"):
-        apply_trial_event(of(RUNNING), StepReported(trial="t", report=StepReport(step=step, metrics={})))
+        apply_trial_event(trial_in(RUNNING), StepReported(trial="t", report=StepReport(step=step, metrics={})))
 
 
 @pytest.mark.parametrize(
@@ -244,27 +244,29 @@ def test_no_step_is_counted_twice(step: int) -> None:
 def test_a_save_that_was_overtaken_is_never_committed(sequence: int, changes: Mapping[str, object]) -> None:
     new = CheckpointRef(step=5, sequence=sequence)
     with pytest.raises(IllegalTransition, match=f"has sequence {sequence}"):
-        apply_trial_event(of(RUNNING, **changes), CheckpointCommitted(trial="t", checkpoint=new))
+        apply_trial_event(trial_in(RUNNING, **changes), CheckpointCommitted(trial="t", checkpoint=new))
     with pytest.raises(IllegalTransition):
-        apply_adoption(of(RUNNING, **changes), CheckpointsAdopted(checkpoints={"t": (new,)}))
+        apply_adoption(trial_in(RUNNING, **changes), CheckpointsAdopted(checkpoints={"t": (new,)}))
 
 
 def test_a_commit_draws_the_line_only_if_it_retires() -> None:
     new = CheckpointRef(step=5, sequence=8)
-    kept = apply_trial_event(of(RUNNING), CheckpointCommitted(trial="t", checkpoint=new))
-    retired = apply_trial_event(of(RUNNING), CheckpointCommitted(trial="t", checkpoint=new, retired_sequences=(7,)))
+    kept = apply_trial_event(trial_in(RUNNING), CheckpointCommitted(trial="t", checkpoint=new))
+    retired = apply_trial_event(
+        trial_in(RUNNING), CheckpointCommitted(trial="t", checkpoint=new, retired_sequences=(7,))
+    )
 
     assert (kept.checkpoints, kept.collected_up_to) == ((SAVED, new), 0)
     assert (retired.checkpoints, retired.collected_up_to) == ((new,), 9)
 
 
 def test_a_retirement_draws_the_line_even_for_nothing() -> None:
-    line = apply_trial_event(of(PENDING), CheckpointsRetired(trial="t", retired_sequences=()))
-    assert (line.checkpoints, line.collected_up_to) == ((SAVED,), 9)
+    trial = apply_trial_event(trial_in(PENDING), CheckpointsRetired(trial="t", retired_sequences=()))
+    assert (trial.checkpoints, trial.collected_up_to) == ((SAVED,), 9)
 
 
 def test_a_commit_is_progress_and_clears_the_machines_failures_but_not_the_users() -> None:
-    failing = of(RUNNING, machine_failures=3, trainable_failures=2, consecutive_start_failures=2)
+    failing = trial_in(RUNNING, machine_failures=3, trainable_failures=2, consecutive_start_failures=2)
     committed = apply_trial_event(failing, EVENTS["checkpoint-committed"])
     adopted = apply_adoption(failing, CheckpointsAdopted(checkpoints={"t": (CheckpointRef(step=5, sequence=8),)}))
 
@@ -273,10 +275,10 @@ def test_a_commit_is_progress_and_clears_the_machines_failures_but_not_the_users
 
 
 def test_what_is_quarantined_is_not_gone_on_from_and_nothing_of_it_is_reused() -> None:
-    aside = apply_trial_event(of(PENDING), EVENTS["checkpoint-quarantined"])
+    trial = apply_trial_event(trial_in(PENDING), EVENTS["checkpoint-quarantined"])
 
-    assert newest_checkpoint(aside) is None
-    assert (aside.quarantined_sequences, aside.collected_up_to) == ((7,), 9)
+    assert newest_checkpoint(trial) is None
+    assert (trial.quarantined_sequences, trial.collected_up_to) == ((7,), 9)
 
 
 @pytest.mark.parametrize(
@@ -292,19 +294,21 @@ def test_what_is_quarantined_is_not_gone_on_from_and_nothing_of_it_is_reused() -
     ],
 )
 def test_each_failure_is_counted_in_one_budget_or_in_none(cause: Cause, machine: int, user: int) -> None:
-    ended = apply_trial_event(of(RUNNING), AttemptEnded(trial="t", cause=cause, reason="why"))
+    ended = apply_trial_event(trial_in(RUNNING), AttemptEnded(trial="t", cause=cause, reason="why"))
     assert (ended.machine_failures, ended.trainable_failures, ended.reason) == (machine, user, "why")
 
 
 def test_a_running_trial_has_no_reason_although_an_earlier_attempt_ended_for_one() -> None:
-    ended = apply_trial_event(of(RUNNING), AttemptEnded(trial="t", cause=Cause.MACHINE, reason="its owner vanished"))
+    ended = apply_trial_event(
+        trial_in(RUNNING), AttemptEnded(trial="t", cause=Cause.MACHINE, reason="its owner vanished")
+    )
     assert ended.reason == "its owner vanished"
-    again = AttemptStarted(trial="t", attempt=ended.attempt + 1, from_step=3, from_sequence=7)
-    assert apply_trial_event(ended, again).reason == ""
+    restart = AttemptStarted(trial="t", attempt=ended.attempt + 1, from_step=3, from_sequence=7)
+    assert apply_trial_event(ended, restart).reason == ""
 
 
 def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happens() -> None:
-    trial = of(PENDING)
+    trial = trial_in(PENDING)
     for count in (1, 2, 3):
         trial = apply_trial_event(
             trial, AttemptStarted(trial="t", attempt=trial.attempt + 1, from_step=3, from_sequence=7)
@@ -340,35 +344,35 @@ def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
     reached: int | None, wasted: int, *, elsewhere: bool, at_least: bool
 ) -> None:
     """The journal has steps up to 5, and a checkpoint of step 3."""
-    lost = CheckpointsAdopted(last_known_steps={} if reached is None else {"t": reached})
+    adoption = CheckpointsAdopted(last_known_steps={} if reached is None else {"t": reached})
     ended = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="lost")
-    trial = apply_trial_event(apply_adoption(of(RUNNING, outbox=1 if elsewhere else None), lost), ended)
+    trial = apply_trial_event(apply_adoption(trial_in(RUNNING, outbox=1 if elsewhere else None), adoption), ended)
     trial = apply_trial_event(trial, started := AttemptStarted(trial="t", attempt=2, from_step=3, from_sequence=7))
     assert (trial.recomputed_steps, trial.recomputed_is_lower_bound) == (wasted, at_least)
-    again = apply_trial_event(trial, ended)
-    again = apply_trial_event(again, started.model_copy(update={"attempt": 3}))
-    assert (again.recomputed_steps, again.recomputed_is_lower_bound) == (wasted, at_least)  # counted once
-    number = f"{'at least ' * at_least}{wasted}"
-    assert trial.recomputed_steps_text == number
-    words = f"{number} steps"
-    assert format_recomputed_steps(trial.recomputed_steps, at_least=trial.recomputed_is_lower_bound) == words
-    assert f", {words} trained again" in trial._repr_html_()
+    trial_again = apply_trial_event(trial, ended)
+    trial_again = apply_trial_event(trial_again, started.model_copy(update={"attempt": 3}))
+    assert (trial_again.recomputed_steps, trial_again.recomputed_is_lower_bound) == (wasted, at_least)  # counted once
+    count = f"{'at least ' * at_least}{wasted}"
+    assert trial.recomputed_steps_text == count
+    text = f"{count} steps"
+    assert format_recomputed_steps(trial.recomputed_steps, at_least=trial.recomputed_is_lower_bound) == text
+    assert f", {text} trained again" in trial._repr_html_()
 
 
-@pytest.mark.parametrize(("at_least", "words"), [(True, "none known"), (False, "0")])
-def test_no_wasted_step_is_not_at_least_none(*, at_least: bool, words: str) -> None:
-    assert of(RUNNING).model_copy(update={"recomputed_is_lower_bound": at_least}).recomputed_steps_text == words
+@pytest.mark.parametrize(("at_least", "text"), [(True, "none known"), (False, "0")])
+def test_no_wasted_step_is_not_at_least_none(*, at_least: bool, text: str) -> None:
+    assert trial_in(RUNNING).model_copy(update={"recomputed_is_lower_bound": at_least}).recomputed_steps_text == text
 
 
 def test_giving_up_and_finishing_say_why() -> None:
-    assert apply_trial_event(of(RUNNING), EVENTS["trial-errored"]).reason == "spent"
-    finished = apply_trial_event(of(RUNNING), EVENTS["trial-finished"])
+    assert apply_trial_event(trial_in(RUNNING), EVENTS["trial-errored"]).reason == "spent"
+    finished = apply_trial_event(trial_in(RUNNING), EVENTS["trial-finished"])
     assert (finished.reason, finished.finish_kind) == ("enough", FinishKind.RETURNED)
     assert apply_trial_event(finished, EVENTS["trial-requeued"]).finish_kind is None
 
 
 def test_who_is_requeued_has_fresh_budgets() -> None:
-    spent = of(ERRORED, trainable_failures=4, machine_failures=11, consecutive_start_failures=3)
+    spent = trial_in(ERRORED, trainable_failures=4, machine_failures=11, consecutive_start_failures=3)
     again = apply_trial_event(spent, EVENTS["trial-requeued"])
     assert (again.trainable_failures, again.machine_failures, again.consecutive_start_failures, again.reason) == (
         0,
@@ -381,11 +385,11 @@ def test_who_is_requeued_has_fresh_budgets() -> None:
 def test_the_newest_checkpoint_has_a_key_on_the_target() -> None:
     folder = TrialKey(experiment="e", generation=1, trial="t")
     assert newest_checkpoint_key(folder, BASE) == CheckpointKey(trial=folder, step=3, sequence=7)
-    assert newest_checkpoint_key(folder, of(PENDING, checkpoints=())) is None
+    assert newest_checkpoint_key(folder, trial_in(PENDING, checkpoints=())) is None
 
 
 def test_a_clone_is_where_the_trial_goes_on_from_and_no_budget_is_renewed() -> None:
-    failing = of(PENDING, machine_failures=3, trainable_failures=2, recomputed_steps=1)
+    failing = trial_in(PENDING, machine_failures=3, trainable_failures=2, recomputed_steps=1)
     cloned = apply_trial_event(failing, EVENTS["checkpoint-cloned"])
 
     assert (cloned.step, cloned.metrics, cloned.trained_seconds) == (2, {"loss": 0.3}, 20)
@@ -396,19 +400,19 @@ def test_a_clone_is_where_the_trial_goes_on_from_and_no_budget_is_renewed() -> N
 
 
 def test_a_clone_without_a_configuration_leaves_the_trial_its_own() -> None:
-    keeps = CheckpointCloned(trial="t", checkpoint=COPY, source="u", reason="behind")
-    assert apply_trial_event(of(PAUSED, config={"rate": 1}), keeps).config == {"rate": 1}
+    clone = CheckpointCloned(trial="t", checkpoint=COPY, source="u", reason="behind")
+    assert apply_trial_event(trial_in(PAUSED, config={"rate": 1}), clone).config == {"rate": 1}
 
 
 def test_a_clone_that_was_overtaken_is_none() -> None:
     with pytest.raises(IllegalTransition, match="has sequence 8"):
-        apply_trial_event(of(PENDING, collected_up_to=9), EVENTS["checkpoint-cloned"])
+        apply_trial_event(trial_in(PENDING, collected_up_to=9), EVENTS["checkpoint-cloned"])
 
 
 def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
     folder = TrialKey(experiment="e", generation=1, trial="t")
     key = CheckpointKey(trial=folder, step=3, sequence=7)
-    trial = of(FINISHED, clones=(Clone(step=3, sequence=7, trial="u", clone_sequence=4),))
+    trial = trial_in(FINISHED, clones=(Clone(step=3, sequence=7, trial="u", clone_sequence=4),))
     assert (is_live_checkpoint(trial, key), is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (
         True,
         False,
@@ -431,7 +435,7 @@ def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
 # ------------------------------------------------------------------------------------------------ the words for people
 
 
-def said(*events: AnyTrialEvent | StopRequested, steps: int = 3) -> tuple[str, str]:
+def describe_status(*events: AnyTrialEvent | StopRequested, steps: int = 3) -> tuple[str, str]:
     """Return the status, and its label, of a trial that has trained so many steps before these events."""
     search = JournalBuilder()
     search.add_trial("t", {"x": 1})
@@ -445,64 +449,64 @@ def said(*events: AnyTrialEvent | StopRequested, steps: int = 3) -> tuple[str, s
     return str(trial.status), format_status(trial.status, trial.step)
 
 
-def decides(decision: Decision) -> DecisionMade:
+def make_decision(decision: Decision) -> DecisionMade:
     return DecisionMade(trial="t", report=StepReport(step=3, metrics={"loss": 0.3}), decision=decision)
 
 
-def finishes(kind: FinishKind) -> TrialFinished:
+def make_finish(kind: FinishKind) -> TrialFinished:
     return TrialFinished(trial="t", reason="enough", kind=kind)
 
 
 PAUSE, RESUME = TrialPaused(trial="t", reason="rung 3"), TrialResumed(trial="t")
-AGAIN = AttemptStarted(trial="t", attempt=2, from_step=0)
-BY_ADA = (StopRequested(trial="t", reason="stopped by ada"), finishes(FinishKind.STOPPED))
+SECOND_START = AttemptStarted(trial="t", attempt=2, from_step=0)
+BY_ADA = (StopRequested(trial="t", reason="stopped by ada"), make_finish(FinishKind.STOPPED))
 
 
 @pytest.mark.parametrize(
     ("events", "status", "label"),
     [
         ([], "running", "running"),
-        ([finishes(FinishKind.CRITERION)], "completed", "completed"),
-        ([finishes(FinishKind.RETURNED)], "completed", "completed"),
-        ([decides(Stop(reason="all", early=False)), finishes(FinishKind.ALL_STEPS)], "completed", "completed"),
-        ([decides(Stop(reason="bad")), finishes(FinishKind.PRUNED)], "pruned", "pruned @3"),
-        ([decides(Pause(reason="rung 3")), PAUSE], "paused", "paused @3"),
-        ([decides(Pause(reason="rung 3")), PAUSE, finishes(FinishKind.PRUNED)], "pruned", "pruned @3"),
-        ([decides(Continue()), *BY_ADA], "interrupted", "interrupted @3"),
-        ([decides(Pause(reason="rung 3")), *BY_ADA], "interrupted", "interrupted @3"),
+        ([make_finish(FinishKind.CRITERION)], "completed", "completed"),
+        ([make_finish(FinishKind.RETURNED)], "completed", "completed"),
+        ([make_decision(Stop(reason="all", early=False)), make_finish(FinishKind.ALL_STEPS)], "completed", "completed"),
+        ([make_decision(Stop(reason="bad")), make_finish(FinishKind.PRUNED)], "pruned", "pruned @3"),
+        ([make_decision(Pause(reason="rung 3")), PAUSE], "paused", "paused @3"),
+        ([make_decision(Pause(reason="rung 3")), PAUSE, make_finish(FinishKind.PRUNED)], "pruned", "pruned @3"),
+        ([make_decision(Continue()), *BY_ADA], "interrupted", "interrupted @3"),
+        ([make_decision(Pause(reason="rung 3")), *BY_ADA], "interrupted", "interrupted @3"),
         *(
             ([AttemptEnded(trial="t", cause=cause, reason="stopped")], "interrupted", "interrupted @3")
             for cause in Cause
         ),
-        ([EVENTS["attempt-ended"], AGAIN], "running", "running"),
-        ([EVENTS["attempt-ended"], AGAIN, PAUSE, RESUME], "pending", "pending"),
+        ([EVENTS["attempt-ended"], SECOND_START], "running", "running"),
+        ([EVENTS["attempt-ended"], SECOND_START, PAUSE, RESUME], "pending", "pending"),
         ([PAUSE, RESUME, EVENTS["trial-finished"], EVENTS["trial-requeued"]], "pending", "pending"),
         ([EVENTS["attempt-ended"], EVENTS["trial-errored"]], "errored", "errored"),
     ],
 )
 def test_a_status_follows_from_the_events_of_a_trial(events: list[AnyTrialEvent], status: str, label: str) -> None:
-    assert said(*events) == (status, label)
+    assert describe_status(*events) == (status, label)
 
 
 def test_before_its_first_step_a_trial_is_pending_or_interrupted_at_no_step() -> None:
-    assert said(steps=0) == ("pending", "pending")
-    first, stopped = (
+    assert describe_status(steps=0) == ("pending", "pending")
+    first, end = (
         AttemptStarted(trial="t", attempt=1, from_step=0),
         AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason=""),
     )
-    assert said(first, stopped, steps=0) == ("interrupted", "interrupted")
+    assert describe_status(first, end, steps=0) == ("interrupted", "interrupted")
 
 
 def test_a_target_holds_the_phases_that_earlier_releases_wrote() -> None:
     """These literals are stored on targets and never change."""
-    assert [str(each) for each in Phase] == ["pending", "running", "paused", "finished", "errored"]
-    written = Trial(id="t", config={}, phase=Phase.FINISHED).model_dump_json()
-    assert json.loads(written)["phase"] == "finished"
-    assert Trial.model_validate_json(written).status is Status.COMPLETED
+    assert [str(phase) for phase in Phase] == ["pending", "running", "paused", "finished", "errored"]
+    document = Trial(id="t", config={}, phase=Phase.FINISHED).model_dump_json()
+    assert json.loads(document)["phase"] == "finished"
+    assert Trial.model_validate_json(document).status is Status.COMPLETED
 
 
 def test_every_phase_has_a_status_and_every_status_a_word_of_its_own() -> None:
-    assert [str(each) for each in Status] == [
+    assert [str(status) for status in Status] == [
         *("completed", "pruned", "interrupted", "errored", "running", "paused", "pending")
     ]
     assert {Trial(id="t", config={}, phase=phase).status for phase in Phase} <= set(Status)

@@ -39,7 +39,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, ListedObject
 from prefect_tune.core.values import StepReport, digest_of
 from tests.core.driver import JOURNAL
-from tests.core.histories import ME, next_state, opened, stamp
+from tests.core.histories import ME, append_next_entry, open_experiment, stamp
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -491,9 +491,9 @@ def test_an_entry_knows_its_place() -> None:
 
 def some_history(entries: int) -> MemoryStore:
     store = MemoryStore()
-    state = opened(store)
+    state = open_experiment(store)
     while state.entry_count < entries:
-        state = next_state(store, state, [f"t{state.entry_count * 3 % 7}"])
+        state = append_next_entry(store, state, [f"t{state.entry_count * 3 % 7}"])
         if state.entry_count == 20:
             write_snapshot(store, state)
     return store
@@ -512,7 +512,7 @@ def test_who_has_just_read_an_experiment_opens_it_by_its_last_entry() -> None:
 def test_what_was_written_since_it_was_read_is_not_missed() -> None:
     store = some_history(23)
     known = load(store)
-    next_state(store, known, ["late"])
+    append_next_entry(store, known, ["late"])
     assert "late" in journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=known).trials
 
 
@@ -543,7 +543,7 @@ def test_a_first_entry_that_a_listing_hides_is_found() -> None:
             return super().list(f"{prefix}/nothing", after=after)
 
     store = Lags()
-    first = opened(store)
+    first = open_experiment(store)
     after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=empty_experiment(JOURNAL))
     assert (after.entry_count, after.term) == (2, first.term + 1)
 

@@ -28,7 +28,7 @@ from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import digest_of
 from tests.core.driver import JOURNAL
-from tests.core.histories import fold, next_state, opened, snapshots_every, stamp
+from tests.core.histories import append_next_entry, fold_entries, open_experiment, snapshots_every, stamp
 from tests.fakes.stores.memory_store import MemoryStore
 
 NAMES = [f"t{number}" for number in range(7)]
@@ -36,10 +36,10 @@ NAMES = [f"t{number}" for number in range(7)]
 
 def run(store: MemoryStore, entries: int, *, key: JournalKey = JOURNAL, names: Sequence[str] = NAMES) -> Experiment:
     """A history with a snapshot after every tenth entry."""
-    state = opened(store, key)
+    state = open_experiment(store, key)
     with snapshots_every(10):
         while state.entry_count < entries:
-            state = next_state(store, state, [names[state.entry_count * 3 % len(names)]])
+            state = append_next_entry(store, state, [names[state.entry_count * 3 % len(names)]])
             if is_snapshot_due(state, state.entry_count - 1):
                 write_snapshot(store, state)
     return state
@@ -61,10 +61,10 @@ def test_opening_reads_one_snapshot_and_the_entries_after_it() -> None:
 def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_in_which_they_were_added() -> None:
     store, names = MemoryStore(), [f"{number * 7919 % 10_000}" for number in range(10_000)]
     added = [TrialAdded(trial=name, config={}) for name in names]
-    state = journal.append_events(store, opened(store), added, stamp("trials"))
+    state = journal.append_events(store, open_experiment(store), added, stamp("trials"))
     write_snapshot(store, state)
     for _ in range(3):
-        state = next_state(store, state, names[:2])
+        state = append_next_entry(store, state, names[:2])
     store.operations.clear()
     loaded = journal.load_experiment(store, JOURNAL)
     assert store.operations.total() == 2 + 3 + 3 + 1  # a document of more than 4 MiB takes three
@@ -102,9 +102,9 @@ def test_a_snapshot_that_no_reader_would_read_is_not_written(monkeypatch: pytest
 @given(moves=st.lists(st.lists(st.sampled_from(NAMES), max_size=3), max_size=20), data=st.data())
 def test_snapshots_may_come_in_any_order_late_twice_or_never(moves: list[list[str]], data: st.DataObject) -> None:
     store, states, kept = MemoryStore(), list[Experiment](), set[int]()
-    states.append(state := opened(store))
+    states.append(state := open_experiment(store))
     for trials in moves:
-        states.append(state := next_state(store, state, trials))
+        states.append(state := append_next_entry(store, state, trials))
     for late in data.draw(st.lists(st.sampled_from(states), max_size=len(states))):
         write_snapshot(store, late)
         kept = {
@@ -113,7 +113,7 @@ def test_snapshots_may_come_in_any_order_late_twice_or_never(moves: list[list[st
         }  # it deletes only earlier ones
         assert list_snapshots(store, JOURNAL) == sorted(kept, reverse=True)
         loaded = journal.load_experiment(store, JOURNAL)
-        assert loaded == state == fold(store)
+        assert loaded == state == fold_entries(store)
         assert list(loaded.trials) == list(state.trials)
 
 
@@ -146,7 +146,7 @@ def test_a_bad_snapshot_costs_time_and_nothing_else(damage: Callable[[bytes], by
     assert journal.load_experiment(store, JOURNAL) == state
     assert store.operations["read"] == 1 + entries + 1
 
-    write_snapshot(store, later := opened(store, write_id="later"))
+    write_snapshot(store, later := open_experiment(store, write_id="later"))
     assert list_snapshots(store, JOURNAL) == [later.entry_count]
     assert journal.load_experiment(store, JOURNAL) == later
 
@@ -212,7 +212,7 @@ def test_a_snapshot_of_a_journal_that_was_deleted_is_not_used(before: int, after
     stale = encode_snapshot(run(MemoryStore(), before, names=["old"]))
     state = run(store, after)
     store.objects[JOURNAL.snapshot_path(before)] = stale
-    assert journal.load_experiment(store, JOURNAL) == state == fold(store)
+    assert journal.load_experiment(store, JOURNAL) == state == fold_entries(store)
     write_snapshot(store, state)
     assert journal.load_experiment(store, JOURNAL) == state
 
@@ -243,7 +243,7 @@ def test_an_owner_at_work_deletes_the_snapshot_that_a_reader_has_just_listed() -
             if self.owner is not None and "/snapshots/" in path:
                 owner, self.owner = self.owner, None
                 while owner.entry_count < 31:
-                    owner = next_state(self, owner, ["t1"])
+                    owner = append_next_entry(self, owner, ["t1"])
                 write_snapshot(self, owner)
             return super().read(path, offset=offset, length=length)
 
@@ -251,7 +251,7 @@ def test_an_owner_at_work_deletes_the_snapshot_that_a_reader_has_just_listed() -
     store.owner = run(store, 29)
     store.operations.clear()
     loaded = journal.load_experiment(store, JOURNAL)
-    assert (loaded.entry_count, loaded) == (31, fold(store))
+    assert (loaded.entry_count, loaded) == (31, fold_entries(store))
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no answer"), StoreRefused("403")])
@@ -264,11 +264,11 @@ def test_a_target_that_fails_at_a_snapshot_does_not_end_the_run(error: Exception
             raise error
         return real(store, paths, *arguments, **options)
 
-    state = opened(store)
+    state = open_experiment(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryStore, method, fail)
         while state.entry_count < 9:
-            state = next_state(store, state, ["t"])
+            state = append_next_entry(store, state, ["t"])
             write_snapshot(store, state)
     assert journal.load_experiment(store, JOURNAL) == state
 
@@ -312,7 +312,7 @@ def test_an_experiment_keeps_the_order_of_its_trials_in_json_and_in_snapshots() 
 def test_what_runs_have_added_is_in_the_snapshot() -> None:
     store = MemoryStore()
     state = journal.append_events(
-        store, opened(store), [ExperimentConfigured(settings={}, extensions={"a": 5})], stamp("1")
+        store, open_experiment(store), [ExperimentConfigured(settings={}, extensions={"a": 5})], stamp("1")
     )
     state = journal.append_events(store, state, [ExperimentConfigured(settings={}, extensions={"b": 2})], stamp("2"))
     assert decode_snapshot(encode_snapshot(state), JOURNAL, 3).extensions == {"a": 5, "b": 2}

@@ -42,7 +42,7 @@ class GroupSession(Session):
 
     def files_of(self, node: int) -> Files:
         """The files of one node: its shard, and what all nodes have."""
-        of_all = self.files(self.waiting[-1].step)
+        of_all = self.files(self.pending[-1].step)
         shared = {"backbone": of_all["backbone"], f"shard-{node}": of_all[f"shard-{node}"]}
         others = {f"shard-{each}" for each in range(self.node_count)}
         return shared if node else {name: of for name, of in of_all.items() if name == "shard-0" or name not in others}
@@ -88,7 +88,7 @@ def old_group(nodes: int) -> GroupSession:
     session.open()
     session.start()
     session.train()
-    session.doomed = session.acknowledge(session.publish())
+    session.to_delete = session.acknowledge(session.publish())
     session.train()
     session.nodes_run = False
     return session
@@ -105,7 +105,7 @@ def adds(node: int) -> Callable[[Session], None]:
 
     def act(session: Session) -> None:
         assert isinstance(session, GroupSession)
-        key = CheckpointKey(trial=KEY, step=session.waiting[-1].step, sequence=session.experiment.entry_count)
+        key = CheckpointKey(trial=KEY, step=session.pending[-1].step, sequence=session.experiment.entry_count)
         with suppress(Superseded):
             session.send(session.store, node, key)
 

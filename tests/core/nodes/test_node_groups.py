@@ -20,16 +20,16 @@ from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissin
 from prefect_tune.core.messages.target_messages import list_node_objects_up_to
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import Buffer
-from tests.core.driver import KEY, Files, Witness, after_recovery
+from tests.core.driver import KEY, Files, Witness, check_recovery
 from tests.core.nodes.node_groups import adds, commits, grouped_run, old_group, too_late
-from tests.core.protocol.exploring import meet_at_random, meet_in_every_order
-from tests.core.protocol.matrix import ObjectWorld, fail_everywhere, fresh_run, killed_before_its_entry
+from tests.core.protocol.exploring import run_all_orders, run_random
+from tests.core.protocol.matrix import ObjectWorld, die_before_entry, fail_everywhere, run_fresh
 from tests.core.protocol.mutate import Mutant
-from tests.core.protocol.owners import at_decisions, takes_over, takes_over_and_saves
-from tests.fakes.stores.memory_files import MemoryFiles, load_files
+from tests.core.protocol.owners import at_decisions, take_over, take_over_and_save
+from tests.fakes.stores.memory_files import MemoryFiles, restored
 from tests.fakes.stores.memory_store import MemoryStore
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decode_cache")
 
 Record = Callable[[str, object], None]
 SAVE = CheckpointKey(trial=KEY, step=4, sequence=7)
@@ -39,7 +39,7 @@ TERM = 3
 
 @pytest.mark.long
 @pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("before", [None, grouped_run(2), killed_before_its_entry], ids=["new", "grouped", "single"])
+@pytest.mark.parametrize("before", [None, grouped_run(2), die_before_entry], ids=["new", "grouped", "single"])
 def test_no_failure_at_any_request_of_any_node_breaks_a_promise(
     nodes: int, before: Callable[..., None] | None, record_property: Record
 ) -> None:
@@ -49,15 +49,15 @@ def test_no_failure_at_any_request_of_any_node_breaks_a_promise(
 
 @pytest.mark.long
 def test_one_node_continues_what_several_saved(record_property: Record) -> None:
-    explored = fail_everywhere(ObjectWorld, fresh_run, before=grouped_run(2))
+    explored = fail_everywhere(ObjectWorld, run_fresh, before=grouped_run(2))
     explored.require_kept(record_property, "points explored, several nodes")
 
 
-@pytest.mark.parametrize("others", [(takes_over,), (takes_over_and_saves,)], ids=["taken over", "saves too"])
+@pytest.mark.parametrize("others", [(take_over,), (take_over_and_save,)], ids=["taken over", "saves too"])
 def test_in_every_order_of_what_others_can_see_nodes_and_a_new_owner_break_no_promise(
     others: Sequence[Callable[..., None]], record_property: Record
 ) -> None:
-    explored = meet_in_every_order(old_group(2), [commits, adds(1), *others], at_decisions, limit=60_000)
+    explored = run_all_orders(old_group(2), [commits, adds(1), *others], at_decisions, limit=60_000)
     explored.require_kept(record_property, "orders of nodes and owners, every one")
 
 
@@ -65,8 +65,8 @@ def test_in_every_order_of_what_others_can_see_nodes_and_a_new_owner_break_no_pr
 def test_in_random_orders_of_everything_that_four_nodes_and_new_owners_do_they_break_no_promise(
     record_property: Record,
 ) -> None:
-    acts = [commits, adds(1), adds(2), adds(3), takes_over_and_saves, takes_over_and_saves]
-    explored = meet_at_random(old_group(4), acts, range(60))
+    acts = [commits, adds(1), adds(2), adds(3), take_over_and_save, take_over_and_save]
+    explored = run_random(old_group(4), acts, range(60))
     explored.require_kept(record_property, "orders of nodes and owners, at random")
 
 
@@ -74,7 +74,7 @@ def test_a_part_without_a_manifest_is_found_when_its_attempt_is_over() -> None:
     group = old_group(2)
     adds(1)(group)
     left = {each.path for each in list_node_objects_up_to(group.store, KEY, group.trial.attempt)}
-    save = SAVE.model_copy(update={"step": group.waiting[-1].step, "sequence": group.experiment.entry_count})
+    save = SAVE.model_copy(update={"step": group.pending[-1].step, "sequence": group.experiment.entry_count})
     assert left == {group.nodes.part_path(save, 1)}
     assert not list_node_objects_up_to(group.store, KEY, group.trial.attempt - 1)
 
@@ -171,7 +171,7 @@ def a_forgotten_shard() -> Sequence[str]:
         grouped_run(2)(store, witness)
     except StoreUnavailable:
         return []
-    return after_recovery(store, witness, 3)
+    return check_recovery(store, witness, 3)
 
 
 def other_bytes() -> Sequence[str]:
@@ -183,8 +183,8 @@ def other_bytes() -> Sequence[str]:
 
 
 def meeting_owners() -> Sequence[str]:
-    acts = [commits, adds(1), takes_over_and_saves]
-    return meet_at_random(old_group(2), acts, range(100), enough=1).broken
+    acts = [commits, adds(1), take_over_and_save]
+    return run_random(old_group(2), acts, range(100), enough=1).broken
 
 
 MUTANTS = {

@@ -34,15 +34,15 @@ from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import create_or_recognize
 from prefect_tune.core.values import StepReport
-from tests.core.driver import KEY, Session, Witness, violations
+from tests.core.driver import KEY, Session, Witness, find_violations
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 
-def keys_of(trial: Trial) -> list[CheckpointKey]:
-    return [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in trial.checkpoints]
+def live_keys(trial: Trial) -> list[CheckpointKey]:
+    return [CheckpointKey(trial=KEY, step=ref.step, sequence=ref.sequence) for ref in trial.checkpoints]
 
 
 def objects(session: Session) -> dict[str, bytes]:
@@ -50,14 +50,14 @@ def objects(session: Session) -> dict[str, bytes]:
     return session.store.objects
 
 
-def trained(steps: int, retention: Retention | None = None) -> Session:
+def train_session(steps: int, retention: Retention | None = None) -> Session:
     """An owner after `steps` steps, each saved and none collected."""
     session = Session(MemoryStore(), Witness(), retention=retention or Retention())
     session.open()
     session.start()
     for _ in range(steps):
         session.train()
-        session.doomed = session.acknowledge(session.publish())
+        session.to_delete = session.acknowledge(session.publish())
     return session
 
 
@@ -65,36 +65,36 @@ def trained(steps: int, retention: Retention | None = None) -> Session:
 
 
 def test_what_live_checkpoints_share_with_a_retired_one_stays() -> None:
-    session = trained(3, Retention(last=2))
-    (doomed,) = session.doomed
+    session = train_session(3, Retention(last=2))
+    (retired,) = session.to_delete
     before = set(objects(session))
 
-    deleted = delete_retired_objects(session.store, KEY, session.trial, session.doomed)
+    deleted = delete_retired_objects(session.store, KEY, session.trial, session.to_delete)
 
-    gone = before - set(objects(session))
-    assert doomed.manifest_path in gone
-    assert len(gone) == deleted == 3  # the blobs of cycle and head, and the manifest; the backbone stays
+    removed = before - set(objects(session))
+    assert retired.manifest_path in removed
+    assert len(removed) == deleted == 3  # the blobs of cycle and head, and the manifest; the backbone stays
     session.open()
     assert len(session.trial.checkpoints) == 2
 
 
 def test_deleting_twice_is_deleting_once() -> None:
-    session = trained(3, Retention(last=1))
-    delete_retired_objects(session.store, KEY, session.trial, session.doomed)
-    left = dict(objects(session))
-    assert delete_retired_objects(session.store, KEY, session.trial, session.doomed) == 0
-    assert objects(session) == left
+    session = train_session(3, Retention(last=1))
+    delete_retired_objects(session.store, KEY, session.trial, session.to_delete)
+    remaining = dict(objects(session))
+    assert delete_retired_objects(session.store, KEY, session.trial, session.to_delete) == 0
+    assert objects(session) == remaining
 
 
 def test_a_live_checkpoint_is_never_deleted_whoever_asks() -> None:
-    session = trained(2)
+    session = train_session(2)
     before = dict(objects(session))
-    assert delete_retired_objects(session.store, KEY, session.trial, keys_of(session.trial)) == 0
+    assert delete_retired_objects(session.store, KEY, session.trial, live_keys(session.trial)) == 0
     assert objects(session) == before
 
 
 def test_nothing_is_deleted_that_no_retirement_protects_from_being_reused() -> None:
-    session = trained(1)
+    session = train_session(1)
     session.train()
     session.publish()  # and never journaled
     stray = CheckpointKey(trial=KEY, step=2, sequence=session.trial.next_sequence)
@@ -106,8 +106,8 @@ def test_nothing_is_deleted_that_no_retirement_protects_from_being_reused() -> N
 
 @pytest.mark.parametrize("damage", [None, b"", b"{}"])
 def test_with_a_live_manifest_unreadable_nothing_is_deleted_on_a_guess(damage: bytes | None) -> None:
-    session = trained(3, Retention(last=2))
-    path = keys_of(session.trial)[0].manifest_path
+    session = train_session(3, Retention(last=2))
+    path = live_keys(session.trial)[0].manifest_path
     if damage is None:
         del objects(session)[path]
     else:
@@ -115,34 +115,34 @@ def test_with_a_live_manifest_unreadable_nothing_is_deleted_on_a_guess(damage: b
     before = dict(objects(session))
 
     with pytest.raises(CheckpointCorrupt, match=r"manifest\.json"):
-        delete_retired_objects(session.store, KEY, session.trial, session.doomed)
+        delete_retired_objects(session.store, KEY, session.trial, session.to_delete)
     assert objects(session) == before
 
 
 def test_a_retired_manifest_that_is_damaged_goes_and_its_blobs_are_found_as_orphans() -> None:
-    session = trained(3, Retention(last=2))
-    (doomed,) = session.doomed
-    objects(session)[doomed.manifest_path] = b"torn"
+    session = train_session(3, Retention(last=2))
+    (retired,) = session.to_delete
+    objects(session)[retired.manifest_path] = b"torn"
 
-    assert delete_retired_objects(session.store, KEY, session.trial, session.doomed) == 1
+    assert delete_retired_objects(session.store, KEY, session.trial, session.to_delete) == 1
 
-    found = find_orphan_blobs(session.store, KEY, session.trial)
-    assert len(found) == 2
-    session.store.delete([each.path for each in found])
+    orphans = find_orphan_blobs(session.store, KEY, session.trial)
+    assert len(orphans) == 2
+    session.store.delete([blob.path for blob in orphans])
     assert find_orphan_blobs(session.store, KEY, session.trial) == []
-    assert violations(session.store, session.witness, session.experiment) == []
+    assert find_violations(session.store, session.witness, session.experiment) == []
 
 
 def test_foreign_files_among_the_blobs_are_left_alone() -> None:
-    session = trained(3, Retention(last=2))
+    session = train_session(3, Retention(last=2))
     objects(session)[f"{KEY.blobs_folder}/README"] = b"mine"
-    session.collect(session.doomed)
+    session.delete_checkpoints(session.to_delete)
     assert find_orphan_blobs(session.store, KEY, session.trial) == []
     assert objects(session)[f"{KEY.blobs_folder}/README"] == b"mine"
 
 
 def test_a_save_under_way_is_no_leftover_and_a_quarantined_checkpoint_is_kept_to_be_looked_at() -> None:
-    session = trained(2)
+    session = train_session(2)
     session.append(
         [CheckpointQuarantined(trial=KEY.trial, sequence=session.trial.checkpoints[-1].sequence, reason="bad")]
     )
@@ -152,41 +152,41 @@ def test_a_save_under_way_is_no_leftover_and_a_quarantined_checkpoint_is_kept_to
 
     assert find_leftover_manifests(session.store, KEY, session.trial) == []
     session.open()
-    found = find_leftover_manifests(session.store, KEY, session.trial)
-    assert found == []
+    leftovers = find_leftover_manifests(session.store, KEY, session.trial)
+    assert leftovers == []
 
 
 # ----------------------------------------------------------------------------------------------- adopt
 
 
-def opened_after(session: Session) -> Session:
+def open_by_new_owner(session: Session) -> Session:
     """A new owner that has opened the experiment but not adopted any save yet."""
     new = Session(session.store, session.witness, owner="new")
     stamp = new.witness.stamp()
-    owner = new.opened_by()
+    owner = new.make_owner()
     new.experiment = journal.acquire_ownership(session.store, first_generation("e"), owner, stamp)
     return new
 
 
 def test_a_manifest_without_an_entry_is_adopted_with_the_reports_it_carries() -> None:
-    session = trained(1)
+    session = train_session(1)
     for _ in range(3):
         session.train()
-    reports = list(session.waiting)
+    reports = list(session.pending)
     manifest = session.publish()
-    new = opened_after(session)
+    new = open_by_new_owner(session)
 
     adopted, *rest = make_adoption_events(new.store, new.experiment)
 
-    about = manifest.metadata
+    metadata = manifest.metadata
     assert adopted == CheckpointsAdopted(
         checkpoints={
             "t": (
                 CheckpointRef(
                     step=4,
                     sequence=manifest.sequence,
-                    metrics=about.metrics,
-                    trained_seconds=about.trained_seconds,
+                    metrics=metadata.metrics,
+                    trained_seconds=metadata.trained_seconds,
                     size_bytes=manifest.size_bytes,
                 ),
             )
@@ -198,12 +198,12 @@ def test_a_manifest_without_an_entry_is_adopted_with_the_reports_it_carries() ->
 
 
 def test_reports_that_the_journal_has_are_not_told_again() -> None:
-    session = trained(1)
+    session = train_session(1)
     session.train()
     session.train()
-    session.append([StepReported(trial="t", report=session.waiting[0])])
+    session.append([StepReported(trial="t", report=session.pending[0])])
     session.publish()
-    new = opened_after(session)
+    new = open_by_new_owner(session)
     reported = [
         event.report.step
         for event in make_adoption_events(new.store, new.experiment)
@@ -213,9 +213,9 @@ def test_reports_that_the_journal_has_are_not_told_again() -> None:
 
 
 def test_a_trial_that_is_not_running_is_not_even_looked_at() -> None:
-    session = trained(1)
+    session = train_session(1)
     session.append([AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason="")])
-    new = opened_after(session)
+    new = open_by_new_owner(session)
     assert isinstance(new.store, MemoryStore)
     new.store.operations.clear()
     assert make_adoption_events(new.store, new.experiment) == [CheckpointsAdopted()]
@@ -224,7 +224,7 @@ def test_a_trial_that_is_not_running_is_not_even_looked_at() -> None:
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_without_anything_to_adopt_the_attempt_still_ends(steps: int) -> None:
-    new = opened_after(trained(steps))
+    new = open_by_new_owner(train_session(steps))
     adopted, ended = make_adoption_events(
         new.store, new.experiment, last=LastKnownReports({"t": StepReport(step=7, metrics={})}, at="now")
     )
@@ -234,34 +234,34 @@ def test_without_anything_to_adopt_the_attempt_still_ends(steps: int) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"torn", b"{}"])
 def test_a_damaged_manifest_is_quarantined_and_the_one_before_it_adopted(data: bytes) -> None:
-    session = trained(1)
+    session = train_session(1)
     session.train()
     good = session.publish()
     for step in (3, 4):  # the same sequence twice counts once
         damaged = CheckpointKey(trial=KEY, step=step, sequence=good.sequence + 1)
         objects(session)[damaged.manifest_path] = data
-    session.append([StepReported(trial="t", report=session.waiting[0])])
+    session.append([StepReported(trial="t", report=session.pending[0])])
     session.append([])
-    new = opened_after(session)
+    new = open_by_new_owner(session)
 
     adopted, quarantined, ended = make_adoption_events(new.store, new.experiment)
 
     assert isinstance(adopted, CheckpointsAdopted)
-    assert [each.step for each in adopted.checkpoints["t"]] == [2]
+    assert [ref.step for ref in adopted.checkpoints["t"]] == [2]
     assert isinstance(quarantined, CheckpointQuarantined)
     assert quarantined.sequence == good.sequence + 1
     assert isinstance(ended, AttemptEnded)
     new.append([adopted, quarantined, ended])
-    assert [each.step for each in new.trial.checkpoints] == [1, 2]
+    assert [ref.step for ref in new.trial.checkpoints] == [1, 2]
 
 
 def test_a_manifest_of_a_newer_version_stops_the_opening() -> None:
-    session = trained(0)
+    session = train_session(0)
     session.train()
     session.publish()
     (path,) = (path for path in objects(session) if path.endswith("manifest.json"))
     objects(session)[path] = objects(session)[path].replace(b'"version":3', b'"version":4')
-    new = opened_after(session)
+    new = open_by_new_owner(session)
     with pytest.raises(UnknownVersion, match="upgrade"):
         make_adoption_events(new.store, new.experiment)
 
@@ -270,7 +270,7 @@ def test_a_manifest_of_a_newer_version_stops_the_opening() -> None:
 def test_a_manifest_that_vanishes_is_not_there_and_one_that_cannot_be_read_stops_the_opening(
     error: type[Exception],
 ) -> None:
-    session = trained(0)
+    session = train_session(0)
     session.train()
     session.publish()
 
@@ -280,7 +280,7 @@ def test_a_manifest_that_vanishes_is_not_there_and_one_that_cannot_be_read_stops
                 raise error(path)
             return super().read(path, offset=offset, length=length)
 
-    new = opened_after(session)
+    new = open_by_new_owner(session)
     store = Failing()
     store.objects = objects(session)
     if error is ObjectNotFound:
@@ -296,26 +296,26 @@ def test_a_manifest_that_vanishes_is_not_there_and_one_that_cannot_be_read_stops
 # ---------------------------------------------------------------------------------------------- settle
 
 
-@pytest.mark.parametrize("there", [b"mine", b"yours", None])
-def test_a_refused_create_is_ours_if_our_bytes_are_there(there: bytes | None) -> None:
+@pytest.mark.parametrize("stored", [b"mine", b"yours", None])
+def test_a_refused_create_is_ours_if_our_bytes_are_there(stored: bytes | None) -> None:
     class Refusing(MemoryStore):
         def create(self, path: str, data: object) -> None:
             del data
             raise AlreadyExists(path)
 
     store = Refusing()
-    if there is not None:
-        store.objects["a"] = there
+    if stored is not None:
+        store.objects["a"] = stored
     outcomes: Mapping[bytes | None, type[Exception]] = {b"yours": AlreadyExists, None: CommitUnknown}
-    if expected := outcomes.get(there):
+    if expected := outcomes.get(stored):
         with pytest.raises(expected):
             create_or_recognize(store, "a", b"mine")
     else:
         create_or_recognize(store, "a", b"mine")
 
 
-@pytest.mark.parametrize("why", [StoreUnavailable("503"), StoreRefused("ExpiredToken")])
-def test_an_outcome_that_cannot_be_asked_for_stays_unknown(why: TuneError) -> None:
+@pytest.mark.parametrize("error", [StoreUnavailable("503"), StoreRefused("ExpiredToken")])
+def test_an_outcome_that_cannot_be_asked_for_stays_unknown(error: TuneError) -> None:
     class Gone(MemoryStore):
         def create(self, path: str, data: object) -> None:
             del data
@@ -323,7 +323,7 @@ def test_an_outcome_that_cannot_be_asked_for_stays_unknown(why: TuneError) -> No
 
         def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
             del path, offset, length
-            raise why
+            raise error
 
     with pytest.raises(CommitUnknown, match="could not be read back"):
         create_or_recognize(Gone(), "a", b"mine")

@@ -14,63 +14,63 @@ from prefect_tune.core.journal_events import CheckpointCloned, CheckpointOrigin,
 from prefect_tune.core.operations import trial_gc
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
-from tests.core.protocol.exploring import die_everywhere, late_writes, meet_at_random, meet_dying, meet_in_every_order
+from tests.core.protocol.exploring import delay_writes, die_everywhere, run_all_orders, run_crashing, run_random
 from tests.core.protocol.meetings import (
     Act,
     Scene,
-    clear_late,
-    clones,
-    elsewhere,
-    elsewhere_with_a_clone,
-    receives,
+    clone_act,
+    clone_scene,
+    delete_retired_late,
+    plain_scene,
+    receive_act,
+    remote_clone_scene,
+    remote_save_act,
+    remote_scene,
     resume,
-    saves,
-    saves_there,
-    takes_over,
-    with_a_clone,
-    with_a_clone_that_is_over,
-    without_a_clone,
+    save_act,
+    stale_clone_scene,
+    takeover_act,
 )
 from tests.core.protocol.mutate import Mutant
-from tests.core.protocol.population import Search, promises_broken
-from tests.fakes.stores.dying_store import Failure
-from tests.fakes.stores.memory_files import load_files
+from tests.core.protocol.population import Search, find_broken_promises
+from tests.fakes.stores.dying_store import Way
+from tests.fakes.stores.memory_files import restored
 from tests.long_cases import deep_count
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decode_cache")
 
 Record = Callable[[str, object], None]
 Before = Callable[[], Scene]
 
 
-def newest(scene: Scene, name: str) -> CheckpointKey:
+def newest_key(scene: Scene, name: str) -> CheckpointKey:
     search = scene.search
     return search.key(name).checkpoint_key(search.trial(name).checkpoints[-1])
 
 
-def bytes_of(scene: Scene, name: str) -> Mapping[str, bytes]:
-    return load_files(scene.store, read_manifest(scene.store, newest(scene, name)))
+def read_newest(scene: Scene, name: str) -> Mapping[str, bytes]:
+    return restored(scene.store, read_manifest(scene.store, newest_key(scene, name)))
 
 
 # --------------------------------------------------------------------------------------------- one clone
 
 
 def test_a_clone_is_one_entry_and_no_object() -> None:
-    scene = without_a_clone()
+    scene = plain_scene()
     before = dict(scene.store.objects)
     scene.search.clone("c", "s")
     (entry,) = set(scene.store.objects) - set(before)
     assert entry == scene.search.journal.entry_path(scene.search.state.entry_count)
-    assert newest(scene, "c") == newest(scene, "s")
+    assert newest_key(scene, "c") == newest_key(scene, "s")
 
 
 def test_what_its_source_retires_stays_as_long_as_the_clone_does() -> None:
-    scene = with_a_clone()
-    search, origin, kept = scene.search, newest(scene, "c"), bytes_of(scene, "c")
-    search.clear(scene.doomed)
+    scene = clone_scene()
+    search, origin, kept = scene.search, newest_key(scene, "c"), read_newest(scene, "c")
+    search.delete_checkpoints(scene.to_delete)
     search.save("s")
-    search.clear_away()
-    assert bytes_of(scene, "c") == kept
+    search.delete_leftovers()
+    assert read_newest(scene, "c") == kept
 
     search.save("c")  # retires the clone
     assert scene.store.size(origin.manifest_path) is None
@@ -78,37 +78,37 @@ def test_what_its_source_retires_stays_as_long_as_the_clone_does() -> None:
 
 
 def test_a_clone_of_a_clone_is_held_where_the_bytes_are() -> None:
-    scene = with_a_clone()
+    scene = clone_scene()
     search = scene.search
     search.clone("d", "c")
     search.save("c")
     assert [clone.trial for clone in search.trial("s").clones] == ["d"]
-    assert promises_broken(scene.store, scene.chronicle) == []
+    assert find_broken_promises(scene.store, scene.chronicle) == []
     search.start("d")
     search.save("d")
     assert search.trial("s").clones == ()
 
 
 def test_a_trial_may_clone_back_what_it_has_retired_itself() -> None:
-    scene = with_a_clone()
-    search, origin = scene.search, newest(scene, "c")
+    scene = clone_scene()
+    search, origin = scene.search, newest_key(scene, "c")
     search.end("s")
     search.clone("s", "c")
-    assert newest(scene, "s") == origin
-    search.clear(scene.doomed)
+    assert newest_key(scene, "s") == origin
+    search.delete_checkpoints(scene.to_delete)
     search.start("s")
     search.save("c")
-    assert bytes_of(scene, "s")
+    assert read_newest(scene, "s")
     search.save("s")
     assert scene.store.size(origin.manifest_path) is None
 
 
 def test_what_is_no_checkpoint_any_more_cannot_be_cloned() -> None:
-    scene = without_a_clone()
-    search, gone = scene.search, scene.search.trial("s").checkpoints[-1]
+    scene = plain_scene()
+    search, retired = scene.search, scene.search.trial("s").checkpoints[-1]
     search.save_only("s")
-    origin = CheckpointOrigin(trial="s", step=gone.step, sequence=gone.sequence)
-    copy = CheckpointRef(step=gone.step, sequence=search.trial("c").next_sequence, origin=origin)
+    origin = CheckpointOrigin(trial="s", step=retired.step, sequence=retired.sequence)
+    copy = CheckpointRef(step=retired.step, sequence=search.trial("c").next_sequence, origin=origin)
     before = dict(scene.store.objects)
     with pytest.raises(JournalCorrupt, match="it is no longer a checkpoint"):
         search.append(CheckpointCloned(trial="c", checkpoint=copy, source="s"))
@@ -116,10 +116,10 @@ def test_what_is_no_checkpoint_any_more_cannot_be_cloned() -> None:
 
 
 def test_a_clone_trains_at_least_one_step() -> None:
-    search = without_a_clone().search
-    (newest,) = search.trial("s").checkpoints
-    assert trial_transitions.clonable_checkpoint(search.trial("s"), newest.step + 1) == newest
-    assert trial_transitions.clonable_checkpoint(search.trial("s"), newest.step) is None
+    search = plain_scene().search
+    (checkpoint,) = search.trial("s").checkpoints
+    assert trial_transitions.clonable_checkpoint(search.trial("s"), checkpoint.step + 1) == checkpoint
+    assert trial_transitions.clonable_checkpoint(search.trial("s"), checkpoint.step) is None
     assert trial_transitions.clonable_checkpoint(search.trial("c")) is None
     search.append(TrialFinished(trial="s", reason="enough"))
     assert trial_transitions.clonable_checkpoint(search.trial("s")) is None
@@ -129,7 +129,7 @@ def test_a_clone_trains_at_least_one_step() -> None:
 
 
 def test_what_an_attempt_elsewhere_has_posted_is_found_by_the_next_owner() -> None:
-    scene = elsewhere()
+    scene = remote_scene()
     new = Search(scene.store, scene.chronicle, owner="new")
     new.open()
     assert len(new.receive("s")) == 2
@@ -140,30 +140,30 @@ def test_what_an_attempt_elsewhere_has_posted_is_found_by_the_next_owner() -> No
 
 
 def test_a_closed_outbox_ends_its_attempt_and_takes_no_post_twice() -> None:
-    scene = elsewhere()
+    scene = remote_scene()
     scene.search.receive("s", closes=True)
     assert scene.search.trial("s").outbox is None
     with pytest.raises(Superseded, match="first has ended this attempt"):
-        scene.there["s"].save_there()
-    assert promises_broken(scene.store, scene.chronicle) == []
+        scene.remote["s"].post_save()
+    assert find_broken_promises(scene.store, scene.chronicle) == []
 
 
 def test_a_second_process_with_the_same_request_finds_that_another_one_trains_it() -> None:
-    scene = elsewhere()
+    scene = remote_scene()
     launched = scene.search.launch("c")
-    twin = launched.on(scene.store, scene.chronicle)
-    launched.begin_there()
+    twin = launched.with_store(scene.store, scene.chronicle)
+    launched.post_start()
     with pytest.raises(Superseded, match="another process trains this attempt"):
-        twin.begin_there()
+        twin.post_start()
 
 
 def test_an_outbox_is_used_once() -> None:
-    scene = elsewhere()
-    scene.search.settle("s")
-    again = scene.search.launch("s")
-    assert again.trial.outbox == 2
-    again.begin_there()
-    again.save_there()
+    scene = remote_scene()
+    scene.search.fence_off("s")
+    attempt = scene.search.launch("s")
+    assert attempt.trial.outbox == 2
+    attempt.post_start()
+    attempt.post_save()
     scene.search.receive("s")
     assert scene.search.trial("s").checkpoints[-1].step == 4
 
@@ -171,19 +171,19 @@ def test_an_outbox_is_used_once() -> None:
 # ------------------------------------------------------------------------------------------ crashes
 
 STORIES: Mapping[str, tuple[Before, Act]] = {
-    "a trial clones": (without_a_clone, clones("c")),
-    "a trial clones a clone": (with_a_clone, clones("d", "c")),
-    "a clone is trained on, and retired": (with_a_clone, saves("c")),
-    "a clone is trained on for long": (with_a_clone, saves("c", 2)),
-    "the source deletes what it retired": (without_a_clone, clear_late),
-    "the source deletes what a clone needed": (with_a_clone_that_is_over, clear_late),
-    "the source continues": (with_a_clone, saves("s", 2)),
-    "the search is resumed": (with_a_clone_that_is_over, takes_over(resume("s"))),
-    "an attempt elsewhere saves": (elsewhere, saves_there()),
-    "its posts are received": (elsewhere_with_a_clone, receives("s")),
-    "its outbox is closed": (elsewhere, receives("s", closes=True)),
-    "the search is resumed, and goes on with it": (elsewhere_with_a_clone, takes_over(lambda new: new.receive("s"))),
-    "the search is resumed, and fences it off": (elsewhere_with_a_clone, takes_over(resume("s"))),
+    "a trial clones": (plain_scene, clone_act("c")),
+    "a trial clones a clone": (clone_scene, clone_act("d", "c")),
+    "a clone is trained on, and retired": (clone_scene, save_act("c")),
+    "a clone is trained on for long": (clone_scene, save_act("c", 2)),
+    "the source deletes what it retired": (plain_scene, delete_retired_late),
+    "the source deletes what a clone needed": (stale_clone_scene, delete_retired_late),
+    "the source continues": (clone_scene, save_act("s", 2)),
+    "the search is resumed": (stale_clone_scene, takeover_act(resume("s"))),
+    "an attempt elsewhere saves": (remote_scene, remote_save_act()),
+    "its posts are received": (remote_clone_scene, receive_act("s")),
+    "its outbox is closed": (remote_scene, receive_act("s", closes=True)),
+    "the search is resumed, and goes on with it": (remote_clone_scene, takeover_act(lambda new: new.receive("s"))),
+    "the search is resumed, and fences it off": (remote_clone_scene, takeover_act(resume("s"))),
 }
 
 
@@ -193,7 +193,7 @@ STORIES: Mapping[str, tuple[Before, Act]] = {
 )
 def test_with_each_write_late_or_lost_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
-    explored = late_writes(before(), act, [None, 3])
+    explored = delay_writes(before(), act, [None, 3])
     explored.require_kept(record_property, "points explored, clones and outboxes")
 
 
@@ -203,27 +203,27 @@ def test_with_each_write_late_or_lost_it_breaks_no_promise(story: str, record_pr
 def test_failing_at_every_operation_in_every_way_it_breaks_no_promise(story: str, record_property: Record) -> None:
     before, act = STORIES[story]
     explored = die_everywhere(before(), act)
-    explored.add(late_writes(before(), act, [None, 0, 1, 2, 5, 10, 20]))
+    explored.add(delay_writes(before(), act, [None, 0, 1, 2, 5, 10, 20]))
     explored.require_kept(record_property, "points explored, clones and outboxes")
 
 
 # ------------------------------------------------------------------------------------------- concurrency
 
 MEETINGS: Mapping[str, tuple[Before, Sequence[Act]]] = {
-    "a zombie clones": (without_a_clone, [clones("c"), takes_over(resume("s"))]),
-    "a zombie saves the source": (with_a_clone, [saves("s"), takes_over(resume("c"))]),
-    "a zombie saves the clone": (with_a_clone, [saves("c"), takes_over(resume("s"))]),
-    "a zombie deletes late": (with_a_clone_that_is_over, [clear_late, takes_over(resume("c"))]),
-    "two take over": (with_a_clone_that_is_over, [takes_over(resume("s")), takes_over(resume("c"))]),
-    "posts while the owner receives": (elsewhere_with_a_clone, [saves_there(), receives("s")]),
-    "posts while the owner closes": (elsewhere, [saves_there(), receives("s", closes=True)]),
-    "posts while the owner clones": (elsewhere, [saves_there(), clones("d")]),
-    "posts while another owner closes": (elsewhere, [saves_there(times=2), takes_over(resume("s"))]),
+    "a zombie clones": (plain_scene, [clone_act("c"), takeover_act(resume("s"))]),
+    "a zombie saves the source": (clone_scene, [save_act("s"), takeover_act(resume("c"))]),
+    "a zombie saves the clone": (clone_scene, [save_act("c"), takeover_act(resume("s"))]),
+    "a zombie deletes late": (stale_clone_scene, [delete_retired_late, takeover_act(resume("c"))]),
+    "two take over": (stale_clone_scene, [takeover_act(resume("s")), takeover_act(resume("c"))]),
+    "posts while the owner receives": (remote_clone_scene, [remote_save_act(), receive_act("s")]),
+    "posts while the owner closes": (remote_scene, [remote_save_act(), receive_act("s", closes=True)]),
+    "posts while the owner clones": (remote_scene, [remote_save_act(), clone_act("d")]),
+    "posts while another owner closes": (remote_scene, [remote_save_act(times=2), takeover_act(resume("s"))]),
     "two close while it posts": (
-        elsewhere_with_a_clone,
-        [saves_there(), receives("s", closes=True), takes_over(resume("s"))],
+        remote_clone_scene,
+        [remote_save_act(), receive_act("s", closes=True), takeover_act(resume("s"))],
     ),
-    "two receive": (elsewhere_with_a_clone, [receives("s"), takes_over(lambda new: new.receive("s"))]),
+    "two receive": (remote_clone_scene, [receive_act("s"), takeover_act(lambda new: new.receive("s"))]),
 }
 
 
@@ -232,7 +232,7 @@ def at_creates_and_deletes(method: str, path: str) -> bool:
     return method in {"create", "delete"} or (method == "read" and "/outbox/" in path)
 
 
-def in_outboxes(_method: str, path: str) -> bool:
+def at_outbox_operations(_method: str, path: str) -> bool:
     """Switch at what is done with posts and ends of outboxes."""
     return "/outbox/" in path
 
@@ -248,13 +248,13 @@ def in_outboxes(_method: str, path: str) -> bool:
 )
 def test_in_every_order_of_their_writes_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
-    explored = meet_in_every_order(before(), acts, at_creates_and_deletes, limit=20_000)
+    explored = run_all_orders(before(), acts, at_creates_and_deletes, limit=20_000)
     explored.require_kept(record_property, "orders of clones, posts and owners, every one")
 
 
 def test_a_post_between_the_look_at_an_outbox_and_its_end_is_not_lost(record_property: Record) -> None:
     before, acts = MEETINGS["posts while the owner closes"]
-    explored = meet_in_every_order(before(), acts, in_outboxes, limit=20_000)
+    explored = run_all_orders(before(), acts, at_outbox_operations, limit=20_000)
     explored.require_kept(record_property, "orders of posts and the end of their outbox, every one")
 
 
@@ -263,42 +263,43 @@ def test_a_post_between_the_look_at_an_outbox_and_its_end_is_not_lost(record_pro
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_in_many_orders_and_dying_they_break_no_promise(meeting: str, record_property: Record) -> None:
     before, acts = MEETINGS[meeting]
-    explored = meet_at_random(before(), acts, range(1000, 1000 + deep_count(500)))
-    explored.add(meet_dying(before(), acts, range(deep_count(500))))
+    explored = run_random(before(), acts, range(1000, 1000 + deep_count(500)))
+    explored.add(run_crashing(before(), acts, range(deep_count(500))))
     explored.require_kept(record_property, "orders of clones, posts and owners, at random")
 
 
 # --------------------------------------------------------------------------------------------- mutants
 
 
-def meets(meeting: str) -> Sequence[str]:
+def interleave_meeting(meeting: str) -> Sequence[str]:
     before, acts = MEETINGS[meeting]
-    return meet_in_every_order(before(), acts, at_creates_and_deletes, limit=20_000, enough=1).broken
+    return run_all_orders(before(), acts, at_creates_and_deletes, limit=20_000, enough=1).broken
 
 
-def dies(story: str) -> Sequence[str]:
+def crash_story(story: str) -> Sequence[str]:
     before, act = STORIES[story]
     return die_everywhere(before(), act, [Failure.CRASH_BEFORE, Failure.REPLY_LOST], enough=1).broken
 
 
 MUTANTS: Mapping[str, Mutant] = {
     "delete what clones need": Mutant(
-        partial(dies, "the source continues"),
+        partial(crash_story, "the source continues"),
         {trial_transitions.is_deletable_checkpoint: {" or is_cloned_checkpoint(state, key)": ""}},
     ),
     "count nothing as needed by clones": Mutant(
-        partial(dies, "the source continues"),
+        partial(crash_story, "the source continues"),
         {trial_gc._find_reachable_blobs: {"for clone in state.clones": "for clone in ()"}},
     ),
     "forget a clone while it lives": Mutant(
-        partial(dies, "a trial clones"), {experiment._update_clone_lists: {"(*source.clones, clone)": "source.clones"}}
+        partial(crash_story, "a trial clones"),
+        {experiment._update_clone_lists: {"(*source.clones, clone)": "source.clones"}},
     ),
     "remember a clone for ever": Mutant(
-        partial(dies, "a clone is trained on, and retired"),
+        partial(crash_story, "a clone is trained on, and retired"),
         {experiment._update_clone_lists: {"for origin, clone in old - new:": "for origin, clone in ():"}},
     ),
     "delete posts before their entry": Mutant(
-        partial(dies, "its posts are received"),
+        partial(crash_story, "its posts are received"),
         {
             Search.receive: {
                 "events: list[Event] = []": "events = []; "
@@ -307,16 +308,16 @@ MUTANTS: Mapping[str, Mutant] = {
         },
     ),
     "close without a look": Mutant(
-        partial(meets, "posts while the owner closes"),
+        partial(interleave_meeting, "posts while the owner closes"),
         {outbox.close_outbox: {"races += 1 ": "return ClosedOutbox(posts, damage) "}},
     ),
     "post over the end": Mutant(
-        partial(meets, "posts while the owner closes"),
+        partial(interleave_meeting, "posts while the owner closes"),
         {outbox.write_post: {"create_or_recognize(store, path, seal(post))": "store.put(path, seal(post))"}},
     ),
     "adopt a save that its outbox may still hand over": Mutant(
-        partial(meets, "posts while another owner closes"),
-        {Search.settle: {"self.receive(name, closes=True)": "self.state.trial(name)"}},
+        partial(interleave_meeting, "posts while another owner closes"),
+        {Search.fence_off: {"self.receive(name, closes=True)": "self.state.trial(name)"}},
     ),
 }
 

@@ -19,75 +19,75 @@ from prefect_tune.core.operations.fork_experiment import ForkResult, begin_fork,
 from prefect_tune.core.storage.generations import find_current_generation, find_current_journal
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import WriteStamp
-from tests.core.driver import retried
-from tests.core.operations.test_fork_experiment import forked
-from tests.core.protocol.exploring import Act, Explored, IsPoint, Verdicts, everywhere, explore, meet, meet_at_random
+from tests.core.driver import retry
+from tests.core.operations.test_fork_experiment import make_fork
+from tests.core.protocol.exploring import Act, Findings, IsPoint, Verdicts, everywhere, explore, run_acts, run_random
 from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.population import Chronicle, Search
-from tests.core.small_search import SmallSearch, own_state, search_of_three, unreadable
+from tests.core.small_search import SmallSearch, find_unreadable, load_trial, make_search
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import WRITES, Crash, DyingStore, Failure
 from tests.fakes.stores.memory_store import MemoryStore, StoreWrapper
 from tests.long_cases import deep_count, long_after
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decode_cache")
 
 OWNER = Owner(name="deleter", host="here", pid=3)
 _T = TypeVar("_T")
 
 
-def removed(store: ObjectStore, experiment: str, write_id: str = "r") -> int:
+def remove(store: ObjectStore, experiment: str, write_id: str = "r") -> int:
     stamp = WriteStamp(write_id=write_id, at="2026-11-21T09:00:00Z")
     journal = find_generation_to_delete(store, experiment) or first_generation(experiment)
-    return retried(lambda: delete_generation(store, journal, OWNER, stamp))
+    return retry(lambda: delete_generation(store, journal, OWNER, stamp))
 
 
-def left(store: MemoryStore) -> set[str]:
+def remaining_paths(store: MemoryStore) -> set[str]:
     """All objects but the marker of each name's current generation."""
     names = {path.partition("/")[0] for path in store.objects}
     markers = {f"{name}/generations/{find_current_generation(store, name):010d}.json" for name in names}
     return store.objects.keys() - markers
 
 
-def below(store: MemoryStore, folder: str) -> set[str]:
-    return {path for path in left(store) if path.startswith(f"{folder}/")}
+def paths_below(store: MemoryStore, folder: str) -> set[str]:
+    return {path for path in remaining_paths(store) if path.startswith(f"{folder}/")}
 
 
-def begun_fork(store: MemoryStore) -> Callable[[], ForkResult]:
+def begin_fork_of_old(store: MemoryStore) -> Callable[[], ForkResult]:
     """Open the experiment `new` as a fork, and return the act that makes it one."""
-    past, stamp = load_fork_point(store, first_generation("old"), None), WriteStamp(write_id="new", at="")
-    into = begin_fork(store, first_generation("new"), past.origin, OWNER, stamp)
-    return lambda: complete_fork(store, past, into, stamp)
+    fork_point, stamp = load_fork_point(store, first_generation("old"), None), WriteStamp(write_id="new", at="")
+    new = begin_fork(store, first_generation("new"), fork_point.origin, OWNER, stamp)
+    return lambda: complete_fork(store, fork_point, new, stamp)
 
 
-def world() -> MemoryStore:
+def make_fork_and_origin() -> MemoryStore:
     """A fork, and an origin that has since retired every checkpoint that the fork has."""
     store = MemoryStore()
-    old = search_of_three(store)
-    forked(store)
+    old = make_search(store)
+    make_fork(store)
     for _ in range(3):
-        old.step("b")
+        old.train_step("b")
     return store
 
 
-@pytest.mark.parametrize(("gone", "stays"), [("new", "old"), ("old", "new")])
-def test_neither_a_fork_nor_its_origin_needs_the_other(gone: str, stays: str) -> None:
-    store = world()
-    before = {path: data for path, data in store.objects.items() if path.startswith(f"{stays}/")}
-    assert removed(store, gone) > 0
-    assert below(store, gone) == set()
-    assert {path: data for path, data in store.objects.items() if path.startswith(f"{stays}/")} == before
-    search = SmallSearch(store, stays)
-    search.begin("b")
-    search.step("b")
-    assert unreadable(store, stays, search.state.trials) == []
+@pytest.mark.parametrize(("deleted", "kept"), [("new", "old"), ("old", "new")])
+def test_neither_a_fork_nor_its_origin_needs_the_other(deleted: str, kept: str) -> None:
+    store = make_fork_and_origin()
+    before = {path: data for path, data in store.objects.items() if path.startswith(f"{kept}/")}
+    assert remove(store, deleted) > 0
+    assert paths_below(store, deleted) == set()
+    assert {path: data for path, data in store.objects.items() if path.startswith(f"{kept}/")} == before
+    search = SmallSearch(store, kept)
+    search.start_attempt("b")
+    search.train_step("b")
+    assert find_unreadable(store, kept, search.state.trials) == []
 
 
 def test_whoever_runs_it_writes_no_more_and_nobody_forks_it() -> None:
     store = MemoryStore()
-    old = search_of_three(store)
+    old = make_search(store)
     with suppress(Crash):
-        removed(DyingStore(store, 2, Failure.CRASH_BEFORE, only=WRITES), "old")
+        remove(DyingStore(store, 2, Way.CRASH_BEFORE, only=WRITES), "old")
     assert load_experiment(store, first_generation("old")).is_being_deleted
     with pytest.raises(Superseded):
         old.add("d")
@@ -102,57 +102,57 @@ def test_whoever_runs_it_writes_no_more_and_nobody_forks_it() -> None:
 
 def test_what_is_not_there_is_deleted_already_and_what_cannot_be_read_stays() -> None:
     store = MemoryStore()
-    assert removed(store, "old") == 0
-    search_of_three(store)
+    assert remove(store, "old") == 0
+    make_search(store)
     del store.objects["old/1/journal/0000000003.json"]
     before = dict(store.objects)
     with pytest.raises(JournalCorrupt):
-        removed(store, "old")
+        remove(store, "old")
     assert store.objects == before
 
 
-class Meanwhile(StoreWrapper):
+class PausingStore(StoreAround):
     """A store that calls `act` once, before the first operation for which `is_it` is true."""
 
-    def __init__(self, inner: ObjectStore, is_it: Callable[[str, str], bool], act: Callable[[], object]) -> None:
+    def __init__(self, inner: ObjectStore, is_due: Callable[[str, str], bool], interrupt: Callable[[], object]) -> None:
         super().__init__(inner)
-        self._is_it = is_it
-        self._acts = [act]
+        self._is_interruption = is_due
+        self._acts = [interrupt]
 
-    def intercept(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
-        if self._acts and self._is_it(method, path):
+    def around(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
+        if self._acts and self._is_interruption(method, path):
             self._acts.pop()()
         return operation()
 
 
-def at_its_first_deletion(method: str, path: str) -> bool:
+def is_deletion(method: str, path: str) -> bool:
     del path
     return method == "delete"
 
 
 def test_a_fork_of_what_is_deleted_meanwhile_says_so_and_is_not_made() -> None:
-    def is_a_copy(method: str, path: str) -> bool:
+    def is_copy_operation(method: str, path: str) -> bool:
         del path
         return method == "copy"
 
     store = MemoryStore()
-    search_of_three(store)
+    make_search(store)
     with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed; delete it"):
-        forked(Meanwhile(store, is_a_copy, lambda: removed(store, "old")))
+        make_fork(PausingStore(store, is_copy_operation, lambda: remove(store, "old")))
     assert not load_experiment(store, first_generation("new")).is_complete
-    removed(store, "new", "n")
-    assert left(store) == set()
+    remove(store, "new", "n")
+    assert remaining_paths(store) == set()
 
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_what_a_deletion_was_faster_than_is_no_fork(cut: bool) -> None:
     store = MemoryStore()
-    search_of_three(store)
-    make = begun_fork(store)
+    make_search(store)
+    complete = begin_fork_of_old(store)
     with suppress(Crash):
-        removed(DyingStore(store, 1 if cut else 0, Failure.CRASH_BEFORE, only=frozenset({"delete"})), "old")
+        remove(DyingStore(store, 1 if cut else 0, Way.CRASH_BEFORE, only=frozenset({"delete"})), "old")
     with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed"):
-        make()
+        complete()
 
 
 def test_a_fork_that_has_copied_all_is_made_though_its_origin_is_deleted_by_then() -> None:
@@ -160,24 +160,24 @@ def test_a_fork_that_has_copied_all_is_made_though_its_origin_is_deleted_by_then
         return (method, path) == ("create", first_generation("new").entry_path(2))
 
     store = MemoryStore()
-    search_of_three(store)
-    made = forked(Meanwhile(store, is_last_entry, lambda: removed(store, "old")))
-    assert below(store, "old") == set()
-    assert made.lost_checkpoints == {}
-    assert unreadable(store, "new", made.experiment.trials) == []
+    make_search(store)
+    fork = make_fork(PausingStore(store, is_last_entry, lambda: remove(store, "old")))
+    assert paths_below(store, "old") == set()
+    assert fork.lost_checkpoints == {}
+    assert find_unreadable(store, "new", fork.experiment.trials) == []
 
 
 def test_a_retry_that_has_read_it_does_not_open_it_while_it_is_deleted() -> None:
     store = MemoryStore()
-    known = search_of_three(store).state
+    loaded = make_search(store).state
 
-    def meanwhile() -> None:
+    def open_loaded() -> None:
         stamp = WriteStamp(write_id="retry", at="")
         with pytest.raises(ResumeFailed, match="experiment 'old' is being deleted by deleter"):
-            acquire_ownership(store, known.key, OWNER, stamp, loaded=known)
+            acquire_ownership(store, loaded.key, OWNER, stamp, loaded=loaded)
 
-    removed(Meanwhile(store, at_its_first_deletion, meanwhile), "old")
-    assert left(store) == set()
+    remove(PausingStore(store, is_deletion, open_loaded), "old")
+    assert remaining_paths(store) == set()
 
 
 def test_an_attempt_elsewhere_learns_of_the_deletion_at_its_next_post_and_leaves_none() -> None:
@@ -186,35 +186,35 @@ def test_an_attempt_elsewhere_learns_of_the_deletion_at_its_next_post_and_leaves
     search.open()
     search.add("s")
     attempt = search.launch("s")
-    attempt.begin_there()
-    removed(store, "e")
+    attempt.post_start()
+    remove(store, "e")
     with pytest.raises(Superseded, match="was deleted at 2026-11-21T09:00:00Z by deleter"):
-        attempt.save_there()
-    assert [path for path in left(store) if "/outbox/" in path] == []
-    removed(store, "e", "again")
-    assert left(store) == set()
+        attempt.post_save()
+    assert [path for path in remaining_paths(store) if "/outbox/" in path] == []
+    remove(store, "e", "again")
+    assert remaining_paths(store) == set()
 
 
 def test_an_entry_that_arrives_when_all_is_deleted_is_deleted_by_the_next() -> None:
     store = MemoryStore()
-    search_of_three(store)
+    make_search(store)
     journal = first_generation("old")
     late = journal.entry_path(2)
     data = store.objects[late]
-    removed(store, "old")
+    remove(store, "old")
     store.objects[late] = data
     with pytest.raises(Superseded, match="was deleted at 2026-11-21T09:00:00Z by deleter"):
         load_experiment(store, journal)
-    assert removed(store, "old", "again") == 1
-    assert left(store) == set()
+    assert remove(store, "old", "again") == 1
+    assert remaining_paths(store) == set()
 
 
 def test_a_name_that_is_taken_again_while_the_last_of_it_is_deleted_is_left_to_whoever_has_it() -> None:
     store = MemoryStore()
-    search_of_three(store)
-    removed(Meanwhile(store, at_its_first_deletion, lambda: search_of_three(store)), "old")
-    assert unreadable(store, "old", {"b": own_state(store, "old", "b")}) == []
-    assert {path.split("/")[1] for path in below(store, "old")} == {"2"}
+    make_search(store)
+    remove(PausingStore(store, is_deletion, lambda: make_search(store)), "old")
+    assert find_unreadable(store, "old", {"b": load_trial(store, "old", "b")}) == []
+    assert {path.split("/")[1] for path in paths_below(store, "old")} == {"2"}
 
 
 def test_what_is_written_again_and_again_is_not_deleted_for_ever() -> None:
@@ -224,9 +224,9 @@ def test_what_is_written_again_and_again_is_not_deleted_for_ever() -> None:
             self.objects["old/1/trials/b/blobs/late"] = b"late"
 
     store = Haunted()
-    search_of_three(store)
+    make_search(store)
     with pytest.raises(StoreUnavailable, match="new objects appeared"):
-        removed(store, "old")
+        remove(store, "old")
 
 
 # Others that run, open, fork or delete it meanwhile: every order, with crashes.
@@ -245,111 +245,111 @@ class Scene:
     leaves_no_trace: bool = False
     """Whether no act creates a journal where the experiment is gone."""
 
-    def again(self) -> Self:
+    def copy(self) -> Self:
         """Return a copy on a separate store."""
-        return replace(self.on(MemoryStore(self.store.objects)), done=[])
+        return replace(self.with_store(MemoryStore(self.store.objects)), done=[])
 
-    def on(self, store: ObjectStore) -> Self:
-        twins = [search and search.on(store, search.chronicle) for search in (self.old, self.new)]
+    def with_store(self, store: ObjectStore) -> Self:
+        twins = [search and search.with_store(store, search.chronicle) for search in (self.old, self.new)]
         return replace(self, store=store, old=twins[0], new=twins[1])  # type: ignore[arg-type]  # one before its store
 
-    def broken(self, *, tidy: bool = True) -> list[str]:
+    def find_broken_promises(self, *, tidy: bool = True) -> list[str]:
         """Every existing experiment is undamaged, and each can be deleted, the fork first."""
-        broken = [each for name in ("old", "new") for each in _of_experiment(self.store, name)]
+        problems = [problem for name in ("old", "new") for problem in _find_unreadable_checkpoints(self.store, name)]
         for name in ("old", "new") if self.leaves_no_trace else ():
             if f"removes {name}" in self.done:
-                broken += [f"there is still {path}" for path in below(self.store, name) if "/journal/" in path]
+                problems += [f"there is still {path}" for path in paths_below(self.store, name) if "/journal/" in path]
         for name in ("new", "old"):
             try:
-                removed(self.store, name, f"the last of {name}")
+                remove(self.store, name, f"the last of {name}")
             except TuneError as error:
-                broken.append(f"{name} cannot be deleted: {type(error).__name__}: {error}")
-        return [*broken, *(f"left behind: {path}" for path in left(self.store) if tidy)]
+                problems.append(f"{name} cannot be deleted: {type(error).__name__}: {error}")
+        return [*problems, *(f"left behind: {path}" for path in remaining_paths(self.store) if tidy)]
 
     def outcome(self) -> Hashable:
         return frozenset(self.store.objects.items()), tuple(self.done), self.leaves_no_trace
 
 
-def _of_experiment(store: MemoryStore, name: str) -> list[str]:
+def _find_unreadable_checkpoints(store: MemoryStore, name: str) -> list[str]:
     """Check an experiment, unless it is missing, incomplete or being deleted."""
     try:
-        found = load_experiment(store, find_current_journal(store, name))
+        state = load_experiment(store, find_current_journal(store, name))
     except TuneError:
         return []
-    if not found.entry_count or found.is_being_deleted or not found.is_complete:
+    if not state.entry_count or state.is_being_deleted or not state.is_complete:
         return []
-    return unreadable(store, name, found.trials)
+    return find_unreadable(store, name, state.trials)
 
 
 # ---------------------------------------------------------------------------------------------- concurrent acts
 
 
-def a_search() -> Scene:
+def search_scene() -> Scene:
     store = MemoryStore()
-    return Scene(store, search_of_three(store))
+    return Scene(store, make_search(store))
 
 
-def a_fork() -> Scene:
+def fork_scene() -> Scene:
     """A fork whose origin has since retired every checkpoint that the fork has."""
-    scene = a_search()
-    forked(scene.store)
+    scene = search_scene()
+    make_fork(scene.store)
     for _ in range(3):
-        scene.old.step("b")
+        scene.old.train_step("b")
     scene.new = SmallSearch(scene.store, "new")
-    scene.new.begin("b")
+    scene.new.start_attempt("b")
     return scene
 
 
-def a_fork_that_was_cut_short() -> Scene:
+def incomplete_fork_scene() -> Scene:
     """A fork that was killed when half of its manifests were published."""
-    scene = a_search()
+    scene = search_scene()
     with suppress(Crash):
-        forked(DyingStore(scene.store, 4, Failure.CRASH_BEFORE, only=frozenset({"create"})))
+        make_fork(DyingStore(scene.store, 4, Way.CRASH_BEFORE, only=frozenset({"create"})))
     return scene
 
 
-def acts(what: Callable[[Scene], object], name: str) -> Act[Scene]:
+def make_act(operation: Callable[[Scene], object], name: str) -> Act[Scene]:
     """An act of one process; refusals and takeovers end it without an error."""
 
     def act(scene: Scene) -> None:
         with suppress(TuneError):
-            what(scene)
+            operation(scene)
             scene.done.append(name)
 
     return act
 
 
-def opens_what_was_read(scene: Scene) -> None:
+def open_loaded(scene: Scene) -> None:
     """Read the journal, then open it with that knowledge, like a retry."""
-    known = load_experiment(scene.store, first_generation("old"))
+    loaded = load_experiment(scene.store, first_generation("old"))
     owner, stamp = Owner(name="retry", host="here", pid=9), WriteStamp(write_id="retry", at="")
-    acquire_ownership(scene.store, first_generation("old"), owner, stamp, loaded=known)
+    acquire_ownership(scene.store, first_generation("old"), owner, stamp, loaded=loaded)
 
 
-def forks(scene: Scene) -> None:
-    assert forked(scene.store).lost_checkpoints == {}
+def fork_old(scene: Scene) -> None:
+    assert make_fork(scene.store).lost_checkpoints == {}
 
 
-def saves_in_the_fork(scene: Scene) -> None:
+def train_fork(scene: Scene) -> None:
     assert scene.new is not None
-    scene.new.step("b")
+    scene.new.train_step("b")
 
 
-removes_old = acts(lambda scene: removed(scene.store, "old"), "removes old")
-removes_new = acts(lambda scene: removed(scene.store, "new", "n"), "removes new")
-old_saves = acts(lambda scene: scene.old.step("b"), "saves")
+delete_old = make_act(lambda scene: remove(scene.store, "old"), "removes old")
+delete_new = make_act(lambda scene: remove(scene.store, "new", "n"), "removes new")
+train_old = make_act(lambda scene: scene.old.train_step("b"), "saves")
 MEETINGS: Mapping[str, tuple[Callable[[], Scene], Act[Scene], Act[Scene]]] = {
-    "its trial saves": (a_search, removes_old, old_saves),
-    "its trial is begun": (a_search, removes_old, acts(lambda scene: scene.old.begin("c"), "begins")),
-    "its trial is resumed": (a_search, removes_old, acts(lambda scene: scene.old.begin("b"), "resumes")),
-    "it gets another trial": (a_search, removes_old, acts(lambda scene: scene.old.add("d"), "adds")),
-    "it is opened": (a_search, removes_old, acts(opens_what_was_read, "opens")),
-    "it is forked": (a_search, removes_old, acts(forks, "forks")),
-    "it is deleted twice": (a_search, removes_old, acts(lambda scene: removed(scene.store, "old", "2"), "too")),
-    "its fork is deleted": (a_fork, removes_old, removes_new),
-    "its fork saves": (a_fork, removes_new, acts(saves_in_the_fork, "saves")),
-    "its fork is made whole": (a_fork_that_was_cut_short, removes_new, acts(forks, "forks")),
-    "its origin saves": (a_fork, removes_new, old_saves),
+    "its trial saves": (search_scene, delete_old, train_old),
+    "its trial is begun": (search_scene, delete_old, make_act(lambda scene: scene.old.start_attempt("c"), "begins")),
+    "its trial is resumed": (search_scene, delete_old, make_act(lambda scene: scene.old.start_attempt("b"), "resumes")),
+    "it gets another trial": (search_scene, delete_old, make_act(lambda scene: scene.old.add("d"), "adds")),
+    "it is opened": (search_scene, delete_old, make_act(open_loaded, "opens")),
+    "it is forked": (search_scene, delete_old, make_act(fork_old, "forks")),
+    "it is deleted twice": (search_scene, delete_old, make_act(lambda scene: remove(scene.store, "old", "2"), "too")),
+    "its fork is deleted": (fork_scene, delete_old, delete_new),
+    "its fork saves": (fork_scene, delete_new, make_act(train_fork, "saves")),
+    "its fork is made whole": (incomplete_fork_scene, delete_new, make_act(fork_old, "forks")),
+    "its origin saves": (fork_scene, delete_new, train_old),
 }
 """What happens to an experiment while it is deleted."""
 WITHOUT_TRACE = {"its trial saves", "it gets another trial", "its fork saves"}
@@ -357,7 +357,7 @@ WITHOUT_TRACE = {"its trial saves", "it gets another trial", "its fork saves"}
 
 
 @cache
-def begun(before: Callable[[], Scene]) -> Scene:
+def scene_before(before: Callable[[], Scene]) -> Scene:
     return before()
 
 
@@ -369,34 +369,34 @@ def at_writes(method: str, path: str) -> bool:
     return method in {"create", "put", "copy", "delete"}
 
 
-def at_looks(method: str, path: str) -> bool:
+def at_checks(method: str, path: str) -> bool:
     """Switch processes also between an owner's entry and its look for a deletion."""
     return method == "delete" or (method == "size" and "/journal/" in path)
 
 
-def one_within_the_other(name: str, is_point: IsPoint, *, every: int = 1, enough: int | None = None) -> Explored:
+def run_within(name: str, is_point: IsPoint, *, every: int = 1, enough: int | None = None) -> Findings:
     """Run each of the two completely before each point (or each `every`-th point) of the other, and after its end."""
-    before, *both = MEETINGS[name]
-    last_choice, verdicts = [0], Verdicts()
+    before, *acts = MEETINGS[name]
+    contested_choices, verdicts = [0], Verdicts()
 
     def attempt(first: int, turns: int) -> list[str]:
-        taken = last_choice[0] = 0
+        choice_count = contested_choices[0] = 0
 
         def choose(running: Sequence[int], _state: object) -> int:
-            nonlocal taken
-            taken += 1
-            last_choice[0] += len(running) > 1
-            wanted = first if taken <= turns else 1 - first
-            return wanted if wanted in running else running[0]
+            nonlocal choice_count
+            choice_count += 1
+            contested_choices[0] += len(running) > 1
+            preferred = first if choice_count <= turns else 1 - first
+            return preferred if preferred in running else running[0]
 
-        scene = replace(begun(before).again(), leaves_no_trace=is_point is at_looks and name in WITHOUT_TRACE)
-        return meet(scene, both, choose, is_point, verdicts)
+        scene = replace(scene_before(before).copy(), leaves_no_trace=is_point is at_checks and name in WITHOUT_TRACE)
+        return run_acts(scene, acts, choose, is_point, verdicts)
 
     def tries() -> Iterator[tuple[str, Callable[[], list[str]]]]:
         for first in (0, 1):
             for turns in range(0, 10_000, every):
                 yield f"{turns} of process {first}, then the other", partial(attempt, first, turns)
-                if last_choice[0] <= turns:
+                if contested_choices[0] <= turns:
                     break
 
     return explore(tries(), enough)
@@ -404,7 +404,7 @@ def one_within_the_other(name: str, is_point: IsPoint, *, every: int = 1, enough
 
 @pytest.mark.parametrize("name", long_after(4, MEETINGS))
 def test_whatever_is_done_within_a_deletion_or_around_it_breaks_no_promise(name: str, record_property: Record) -> None:
-    explored = one_within_the_other(name, at_writes, every=3)
+    explored = run_within(name, at_writes, every=3)
     explored.require_kept(record_property, "orders of deletions and others")
 
 
@@ -412,32 +412,32 @@ def test_whatever_is_done_within_a_deletion_or_around_it_breaks_no_promise(name:
 def test_whoever_goes_on_after_something_leaves_nothing_where_it_was_deleted(
     name: str, record_property: Record
 ) -> None:
-    one_within_the_other(name, at_looks).require_kept(record_property, "orders of deletions and others")
+    run_within(name, at_checks).require_kept(record_property, "orders of deletions and others")
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MEETINGS)
 def test_in_many_orders_they_break_no_promise(name: str, record_property: Record) -> None:
-    before, *both = MEETINGS[name]
-    explored = one_within_the_other(name, everywhere)
-    explored.add(meet_at_random(begun(before), both, range(1000, 1000 + deep_count(300))))
+    before, *acts = MEETINGS[name]
+    explored = run_within(name, everywhere)
+    explored.add(run_random(scene_before(before), acts, range(1000, 1000 + deep_count(300))))
     explored.require_kept(record_property, "orders of deletions and others")
 
 
 # --------------------------------------------------------------------------------------------- mutants
 
 
-def a_fork_is_harmed() -> Sequence[str]:
-    return one_within_the_other("it is forked", at_writes, enough=1).broken
+def find_harm_to_fork() -> Sequence[str]:
+    return run_within("it is forked", at_writes, enough=1).broken
 
 
 MUTANTS: Mapping[str, Mutant] = {
     "a fork does not ask whether its origin is deleted": Mutant(
-        a_fork_is_harmed, {forking._load_origin: {"raise InvalidInput(": "return point.experiment; raise("}}
+        find_harm_to_fork, {forking._load_origin: {"raise InvalidInput(": "return point.experiment; raise("}}
     ),
     "a blob that is gone counts as copied": Mutant(
-        a_fork_is_harmed,
+        find_harm_to_fork,
         {
             forking._copy_checkpoints: {
                 "return path  # meanwhile its checkpoint was retired and deleted": "return None",

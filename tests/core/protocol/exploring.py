@@ -30,15 +30,15 @@ class Scene(Protocol):
     @property
     def store(self) -> ObjectStore: ...
 
-    def again(self) -> Self:
+    def copy(self) -> Self:
         """Return a copy on a separate store."""
         ...
 
-    def on(self, store: ObjectStore) -> Self:
+    def with_store(self, store: ObjectStore) -> Self:
         """Return the same processes with the same fields, on another store."""
         ...
 
-    def broken(self, *, tidy: bool = True) -> list[str]:
+    def find_broken_promises(self, *, tidy: bool = True) -> list[str]:
         """Return the broken promises, once every process has ended. `tidy`: no write arrived late."""
         ...
 
@@ -53,20 +53,20 @@ Act = Callable[[_Scene], None]
 
 
 @dataclass
-class Explored:
+class Findings:
     """The number of tries, and the promises that they broke."""
 
     points: int = 0
     broken: list[str] = field(default_factory=list)
 
-    def add(self, other: Explored) -> None:
+    def add(self, other: Findings) -> None:
         """Add the results of another exploration."""
         self.points += other.points
         self.broken += other.broken
 
-    def require_kept(self, record_property: Callable[[str, object], None], what: str) -> None:
+    def require_kept(self, record_property: Callable[[str, object], None], figure: str) -> None:
         """Check that no promise was broken; record the figures, for the test output and the reliability page."""
-        record_property(f"figure: {what}", self.points)
+        record_property(f"figure: {figure}", self.points)
         record_property("figure: promises broken", len(self.broken))
         assert not self.broken, self.broken[:9]
 
@@ -80,78 +80,78 @@ class Verdicts:
     def __init__(self) -> None:
         self._by_outcome: dict[Hashable, Sequence[str]] = {}
 
-    def broken_promises(self, scene: Scene) -> Sequence[str]:
+    def find_broken_promises(self, scene: Scene) -> Sequence[str]:
         """Return the promises that a scene breaks on which no write arrived late."""
         outcome = scene.outcome()
         if outcome not in self._by_outcome:
-            self._by_outcome[outcome] = scene.broken()
+            self._by_outcome[outcome] = scene.find_broken_promises()
         return self._by_outcome[outcome]
 
 
-def explore(tries: Iterable[tuple[str, Callable[[], Iterable[str]]]], enough: int | None = None) -> Explored:
+def explore(tries: Iterable[tuple[str, Callable[[], Iterable[str]]]], enough: int | None = None) -> Findings:
     """Try them all, each with a name; end early once `enough` broken promises were found."""
-    explored = Explored()
+    explored = Findings()
     for name, attempt in tries:
         explored.points += 1
-        explored.broken += [f"{name}: {each}" for each in attempt()]
+        explored.broken += [f"{name}: {problem}" for problem in attempt()]
         if enough is not None and len(explored.broken) >= enough:
             break
     return explored
 
 
-def meet(
+def run_acts(
     scene: _Scene, acts: Sequence[Act[_Scene]], choose: Choice, is_point: IsPoint, verdicts: Verdicts
 ) -> list[str]:
     """Let the acts run one operation at a time; return the broken promises."""
 
     def process(act: Act[_Scene]) -> Process:
-        return lambda store: act(scene.on(store))
+        return lambda store: act(scene.with_store(store))
 
-    died = in_turns(scene.store, [process(act) for act in acts], choose, is_point)
-    return [*died, *verdicts.broken_promises(scene)]
+    died = run_in_turns(scene.store, [process(act) for act in acts], choose, is_point)
+    return [*died, *verdicts.find_broken_promises(scene)]
 
 
-def meet_in_every_order(
+def run_all_orders(
     scene: _Scene, acts: Sequence[Act[_Scene]], is_point: IsPoint, *, limit: int, enough: int | None = None
-) -> Explored:
+) -> Findings:
     """Run the acts in every order of their points."""
-    explored, verdicts = Explored(), Verdicts()
+    explored, verdicts = Findings(), Verdicts()
 
     def run(choose: Choice) -> None:
         if enough is None or len(explored.broken) < enough:
-            explored.broken += meet(scene.again(), acts, choose, is_point, verdicts)
+            explored.broken += run_acts(scene.copy(), acts, choose, is_point, verdicts)
 
-    explored.points = every_order(run, limit)
+    explored.points = explore_orders(run, limit)
     return explored
 
 
-def meet_at_random(
+def run_random(
     scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int], *, enough: int | None = None
-) -> Explored:
+) -> Findings:
     """Run the acts in random orders of all their operations."""
     verdicts = Verdicts()
 
     def attempt(seed: int) -> list[str]:
-        return meet(scene.again(), acts, drawn(seed), everywhere, verdicts)
+        return run_acts(scene.copy(), acts, random_choice(seed), everywhere, verdicts)
 
     return explore(((f"seed {seed}", partial(attempt, seed)) for seed in seeds), enough)
 
 
-def meet_dying(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int]) -> Explored:
+def run_crashing(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int]) -> Findings:
     """The same, and each act may fail at a random operation in a random way."""
     verdicts = Verdicts()
 
-    def dying(act: Act[_Scene], nth: int, way: Failure) -> Act[_Scene]:
+    def make_dying_act(act: Act[_Scene], nth: int, way: Way) -> Act[_Scene]:
         def act_or_die(view: _Scene) -> None:
             with suppress(Crash):
-                act(view.on(DyingStore(view.store, nth, way)))
+                act(view.with_store(DyingStore(view.store, nth, way)))
 
         return act_or_die
 
     def attempt(seed: int) -> list[str]:
         rng = random.Random(seed)
-        failing = [dying(act, rng.randint(0, 60), rng.choice(list(Failure))) for act in acts]
-        return meet(scene.again(), failing, drawn(seed), everywhere, verdicts)
+        failing = [make_dying_act(act, rng.randint(0, 60), rng.choice(list(Way))) for act in acts]
+        return run_acts(scene.copy(), failing, random_choice(seed), everywhere, verdicts)
 
     return explore((f"seed {seed}", partial(attempt, seed)) for seed in seeds)
 
@@ -163,23 +163,23 @@ def die_everywhere(
     *,
     only: frozenset[str] | None = None,
     enough: int | None = None,
-) -> Explored:
+) -> Findings:
     """Fail the act at each of its operations (or at those in `only`) in each way, and recover."""
-    twin = scene.again()
+    twin = scene.copy()
     counting = DyingStore(twin.store, 0, only=only)
-    act(twin.on(counting))
+    act(twin.with_store(counting))
     verdicts = Verdicts()
 
-    def attempt(nth: int, way: Failure) -> Iterator[str]:
-        twin = scene.again()
-        yield from failure_of(lambda: act(twin.on(DyingStore(twin.store, nth, way, only=only))))
-        yield from verdicts.broken_promises(twin)
+    def attempt(nth: int, way: Way) -> Iterator[str]:
+        twin = scene.copy()
+        yield from catch_failure(lambda: act(twin.with_store(DyingStore(twin.store, nth, way, only=only))))
+        yield from verdicts.find_broken_promises(twin)
 
     points = product(range(1, counting.total + 1), tuple(ways))
     return explore(((f"#{nth} {way.name}", partial(attempt, nth, way)) for nth, way in points), enough)
 
 
-def failure_of(act: Callable[[], None]) -> list[str]:
+def catch_failure(act: Callable[[], None]) -> list[str]:
     """Return how a process failed that may only die: a fault that a retry mends ends no process."""
     try:
         act()
@@ -190,19 +190,19 @@ def failure_of(act: Callable[[], None]) -> list[str]:
     return []
 
 
-def late_writes(
+def delay_writes(
     scene: _Scene, act: Act[_Scene], delays: Iterable[int | None], *, enough: int | None = None
-) -> Explored:
+) -> Findings:
     """Lose the reply to each write of the act, let the write arrive late or never, and recover meanwhile."""
-    twin = scene.again()
+    twin = scene.copy()
     counting = SlowStore(twin.store, 0, None)
-    act(twin.on(counting))
+    act(twin.with_store(counting))
 
     def attempt(nth: int, delay: int | None) -> Iterator[str]:
-        twin = scene.again()
-        slow = twin.on(SlowStore(twin.store, nth, delay))
-        yield from failure_of(lambda: act(slow))
-        yield from slow.broken(tidy=False)
+        twin = scene.copy()
+        slow = twin.with_store(SlowStore(twin.store, nth, delay))
+        yield from catch_failure(lambda: act(slow))
+        yield from slow.find_broken_promises(tidy=False)
 
     points = product(range(1, counting.writes + 1), tuple(delays))
     return explore(
@@ -225,26 +225,26 @@ class SeenBeforeError(BaseException):
     """Every continuation of the present state is explored already."""
 
 
-def in_turns(inner: ObjectStore, processes: Sequence[Process], choose: Choice, is_point: IsPoint) -> list[str]:
+def run_in_turns(inner: ObjectStore, processes: Sequence[Process], choose: Choice, is_point: IsPoint) -> list[str]:
     """Run `processes`, each in a greenlet, one at a time; return the errors that ended them."""
     runners = [_Runner(inner, process, is_point) for process in processes]
 
     def state() -> State:
-        return (frozenset(cast(MemoryStore, inner).objects.items()), *(runner.done for runner in runners))
+        return (frozenset(cast(MemoryStore, inner).objects.items()), *(runner.history for runner in runners))
 
     for runner in runners:
-        runner.go()
+        runner.resume()
     try:
         while running := [index for index, runner in enumerate(runners) if not runner.has_ended]:
-            runners[choose(running, state)].go()
+            runners[choose(running, state)].resume()
     except SeenBeforeError:
         for runner in runners:
             runner.abandon()
         raise
-    return [f"process {index}: {runner.died_of!r}" for index, runner in enumerate(runners) if runner.died_of]
+    return [f"process {index}: {runner.error!r}" for index, runner in enumerate(runners) if runner.error]
 
 
-def every_order(run: Callable[[Choice], None], limit: int, *, merges: bool = False) -> int:
+def explore_orders(run: Callable[[Choice], None], limit: int, *, merges: bool = False) -> int:
     """Call `run` once for every order of its choices; return the number of orders.
 
     `run` must be deterministic for given choices. More than `limit` orders are an error. With `merges`, an order ends
@@ -254,7 +254,7 @@ def every_order(run: Callable[[Choice], None], limit: int, *, merges: bool = Fal
     seen: set[State] | None = set() if merges else None
     for count in range(1, limit + 1):
         with suppress(SeenBeforeError):
-            run(_following(path, seen))
+            run(_follow_path(path, seen))
         while path and path[-1][0] == path[-1][1] - 1:
             path.pop()
         if not path:
@@ -263,24 +263,24 @@ def every_order(run: Callable[[Choice], None], limit: int, *, merges: bool = Fal
     raise AssertionError(f"more than {limit} orders")
 
 
-def _following(path: list[tuple[int, int]], seen: set[State] | None) -> Choice:
+def _follow_path(path: list[tuple[int, int]], seen: set[State] | None) -> Choice:
     """Choose along `path`, then always the first process; add these choices to `path`."""
     depth: Iterator[int] = iter(range(10**6))
 
     def choose(running: Sequence[int], state: Callable[[], State]) -> int:
-        at = next(depth)
-        if at == len(path):
+        index = next(depth)
+        if index == len(path):
             if seen is not None:
-                if (now := state()) in seen:
+                if (current := state()) in seen:
                     raise SeenBeforeError
-                seen.add(now)
+                seen.add(current)
             path.append((0, len(running)))
-        return running[path[at][0]]
+        return running[path[index][0]]
 
     return choose
 
 
-def drawn(seed: int) -> Choice:
+def random_choice(seed: int) -> Choice:
     """Choose at random, sometimes the same process many times in a row."""
     rng = random.Random(seed)
     favourite: list[int] = []
@@ -298,9 +298,9 @@ class _Runner(StoreWrapper):
 
     def __init__(self, inner: ObjectStore, process: Process, is_point: IsPoint) -> None:
         super().__init__(inner)
-        self.died_of: BaseException | None = None
+        self.error: BaseException | None = None
         self.has_ended = False
-        self.done: State = ()
+        self.history: State = ()
         """Every operation so far, with its result."""
         self._process = process
         self._is_point = is_point
@@ -308,7 +308,7 @@ class _Runner(StoreWrapper):
         self._caller = getcurrent()
         self._greenlet = greenlet(self._run)  # no thread: a switch takes no time, however busy the machine is
 
-    def go(self) -> None:
+    def resume(self) -> None:
         """Run the process to its next point, or to its end."""
         self._greenlet.switch()
 
@@ -322,7 +322,7 @@ class _Runner(StoreWrapper):
         try:
             self._process(self)
         except BaseException as error:  # noqa: BLE001 - the process's edge: reported by `in_turns`
-            self.died_of = error
+            self.error = error
         finally:
             self.has_ended = True
 
@@ -336,9 +336,9 @@ class _Runner(StoreWrapper):
         try:
             result = operation()
         except TuneError as error:
-            self.done = (*self.done, (method, path, type(error)))
+            self.history = (*self.history, (method, path, type(error)))
             raise
-        self.done = (*self.done, (method, path, tuple(result) if isinstance(result, list) else result))
+        self.history = (*self.history, (method, path, tuple(result) if isinstance(result, list) else result))
         return result
 
 

@@ -17,16 +17,16 @@ from prefect_tune.core.operations.fork_experiment import begin_fork, complete_fo
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from tests.core.driver import Files
-from tests.core.happenings import AFTER, happening
-from tests.core.histories import cut_small
+from tests.core.happenings import NEXT_STATUS, make_event
+from tests.core.histories import small_blobs
 from tests.core.protocol.population import (
     SEARCH,
     Attempt,
     Chronicle,
     Search,
-    after_everybody_returned,
-    promises_broken,
-    trials_with_posts,
+    check_recovery,
+    find_broken_promises,
+    load_trials_with_posts,
 )
 from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
 from tests.fakes.stores.memory_files import load_files
@@ -35,7 +35,7 @@ from tests.fakes.stores.slow_store import SlowStore
 
 NAMES = ("c", "d", "s")
 FORKER = Owner(name="forker", host="here", pid=2)
-names = st.sampled_from(NAMES)
+trial_names = st.sampled_from(NAMES)
 
 
 class Family(RuleBasedStateMachine):
@@ -44,138 +44,138 @@ class Family(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = MemoryStore()
-        self.wire = SlowStore(self.store, 0, None)
+        self.slow_store = SlowStore(self.store, 0, None)
         self.chronicle = Chronicle()
         self.status = dict.fromkeys(NAMES, "pending")
-        self.there: dict[str, Attempt] = {}
+        self.remote: dict[str, Attempt] = {}
         """By trial, its attempt on another machine; the status of the trial is not modelled meanwhile."""
         self.zombies: list[Search] = []
         self.fenced_off: list[Attempt] = []
-        self.late: list[tuple[Search, Sequence[CheckpointKey]]] = []
+        self.deferred: list[tuple[Search, Sequence[CheckpointKey]]] = []
         self.forks: dict[JournalKey, dict[str, Files]] = {}
         """By fork, the files of its checkpoints by their folders."""
-        self.small = cut_small()
-        self.small.__enter__()
+        self.small_blobs_patch = small_blobs()
+        self.small_blobs_patch.__enter__()
 
     @initialize()
     def begin(self) -> None:
-        self.search = Search(self.wire, self.chronicle)
+        self.search = Search(self.slow_store, self.chronicle)
         self.search.open()
         self.search.add(*NAMES)
 
     def teardown(self) -> None:
         try:
             if hasattr(self, "search"):
-                assert after_everybody_returned(self.wire, self.chronicle, tidy=False) == []
+                assert check_recovery(self.slow_store, self.chronicle, tidy=False) == []
                 stamp = self.chronicle.stamp()
                 for _ in range(3):
                     with suppress(TuneError):
-                        delete_generation(self.wire, SEARCH, FORKER, stamp)
+                        delete_generation(self.slow_store, SEARCH, FORKER, stamp)
                 assert [path for path in self.store.objects if path.startswith(SEARCH.folder)] == []
                 self.what_a_fork_began_with_is_whole()
         finally:
-            self.small.__exit__(None, None, None)
+            self.small_blobs_patch.__exit__(None, None, None)
 
     # --------------------------------------------------------------------------------------- operations
 
-    @rule(name=names)
+    @rule(name=trial_names)
     def save(self, name: str) -> None:
-        self._running(name).save(name)
+        self._start_here(name).save(name)
 
-    @rule(name=names)
+    @rule(name=trial_names)
     def save_and_delete_later(self, name: str) -> None:
-        search = self._running(name)
-        self.late.append((search, search.save_only(name)))
+        search = self._start_here(name)
+        self.deferred.append((search, search.save_only(name)))
 
-    @precondition(lambda self: self.late)
+    @precondition(lambda self: self.deferred)
     @rule(which=st.integers(0, 5))
     def delete_what_was_retired(self, which: int) -> None:
-        search, doomed = self.late.pop(which % len(self.late))
-        search.clear(doomed)
+        search, keys = self.deferred.pop(which % len(self.deferred))
+        search.delete_checkpoints(keys)
 
     @rule()
-    def clear_away(self) -> None:
-        self.search.clear_away()
+    def delete_leftovers(self) -> None:
+        self.search.delete_leftovers()
 
-    @rule(into=names, source=names)
+    @rule(into=trial_names, source=trial_names)
     def clone(self, into: str, source: str) -> None:
-        self._waiting(into).clone(into, source)
+        self._stop_anywhere(into).clone(into, source)
 
-    @rule(name=names, which=st.integers(0, 9))
+    @rule(name=trial_names, which=st.integers(0, 9))
     def turn(self, name: str, which: int) -> None:
-        if name not in self.there:
-            possible = sorted(AFTER[self.status[name]])
-            self._turn(name, possible[which % len(possible)])
+        if name not in self.remote:
+            possible = sorted(NEXT_STATUS[self.status[name]])
+            self._apply_event(name, possible[which % len(possible)])
 
-    @rule(name=names)
+    @rule(name=trial_names)
     def put_aside(self, name: str) -> None:
         """Quarantine the trial's checkpoints, as if they killed the trainable."""
-        search = self._waiting(name)
+        search = self._stop_anywhere(name)
         for ref in search.trial(name).checkpoints:
             search.append(
                 CheckpointQuarantined(trial=name, sequence=ref.sequence, reason="poison", crashes_trainable=True)
             )
         self.chronicle.acknowledged.pop(name, None)
 
-    def _turn(self, name: str, what: str) -> None:
-        self.search.append(happening(what, name))
-        self.status[name] = AFTER[self.status[name]][what]
+    def _apply_event(self, name: str, kind: str) -> None:
+        self.search.append(make_event(kind, name))
+        self.status[name] = NEXT_STATUS[self.status[name]][kind]
 
-    def _running(self, name: str) -> Search:
+    def _start_here(self, name: str) -> Search:
         """Return the owner, with an attempt of the trial that runs here."""
-        self._settle(name)
-        for status, what in (("finished", "requeued"), ("errored", "requeued"), ("paused", "resumed")):
+        self._fence_off(name)
+        for status, kind in (("finished", "requeued"), ("errored", "requeued"), ("paused", "resumed")):
             if self.status[name] == status:
-                self._turn(name, what)
+                self._apply_event(name, kind)
         if self.status[name] != "running":
             self.search.start(name)
             self.status[name] = "running"
         return self.search
 
-    def _waiting(self, name: str) -> Search:
-        self._settle(name)
+    def _stop_anywhere(self, name: str) -> Search:
+        self._fence_off(name)
         if self.status[name] in ("finished", "errored"):
-            self._turn(name, "requeued")
+            self._apply_event(name, "requeued")
         if self.status[name] == "running":
-            self._turn(name, "attempt-ended")
+            self._apply_event(name, "attempt-ended")
         return self.search
 
     # ------------------------------------------------------------------------------- attempts on other machines
 
-    @rule(name=names)
+    @rule(name=trial_names)
     def launch(self, name: str) -> None:
-        self._waiting(name)
+        self._stop_anywhere(name)
         if self.status[name] == "paused":
-            self._turn(name, "resumed")
-        self.there[name] = attempt = self.search.launch(name)
-        attempt.begin_there()
+            self._apply_event(name, "resumed")
+        self.remote[name] = attempt = self.search.launch(name)
+        attempt.post_start()
 
-    @precondition(lambda self: self.there)
+    @precondition(lambda self: self.remote)
     @rule(which=st.integers(0, 2), times=st.integers(1, 2))
-    def save_there(self, which: int, times: int) -> None:
-        attempt = list(self.there.values())[which % len(self.there)]
+    def post_save(self, which: int, times: int) -> None:
+        attempt = list(self.remote.values())[which % len(self.remote)]
         for _ in range(times):
-            attempt.save_there()
+            attempt.post_save()
 
-    @precondition(lambda self: self.there)
+    @precondition(lambda self: self.remote)
     @rule(which=st.integers(0, 2), clears=st.booleans())
     def receive(self, which: int, *, clears: bool) -> None:
-        name = list(self.there)[which % len(self.there)]
-        doomed = self.search.receive(name)
+        name = list(self.remote)[which % len(self.remote)]
+        keys = self.search.receive(name)
         assert self.search.trial(name).model_dump(
             exclude={"last_post", "attempt_records", "clones", "launch_term"}
-        ) == (self.there[name].trial.model_dump(exclude={"last_post", "attempt_records", "clones", "launch_term"}))
+        ) == (self.remote[name].trial.model_dump(exclude={"last_post", "attempt_records", "clones", "launch_term"}))
         if clears:
-            self.search.clear(doomed)
+            self.search.delete_checkpoints(keys)
 
-    @rule(name=names)
+    @rule(name=trial_names)
     def close(self, name: str) -> None:
-        self._settle(name)
+        self._fence_off(name)
 
-    def _settle(self, name: str) -> None:
+    def _fence_off(self, name: str) -> None:
         """Fence off the attempt on another machine, if there is one; the trial waits."""
-        if (attempt := self.there.pop(name, None)) is not None:
-            self.search.settle(name)
+        if (attempt := self.remote.pop(name, None)) is not None:
+            self.search.fence_off(name)
             self.fenced_off.append(attempt)
             self.status[name] = "pending"
 
@@ -185,7 +185,7 @@ class Family(RuleBasedStateMachine):
         attempt = self.fenced_off[which % len(self.fenced_off)]
         # It may have published this save before.
         with pytest.raises((Superseded, AlreadyCommitted)):
-            attempt.save_there()
+            attempt.post_save()
 
     # --------------------------------------------------------------------------------- takeovers and crashes
 
@@ -194,49 +194,49 @@ class Family(RuleBasedStateMachine):
         self.zombies.append(self.search)
         self._open()
         if clears:
-            self.search.clear_away()
+            self.search.delete_leftovers()
 
     def _open(self) -> None:
-        self.search = Search(self.wire, self.chronicle, owner=f"owner {self.chronicle.stamps}")
+        self.search = Search(self.slow_store, self.chronicle, owner=f"owner {self.chronicle.stamps}")
         self.search.open()
-        for name in set(NAMES) - set(self.there):
+        for name in set(NAMES) - set(self.remote):
             if self.status[name] == "running":
                 self.status[name] = "pending"
 
     @rule(
-        name=names,
-        source=names,
+        name=trial_names,
+        source=trial_names,
         act=st.sampled_from(["save", "clone", "clear", "receive", "close"]),
         nth=st.integers(1, 40),
         way=st.sampled_from([Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]),
     )
     def die(self, name: str, source: str, act: str, nth: int, way: Failure) -> None:
         if act == "save":
-            self._running(name)
+            self._start_here(name)
         elif act == "clone":
-            self._waiting(name)
-        dying = self.search.on(DyingStore(self.wire, nth, way), self.chronicle)
+            self._stop_anywhere(name)
+        dying = self.search.with_store(DyingStore(self.slow_store, nth, way), self.chronicle)
         with suppress(Crash):
             if act == "save":
                 dying.save(name)
             elif act == "clear":
-                dying.clear_away()
+                dying.delete_leftovers()
             elif act == "clone":
                 dying.clone(name, source)
             else:
-                dying.clear(dying.receive(name, closes=act == "close"))
-        self.late = [(search, doomed) for search, doomed in self.late if search is not self.search]
+                dying.delete_checkpoints(dying.receive(name, closes=act == "close"))
+        self.deferred = [(search, keys) for search, keys in self.deferred if search is not self.search]
         self._open()
         if act == "close":
-            self._settle(name)
+            self._fence_off(name)
 
     @precondition(lambda self: self.zombies)
-    @rule(which=st.integers(0, 5), name=names, act=st.sampled_from(["append", "save", "clear", "receive"]))
+    @rule(which=st.integers(0, 5), name=trial_names, act=st.sampled_from(["append", "save", "clear", "receive"]))
     def wake_up(self, which: int, name: str, act: str) -> None:
         zombie = self.zombies[which % len(self.zombies)]
         if act in ("clear", "receive"):
             with suppress(Superseded):
-                zombie.clear_away() if act == "clear" else zombie.receive(name)
+                zombie.delete_leftovers() if act == "clear" else zombie.receive(name)
             return
         if act == "save" and name in zombie.attempts and zombie.trial(name).phase.value == "running":
             with pytest.raises((Superseded, AlreadyCommitted, CheckpointNotFound)):
@@ -247,64 +247,64 @@ class Family(RuleBasedStateMachine):
     @rule(soon=st.integers(1, 3), delay=st.sampled_from([None, 0, 2, 8]))
     def lose_a_write(self, soon: int, delay: int | None) -> None:
         """One of the next writes gets no reply; it arrives late or never."""
-        self.wire.lose_write(soon, delay)
+        self.slow_store.lose(soon, delay)
 
     @precondition(lambda self: len(self.forks) < 2)
     @rule(order=st.permutations(NAMES), count=st.integers(0, 3))
     def fork(self, order: Sequence[str], count: int) -> None:
         """Fork the search, or the fork before, after up to three trials errored, paused or finished."""
-        for name, what in list(zip(order, ("gave-up", "paused", "finished"), strict=True))[:count]:
-            if name not in self.there and what in AFTER[self.status[name]]:
-                self._turn(name, what)
+        for name, kind in list(zip(order, ("gave-up", "paused", "finished"), strict=True))[:count]:
+            if name not in self.remote and kind in NEXT_STATUS[self.status[name]]:
+                self._apply_event(name, kind)
         origin = next(iter(self.forks), SEARCH)
-        past = load_fork_point(self.wire, origin, None)
+        past = load_fork_point(self.slow_store, origin, None)
         key, stamp = JournalKey(experiment=f"fork{len(self.forks)}", generation=1), self.chronicle.stamp()
         for _ in range(3):
             with suppress(Exception):
-                begun = begin_fork(self.wire, key, past.origin, FORKER, stamp)
-                made = complete_fork(self.wire, past, begun, stamp)
+                fork = begin_fork(self.slow_store, key, past.origin, FORKER, stamp)
+                result = complete_fork(self.slow_store, past, fork, stamp)
                 break
-        assert made.lost_checkpoints == {}
+        assert result.lost_checkpoints == {}
         self.forks[key] = {}
-        for name, trial in made.experiment.trials.items():
-            before = past.experiment.trial(name)
-            assert (trial.phase.value, trial.outbox) == (before.phase.value.replace("running", "pending"), None)
-            assert trial.next_sequence == before.next_sequence
-            for ref in before.checkpoints:
+        for name, trial in result.experiment.trials.items():
+            origin_trial = past.experiment.trial(name)
+            assert (trial.phase.value, trial.outbox) == (origin_trial.phase.value.replace("running", "pending"), None)
+            assert trial.next_sequence == origin_trial.next_sequence
+            for ref in origin_trial.checkpoints:
                 folder = key.trial_key(name).checkpoint_key(ref).folder
-                there = origin.trial_key(name).checkpoint_key(ref)
-                self.forks[key][folder] = load_files(self.wire, read_manifest(self.wire, there))
+                origin_key = origin.trial_key(name).checkpoint_key(ref)
+                self.forks[key][folder] = restored(self.slow_store, read_manifest(self.slow_store, origin_key))
 
     # --------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def no_promise_is_broken(self) -> None:
         if hasattr(self, "search"):
-            assert promises_broken(self.store, self.chronicle) == []
+            assert find_broken_promises(self.store, self.chronicle) == []
 
     @invariant()
     def they_are_where_they_are_said_to_be(self) -> None:
-        for name in set(NAMES) - set(self.there) if hasattr(self, "search") else ():
+        for name in set(NAMES) - set(self.remote) if hasattr(self, "search") else ():
             assert self.search.trial(name).phase.value == self.status[name]
 
     @invariant()
     def the_journal_and_the_outboxes_are_what_attempts_elsewhere_know(self) -> None:
-        if not self.there:
+        if not self.remote:
             return
-        posted = trials_with_posts(self.store, load_experiment(self.store, SEARCH))
-        for name, attempt in self.there.items():
+        posted = load_trials_with_posts(self.store, load_experiment(self.store, SEARCH))
+        for name, attempt in self.remote.items():
             assert posted[name].checkpoints == attempt.trial.checkpoints
             assert posted[name].next_sequence == attempt.trial.next_sequence
 
     @invariant()
     def what_a_fork_began_with_is_whole(self) -> None:
         for key, files in self.forks.items():
-            made = load_experiment(self.store, key)
+            fork = load_experiment(self.store, key)
             live = {
-                made.trial_key(trial.id).checkpoint_key(ref)
-                for trial in made.trials.values()
+                fork.trial_key(trial.id).checkpoint_key(ref)
+                for trial in fork.trials.values()
                 for ref in trial.checkpoints
             }
-            assert {own.folder for own in live} == set(files)
-            for own in live:
-                assert load_files(self.store, read_manifest(self.store, own)) == files[own.folder]
+            assert {checkpoint.folder for checkpoint in live} == set(files)
+            for checkpoint in live:
+                assert restored(self.store, read_manifest(self.store, checkpoint)) == files[checkpoint.folder]

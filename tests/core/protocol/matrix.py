@@ -10,8 +10,8 @@ from typing import Protocol
 from prefect_tune.core.journal_events import AttemptEnded, Cause, StepReported
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, Session, Witness, run_to
-from tests.core.protocol.exploring import Explored, Verdicts, explore, failure_of, late_writes
-from tests.fakes.stores.dying_store import DyingStore, Failure
+from tests.core.protocol.exploring import Findings, Verdicts, catch_failure, delay_writes, explore
+from tests.fakes.stores.dying_store import DyingStore, Way
 from tests.fakes.stores.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -24,7 +24,7 @@ Story = Callable[[ObjectStore, Witness], None]
 class World(Protocol):
     """A store for processes that die."""
 
-    def dying(self, nth: int, way: Failure) -> ObjectStore:
+    def make_dying_store(self, nth: int, way: Way) -> ObjectStore:
         """The store for a process that fails at point `nth`; 0 means never."""
         ...
 
@@ -33,7 +33,7 @@ class World(Protocol):
         """The number of points that the last process passed."""
         ...
 
-    def left(self) -> ObjectStore:
+    def make_recovered_store(self) -> ObjectStore:
         """The store after the process died, as the next process sees it."""
         ...
 
@@ -45,7 +45,7 @@ class ObjectWorld:
         self.inner = MemoryStore()
         self._dying = DyingStore(self.inner, 0)
 
-    def dying(self, nth: int, way: Failure) -> ObjectStore:
+    def make_dying_store(self, nth: int, way: Way) -> ObjectStore:
         self._dying = DyingStore(self.inner, nth, way)
         return self._dying
 
@@ -53,7 +53,7 @@ class ObjectWorld:
     def points(self) -> int:
         return self._dying.total
 
-    def left(self) -> ObjectStore:
+    def make_recovered_store(self) -> ObjectStore:
         return self.inner
 
 
@@ -69,7 +69,7 @@ class PosixWorld:
         self._seed = seed
         self._dying = DyingCalls(self.disk, 0)
 
-    def dying(self, nth: int, way: Failure) -> ObjectStore:
+    def make_dying_store(self, nth: int, way: Way) -> ObjectStore:
         self._dying = DyingCalls(self.disk, nth, way)
         return posix_store(self._dying)
 
@@ -77,34 +77,34 @@ class PosixWorld:
     def points(self) -> int:
         return self._dying.total
 
-    def left(self) -> ObjectStore:
+    def make_recovered_store(self) -> ObjectStore:
         self.disk.die_with_process()
         if self._loses_power:
             self.disk.lose_power(self._seed)
         store = posix_store(self.disk)
         copy = MemoryStore()  # equal for the next process, and much faster
-        copy.objects.update({each.path: store.read(each.path) for each in store.list("")})
+        copy.objects.update({listed.path: store.read(listed.path) for listed in store.list("")})
         return copy
 
 
-def fresh_run(store: ObjectStore, witness: Witness) -> None:
+def run_fresh(store: ObjectStore, witness: Witness) -> None:
     """Open an empty store, train and save and collect."""
     run_to(Session(store, witness), 3)
 
 
-def longer_run(store: ObjectStore, witness: Witness) -> None:
+def run_longer(store: ObjectStore, witness: Witness) -> None:
     """Train until a checkpoint has the same content as a retired one."""
     run_to(Session(store, witness), STEPS)
 
 
-def resumed_run(store: ObjectStore, witness: Witness) -> None:
+def run_resumed(store: ObjectStore, witness: Witness) -> None:
     """Open the existing experiment, adopt, restore, continue, finish."""
     session = Session(store, witness, owner="resumed")
     run_to(session, STEPS)
     session.finish()
 
 
-def killed_before_its_entry(store: ObjectStore, witness: Witness) -> None:
+def die_before_entry(store: ObjectStore, witness: Witness) -> None:
     """Three checkpoints, one of them retired but not deleted, and a fourth with a manifest but no journal entry."""
     session = Session(store, witness)
     session.open()
@@ -116,7 +116,7 @@ def killed_before_its_entry(store: ObjectStore, witness: Witness) -> None:
     session.publish()
 
 
-def attempt_after_an_unknown_save(store: ObjectStore, witness: Witness) -> None:
+def start_after_unknown_save(store: ObjectStore, witness: Witness) -> None:
     """A save that its owner gave up although its manifest exists; then another attempt, without a save."""
     session = Session(store, witness)
     session.open()
@@ -127,12 +127,12 @@ def attempt_after_an_unknown_save(store: ObjectStore, witness: Witness) -> None:
     session.train()
     session.publish()
     witness.published.popitem()  # given up: the save was never acknowledged
-    session.waiting.clear()
+    session.pending.clear()
     session.append([AttemptEnded(trial=KEY.trial, cause=Cause.MACHINE, reason="the target did not say")])
     session.owner = "second attempt"
     session.start()
     session.train()
-    session.append([StepReported(trial=KEY.trial, report=session.waiting.pop())])
+    session.append([StepReported(trial=KEY.trial, report=session.pending.pop())])
 
 
 def fail_everywhere(
@@ -143,18 +143,18 @@ def fail_everywhere(
     ways: Iterable[Failure] = tuple(Failure),
     points: Callable[[int], Iterable[int]] = lambda total: range(1, total + 1),
     enough: int | None = None,
-) -> Explored:
+) -> Findings:
     """Run `story` (after a complete `before`) with every failure at every point, and recover from each."""
     verdicts = Verdicts()
 
     def run(world: World, nth: int, way: Failure) -> Iterator[str]:
         witness = Witness()
         if before:
-            before(world.dying(0, way), witness)
-        yield from failure_of(lambda: story(world.dying(nth, way), witness))
+            before(world.make_dying_store(0, way), witness)
+        yield from catch_failure(lambda: story(world.make_dying_store(nth, way), witness))
         if nth:
-            session = Session(world.left(), witness, steps=STEPS, is_alone=True)
-            yield from verdicts.broken_promises(session)
+            session = Session(world.make_recovered_store(), witness, steps=STEPS, is_alone=True)
+            yield from verdicts.find_broken_promises(session)
 
     whole = world()
     assert list(run(whole, 0, Failure.CRASH_BEFORE)) == []
@@ -162,10 +162,10 @@ def fail_everywhere(
     return explore(((f"#{nth} {way.name}", partial(run, world(), nth, way)) for nth, way in tries), enough)
 
 
-def delay_every_write(story: Story, delays: Iterable[int | None], *, enough: int | None = None) -> Explored:
+def delay_every_write(story: Story, delays: Iterable[int | None], *, enough: int | None = None) -> Findings:
     """Lose the reply to each write of `story`, let the write arrive late or never, and recover meanwhile.
 
     The process retries like a task, before and after the write arrives.
     """
     scene = Session(MemoryStore(), Witness(), steps=STEPS, is_alone=True)
-    return late_writes(scene, lambda view: story(view.store, view.witness), delays, enough=enough)
+    return delay_writes(scene, lambda view: story(view.store, view.witness), delays, enough=enough)

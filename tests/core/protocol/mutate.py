@@ -39,7 +39,7 @@ class Mutant:
         for function, lines in self.breaks.items():
             assert isinstance(function, FunctionType)
             break_lines(monkeypatch, function, lines)
-        found = self.finder()
-        print("->", found[:1])
-        assert found
+        problems = self.finder()
+        print("->", problems[:1])
+        assert problems
         record_property("figure: mutants of the package, each noticed", 1)

@@ -10,23 +10,23 @@ from tests.core.driver import Session, Witness
 from tests.fakes.stores.memory_store import MemoryStore
 
 
-def old_owner(checkpoints: int = 2) -> Session:
+def make_old_owner(checkpoints: int = 2) -> Session:
     """An owner with some checkpoints, a retired checkpoint not yet deleted, and a step not yet saved."""
     session = Session(MemoryStore(), Witness(), owner="old")
     session.open()
     session.start()
     for _ in range(checkpoints):
-        session.collect(session.doomed)
+        session.delete_checkpoints(session.to_delete)
         session.train()
-        session.doomed = session.acknowledge(session.publish())
+        session.to_delete = session.acknowledge(session.publish())
     session.train()
     return session
 
 
-def after_a_late_upload() -> Session:
+def make_late_uploader() -> Session:
     """An owner that was superseded during its first save and still finished its upload."""
-    old = old_owner(0)
-    takes_over(old)
+    old = make_old_owner(0)
+    take_over(old)
     old.publish()
     return old
 
@@ -40,36 +40,36 @@ def save(session: Session) -> None:
         session.save()
 
 
-def uploads(session: Session) -> None:
+def upload(session: Session) -> None:
     """The old owner resumes before a save, and dies before its entry."""
     session.publish()
 
 
-def collects(session: Session) -> None:
+def delete_retired(session: Session) -> None:
     """The old owner resumes before the deletion of the checkpoints that it retired."""
     with suppress(Superseded):
-        session.collect(session.doomed)
+        session.delete_checkpoints(session.to_delete)
 
 
-def takes_over(session: Session, clearing: Literal["careful", "careless", "none"] = "careful") -> None:
+def take_over(session: Session, cleanup: Literal["careful", "careless", "none"] = "careful") -> None:
     """A new owner opens the experiment, adopts saves, and deletes leftovers."""
     with suppress(Superseded):
-        _new(session, clearing).open()
+        _make_new_owner(session, cleanup).open()
 
 
-def takes_over_and_saves(session: Session, clearing: Literal["careful", "careless", "none"] = "careful") -> None:
+def take_over_and_save(session: Session, cleanup: Literal["careful", "careless", "none"] = "careful") -> None:
     """A new owner opens the experiment, starts an attempt and saves."""
     with suppress(Superseded):
-        new = _new(session, clearing)
+        new = _make_new_owner(session, cleanup)
         new.open()
         new.start()
         new.train()
         new.save()
 
 
-def _new(session: Session, clearing: Literal["careful", "careless", "none"]) -> Session:
+def _make_new_owner(session: Session, cleanup: Literal["careful", "careless", "none"]) -> Session:
     owner = f"new{session.witness.stamps}"
-    return Session(session.store, session.witness, owner=owner, retention=session.retention, clearing=clearing)
+    return Session(session.store, session.witness, owner=owner, retention=session.retention, cleanup=cleanup)
 
 
 def at_decisions(method: str, path: str) -> bool:

@@ -58,8 +58,8 @@ from prefect_tune.core.restore import make_adoption_events, read_manifest, read_
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport, WriteStamp
-from tests.core.driver import BACKBONE, Files, retried
-from tests.fakes.stores.memory_files import MemoryFiles, load_files
+from tests.core.driver import BACKBONE, Files, retry
+from tests.fakes.stores.memory_files import MemoryFiles, restored
 
 SEARCH = JournalKey(experiment="e", generation=1)
 
@@ -98,8 +98,8 @@ class Attempt:
         """Restore the newest checkpoint, which must be whole, and return the event that begins the attempt."""
         newest = newest_checkpoint(self.trial)
         if (key := newest_checkpoint_key(self.key, self.trial)) is not None:
-            manifest = retried(lambda: read_manifest(self.store, key))
-            self.head = retried(lambda: load_files(self.store, manifest))["head"]
+            manifest = retry(lambda: read_manifest(self.store, key))
+            self.head = retry(lambda: restored(self.store, manifest))["head"]
         step, sequence = (newest.step, newest.sequence) if newest else (0, None)
         return AttemptStarted(
             trial=self.trial.id, attempt=self.trial.attempt + 1, from_step=step, from_sequence=sequence
@@ -118,10 +118,10 @@ class Attempt:
         step = report.step
         key = CheckpointKey(trial=self.key, step=step, sequence=self.trial.next_sequence)
         self.upload(key, self.files(step), report)
-        new = CheckpointRef(step=step, sequence=key.sequence, metrics=report.metrics, trained_seconds=float(step))
-        ending = checkpoints_to_retire(self.trial, new, self.retention)
-        retires = tuple(ref.sequence for ref in ending)
-        return CheckpointCommitted(trial=self.trial.id, checkpoint=new, retired_sequences=retires), ending
+        ref = CheckpointRef(step=step, sequence=key.sequence, metrics=report.metrics, trained_seconds=float(step))
+        retired = checkpoints_to_retire(self.trial, ref, self.retention)
+        sequences = tuple(old.sequence for old in retired)
+        return CheckpointCommitted(trial=self.trial.id, checkpoint=ref, retired_sequences=sequences), retired
 
     def files(self, step: int) -> Files:
         return {"backbone": BACKBONE, "cycle": 24 * (b"A" if step % 3 == 1 else b"B"), "head": self.head}
@@ -130,7 +130,7 @@ class Attempt:
         """Publish files as a checkpoint, without a word to the journal."""
         self.chronicle.saved[key.folder] = files
         stamp = self.chronicle.stamp()
-        about = CheckpointMetadata(
+        metadata = CheckpointMetadata(
             attempt=self.trial.attempt,
             term=self.term,
             write_id=stamp.write_id,
@@ -139,13 +139,13 @@ class Attempt:
             trained_seconds=float(key.step),
             reports=reports,
         )
-        retried(lambda: self._commit(key, files, about))
+        retry(lambda: self._commit(key, files, metadata))
 
-    def _commit(self, key: CheckpointKey, files: Files, about: CheckpointMetadata) -> None:
+    def _commit(self, key: CheckpointKey, files: Files, metadata: CheckpointMetadata) -> None:
         newest = parent_of_next_save(self.key, self.trial)
         parent = read_manifest_or_none(self.store, newest)
         reuse = find_reusable_bytes(self.store, self.key, parent, min_reusable_sequence(self.trial))
-        commit_checkpoint(self.store, key, MemoryFiles(files), about, reuse=reuse)
+        commit_checkpoint(self.store, key, MemoryFiles(files), metadata, reuse=reuse)
 
     # ------------------------------------------------------------------------------- on another machine
 
@@ -155,21 +155,21 @@ class Attempt:
         assert outbox is not None
         trial = reduce(apply_trial_event, events, self.trial)
         post = Post(write_id=stamp.write_id, at=stamp.at, events=events)
-        retried(lambda: write_post(self.store, self.key, outbox, self.posted + 1, post))
+        retry(lambda: write_post(self.store, self.key, outbox, self.posted + 1, post))
         self.posted += 1
         self.trial = trial
 
-    def begin_there(self) -> None:
+    def post_start(self) -> None:
         self.post(self.start())
 
-    def save_there(self) -> None:
+    def post_save(self) -> None:
         """Train, publish and post a step. It deletes nothing."""
         reported = self.train()
         committed, _ = self.publish(reported.report)
         self.post(reported, committed)
         self.chronicle.acknowledged[self.trial.id] = self.trial.checkpoints[-1].sequence
 
-    def on(self, store: ObjectStore, chronicle: Chronicle) -> Attempt:
+    def with_store(self, store: ObjectStore, chronicle: Chronicle) -> Attempt:
         return replace(self, store=store, chronicle=chronicle)
 
 
@@ -184,16 +184,16 @@ class Search:
     retention: Retention = field(default_factory=lambda: Retention(last=1))
     state: Experiment = field(init=False)
     attempts: dict[str, Attempt] = field(default_factory=dict)
-    kind: ClassVar[type[Attempt]] = Attempt
+    attempt_class: ClassVar[type[Attempt]] = Attempt
 
     def __post_init__(self) -> None:
         self.state = empty_experiment(self.journal)
 
-    def on(self, store: ObjectStore, chronicle: Chronicle) -> Self:
+    def with_store(self, store: ObjectStore, chronicle: Chronicle) -> Self:
         """Return the same owner, with the same fields, on another store."""
         twin = copy.copy(self)
         twin.store, twin.chronicle = store, chronicle
-        twin.attempts = {name: attempt.on(store, chronicle) for name, attempt in self.attempts.items()}
+        twin.attempts = {name: attempt.with_store(store, chronicle) for name, attempt in self.attempts.items()}
         return twin
 
     def key(self, name: str) -> TrialKey:
@@ -204,13 +204,13 @@ class Search:
 
     def append(self, *events: Event) -> None:
         stamp = self.chronicle.stamp()
-        self.state = retried(lambda: append_events(self.store, self.state, events, stamp))
+        self.state = retry(lambda: append_events(self.store, self.state, events, stamp))
 
     def open(self) -> None:
         """Take the journal over, and adopt saves of attempts that ended with the last owner."""
         stamp, owner = self.chronicle.stamp(), Owner(name=self.owner, host="here", pid=1)
-        self.state = retried(lambda: acquire_ownership(self.store, self.journal, owner, stamp))
-        self.append(*retried(lambda: make_adoption_events(self.store, self.state)))
+        self.state = retry(lambda: acquire_ownership(self.store, self.journal, owner, stamp))
+        self.append(*retry(lambda: make_adoption_events(self.store, self.state)))
 
     def add(self, *names: str) -> None:
         self.append(*(TrialAdded(trial=name, config={"width": 3}, proposed_by_search=True) for name in names))
@@ -219,8 +219,8 @@ class Search:
 
     def attempt(self, name: str) -> Attempt:
         """Return a new attempt of a trial, which has not begun."""
-        known = self.key(name), self.trial(name), self.state.term, self.owner, self.retention
-        return self.kind(self.store, self.chronicle, *known)
+        arguments = self.key(name), self.trial(name), self.state.term, self.owner, self.retention
+        return self.attempt_class(self.store, self.chronicle, *arguments)
 
     def start(self, name: str) -> None:
         attempt = self.attempt(name)
@@ -229,7 +229,7 @@ class Search:
 
     def save(self, name: str) -> None:
         """Train a step, publish, journal, and delete the checkpoints that this retires."""
-        self.clear(self.save_only(name))
+        self.delete_checkpoints(self.save_only(name))
 
     def save_only(self, name: str) -> Sequence[CheckpointKey]:
         """Train a step, publish and journal, again if it was overtaken; return the keys that this made collectable."""
@@ -238,30 +238,30 @@ class Search:
         reported = attempt.train()
         events: tuple[Event, ...] = (reported,)
         while True:
-            committed, ending = attempt.publish(reported.report)
+            committed, retired = attempt.publish(reported.report)
             self.append(*events, committed)
             attempt.trial, events = self.trial(name), ()
             if committed.checkpoint in attempt.trial.checkpoints:
                 self.chronicle.acknowledged[name] = committed.checkpoint.sequence
-                return self.collectable(name, ending)
+                return self.deletable_keys(name, retired)
 
-    def collectable(self, name: str, retired: Sequence[CheckpointRef]) -> Sequence[CheckpointKey]:
+    def deletable_keys(self, name: str, retired: Sequence[CheckpointRef]) -> Sequence[CheckpointKey]:
         own = [self.key(name).checkpoint_key(ref) for ref in retired if ref.origin is None]
         return [*own, *find_collectable_origins(self.state, retired)]
 
-    def clear(self, doomed: Sequence[CheckpointKey]) -> None:
+    def delete_checkpoints(self, keys: Sequence[CheckpointKey]) -> None:
         """Delete checkpoints that the journal has retired."""
-        for name in dict.fromkeys(key.trial.trial for key in doomed):
-            retried(lambda name=name: delete_retired_objects(self.store, self.key(name), self.trial(name), doomed))
+        for name in dict.fromkeys(key.trial.trial for key in keys):
+            retry(lambda name=name: delete_retired_objects(self.store, self.key(name), self.trial(name), keys))
 
-    def clear_away(self) -> None:
+    def delete_leftovers(self) -> None:
         """Delete leftovers, after journaling that no save may reuse them."""
         for name in self.state.trials:
-            left = retried(lambda name=name: find_leftover_manifests(self.store, self.key(name), self.trial(name)))
+            keys = retry(lambda name=name: find_leftover_manifests(self.store, self.key(name), self.trial(name)))
             trial = self.trial(name)
-            if trial.outbox is None and any(key.sequence >= trial.collected_up_to for key in left):
+            if trial.outbox is None and any(key.sequence >= trial.collected_up_to for key in keys):
                 self.append(CheckpointsRetired(trial=name, retired_sequences=()))
-            self.clear(left)
+            self.delete_checkpoints(keys)
 
     def end(self, name: str, cause: Cause = Cause.PREEMPTED) -> None:
         """End the attempt that runs here."""
@@ -290,10 +290,10 @@ class Search:
         if (outbox := trial.outbox) is None:
             return []
         if closes:
-            closed = retried(lambda: close_outbox(self.store, key, outbox, trial.last_post, self.owner, stamp))
+            closed = retry(lambda: close_outbox(self.store, key, outbox, trial.last_post, self.owner, stamp))
             posts = closed.posts
         else:
-            posts = retried(lambda: read_posts(self.store, key, outbox, trial.last_post))
+            posts = retry(lambda: read_posts(self.store, key, outbox, trial.last_post))
         events: list[Event] = []
         for number, post in enumerate(posts, trial.last_post + 1):
             events += [PostReceived(trial=name, post=number), *post.events]
@@ -303,7 +303,7 @@ class Search:
             return []
         self.append(*events)
         received = [(key, outbox, number) for number, _ in enumerate(posts, trial.last_post + 1)]
-        retried(lambda: delete_posts(self.store, received))
+        retry(lambda: delete_posts(self.store, received))
         refs = {ref.sequence: ref for ref in trial.checkpoints}
         refs |= {
             e.checkpoint.sequence: e.checkpoint
@@ -311,27 +311,27 @@ class Search:
             for e in post.events
             if isinstance(e, CheckpointCommitted)
         }
-        now = self.trial(name)
-        return self.collectable(
-            name, [ref for ref in refs.values() if not is_live_checkpoint(now, key.checkpoint_key(ref))]
+        trial_now = self.trial(name)
+        return self.deletable_keys(
+            name, [ref for ref in refs.values() if not is_live_checkpoint(trial_now, key.checkpoint_key(ref))]
         )
 
-    def settle(self, name: str) -> None:
+    def fence_off(self, name: str) -> None:
         """End the attempt of a trial wherever it runs, so that the trial waits."""
         self.receive(name, closes=True)
         if self.trial(name).phase is Phase.RUNNING:
-            self.append(*retried(lambda: make_adoption_events(self.store, self.state, trials=[name])))
+            self.append(*retry(lambda: make_adoption_events(self.store, self.state, trials=[name])))
         self.attempts.pop(name, None)
 
 
 # --------------------------------------------------------------------------------------- promises
 
 
-def trials_with_posts(store: ObjectStore, state: Experiment) -> Mapping[str, Trial]:
+def load_trials_with_posts(store: ObjectStore, state: Experiment) -> Mapping[str, Trial]:
     """Return the trials as they are once the journal has every post."""
     trials = {}
-    for name, known in state.trials.items():
-        trial = known
+    for name, journaled in state.trials.items():
+        trial = journaled
         if trial.outbox is not None:
             for post in read_posts(store, state.trial_key(name), trial.outbox, trial.last_post):
                 trial = reduce(apply_trial_event, post.events, trial)
@@ -339,25 +339,25 @@ def trials_with_posts(store: ObjectStore, state: Experiment) -> Mapping[str, Tri
     return trials
 
 
-def promises_broken(store: ObjectStore, chronicle: Chronicle, journal: JournalKey = SEARCH) -> list[str]:
+def find_broken_promises(store: ObjectStore, chronicle: Chronicle, journal: JournalKey = SEARCH) -> list[str]:
     """Return every promise that the state on `store` breaks."""
     try:
         state = load_experiment(store, journal)
-        trials = {"journaled": state.trials, "posted": trials_with_posts(store, state)}
+        trials = {"journaled": state.trials, "posted": load_trials_with_posts(store, state)}
     except TuneError as error:
         return [f"I6: the journal does not hold together: {error}"]
-    broken = []
-    for trial in (trial for known in trials.values() for trial in known.values()):
-        broken += _unreadable(store, chronicle, state.trial_key(trial.id), trial)
+    problems = []
+    for trial in (trial for trials_by_name in trials.values() for trial in trials_by_name.values()):
+        problems += _find_unreadable(store, chronicle, state.trial_key(trial.id), trial)
     for name, trial in trials["posted"].items():
         newest = chronicle.acknowledged.get(name, 0)
-        known = (*trial.checkpoints, *(each.checkpoint for each in trial.quarantined_checkpoints))
-        if newest and not any(ref.sequence >= newest for ref in known):
-            broken.append(f"I1: {name}: {newest} was acknowledged, and there is {trial.checkpoints}")
-    return broken
+        refs = (*trial.checkpoints, *(quarantined.checkpoint for quarantined in trial.quarantined_checkpoints))
+        if newest and not any(ref.sequence >= newest for ref in refs):
+            problems.append(f"I1: {name}: {newest} was acknowledged, and there is {trial.checkpoints}")
+    return problems
 
 
-def _unreadable(store: ObjectStore, chronicle: Chronicle, key: TrialKey, trial: Trial) -> Iterator[str]:
+def _find_unreadable(store: ObjectStore, chronicle: Chronicle, key: TrialKey, trial: Trial) -> Iterator[str]:
     for checkpoint in (key.checkpoint_key(ref) for ref in trial.checkpoints):
         try:
             files = load_files(store, read_manifest(store, checkpoint))
@@ -368,7 +368,7 @@ def _unreadable(store: ObjectStore, chronicle: Chronicle, key: TrialKey, trial: 
             yield f"I2: {checkpoint.folder} holds bytes that no attempt saved: {files}"
 
 
-def after_everybody_returned(
+def check_recovery(
     store: ObjectStore, chronicle: Chronicle, journal: JournalKey = SEARCH, *, tidy: bool = True
 ) -> list[str]:
     """Open the search by a new owner, twice; check promises and leaks, and end all clones.
@@ -376,23 +376,21 @@ def after_everybody_returned(
     `tidy`: no write arrived late; a late write after the deletion of its checkpoint leaves an orphan.
     """
     try:
-        return list(_after_everybody_returned(store, chronicle, journal, tidy=tidy))
+        return list(_check_twice(store, chronicle, journal, tidy=tidy))
     except TuneError as error:
         return [f"I4: recovery failed: {type(error).__name__}: {error}"]
 
 
-def _after_everybody_returned(
-    store: ObjectStore, chronicle: Chronicle, journal: JournalKey, *, tidy: bool
-) -> Iterator[str]:
-    yield from promises_broken(store, chronicle, journal)
+def _check_twice(store: ObjectStore, chronicle: Chronicle, journal: JournalKey, *, tidy: bool) -> Iterator[str]:
+    yield from find_broken_promises(store, chronicle, journal)
     search = Search(store, chronicle, journal, owner="late")
     search.open()
     for name in search.state.trials:
-        search.settle(name)
-    search.clear_away()
-    yield from promises_broken(store, chronicle, journal)
+        search.fence_off(name)
+    search.delete_leftovers()
+    yield from find_broken_promises(store, chronicle, journal)
     for name in search.state.trials:
-        yield from _leaks(store, search, name)
+        yield from _find_leaks(store, search, name)
     for name in search.state.trials:  # after two more steps no clone is live
         if search.trial(name).phase in ENDED_PHASES:
             search.append(TrialRequeued(trial=name, reason="more"))
@@ -403,44 +401,44 @@ def _after_everybody_returned(
         search.save(name)
     last = Search(store, chronicle, journal, owner="last")
     last.open()
-    last.clear_away()
-    last.clear_away()  # a limit that a trial has got after another one's clones ended
-    yield from promises_broken(store, chronicle, journal)
+    last.delete_leftovers()
+    last.delete_leftovers()  # a limit that a trial has got after another one's clones ended
+    yield from find_broken_promises(store, chronicle, journal)
     for name in last.state.trials:
-        yield from _what_is_left(store, last, name, tidy=tidy)
+        yield from _find_undeleted(store, last, name, tidy=tidy)
 
 
-def _leaks(store: ObjectStore, search: Search, name: str) -> Iterator[str]:
+def _find_leaks(store: ObjectStore, search: Search, name: str) -> Iterator[str]:
     """Unreachable objects are found as leftovers or as orphans."""
     trial, key = search.trial(name), search.key(name)
-    known = (*trial.checkpoints, *(each.checkpoint for each in trial.quarantined_checkpoints))
-    keys = {key.checkpoint_key(ref) for ref in known}
+    refs = (*trial.checkpoints, *(quarantined.checkpoint for quarantined in trial.quarantined_checkpoints))
+    keys = {key.checkpoint_key(ref) for ref in refs}
     keys |= {CheckpointKey(trial=key, step=clone.step, sequence=clone.sequence) for clone in trial.clones}
-    needed = {own.manifest_path for own in keys} | {
-        path for own in keys for path in read_manifest(store, own).blob_paths()
+    needed = {owned.manifest_path for owned in keys} | {
+        path for owned in keys for path in read_manifest(store, owned).blob_paths()
     }
-    found = {blob.path for blob in find_orphan_blobs(store, key, trial)}
+    findable = {blob.path for blob in find_orphan_blobs(store, key, trial)}
     settled = trial.model_copy(update={"adopted_up_to": 10**9})  # a later attempt's, or that of maintenance
-    found |= {old.manifest_path for old in find_leftover_manifests(store, key, settled)}
-    found |= _quarantined_manifests(store, key, trial)
-    young = {blob.path for blob in store.list(key.blobs_folder) if blob_sequence(blob.path) >= trial.collected_up_to}
-    there = {listed.path for folder in (key.blobs_folder, key.checkpoints_folder) for listed in store.list(folder)}
-    for path in sorted(there - needed - found - young):
+    findable |= {leftover.manifest_path for leftover in find_leftover_manifests(store, key, settled)}
+    findable |= _quarantine_paths(store, key, trial)
+    reusable = {blob.path for blob in store.list(key.blobs_folder) if blob_sequence(blob.path) >= trial.collected_up_to}
+    present = {listed.path for folder in (key.blobs_folder, key.checkpoints_folder) for listed in store.list(folder)}
+    for path in sorted(present - needed - findable - reusable):
         yield f"I7: {path} is unreachable, and nothing will find it"
 
 
-def _what_is_left(store: ObjectStore, search: Search, name: str, *, tidy: bool) -> Iterator[str]:
+def _find_undeleted(store: ObjectStore, search: Search, name: str, *, tidy: bool) -> Iterator[str]:
     """Without a live clone, every retired checkpoint is deleted."""
     trial, key = search.trial(name), search.key(name)
     if trial.clones:
         yield f"I7: {name}: held without a live clone: {trial.clones}"
     live = {key.checkpoint_key(ref).manifest_path for ref in trial.checkpoints}
-    there = {listed.path for listed in store.list(key.checkpoints_folder)} - _quarantined_manifests(store, key, trial)
-    for path in sorted(there - live) if tidy else ():
+    present = {listed.path for listed in store.list(key.checkpoints_folder)} - _quarantine_paths(store, key, trial)
+    for path in sorted(present - live) if tidy else ():
         yield f"I7: {path} was retired, and outlived everybody's clearing away"
 
 
-def _quarantined_manifests(store: ObjectStore, key: TrialKey, trial: Trial) -> set[str]:
+def _quarantine_paths(store: ObjectStore, key: TrialKey, trial: Trial) -> set[str]:
     """Quarantined checkpoints are kept for inspection."""
     keys = (
         (listed.path, CheckpointKey.from_manifest_path(key, listed.path))

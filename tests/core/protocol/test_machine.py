@@ -35,9 +35,9 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
-from tests.core.driver import KEY, Files, Session, Witness, what_lies_about
-from tests.core.happenings import AFTER, happening
-from tests.core.histories import cut_small
+from tests.core.driver import KEY, Files, Session, Witness, find_unreachable
+from tests.core.happenings import NEXT_STATUS, make_event
+from tests.core.histories import small_blobs
 from tests.core.protocol.family import NAMES, Family
 from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
 from tests.fakes.stores.memory_files import load_files
@@ -62,7 +62,7 @@ class Model:
     step: int = 0
     status: str = "pending"
 
-    def keep_the_last_two(self) -> list[Save]:
+    def last_two(self) -> list[Save]:
         return self.live[-2:]
 
 
@@ -76,11 +76,11 @@ class Trial(RuleBasedStateMachine):
         self.model = Model()
         self.owner: Session | None = None
         self.zombies: list[Session] = []
-        self.small = cut_small()
-        self.small.__enter__()
+        self.small_blobs_patch = small_blobs()
+        self.small_blobs_patch.__enter__()
 
     def teardown(self) -> None:
-        self.small.__exit__(None, None, None)
+        self.small_blobs_patch.__exit__(None, None, None)
 
     # -------------------------------------------------------------------------------- takeovers and crashes
 
@@ -97,77 +97,77 @@ class Trial(RuleBasedStateMachine):
         self.owner.open()
         if self.model.status == "running":
             self.model.status = "pending"
-        self._settle()
+        self._check_adoption()
 
     @rule()
     def go_on(self) -> None:
         """Start or continue training from any status."""
-        self._running()
+        self._ensure_running()
 
-    def _settle(self) -> None:
+    def _check_adoption(self) -> None:
         """Check that the new owner found one of the two or three allowed states."""
         assert self.owner
-        found = [(each.step, each.sequence) for each in self.owner.trial.checkpoints]
+        saves = [(ref.step, ref.sequence) for ref in self.owner.trial.checkpoints]
         before = self.model.live
         if (unsure := self.model.unsure) is not None:
             self.model.live = [*before, unsure]
-            allowed = [before, self.model.live, self.model.keep_the_last_two()]
+            allowed = [before, self.model.live, self.model.last_two()]
         else:
             allowed = [before]
-        assert any(self._is_allowed(found, each) for each in allowed)
-        self.model.live, self.model.unsure = found, None
-        for save in found:  # an adopted save: its owner died before it recorded the save
+        assert any(self._is_allowed(saves, saves_allowed) for saves_allowed in allowed)
+        self.model.live, self.model.unsure = saves, None
+        for save in saves:  # an adopted save: its owner died before it recorded the save
             if save not in self.witness.published:
                 self.witness.published[save] = self._manifest(save).blob_paths()
 
-    def _is_allowed(self, found: list[Save], allowed: list[Save]) -> bool:
+    def _is_allowed(self, saves: list[Save], allowed: list[Save]) -> bool:
         """Whether `found` is `allowed`, without some or none of the damaged checkpoints."""
-        missing = [each for each in allowed if each not in found]
+        missing = [save for save in allowed if save not in saves]
         published = self.witness.published
-        return [each for each in allowed if each in found] == found and all(
-            published[each] & self.model.damaged for each in missing
+        return [save for save in allowed if save in saves] == saves and all(
+            published[save] & self.model.damaged for save in missing
         )
 
     @rule()
     def crash(self) -> None:
         self.owner = None
 
-    def _alive(self) -> Session:
+    def _ensure_owner(self) -> Session:
         """The owner; a dead owner is replaced first."""
         if self.owner is None:
             self.start_elsewhere()
         assert self.owner
         return self.owner
 
-    def _running(self) -> Session:
+    def _ensure_running(self) -> Session:
         """The owner, with a running trial."""
-        owner = self._alive()
+        owner = self._ensure_owner()
         if self.model.status in ("finished", "errored"):
-            self._turn("requeued")
+            self._apply_event("requeued")
         if self.model.status == "paused":
-            self._turn("resumed")
+            self._apply_event("resumed")
         if self.model.status != "running":
-            self._go_on()
+            self._start_attempt()
         return owner
 
     @rule(which=st.integers(0, 9))
     def turn(self, which: int) -> None:
         """An event that changes the trial's status but not its checkpoints."""
-        self._alive()
-        possible = sorted(AFTER[self.model.status])
-        self._turn(possible[which % len(possible)])
+        self._ensure_owner()
+        possible = sorted(NEXT_STATUS[self.model.status])
+        self._apply_event(possible[which % len(possible)])
 
-    def _turn(self, what: str) -> None:
+    def _apply_event(self, kind: str) -> None:
         assert self.owner
-        self.owner.append([happening(what, KEY.trial)])
-        self.model.status = AFTER[self.model.status][what]
+        self.owner.append([make_event(kind, KEY.trial)])
+        self.model.status = NEXT_STATUS[self.model.status][kind]
         if self.model.status != "running":
-            self.owner.waiting.clear()
+            self.owner.pending.clear()
 
     # -------------------------------------------------------------------------------------- the owner's operations
 
     def _train(self, steps: int) -> Session:
-        owner = self._running()
+        owner = self._ensure_running()
         for _ in range(steps):
             owner.train()
         self.model.step += steps
@@ -181,25 +181,25 @@ class Trial(RuleBasedStateMachine):
     def save(self, steps: int, times: int) -> None:
         for _ in range(times):
             self._train(steps).save()
-            self._note(self.witness.acknowledged[-1])
-            self._inherit()
+            self._record_save(self.witness.acknowledged[-1])
+            self._check_inheritance()
 
-    def _note(self, save: Save) -> None:
+    def _record_save(self, save: Save) -> None:
         assert save[0] == self.model.step
         self.model.live.append(save)
         self.model.files[save] = self.witness.saved[save]
 
-    def _inherit(self) -> None:
+    def _check_inheritance(self) -> None:
         """Found damage is quarantined; the newest checkpoint has no damage older than the reverification period."""
-        owner, live = self.owner, self.model.keep_the_last_two()
+        owner, live = self.owner, self.model.last_two()
         assert owner
-        self.model.live = [(each.step, each.sequence) for each in owner.trial.checkpoints]
+        self.model.live = [(ref.step, ref.sequence) for ref in owner.trial.checkpoints]
         assert self._is_allowed(self.model.live, live)
         assert self.model.live[-1:] == live[-1:]
         newest = self._manifest(live[-1])
-        read = [verify_range(self.store, newest, each) for each in plan_reads(newest)]
+        read_ranges = [verify_range(self.store, newest, piece) for piece in plan_reads(newest)]
         self.model.saves_since.update(self.model.damaged)
-        assert all(self.model.saves_since[each.path] < owner.reverify_every for each in read if each)
+        assert all(self.model.saves_since[piece.path] < owner.reverify_every for piece in read_ranges if piece)
 
     @rule(nth=st.integers(1, 16), way=st.sampled_from([Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]))
     def die_in_a_save(self, nth: int, way: Failure) -> None:
@@ -210,8 +210,8 @@ class Trial(RuleBasedStateMachine):
         with suppress(Crash):
             owner.save()
         if len(self.witness.acknowledged) > count:
-            self._note(unsure)
-            self._inherit()
+            self._record_save(unsure)
+            self._check_inheritance()
         else:
             self.model.unsure = unsure
             self.model.files[unsure] = self.witness.saved.get(unsure, [])
@@ -220,18 +220,18 @@ class Trial(RuleBasedStateMachine):
     @rule(cause=st.sampled_from([Cause.MACHINE, Cause.TRAINABLE, Cause.PREEMPTED]), gives_up_on_a_save=st.booleans())
     def fail_and_go_on(self, cause: Cause, *, gives_up_on_a_save: bool) -> None:
         """Another attempt of the same owner; the unsettled save of the last attempt does not count."""
-        owner = self._running()
+        owner = self._ensure_running()
         if gives_up_on_a_save:
             self._train(1).publish()
         owner.append([AttemptEnded(trial=KEY.trial, cause=cause, reason="x")])
-        owner.waiting.clear()
+        owner.pending.clear()
         self.model.status = "pending"
-        self._go_on()
+        self._start_attempt()
 
-    def _go_on(self) -> None:
+    def _start_attempt(self) -> None:
         """Begin an attempt from the newest undamaged checkpoint."""
         assert self.owner
-        self.owner.waiting.clear()
+        self.owner.pending.clear()
         self.owner.start()
         self.model.status = "running"
         while self.model.live and self._is_damaged(self.model.live[-1]):
@@ -242,41 +242,41 @@ class Trial(RuleBasedStateMachine):
     @precondition(lambda self: self.owner and len(self.model.live) > 1)
     @rule()
     def retire_the_oldest(self) -> None:
-        owner = self._alive()
+        owner = self._ensure_owner()
         step, sequence = self.model.live.pop(0)
         owner.append([CheckpointsRetired(trial=KEY.trial, retired_sequences=(sequence,))])
-        owner.collect([CheckpointKey(trial=KEY, step=step, sequence=sequence)])
+        owner.delete_checkpoints([CheckpointKey(trial=KEY, step=step, sequence=sequence)])
 
     # ---------------------------------------------------------------------------- superseded owners and damage
 
     @precondition(lambda self: self.zombies)
     @rule(which=st.integers(0, 5), what=st.sampled_from(["save", "publish", "collect", "append"]))
-    def a_zombie_wakes_up(self, which: int, what: str) -> None:
+    def a_zombie_wakes_up(self, which: int, operation: str) -> None:
         zombie = self.zombies[which % len(self.zombies)]
-        if what == "collect":
-            zombie.collect(zombie.doomed)
+        if operation == "collect":
+            zombie.delete_checkpoints(zombie.to_delete)
             return
         if zombie.trial.phase.value != "running":
-            what = "append"
+            operation = "append"
         else:
             zombie.train()
-        if what == "publish":
+        if operation == "publish":
             zombie.publish()
             return
         count = len(self.witness.acknowledged)
         with pytest.raises(Superseded):
-            zombie.save() if what == "save" else zombie.append([])
+            zombie.save() if operation == "save" else zombie.append([])
         assert len(self.witness.acknowledged) == count
 
     @precondition(lambda self: self.model.live)
     @rule(which=st.integers(0, 5), at=st.integers(0, 10**6))
-    def a_disk_rots(self, which: int, at: int) -> None:
+    def a_disk_rots(self, which: int, offset: int) -> None:
         """Alter one byte of a blob, which damages every checkpoint that shares it."""
         save = self.model.live[which % len(self.model.live)]
         paths = sorted(self._manifest(save).blob_paths())
-        path = paths[at % len(paths)]
+        path = paths[offset % len(paths)]
         data = bytearray(self.store.objects[path])
-        data[at % len(data)] ^= 1
+        data[offset % len(data)] ^= 1
         self.store.objects[path] = bytes(data)
         self.model.damaged.add(path)
         self.model.saves_since[path] = 0
@@ -305,7 +305,7 @@ class Trial(RuleBasedStateMachine):
     @invariant()
     def the_journal_says_what_was_acknowledged(self) -> None:
         assert self.owner
-        assert [(each.step, each.sequence) for each in self.owner.trial.checkpoints] == self.model.live
+        assert [(ref.step, ref.sequence) for ref in self.owner.trial.checkpoints] == self.model.live
 
     @precondition(lambda self: self.owner)
     @invariant()
@@ -317,7 +317,7 @@ class Trial(RuleBasedStateMachine):
     @invariant()
     def whatever_is_of_no_use_can_be_found(self) -> None:
         assert self.owner
-        assert what_lies_about(self.store, self.owner.trial) == []
+        assert find_unreachable(self.store, self.owner.trial) == []
 
 
 CI = settings(
@@ -331,28 +331,28 @@ DEEP = settings(CI, stateful_step_count=50, derandomize=False)
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[AnyTrialEvent | ExperimentForked]]]:
+def transitions(monkeypatch: pytest.MonkeyPatch) -> set[tuple[trials.Phase, type[AnyTrialEvent | ExperimentForked]]]:
     """The transitions of trials in the test."""
-    found: set[tuple[trials.Phase, type[AnyTrialEvent | ExperimentForked]]] = set()
+    transitions: set[tuple[trials.Phase, type[AnyTrialEvent | ExperimentForked]]] = set()
 
-    def watched(trial: trials.Trial, event: AnyTrialEvent, writer: Writer) -> trials.Trial:
-        then = trials.apply_trial_event(trial, event, writer)
-        found.add((trial.phase, type(event)))
-        return then
+    def record_event(trial: trials.Trial, event: AnyTrialEvent, writer: Writer) -> trials.Trial:
+        next_trial = trials.apply_trial_event(trial, event, writer)
+        transitions.add((trial.phase, type(event)))
+        return next_trial
 
-    def forked(trial: trials.Trial, fork: ForkedTrial) -> trials.Trial:
-        found.add((trial.phase, ExperimentForked))
+    def record_fork(trial: trials.Trial, fork: ForkedTrial) -> trials.Trial:
+        transitions.add((trial.phase, ExperimentForked))
         return trials.apply_fork(trial, fork)
 
-    monkeypatch.setattr(folding, "apply_trial_event", watched)
-    monkeypatch.setattr(folding, "apply_fork", forked)
-    return found
+    monkeypatch.setattr(folding, "apply_trial_event", record_event)
+    monkeypatch.setattr(folding, "apply_fork", record_fork)
+    return transitions
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_seen(
-    seen: set[tuple[trials.Phase, type[AnyTrialEvent | ExperimentForked]]],
+    transitions: set[tuple[trials.Phase, type[AnyTrialEvent | ExperimentForked]]],
     record_property: Callable[[str, object], None],
 ) -> None:
     run_state_machine_as_test(Trial, settings=CI)
@@ -363,9 +363,9 @@ def test_whatever_happens_it_is_as_the_models_have_it_and_every_transition_is_se
     family.fork(NAMES, 0)
     family.teardown()
     for _ in range(5):  # examples depend on the imported modules of other tests: a rare transition may be missing
-        if set(trials.NEXT_PHASE) - seen:
+        if set(trials.NEXT_PHASE) - transitions:
             run_state_machine_as_test(Trial, settings=settings(CI, derandomize=False))
-    assert set(trials.NEXT_PHASE) - seen == set()
+    assert set(trials.NEXT_PHASE) - transitions == set()
     record_property("figure: transitions of a trial, each seen by the state machines", len(trials.NEXT_PHASE))
 
 

@@ -6,28 +6,25 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.core.protocol.exploring import Explored
+from tests.core.protocol.exploring import Findings
 from tests.core.protocol.matrix import (
     ObjectWorld,
     PosixWorld,
     Story,
-    attempt_after_an_unknown_save,
     delay_every_write,
+    die_before_entry,
     fail_everywhere,
-    fresh_run,
-    killed_before_its_entry,
-    resumed_run,
+    run_fresh,
+    run_resumed,
+    start_after_unknown_save,
 )
 from tests.fakes.stores.dying_store import Failure
 from tests.long_cases import long_after
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once", "frequent_snapshots")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decode_cache", "frequent_snapshots")
 
-STORIES = [
-    pytest.param(None, fresh_run, id="fresh run"),
-    pytest.param(killed_before_its_entry, resumed_run, id="resumed run"),
-]
-ENDS = (Failure.CRASH_AFTER, Failure.TORN)
+STORIES = [pytest.param(None, run_fresh, id="fresh run"), pytest.param(die_before_entry, run_resumed, id="resumed run")]
+ENDS = (Way.CRASH_AFTER, Way.TORN)
 """On a disk, before one call is after the one before it."""
 Record = Callable[[str, object], None]
 
@@ -57,28 +54,24 @@ def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
 
 @pytest.mark.parametrize("seed", [1])
 def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_property: Record) -> None:
-    explored = fail_everywhere(lambda: PosixWorld(seed=seed), fresh_run, ways=[Failure.CRASH_AFTER], points=every_fifth)
+    explored = fail_everywhere(lambda: PosixWorld(seed=seed), run_fresh, ways=[Way.CRASH_AFTER], points=every_fifth)
     explored.require_kept(record_property, "points explored, file store")
 
 
 @pytest.mark.long
 def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
-    explored = fail_everywhere(
-        ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, ways=[Failure.CRASH_AFTER]
-    )
+    explored = fail_everywhere(ObjectWorld, run_resumed, before=start_after_unknown_save, ways=[Way.CRASH_AFTER])
     explored.require_kept(record_property, "points explored, object store")
 
 
-@pytest.mark.parametrize("way", long_after(1, [Failure.CRASH_AFTER, Failure.REPLY_LOST, Failure.UNAVAILABLE]))
-def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(
-    way: Failure, record_property: Record
-) -> None:
-    explored = fail_everywhere(lambda: PosixWorld(loses_power=False), fresh_run, ways=[way], points=every_fifth)
+@pytest.mark.parametrize("way", long_after(1, [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE]))
+def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
+    explored = fail_everywhere(lambda: PosixWorld(loses_power=False), run_fresh, ways=[way], points=every_fifth)
     explored.require_kept(record_property, "points explored, file store")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("story", [fresh_run, killed_before_its_entry, attempt_after_an_unknown_save])
+@pytest.mark.parametrize("story", [run_fresh, die_before_entry, start_after_unknown_save])
 def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, record_property: Record) -> None:
     explored = delay_every_write(story, [None, 0, 2, 10, 30])
     explored.require_kept(record_property, "points explored, late writes")
@@ -91,8 +84,8 @@ def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, reco
 def test_every_way_every_call_and_every_loss_of_a_file_store(
     before: Story | None, story: Story, seed: int | None, record_property: Record
 ) -> None:
-    kept = fail_everywhere(lambda: PosixWorld(loses_power=False), story, before=before) if seed is None else Explored()
+    kept = fail_everywhere(lambda: PosixWorld(loses_power=False), story, before=before) if seed is None else Findings()
     lost = fail_everywhere(lambda: PosixWorld(seed=seed), story, before=before)
 
-    explored = Explored(kept.points + lost.points, kept.broken + lost.broken)
+    explored = Findings(kept.points + lost.points, kept.broken + lost.broken)
     explored.require_kept(record_property, "points explored, file store")

@@ -20,24 +20,24 @@ from prefect_tune.core.storage import object_store
 from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.posix_store import PosixStore
-from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness, after_recovery
-from tests.core.histories import fold, next_state, opened
+from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness, check_recovery
+from tests.core.histories import append_next_entry, fold_entries, open_experiment
 from tests.core.protocol import test_outbox
-from tests.core.protocol.exploring import meet_at_random
+from tests.core.protocol.exploring import run_random
 from tests.core.protocol.matrix import (
     STEPS,
     ObjectWorld,
     PosixWorld,
-    attempt_after_an_unknown_save,
     delay_every_write,
+    die_before_entry,
     fail_everywhere,
-    fresh_run,
-    killed_before_its_entry,
-    longer_run,
-    resumed_run,
+    run_fresh,
+    run_longer,
+    run_resumed,
+    start_after_unknown_save,
 )
 from tests.core.protocol.mutate import Mutant
-from tests.core.protocol.owners import after_a_late_upload, old_owner, save, takes_over, takes_over_and_saves
+from tests.core.protocol.owners import make_late_uploader, make_old_owner, save, take_over, take_over_and_save
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.dying_store import Failure
 from tests.fakes.stores.memory_files import load_files
@@ -48,35 +48,35 @@ pytestmark = pytest.mark.usefixtures("tiny_blobs")
 Finder = Callable[[], Sequence[str]]
 
 
-def every_death() -> Sequence[str]:
-    fresh = fail_everywhere(ObjectWorld, fresh_run, enough=1).broken
-    return fresh or fail_everywhere(ObjectWorld, resumed_run, before=killed_before_its_entry, enough=1).broken
+def crash_everywhere() -> Sequence[str]:
+    fresh = fail_everywhere(ObjectWorld, run_fresh, enough=1).broken
+    return fresh or fail_everywhere(ObjectWorld, run_resumed, before=die_before_entry, enough=1).broken
 
 
-def every_crash_of_a_second_attempt() -> Sequence[str]:
-    return fail_everywhere(ObjectWorld, resumed_run, before=attempt_after_an_unknown_save, enough=1).broken
+def crash_second_attempt_everywhere() -> Sequence[str]:
+    return fail_everywhere(ObjectWorld, run_resumed, before=start_after_unknown_save, enough=1).broken
 
 
-def every_power_cut() -> Sequence[str]:
-    return fail_everywhere(PosixWorld, fresh_run, ways=[Failure.CRASH_AFTER], enough=1).broken
+def cut_power_everywhere() -> Sequence[str]:
+    return fail_everywhere(PosixWorld, run_fresh, ways=[Way.CRASH_AFTER], enough=1).broken
 
 
-def every_late_write() -> Sequence[str]:
-    return delay_every_write(fresh_run, [None, 0, 2, 10], enough=1).broken
+def delay_every_save() -> Sequence[str]:
+    return delay_every_write(run_fresh, [None, 0, 2, 10], enough=1).broken
 
 
-def meeting_owners() -> Sequence[str]:
-    return meet_at_random(old_owner(), [save, takes_over_and_saves, takes_over_and_saves], range(60), enough=1).broken
+def interleave_owners() -> Sequence[str]:
+    return run_random(make_old_owner(), [save, take_over_and_save, take_over_and_save], range(60), enough=1).broken
 
 
-def every_late_deletion() -> Sequence[str]:
-    return delay_every_write(longer_run, [2, 8, 20], enough=1).broken
+def delay_every_deletion() -> Sequence[str]:
+    return delay_every_write(run_longer, [2, 8, 20], enough=1).broken
 
 
-def a_careless_cleaner() -> Sequence[str]:
+def clean_carelessly() -> Sequence[str]:
     """An owner that deletes leftovers without journaling it first, while the next owner reuses them."""
-    acts = [partial(takes_over, clearing="careless"), partial(takes_over_and_saves, clearing="none")]
-    return meet_at_random(after_a_late_upload(), acts, range(100), enough=1).broken
+    acts = [partial(take_over, cleanup="careless"), partial(take_over_and_save, cleanup="none")]
+    return run_random(make_late_uploader(), acts, range(100), enough=1).broken
 
 
 class LyingStore(MemoryStore):
@@ -92,20 +92,20 @@ class LyingStore(MemoryStore):
             super().put(path, data)
 
 
-def every_lie() -> Sequence[str]:
+def lose_every_put() -> Sequence[str]:
     for forgets in range(1, 9):
         store, witness = LyingStore(forgets), Witness()
         try:
-            fresh_run(store, witness)
+            run_fresh(store, witness)
         except StoreUnavailable:
             continue
-        if broken := after_recovery(store, witness, STEPS):
+        if broken := check_recovery(store, witness, STEPS):
             return broken
     return []
 
 
-def every_flipped_blob() -> Sequence[str]:
-    session = old_owner()
+def flip_every_blob() -> Sequence[str]:
+    session = make_old_owner()
     newest = newest_checkpoint(session.trial)
     assert newest
     assert isinstance(session.store, MemoryStore)
@@ -122,46 +122,47 @@ def every_flipped_blob() -> Sequence[str]:
     return []
 
 
-def some_snapshot(entries: int, number: int, *trials: str) -> MemoryStore:
+def make_snapshot_store(entries: int, number: int, *trials: str) -> MemoryStore:
     """A history with this number of entries, and a snapshot of it after entry `number`."""
     store = MemoryStore()
-    state = opened(store)
+    state = open_experiment(store)
     while state.entry_count < entries:
-        state = next_state(store, state, [trials[state.entry_count // 4 % len(trials)]])
+        state = append_next_entry(store, state, [trials[state.entry_count // 4 % len(trials)]])
         if state.entry_count == number:
             write_snapshot(store, state)
     return store
 
 
-def differs(store: MemoryStore) -> list[str]:
+def compare_with_entries(store: MemoryStore) -> list[str]:
     try:
         loaded = journal.load_experiment(store, first_generation(NAME))
     except TuneError as error:
         return [f"I4: {error}"]
-    return [] if (loaded, list(loaded.trials)) == (fold(store), list(fold(store).trials)) else [f"I6: {loaded}"]
+    expected = fold_entries(store)
+    return [] if (loaded, list(loaded.trials)) == (expected, list(expected.trials)) else [f"I6: {loaded}"]
 
 
-def a_snapshot_of_five_trials() -> Sequence[str]:
-    return differs(some_snapshot(28, 24, *"acbed"))
+def compare_five_trials_snapshot() -> Sequence[str]:
+    return compare_with_entries(make_snapshot_store(28, 24, *"acbed"))
 
 
-def a_torn_snapshot() -> Sequence[str]:
-    store = some_snapshot(23, 20, "b", "a")
+def compare_torn_snapshot() -> Sequence[str]:
+    store = make_snapshot_store(23, 20, "b", "a")
     path = JOURNAL.snapshot_path(20)
     store.objects[path] = store.objects[path].replace(b'"attempt":1', b'"attempt":2')
-    return differs(store)
+    return compare_with_entries(store)
 
 
-def stale_snapshots() -> Sequence[str]:
+def compare_stale_snapshots() -> Sequence[str]:
     """A snapshot of a deleted journal, at the last entry of the one that has its name now, and before it."""
-    store, old = some_snapshot(27, 0, "new"), some_snapshot(27, 27, "old")
+    store, old = make_snapshot_store(27, 0, "new"), make_snapshot_store(27, 27, "old")
     store.objects[JOURNAL.snapshot_path(27)] = old.objects[JOURNAL.snapshot_path(27)]
-    broken = differs(store)
-    opened(store, write_id="later")
-    return broken or differs(store)
+    broken = compare_with_entries(store)
+    open_experiment(store, write_id="later")
+    return broken or compare_with_entries(store)
 
 
-def failure_of(test: Callable[[], object]) -> Sequence[str]:
+def run_test(test: Callable[[], object]) -> Sequence[str]:
     """Return how a test fails, or nothing."""
     try:
         test()
@@ -170,59 +171,60 @@ def failure_of(test: Callable[[], object]) -> Sequence[str]:
     return []
 
 
-def every_failure_of_an_outbox() -> Sequence[str]:
+def fail_outbox() -> Sequence[str]:
     cases = [(*request, fault) for request in test_outbox.REQUESTS for fault in test_outbox.FAULTS]
-    return next(filter(None, (failure_of(partial(test_outbox.fail, *case)) for case in cases)), [])
+    return next(filter(None, (run_test(partial(test_outbox.fail_request, *case)) for case in cases)), [])
 
 
 UNKNOWN_IS_SUCCESS = {
     "except (AlreadyExists, CommitUnknown) as outcome:": "except CommitUnknown:\n        return\n    "
     "except AlreadyExists as outcome:"
 }
-LATER: list[tuple[MemoryStore, str, bytes]] = []
+PUTS: list[tuple[MemoryStore, str, bytes]] = []
 
 MUTANTS = {
     "the manifest first": Mutant(
-        every_death,
+        crash_everywhere,
         {
-            commit._store_group: {"store.put(path, buffer[:end])": "LATER.append((store, path, bytes(buffer[:end])))"},
+            commit._store_group: {"store.put(path, buffer[:end])": "PUTS.append((store, path, bytes(buffer[:end])))"},
             commit.require_stored: {"if not uploaded:": "if True:"},
             commit.commit_checkpoint: {
-                "batches =": "LATER.clear(); batches =",
-                "return SaveResult(": "[at.put(path, of) for at, path, of in LATER]; return SaveResult(",
+                "batches =": "PUTS.clear(); batches =",
+                "return SaveResult(": "[at.put(path, of) for at, path, of in PUTS]; return SaveResult(",
             },
         },
     ),
     "no digest check": Mutant(
-        every_flipped_blob, {manifest._read_verified: {"if actual != target.chunk.digest:": "if False:"}}
+        flip_every_blob, {manifest._read_verified: {"if actual != target.chunk.digest:": "if False:"}}
     ),
     "overwrite instead of create": Mutant(
-        meeting_owners, {object_store.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
+        interleave_owners, {object_store.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
     ),
-    "unknown means success": Mutant(every_late_write, {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS}),
+    "unknown means success": Mutant(delay_every_save, {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS}),
     "unknown means conflict": Mutant(
-        every_death, {object_store.create_or_recognize: {"if stored != data:": "if True:"}}
+        crash_everywhere, {object_store.create_or_recognize: {"if stored != data:": "if True:"}}
     ),
-    "no fsync of the bytes": Mutant(every_power_cut, {PosixStore._temp_file: {"self._calls.fsync(file)": "pass"}}),
+    "no fsync of the bytes": Mutant(cut_power_everywhere, {PosixStore._temp_file: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(
-        every_power_cut, {PosixStore._create_link: {"self._calls.fsync_folder(folder)": "pass"}}
+        cut_power_everywhere, {PosixStore._create_link: {"self._calls.fsync_folder(folder)": "pass"}}
     ),
     "no term check": Mutant(
-        meeting_owners,
+        interleave_owners,
         {journal._apply_non_owner_entry: {"how = f": "return load_experiment(store, experiment.key)\n    how = f"}},
     ),
     "collect before the entry": Mutant(
-        every_death, {Session.acknowledge: {"self.append(": "self.collect_early(new, going); self.append("}}
+        crash_everywhere,
+        {Session.acknowledge: {"self.append(": "self.delete_early(checkpoint, retired_sequences); self.append("}},
     ),
     "reuse any orphan": Mutant(
-        every_late_deletion, {commit.find_reusable_bytes: {"blob_sequence(path) >= collected_up_to": "True"}}
+        delay_every_deletion, {commit.find_reusable_bytes: {"blob_sequence(path) >= collected_up_to": "True"}}
     ),
-    "no look at what was sent": Mutant(every_lie, {commit.require_stored: {"if not uploaded:": "if True:"}}),
+    "no look at what was sent": Mutant(lose_every_put, {commit.require_stored: {"if not uploaded:": "if True:"}}),
     "adopt everything": Mutant(
-        every_death, {trial_transitions.can_commit_save: {"sequence > last_sequence and": "True or"}}
+        crash_everywhere, {trial_transitions.can_commit_save: {"sequence > last_sequence and": "True or"}}
     ),
     "adopt what an attempt before left": Mutant(
-        every_crash_of_a_second_attempt,
+        crash_second_attempt_everywhere,
         {
             restore._find_unjournaled_save: {"manifest.metadata.attempt == trial.attempt": "True"},
             trial_transitions._apply_attempt_start: {
@@ -232,14 +234,13 @@ MUTANTS = {
         },
     ),
     "collect what no retirement protects": Mutant(
-        a_careless_cleaner,
-        {trial_transitions.is_deletable_checkpoint: {" and key.sequence < state.collected_up_to": ""}},
+        clean_carelessly, {trial_transitions.is_deletable_checkpoint: {" and key.sequence < state.collected_up_to": ""}}
     ),
     "collect what live ones share": Mutant(
-        every_death, {trial_gc.delete_retired_objects: {" - _find_reachable_blobs(store, trial, state)": ""}}
+        crash_everywhere, {trial_gc.delete_retired_objects: {" - _find_reachable_blobs(store, trial, state)": ""}}
     ),
     "collect the manifest first": Mutant(
-        every_death,
+        crash_everywhere,
         {
             trial_gc.delete_retired_objects: {
                 "store.delete(unneeded)": "store.delete([key.manifest_path for key in keys]); store.delete(unneeded)"
@@ -247,7 +248,7 @@ MUTANTS = {
         },
     ),
     "keep a snapshot's trials in the order of their names": Mutant(
-        a_snapshot_of_five_trials,
+        compare_five_trials_snapshot,
         {
             journal.encode_snapshot: {
                 "in experiment.trials.values()": "in sorted(experiment.trials.values(), key=lambda trial: trial.id)"
@@ -255,52 +256,52 @@ MUTANTS = {
         },
     ),
     "believe a snapshot without a look at the journal": Mutant(
-        stale_snapshots, {journal._apply_newer_entries: {"last is None or": "False and"}}
+        compare_stale_snapshots, {journal._apply_newer_entries: {"last is None or": "False and"}}
     ),
     "believe a snapshot of another history": Mutant(
-        stale_snapshots,
+        compare_stale_snapshots,
         {experiment.apply_entry: {"if (entry.number, entry.previous, entry.term) != expected:": "if False:"}},
     ),
     "believe a snapshot that is torn": Mutant(
-        a_torn_snapshot,
+        compare_torn_snapshot,
         {journal.decode_snapshot: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
     ),
     "delete the first post": Mutant(
         partial(
-            failure_of,
+            run_test,
             test_outbox.test_a_second_process_with_the_same_request_stops_at_its_first_post_even_after_the_attempt_has_ended,
         ),
         {outbox.delete_posts: {" if number > 1": ""}},
     ),
     "end an outbox without reading the post that came first": Mutant(
         partial(
-            failure_of,
+            run_test,
             test_outbox.test_each_acknowledged_post_is_journaled_in_every_order_of_an_attempt_and_an_owner_that_closes_its_outbox,
         ),
         {outbox.close_outbox: {"races += 1": "number, races = number + 1, races + 1"}},
     ),
     "acknowledge a post whose creation is unknown": Mutant(
-        every_failure_of_an_outbox, {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS}
+        fail_outbox, {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS}
     ),
     "receive posts in any order": Mutant(
-        partial(failure_of, partial(test_outbox.test_a_post_is_not_journaled_twice_or_before_the_one_before_it, 1, 0)),
+        partial(run_test, partial(test_outbox.test_a_post_is_not_journaled_twice_or_before_the_one_before_it, 1, 0)),
         {trial_transitions._apply_outbox_event: {" and post == trial.last_post + 1": ""}},
     ),
     "delete posts before their entry": Mutant(
-        every_failure_of_an_outbox,
+        fail_outbox,
         {
             test_outbox.World.receive: {
-                "events = events_of": "delete_posts(store, [(TRIAL, 1, received + n + 1) for n in range(len(posts))]); "
-                "events = events_of"
+                "events = make": "delete_posts(store, [(TRIAL, 1, received + n + 1) for n in range(len(posts))]); "
+                "events = make"
             }
         },
     ),
     "post after the end of the outbox": Mutant(
-        every_failure_of_an_outbox,
+        fail_outbox,
         {outbox.write_post: {"if stored is N": "if stored and stored.closed_by: return\n        if stored is N"}},
     ),
     "settle on opening": Mutant(
-        every_death,
+        crash_everywhere,
         {
             experiment._apply_owner_change: {
                 '"owner_since_entry": number': '"owner_since_entry": number, "trials": TrialMap.from_trials('
@@ -317,19 +318,19 @@ MUTANTS = {
 def test_the_suite_notices(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    monkeypatch.setattr(commit, "LATER", LATER, raising=False)
+    monkeypatch.setattr(commit, "PUTS", PUTS, raising=False)
     MUTANTS[name].require_noticed(monkeypatch, record_property)
 
 
 FINDERS = [
-    every_late_deletion,
-    a_careless_cleaner,
-    every_lie,
-    every_flipped_blob,
-    a_snapshot_of_five_trials,
-    a_torn_snapshot,
-    stale_snapshots,
-    every_failure_of_an_outbox,
+    delay_every_deletion,
+    clean_carelessly,
+    lose_every_put,
+    flip_every_blob,
+    compare_five_trials_snapshot,
+    compare_torn_snapshot,
+    compare_stale_snapshots,
+    fail_outbox,
 ]
 
 

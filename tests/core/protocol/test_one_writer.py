@@ -12,11 +12,11 @@ from prefect_tune.core.operations.delete_experiment import delete_generation
 from prefect_tune.core.operations.scrub import inspect_checkpoints, quarantine, reinstate
 from prefect_tune.core.operations.trial_gc import TrialGarbage, retire_unkept_checkpoints
 from prefect_tune.core.values import WriteStamp
-from tests.core.operations.test_fork_experiment import forked
-from tests.core.operations.test_trial_gc import ended, garbage, newest
+from tests.core.operations.test_fork_experiment import make_fork
+from tests.core.operations.test_trial_gc import collect_garbage, final_scene, newest_key
 from tests.core.protocol.meetings import Act, Scene
 from tests.core.protocol.population import SEARCH
-from tests.core.small_search import search_of_three, unreadable
+from tests.core.small_search import find_unreadable, make_search
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_store import MemoryStore, OneWriterStore
 
@@ -26,77 +26,77 @@ STAMP = WriteStamp(write_id="guest", at="2026-11-21T09:00:00Z")
 OWNER = Owner(name="newcomer", host="here", pid=2)
 
 
-def _puts_aside(scene: Scene) -> None:
-    quarantine(scene.store, SEARCH, {newest(scene): "torn"}, STAMP)
+def _quarantine_newest(scene: Scene) -> None:
+    quarantine(scene.store, SEARCH, {newest_key(scene): "torn"}, STAMP)
 
 
-def _releases(scene: Scene) -> None:
-    reinstate(scene.store, SEARCH, [newest(scene)], STAMP)
+def _reinstate_newest(scene: Scene) -> None:
+    reinstate(scene.store, SEARCH, [newest_key(scene)], STAMP)
 
 
-def _prunes(scene: Scene) -> None:
+def _prune(scene: Scene) -> None:
     retire_unkept_checkpoints(scene.store, SEARCH, Retention(last=1), STAMP)
 
 
-GUESTS = {"puts aside": _puts_aside, "releases": _releases, "prunes": _prunes}
+NON_OWNER_WRITES = {"puts aside": _quarantine_newest, "releases": _reinstate_newest, "prunes": _prune}
 
 
-@pytest.mark.parametrize("guest", GUESTS.values(), ids=GUESTS)
-def test_a_guest_is_refused_and_told_why_and_nothing_is_written(guest: Act) -> None:
-    scene = ended()
-    if guest is _releases:
-        _puts_aside(scene)
+@pytest.mark.parametrize("write", NON_OWNER_WRITES.values(), ids=NON_OWNER_WRITES)
+def test_a_guest_is_refused_and_told_why_and_nothing_is_written(write: Act) -> None:
+    scene = final_scene()
+    if write is _reinstate_newest:
+        _quarantine_newest(scene)
     store = OneWriterStore.holding(scene.store.objects)
     with pytest.raises(StoreRefused, match=r"experiment 'e'.*create-if-absent, found one without.*copy it to"):
-        guest(scene.on(store))
+        write(scene.with_store(store))
     assert store.objects == scene.store.objects
 
 
 def test_a_guest_who_has_nothing_to_say_is_not_refused() -> None:
-    scene = ended()
+    scene = final_scene()
     store = OneWriterStore.holding(scene.store.objects)
     assert quarantine(store, SEARCH, {}, STAMP) == []
 
 
 def test_a_fork_needs_no_second_writer_of_its_origin() -> None:
     store = OneWriterStore()
-    search_of_three(store)
+    make_search(store)
     before = dict(store.objects)
-    made = forked(store).experiment
+    fork = make_fork(store).experiment
     assert before.items() <= store.objects.items()
-    assert unreadable(store, "new", made.trials) == []
+    assert find_unreadable(store, "new", fork.trials) == []
 
 
 def test_a_search_runs_is_verified_and_deleted_without_any_guest() -> None:
     store = OneWriterStore()
-    search_of_three(store)
-    found = inspect_checkpoints(store, load_experiment(store, first_generation("old")))
-    assert found.live
-    assert (found.corrupt_checkpoints, found.unread_count) == ([], 0)
+    make_search(store)
+    report = inspect_checkpoints(store, load_experiment(store, first_generation("old")))
+    assert report.live
+    assert (report.corrupt_checkpoints, report.unread_count) == ([], 0)
     delete_generation(store, first_generation("old"), OWNER, STAMP)
     assert list(store.objects) == ["old/generations/0000000002.json"]
 
 
 def test_garbage_goes_as_far_as_no_entry_is_needed_and_it_is_said_why_the_rest_stays() -> None:
-    scene = ended()
+    scene = final_scene()
     store = OneWriterStore.holding(scene.store.objects)
     journals = {path for path in store.objects if "/journal/" in path}
-    seen = garbage(store, STAMP, deletes=False)
-    assert (seen[0].checkpoints, seen[0].undecided_count) == ((1,), 0)
-    assert seen[0].kept
-    assert "create-if-absent" in seen[0].kept
-    assert garbage(store, STAMP, deletes=True) == seen
+    garbage_found = collect_garbage(store, STAMP, deletes=False)
+    assert (garbage_found[0].checkpoints, garbage_found[0].undecided_count) == ((1,), 0)
+    assert garbage_found[0].kept
+    assert "create-if-absent" in garbage_found[0].kept
+    assert collect_garbage(store, STAMP, deletes=True) == garbage_found
     assert len(store.objects) < len(scene.store.objects)
     assert {path for path in store.objects if "/journal/" in path} == journals
-    left = garbage(store, STAMP, deletes=False)[0]
-    assert (left.checkpoints, left.orphan_count) == ((), 0)
-    assert left.kept
+    remaining = collect_garbage(store, STAMP, deletes=False)[0]
+    assert (remaining.checkpoints, remaining.orphan_count) == ((), 0)
+    assert remaining.kept
 
 
 def test_on_a_copy_that_has_create_if_absent_the_rest_goes() -> None:
-    store = OneWriterStore.holding(ended().store.objects)
-    garbage(store, STAMP, deletes=True)
+    store = OneWriterStore.holding(final_scene().store.objects)
+    collect_garbage(store, STAMP, deletes=True)
     copy = MemoryStore(store.objects)
-    garbage(copy, STAMP, deletes=True)
+    collect_garbage(copy, STAMP, deletes=True)
     assert len(copy.objects) < len(store.objects)
-    assert garbage(copy, STAMP, deletes=False)[0] == TrialGarbage("s")
+    assert collect_garbage(copy, STAMP, deletes=False)[0] == TrialGarbage("s")

@@ -40,15 +40,15 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport, WriteStamp
-from tests.core.protocol.exploring import Choice, drawn, every_order, in_turns
-from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
+from tests.core.protocol.exploring import Choice, explore_orders, random_choice, run_in_turns
+from tests.fakes.stores.dying_store import Crash, DyingStore, Way
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.stores.slow_store import SlowStore
 
 KEY = JournalKey(experiment="e", generation=1)
 TRIAL = KEY.trial_key("t")
-_PATIENCE = 5
-pytestmark = pytest.mark.usefixtures("decoded_once")
+_MAX_RETRIES = 5
+pytestmark = pytest.mark.usefixtures("decode_cache")
 _Result = TypeVar("_Result")
 
 
@@ -75,12 +75,12 @@ class World:
     def attempt(self, store: ObjectStore, last: int = 3, name: str = "attempt") -> None:
         """Post a start and reports, each again while its outcome is unknown."""
         for number in range(1, last + 1):
-            event = AttemptStarted(trial="t", attempt=1, from_step=0) if number == 1 else reported(number)
+            event = AttemptStarted(trial="t", attempt=1, from_step=0) if number == 1 else make_report(number)
             post = Post(write_id=f"{name}-{number}", at="now", events=(event,))
             try:
-                _repeated(lambda post=post, number=number: write_post(store, TRIAL, 1, number, post))
-            except Superseded as stopped:
-                self.stopped_by = str(stopped)
+                _retry(lambda post=post, number=number: write_post(store, TRIAL, 1, number, post))
+            except Superseded as error:
+                self.stopped_by = str(error)
                 return
             self.acknowledged.append(number)
 
@@ -89,16 +89,16 @@ class World:
         with suppress(Superseded):
             state = load_experiment(store, KEY)
             if opens:
-                state = _repeated(lambda: acquire_ownership(store, KEY, owner(name), stamp(name)))
+                state = _retry(lambda: acquire_ownership(store, KEY, owner(name), stamp(name)))
             outbox, received = state.trial("t").outbox, state.trial("t").last_post
             if outbox is None:
                 return
             if closes:
-                posts = _repeated(lambda: close_outbox(store, TRIAL, 1, received, name, stamp(f"{name}-end"))).posts
+                posts = _retry(lambda: close_outbox(store, TRIAL, 1, received, name, stamp(f"{name}-end"))).posts
             else:
                 posts = read_posts(store, TRIAL, 1, received)
-            events = events_of(posts, received, closes=closes)
-            state = _repeated(lambda: append_events(store, state, events, stamp(f"{name}-in")))
+            events = make_receive_events(posts, received, closes=closes)
+            state = _retry(lambda: append_events(store, state, events, stamp(f"{name}-in")))
             delete_posts(store, [(TRIAL, 1, number) for number in range(received + 1, state.trial("t").last_post + 1)])
 
     def require_kept(self) -> Experiment:
@@ -111,25 +111,25 @@ class World:
         assert self.acknowledged == list(range(1, len(self.acknowledged) + 1))
         assert len(received) >= len(self.acknowledged), f"acknowledged {self.acknowledged}, journaled {received}"
         assert state.trial("t").outbox is None
-        before = len(self.acknowledged)
+        acknowledged_count = len(self.acknowledged)
         self.attempt(self.store, len(received) + 1, "zombie")
-        assert len(self.acknowledged) == before, "a post after the end counts as durable"
+        assert len(self.acknowledged) == acknowledged_count, "a post after the end counts as durable"
         return state
 
 
-def reported(step: int) -> StepReported:
+def make_report(step: int) -> StepReported:
     return StepReported(trial="t", report=StepReport(step=step, metrics={}))
 
 
-def events_of(posts: Sequence[Post], received: int, *, closes: bool) -> Sequence[Event]:
+def make_receive_events(posts: Sequence[Post], received: int, *, closes: bool) -> Sequence[Event]:
     events: list[Event] = []
     for number, post in enumerate(posts, received + 1):
         events += [PostReceived(trial="t", post=number), *post.events]
     return [*events, OutboxClosed(trial="t")] if closes else events
 
 
-def _repeated(act: Callable[[], _Result]) -> _Result:
-    for _ in range(_PATIENCE):
+def _retry(act: Callable[[], _Result]) -> _Result:
+    for _ in range(_MAX_RETRIES):
         with suppress(CommitUnknown, StoreUnavailable):
             return act()
     return act()
@@ -140,27 +140,27 @@ def at_posts_and_entries(method: str, path: str) -> bool:
     return "/outbox/" in path or (method == "create" and "/journal/" in path)
 
 
-def meet(choose: Choice, *, owners: int, last: int = 2) -> None:
+def run_acts(choose: Choice, *, owners: int, last: int = 2) -> None:
     """Let an attempt and owners that close its outbox run in turns, and check what is kept."""
     world = World()
     processes = [lambda store: world.attempt(store, last)]
     processes += [lambda store, name=f"owner {n}": world.receive(store, name) for n in range(owners)]
-    assert in_turns(world.store, processes, choose, at_posts_and_entries) == []
+    assert run_in_turns(world.store, processes, choose, at_posts_and_entries) == []
     world.require_kept()
 
 
 def test_each_acknowledged_post_is_journaled_in_every_order_of_an_attempt_and_an_owner_that_closes_its_outbox() -> None:
-    assert every_order(partial(meet, owners=1, last=3), limit=2_000, merges=True) > 50
+    assert explore_orders(partial(run_acts, owners=1, last=3), limit=2_000, merges=True) > 50
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_two_owners_that_close_an_outbox_at_once_lose_no_post(seed: int) -> None:
-    meet(drawn(seed), owners=2, last=4)
+    run_acts(random_choice(seed), owners=2, last=4)
 
 
 @pytest.mark.deep
 def test_two_owners_close_an_outbox_in_every_order() -> None:
-    assert every_order(partial(meet, owners=2), limit=10_000, merges=True) > 1_000
+    assert explore_orders(partial(run_acts, owners=2), limit=10_000, merges=True) > 1_000
 
 
 def test_an_attempt_that_meets_the_end_is_told_who_has_ended_it() -> None:
@@ -175,12 +175,12 @@ def test_what_an_owner_receives_while_the_attempt_trains_is_journaled_once() -> 
     world = World()
     for last in (1, 2, 4):
         for number in range(len(world.acknowledged) + 1, last + 1):
-            event = AttemptStarted(trial="t", attempt=1, from_step=0) if number == 1 else reported(number)
+            event = AttemptStarted(trial="t", attempt=1, from_step=0) if number == 1 else make_report(number)
             write_post(world.store, TRIAL, 1, number, Post(write_id=f"w{number}", at="now", events=(event,)))
             world.acknowledged.append(number)
         world.receive(world.store, "first", opens=False, closes=False)
         world.receive(world.store, "first", opens=False, closes=False)
-    assert [each.path for each in world.store.list(TRIAL.outboxes_folder)] == [TRIAL.post_path(1, 1)]
+    assert [listed.path for listed in world.store.list(TRIAL.outboxes_folder)] == [TRIAL.post_path(1, 1)]
     assert world.require_kept().trial("t").step == 4
 
 
@@ -188,7 +188,7 @@ FAULTS: Sequence[Failure | int | None] = (*Failure, None, 0, 3)
 """How a request fails, or how many requests later a write arrives; None is never."""
 
 
-def fail(who: str, nth: int, fault: Failure | int | None) -> int:
+def fail_request(who: str, nth: int, fault: Way | int | None) -> int:
     """Let a request of the attempt or of the owner fail, and check what is kept; return the number of requests."""
     world = World()
     slow = SlowStore(world.store, *((0, None) if isinstance(fault, Failure) else (nth, fault)))
@@ -203,13 +203,13 @@ def fail(who: str, nth: int, fault: Failure | int | None) -> int:
     return store.total
 
 
-REQUESTS = [(who, nth) for who in ("attempt", "owner") for nth in range(1, fail(who, 0, Failure.TORN) + 1)]
+REQUESTS = [(who, nth) for who in ("attempt", "owner") for nth in range(1, fail_request(who, 0, Way.TORN) + 1)]
 
 
 @pytest.mark.parametrize(("who", "nth"), REQUESTS)
 def test_a_process_that_fails_at_any_request_loses_no_acknowledged_post(who: str, nth: int) -> None:
     for fault in FAULTS:
-        fail(who, nth, fault)
+        fail_request(who, nth, fault)
 
 
 @pytest.mark.parametrize(("received", "journaled"), [(0, 2), (1, 2), (1, 0)], ids=["twice", "again", "with a gap"])
@@ -219,7 +219,7 @@ def test_a_post_is_not_journaled_twice_or_before_the_one_before_it(received: int
     posts = read_posts(world.store, TRIAL, 1, 0)
     state = load_experiment(world.store, KEY)
     if journaled:
-        state = append_events(world.store, state, events_of(posts, 0, closes=False), stamp("once"))
+        state = append_events(world.store, state, make_receive_events(posts, 0, closes=False), stamp("once"))
     with pytest.raises(JournalCorrupt, match="cannot follow outbox 1"):
         append_events(world.store, state, [PostReceived(trial="t", post=received + 1)], stamp("again"))
 
@@ -245,7 +245,7 @@ def test_maintenance_with_an_older_state_deletes_no_post_of_a_newer_outbox() -> 
     state = append_events(world.store, state, [AttemptEnded(trial="t", cause=Cause.MACHINE, reason="x")], stamp("end"))
     append_events(world.store, state, [AttemptLaunched(trial="t", outbox=2)], stamp("again"))
     for number in range(1, 4):
-        write_post(world.store, TRIAL, 2, number, Post(write_id=f"w{number}", at="", events=(reported(9 + number),)))
+        write_post(world.store, TRIAL, 2, number, Post(write_id=f"w{number}", at="", events=(make_report(9 + number),)))
     world.store.delete([listed.path for listed in list_journaled_posts(world.store, TRIAL, read_by_maintenance)])
     assert len(read_posts(world.store, TRIAL, 2, 0)) == 3, "acknowledged posts that no entry holds were deleted"
 
@@ -266,7 +266,7 @@ def test_a_post_after_the_deletion_of_the_experiment_is_refused_and_removed() ->
     for path in [path for path in world.store.objects if "/journal/" in path]:
         del world.store.objects[path]
     with pytest.raises(StoreUnavailable, match="first entry is missing"):
-        write_post(world.store, TRIAL, 1, 2, Post(write_id="w", at="now", events=(reported(2),)))
+        write_post(world.store, TRIAL, 1, 2, Post(write_id="w", at="now", events=(make_report(2),)))
     assert TRIAL.post_path(1, 2) not in world.store.objects
 
 
@@ -278,7 +278,7 @@ def test_the_posts_before_a_damaged_one_are_received_and_the_attempt_is_fenced_o
     assert [post.write_id for post in closed.posts] == ["attempt-1", "attempt-2"]
     assert "0000000003.json" in closed.damage
     with pytest.raises(Superseded, match="the owner has ended this attempt"):
-        write_post(world.store, TRIAL, 1, 5, Post(write_id="w", at="now", events=(reported(5),)))
+        write_post(world.store, TRIAL, 1, 5, Post(write_id="w", at="now", events=(make_report(5),)))
     assert close_outbox(world.store, TRIAL, 1, 0, "another", stamp("other")) == closed
 
 
@@ -293,4 +293,4 @@ def test_what_was_posted_for_days_after_a_damaged_post_is_not_read_to_end_an_out
     assert close_outbox(world.store, TRIAL, 1, 0, "another", stamp("other")) == closed
     assert TRIAL.post_path(1, 302) not in world.store.objects, "a second end would let the first one be deleted"
     with pytest.raises(Superseded, match="the owner has ended this attempt"):
-        write_post(world.store, TRIAL, 1, 301, Post(write_id="w", at="now", events=(reported(301),)))
+        write_post(world.store, TRIAL, 1, 301, Post(write_id="w", at="now", events=(make_report(301),)))

@@ -9,19 +9,19 @@ import pytest
 from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.core.storage.layout import CheckpointKey
 from tests.core.driver import JOURNAL, KEY, Session
-from tests.core.protocol.exploring import Act, meet_at_random, meet_in_every_order
+from tests.core.protocol.exploring import Act, run_all_orders, run_random
 from tests.core.protocol.owners import (
     at_decisions,
-    collects,
-    old_owner,
+    delete_retired,
+    make_old_owner,
     save,
-    takes_over,
-    takes_over_and_saves,
-    uploads,
+    take_over,
+    take_over_and_save,
+    upload,
 )
 from tests.long_cases import deep_count, long_after
 
-pytestmark = pytest.mark.usefixtures("tiny_blobs", "decoded_once")
+pytestmark = pytest.mark.usefixtures("tiny_blobs", "decode_cache")
 
 Record = Callable[[str, object], None]
 
@@ -32,13 +32,13 @@ def at_creates(method: str, path: str) -> bool:
 
 
 PAIRS = [
-    pytest.param(2, [save, takes_over], id="a zombie saves while it is superseded"),
-    pytest.param(2, [uploads, takes_over_and_saves], id="a zombie's upload comes late"),
-    pytest.param(3, [collects, takes_over], id="a zombie's deletion comes late"),
-    pytest.param(2, [takes_over, takes_over], id="two open at once"),
-    pytest.param(3, [collects, takes_over_and_saves], id="it comes later still", marks=pytest.mark.deep),
-    pytest.param(3, [takes_over, takes_over], id="two open and clear away at once", marks=pytest.mark.deep),
-    pytest.param(2, [save, takes_over_and_saves], id="both save", marks=pytest.mark.deep),
+    pytest.param(2, [save, take_over], id="a zombie saves while it is superseded"),
+    pytest.param(2, [upload, take_over_and_save], id="a zombie's upload comes late"),
+    pytest.param(3, [delete_retired, take_over], id="a zombie's deletion comes late"),
+    pytest.param(2, [take_over, take_over], id="two open at once"),
+    pytest.param(3, [delete_retired, take_over_and_save], id="it comes later still", marks=pytest.mark.deep),
+    pytest.param(3, [take_over, take_over], id="two open and clear away at once", marks=pytest.mark.deep),
+    pytest.param(2, [save, take_over_and_save], id="both save", marks=pytest.mark.deep),
 ]
 
 
@@ -47,15 +47,15 @@ PAIRS = [
 def test_two_owners_in_every_order_break_no_promise(
     checkpoints: int, acts: Sequence[Act[Session]], record_property: Record
 ) -> None:
-    explored = meet_in_every_order(old_owner(checkpoints), acts, at_decisions, limit=20_000)
+    explored = run_all_orders(make_old_owner(checkpoints), acts, at_decisions, limit=20_000)
     explored.require_kept(record_property, "orders of two owners, every one")
 
 
 def test_an_unreadable_foreign_manifest_with_a_huge_sequence_does_not_end_the_commits_of_its_trial() -> None:
-    old = old_owner()
+    old = make_old_owner()
     foreign = CheckpointKey(trial=KEY, step=1, sequence=9_999_999_999)
     old.store.create(foreign.manifest_path, b"of another program")
-    takes_over_and_saves(old)
+    take_over_and_save(old)
     new = load_experiment(old.store, JOURNAL).trial(KEY.trial)
     assert (new.attempt, new.quarantined_sequences) == (2, ())
     assert new.checkpoints[-1].step == new.step == 3
@@ -63,8 +63,8 @@ def test_an_unreadable_foreign_manifest_with_a_huge_sequence_does_not_end_the_co
 
 @pytest.mark.long
 def test_three_owners_in_every_order_break_no_promise(record_property: Record) -> None:
-    acts = [save, takes_over, takes_over]
-    explored = meet_in_every_order(old_owner(1), acts, at_creates, limit=20_000)
+    acts = [save, take_over, take_over]
+    explored = run_all_orders(make_old_owner(1), acts, at_creates, limit=20_000)
     explored.require_kept(record_property, "orders of three owners, every one")
 
 
@@ -72,6 +72,6 @@ def test_three_owners_in_every_order_break_no_promise(record_property: Record) -
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("checkpoints", [0, 1, 3])
 def test_many_random_orders_of_four_owners_break_no_promise(checkpoints: int, record_property: Record) -> None:
-    acts = [save, takes_over_and_saves, takes_over_and_saves, takes_over_and_saves]
-    explored = meet_at_random(old_owner(checkpoints), acts, range(deep_count(1000)))
+    acts = [save, take_over_and_save, take_over_and_save, take_over_and_save]
+    explored = run_random(make_old_owner(checkpoints), acts, range(deep_count(1000)))
     explored.require_kept(record_property, "orders of four owners, at random")

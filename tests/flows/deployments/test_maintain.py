@@ -31,8 +31,8 @@ from prefect_tune.maintenance import (
 )
 from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.tasks.maintenance import quarantine_checkpoints
-from tests.core.small_search import SmallSearch, own_state
-from tests.fakes.checkpoints import read_files
+from tests.core.small_search import SmallSearch, load_trial
+from tests.fakes.checkpoints import files_in
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.trial_processes import wait_until
 from tests.flows.training import flip, own_blobs, trial_at
@@ -107,10 +107,10 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
     search = SmallSearch(PosixStore(target), "small", retention=pt.Retention())
     for name in "abc":
         search.add(name)
-        search.begin(name)
+        search.start_attempt(name)
         for _ in range(3):
-            search.step(name)
-        search.finish(name)
+            search.train_step(name)
+        search.finish_trial(name)
     manifest = unreadable_manifest(target, "b")
     report = maintain(str(target), verify="all", retention=pt.Retention(last=1))
     small = next(each for each in report.experiments if each.experiment == "small")
@@ -210,15 +210,15 @@ def test_the_best_checkpoint_of_all_stays_also_if_its_trial_is_not_the_best_at_t
     )  # each trial's first checkpoint is its best
     for name, count in {"short": 2, "long": 4}.items():
         search.add(name)
-        search.begin(name)
+        search.start_attempt(name)
         for _ in range(count):
-            search.step(name)
-        search.finish(name)
+            search.train_step(name)
+        search.finish_trial(name)
     dry = maintain(str(target), experiments=["small"], verify="none", retention=pt.Retention(last=1), dry_run=True)
     report = maintain(str(target), experiments=["small"], verify="none", retention=pt.Retention(last=1))
     assert (dry.experiments[0].pruned_count, report.experiments[0].pruned_count) == (2, 2)
-    assert [each.step for each in own_state(search.store, "small", "long").checkpoints] == [1, 4]
-    assert len(own_state(search.store, "small", "short").checkpoints) == 2, "the best trial by the last report"
+    assert [each.step for each in load_trial(search.store, "small", "long").checkpoints] == [1, 4]
+    assert len(load_trial(search.store, "small", "short").checkpoints) == 2, "the best trial by the last report"
 
 
 def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
