@@ -45,10 +45,10 @@ def test_the_first_line_is_the_result_and_a_table_counts_the_events(run: Run, se
 
 def test_a_difference_is_named_with_its_entry_and_exits_with_1(run: Run, search: Path, tmp_path: Path) -> None:
     entries = load_entries(search, KEY)
-    altered = next(each for each in iter_alterations(entries) if each.kind == "stop for continue")
+    altered = next(altered for altered in iter_alterations(entries) if altered.kind == "stop for continue")
     write_altered_journal(tmp_path / "altered", KEY, entries, altered)
-    done = run("audit", tmp_path / "altered", "e")
-    assert (done.code, done.err) == (1, "")
+    result = run("audit", tmp_path / "altered", "e")
+    assert (result.code, result.err) == (1, "")
     head = f"entry {altered.entry}, trial {altered.events[0].model_dump()['trial']}: expected decision-made: decision"
     assert result.out.startswith(f'{head} {{"type": "continue"}}; found decision-made: decision {{"type": "stop"')
     report = json.loads(run("audit", tmp_path / "altered", "e", "--json").out)

@@ -158,7 +158,7 @@ class Session:
             key = CheckpointKey(trial=KEY, step=newest.step, sequence=newest.sequence)
             try:
                 self.parent = retry(lambda key=key: read_manifest(self.store, key))
-                self.head = retry(lambda: restored(self.store, self.parent))["head"]
+                self.head = retry(lambda: load_files(self.store, self.parent))["head"]
                 break
             except (CheckpointCorrupt, CheckpointNotFound) as error:
                 self.parent = None
@@ -396,7 +396,7 @@ def _check_checkpoints(store: ObjectStore, trial: Trial, witness: Witness) -> It
     for ref in trial.checkpoints:
         key = CheckpointKey(trial=KEY, step=ref.step, sequence=ref.sequence)
         try:
-            files = restored(store, read_manifest(store, key))
+            files = load_files(store, read_manifest(store, key))
         except TuneError as error:
             yield f"I1: step {ref.step} ({ref.sequence}) is live and cannot be restored: {error}"
             continue

@@ -100,7 +100,7 @@ def find_unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Tr
         folder = find_current_journal(store, experiment).trial_key(trial.id)
         for key in (folder.checkpoint_key(ref) for ref in trial.checkpoints):
             try:
-                if restored(store, read_manifest(store, key)) != make_step_files(key.trial.trial, key.step):
+                if load_files(store, read_manifest(store, key)) != make_step_files(key.trial.trial, key.step):
                     problems.append(f"{key.folder} holds other bytes")
             except TuneError as error:
                 problems.append(f"{key.folder}: {error}")

@@ -51,7 +51,9 @@ def switch_after(operations: int) -> Choice:
     return choose
 
 
-def delete_until(store: MemoryStore, experiment: str, nth: int, way: Way, last: Sequence[CheckpointKey] = ()) -> bool:
+def delete_until(
+    store: MemoryStore, experiment: str, nth: int, way: Failure, last: Sequence[CheckpointKey] = ()
+) -> bool:
     """Delete the experiment, die at write `nth`; of one deletion, `last` goes last. Return whether it died."""
     kept = {key.manifest_path: store.objects[key.manifest_path] for key in last}
     dying = DyingStore(store, nth, way, only=WRITES)
@@ -64,7 +66,7 @@ def delete_until(store: MemoryStore, experiment: str, nth: int, way: Way, last: 
 
 def iter_interrupted_deletions(scene: Scene) -> Iterator[Scene]:
     """The scene after each write at which deleting its source's experiment may die."""
-    for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Way.CRASH_AFTER, Way.TORN)):
+    for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Failure.CRASH_AFTER, Failure.TORN)):
         found = scene.copy()
         if not delete_until(found.store, SEARCH.experiment, nth, way, found.to_delete):
             return
@@ -111,7 +113,7 @@ def test_an_owner_whose_experiment_is_being_deleted_is_superseded_wherever_the_d
     for nth in range(1, 12):
         old = make_old_owner(3)
         assert isinstance(old.store, MemoryStore)
-        delete_until(old.store, NAME, nth, Way.TORN, old.to_delete)
+        delete_until(old.store, NAME, nth, Failure.TORN, old.to_delete)
         try:
             old.delete_checkpoints(old.to_delete)
         except Superseded:
@@ -162,7 +164,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_restored_is_whole_or_not_found
     def read(scene: Scene, store: ObjectStore) -> None:
         key = newest_key(scene)
         try:
-            files = restored(store, read_manifest(store, key))
+            files = load_files(store, read_manifest(store, key))
             outcomes.add(files == scene.chronicle.saved[key.folder])
         except CheckpointNotFound:
             outcomes.add("not found")

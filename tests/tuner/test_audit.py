@@ -198,7 +198,7 @@ def test_a_training_outside_a_search_decides_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_audited_is_an_error(target_of: FindTarget, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="'none'"):
         pt.audit("none", target=target_of("fifo"))
-    describe(LocalTarget(path=str(tmp_path / "odd")), "e", {"scheduler": {"ASHA": {}}})
+    write_settings(LocalTarget(path=str(tmp_path / "odd")), "e", {"scheduler": {"ASHA": {}}})
     with pytest.raises(InvalidInput, match="scheduler"):
         pt.audit("e", target=str(tmp_path / "odd"))
     entries = load_entries(Path(target_of("fifo").path), KEY)
@@ -295,7 +295,7 @@ def test_after_each_test_the_journals_that_flows_have_left_are_audited(target_of
     by_flow = opening.model_copy(update={"owner": opening.owner.model_copy(update={"flow_run": "run"})})
     entries = [first.model_copy(update={"events": (by_flow, *others)}), *rest]
     write_altered_journal(tmp_path, KEY, entries, next(iter_alterations(entries)))
-    (difference,) = differences_below(tmp_path)
+    (difference,) = find_differences(tmp_path)
     assert difference.startswith(f"{tmp_path}/e: entry ")
 
 

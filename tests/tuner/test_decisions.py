@@ -65,7 +65,7 @@ class FailingTrial:
         policy = make_random_policy()
         limits = limits_of(1, failures=FailurePolicy(max_machine_failures=2))
         self.loss_reasons: list[str] = []
-        self.entry = pending_entry(WrittenEntries(), policy, _LossRecorder(self.loss_reasons))
+        self.entry = make_pending_entry(WrittenEntries(), policy, _LossRecorder(self.loss_reasons))
         self.ready_queue: deque[str] = deque()
         stop_handler = StopHandler(limits, policy, InstantExecutor(9), self.entry, lambda _: None, _LOG)
         self.failure_handler = FailureHandler(limits, self.entry, stop_handler, self.ready_queue, _LOG)

@@ -79,13 +79,13 @@ def load_events(target: LocalTarget) -> list[tuple[int, Event]]:
 
 
 def finish(attempt: RemoteAttempt) -> None:
-    attempt.posts(TrialFinished(trial=attempt.trial, reason="done"))
-    attempt.exits()
+    attempt.post(TrialFinished(trial=attempt.trial, reason="done"))
+    attempt.exit()
 
 
 def train_one_step(attempt: RemoteAttempt) -> None:
-    attempt.starts()
-    attempt.saves(attempt.outbox.trial.step + 1)
+    attempt.start()
+    attempt.save(attempt.outbox.trial.step + 1)
     finish(attempt)
 
 
@@ -100,9 +100,9 @@ def run_until_killed(target: LocalTarget, executor: PostingExecutor, polls: int 
 
 def test_posts_are_received_once_and_in_order_and_each_with_its_events_in_one_entry(target: LocalTarget) -> None:
     def act(attempt: RemoteAttempt) -> None:
-        attempt.starts()
-        attempt.saves(1)
-        attempt.saves(2, 1)
+        attempt.start()
+        attempt.save(1)
+        attempt.save(2, 1)
         finish(attempt)
 
     executor = PostingExecutor(act)
@@ -147,15 +147,15 @@ def test_the_end_of_an_attempt_receives_what_it_posted_unseen_and_closes_its_out
 def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again(
     target: LocalTarget, *, is_local: bool
 ) -> None:
-    first = PostingExecutor(RemoteAttempt.starts, is_detached=is_local)
+    first = PostingExecutor(RemoteAttempt.start, is_detached=is_local)
     run_until_killed(target, first)
     (orphan,) = first.attempts
-    orphan.saves(1)
+    orphan.save(1)
     requests: list[AttemptRequest] = []
 
     def check_fenced(*_: object) -> None:
         with pytest.raises(Superseded):
-            orphan.saves(2)
+            orphan.save(2)
         requests.append(orphan.request)
 
     def act(attempt: RemoteAttempt) -> None:
@@ -171,7 +171,7 @@ def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again
 
 
 def test_an_attempt_that_has_outlived_its_search_is_found_again_and_trains_on(target: LocalTarget) -> None:
-    first = PostingExecutor(RemoteAttempt.starts, is_detached=True)
+    first = PostingExecutor(RemoteAttempt.start, is_detached=True)
     run_until_killed(target, first)
 
     def act(attempt: RemoteAttempt) -> None:
@@ -188,11 +188,11 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its posts are more than can be read until the deadline of one opening of the target, however often retried."""
-    first = PostingExecutor(RemoteAttempt.starts, is_detached=True)
+    first = PostingExecutor(RemoteAttempt.start, is_detached=True)
     run_until_killed(target, first)
     (orphan,) = first.attempts
     for step in range(1, 451):
-        orphan.posts(StepReported(trial=orphan.trial, report=StepReport(step=step, metrics={"loss": 1.0})))
+        orphan.post(StepReported(trial=orphan.trial, report=StepReport(step=step, metrics={"loss": 1.0})))
     read = PosixStore.read
 
     def read_until_deadline(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
@@ -204,8 +204,8 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
 
     def act(attempt: RemoteAttempt) -> None:
         assert (attempt.request.trial.phase, attempt.request.trial.step) == (Phase.RUNNING, 450)
-        orphan.posts(TrialFinished(trial=orphan.trial, reason="done"))
-        attempt.exits()
+        orphan.post(TrialFinished(trial=orphan.trial, reason="done"))
+        attempt.exit()
 
     monkeypatch.setattr(PosixStore, "read", read_until_deadline)
     monkeypatch.setattr(storage_retries, "_pause", lambda _seconds: None)
@@ -239,8 +239,8 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
     losses = {"00000": 0.1, "00001": 0.9}
 
     def train(attempt: RemoteAttempt, milestone: int | None) -> None:
-        attempt.saves(milestone or STEPS, loss=losses[attempt.trial])
-        attempt.asks() if milestone else finish(attempt)
+        attempt.save(milestone or STEPS, loss=losses[attempt.trial])
+        attempt.await_decision() if milestone else finish(attempt)
 
     def act(attempt: RemoteAttempt) -> None:
         attempt.start()
@@ -250,7 +250,7 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
         if isinstance(answer_message, ContinueTraining):
             train(attempt, answer_message.decision_step)
             return
-        attempt.posts(cast("TrialFinished", answer_message.outcome))
+        attempt.post(cast("TrialFinished", answer_message.outcome))
         if len(executors) > 1:
             attempt.exit()
 
@@ -411,7 +411,7 @@ def test_an_attempt_whose_post_cannot_follow_the_journal_is_fenced_off(target: L
                     replies.append("acknowledged")
                 except Superseded:
                     replies.append("refused")
-                first.exits()
+                first.exit()
             return super().poll_messages(timeout)  # type: ignore[arg-type]  # as above
 
     executor = Faulty(act)

@@ -65,7 +65,7 @@ def journal() -> WrittenEntries:
 def entry(journal: WrittenEntries) -> PendingEntry:
     """The pending entry of an experiment with one trial, with no write for a while."""
     owner_change = OwnerChanged(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
-    entry = pending_entry(journal, random_policy(), period=timedelta(minutes=5))
+    entry = make_pending_entry(journal, make_random_policy(), period=timedelta(minutes=5))
     for event in (owner_change, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
         entry.add_event(event)
     entry.write(may_wait=False)
@@ -277,7 +277,7 @@ def test_all_posts_that_wait_are_deleted_by_one_request(tmp_path: Path, monkeypa
     for number in range(2, 10):
         janitor.delete_post(key, 1, number)
     may_open.set()
-    until(lambda: not any(path.exists() for path in posts), seconds=60, what=lambda: "the deletion of all posts")
+    wait_until(lambda: not any(path.exists() for path in posts), seconds=60, what=lambda: "the deletion of all posts")
     janitor.close()
     assert (len(openings), len(requests)) == (1, 1)
 
@@ -341,7 +341,7 @@ def test_what_a_post_does_not_retire_since_a_guest_was_faster_is_not_deleted(tmp
     target = LocalTarget(path=str(tmp_path))
 
     def script(attempt: RemoteAttempt) -> Iterator[None]:
-        attempt.starts()
+        attempt.start()
         save_checkpoint(attempt, 1)
         second = save_checkpoint(attempt, 2)
         yield

@@ -70,10 +70,10 @@ def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
     options: dict[str, object], events: list[Event], lines: int
 ) -> None:
     recorder = LogRecorder()
-    before = after(ADDED, [STARTED, TrialFinished(trial="t", reason="done", kind=FinishKind.RETURNED)])
-    ended = after(before, events)
+    before = apply_events(ADDED, [STARTED, TrialFinished(trial="t", reason="done", kind=FinishKind.RETURNED)])
+    ended = apply_events(before, events)
     plan = SearchPlan(trainable=lambda _: None, target="/runs", experiment="e", **options)
-    log_already_finished(plan, before, ended, log_to(recorder))
+    log_already_finished(plan, before, ended, make_log(recorder))
     assert len(recorder.lines) == lines
 
 
@@ -92,7 +92,7 @@ def test_processes_that_share_processors_are_named(
 ) -> None:
     recorder = LogRecorder()
     plan = SearchPlan(trainable=print, target="/runs", experiment="e", processes_per_trial=processes)
-    log_search_start(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", log_to(recorder))
+    log_search_start(plan, OPENED, Slots(2, cpu_count=cpu_count), "on this machine", make_log(recorder))
     assert line in recorder.lines
 
 

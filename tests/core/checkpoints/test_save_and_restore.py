@@ -33,7 +33,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.values import digest_of
 from tests.core.driver import KEY
 from tests.core.histories import small_blobs
-from tests.fakes.stores.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_files import MemoryFiles, load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 ABOUT = CheckpointMetadata(attempt=1, term=1, write_id="w1", created_at="now")

@@ -26,7 +26,7 @@ from tests.core.protocol.exploring import run_all_orders, run_random
 from tests.core.protocol.matrix import ObjectWorld, die_before_entry, fail_everywhere, run_fresh
 from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.owners import at_decisions, take_over, take_over_and_save
-from tests.fakes.stores.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_files import MemoryFiles, load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs", "decode_cache")

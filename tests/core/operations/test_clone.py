@@ -33,8 +33,8 @@ from tests.core.protocol.meetings import (
 )
 from tests.core.protocol.mutate import Mutant
 from tests.core.protocol.population import Search, find_broken_promises
-from tests.fakes.stores.dying_store import Way
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.dying_store import Failure
+from tests.fakes.stores.memory_files import load_files
 from tests.long_cases import deep_count
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs", "decode_cache")
@@ -49,7 +49,7 @@ def newest_key(scene: Scene, name: str) -> CheckpointKey:
 
 
 def read_newest(scene: Scene, name: str) -> Mapping[str, bytes]:
-    return restored(scene.store, read_manifest(scene.store, newest_key(scene, name)))
+    return load_files(scene.store, read_manifest(scene.store, newest_key(scene, name)))
 
 
 # --------------------------------------------------------------------------------------------- one clone

@@ -87,7 +87,7 @@ def test_whoever_runs_it_writes_no_more_and_nobody_forks_it() -> None:
     store = MemoryStore()
     old = make_search(store)
     with suppress(Crash):
-        remove(DyingStore(store, 2, Way.CRASH_BEFORE, only=WRITES), "old")
+        remove(DyingStore(store, 2, Failure.CRASH_BEFORE, only=WRITES), "old")
     assert load_experiment(store, first_generation("old")).is_being_deleted
     with pytest.raises(Superseded):
         old.add("d")
@@ -111,7 +111,7 @@ def test_what_is_not_there_is_deleted_already_and_what_cannot_be_read_stays() ->
     assert store.objects == before
 
 
-class PausingStore(StoreAround):
+class PausingStore(StoreWrapper):
     """A store that calls `act` once, before the first operation for which `is_it` is true."""
 
     def __init__(self, inner: ObjectStore, is_due: Callable[[str, str], bool], interrupt: Callable[[], object]) -> None:
@@ -119,7 +119,7 @@ class PausingStore(StoreAround):
         self._is_interruption = is_due
         self._acts = [interrupt]
 
-    def around(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
+    def intercept(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
         if self._acts and self._is_interruption(method, path):
             self._acts.pop()()
         return operation()
@@ -150,7 +150,7 @@ def test_what_a_deletion_was_faster_than_is_no_fork(cut: bool) -> None:
     make_search(store)
     complete = begin_fork_of_old(store)
     with suppress(Crash):
-        remove(DyingStore(store, 1 if cut else 0, Way.CRASH_BEFORE, only=frozenset({"delete"})), "old")
+        remove(DyingStore(store, 1 if cut else 0, Failure.CRASH_BEFORE, only=frozenset({"delete"})), "old")
     with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed"):
         complete()
 
@@ -304,7 +304,7 @@ def incomplete_fork_scene() -> Scene:
     """A fork that was killed when half of its manifests were published."""
     scene = search_scene()
     with suppress(Crash):
-        make_fork(DyingStore(scene.store, 4, Way.CRASH_BEFORE, only=frozenset({"create"})))
+        make_fork(DyingStore(scene.store, 4, Failure.CRASH_BEFORE, only=frozenset({"create"})))
     return scene
 
 

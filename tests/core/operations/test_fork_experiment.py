@@ -226,7 +226,7 @@ def test_what_the_origin_has_deleted_since_is_said_and_the_newest_that_is_left_i
     old = make_search(store)
     number = old.state.entry_count
     old.train_step("b")
-    deleted = find_deleted_checkpoints(store, load_fork_point(store, first_generation("old"), number))
+    deleted = find_lost_checkpoints(store, load_fork_point(store, first_generation("old"), number))
     fork = make_fork(store, number)
     assert {trial: [ref.step for ref in refs] for trial, refs in deleted.items()} == {"b": [1]}
     assert fork.lost_checkpoints == deleted
@@ -341,7 +341,7 @@ def test_a_fork_that_is_cut_short_is_not_forked() -> None:
         load_fork_point(store, first_generation("new"), None)
 
 
-def _crash_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, continue_every: int) -> int:
+def _crash_everywhere(only: frozenset[str] | None, ways: Sequence[Failure], *, continue_every: int) -> int:
     original = MemoryStore()
     number = make_search(original).state.entry_count
     objects_before = dict(original.objects)
@@ -365,7 +365,7 @@ def _crash_everywhere(only: frozenset[str] | None, ways: Sequence[Way], *, conti
 def test_a_fork_that_dies_at_any_write_leaves_the_origin_as_it_was_and_is_made_by_the_next(
     record_property: Record,
 ) -> None:
-    points = _crash_everywhere(WRITES, (Way.CRASH_AFTER, Way.REPLY_LOST), continue_every=10)
+    points = _crash_everywhere(WRITES, (Failure.CRASH_AFTER, Failure.REPLY_LOST), continue_every=10)
     record_property("figure: points at which a fork died", points)
     assert points > 30
 
@@ -373,7 +373,7 @@ def test_a_fork_that_dies_at_any_write_leaves_the_origin_as_it_was_and_is_made_b
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 def test_nor_does_any_other_operation_matter(record_property: Record) -> None:
-    record_property("figure: points at which a fork died", _crash_everywhere(None, tuple(Way), continue_every=5))
+    record_property("figure: points at which a fork died", _crash_everywhere(None, tuple(Failure), continue_every=5))
 
 
 def _continue_both(store: MemoryStore) -> None:
@@ -407,4 +407,4 @@ MUTANTS = {
 def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_lines(monkeypatch, fork_experiment._copy_checkpoints, MUTANTS[name])
     with pytest.raises((AssertionError, StoreUnavailable)):
-        _crash_everywhere(WRITES, [Way.CRASH_AFTER], continue_every=1000)
+        _crash_everywhere(WRITES, [Failure.CRASH_AFTER], continue_every=1000)

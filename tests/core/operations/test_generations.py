@@ -111,8 +111,8 @@ def test_a_deletion_paused_before_any_request_leaves_the_next_experiment_alone()
     assert delete_with_pauses() == []
 
 
-@pytest.mark.parametrize("way", [Way.CRASH_BEFORE, Way.TORN, Way.REPLY_LOST])
-def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_used(way: Way) -> None:
+@pytest.mark.parametrize("way", [Failure.CRASH_BEFORE, Failure.TORN, Failure.REPLY_LOST])
+def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_used(way: Failure) -> None:
     objects_before = make_search_and_fork().objects
     for nth in range(1, 1000):
         store = MemoryStore(objects_before)

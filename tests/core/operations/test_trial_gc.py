@@ -45,7 +45,7 @@ from tests.core.protocol.meetings import (
 )
 from tests.core.protocol.mutate import break_lines
 from tests.core.protocol.population import SEARCH, Search, find_broken_promises
-from tests.fakes.stores.memory_files import restored
+from tests.fakes.stores.memory_files import load_files
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.long_cases import deep_count
 
@@ -413,7 +413,7 @@ def test_a_save_that_is_under_way_keeps_what_it_reuses_of_a_checkpoint_that_is_p
     quarantine_newest(scene)
     reopen(scene)
     assert newest_key(scene) == new  # its owner died before it could repeat the save
-    assert restored(scene.store, read_manifest(scene.store, new)) == files
+    assert load_files(scene.store, read_manifest(scene.store, new)) == files
 
 
 def test_the_suite_notices_when_what_is_aside_is_taken_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def run_crashing(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int
     """The same, and each act may fail at a random operation in a random way."""
     verdicts = Verdicts()
 
-    def make_dying_act(act: Act[_Scene], nth: int, way: Way) -> Act[_Scene]:
+    def make_dying_act(act: Act[_Scene], nth: int, way: Failure) -> Act[_Scene]:
         def act_or_die(view: _Scene) -> None:
             with suppress(Crash):
                 act(view.with_store(DyingStore(view.store, nth, way)))
@@ -150,7 +150,7 @@ def run_crashing(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int
 
     def attempt(seed: int) -> list[str]:
         rng = random.Random(seed)
-        failing = [make_dying_act(act, rng.randint(0, 60), rng.choice(list(Way))) for act in acts]
+        failing = [make_dying_act(act, rng.randint(0, 60), rng.choice(list(Failure))) for act in acts]
         return run_acts(scene.copy(), failing, random_choice(seed), everywhere, verdicts)
 
     return explore((f"seed {seed}", partial(attempt, seed)) for seed in seeds)
@@ -170,7 +170,7 @@ def die_everywhere(
     act(twin.with_store(counting))
     verdicts = Verdicts()
 
-    def attempt(nth: int, way: Way) -> Iterator[str]:
+    def attempt(nth: int, way: Failure) -> Iterator[str]:
         twin = scene.copy()
         yield from catch_failure(lambda: act(twin.with_store(DyingStore(twin.store, nth, way, only=only))))
         yield from verdicts.find_broken_promises(twin)

@@ -247,7 +247,7 @@ class Family(RuleBasedStateMachine):
     @rule(soon=st.integers(1, 3), delay=st.sampled_from([None, 0, 2, 8]))
     def lose_a_write(self, soon: int, delay: int | None) -> None:
         """One of the next writes gets no reply; it arrives late or never."""
-        self.slow_store.lose(soon, delay)
+        self.slow_store.lose_write(soon, delay)
 
     @precondition(lambda self: len(self.forks) < 2)
     @rule(order=st.permutations(NAMES), count=st.integers(0, 3))
@@ -273,7 +273,7 @@ class Family(RuleBasedStateMachine):
             for ref in origin_trial.checkpoints:
                 folder = key.trial_key(name).checkpoint_key(ref).folder
                 origin_key = origin.trial_key(name).checkpoint_key(ref)
-                self.forks[key][folder] = restored(self.slow_store, read_manifest(self.slow_store, origin_key))
+                self.forks[key][folder] = load_files(self.slow_store, read_manifest(self.slow_store, origin_key))
 
     # --------------------------------------------------------------------------------------- invariants
 
@@ -307,4 +307,4 @@ class Family(RuleBasedStateMachine):
             }
             assert {checkpoint.folder for checkpoint in live} == set(files)
             for checkpoint in live:
-                assert restored(self.store, read_manifest(self.store, checkpoint)) == files[checkpoint.folder]
+                assert load_files(self.store, read_manifest(self.store, checkpoint)) == files[checkpoint.folder]

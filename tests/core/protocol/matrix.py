@@ -11,7 +11,7 @@ from prefect_tune.core.journal_events import AttemptEnded, Cause, StepReported
 from prefect_tune.core.storage.object_store import ObjectStore
 from tests.core.driver import KEY, Session, Witness, run_to
 from tests.core.protocol.exploring import Findings, Verdicts, catch_failure, delay_writes, explore
-from tests.fakes.stores.dying_store import DyingStore, Way
+from tests.fakes.stores.dying_store import DyingStore, Failure
 from tests.fakes.stores.memory_posix import DyingCalls, MemoryPosix, posix_store
 from tests.fakes.stores.memory_store import MemoryStore
 
@@ -24,7 +24,7 @@ Story = Callable[[ObjectStore, Witness], None]
 class World(Protocol):
     """A store for processes that die."""
 
-    def make_dying_store(self, nth: int, way: Way) -> ObjectStore:
+    def make_dying_store(self, nth: int, way: Failure) -> ObjectStore:
         """The store for a process that fails at point `nth`; 0 means never."""
         ...
 
@@ -45,7 +45,7 @@ class ObjectWorld:
         self.inner = MemoryStore()
         self._dying = DyingStore(self.inner, 0)
 
-    def make_dying_store(self, nth: int, way: Way) -> ObjectStore:
+    def make_dying_store(self, nth: int, way: Failure) -> ObjectStore:
         self._dying = DyingStore(self.inner, nth, way)
         return self._dying
 
@@ -69,7 +69,7 @@ class PosixWorld:
         self._seed = seed
         self._dying = DyingCalls(self.disk, 0)
 
-    def make_dying_store(self, nth: int, way: Way) -> ObjectStore:
+    def make_dying_store(self, nth: int, way: Failure) -> ObjectStore:
         self._dying = DyingCalls(self.disk, nth, way)
         return posix_store(self._dying)
 

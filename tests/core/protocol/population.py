@@ -59,7 +59,7 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport, WriteStamp
 from tests.core.driver import BACKBONE, Files, retry
-from tests.fakes.stores.memory_files import MemoryFiles, restored
+from tests.fakes.stores.memory_files import MemoryFiles, load_files
 
 SEARCH = JournalKey(experiment="e", generation=1)
 
@@ -99,7 +99,7 @@ class Attempt:
         newest = newest_checkpoint(self.trial)
         if (key := newest_checkpoint_key(self.key, self.trial)) is not None:
             manifest = retry(lambda: read_manifest(self.store, key))
-            self.head = retry(lambda: restored(self.store, manifest))["head"]
+            self.head = retry(lambda: load_files(self.store, manifest))["head"]
         step, sequence = (newest.step, newest.sequence) if newest else (0, None)
         return AttemptStarted(
             trial=self.trial.id, attempt=self.trial.attempt + 1, from_step=step, from_sequence=sequence

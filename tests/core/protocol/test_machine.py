@@ -284,7 +284,7 @@ class Trial(RuleBasedStateMachine):
     def _is_damaged(self, save: Save) -> bool:
         manifest = self._manifest(save)
         try:
-            restored(self.store, manifest)
+            load_files(self.store, manifest)
         except (CheckpointCorrupt, CheckpointNotFound):  # the interrupted save may have quarantined or retired it
             assert manifest.blob_paths() & self.model.damaged
             return True

@@ -24,7 +24,7 @@ from tests.long_cases import long_after
 pytestmark = pytest.mark.usefixtures("tiny_blobs", "decode_cache", "frequent_snapshots")
 
 STORIES = [pytest.param(None, run_fresh, id="fresh run"), pytest.param(die_before_entry, run_resumed, id="resumed run")]
-ENDS = (Way.CRASH_AFTER, Way.TORN)
+ENDS = (Failure.CRASH_AFTER, Failure.TORN)
 """On a disk, before one call is after the one before it."""
 Record = Callable[[str, object], None]
 
@@ -54,18 +54,20 @@ def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
 
 @pytest.mark.parametrize("seed", [1])
 def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_property: Record) -> None:
-    explored = fail_everywhere(lambda: PosixWorld(seed=seed), run_fresh, ways=[Way.CRASH_AFTER], points=every_fifth)
+    explored = fail_everywhere(lambda: PosixWorld(seed=seed), run_fresh, ways=[Failure.CRASH_AFTER], points=every_fifth)
     explored.require_kept(record_property, "points explored, file store")
 
 
 @pytest.mark.long
 def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
-    explored = fail_everywhere(ObjectWorld, run_resumed, before=start_after_unknown_save, ways=[Way.CRASH_AFTER])
+    explored = fail_everywhere(ObjectWorld, run_resumed, before=start_after_unknown_save, ways=[Failure.CRASH_AFTER])
     explored.require_kept(record_property, "points explored, object store")
 
 
-@pytest.mark.parametrize("way", long_after(1, [Way.CRASH_AFTER, Way.REPLY_LOST, Way.UNAVAILABLE]))
-def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(way: Way, record_property: Record) -> None:
+@pytest.mark.parametrize("way", long_after(1, [Failure.CRASH_AFTER, Failure.REPLY_LOST, Failure.UNAVAILABLE]))
+def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(
+    way: Failure, record_property: Record
+) -> None:
     explored = fail_everywhere(lambda: PosixWorld(loses_power=False), run_fresh, ways=[way], points=every_fifth)
     explored.require_kept(record_property, "points explored, file store")
 

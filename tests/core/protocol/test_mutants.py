@@ -58,7 +58,7 @@ def crash_second_attempt_everywhere() -> Sequence[str]:
 
 
 def cut_power_everywhere() -> Sequence[str]:
-    return fail_everywhere(PosixWorld, run_fresh, ways=[Way.CRASH_AFTER], enough=1).broken
+    return fail_everywhere(PosixWorld, run_fresh, ways=[Failure.CRASH_AFTER], enough=1).broken
 
 
 def delay_every_save() -> Sequence[str]:

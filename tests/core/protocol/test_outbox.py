@@ -41,7 +41,7 @@ from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport, WriteStamp
 from tests.core.protocol.exploring import Choice, explore_orders, random_choice, run_in_turns
-from tests.fakes.stores.dying_store import Crash, DyingStore, Way
+from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
 from tests.fakes.stores.memory_store import MemoryStore
 from tests.fakes.stores.slow_store import SlowStore
 
@@ -188,7 +188,7 @@ FAULTS: Sequence[Failure | int | None] = (*Failure, None, 0, 3)
 """How a request fails, or how many requests later a write arrives; None is never."""
 
 
-def fail_request(who: str, nth: int, fault: Way | int | None) -> int:
+def fail_request(who: str, nth: int, fault: Failure | int | None) -> int:
     """Let a request of the attempt or of the owner fail, and check what is kept; return the number of requests."""
     world = World()
     slow = SlowStore(world.store, *((0, None) if isinstance(fault, Failure) else (nth, fault)))
@@ -203,7 +203,7 @@ def fail_request(who: str, nth: int, fault: Way | int | None) -> int:
     return store.total
 
 
-REQUESTS = [(who, nth) for who in ("attempt", "owner") for nth in range(1, fail_request(who, 0, Way.TORN) + 1)]
+REQUESTS = [(who, nth) for who in ("attempt", "owner") for nth in range(1, fail_request(who, 0, Failure.TORN) + 1)]
 
 
 @pytest.mark.parametrize(("who", "nth"), REQUESTS)

@@ -32,7 +32,7 @@ from prefect_tune.maintenance import (
 from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.tasks.maintenance import quarantine_checkpoints
 from tests.core.small_search import SmallSearch, load_trial
-from tests.fakes.checkpoints import files_in
+from tests.fakes.checkpoints import read_files
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.trial_processes import wait_until
 from tests.flows.training import flip, own_blobs, trial_at
