@@ -1,11 +1,11 @@
-"""Fixtures of these tests; a test file may define its own of the same name."""
+"""Fixtures of these tests; a test file may override them."""
 
 from tests.attempt.processes.modules import (  # noqa: F401 - fixtures
     module,
-    one_pool,
-    ours,
+    module_pool,
+    module_processes,
     pool,
+    processes,
     recorder,
-    trains,
-    whole_family,
+    train_trials,
 )

@@ -1,4 +1,4 @@
-"""The tasks of an attempt as plain calls: they need no server, and retry nothing."""
+"""The tasks of an attempt as plain calls, without a server and without retries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class DirectTasks:
         reverification: Reverification,
         parts: ExpectedParts | None = None,
     ) -> SaveResult:
-        place = (self.spec.target, key, directory)
-        return publish_checkpoint.fn(*place, metadata, before, reverification=reverification, parts=parts)
+        location = (self.spec.target, key, directory)
+        return publish_checkpoint.fn(*location, metadata, before, reverification=reverification, parts=parts)
 
     def restore_checkpoint(self, key: CheckpointKey, destination: Path) -> Path:
         return download_checkpoint.fn(self.spec.target, key, destination)

@@ -1,4 +1,4 @@
-"""Reports and checkpoints when the target refuses or is unavailable, or when a checkpoint cannot be saved."""
+"""Reports and checkpoints when the target refuses or fails, and checkpoints that cannot be saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_tune.attempt import commit_worker as module
+from prefect_tune.attempt import commit_worker as worker_module
 from prefect_tune.attempt.attempt import make_attempt_started
 from prefect_tune.attempt.commit_worker import CommitWorker, GroupSave
 from prefect_tune.attempt.search_channel import Outbox, WritingJournal
@@ -58,11 +58,10 @@ TRIAL = TrialKey(experiment="e", generation=1, trial="trial")
 
 @dataclass
 class InjectedErrors:
-    """The errors that the target raises: `wrong` is called with the path before every write."""
+    """The errors that the target raises before and after it writes a path."""
 
-    wrong: Callable[[str], TuneError | None] = lambda _path: None
-    after: Callable[[str], TuneError | None] = lambda _path: None
-    """The same, called after the write."""
+    before_write: Callable[[str], TuneError | None] = lambda _path: None
+    after_write: Callable[[str], TuneError | None] = lambda _path: None
     hidden: Sequence[str] = ()
     """The paths that cannot be read."""
 
@@ -77,12 +76,12 @@ INJECTED = InjectedErrors()
 
 class _Store(PosixStore):
     def create(self, path: str, data: Buffer) -> None:
-        INJECTED.raise_if(INJECTED.wrong(path))
+        INJECTED.raise_if(INJECTED.before_write(path))
         super().create(path, data)
-        INJECTED.raise_if(INJECTED.after(path))
+        INJECTED.raise_if(INJECTED.after_write(path))
 
     def put(self, path: str, data: Buffer) -> None:
-        INJECTED.raise_if(INJECTED.wrong(path))
+        INJECTED.raise_if(INJECTED.before_write(path))
         super().put(path, data)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
@@ -91,7 +90,7 @@ class _Store(PosixStore):
 
     def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
-            INJECTED.raise_if(INJECTED.wrong(f"delete {path}"))
+            INJECTED.raise_if(INJECTED.before_write(f"delete {path}"))
         super().delete(paths)
 
 
@@ -122,7 +121,7 @@ class NoArtifacts:
 
 
 def write(target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: WriteStamp | None) -> Experiment:
-    """Write an entry without retries: the commit worker retries."""
+    """Write an entry without retries, which are the commit worker's."""
     return write_stamped_entry.fn(target, state, events, stamp or new_write_stamp())
 
 
@@ -130,27 +129,25 @@ def write(target: StorageTarget, state: Experiment, events: Sequence[Event], sta
 class CommitHarness:
     """An experiment with one running trial, and the commit workers of its attempts."""
 
-    plan: TrialSpec
+    spec: TrialSpec
     folder: Path
     committed: list[int] = field(default_factory=list)
 
-    def attempt(self, writer: EntryWriter = write) -> CommitWorker:
-        """Take the experiment over, and start an attempt from its newest checkpoint."""
-        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+    def start_attempt(self, writer: EntryWriter = write) -> CommitWorker:
+        """Acquire the experiment, and start an attempt from its newest checkpoint."""
+        events: list[Event] = [CheckpointsAdopted()]
+        with self.spec.target.open(timeout=timedelta(minutes=1)) as store:
             owner = Owner(name="a test", host="here", pid=1)
             state = acquire_ownership(store, first_generation("e"), owner, new_write_stamp())
-            known = TRIAL.trial in state.trials
-            added = [] if known else [TrialAdded(trial=TRIAL.trial, config={})]
-            lost = [AttemptEnded(trial=TRIAL.trial, cause=Cause.MACHINE, reason="")] if self._runs(state) else []
-            state = append_events(store, state, [CheckpointsAdopted(), *added, *lost], new_write_stamp())
+            if TRIAL.trial not in state.trials:
+                events.append(TrialAdded(trial=TRIAL.trial, config={}))
+            elif state.trial(TRIAL.trial).phase is Phase.RUNNING:
+                events.append(make_attempt_ended(Cause.MACHINE, ""))
+            state = append_events(store, state, events, new_write_stamp())
             state = append_events(store, state, [make_attempt_started(state.trial(TRIAL.trial))], new_write_stamp())
-        journal = WritingJournal(TRIAL.trial, JournalWriter(self.plan.target, state, writer))
-        tasks, log = DirectTasks(self.plan), getLogger("commits")
-        return CommitWorker(self.plan, state.term, journal, NoArtifacts(), tasks, log)
-
-    @staticmethod
-    def _runs(state: Experiment) -> bool:
-        return TRIAL.trial in state.trials and state.trial(TRIAL.trial).phase is Phase.RUNNING
+        journal = WritingJournal(TRIAL.trial, JournalWriter(self.spec.target, state, writer))
+        tasks, log = DirectTasks(self.spec), getLogger("commits")
+        return CommitWorker(self.spec, state.term, journal, NoArtifacts(), tasks, log)
 
     def save(
         self, commit_worker: CommitWorker, step: int, *, backbone: bytes = b"", finish_reason: str | None = None
@@ -160,39 +157,39 @@ class CommitHarness:
         (directory / "weights").write_bytes(os.urandom(100))
         if backbone:
             (directory / "backbone").write_bytes(backbone)
-        done = StepDone(report=report(step), checkpoint=str(directory), finish_reason=finish_reason)
-        save_step(commit_worker, done, self.committed.append)
+        done = StepDone(report=make_report(step), checkpoint=str(directory), finish_reason=finish_reason)
+        queue_step_save(commit_worker, done, self.committed.append)
         return directory
 
-    def state(self) -> Trial:
-        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+    def load_trial(self) -> Trial:
+        with self.spec.target.open(timeout=timedelta(minutes=1)) as store:
             return load_experiment(store, first_generation("e")).trial(TRIAL.trial)
 
-    def entries(self) -> Sequence[Entry]:
-        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
+    def load_entries(self) -> Sequence[Entry]:
+        with self.spec.target.open(timeout=timedelta(minutes=1)) as store:
             return read_entries(store, first_generation("e"))
 
-    def reported(self) -> list[int]:
-        events = [event for entry in self.entries() for event in entry.events]
+    def read_reported_steps(self) -> list[int]:
+        events = [event for entry in self.load_entries() for event in entry.events]
         return [event.report.step for event in events if isinstance(event, StepReported)]
 
-    def blobs(self) -> int:
+    def count_blobs(self) -> int:
         return len(self._files(TRIAL.blobs_folder))
 
-    def manifests(self) -> int:
+    def count_manifests(self) -> int:
         return len(self._files(TRIAL.checkpoints_folder))
 
     def _files(self, folder: str) -> list[Path]:
         return sorted(path for path in (self.folder / "target" / folder).rglob("*") if path.is_file())
 
-    def live(self) -> Sequence[CheckpointKey]:
-        refs = self.state().checkpoints
-        return [CheckpointKey(trial=TRIAL, step=each.step, sequence=each.sequence) for each in refs]
+    def list_live_keys(self) -> Sequence[CheckpointKey]:
+        refs = self.load_trial().checkpoints
+        return [CheckpointKey(trial=TRIAL, step=ref.step, sequence=ref.sequence) for ref in refs]
 
     def quarantine_oldest(self) -> None:
-        """Quarantine a checkpoint, as another writer."""
-        with self.plan.target.open(timeout=timedelta(minutes=1)) as store:
-            quarantine(store, TRIAL.journal_key, {self.live()[0]: "damaged"}, new_write_stamp())
+        """Quarantine the oldest checkpoint, like another writer."""
+        with self.spec.target.open(timeout=timedelta(minutes=1)) as store:
+            quarantine(store, TRIAL.journal_key, {self.list_live_keys()[0]: "damaged"}, new_write_stamp())
 
     def rot_oldest_blob(self) -> None:
         oldest = min(self._files(TRIAL.blobs_folder), key=lambda path: path.stat().st_mtime_ns)
@@ -200,187 +197,192 @@ class CommitHarness:
         oldest.write_bytes(b"X" * oldest.stat().st_size)
 
 
-def report(step: int) -> StepReport:
+def make_report(step: int) -> StepReport:
     return StepReport(step=step, metrics={"loss": 1 / step})
 
 
 @contextmanager
-def before_last_words(commit_worker: CommitWorker, act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` after the commit worker's thread died and before its last attempt to write the end."""
-    last_words = commit_worker._retry_end
+def before_final_retry(commit_worker: CommitWorker, act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` after the commit worker's thread died and before the last retry of the end."""
+    retry_end = commit_worker._retry_end
 
-    def after() -> None:
+    def act_and_retry() -> None:
         act()
-        last_words()
+        retry_end()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_worker, "_retry_end", after)
+        patch.setattr(commit_worker, "_retry_end", act_and_retry)
         yield
 
 
-def save_step(commit_worker: CommitWorker, done: StepDone, committed: Callable[[int], None]) -> None:
+def queue_step_save(commit_worker: CommitWorker, done: StepDone, committed: Callable[[int], None]) -> None:
     commit_worker.queue_report(done.report)
     commit_worker.queue_save(GroupSave(done, {}), committed, lambda _: None)
 
 
-def ended(cause: Cause, message: str) -> AttemptEnded:
+def make_attempt_ended(cause: Cause, message: str) -> AttemptEnded:
     return AttemptEnded(trial=TRIAL.trial, cause=cause, reason=message)
 
 
-def lose(commit_worker: CommitWorker) -> None:
+def end_attempt(commit_worker: CommitWorker) -> None:
     """End the attempt as a failure of the machine."""
-    commit_worker.queue_end(ended(Cause.MACHINE, "away"))
+    commit_worker.queue_end(make_attempt_ended(Cause.MACHINE, "away"))
     commit_worker.close()
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[CommitHarness]:
     target = FaultyTarget(path=str(tmp_path / "target"))
-    plan = TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_history=False)
-    yield CommitHarness(plan, tmp_path)
-    INJECTED.wrong = INJECTED.after = lambda _path: None
+    spec = TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_history=False)
+    yield CommitHarness(spec, tmp_path)
+    INJECTED.before_write = INJECTED.after_write = lambda _path: None
     INJECTED.hidden = ()
 
 
 def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_after_its_commit(harness: CommitHarness) -> None:
-    commit_worker = harness.attempt()
-    before = len(harness.entries())
+    commit_worker = harness.start_attempt()
+    before = len(harness.load_entries())
     harness.save(commit_worker, 1, finish_reason="enough")
     commit_worker.queue_end(TrialFinished(trial=TRIAL.trial, reason="enough"))
     commit_worker.close()
-    assert (harness.state().phase, harness.state().reason, harness.committed) == (Phase.FINISHED, "enough", [1])
-    events = [[type(event) for event in entry.events] for entry in harness.entries()[before:]]
+    assert (harness.load_trial().phase, harness.load_trial().reason, harness.committed) == (
+        Phase.FINISHED,
+        "enough",
+        [1],
+    )
+    events = [[type(event) for event in entry.events] for entry in harness.load_entries()[before:]]
     assert events == [[StepReported, CheckpointCommitted], [TrialFinished]]
 
 
 def test_a_directory_that_cannot_be_saved_ends_the_attempt_in_the_journal_as_the_trials_failure(
     harness: CommitHarness,
 ) -> None:
-    commit_worker = harness.attempt()
+    commit_worker = harness.start_attempt()
     directory = harness.folder / "handed-over"
     directory.mkdir()
     (directory / "latest").symlink_to("nothing")
-    commit_worker.queue_report(report(1))
-    save_step(commit_worker, StepDone(report=report(2), checkpoint=str(directory)), harness.committed.append)
+    commit_worker.queue_report(make_report(1))
+    queue_step_save(commit_worker, StepDone(report=make_report(2), checkpoint=str(directory)), harness.committed.append)
     wait_until(lambda: commit_worker.error)
     assert isinstance(commit_worker.error, InvalidInput)
-    commit_worker.queue_end(ended(Cause.TRAINABLE, "its checkpoint cannot be saved"))
+    commit_worker.queue_end(make_attempt_ended(Cause.TRAINABLE, "its checkpoint cannot be saved"))
     commit_worker.close()
-    state = harness.state()
+    state = harness.load_trial()
     assert (state.phase, state.trainable_failures, state.machine_failures) == (Phase.PENDING, 1, 0)
     assert state.reason == "its checkpoint cannot be saved"
     assert harness.committed == []
-    assert harness.reported() == [1, 2], "the last reports are journaled with the failure"
+    assert harness.read_reported_steps() == [1, 2], "the last reports are journaled with the failure"
 
 
 def test_a_target_that_refuses_a_save_ends_the_attempt_in_the_journal_and_is_raised(harness: CommitHarness) -> None:
-    commit_worker = harness.attempt()
-    INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
+    commit_worker = harness.start_attempt()
+    INJECTED.before_write = lambda path: StoreRefused("AccessDenied") if "blobs" in path else None
     harness.save(commit_worker, 1)
-    commit_worker.queue_end(ended(Cause.MACHINE, "not written"))
+    commit_worker.queue_end(make_attempt_ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
         commit_worker.close()
-    assert (harness.state().phase, harness.state().reason) == (Phase.PENDING, "not written")
+    assert (harness.load_trial().phase, harness.load_trial().reason) == (Phase.PENDING, "not written")
 
 
 def test_where_not_even_the_end_can_be_journaled_the_first_error_is_what_is_raised(harness: CommitHarness) -> None:
-    commit_worker = harness.attempt()
-    INJECTED.wrong = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
+    commit_worker = harness.start_attempt()
+    INJECTED.before_write = lambda path: StoreRefused("AccessDenied") if "blobs" in path else StoreUnavailable("503")
     harness.save(commit_worker, 1)
-    commit_worker.queue_end(ended(Cause.MACHINE, "not written"))
+    commit_worker.queue_end(make_attempt_ended(Cause.MACHINE, "not written"))
     with pytest.raises(StoreRefused):
         commit_worker.close()
-    INJECTED.wrong = lambda _path: None
-    assert harness.state().phase is Phase.RUNNING
+    INJECTED.before_write = lambda _path: None
+    assert harness.load_trial().phase is Phase.RUNNING
 
 
-@pytest.mark.parametrize("away", ["wrong", "after"], ids=["not written", "written and not acknowledged"])
+@pytest.mark.parametrize("moment", ["before_write", "after_write"], ids=["not written", "written and not acknowledged"])
 def test_an_end_that_is_journaled_at_the_second_try_is_journaled_once_and_nothing_else_is_said(
-    harness: CommitHarness, caplog: pytest.LogCaptureFixture, away: str
+    harness: CommitHarness, caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
-    """The target is unavailable for longer than the retries of the last entry, then available again."""
-    commit_worker = harness.attempt()
-    tries: list[str] = []
+    """The target is available again after the retries of the last entry."""
+    commit_worker = harness.start_attempt()
+    paths: list[str] = []
 
-    def once(path: str) -> TuneError | None:
-        tries.append(path)
-        return CommitUnknown("no reply") if len(tries) == 1 else None
+    def fail_once(path: str) -> TuneError | None:
+        paths.append(path)
+        return CommitUnknown("no reply") if len(paths) == 1 else None
 
-    setattr(INJECTED, away, once)
-    INJECTED.hidden = tries
-    commit_worker.queue_report(report(1))
+    setattr(INJECTED, moment, fail_once)
+    INJECTED.hidden = paths
+    commit_worker.queue_report(make_report(1))
     commit_worker.queue_end(TrialFinished(trial=TRIAL.trial, reason="enough"))
-    with pytest.raises(CommitUnknown), before_last_words(commit_worker, lambda: setattr(INJECTED, "hidden", ())):
+    with pytest.raises(CommitUnknown), before_final_retry(commit_worker, lambda: setattr(INJECTED, "hidden", ())):
         commit_worker.close()
-    assert (harness.state().phase, harness.reported()) == (Phase.FINISHED, [1])
+    assert (harness.load_trial().phase, harness.read_reported_steps()) == (Phase.FINISHED, [1])
     assert "not journaled" not in caplog.text
 
 
 def test_the_failure_of_an_attempt_waits_for_its_saves_whose_directories_are_removed_after_it(
     harness: CommitHarness,
 ) -> None:
-    def slow(_path: str) -> None:
+    def write_slowly(_path: str) -> None:
         time.sleep(0.1)
 
-    INJECTED.wrong = slow
-    with suppress(ZeroDivisionError), harness.attempt() as commit_worker:
+    INJECTED.before_write = write_slowly
+    with suppress(ZeroDivisionError), harness.start_attempt() as commit_worker:
         harness.save(commit_worker, 1)
         raise ZeroDivisionError
     assert harness.committed == [1]
 
 
 def test_a_save_beside_which_another_task_deletes_an_older_checkpoint_is_saved_again(harness: CommitHarness) -> None:
-    commit_worker = harness.attempt(make_trial_entry_writer(TRIAL.trial))
+    commit_worker = harness.start_attempt(make_trial_entry_writer(TRIAL.trial))
     harness.save(commit_worker, 1)
     wait_until(lambda: harness.committed == [1])
 
-    def deletes_the_first(path: str) -> None:
+    def delete_first(path: str) -> None:
         if path.startswith(TRIAL.checkpoints_folder):
-            INJECTED.after = lambda _path: None
-            with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-                append_events(
-                    store,
-                    load_experiment(store, TRIAL.journal_key),
-                    [CheckpointsRetired(trial="trial", retired_sequences=(1,))],
-                    new_write_stamp(),
-                )
+            INJECTED.after_write = lambda _path: None
+            with harness.spec.target.open(timeout=timedelta(minutes=1)) as store:
+                state = load_experiment(store, TRIAL.journal_key)
+                retired = CheckpointsRetired(trial="trial", retired_sequences=(1,))
+                append_events(store, state, [retired], new_write_stamp())
 
-    INJECTED.after = deletes_the_first
+    INJECTED.after_write = delete_first
     harness.save(commit_worker, 2)
-    lose(commit_worker)
-    assert (harness.committed, harness.reported(), [key.step for key in harness.live()]) == ([1, 2], [1, 2], [2])
-    assert harness.manifests() == 2, "that of the overtaken save is deleted"
+    end_attempt(commit_worker)
+    assert (harness.committed, harness.read_reported_steps(), [key.step for key in harness.list_live_keys()]) == (
+        [1, 2],
+        [1, 2],
+        [2],
+    )
+    assert harness.count_manifests() == 2, "that of the overtaken save is deleted"
 
 
-def damaged(harness: CommitHarness) -> Sequence[int]:
-    """The steps of the live checkpoints that are damaged."""
-    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
-        return [key.step for key in harness.live() if inspect_checkpoint(store, key).damage]
+def find_damaged_steps(harness: CommitHarness) -> Sequence[int]:
+    """Return the steps of the live checkpoints that are damaged."""
+    with harness.spec.target.open(timeout=timedelta(minutes=1)) as store:
+        return [key.step for key in harness.list_live_keys() if inspect_checkpoint(store, key).damage]
 
 
 def test_a_save_that_shares_what_was_found_damaged_meanwhile_is_made_again_before_it_counts(
     harness: CommitHarness,
 ) -> None:
-    harness.plan = replace(harness.plan, retention=Retention(last=2))
-    commit_worker = harness.attempt()
+    harness.spec = replace(harness.spec, retention=Retention(last=2))
+    commit_worker = harness.start_attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step, backbone=b"frozen")
     wait_until(lambda: harness.committed == [1, 2, 3])
     harness.rot_oldest_blob()
-    assert damaged(harness) == [2, 3]
+    assert find_damaged_steps(harness) == [2, 3]
     harness.quarantine_oldest()
     for step in (4, 5, 6):
         harness.save(commit_worker, step, backbone=b"frozen")
-    lose(commit_worker)
+    end_attempt(commit_worker)
     assert (commit_worker.error, harness.committed) == (None, [1, 2, 3, 4, 5, 6])
-    assert [key.step for key in harness.live()] == [5, 6]
-    assert damaged(harness) == []
-    assert harness.reported() == [1, 2, 3, 4, 5, 6]
-    assert harness.manifests() == 2, "checkpoints that did not count are deleted"
+    assert [key.step for key in harness.list_live_keys()] == [5, 6]
+    assert find_damaged_steps(harness) == []
+    assert harness.read_reported_steps() == [1, 2, 3, 4, 5, 6]
+    assert harness.count_manifests() == 2, "checkpoints that did not count are deleted"
 
 
 def test_the_last_save_of_a_trial_is_made_again_too_before_the_trial_has_finished(harness: CommitHarness) -> None:
-    commit_worker = harness.attempt()
+    commit_worker = harness.start_attempt()
     for step in (1, 2):
         harness.save(commit_worker, step, backbone=b"frozen")
     wait_until(lambda: harness.committed == [1, 2])
@@ -389,25 +391,25 @@ def test_the_last_save_of_a_trial_is_made_again_too_before_the_trial_has_finishe
     harness.save(commit_worker, 3, backbone=b"frozen", finish_reason="enough")
     commit_worker.queue_end(TrialFinished(trial=TRIAL.trial, reason="enough"))
     commit_worker.close()
-    assert (harness.state().phase, harness.committed) == (Phase.FINISHED, [1, 2, 3])
-    assert harness.live()[-1].step == 3
-    assert 3 not in damaged(harness)
+    assert (harness.load_trial().phase, harness.committed) == (Phase.FINISHED, [1, 2, 3])
+    assert harness.list_live_keys()[-1].step == 3
+    assert 3 not in find_damaged_steps(harness)
 
 
 def test_a_refused_deletion_stops_no_training_and_the_next_attempt_deletes(harness: CommitHarness) -> None:
-    harness.plan = replace(harness.plan, retention=Retention(last=1))
-    INJECTED.wrong = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
-    commit_worker = harness.attempt()
+    harness.spec = replace(harness.spec, retention=Retention(last=1))
+    INJECTED.before_write = lambda path: StoreRefused("s3:DeleteObject") if path.startswith("delete") else None
+    commit_worker = harness.start_attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step)
-    lose(commit_worker)
+    end_attempt(commit_worker)
     assert commit_worker.error is None
     assert harness.committed == [1, 2, 3]
-    assert [each.step for each in harness.state().checkpoints] == [3]
-    assert harness.blobs() == 3
-    INJECTED.wrong = lambda _path: None
-    lose(harness.attempt())
-    assert harness.blobs() == 1
+    assert [checkpoint.step for checkpoint in harness.load_trial().checkpoints] == [3]
+    assert harness.count_blobs() == 3
+    INJECTED.before_write = lambda _path: None
+    end_attempt(harness.start_attempt())
+    assert harness.count_blobs() == 1
 
 
 def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
@@ -416,115 +418,115 @@ def test_a_listing_that_is_refused_at_the_begin_stops_no_training(
     def refuse(*_: object) -> Sequence[object]:
         raise StoreRefused("s3:ListBucket")
 
-    monkeypatch.setattr(module, "find_leftover_manifests", refuse)
-    commit_worker = harness.attempt()
+    monkeypatch.setattr(worker_module, "find_leftover_manifests", refuse)
+    commit_worker = harness.start_attempt()
     harness.save(commit_worker, 1)
-    lose(commit_worker)
+    end_attempt(commit_worker)
     assert (commit_worker.error, harness.committed) == (None, [1])
 
 
 def test_what_an_attempt_on_another_machine_retires_is_left_to_the_owner(harness: CommitHarness) -> None:
-    harness.plan = replace(harness.plan, retention=Retention(last=1))
-    commit_worker = harness.attempt()
-    launched = commit_worker._journal.trial.model_copy(update={"outbox": 1, "outbox_count": 1})
-    commit_worker._journal = Outbox(harness.plan.target, TRIAL, launched)
+    harness.spec = replace(harness.spec, retention=Retention(last=1))
+    commit_worker = harness.start_attempt()
+    trial = commit_worker._journal.trial.model_copy(update={"outbox": 1, "outbox_count": 1})
+    commit_worker._journal = Outbox(harness.spec.target, TRIAL, trial)
     for step in (1, 2):
         harness.save(commit_worker, step)
     commit_worker.close()
-    assert [each.step for each in commit_worker._journal.trial.checkpoints] == [2]
-    assert (harness.committed, harness.manifests()) == ([1, 2], 2)
+    assert [checkpoint.step for checkpoint in commit_worker._journal.trial.checkpoints] == [2]
+    assert (harness.committed, harness.count_manifests()) == ([1, 2], 2)
 
 
-def often(harness: CommitHarness, seconds: float) -> None:
-    harness.plan = replace(harness.plan, sync=SyncConfig(sync_period_seconds=seconds))
+def set_sync_period(harness: CommitHarness, seconds: float) -> None:
+    harness.spec = replace(harness.spec, sync=SyncConfig(sync_period_seconds=seconds))
 
 
 def test_reports_are_journaled_after_the_period_without_another_one(harness: CommitHarness) -> None:
-    often(harness, 0.2)
-    commit_worker = harness.attempt()
-    commit_worker.queue_report(report(1))
-    commit_worker.queue_report(report(2))
-    wait_until(lambda: harness.reported() == [1, 2])
-    assert harness.state().phase is Phase.RUNNING
-    lose(commit_worker)
+    set_sync_period(harness, 0.2)
+    commit_worker = harness.start_attempt()
+    commit_worker.queue_report(make_report(1))
+    commit_worker.queue_report(make_report(2))
+    wait_until(lambda: harness.read_reported_steps() == [1, 2])
+    assert harness.load_trial().phase is Phase.RUNNING
+    end_attempt(commit_worker)
 
 
-@pytest.mark.parametrize("wrong", [StoreUnavailable("503"), StoreRefused("ExpiredToken"), CommitUnknown("no reply")])
-def test_reports_wait_for_a_target_that_is_away_or_refuses(harness: CommitHarness, wrong: TuneError) -> None:
-    often(harness, 0.05)
-    commit_worker = harness.attempt()
-    refused: list[str] = []
+@pytest.mark.parametrize("error", [StoreUnavailable("503"), StoreRefused("ExpiredToken"), CommitUnknown("no reply")])
+def test_reports_wait_for_a_target_that_is_away_or_refuses(harness: CommitHarness, error: TuneError) -> None:
+    set_sync_period(harness, 0.05)
+    commit_worker = harness.start_attempt()
+    paths: list[str] = []
 
     def refuse(path: str) -> TuneError:
-        refused.append(path)
-        return wrong
+        paths.append(path)
+        return error
 
-    INJECTED.wrong = refuse
-    commit_worker.queue_report(report(1))
-    wait_until(lambda: len(refused) > 2)
-    commit_worker.queue_report(report(2))
-    INJECTED.wrong = lambda _path: None
+    INJECTED.before_write = refuse
+    commit_worker.queue_report(make_report(1))
+    wait_until(lambda: len(paths) > 2)
+    commit_worker.queue_report(make_report(2))
+    INJECTED.before_write = lambda _path: None
     harness.save(commit_worker, 3)
-    lose(commit_worker)
+    end_attempt(commit_worker)
     assert commit_worker.error is None
-    assert harness.reported() == [1, 2, 3]
+    assert harness.read_reported_steps() == [1, 2, 3]
 
 
 def test_a_save_whose_entry_is_never_written_has_the_reports_that_could_not_be_journaled_before_it(
     harness: CommitHarness,
 ) -> None:
-    often(harness, 0.05)
-    commit_worker = harness.attempt()
-    refused: list[str] = []
+    set_sync_period(harness, 0.05)
+    commit_worker = harness.start_attempt()
+    paths: list[str] = []
 
     def refuse(path: str) -> TuneError | None:
         if "/journal/" not in path:
             return None
-        refused.append(path)
+        paths.append(path)
         return StoreUnavailable("503")
 
-    INJECTED.wrong = refuse
-    commit_worker.queue_report(report(1))
-    wait_until(lambda: refused)
-    commit_worker.queue_report(report(2))
+    INJECTED.before_write = refuse
+    commit_worker.queue_report(make_report(1))
+    wait_until(lambda: paths)
+    commit_worker.queue_report(make_report(2))
     harness.save(commit_worker, 3)
     wait_until(lambda: commit_worker.error)
-    commit_worker.queue_end(ended(Cause.MACHINE, "away"))
+    commit_worker.queue_end(make_attempt_ended(Cause.MACHINE, "away"))
     with pytest.raises(StoreUnavailable):
         commit_worker.close()
-    INJECTED.wrong = lambda _path: None
-    with harness.plan.target.open(timeout=timedelta(minutes=1)) as store:
+    INJECTED.before_write = lambda _path: None
+    with harness.spec.target.open(timeout=timedelta(minutes=1)) as store:
         owner = Owner(name="the next", host="here", pid=2)
         state = acquire_ownership(store, first_generation("e"), owner, new_write_stamp())
         append_events(store, state, make_adoption_events(store, state), new_write_stamp())
-    assert harness.reported() == [1, 2, 3]
-    assert [each.step for each in harness.live()] == [3]
+    assert harness.read_reported_steps() == [1, 2, 3]
+    assert [key.step for key in harness.list_live_keys()] == [3]
 
 
 def test_the_report_at_which_a_trial_asks_says_so(harness: CommitHarness) -> None:
-    commit_worker = harness.attempt()
-    commit_worker.queue_report(report(1))
-    commit_worker.queue_report(report(2), awaits_decision=True)
-    commit_worker.queue_report(report(3))
-    lose(commit_worker)
-    events = [event for entry in harness.entries() for event in entry.events]
-    asks = {event.report.step: event.awaits_decision for event in events if isinstance(event, StepReported)}
-    assert asks == {1: False, 2: True, 3: False}
+    commit_worker = harness.start_attempt()
+    commit_worker.queue_report(make_report(1))
+    commit_worker.queue_report(make_report(2), awaits_decision=True)
+    commit_worker.queue_report(make_report(3))
+    end_attempt(commit_worker)
+    events = [event for entry in harness.load_entries() for event in entry.events]
+    steps = {event.report.step: event.awaits_decision for event in events if isinstance(event, StepReported)}
+    assert steps == {1: False, 2: True, 3: False}
 
 
 def test_one_commit_in_a_period_has_a_line_with_its_metrics_and_the_count_of_those_without(
     harness: CommitHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_LOG_INTERVAL", timedelta(days=1))
+    monkeypatch.setattr(worker_module, "_LOG_INTERVAL", timedelta(days=1))
     caplog.set_level("INFO", logger="commits")
-    commit_worker = harness.attempt()
+    commit_worker = harness.start_attempt()
     for step in (1, 2, 3):
         harness.save(commit_worker, step)
     wait_until(lambda: harness.committed == [1, 2, 3])
-    monkeypatch.setattr(module, "_LOG_INTERVAL", timedelta(0))
+    monkeypatch.setattr(worker_module, "_LOG_INTERVAL", timedelta(0))
     for step in (4, 5):
         harness.save(commit_worker, step)
-    lose(commit_worker)
+    end_attempt(commit_worker)
     assert [line for line in caplog.messages if " committed" in line] == [
         "step 1 committed, loss 1: 100 B",
         "step 4 committed, loss 0.25: 100 B; 2 others since the last line",
@@ -532,30 +534,29 @@ def test_one_commit_in_a_period_has_a_line_with_its_metrics_and_the_count_of_tho
     ]
 
 
-# Blobs that rot while a training reuses them: damaged checkpoints are quarantined, and their bytes uploaded again.
+# Blobs that rot while training reuses them: damaged checkpoints are quarantined, and their bytes uploaded again.
 
-
-EVERY = 3
+VERIFY_INTERVAL = 3
 
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[tuple[CommitHarness, CommitWorker]]:
     """An attempt with two checkpoints that share a file whose blob has rotted."""
     target = FaultyTarget(path=str(tmp_path / "target"))
-    sync = SyncConfig(verify_reused_every=EVERY)
+    sync = SyncConfig(verify_reused_every=VERIFY_INTERVAL)
     harness = CommitHarness(
         TrialSpec(target=target, trial=TRIAL, trainable="", stopper="", needs_history=False, sync=sync), tmp_path
     )
-    commit_worker = harness.attempt()
-    saves(harness, commit_worker, 1, 2)
+    commit_worker = harness.start_attempt()
+    save_and_wait(harness, commit_worker, 1, 2)
     harness.rot_oldest_blob()
     yield harness, commit_worker
-    commit_worker.queue_end(ended(Cause.MACHINE, "away"))
-    with suppress(Superseded):  # tests that begin another attempt
+    commit_worker.queue_end(make_attempt_ended(Cause.MACHINE, "away"))
+    with suppress(Superseded):  # the test has started another attempt
         commit_worker.close()
 
 
-def saves(harness: CommitHarness, commit_worker: CommitWorker, *steps: int) -> None:
+def save_and_wait(harness: CommitHarness, commit_worker: CommitWorker, *steps: int) -> None:
     for step in steps:
         harness.save(commit_worker, step, backbone=b"frozen")
     wait_until(lambda: commit_worker.error or harness.committed[-1:] == [steps[-1]], seconds=60)
@@ -566,44 +567,42 @@ def test_what_shares_a_rotten_blob_is_put_aside_in_the_entry_that_commits_the_go
     training: tuple[CommitHarness, CommitWorker],
 ) -> None:
     harness, commit_worker = training
-    assert damaged(harness) == [1, 2]
-    saves(harness, commit_worker, *range(3, 3 + EVERY))
-    assert damaged(harness) == []
-    found = [
+    assert find_damaged_steps(harness) == [1, 2]
+    save_and_wait(harness, commit_worker, *range(3, 3 + VERIFY_INTERVAL))
+    assert find_damaged_steps(harness) == []
+    (events,) = (
         entry.events
-        for entry in harness.entries()
-        if any(isinstance(each, CheckpointQuarantined) for each in entry.events)
-    ]
-    assert len(found) == 1
-    committed = [each.checkpoint.step for each in found[0] if isinstance(each, CheckpointCommitted)]
-    aside = [each for each in found[0] if isinstance(each, CheckpointQuarantined)]
-    assert [each.sequence for each in aside] == [
-        each.checkpoint.sequence for each in harness.state().quarantined_checkpoints
-    ]
-    assert [each.checkpoint.step for each in harness.state().quarantined_checkpoints] == list(range(1, committed[0]))
-    assert all("expected blake3" in each.reason for each in aside)
-    assert [key.step for key in harness.live()] == list(range(committed[0], 3 + EVERY))
+        for entry in harness.load_entries()
+        if any(isinstance(event, CheckpointQuarantined) for event in entry.events)
+    )
+    committed = [event.checkpoint.step for event in events if isinstance(event, CheckpointCommitted)]
+    quarantined = [event for event in events if isinstance(event, CheckpointQuarantined)]
+    checkpoints = [record.checkpoint for record in harness.load_trial().quarantined_checkpoints]
+    assert [event.sequence for event in quarantined] == [checkpoint.sequence for checkpoint in checkpoints]
+    assert [checkpoint.step for checkpoint in checkpoints] == list(range(1, committed[0]))
+    assert all("expected blake3" in event.reason for event in quarantined)
+    assert [key.step for key in harness.list_live_keys()] == list(range(committed[0], 3 + VERIFY_INTERVAL))
 
 
 def test_an_attempt_after_it_goes_on_from_a_whole_checkpoint_and_sends_no_damage(
     training: tuple[CommitHarness, CommitWorker],
 ) -> None:
     harness, commit_worker = training
-    saves(harness, commit_worker, *range(3, 3 + EVERY))
-    again = harness.attempt()
-    saves(harness, again, 9, 10)
-    again.queue_end(ended(Cause.MACHINE, "away"))
-    again.close()
-    assert damaged(harness) == []
-    assert {9, 10} <= {key.step for key in harness.live()}
+    save_and_wait(harness, commit_worker, *range(3, 3 + VERIFY_INTERVAL))
+    next_worker = harness.start_attempt()
+    save_and_wait(harness, next_worker, 9, 10)
+    next_worker.queue_end(make_attempt_ended(Cause.MACHINE, "away"))
+    next_worker.close()
+    assert find_damaged_steps(harness) == []
+    assert {9, 10} <= {key.step for key in harness.list_live_keys()}
 
 
 def test_what_retention_retires_in_that_entry_is_not_put_aside(training: tuple[CommitHarness, CommitWorker]) -> None:
     harness, commit_worker = training
-    commit_worker._spec = replace(harness.plan, retention=Retention(last=1))
-    saves(harness, commit_worker, *range(3, 3 + EVERY))
-    assert (harness.state().quarantined_checkpoints, damaged(harness)) == ((), [])
-    assert [key.step for key in harness.live()] == [2 + EVERY]
+    commit_worker._spec = replace(harness.spec, retention=Retention(last=1))
+    save_and_wait(harness, commit_worker, *range(3, 3 + VERIFY_INTERVAL))
+    assert (harness.load_trial().quarantined_checkpoints, find_damaged_steps(harness)) == ((), [])
+    assert [key.step for key in harness.list_live_keys()] == [2 + VERIFY_INTERVAL]
 
 
 def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all_the_same(
@@ -611,10 +610,10 @@ def test_where_the_manifests_cannot_be_read_the_good_checkpoint_is_committed_all
 ) -> None:
     harness, commit_worker = training
 
-    def away(*_: object) -> Callable[[], None]:
+    def fail(*_: object) -> Callable[[], None]:
         raise StoreUnavailable("503")
 
-    monkeypatch.setattr(module, "with_store", away)
-    saves(harness, commit_worker, *range(3, 3 + EVERY))
-    assert damaged(harness)[:2] == [1, 2]
-    assert 2 + EVERY not in damaged(harness)
+    monkeypatch.setattr(worker_module, "with_store", fail)
+    save_and_wait(harness, commit_worker, *range(3, 3 + VERIFY_INTERVAL))
+    assert find_damaged_steps(harness)[:2] == [1, 2]
+    assert 2 + VERIFY_INTERVAL not in find_damaged_steps(harness)

@@ -1,4 +1,4 @@
-"""Any end of the flow's main thread ends the trial first."""
+"""An exception or signal in the flow's main thread ends the trial first."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from prefect_tune.storage_retries import is_retryable, is_work_abandoned, retryi
 
 
 class FlowTimedOut(TimeoutError):
-    """Like Prefect's: an Exception that a signal handler raises in the middle of any wait."""
+    """Raised by a signal handler during a wait, like Prefect's."""
 
 
-def _times_out(number: int, _frame: object) -> None:
+def _raise_timeout(number: int, _frame: object) -> None:
     raise FlowTimedOut(number)
 
 
-HUNG = """
+HANGING_SCRIPT = """
 import logging, os, signal, threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -55,7 +55,7 @@ except KeyboardInterrupt:
 @pytest.fixture(autouse=True)
 def timeout_by_signal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(graceful_stop, "get_run_logger", logging.getLogger)
-    before = signal.signal(signal.SIGUSR1, _times_out)
+    before = signal.signal(signal.SIGUSR1, _raise_timeout)
     yield
     signal.signal(signal.SIGUSR1, before)
 
@@ -86,10 +86,10 @@ def test_however_many_sigterms_arrive_the_trial_saves_and_ends() -> None:
             time.sleep(0.1)  # the main thread waits again by then, or has given up
         saved.append("saved")
 
-    def terminates(number: int, _frame: object) -> None:
+    def raise_termination(number: int, _frame: object) -> None:
         raise TerminationSignal(number)
 
-    before = signal.signal(signal.SIGUSR2, terminates)
+    before = signal.signal(signal.SIGUSR2, raise_termination)
     try:
         with pytest.raises(TerminationSignal):
             run_interruptible(work, grace=timedelta(seconds=20), poll_interval=timedelta(seconds=5))
@@ -117,22 +117,22 @@ def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_aga
 ) -> None:
     monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (60.0, 60.0))
     monkeypatch.setattr(graceful_stop, "_FINAL_WRITE_TIMEOUT", timedelta(seconds=0.1))
-    ended, found = threading.Event(), []
+    ended, retryable = threading.Event(), []
 
     def refuse() -> None:
         raise error
 
-    def trains() -> None:
+    def retry_until_abandoned() -> None:
         try:
             with_retries(refuse)
         except type(error):
-            found.append(is_retryable(error))
+            retryable.append(is_retryable(error))
         ended.set()
 
     def work(stop: threading.Event) -> None:
         with retrying_refusals():
-            threading.Thread(target=copy_context().run, args=(trains,), daemon=True).start()
-            found.append(is_retryable(error))
+            threading.Thread(target=copy_context().run, args=(retry_until_abandoned,), daemon=True).start()
+            retryable.append(is_retryable(error))
             os.kill(os.getpid(), signal.SIGUSR1)
             stop.wait(20)
             ended.wait(20)
@@ -140,7 +140,7 @@ def test_what_still_waits_for_its_target_when_the_grace_is_over_is_not_tried_aga
     with pytest.raises(FlowTimedOut):
         run_interruptible(work, grace=timedelta(0), poll_interval=timedelta(seconds=5))
     assert ended.wait(10), "a thread of a task runner would keep the process from its end"
-    assert found == [True, False]
+    assert retryable == [True, False]
 
 
 def test_a_second_interrupt_abandons_the_work_and_waits_for_its_last_entry() -> None:
@@ -161,7 +161,8 @@ def test_a_second_interrupt_abandons_the_work_and_waits_for_its_last_entry() -> 
 
 @pytest.mark.timeout(300)
 def test_after_a_second_interrupt_the_process_does_not_wait_for_threads_that_wait_for_a_target() -> None:
-    ended = subprocess.run([sys.executable, "-c", HUNG], capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == -signal.SIGINT, ended.stderr
-    assert ended.stdout == "caught\n"  # the exception is raised as any other
-    assert "Traceback" not in ended.stderr
+    command = [sys.executable, "-c", HANGING_SCRIPT]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert process.returncode == -signal.SIGINT, process.stderr
+    assert process.stdout == "caught\n"  # the exception is raised as any other
+    assert "Traceback" not in process.stderr

@@ -22,9 +22,9 @@ from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.trial_processes import wait_until
 
 KEY = JournalKey(experiment="e", generation=1)
-OFTEN = timedelta(milliseconds=5)
-AT = "2026-11-23T01:00:00.000+00:00"
-MOMENT = datetime.fromisoformat(AT)
+SHORT_PERIOD = timedelta(milliseconds=5)
+STARTED_AT = "2026-11-23T01:00:00.000+00:00"
+START_TIME = datetime.fromisoformat(STARTED_AT)
 
 
 @pytest.fixture
@@ -42,27 +42,27 @@ class Search:
         self.state = empty_experiment(KEY).model_copy(update={"term": 3})
         self.view = SearchView(self.state)
         self.publisher = LiveStatusPublisher(BucketTarget(name="live"), self.view.take_snapshot, period)
-        self.happens(TrialAdded(trial="a", config={}))
-        self.happens(AttemptStarted(trial="a", attempt=1, from_step=0))
+        self.apply_event(TrialAdded(trial="a", config={}))
+        self.apply_event(AttemptStarted(trial="a", attempt=1, from_step=0))
 
-    def happens(self, event: Event) -> None:
+    def apply_event(self, event: Event) -> None:
         self.state = apply_event(self.state, event, 1)
-        self.view.apply_event(event, MOMENT, self.state)
+        self.view.apply_event(event, START_TIME, self.state)
 
 
 def test_it_is_written_again_and_again_so_that_its_time_says_that_the_owner_lives(bucket: Bucket) -> None:
-    with Search(OFTEN).publisher:
+    with Search(SHORT_PERIOD).publisher:
         wait_until(lambda: bucket.operations["put"] > 3)
-    found = read_newest_live_status(bucket, KEY)
-    assert (found.term, [(each.trial, each.began_at) for each in found.trials]) == (3, [("a", AT)])
-    assert found.number > 3
+    status = read_newest_live_status(bucket, KEY)
+    assert (status.term, [(trial.trial, trial.began_at) for trial in status.trials]) == (3, [("a", STARTED_AT)])
+    assert status.number > 3
 
 
 def test_at_the_end_it_is_deleted_unless_a_trial_was_left_running(bucket: Bucket) -> None:
-    search = Search(OFTEN)
+    search = Search(SHORT_PERIOD)
     with search.publisher:
         wait_until(lambda: bucket.operations["put"] > 1)
-        search.happens(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
+        search.apply_event(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"))
     assert not bucket.objects
 
 
@@ -76,9 +76,9 @@ def test_an_outage_is_logged_once_and_the_next_write_needs_no_repair(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket.failures = [StoreUnavailable("no route to the bucket")] * 3
-    with caplog.at_level(logging.WARNING, "prefect_tune"), Search(OFTEN).publisher:
+    with caplog.at_level(logging.WARNING, "prefect_tune"), Search(SHORT_PERIOD).publisher:
         wait_until(lambda: read_newest_live_status(bucket, KEY))
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "the newest steps of running trials cannot be published; retried later: no route to the bucket"
     ]
 
@@ -88,39 +88,41 @@ def test_a_slow_target_gets_fewer_writes_and_they_contain_the_longer_period(
 ) -> None:
     seconds = iter(range(0, 10_000, 2))  # each write takes 2 s
     pauses: list[float] = []
-    running = Search(OFTEN).publisher
-    monkeypatch.setattr(clock, "_run_start", None)  # the clock of a run would read this one, too
+    publisher = Search(SHORT_PERIOD).publisher
+    monkeypatch.setattr(clock, "_run_start", None)  # the clock of a run reads it too
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
 
-    def is_closed_after(pause: float) -> bool:
+    def wait_until_closed(pause: float) -> bool:
         pauses.append(pause)
         return len(pauses) > 3
 
-    monkeypatch.setattr(running._closed, "wait", is_closed_after)
-    running._run_publisher(OFTEN)
-    assert pauses == [0.0, OFTEN.total_seconds(), 40.0, 40.0]
-    found = read_newest_live_status(bucket, KEY)
-    assert found.period_seconds == 40
+    monkeypatch.setattr(publisher._closed, "wait", wait_until_closed)
+    publisher._run_publisher(SHORT_PERIOD)
+    assert pauses == [0.0, SHORT_PERIOD.total_seconds(), 40.0, 40.0]
+    status = read_newest_live_status(bucket, KEY)
+    assert status.period_seconds == 40
 
 
 @pytest.mark.usefixtures("bucket")
 def test_a_trial_that_this_owner_does_not_run_is_not_published() -> None:
-    search, run_here = Search(OFTEN), set[str]()
-    publisher = LiveStatusPublisher(BucketTarget(name="live"), search.view.take_snapshot, OFTEN, run_here.__contains__)
+    search, run_here = Search(SHORT_PERIOD), set[str]()
+    publisher = LiveStatusPublisher(
+        BucketTarget(name="live"), search.view.take_snapshot, SHORT_PERIOD, run_here.__contains__
+    )
     assert publisher._read_running_trials()[1] == ()
     run_here.add("a")
-    assert [each.trial for each in publisher._read_running_trials()[1]] == ["a"]
+    assert [trial.trial for trial in publisher._read_running_trials()[1]] == ["a"]
 
 
 @pytest.mark.parametrize("error", [Superseded("by another run"), StoreUnavailable("gone")])
 def test_what_a_superseded_run_wrote_is_deleted_and_what_another_error_ends_stays(
     error: TuneError, bucket: Bucket
 ) -> None:
-    def searches() -> None:
-        with Search(OFTEN).publisher:
+    def publish_and_fail() -> None:
+        with Search(SHORT_PERIOD).publisher:
             wait_until(lambda: bucket.operations["put"] > 0)
             raise error
 
     with pytest.raises(type(error)):
-        searches()
+        publish_and_fail()
     assert bool(bucket.objects) is not isinstance(error, Superseded)

@@ -1,4 +1,4 @@
-"""A relative path is resolved where it is passed; an entry of a checkpoint that cannot be saved is refused."""
+"""Relative paths are resolved where they are passed; checkpoint entries that cannot be saved are refused."""
 
 from __future__ import annotations
 
@@ -30,28 +30,25 @@ LOG = make_log(LogRecorder())
 
 
 @pytest.mark.parametrize("path", long_after(2, ["checkpoint", "../here/checkpoint", "latest"]))
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("async_commit", [True, False])
 def test_a_checkpoints_relative_path_is_handed_over_as_the_real_one(
-    pool: TrialProcessPool, tmp_path: Path, path: str, overlap: bool
+    pool: TrialProcessPool, tmp_path: Path, path: str, async_commit: bool
 ) -> None:
-    here = tmp_path / "here"
-    (here / "checkpoint").mkdir(parents=True)
-    (here / "checkpoint" / "weights").write_text("these")
-    (here / "latest").symlink_to("checkpoint")
+    working_dir = tmp_path / "here"
+    (working_dir / "checkpoint").mkdir(parents=True)
+    (working_dir / "checkpoint" / "weights").write_text("these")
+    (working_dir / "latest").symlink_to("checkpoint")
     staging = tmp_path / "staging"
     staging.mkdir()
-    config = {"seen_from": str(here), "path": path}
-    start = make_start(reporters.report_directory, tmp_path, config, async_commit=overlap, staging=str(staging))
+    config = {"seen_from": str(working_dir), "path": path}
+    start = make_start(reporters.report_directory, tmp_path, config, async_commit=async_commit, staging=str(staging))
     with pool.open_process(start, LOG) as channel:
         assert isinstance(channel.receive(timedelta(seconds=60)), TrainableLoaded)
         step = channel.receive(timedelta(seconds=60))
         channel.send(CheckpointSaved(step=1))
         channel.receive(timedelta(seconds=60))
     directory = Path(step.checkpoint or "")
-    if overlap:
-        assert directory.parent == staging
-    else:
-        assert directory == here / "checkpoint"
+    assert (directory.parent == staging) if async_commit else (directory == working_dir / "checkpoint")
     assert (directory / "weights").read_text() == "these"
 
 
@@ -78,13 +75,8 @@ def test_a_trial_imports_from_where_its_supervisor_does(tmp_path: Path, monkeypa
     (tmp_path / "code").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "code", "__editable__.finder", "/usr/lib/nothing", "absent"])
-    assert absolute_sys_path() == (
-        str(tmp_path),
-        str(tmp_path / "code"),
-        "__editable__.finder",
-        "/usr/lib/nothing",
-        "absent",
-    )
+    unchanged = ("__editable__.finder", "/usr/lib/nothing", "absent")
+    assert absolute_sys_path() == (str(tmp_path), str(tmp_path / "code"), *unchanged)
 
 
 def test_a_removed_working_directory_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

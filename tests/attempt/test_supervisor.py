@@ -1,4 +1,4 @@
-"""How the supervisor classifies the end of an attempt: its cause, pending uploads, silence and grace period."""
+"""How the supervisor classifies the end of an attempt: cause, pending uploads, silence and grace period."""
 
 from __future__ import annotations
 
@@ -61,24 +61,24 @@ RETURNED = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishK
 
 @dataclass
 class FakeChannel:
-    """A trial that sends `says` (a float is a pause in seconds), then is silent, or ends as `process_end` says."""
+    """A trial that sends `messages` (a float is a pause in seconds), then is silent or ends with `process_end`."""
 
-    says: Sequence[FromTrial | float]
+    messages: Sequence[FromTrial | float]
     process_end: ProcessEnd | None = None
     sent: list[ToTrial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._left = list(self.says)
+        self._unread = list(self.messages)
         self.connection, self._other = Pipe()
         self._other.send_bytes(b"there may always be a message")
 
-    def receive(self, patience: timedelta) -> FromTrial | None:
-        del patience
-        if self._left:
-            said = self._left.pop(0)
-            if not isinstance(said, float):
-                return said
-            time.sleep(said)
+    def receive(self, timeout: timedelta) -> FromTrial | None:
+        del timeout
+        if self._unread:
+            message = self._unread.pop(0)
+            if not isinstance(message, float):
+                return message
+            time.sleep(message)
             return None
         if self.process_end is not None:
             raise EOFError
@@ -97,18 +97,18 @@ class FakeChannel:
 
 @dataclass
 class FakeCommitWorker:
-    """Completes no save on its own: calling an item of `uploads` completes that save."""
+    """Completes a save when the test calls its item of `uploads`."""
 
     log: logging.Logger = field(default_factory=logging.getLogger)
     error: BaseException | None = None
     source_digest: str = ""
-    noted: list[tuple[int, bool]] = field(default_factory=list)
-    """The steps, and whether each was noted as one that asks."""
+    queued_reports: list[tuple[int, bool]] = field(default_factory=list)
+    """Each step, and whether it awaits a decision."""
     flushes: int = 0
     uploads: list[Callable[[], None]] = field(default_factory=list)
 
     def queue_report(self, report: StepReport, *, awaits_decision: bool) -> None:
-        self.noted.append((report.step, awaits_decision))
+        self.queued_reports.append((report.step, awaits_decision))
 
     def queue_flush(self) -> None:
         self.flushes += 1
@@ -130,37 +130,40 @@ def spec(tmp_path: Path) -> TrialSpec:
     )
 
 
-def step(number: int, *, saves: bool = False) -> StepDone:
+def make_step(number: int, *, saves: bool = False) -> StepDone:
     report = StepReport(step=number, metrics={})
     return StepDone(report=report, checkpoint="/tmp/none" if saves else None, is_owned_by_supervisor=saves)
 
 
-LAST = step(1, saves=True).model_copy(update={"finish_reason": "its criterion is met"})
+LAST = make_step(1, saves=True).model_copy(update={"finish_reason": "its criterion is met"})
+
+
+@pytest.fixture
+def patient_spec(spec: TrialSpec) -> TrialSpec:
+    return replace(spec, silence_timeout=None)
+
+
+def make_group(*channels: FakeChannel, **options: int) -> RankGroup:
+    return RankGroup(cast("Sequence[TrialChannel]", channels), **options)
+
+
+def supervise_group(group: RankGroup, spec: TrialSpec, meter: UsageMeter | None = None) -> Outcome:
+    worker = cast("CommitWorker", FakeCommitWorker())
+    return attempt_supervisor.supervise(group, worker, spec, make_channel(), meter or UsageMeter())
 
 
 def supervise(
     channel: FakeChannel,
-    commit_worker: FakeCommitWorker,
     spec: TrialSpec,
-    link: InProcessChannel,
-    meter: UsageMeter | None = None,
-) -> Outcome:
-    group = RankGroup(cast("Sequence[TrialChannel]", [channel]))
-    worker, used = cast("CommitWorker", commit_worker), meter or UsageMeter()
-    return attempt_supervisor.supervise(group, worker, spec, link, used)
-
-
-def line() -> InProcessChannel:
-    return InProcessChannel("t", lambda _: None, TrialProcessPool(slots=1))
-
-
-def outcome_of(
-    spec: TrialSpec,
-    says: Sequence[FromTrial | float],
-    process_end: ProcessEnd | None = None,
     commit_worker: FakeCommitWorker | None = None,
+    search_channel: InProcessChannel | None = None,
 ) -> Outcome:
-    return supervise(FakeChannel(says, process_end), commit_worker or FakeCommitWorker(), spec, line())
+    worker, answers = cast("CommitWorker", commit_worker or FakeCommitWorker()), search_channel or make_channel()
+    return attempt_supervisor.supervise(make_group(channel), worker, spec, answers, UsageMeter())
+
+
+def make_channel() -> InProcessChannel:
+    return InProcessChannel("t", lambda _: None, TrialProcessPool(slots=1))
 
 
 @pytest.mark.parametrize(
@@ -185,45 +188,40 @@ def outcome_of(
 def test_a_death_before_the_first_step_speaks_against_the_checkpoint_only_if_the_trainable_caused_it(
     spec: TrialSpec, process_end: ProcessEnd, cause: Cause, at_start: bool
 ) -> None:
-    found = outcome_of(spec, [LOADED], process_end)
-    assert (found.cause, found.before_first_step) == (cause, at_start)
+    outcome = supervise(FakeChannel([LOADED], process_end), spec)
+    assert (outcome.cause, outcome.before_first_step) == (cause, at_start)
 
 
 def test_a_death_before_the_trainable_is_loaded_or_after_a_step_speaks_against_no_checkpoint(spec: TrialSpec) -> None:
-    for says in ([], [LOADED, step(1)]):
-        found = outcome_of(spec, says, ProcessEnd(signal="SIGSEGV"))
-        assert (found.cause, found.before_first_step) == (Cause.TRAINABLE, False)
+    for messages in ([], [LOADED, make_step(1)]):
+        outcome = supervise(FakeChannel(messages, ProcessEnd(signal="SIGSEGV")), spec)
+        assert (outcome.cause, outcome.before_first_step) == (Cause.TRAINABLE, False)
 
 
-@pytest.mark.parametrize(
-    ("seconds_before", "cause"),
-    [(0.4, Cause.MACHINE), (0.0, Cause.OUT_OF_MEMORY)],
-)
+@pytest.mark.parametrize(("seconds_before", "cause"), [(0.4, Cause.MACHINE), (0.0, Cause.OUT_OF_MEMORY)])
 def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
-    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
+    patient_spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, seconds_before: float, cause: Cause
 ) -> None:
     monkeypatch.setattr(usage_meter, "_MIN_SAMPLE_INTERVAL_SECONDS", 0.1)
     kills = [5]
 
     class Channel(FakeChannel):
-        def receive(self, patience: timedelta) -> FromTrial | None:
-            if self._left == [] or self._left[0] == seconds_before:
+        def receive(self, timeout: timedelta) -> FromTrial | None:
+            if self._unread == [] or self._unread[0] == seconds_before:
                 kills[0] = 6
-            return super().receive(patience)
+            return super().receive(timeout)
 
     monkeypatch.setattr(MemoryLimit, "oom_kill_count", lambda _: kills[0])
-    says = [LOADED, step(1), *([seconds_before, 0.2, 0.2, 0.2] if seconds_before else [])]
-    patient = replace(spec, silence_timeout=None)
-    found = supervise(Channel(says, KILLED), FakeCommitWorker(), patient, line())
-    assert found.cause is cause
+    messages = [LOADED, make_step(1), *([seconds_before, 0.2, 0.2, 0.2] if seconds_before else [])]
+    assert supervise(Channel(messages, KILLED), patient_spec).cause is cause
 
 
 @pytest.mark.parametrize("error", [InvalidInput("a link to nothing"), StagedFilesChanged("it grew")])
 def test_what_is_wrong_with_the_directory_handed_over_is_the_trials_failure(
     spec: TrialSpec, error: BaseException
 ) -> None:
-    found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=FakeCommitWorker(error=error))
-    assert (found.cause, found.reason) == (Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
+    outcome = supervise(FakeChannel([LOADED, make_step(1, saves=True)]), spec, FakeCommitWorker(error=error))
+    assert (outcome.cause, outcome.reason) == (Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
 
 
 def test_a_process_that_is_killed_during_its_save_is_the_machines_failure_though_its_files_are_gone(
@@ -236,116 +234,110 @@ def test_a_process_that_is_killed_during_its_save_is_the_machines_failure_though
             commit_worker.error = StagedFilesChanged("its temporary files were removed with it")
             return super().end()
 
-    found = supervise(Channel([LOADED, step(1, saves=True)], KILLED), commit_worker, spec, line())
-    assert (found.cause, found.reason) == (Cause.MACHINE, make_reason("process-ended", signal="SIGKILL"))
+    outcome = supervise(Channel([LOADED, make_step(1, saves=True)], KILLED), spec, commit_worker)
+    assert (outcome.cause, outcome.reason) == (Cause.MACHINE, make_reason("process-ended", signal="SIGKILL"))
 
 
 def test_a_target_that_fails_is_the_machines_failure(spec: TrialSpec) -> None:
     commit_worker = FakeCommitWorker(error=StoreRefused("AccessDenied"))
-    found = outcome_of(spec, [LOADED, step(1, saves=True)], commit_worker=commit_worker)
-    assert (found.cause, found.before_first_step) == (Cause.MACHINE, False)
-    assert found.reason == make_reason("write-failed", error="StoreRefused: AccessDenied")
+    outcome = supervise(FakeChannel([LOADED, make_step(1, saves=True)]), spec, commit_worker)
+    assert (outcome.cause, outcome.before_first_step) == (Cause.MACHINE, False)
+    assert outcome.reason == make_reason("write-failed", error="StoreRefused: AccessDenied")
 
 
 def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(spec: TrialSpec) -> None:
-    asking = InProcessChannel("t", lambda _: asking.send_decision(leave), TrialProcessPool(slots=1))
+    search_channel = InProcessChannel("t", lambda _: search_channel.send_decision(stop), TrialProcessPool(slots=1))
     failure = make_failure("found no metric 'loss'", Cause.BAD_METRIC)
-    leave = StopTrial(outcome=failure, save=False)
-    channel = FakeChannel(
-        [LOADED, StepDone(report=StepReport(step=2, metrics={}), awaits_decision=True), TrialEnded(outcome=failure)]
-    )
-    assert supervise(channel, FakeCommitWorker(), spec, asking) == failure
-    assert channel.sent == [leave]
+    stop = StopTrial(outcome=failure, save=False)
+    step = StepDone(report=StepReport(step=2, metrics={}), awaits_decision=True)
+    channel = FakeChannel([LOADED, step, TrialEnded(outcome=failure)])
+    assert supervise(channel, spec, search_channel=search_channel) == failure
+    assert channel.sent == [stop]
 
 
 def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(spec: TrialSpec) -> None:
-    assert outcome_of(spec, [0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]) == DONE
+    assert supervise(FakeChannel([0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]), spec) == DONE
 
 
 def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(spec: TrialSpec) -> None:
     commit_worker = FakeCommitWorker()
 
     class Channel(FakeChannel):
-        def receive(self, patience: timedelta) -> FromTrial | None:
-            if self._left == [0.0]:  # the trial was blocked in `pt.report` until here
+        def receive(self, timeout: timedelta) -> FromTrial | None:
+            if self._unread == [0.0]:  # the trial was blocked in `pt.report` until here
                 commit_worker.uploads.pop()()
-            return super().receive(patience)
+            return super().receive(timeout)
 
-    channel = Channel([LOADED, step(1, saves=True), 0.4, 0.0])
-    began = time.monotonic()
-    found = supervise(channel, commit_worker, spec, line())
-    assert time.monotonic() - began >= 0.4 + 0.3
+    channel = Channel([LOADED, make_step(1, saves=True), 0.4, 0.0])
+    start_time = time.monotonic()
+    outcome = supervise(channel, spec, commit_worker)
+    assert time.monotonic() - start_time >= 0.4 + 0.3
     assert channel.sent == [CheckpointSaved(step=1)]
-    assert (found.cause, get_reason_code(found.reason)) == (Cause.MACHINE, "silent")
+    assert (outcome.cause, get_reason_code(outcome.reason)) == (Cause.MACHINE, "silent")
 
 
 def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: TrialSpec) -> None:
-    link = line()
+    search_channel = make_channel()
 
     class Channel(FakeChannel):
-        def receive(self, patience: timedelta) -> FromTrial | None:
-            if not self._left:
-                link.send_decision(make_stop("enough", save=True))
-            return super().receive(patience)
+        def receive(self, timeout: timedelta) -> FromTrial | None:
+            if not self._unread:
+                search_channel.send_decision(make_stop("enough", save=True))
+            return super().receive(timeout)
 
         def send(self, message: ToTrial) -> None:
             super().send(message)
             assert len(self.sent) < 100, "the supervisor waits for ever"
 
-    found = supervise(Channel([LOADED, step(1)]), FakeCommitWorker(), spec, link)
-    assert get_reason_code(found.reason) == "silent"
+    outcome = supervise(Channel([LOADED, make_step(1)]), spec, search_channel=search_channel)
+    assert get_reason_code(outcome.reason) == "silent"
 
 
 def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
-    asking = InProcessChannel(
-        "t", lambda _: asking.send_decision(ContinueTraining(decision_step=None)), TrialProcessPool(slots=1)
-    )
-    says = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]
-    channel = FakeChannel(says)
-    assert supervise(channel, FakeCommitWorker(), spec, asking) == DONE
-    assert channel.sent == [ContinueTraining(decision_step=None)]
+    answer = ContinueTraining(decision_step=None)
+    search_channel = InProcessChannel("t", lambda _: search_channel.send_decision(answer), TrialProcessPool(slots=1))
+    messages = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]
+    channel = FakeChannel(messages)
+    assert supervise(channel, spec, search_channel=search_channel) == DONE
+    assert channel.sent == [answer]
 
 
 @pytest.mark.parametrize(("saves", "code"), [(True, "upload-unfinished"), (False, "no-checkpoint")])
 def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing(
     spec: TrialSpec, saves: bool, code: str
 ) -> None:
-    asked = line()
-    asked.stop.set()
-    channel = FakeChannel([LOADED, step(1, saves=saves)])
-    found = supervise(channel, FakeCommitWorker(), spec, asked)
-    assert (found.cause, found.before_first_step) == (Cause.PREEMPTED, False)
-    assert found.reason == make_reason(code, seconds=0.3)
+    search_channel, channel = make_channel(), FakeChannel([LOADED, make_step(1, saves=saves)])
+    search_channel.stop.set()
+    outcome = supervise(channel, spec, search_channel=search_channel)
+    assert (outcome.cause, outcome.before_first_step) == (Cause.PREEMPTED, False)
+    assert outcome.reason == make_reason(code, seconds=0.3)
     assert channel.sent == [CheckpointAndStop()]
 
 
 def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is_over(spec: TrialSpec) -> None:
-    asked, abandoned = line(), threading.Event()
-    asked.stop.set()
+    search_channel, abandoned = make_channel(), threading.Event()
+    search_channel.stop.set()
     abandoned.set()
+    long_grace = replace(spec, grace_period=timedelta(hours=1))
     with stopping_retries_on(abandoned):
-        found = supervise(
-            FakeChannel([LOADED]), FakeCommitWorker(), replace(spec, grace_period=timedelta(hours=1)), asked
-        )
-    assert (found.cause, found.reason) == (Cause.PREEMPTED, make_reason("interrupted-twice"))
+        outcome = supervise(FakeChannel([LOADED]), long_grace, search_channel=search_channel)
+    assert (outcome.cause, outcome.reason) == (Cause.PREEMPTED, make_reason("interrupted-twice"))
 
 
 def test_a_group_that_was_asked_to_stop_and_whose_last_save_failed_does_not_say_that_it_has_saved(
-    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
+    patient_spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt_supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(0)))
     monkeypatch.setattr(attempt_supervisor, "_RANK_EXIT_TIMEOUT", timedelta(0))
     saved = TrialEnded(outcome=make_failure("saved", Cause.PREEMPTED))
-    first = FakeChannel([LOADED, step(1, saves=True), *[0.01] * 9, saved])
-    group = RankGroup(cast("Sequence[TrialChannel]", [first, FakeChannel([LOADED])]))
-    worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence_timeout=None)
-    found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
+    first = FakeChannel([LOADED, make_step(1, saves=True), *[0.01] * 9, saved])
+    outcome = supervise_group(make_group(first, FakeChannel([LOADED])), patient_spec)
     assert first.sent == [SaveFailed(step=1)]
-    assert (found.cause, get_reason_code(found.reason)) == (Cause.PREEMPTED, "not-committed")
+    assert (outcome.cause, get_reason_code(outcome.reason)) == (Cause.PREEMPTED, "not-committed")
 
 
 def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
-    """It may end at once, by another thread: as a failure, if a save before is the last one that is known."""
+    """Another thread may end it at once: as a failure, unless the newest save counts by then."""
     counted: list[tuple[list[Reason], bool]] = []
 
     class Channel(FakeChannel):
@@ -353,23 +345,19 @@ def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
             super().send(message)
             counted.append(([*supervisor._failed_saves], supervisor._has_pending_saves))
 
-    group = RankGroup(cast("Sequence[TrialChannel]", [Channel([])]))
-    supervisor = attempt_supervisor._Supervisor(
-        group, cast("CommitWorker", FakeCommitWorker()), spec, line(), UsageMeter()
-    )
+    group, worker = make_group(Channel([])), cast("CommitWorker", FakeCommitWorker())
+    supervisor = attempt_supervisor._Supervisor(group, worker, spec, make_channel(), UsageMeter())
     supervisor._failed_saves.append(make_reason("not-committed", step=1, error="late"))
-    supervisor._on_step(step(2, saves=True))
+    supervisor._on_step(make_step(2, saves=True))
     supervisor._on_checkpoint_committed(2)
     assert counted == [([], False)]
 
 
 @pytest.mark.parametrize("received", range(4))
 def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(received: int) -> None:
-    launcher, rank = (
-        FakeChannel([TrialEnded(outcome=make_failure("rank 1 failed"), raised=True)]),
-        FakeChannel([], KILLED),
-    )
-    group = RankGroup(cast("Sequence[TrialChannel]", [launcher, rank]))
+    launcher = FakeChannel([TrialEnded(outcome=make_failure("rank 1 failed"), raised=True)])
+    rank = FakeChannel([], KILLED)
+    group = make_group(launcher, rank)
     group._channels = group._open_channels = cast("dict[int, TrialChannel]", {LAUNCHER: launcher, 1: rank})
     group._turn = received
     with pytest.raises(RankLostError):
@@ -377,32 +365,30 @@ def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(recei
 
 
 def make_raised(text: str, traceback: str = "File x, line 1") -> TrialEnded:
-    """Return the message of a rank that has raised an exception of the type `E`."""
+    """Return the message of a rank that raised an exception of type `E`."""
     return TrialEnded(outcome=make_failure(text, type="E", traceback=traceback), raised=True)
 
 
 def make_rank_end(text: str) -> Reason:
-    """Return the reason that is kept of such a rank."""
+    """Return the end reason of a rank that sent `make_raised(text)`."""
     return make_reason("raised", text=text, type="E")
 
 
-@pytest.mark.parametrize(("is_there", "cause"), [(True, Cause.MACHINE), (False, Cause.TRAINABLE)])
+@pytest.mark.parametrize(("is_alive", "cause"), [(True, Cause.MACHINE), (False, Cause.TRAINABLE)])
 def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_their_launcher(
-    is_there: bool, cause: Cause, spec: TrialSpec
+    is_alive: bool, cause: Cause, patient_spec: TrialSpec
 ) -> None:
-    """The message of the one that has failed is received before the death of the other."""
+    """The supervisor receives the message of the failed rank before the death of the other."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     failed = FakeChannel([LOADED, make_raised("connection reset by peer")])
     channels = {LAUNCHER: FakeChannel([]), 0: FakeChannel([0.01] * 5, KILLED), 1: failed}
-    group = RankGroup(cast("Sequence[TrialChannel]", list(channels.values())))
+    group = make_group(*channels.values())
     group._channels = cast("dict[int, TrialChannel]", channels)
     group._open_channels = dict(group._channels)
-    group._pids = {0: dead.pid, 1: os.getpid() if is_there else dead.pid}
-    found = attempt_supervisor.supervise(
-        group, cast("CommitWorker", FakeCommitWorker()), replace(spec, silence_timeout=None), line(), UsageMeter()
-    )
-    assert found.cause is cause, found
+    group._pids = {0: dead.pid, 1: os.getpid() if is_alive else dead.pid}
+    outcome = supervise_group(group, patient_spec)
+    assert outcome.cause is cause, outcome
 
 
 @pytest.mark.parametrize(
@@ -422,11 +408,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
                 ],
             ),
             (
-                [
-                    FakeChannel([LOADED]),
-                    FakeChannel([TrialEnded(outcome=RETURNED)]),
-                    FakeChannel([make_raised("x")]),
-                ],
+                [FakeChannel([LOADED]), FakeChannel([TrialEnded(outcome=RETURNED)]), FakeChannel([make_raised("x")])],
                 [
                     RankEnd(ranks=(2,), how=make_rank_end("x"), is_cause=True),
                     RankEnd(ranks=(1,), how=make_reason("returned")),
@@ -434,7 +416,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
             ),
             (
                 [
-                    FakeChannel([LOADED, step(1), TrialEnded(outcome=RETURNED)]),
+                    FakeChannel([LOADED, make_step(1), TrialEnded(outcome=RETURNED)]),
                     FakeChannel([TrialEnded(outcome=RETURNED)]),
                     FakeChannel([], ProcessEnd(exit_code=3)),
                 ],
@@ -447,17 +429,14 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
                 [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
                 [RankEnd(ranks=(1,), how=make_reason("rank-without-report"), is_cause=True)],
             ),
-            ([FakeChannel([LOADED, step(1), TrialEnded(outcome=RETURNED)])] * 3, []),
+            ([FakeChannel([LOADED, make_step(1), TrialEnded(outcome=RETURNED)])] * 3, []),
             ([FakeChannel([LOADED, make_raised("x")])], []),
             (
-                [FakeChannel([LOADED, step(1, saves=True), step(2, saves=True)]), FakeChannel([]), FakeChannel([])],
+                [FakeChannel([LOADED, make_step(1, saves=True), make_step(2, saves=True)]), *[FakeChannel([])] * 2],
                 [RankEnd(ranks=(1, 2), how=make_reason("rank-without-part"), is_cause=True)],
             ),
             (
-                [
-                    FakeChannel([LOADED, step(1, saves=True).model_copy(update={"finish_reason": "met"})]),
-                    FakeChannel([]),
-                ],
+                [FakeChannel([LOADED, LAST]), FakeChannel([])],
                 [RankEnd(ranks=(1,), how=make_reason("rank-without-part"), is_cause=True)],
             ),
         ],
@@ -474,87 +453,66 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
     ],
 )
 def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
-    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, ranks: Sequence[FakeChannel], ends: Sequence[RankEnd]
+    patient_spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, ranks: Sequence[FakeChannel], ends: Sequence[RankEnd]
 ) -> None:
     monkeypatch.setattr(attempt_supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(0)))
     monkeypatch.setattr(attempt_supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(0)))
-    if all(each.process_end or (each.says and isinstance(each.says[-1], TrialEnded)) for each in ranks):
-        # all are waited for, however slow the machine is
+    if all(rank.process_end or (rank.messages and isinstance(rank.messages[-1], TrialEnded)) for rank in ranks):
+        # wait for all ranks, even on a slow machine
         monkeypatch.setattr(attempt_supervisor, "_ROOT_CAUSE_TIMEOUT", timedelta(minutes=1))
     meter = UsageMeter()
-    channels = cast("Sequence[TrialChannel]", [replace(each) for each in ranks])
-    attempt_supervisor.supervise(
-        RankGroup(channels),
-        cast("CommitWorker", FakeCommitWorker()),
-        replace(spec, silence_timeout=None),
-        line(),
-        meter,
-    )
+    supervise_group(make_group(*map(replace, ranks)), patient_spec, meter)
     assert list(meter.rank_ends) == ends
-    use = meter.get_usage()
-    assert isinstance(use, GroupUsage) == bool(ends)
+    assert isinstance(meter.get_usage(), GroupUsage) == bool(ends)
 
 
-class OutOfMemory(UsageMeter):
-    """The kernel has killed a process."""
+class OutOfMemoryMeter(UsageMeter):
+    """Reports that the kernel killed a process for memory."""
 
     def _was_oom_killed(self) -> bool:
         return True
 
 
 def test_a_rank_of_a_launcher_that_was_killed_for_memory_is_not_taken_for_a_failure_of_the_machine(
-    spec: TrialSpec,
+    patient_spec: TrialSpec,
 ) -> None:
     killed = FakeChannel([LOADED], _JoinedRank(7).end())
-    channels = cast("Sequence[TrialChannel]", [FakeChannel([0.01] * 9), killed])
-    found = attempt_supervisor.supervise(
-        RankGroup(channels),
-        cast("CommitWorker", FakeCommitWorker()),
-        replace(spec, silence_timeout=None),
-        line(),
-        OutOfMemory(),
-    )
-    assert found.cause is Cause.OUT_OF_MEMORY, found
+    outcome = supervise_group(make_group(FakeChannel([0.01] * 9), killed), patient_spec, OutOfMemoryMeter())
+    assert outcome.cause is Cause.OUT_OF_MEMORY, outcome
 
 
 def test_of_another_node_no_process_is_measured_and_no_kill_explained_with_the_memory_of_this_one(
-    spec: TrialSpec,
+    patient_spec: TrialSpec,
 ) -> None:
-    with subprocess.Popen(["sleep", "60"]) as of_same_number:
-        here, loaded = (TrainableLoaded(source_digest="", pid=pid) for pid in (os.getpid(), of_same_number.pid))
-        channels = cast("Sequence[TrialChannel]", [FakeChannel([here, *[0.01] * 9]), FakeChannel([loaded], KILLED)])
-        meter, worker = OutOfMemory(), cast("CommitWorker", FakeCommitWorker())
+    with subprocess.Popen(["sleep", "60"]) as local_process:
+        here, loaded = (TrainableLoaded(source_digest="", pid=pid) for pid in (os.getpid(), local_process.pid))
+        ranks, meter = [FakeChannel([here, *[0.01] * 9]), FakeChannel([loaded], KILLED)], OutOfMemoryMeter()
         try:
-            found = attempt_supervisor.supervise(
-                RankGroup(channels, local_rank_count=1), worker, replace(spec, silence_timeout=None), line(), meter
-            )
+            outcome = supervise_group(make_group(*ranks, local_rank_count=1), patient_spec, meter)
         finally:
-            of_same_number.kill()
-    assert found.cause is Cause.MACHINE, found
+            local_process.kill()
+    assert outcome.cause is Cause.MACHINE, outcome
     assert meter.get_usage().peak_memory_bytes is None
 
 
 def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
-    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
+    patient_spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Impatient(GroupMetrics):
-        """Its time is a number of looks, so that a slow machine has as much of it."""
+    class CountingMetrics(GroupMetrics):
+        """Counts checks instead of seconds, so that a slow machine has as many."""
 
         def restart_timeout(self) -> None:
             super().restart_timeout()
-            self.looks = 0
+            self.check_count = 0
 
         def overdue_reason(self) -> Reason | None:
-            self.looks += 1
-            return make_reason("metrics-late") if self.looks > 30 else None
+            self.check_count += 1
+            return make_reason("metrics-late") if self.check_count > 30 else None
 
-    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", Impatient)
+    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", CountingMetrics)
     reported = RankMetrics(step=1, metrics={"loss": 1.0})
-    directed = RankCommand(step=1, save=False, stop=False, outcome=None)
-    first = FakeChannel([LOADED, reported, *[0.001] * 180, directed, TrialEnded(outcome=DONE)])
+    command = RankCommand(step=1, save=False, stop=False, outcome=None)
+    first = FakeChannel([LOADED, reported, *[0.001] * 180, command, TrialEnded(outcome=DONE)])
     second = FakeChannel([*[0.001] * 120, LOADED, reported, TrialEnded(outcome=DONE)])
-    group = RankGroup(cast("Sequence[TrialChannel]", [first, second]))
-    worker, patient = cast("CommitWorker", FakeCommitWorker()), replace(spec, silence_timeout=None)
-    found = attempt_supervisor.supervise(group, worker, patient, line(), UsageMeter())
-    assert found == DONE
+    assert supervise_group(make_group(first, second), patient_spec) == DONE
     assert first.sent == [MeanMetrics(step=1, metrics={"loss": 1.0})]

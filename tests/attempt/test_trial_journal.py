@@ -1,4 +1,4 @@
-"""How an attempt journals its events: through the driver in its process, or by posts to an outbox."""
+"""An attempt journals its events through the driver in its process, or by posts to an outbox."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ MINUTE = timedelta(minutes=1)
 
 
 class Search(FarSearch):
-    """A search of one trial, whose attempt is the function `attempt` in a thread; it must never hang."""
+    """A search of one trial, whose attempt is the function `attempt` in a thread."""
 
     def __init__(self, folder: Path, attempt: Callable[[SubmittingJournal], None]) -> None:
         self.executor = LocalExecutor(cast("TrialProcessPool", None), launch=self._launch)
         super().__init__(LocalTarget(path=str(folder)), executor=self.executor, limits=limits_of(1))
-        self.driver, self.turns = self._driver, 0
+        self.driver, self.iteration_count = self._driver, 0
         self._journal_writer._writer = self._write
         self._attempt, self._thread = attempt, threading.Thread()
         self.error: BaseException | None = None
-        """What the attempt raised."""
+        """The exception of the attempt."""
         self.entries: list[Sequence[Event]] = []
-        self.fails_at: type[Event] | None = None
-        self.interrupts: Callable[[], bool] = lambda: False
+        self.failing_event: type[Event] | None = None
+        self.should_interrupt: Callable[[], bool] = lambda: False
 
     def run(self) -> None:
         try:
@@ -78,25 +78,25 @@ class Search(FarSearch):
             assert not self._thread.is_alive(), "the attempt hangs"
 
     def is_interrupted(self) -> bool:
-        self.turns += 1
-        if self.interrupts():
+        self.iteration_count += 1
+        if self.should_interrupt():
             raise Death
         return False
 
     def has_started(self) -> bool:
         return bool(self.entries) and AttemptStarted in map(type, self.entries[-1])
 
-    def _launch(self, spec: TrialSpec, request: AttemptRequest, link: SearchChannel, ended: OnAttemptEnd) -> None:
-        journal = link.make_journal(spec, request)
+    def _launch(self, spec: TrialSpec, request: AttemptRequest, channel: SearchChannel, on_end: OnAttemptEnd) -> None:
+        journal = channel.make_journal(spec, request)
         assert isinstance(journal, SubmittingJournal)
 
         def run() -> None:
             try:
                 journal.write([make_attempt_started(request.trial)])
                 self._attempt(journal)
-            except BaseException as error:  # noqa: BLE001 - the tests look at it
+            except BaseException as error:  # noqa: BLE001 - checked by the tests
                 self.error = error
-            ended(self.error)
+            on_end(self.error)
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
@@ -104,80 +104,80 @@ class Search(FarSearch):
     def _write(
         self, target: StorageTarget, state: Experiment, events: Sequence[Event], stamp: WriteStamp | None
     ) -> Experiment:
-        if any(type(event) is self.fails_at for event in events):
+        if any(type(event) is self.failing_event for event in events):
             raise StoreUnavailable("503")
         self.entries.append(events)
         return write_entry_directly(target, state, events, stamp)
 
 
 def test_a_commit_returns_once_its_entry_is_written_and_reports_wait_for_it(tmp_path: Path) -> None:
-    seen: list[tuple[bool, Sequence[StepReport]]] = []
+    observed: list[tuple[bool, Sequence[StepReport]]] = []
 
     def attempt(journal: SubmittingJournal) -> None:
         journal.add_report(REPORTED)
         wait_until(lambda: search.driver._state.trial(TRIAL.trial).step == 1)
-        turn = search.turns
-        wait_until(lambda: search.turns > turn + 1)
-        seen.append((REPORTED in search.entries[-1], journal.unjournaled_reports(1)))
+        iteration = search.iteration_count
+        wait_until(lambda: search.iteration_count > iteration + 1)
+        observed.append((REPORTED in search.entries[-1], journal.unjournaled_reports(1)))
         journal.write([COMMITTED])
-        seen.append((tuple(search.entries[-1][:2]) == (REPORTED, COMMITTED), journal.unjournaled_reports(1)))
+        observed.append((tuple(search.entries[-1][:2]) == (REPORTED, COMMITTED), journal.unjournaled_reports(1)))
         assert (journal.trial.step, journal.trial.next_sequence) == (1, 2)
         journal.write([TrialFinished(trial=TRIAL.trial, reason="enough")])
 
     search = Search(tmp_path, attempt)
     search.run()
     assert search.error is None
-    assert seen == [(False, [REPORTED.report]), (True, [])]
+    assert observed == [(False, [REPORTED.report]), (True, [])]
 
 
 def test_an_attempt_whose_entry_cannot_be_written_gets_the_error(tmp_path: Path) -> None:
     search = Search(tmp_path, lambda journal: journal.write([COMMITTED]))
-    search.fails_at = CheckpointCommitted
+    search.failing_event = CheckpointCommitted
     with pytest.raises(StoreUnavailable):
         search.run()
     assert isinstance(search.error, StoreUnavailable)
 
 
 def test_what_an_attempt_waits_for_when_its_search_fails_is_written(tmp_path: Path) -> None:
-    """The search fails after it has received the events, and before it has written them."""
+    """The search fails between the receipt of the events and their entry."""
     search = Search(tmp_path, lambda journal: journal.write([REPORTED, COMMITTED]))
-    search.interrupts = lambda: search.driver._pending_entry.has_waiters and search.has_started()
+    search.should_interrupt = lambda: search.driver._pending_entry.has_waiters and search.has_started()
     with pytest.raises(Death):
         search.run()
     assert (search.error, tuple(search.entries[-1])) == (None, (REPORTED, COMMITTED))
 
 
 def test_what_attempts_have_submitted_beside_a_message_that_fails_the_search_is_written(tmp_path: Path) -> None:
-    def asks_and_commits(journal: SubmittingJournal) -> None:
+    def ask_and_commit(journal: SubmittingJournal) -> None:
         search.executor._channels[TRIAL.trial].request_decision(REPORTED.report)
         journal.write([REPORTED, COMMITTED])
 
-    def poll(patience: timedelta) -> Sequence[object]:
-        if search.has_started() and next(first, False):
+    def poll(timeout: timedelta) -> Sequence[object]:
+        if search.has_started() and next(is_first_poll, False):
             wait_until(lambda: search.executor._inbox.qsize() == 2)
-        return receive(patience)
+        return receive(timeout)
 
-    def fails(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    search = Search(tmp_path, asks_and_commits)
-    receive, first = search.executor.poll_messages, iter([True])
+    search = Search(tmp_path, ask_and_commit)
+    receive, is_first_poll = search.executor.poll_messages, iter([True])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search.executor, "poll_messages", poll)
-        patch.setattr(search.driver._decision_handler, "answer_report", fails)
+        patch.setattr(search.driver._decision_handler, "answer_report", fail)
         with pytest.raises(ZeroDivisionError):
             search.run()
     assert (search.error, tuple(search.entries[-1])) == (None, (REPORTED, COMMITTED))
 
 
 def test_events_that_fail_the_scheduler_are_not_acknowledged(tmp_path: Path) -> None:
-    def fails(_trial: str, _trained_seconds: float) -> None:
+    def fail(_trial: str, _trained_seconds: float) -> None:
         if search.driver._state.trial(TRIAL.trial).step:
             raise ZeroDivisionError
 
     search = Search(tmp_path, lambda journal: journal.write([REPORTED, COMMITTED]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search.driver._policy, "record_training_time", fails)
+        patch.setattr(search.driver._policy, "record_training_time", fail)
         with pytest.raises(ZeroDivisionError):
             search.run()
     assert isinstance(search.error, ZeroDivisionError)
@@ -191,7 +191,7 @@ def test_what_an_attempt_saves_when_its_failed_search_stops_it_is_written(tmp_pa
         journal.write([stopped])
 
     search = Search(tmp_path, attempt)
-    search.interrupts = search.has_started
+    search.should_interrupt = search.has_started
     with pytest.raises(Death):
         search.run()
     assert (search.error, search.entries[-1][0]) == (None, stopped)
@@ -201,18 +201,18 @@ def test_what_an_attempt_saves_when_its_failed_search_stops_it_is_written(tmp_pa
 def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_attempt(target: LocalTarget) -> None:
     waiting = set[str]()
 
-    def launch(spec: TrialSpec, request: AttemptRequest, link: SearchChannel, ended: OnAttemptEnd) -> None:
+    def launch(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel, on_end: OnAttemptEnd) -> None:
         @contextmanager
         def slot(**_options: object) -> Iterator[None]:
             waiting.add(request.trial.id)
-            if not link.stop.wait(0.01):
+            if not channel.stop.wait(0.01):
                 raise TimeoutError
             yield
 
         def run() -> None:
-            with task_runs._holding_slots(["gpu"], link.stop, slot):
-                Attempt(spec, request, link, DirectTasks(spec), getLogger(__name__)).run()
-            ended(None)
+            with task_runs._holding_slots(["gpu"], channel.stop, slot):
+                Attempt(spec, request, channel, DirectTasks(spec), getLogger(__name__)).run()
+            on_end(None)
 
         threading.Thread(target=run, daemon=True).start()
 
@@ -223,7 +223,7 @@ def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_a
 
 
 def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() -> None:
-    """The manifest of the next save has them: if that has no entry either, the next owner adopts them with it."""
+    """The manifest of the next save has them, so that the next owner can adopt them without an entry."""
     submitted: list[EventsSubmitted] = []
     journal = SubmittingJournal(Trial(id=TRIAL.trial, config={}), submitted.append)
     second = REPORTED.model_copy(update={"report": StepReport(step=2, metrics={"loss": 0.5})})
@@ -234,12 +234,12 @@ def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() 
 
 
 def test_a_report_looks_at_few_of_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[object] = []
-    monkeypatch.setattr(search_channel, "_is_durable", looks.append)
+    checked: list[object] = []
+    monkeypatch.setattr(search_channel, "_is_durable", checked.append)
     journal = SubmittingJournal(Trial(id=TRIAL.trial, config={}), lambda _: None)
     for step in range(1, 101):
         journal.add_report(StepReported(trial=TRIAL.trial, report=StepReport(step=step, metrics={})))
-    assert len(looks) < 100
+    assert len(checked) < 100
 
 
 def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(trial_executor, "_FINAL_WRITE_TIMEOUT", timedelta(0))
     search = Search(tmp_path, attempt)
     search.driver._spec = replace(search.driver._spec, grace_period=timedelta(0))
-    search.interrupts = search.has_started
+    search.should_interrupt = search.has_started
     with pytest.raises(Death):
         search.run()
     assert isinstance(search.error, CommitUnknown)
@@ -267,18 +267,18 @@ def test_events_that_a_failed_search_has_received_and_lost_are_refused() -> None
 
 def test_events_that_are_submitted_while_the_search_ends_are_refused_too() -> None:
     executor = LocalExecutor(cast("TrialProcessPool", None), launch=lambda *_: None)
-    ends = threading.Thread(target=executor.reject_events)
+    reject = threading.Thread(target=executor.reject_events)
 
     class Inbox(queue.SimpleQueue[Message]):
         def put(self, item: Message, block: bool = True, timeout: float | None = None) -> None:
-            ends.start()
-            ends.join(0.2)
+            reject.start()
+            reject.join(0.2)
             super().put(item, block, timeout)
 
     executor._inbox = Inbox()
     submitted = EventsSubmitted(TRIAL.trial, (COMMITTED,), is_awaited=True)
     executor._on_message(submitted)
-    ends.join()
+    reject.join()
     assert isinstance(submitted.entry_written.exception(timeout=9), CommitUnknown)
 
 
@@ -289,13 +289,13 @@ def target(tmp_path: Path) -> LocalTarget:
 
 @pytest.fixture
 def attempt(target: LocalTarget) -> FarAttempt:
-    """An attempt that has posted that it has started."""
+    """An attempt that has posted its start."""
     attempt = FarAttempt(target)
     attempt.start()
     return attempt
 
 
-def posts(target: LocalTarget) -> Sequence[outbox.Post]:
+def read_posts(target: LocalTarget) -> Sequence[outbox.Post]:
     with target.open(timeout=MINUTE) as store:
         return outbox.read_posts(store, TRIAL, 1, 0)
 
@@ -319,25 +319,25 @@ def test_an_attempt_whose_posts_no_search_receives_posts_seldom_until_one_does(
 def test_a_post_whose_reply_is_lost_is_written_once_and_before_the_next(
     target: LocalTarget, attempt: FarAttempt, monkeypatch: pytest.MonkeyPatch, *, is_written: bool
 ) -> None:
-    def loses(store: PosixStore, path: str, data: Buffer) -> None:
+    def create_without_reply(store: PosixStore, path: str, data: Buffer) -> None:
         if is_written:
             create(store, path, data)
         raise CommitUnknown("no reply")
 
-    def cannot(*_: object, **__: object) -> bytes:
+    def fail_to_read(*_: object, **__: object) -> bytes:
         raise StoreUnavailable("503")
 
     create = PosixStore.create
     monkeypatch.setattr(storage_retries, "_pause", lambda _: None)
     with monkeypatch.context() as outage:
-        outage.setattr(PosixStore, "create", loses)
-        outage.setattr(PosixStore, "read", cannot)
+        outage.setattr(PosixStore, "create", create_without_reply)
+        outage.setattr(PosixStore, "read", fail_to_read)
         with pytest.raises(CommitUnknown):
             attempt.save(1)
     assert [report.step for report in attempt.journal.unjournaled_reports(1)] == [1]
     attempt.report(2)
     assert attempt.journal.unjournaled_reports(2) == []
-    assert [[type(event) for event in post.events] for post in posts(target)] == [
+    assert [[type(event) for event in post.events] for post in read_posts(target)] == [
         [AttemptStarted],
         [StepReported, CheckpointCommitted],
         [StepReported],

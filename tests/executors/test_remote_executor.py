@@ -1,4 +1,4 @@
-"""Attempts on other machines: the search reads their posts and journals them, and its answers reach the trials."""
+"""Attempts on other machines: the search journals their posts, and its answers reach the trials."""
 
 from __future__ import annotations
 
@@ -54,29 +54,30 @@ from tests.fakes.searches.far_searches import Death, FarSearch, nothing
 from tests.fakes.searches.pending_entries import limits_of
 from tests.fakes.trial_processes import wait_until
 
-NOW = timedelta(0)
+NO_WAIT = timedelta(0)
 TRIAL = "00000"
 MINUTE = timedelta(minutes=1)
 REPORT = StepReport(step=1, metrics={"loss": 1.0})
+ASHA_3, ASHA_5 = (ASHA(27, grace_period=period, variant="stopping") for period in (3, 5))
 
 
 @pytest.fixture
 def executor(target: LocalTarget) -> RemoteExecutor:
     """An executor with one running attempt, whose milestone is step 2."""
-    executor = RemoteExecutor(target, FarMachines(), poll_interval=NOW)
-    executor.start_attempt(plan_at(target), attempt_request(milestone=2))
+    executor = RemoteExecutor(target, FarMachines(), poll_interval=NO_WAIT)
+    executor.start_attempt(plan_at(target), make_attempt_request(milestone=2))
     return executor
 
 
-def attempt_request(trial: str = TRIAL, *, milestone: int | None = None, outbox: int = 1) -> AttemptRequest:
-    """Return the request for an attempt that posts to the trial's outbox of this number."""
-    launched = Trial(id=trial, config={}, attempt=outbox - 1, outbox=outbox, outbox_count=outbox)
-    return AttemptRequest(search_term=1, trial=launched, decision_step=milestone)
+def make_attempt_request(trial: str = TRIAL, *, milestone: int | None = None, outbox: int = 1) -> AttemptRequest:
+    """Return the request for an attempt that posts to this outbox of the trial."""
+    state = Trial(id=trial, config={}, attempt=outbox - 1, outbox=outbox, outbox_count=outbox)
+    return AttemptRequest(search_term=1, trial=state, decision_step=milestone)
 
 
-def steps_of(messages: Sequence[Message]) -> list[tuple[str, int]]:
+def list_reported_steps(messages: Sequence[Message]) -> list[tuple[str, int]]:
     """Return the trials and steps of the reports in posts."""
-    posts = [each for each in messages if isinstance(each, PostArrived)]
+    posts = [message for message in messages if isinstance(message, PostArrived)]
     return [
         (post.trial, event.report.step) for post in posts for event in post.events if isinstance(event, StepReported)
     ]
@@ -88,20 +89,20 @@ def test_a_target_that_goes_away_in_the_middle_takes_no_question_with_it(
     attempt = FarAttempt(target)
     attempt.start()
     attempt.report(1, 2, awaits_decision=True)
-    read, first_absent = PosixStore.read, f"{attempt.post_count + 1:010d}.json"
+    read, next_post = PosixStore.read, f"{attempt.post_count + 1:010d}.json"
 
-    def fails_once(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        if path.endswith(first_absent):
+    def fail_once(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        if path.endswith(next_post):
             monkeypatch.undo()
             raise StoreUnavailable("503")
         return read(store, path, offset=offset, length=length)
 
-    monkeypatch.setattr(PosixStore, "read", fails_once)
-    messages = [*executor.poll_messages(NOW), *executor.poll_messages(NOW)]
-    assert steps_of(messages) == [(TRIAL, 1), (TRIAL, 2)]
+    monkeypatch.setattr(PosixStore, "read", fail_once)
+    messages = [*executor.poll_messages(NO_WAIT), *executor.poll_messages(NO_WAIT)]
+    assert list_reported_steps(messages) == [(TRIAL, 1), (TRIAL, 2)]
     assert messages[-1] == DecisionAwaited(TRIAL, StepReport(step=2, metrics={"loss": 0.5}, trained_seconds=2.0))
-    assert [each.number for each in messages if isinstance(each, PostArrived)] == [1, 2, 3]
-    assert executor.poll_messages(NOW) == []
+    assert [message.number for message in messages if isinstance(message, PostArrived)] == [1, 2, 3]
+    assert executor.poll_messages(NO_WAIT) == []
 
 
 def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call(
@@ -110,10 +111,10 @@ def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call
     attempt = FarAttempt(target)
     attempt.start()
 
-    def refuses(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise StoreRefused("403")
 
-    monkeypatch.setattr(PosixStore, "create", refuses)
+    monkeypatch.setattr(PosixStore, "create", refuse)
     with pytest.raises(StoreRefused):
         executor.stop_all()
     monkeypatch.undo()
@@ -122,143 +123,143 @@ def test_a_request_to_stop_that_could_not_be_written_is_written_by_the_next_call
 
 
 def test_a_next_attempt_that_begins_where_it_should_be_decided_about_is_asked_about(target: LocalTarget) -> None:
-    search, attempt = FarSearch(target, ASHA(27, grace_period=3, variant="stopping")), FarAttempt(target)
-    again: list[FarAttempt] = []
+    search, attempt = FarSearch(target, ASHA_3), FarAttempt(target)
+    next_attempts: list[FarAttempt] = []
 
-    def ends() -> None:
+    def end_attempt() -> None:
         attempt.save(4)
         attempt.report(5)
         search.machines.end(TRIAL)
 
-    def begins() -> None:
-        again.append(FarAttempt(target))
-        again[0].start()
+    def start_next() -> None:
+        next_attempts.append(FarAttempt(target))
+        next_attempts[0].start()
 
-    search.simulate(nothing, attempt.start, ends, nothing, begins, nothing, nothing)
-    assert (again[0].trial.attempt, again[0].trial.outbox) == (2, 2)
-    assert again[0].read_answer(4) == ContinueTraining(decision_step=9)
+    search.simulate(nothing, attempt.start, end_attempt, nothing, start_next, nothing, nothing)
+    assert (next_attempts[0].trial.attempt, next_attempts[0].trial.outbox) == (2, 2)
+    assert next_attempts[0].read_answer(4) == ContinueTraining(decision_step=9)
 
 
 def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
     target: LocalTarget,
 ) -> None:
-    def orders_of(search: FarSearch) -> AttemptRequest:
+    def run_search(search: FarSearch) -> AttemptRequest:
         search.simulate(nothing)
         return search.machines.requests[0]
 
-    first, resumed = orders_of(FarSearch(target)), orders_of(FarSearch(target))
+    first, resumed = run_search(FarSearch(target)), run_search(FarSearch(target))
     with target.open(timeout=timedelta(seconds=9)) as store:
         delete_generation(store, first_generation("e"), current_owner(), new_write_stamp())
-    again = orders_of(FarSearch(target))
+    recreated = run_search(FarSearch(target))
     assert first.experiment_id
-    assert resumed.experiment_id == first.experiment_id != again.experiment_id
+    assert resumed.experiment_id == first.experiment_id != recreated.experiment_id
 
 
-@pytest.mark.parametrize("kind", [StoreRefused, StoreUnavailable])
+@pytest.mark.parametrize("error", [StoreRefused, StoreUnavailable])
 def test_a_target_that_refuses_to_be_read_for_a_while_is_read_later_and_reported_once(
     target: LocalTarget,
     executor: RemoteExecutor,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    kind: type[Exception],
+    error: type[Exception],
 ) -> None:
     attempt = FarAttempt(target)
     attempt.start()
     attempt.report(1, 2, awaits_decision=True)
 
-    def refuses(*_: object, **__: object) -> bytes:
-        raise kind("the credentials have expired")
+    def refuse(*_: object, **__: object) -> bytes:
+        raise error("the credentials have expired")
 
     with monkeypatch.context() as expired:
-        expired.setattr(PosixStore, "read", refuses)
-        assert [*executor.poll_messages(NOW), *executor.poll_messages(NOW)] == []
+        expired.setattr(PosixStore, "read", refuse)
+        assert [*executor.poll_messages(NO_WAIT), *executor.poll_messages(NO_WAIT)] == []
         assert caplog.text.count("outboxes of trials; retrying: the credentials have expired") == 1
-    assert steps_of(executor.poll_messages(NOW)) == [(TRIAL, 1), (TRIAL, 2)]
+    assert list_reported_steps(executor.poll_messages(NO_WAIT)) == [(TRIAL, 1), (TRIAL, 2)]
     with monkeypatch.context() as expired:
-        expired.setattr(PosixStore, "read", refuses)
+        expired.setattr(PosixStore, "read", refuse)
         expired.setattr(remote_executor, "_MAX_READ_OUTAGE", timedelta(0))
-        with pytest.raises(kind, match="expired"):
-            executor.poll_messages(NOW)
+        with pytest.raises(error, match="expired"):
+            executor.poll_messages(NO_WAIT)
 
 
 def test_outboxes_are_read_and_answers_are_written_side_by_side(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an object store each takes a round trip: one after the other, 64 trials would wait for one another."""
+    """On an object store each takes a round trip, for which 64 trials would wait in turn."""
     trials = ["00000", "00001", "00002", "00003"]
-    executor = RemoteExecutor(target, FarMachines(), poll_interval=NOW)
+    executor = RemoteExecutor(target, FarMachines(), poll_interval=NO_WAIT)
     for trial in trials:
-        executor.start_attempt(plan_at(target, trial), attempt_request(trial, milestone=1))
+        executor.start_attempt(plan_at(target, trial), make_attempt_request(trial, milestone=1))
         attempt = FarAttempt(target, trial)
         attempt.start()
         attempt.report(1, awaits_decision=True)
-    together = threading.Barrier(len(trials), timeout=60)
+    barrier = threading.Barrier(len(trials), timeout=60)
     for name in ("read", "create"):
-        monkeypatch.setattr(PosixStore, name, _after(together, getattr(PosixStore, name)))
-    assert steps_of(executor.poll_messages(NOW)) == [(trial, 1) for trial in trials]
+        monkeypatch.setattr(PosixStore, name, _wait_and_call(barrier, getattr(PosixStore, name)))
+    assert list_reported_steps(executor.poll_messages(NO_WAIT)) == [(trial, 1) for trial in trials]
     for trial in trials:
         executor.send_decision(trial, ContinueTraining(decision_step=3), 1)
-    executor.poll_messages(NOW)
+    executor.poll_messages(NO_WAIT)
 
 
-def _after(together: threading.Barrier, call: Callable[..., object]) -> Callable[..., object]:
-    def waits(*given: object, **options: object) -> object:
-        together.wait()
-        return call(*given, **options)
+def _wait_and_call(barrier: threading.Barrier, call: Callable[..., object]) -> Callable[..., object]:
+    def wait_and_call(*args: object, **options: object) -> object:
+        barrier.wait()
+        return call(*args, **options)
 
-    return waits
+    return wait_and_call
 
 
 def test_one_outbox_that_cannot_be_read_does_not_end_the_search_of_the_others(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = RemoteExecutor(target, FarMachines(), NOW)
+    executor = RemoteExecutor(target, FarMachines(), NO_WAIT)
     for trial in ("00000", "00001"):
-        executor.start_attempt(plan_at(target, trial), attempt_request(trial))
+        executor.start_attempt(plan_at(target, trial), make_attempt_request(trial))
         FarAttempt(target, trial).start()
     read = PosixStore.read
 
-    def refuses_one(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
+    def refuse_one(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         if "/00000/" in path:
             raise StoreRefused("no permission")
         return read(store, path, offset=offset, length=length)
 
-    monkeypatch.setattr(PosixStore, "read", refuses_one)
-    monkeypatch.setattr(remote_executor, "_MAX_READ_OUTAGE", NOW)
-    assert {each.trial for each in executor.poll_messages(NOW)} == {"00001"}
+    monkeypatch.setattr(PosixStore, "read", refuse_one)
+    monkeypatch.setattr(remote_executor, "_MAX_READ_OUTAGE", NO_WAIT)
+    assert {message.trial for message in executor.poll_messages(NO_WAIT)} == {"00001"}
 
 
 def test_the_end_of_an_attempt_is_known_once_its_outbox_is_read(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machines = FarMachines()
-    executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
-    executor.start_attempt(plan_at(target), attempt_request())
+    executor, attempt = RemoteExecutor(target, machines, NO_WAIT), FarAttempt(target)
+    executor.start_attempt(plan_at(target), make_attempt_request())
     attempt.start()
-    executor.poll_messages(NOW)
+    executor.poll_messages(NO_WAIT)
     attempt.post(TrialFinished(trial="00000", reason="enough"))
     machines.end("00000")
 
-    def refuses(*_: object, **__: object) -> bytes:
+    def refuse(*_: object, **__: object) -> bytes:
         raise StoreUnavailable("503")
 
     with monkeypatch.context() as outage:
-        outage.setattr(PosixStore, "read", refuses)
-        assert [*executor.poll_messages(NOW), *executor.poll_messages(NOW)] == []
+        outage.setattr(PosixStore, "read", refuse)
+        assert [*executor.poll_messages(NO_WAIT), *executor.poll_messages(NO_WAIT)] == []
         outage.setattr(remote_executor, "_MAX_READ_OUTAGE", timedelta(hours=-1))
         with pytest.raises(StoreUnavailable):
-            executor.poll_messages(NOW)
-    received, over = executor.poll_messages(NOW)
-    assert isinstance(received, PostArrived)
-    assert over == AttemptExited("00000")
+            executor.poll_messages(NO_WAIT)
+    post, exited = executor.poll_messages(NO_WAIT)
+    assert isinstance(post, PostArrived)
+    assert exited == AttemptExited("00000")
 
 
 def test_an_outbox_with_very_many_posts_is_read_in_parts_and_the_end_of_its_attempt_follows_the_last(
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machines = FarMachines()
-    executor, attempt = RemoteExecutor(target, machines, NOW), FarAttempt(target)
-    executor.start_attempt(plan_at(target), attempt_request())
+    executor, attempt = RemoteExecutor(target, machines, NO_WAIT), FarAttempt(target)
+    executor.start_attempt(plan_at(target), make_attempt_request())
     attempt.start()
     for step in range(1, 450):
         attempt.post(StepReported(trial=TRIAL, report=StepReport(step=step, metrics={})))
@@ -266,15 +267,15 @@ def test_an_outbox_with_very_many_posts_is_read_in_parts_and_the_end_of_its_atte
     read = PosixStore.read
 
     def read_until_deadline(store: PosixStore, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        counted = vars(store)
-        counted["post_count"] = counted.get("post_count", 0) + ("/outbox/" in path)
-        if counted["post_count"] > 300:
+        counts = vars(store)
+        counts["post_count"] = counts.get("post_count", 0) + ("/outbox/" in path)
+        if counts["post_count"] > 300:
             raise StoreUnavailable("not done in time")
         return read(store, path, offset=offset, length=length)
 
     monkeypatch.setattr(PosixStore, "read", read_until_deadline)
-    messages = [message for _ in range(4) for message in executor.poll_messages(NOW)]
-    assert [each.number for each in messages[:-1] if isinstance(each, PostArrived)] == list(range(1, 451))
+    messages = [message for _ in range(4) for message in executor.poll_messages(NO_WAIT)]
+    assert [message.number for message in messages[:-1] if isinstance(message, PostArrived)] == list(range(1, 451))
     assert messages[-1] == AttemptExited(TRIAL)
 
 
@@ -283,40 +284,36 @@ def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
 ) -> None:
     old = FarAttempt(target)
     old.start()
-    executor.poll_messages(NOW)
+    executor.poll_messages(NO_WAIT)
     executor.stop_all()
     with target.open(timeout=MINUTE) as store:
         close_outbox(store, plan_at(target).trial, 1, 1, "the new one", new_write_stamp())
-    newer = Outbox(target, plan_at(target).trial, attempt_request(outbox=2).trial)
-    newer.write(
-        [
-            AttemptStarted(trial=TRIAL, attempt=2, from_step=0),
-            StepReported(trial=TRIAL, report=REPORT, awaits_decision=True),
-        ]
-    )
-    assert [*executor.poll_messages(NOW), *executor.poll_messages(NOW)] == []
+    new = Outbox(target, plan_at(target).trial, make_attempt_request(outbox=2).trial)
+    reported = StepReported(trial=TRIAL, report=REPORT, awaits_decision=True)
+    new.write([AttemptStarted(trial=TRIAL, attempt=2, from_step=0), reported])
+    assert [*executor.poll_messages(NO_WAIT), *executor.poll_messages(NO_WAIT)] == []
     assert [old.read_answer(step, attempt=2) for step in (0, 1)] == [None, None]
 
 
 class Deletions:
-    """The deletions on a target, each with the trial in the experiment's journal at that moment."""
+    """Records each deletion on a target, with the trial in the journal at that moment."""
 
     def __init__(self, target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done: list[tuple[str, Trial]] = []
+        self.deleted: list[tuple[str, Trial]] = []
         self.error: TuneError | None = None
         delete = PosixStore.delete
 
-        def note(store: PosixStore, paths: Sequence[str]) -> None:
+        def record_and_delete(store: PosixStore, paths: Sequence[str]) -> None:
             trial = read_experiment(target, first_generation("e")).trial(TRIAL)
-            self.done += [(path, trial) for path in paths]
+            self.deleted += [(path, trial) for path in paths]
             if self.error is not None:
                 raise self.error
             delete(store, paths)
 
-        monkeypatch.setattr(PosixStore, "delete", note)
+        monkeypatch.setattr(PosixStore, "delete", record_and_delete)
 
     def in_folder(self, name: str) -> list[tuple[str, Trial]]:
-        return [(Path(path).stem, trial) for path, trial in self.done if f"/{name}/" in path]
+        return [(Path(path).stem, trial) for path, trial in self.deleted if f"/{name}/" in path]
 
 
 @pytest.fixture
@@ -324,12 +321,12 @@ def deletions(target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> Deletions
     return Deletions(target, monkeypatch)
 
 
-def posts_of(target: LocalTarget) -> list[int]:
+def list_posts(target: LocalTarget) -> list[int]:
     with target.open(timeout=MINUTE) as store:
-        return [int(Path(each.path).stem) for each in store.list(plan_at(target).trial.outboxes_folder)]
+        return [int(Path(post.path).stem) for post in store.list(plan_at(target).trial.outboxes_folder)]
 
 
-def received(target: LocalTarget) -> list[int]:
+def read_received_posts(target: LocalTarget) -> list[int]:
     with target.open(timeout=MINUTE) as store:
         entries = read_entries(store, first_generation("e"))
     return [event.post for entry in entries for event in entry.events if isinstance(event, PostReceived)]
@@ -339,13 +336,13 @@ def test_posts_are_received_in_order_each_once_and_then_deleted_except_the_first
     target: LocalTarget, deletions: Deletions
 ) -> None:
     attempt = FarAttempt(target)
-    search = FarSearch(target, period=NOW)
+    search = FarSearch(target, period=NO_WAIT)
     search.simulate(nothing, attempt.start, lambda: attempt.report(1, 2), nothing, lambda: attempt.report(3), nothing)
-    wait_until(lambda: posts_of(target) == [1])
-    assert received(target) == [1, 2, 3, 4]
-    FarSearch(target, period=NOW).simulate(nothing, lambda: attempt.report(4), nothing)
-    wait_until(lambda: posts_of(target) == [1])
-    assert received(target) == [1, 2, 3, 4, 5]
+    wait_until(lambda: list_posts(target) == [1])
+    assert read_received_posts(target) == [1, 2, 3, 4]
+    FarSearch(target, period=NO_WAIT).simulate(nothing, lambda: attempt.report(4), nothing)
+    wait_until(lambda: list_posts(target) == [1])
+    assert read_received_posts(target) == [1, 2, 3, 4, 5]
     assert all(int(name) <= trial.last_post for name, trial in deletions.in_folder("outbox"))
 
 
@@ -353,9 +350,9 @@ def test_a_post_that_the_last_search_has_not_journaled_is_received_by_the_next(t
     attempt = FarAttempt(target)
     FarSearch(target).simulate(nothing, attempt.start, nothing, lambda: attempt.report(1, 2), nothing)
     attempt.report(3)
-    posts = len(received(target))
+    posts = len(read_received_posts(target))
     state = FarSearch(target).simulate(nothing, nothing)
-    assert (posts, received(target), state.trial(TRIAL).step) == (0, [1, 2, 3, 4], 3)
+    assert (posts, read_received_posts(target), state.trial(TRIAL).step) == (0, [1, 2, 3, 4], 3)
 
 
 def test_what_a_remote_attempt_retires_is_deleted_once_that_is_journaled(
@@ -367,139 +364,144 @@ def test_what_a_remote_attempt_retires_is_deleted_once_that_is_journaled(
         with target.open(timeout=MINUTE) as store:
             commit_files(store, staged, CheckpointKey(trial=key, step=sequence, sequence=sequence))
 
-    def retires() -> None:
-        report = StepReported(trial=TRIAL, report=StepReport(step=2, metrics={}))
-        attempt.post(
-            report,
-            CheckpointCommitted(trial=TRIAL, checkpoint=CheckpointRef(step=2, sequence=2), retired_sequences=(1,)),
-        )
+    def retire_first() -> None:
+        reported = StepReported(trial=TRIAL, report=StepReport(step=2, metrics={}))
+        ref = CheckpointRef(step=2, sequence=2)
+        attempt.post(reported, CheckpointCommitted(trial=TRIAL, checkpoint=ref, retired_sequences=(1,)))
 
-    FarSearch(target).simulate(nothing, attempt.start, lambda: attempt.save(1), nothing, retires, nothing, nothing)
-    FarSearch(target, period=NOW).simulate(nothing, nothing)
+    FarSearch(target).simulate(nothing, attempt.start, lambda: attempt.save(1), nothing, retire_first, nothing, nothing)
+    FarSearch(target, period=NO_WAIT).simulate(nothing, nothing)
     wait_until(lambda: deletions.in_folder("0000000001-0000000001"))
     (deleted,) = deletions.in_folder("0000000001-0000000001")
-    assert [each.sequence for each in deleted[1].checkpoints] == [2]
+    assert [checkpoint.sequence for checkpoint in deleted[1].checkpoints] == [2]
     assert not deletions.in_folder("0000000002-0000000002")
 
 
 def test_deletions_that_fail_do_not_end_the_search(target: LocalTarget, deletions: Deletions) -> None:
     attempt, deletions.error = FarAttempt(target), StoreRefused("s3:DeleteObject")
 
-    def tries_to_delete_the_last() -> None:
+    def wait_for_last_deletion() -> None:
         wait_until(lambda: "0000000003" in dict(deletions.in_folder("outbox")))
 
-    happens = [partial(attempt.report, step) for step in (1, 2)]
-    FarSearch(target, period=NOW).simulate(nothing, attempt.start, *happens, nothing, tries_to_delete_the_last, nothing)
-    assert (received(target), posts_of(target)) == ([1, 2, 3], [1, 2, 3])
+    actions = [partial(attempt.report, step) for step in (1, 2)]
+    FarSearch(target, period=NO_WAIT).simulate(
+        nothing, attempt.start, *actions, nothing, wait_for_last_deletion, nothing
+    )
+    assert (read_received_posts(target), list_posts(target)) == ([1, 2, 3], [1, 2, 3])
 
 
 # The answers that a remote trial receives through the target, also while the target fails.
 
-
 KEY = TrialKey(experiment="e", generation=1, trial="00000")
-PROCEED = ContinueTraining(decision_step=9)
-LEAVE = make_stop("enough", save=True, trial=KEY.trial)
+CONTINUE = ContinueTraining(decision_step=9)
+STOP = make_stop("enough", save=True, trial=KEY.trial)
 
 
-class Ends:
-    """Both ends of a link: the answers on the target, and those that the trial received."""
+class RemoteTrial:
+    """A trial whose channel records the answers that it receives through the target."""
 
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
-        self.link = RemoteSearchChannel(target, KEY, attempt=1)
+        self.channel = RemoteSearchChannel(target, KEY, attempt=1)
         self.received: list[Answer] = []
-        self.link.subscribe(self.received.append)
+        self.channel.subscribe(self.received.append)
 
-    def say(self, said: ContinueTraining | StopTrial | CheckpointAndStop, step: int = UNSOLICITED_STEP) -> None:
+    def send_answer(
+        self, answer: ContinueTraining | StopTrial | CheckpointAndStop, step: int = UNSOLICITED_STEP
+    ) -> None:
         with self.target.open(timeout=timedelta(seconds=9)) as store:
-            send_answer(store, KEY, 1, step, said)
+            send_answer(store, KEY, 1, step, answer)
 
-    def ask(self, step: int) -> None:
-        self.link.request_decision(StepReport(step=step, metrics={}))
+    def request_decision(self, step: int) -> None:
+        self.channel.request_decision(StepReport(step=step, metrics={}))
 
 
 @pytest.fixture
-def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteTrial]:
     monkeypatch.setattr(remote_executor, "_UNSOLICITED_POLL_SECONDS", 0.02)
-    made = Ends(LocalTarget(path=str(tmp_path)))
-    yield made
-    made.link.close()
+    remote = RemoteTrial(LocalTarget(path=str(tmp_path)))
+    yield remote
+    remote.channel.close()
 
 
 def test_a_trial_whose_reads_are_refused_for_a_while_gets_the_answer_later_and_warns_once(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    remote: RemoteTrial, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read, refusals = PosixStore.read, [StoreRefused("AccessDenied")] * 5
 
-    def refuses(store: PosixStore, path: str, **part: int) -> Buffer:
+    def refuse(store: PosixStore, path: str, **part: int) -> Buffer:
         if refusals:
             raise refusals.pop()
         return read(store, path, **part)
 
     with caplog.at_level(logging.WARNING, logger="prefect_tune"):
-        monkeypatch.setattr(PosixStore, "read", refuses)
-        ends.ask(3)
+        monkeypatch.setattr(PosixStore, "read", refuse)
+        remote.request_decision(3)
         wait_until(lambda: not refusals)
-        ends.say(PROCEED, 3)
-        wait_until(lambda: ends.received)
-    assert ends.received == [PROCEED]
-    assert [each.getMessage() for each in caplog.records if each.name == "prefect_tune"] == [
+        remote.send_answer(CONTINUE, 3)
+        wait_until(lambda: remote.received)
+    assert remote.received == [CONTINUE]
+    assert [record.getMessage() for record in caplog.records if record.name == "prefect_tune"] == [
         "trial 00000 cannot read decisions from the target: StoreRefused: AccessDenied"
     ]
 
 
 @pytest.mark.parametrize("damaged", [b"junk", b'{"version":2}'])
-def test_a_trial_whose_answer_cannot_be_read_saves_and_ends(ends: Ends, damaged: bytes) -> None:
-    path = Path(ends.target.path) / KEY.answer_path(1, 3)
+def test_a_trial_whose_answer_cannot_be_read_saves_and_ends(remote: RemoteTrial, damaged: bytes) -> None:
+    path = Path(remote.target.path) / KEY.answer_path(1, 3)
     path.parent.mkdir(parents=True)
     path.write_bytes(damaged)
-    ends.ask(3)
-    wait_until(ends.link.stop.is_set)
-    assert ends.received == []
+    remote.request_decision(3)
+    wait_until(remote.channel.stop.is_set)
+    assert remote.received == []
 
 
-def test_a_trial_that_waits_for_a_search_whose_successor_has_ended_its_attempt_saves_and_ends(ends: Ends) -> None:
-    """A search of a task runner was killed: the next one trains the trial elsewhere, and never answers this attempt."""
-    trial = Trial(id=KEY.trial, config={}, outbox=1, outbox_count=1)
-    ends.link.make_journal(plan_at(ends.target), AttemptRequest(search_term=1, trial=trial))
-    ends.ask(3)
-    with ends.target.open(timeout=timedelta(seconds=9)) as store:
+def test_a_trial_that_waits_for_a_search_whose_successor_has_ended_its_attempt_saves_and_ends(
+    remote: RemoteTrial,
+) -> None:
+    """After a killed search of a task runner, the next one trains the trial elsewhere."""
+    state = Trial(id=KEY.trial, config={}, outbox=1, outbox_count=1)
+    remote.channel.make_journal(plan_at(remote.target), AttemptRequest(search_term=1, trial=state))
+    remote.request_decision(3)
+    with remote.target.open(timeout=timedelta(seconds=9)) as store:
         close_outbox(store, KEY, 1, 0, "the next owner", new_write_stamp())
-    wait_until(ends.link.stop.is_set)
-    assert ends.received == []
+    wait_until(remote.channel.stop.is_set)
+    assert remote.received == []
 
 
-def test_a_trial_gets_its_answers_after_an_error_of_its_machine(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_gets_its_answers_after_an_error_of_its_machine(
+    remote: RemoteTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, errors = PosixStore.read, [OSError(24, "Too many open files")] * 3
 
-    def fails(store: PosixStore, path: str, **part: int) -> Buffer:
+    def fail(store: PosixStore, path: str, **part: int) -> Buffer:
         if errors:
             raise errors.pop()
         return read(store, path, **part)
 
-    monkeypatch.setattr(PosixStore, "read", fails)
-    ends.ask(3)
-    ends.say(PROCEED, 3)
-    wait_until(lambda: ends.received == [PROCEED])
+    monkeypatch.setattr(PosixStore, "read", fail)
+    remote.request_decision(3)
+    remote.send_answer(CONTINUE, 3)
+    wait_until(lambda: remote.received == [CONTINUE])
 
 
-def test_a_retry_of_the_task_gets_answers_through_the_link_that_was_closed(ends: Ends) -> None:
-    ends.ask(2)
-    ends.link.close()
-    ends.link.start_polling()
-    ends.ask(3)
-    ends.say(PROCEED, 3)
-    wait_until(lambda: ends.received == [PROCEED])
+def test_a_retry_of_the_task_gets_answers_through_the_link_that_was_closed(remote: RemoteTrial) -> None:
+    remote.request_decision(2)
+    remote.channel.close()
+    remote.channel.start_polling()
+    remote.request_decision(3)
+    remote.send_answer(CONTINUE, 3)
+    wait_until(lambda: remote.received == [CONTINUE])
 
 
-def test_an_answer_without_a_question_is_delivered_once(ends: Ends) -> None:
-    ends.say(LEAVE)
-    wait_until(lambda: ends.received)
-    ends.ask(3)
+def test_an_answer_without_a_question_is_delivered_once(remote: RemoteTrial) -> None:
+    remote.send_answer(STOP)
+    wait_until(lambda: remote.received)
+    remote.request_decision(3)
     time.sleep(0.2)
-    ends.say(PROCEED, 3)
-    wait_until(lambda: PROCEED in ends.received)
-    assert ends.received == [LEAVE, PROCEED]
+    remote.send_answer(CONTINUE, 3)
+    wait_until(lambda: CONTINUE in remote.received)
+    assert remote.received == [STOP, CONTINUE]
 
 
 def test_a_search_of_the_same_name_after_a_deletion_imports_the_trainable_anew(
@@ -516,9 +518,9 @@ def test_a_search_of_the_same_name_after_a_deletion_imports_the_trainable_anew(
     start, log = cast("Start", None), logging.getLogger("a run")
     for generation, trial in ((1, "00000"), (1, "00001"), (2, "00000")):
         key = TrialKey(experiment="e", generation=generation, trial=trial)
-        link = RemoteSearchChannel(LocalTarget(path=str(tmp_path)), key, 1, search_term=1)
-        with link.open_process(start, log, {}):
-            link.close()
+        channel = RemoteSearchChannel(LocalTarget(path=str(tmp_path)), key, 1, search_term=1)
+        with channel.open_process(start, log, {}):
+            channel.close()
     assert pools[0] == pools[1] != pools[2]
 
 
@@ -551,31 +553,19 @@ def test_one_that_was_to_stop_while_no_search_ran_gets_the_request_and_ends_by_i
 
 def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_are_now(target: LocalTarget) -> None:
     attempts = [FarAttempt(target, trial) for trial in ("00000", "00001")]
-    FarSearch(target, samples=2).simulate(nothing, *(each.start for each in attempts), nothing)
+    FarSearch(target, samples=2).simulate(nothing, *(attempt.start for attempt in attempts), nothing)
     resumed = FarSearch(target, samples=2, limits=limits_of(1))
     resumed.simulate(nothing, resumed.stop, nothing)
-    assert [each.read_answer() for each in attempts] == [CheckpointAndStop()] * 2
+    assert [attempt.read_answer() for attempt in attempts] == [CheckpointAndStop()] * 2
     assert resumed.machines.is_withdrawn
 
 
 @pytest.mark.parametrize(
     ("before", "now", "reports", "answer", "decided"),
     [
-        (ASHA(27, grace_period=3, variant="stopping"), FIFO(), [2, 3], ContinueTraining(decision_step=None), []),
-        (
-            ASHA(27, grace_period=3, variant="stopping"),
-            ASHA(27, grace_period=5, variant="stopping"),
-            [2, 3],
-            ContinueTraining(decision_step=5),
-            [],
-        ),
-        (
-            ASHA(27, grace_period=5, variant="stopping"),
-            ASHA(27, grace_period=3, variant="stopping"),
-            [2, 3, 4, 5],
-            ContinueTraining(decision_step=9),
-            [5],
-        ),
+        (ASHA_3, FIFO(), [2, 3], ContinueTraining(decision_step=None), []),
+        (ASHA_3, ASHA_5, [2, 3], ContinueTraining(decision_step=5), []),
+        (ASHA_5, ASHA_3, [2, 3, 4, 5], ContinueTraining(decision_step=9), [5]),
     ],
     ids=["asked-no-more", "asked-later", "asked-earlier"],
 )
@@ -592,11 +582,11 @@ def test_one_that_asks_where_an_earlier_owner_wanted_it_to_is_answered_by_todays
     resumed = FarSearch(target, now)
     state = resumed.simulate(nothing, lambda: attempt.report(*reports, awaits_decision=True), nothing, nothing)
     assert attempt.read_answer(reports[-1]) == answer
-    assert [each.report.step for each in state.trial(TRIAL).policy_events if each.report] == decided
+    assert [event.report.step for event in state.trial(TRIAL).policy_events if event.report] == decided
 
 
-class Exploiting(Scheduler):
-    """A scheduler by which a trial exploits another one at step 2."""
+class ExploitingScheduler(Scheduler):
+    """A scheduler with which a trial exploits another one at step 2."""
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del objective, seed
@@ -624,16 +614,16 @@ class _ExploitingSchedule(Schedule):
 def test_one_that_was_to_exploit_another_and_got_no_answer_leaves_for_it(
     target: LocalTarget, attempt: FarAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dies(*_: object) -> None:
+    def die(*_: object) -> None:
         raise Death
 
-    monkeypatch.setattr(RemoteExecutor, "send_decision", dies)
-    died = FarSearch(target, Exploiting()).simulate(
+    monkeypatch.setattr(RemoteExecutor, "send_decision", die)
+    state = FarSearch(target, ExploitingScheduler()).simulate(
         nothing, attempt.start, lambda: attempt.save(2, awaits_decision=True), nothing
     )
-    assert (died.trial(TRIAL).pending_exploit is not None, attempt.read_answer(2)) == (True, None)
+    assert (state.trial(TRIAL).pending_exploit is not None, attempt.read_answer(2)) == (True, None)
     monkeypatch.undo()
-    FarSearch(target, Exploiting()).simulate(nothing, nothing)
+    FarSearch(target, ExploitingScheduler()).simulate(nothing, nothing)
     assert attempt.read_answer(2) == StopTrial(outcome=TrialPaused(trial=TRIAL, reason="better"), save=False)
 
 
@@ -644,12 +634,12 @@ def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_to
     limits = limits_of(2, meets_stop_criterion=lambda trial: trial.step >= 4)
     resumed = FarSearch(target, limits=limits)
 
-    def ends() -> None:
+    def end_attempt() -> None:
         attempt.save(2)
         attempt.post(TrialFinished(trial=TRIAL, reason="2 steps are done"))
         resumed.machines.end(TRIAL)
 
-    state = resumed.simulate(nothing, ends, nothing, nothing)
+    state = resumed.simulate(nothing, end_attempt, nothing, nothing)
     assert resumed.machines.started == [(TRIAL, 1, None), (TRIAL, 2, None)]
     assert (state.trial(TRIAL).phase, state.trial(TRIAL).step) == (Phase.PENDING, 2)
 

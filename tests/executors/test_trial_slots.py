@@ -35,7 +35,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def tenants(folder: Path, **options: Any) -> pt.Results:
+def train_tenants(folder: Path, **options: Any) -> pt.Results:
     space = {"house": str(folder), "number": pt.grid_search([*range(3)]), **options.pop("config", {})}
     common: dict[str, Any] = {
         "target": str(folder / "target"),
@@ -48,25 +48,25 @@ def tenants(folder: Path, **options: Any) -> pt.Results:
     return options.pop("flow", pt.tune)(TENANT, space, **{**common, **options})
 
 
-def values_of(results: pt.Results, metric: str) -> list[object]:
+def metric_values(results: pt.Results, metric: str) -> list[object]:
     assert results.errors == {}
-    return [each.metrics[metric] for each in results.trials.values()]
+    return [trial.metrics[metric] for trial in results.trials.values()]
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_prefect_server", "two_gpus")
 def test_each_trial_has_a_gpu_of_its_own_and_a_process_stays_on_the_one_it_began_with(tmp_path: Path) -> None:
-    results = tenants(tmp_path, resources_per_trial={"cpu": 2, "gpu": 1})
-    assert (set(values_of(results, "gpus")), set(values_of(results, "threads"))) == ({"4", "7"}, {"2"})
-    assert len(set(values_of(results, "pid"))) < 3, "processes are kept, each for its GPU"
+    results = train_tenants(tmp_path, resources_per_trial={"cpu": 2, "gpu": 1})
+    assert (set(metric_values(results, "gpus")), set(metric_values(results, "threads"))) == ({"4", "7"}, {"2"})
+    assert len(set(metric_values(results, "pid"))) < 3, "processes are kept, each for its GPU"
 
 
 @pytest.mark.usefixtures("no_prefect_server", "two_gpus")
 def test_parts_of_a_gpu_are_shared_and_all_of_them_belong_to_one(tmp_path: Path) -> None:
-    shared = tenants(tmp_path, resources_per_trial={"gpu": 0.5}, config={"share": 2}, max_concurrent_trials=4)
-    assert set(values_of(shared, "gpus")) == {"4", "7"}
-    whole = tenants(tmp_path, experiment="both", resources_per_trial={"gpu": 2})
-    assert set(values_of(whole, "gpus")) == {"4,7"}
+    shared = train_tenants(tmp_path, resources_per_trial={"gpu": 0.5}, config={"share": 2}, max_concurrent_trials=4)
+    assert set(metric_values(shared, "gpus")) == {"4", "7"}
+    whole = train_tenants(tmp_path, experiment="both", resources_per_trial={"gpu": 2})
+    assert set(metric_values(whole, "gpus")) == {"4,7"}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_trials_that_request_no_resources_share_the_processors(
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
     slots = make_local_slots(plan)
     assert slots.count == options.get("max_concurrent_trials", cpu_count)
-    assert {each.get("OMP_NUM_THREADS", "") for each in slots.environments or [{}]} == {threads}
+    assert {environment.get("OMP_NUM_THREADS", "") for environment in slots.environments or [{}]} == {threads}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert not any(make_local_slots(plan).environments), "what the user has set stays set"
 
@@ -119,10 +119,10 @@ def test_a_trial_of_a_range_of_processes_has_as_many_as_its_slot_has_devices(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", options.get("gpus", "0,1,2,3"))
     monkeypatch.setattr(trial_executor, "available_cpu_count", lambda: 8)
-    options = {name: each for name, each in options.items() if name != "gpus"}
+    options = {name: value for name, value in options.items() if name != "gpus"}
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **{"processes_per_trial": (1, 3), **options})
-    found = [{**each} for each in make_local_slots(plan).environments]
-    assert [{name: value for name, value in each.items() if name != "CUDA_VISIBLE_DEVICES"} for each in found] == [
+    slots = [dict(environment) for environment in make_local_slots(plan).environments]
+    assert [{name: value for name, value in slot.items() if name != "CUDA_VISIBLE_DEVICES"} for slot in slots] == [
         *expected
     ]
 
@@ -134,14 +134,14 @@ def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     one_at_a_time = pt.tune.with_options(task_runner=ThreadPoolTaskRunner(max_workers=1))
-    results = tenants(tmp_path, flow=one_at_a_time, **{"resources_total": None, **options})
-    assert set(values_of(results, "gpus")) == {"any"}, "they have one device among them"
+    results = train_tenants(tmp_path, flow=one_at_a_time, **{"resources_total": None, **options})
+    assert set(metric_values(results, "gpus")) == {"any"}, "they share one device"
     assert "slots: 1 trial at once on this machine (its task runner has max_workers=1)" in caplog.text
 
 
 @pytest.mark.usefixtures("no_prefect_server", "two_gpus")
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     long_after(
         3,
         [
@@ -157,20 +157,20 @@ def test_no_more_trials_train_at_once_than_the_flows_task_runner_has_workers(
     ),
 )
 def test_resources_that_are_not_there_are_refused_before_anything_is_written(
-    options: dict[str, Any], said: str, tmp_path: Path
+    options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(pt.InvalidInput, match=said):
-        tenants(tmp_path, **options)
+    with pytest.raises(pt.InvalidInput, match=message):
+        train_tenants(tmp_path, **options)
     assert not (tmp_path / "target").exists()
 
 
-def limited(folder: Path, **options: Any) -> pt.Results:
-    """Two concurrent trials on one device, which fails if both use it at once."""
-    return tenants(folder, config={"number": pt.grid_search([1, 2])}, max_concurrent_trials=2, **options)
+def share_device(folder: Path, **options: Any) -> pt.Results:
+    """Train two concurrent trials on one device, which fails if both use it at once."""
+    return train_tenants(folder, config={"number": pt.grid_search([1, 2])}, max_concurrent_trials=2, **options)
 
 
 @contextmanager
-def limits_of(*names: str, limit: int) -> Iterator[Callable[[int], None]]:
+def creating_limits(*names: str, limit: int) -> Iterator[Callable[[int], None]]:
     """Create global concurrency limits; yield a function that changes them."""
 
     def change(to: int) -> None:
@@ -189,24 +189,21 @@ def limits_of(*names: str, limit: int) -> Iterator[Callable[[int], None]]:
 @pytest.mark.usefixtures("prefect_server")
 def test_a_limit_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(pt.InvalidInput, match="Prefect has no global concurrency limit 'none-such'"):
-        tenants(tmp_path, concurrency_limits=["none-such"])
+        train_tenants(tmp_path, concurrency_limits=["none-such"])
     assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.usefixtures("prefect_server")
 def test_trials_wait_while_a_limit_is_0_and_begin_when_it_is_raised(tmp_path: Path) -> None:
     name, tag = f"gpu-{uuid4().hex}", f"big-{uuid4().hex}"
-    ways: Mapping[str, Mapping[str, Any]] = {
-        name: {"concurrency_limits": [name]},
-        f"tag:{tag}": {"trial_tags": [tag]},
-    }
-    for each, options in ways.items():
-        with limits_of(each, limit=0) as change:
+    ways: Mapping[str, Mapping[str, Any]] = {name: {"concurrency_limits": [name]}, f"tag:{tag}": {"trial_tags": [tag]}}
+    for number, (limit_name, options) in enumerate(ways.items()):
+        with creating_limits(limit_name, limit=0) as change:
             raised = threading.Timer(1, change, args=[1])
             raised.start()
-            results = limited(tmp_path, experiment=each.partition("-")[0].replace(":", "-"), **options)
+            results = share_device(tmp_path, experiment=f"e{number}", **options)
             raised.join()
-        assert values_of(results, "gpus") == ["any"] * 2
+        assert metric_values(results, "gpus") == ["any"] * 2
         assert [trial.attempt for trial in results.trials.values()] == [1, 1]
 
 
@@ -216,20 +213,20 @@ def test_a_tag_of_the_caller_is_that_of_its_attempts_only_and_their_waits_end_wi
     tmp_path: Path, limit: int
 ) -> None:
     tag = f"big-{uuid4().hex}"
-    with limits_of(f"tag:{tag}", limit=limit), tags(tag):
-        results = limited(tmp_path, time_budget_seconds=None if limit else 1)
+    with creating_limits(f"tag:{tag}", limit=limit), tags(tag):
+        results = share_device(tmp_path, time_budget_seconds=None if limit else 1)
     assert [trial.attempt for trial in results.trials.values()] == [limit] * 2
-    assert {str(each.phase) for each in results.trials.values()} == {"finished" if limit else "pending"}
+    assert {str(trial.phase) for trial in results.trials.values()} == {"finished" if limit else "pending"}
     if not limit:
         return
 
-    def names() -> set[str]:
+    def read_names() -> set[str]:
         with get_client(sync_client=True) as client:
             tagged = TaskRunFilter(tags=TaskRunFilterTags(all_=[tag]))
             return {run.name for run in client.read_task_runs(task_run_filter=tagged)}
 
     expected = {f"train {trial} · attempt 1" for trial in results.trials}
-    wait_until(lambda: names() == expected, seconds=60, what=lambda: str(names()))
+    wait_until(lambda: read_names() == expected, seconds=60, what=lambda: str(read_names()))
 
 
 @pytest.mark.deep
@@ -240,10 +237,10 @@ def test_dask_gives_trials_what_its_workers_declare(tmp_path: Path) -> None:
         cluster_kwargs={"n_workers": 1, "threads_per_worker": 3, "resources": {"GPU": 1}, "dashboard_address": None}
     )
     search = pt.tune.with_options(task_runner=runner)
-    house = {"house": str(tmp_path), "number": pt.grid_search([1, 2, 3])}  # with one device
-    common: dict[str, Any] = {"target": str(tmp_path / "target"), "metric": "loss", "num_samples": 1}
-    asked: dict[str, Any] = {**common, "stop": {"step": 8}, "max_concurrent_trials": 3}
-    results = search(TENANT, house, experiment="one", resources_per_trial={"gpu": 1}, **asked)
-    assert values_of(results, "gpus") == ["any"] * 3
-    crowded = search(TENANT, house, experiment="all", **asked)
-    assert crowded.errors, "without it they get into each other's way"
+    space = {"house": str(tmp_path), "number": pt.grid_search([1, 2, 3])}  # with one device
+    options: dict[str, Any] = {"target": str(tmp_path / "target"), "metric": "loss", "num_samples": 1}
+    options |= {"stop": {"step": 8}, "max_concurrent_trials": 3}
+    results = search(TENANT, space, experiment="one", resources_per_trial={"gpu": 1}, **options)
+    assert metric_values(results, "gpus") == ["any"] * 3
+    crowded = search(TENANT, space, experiment="all", **options)
+    assert crowded.errors, "without it they use the device at once"

@@ -9,12 +9,12 @@ import pytest
 
 from tests.attempt.processes.modules import (  # noqa: F401 - fixtures
     module,
-    one_pool,
-    ours,
+    module_pool,
+    module_processes,
     pool,
+    processes,
     recorder,
-    trains,
-    whole_family,
+    train_trials,
 )
 from tests.integrations.examples import Example
 

@@ -14,7 +14,7 @@ import pytest
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import absolute_sys_path
 from prefect_tune.runtime.trainable import Reuse
-from tests.attempt.processes.modules import Module, Trains, different
+from tests.attempt.processes.modules import Module, Trainer, count_distinct
 from tests.fakes.trial_processes import LogRecorder, family, make_log, make_start, no_leaks, receive_metrics
 
 pytestmark = pytest.mark.integrations
@@ -39,29 +39,29 @@ def trained(folder: Path, log: logging.Logger) -> Sequence[Mapping[str, Any]]:
 
 @pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_trials_draw_different_numbers_of_torch_unless_the_module_seeds_it(
-    trains: Trains, module: Module, recorder: LogRecorder, reuse: Reuse
+    train_trials: Trainer, module: Module, recorder: LogRecorder, reuse: Reuse
 ) -> None:
-    body = "import torch\n{}\ntorch.rand(3)\ndef measured(config): return {{'drawn': torch.rand(1).item()}}"
+    body = "import torch\n{}\ntorch.rand(3)\ndef measure(config): return {{'drawn': torch.rand(1).item()}}"
     module.write(body.format(""))
-    assert different(trains(3, reuse), "drawn") == 3
+    assert count_distinct(train_trials(3, reuse), "drawn") == 3
     module.write(body.format("torch.manual_seed(7)"))
     seeded = torch.Generator().manual_seed(7)
     torch.rand(3, generator=seeded)
-    assert {each["drawn"] for each in trains(3, reuse)} == {torch.rand(1, generator=seeded).item()}
+    assert {each["drawn"] for each in train_trials(3, reuse)} == {torch.rand(1, generator=seeded).item()}
     assert recorder.reasons == []
 
 
 def test_a_process_that_has_computed_with_jax_is_not_forked_and_each_trial_imports_it(
-    trains: Trains, module: Module, recorder: LogRecorder
+    train_trials: Trainer, module: Module, recorder: LogRecorder
 ) -> None:
     pytest.importorskip("jax")
     module.write("""
         import jax
         one = jax.numpy.ones(3)
-        def measured(config): return {"sum": float((one * 2).sum())}
+        def measure(config): return {"sum": float((one * 2).sum())}
     """)
-    found = trains(3)
-    assert (different(found), {each["sum"] for each in found}) == (3, {6.0})
+    found = train_trials(3)
+    assert (count_distinct(found), {each["sum"] for each in found}) == (3, {6.0})
     assert "it imports JAX, which cannot be forked" in recorder.reasons[0]
 
 

@@ -1,4 +1,4 @@
-"""Nodes of an attempt on this machine: processes in sessions of their own, which share a target only."""
+"""Run the nodes of an attempt on this machine, as processes that share only a target."""
 
 from __future__ import annotations
 
@@ -44,23 +44,24 @@ from tests.flows.forked_programs import in_own_session, preloaded
 
 JOURNAL = JournalKey(experiment="e", generation=1)
 TRIAL = JOURNAL.trial_key("00000")
+STEPS = 6
 _MINUTE = timedelta(minutes=1)
 
 
-def read_end(output: str) -> Reason:
-    """Return why a node has ended, from its output."""
+def end_reason(output: str) -> Reason:
+    """Return why a node ended, from its output."""
     (line,) = [line for line in output.splitlines() if line.startswith("ENDED ")]
     return Reason.model_validate_json(line.removeprefix("ENDED "))
 
 
-def make_silent(node: int, seconds: float) -> Reason:
-    """Return the reason by which node 0 ends without another node, which has one rank and sends nothing any more."""
-    silent = make_reason("node-silent", node=node, seconds=seconds)
-    return make_reason("process-ended", detail=make_reason("node-lost", node=node, error=silent), rank=node)
+def silence_reason(node: int, seconds: float) -> Reason:
+    """Return the end reason of node 0 after another node, with one rank, became silent."""
+    silence = make_reason("node-silent", node=node, seconds=seconds)
+    return make_reason("process-ended", detail=make_reason("node-lost", node=node, error=silence), rank=node)
 
 
 class Cluster:
-    """Starts the nodes of attempts, each with its own session, as machines have."""
+    """Starts the nodes of attempts, each in its own session."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,34 +70,34 @@ class Cluster:
             self.target, JOURNAL, OwnershipRequest(current_owner(), new_write_stamp())
         )
         self.launched: dict[int, Trial] = {}
-        """By attempt, the trial as its request has it."""
+        """The trial in the request of each attempt, by attempt number."""
         self.nodes: list[BaseProcess] = []
 
     def start(self, node: int, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> Path:
         """Start a node; return the file with its output."""
         self._launch(attempt, config or {})
         log = self.folder / f"node-{node}-{attempt}.log"
-        call = (log, self.folder, node, self.launched[attempt], options)
-        process = preloaded().Process(target=run_process, args=call, daemon=False)
+        args = (log, self.folder, node, self.launched[attempt], options)
+        process = preloaded().Process(target=run_node_process, args=args, daemon=False)
         process.start()
         self.nodes.append(process)
         return log
 
     def train(self, attempt: int = 1, config: dict[str, Any] | None = None, **options: Any) -> list[str]:
-        """Train an attempt on two nodes, or on `nodes_per_trial`; return their output."""
-        nodes = range(options.get("nodes_per_trial", 2))
-        logs = [self.start(node, attempt, config, **options) for node in nodes]
+        """Train an attempt on `nodes_per_trial` nodes, by default two; return their output."""
+        count = options.get("nodes_per_trial", 2)
+        logs = [self.start(node, attempt, config, **options) for node in range(count)]
         self.wait()
-        return [each.read_text() for each in logs]
+        return [log.read_text() for log in logs]
 
     def wait(self) -> None:
-        for each in self.nodes:
-            each.join(120)
+        for node in self.nodes:
+            node.join(120)
 
     def kill(self) -> None:
-        for each in self.nodes:
-            if each.is_alive():
-                self.kill_node(each)
+        for node in self.nodes:
+            if node.is_alive():
+                self.kill_node(node)
 
     def kill_node(self, node: BaseProcess) -> None:
         assert node.pid is not None
@@ -104,27 +105,26 @@ class Cluster:
         node.join(60)
 
     def _launch(self, attempt: int, config: dict[str, Any]) -> None:
-        """Open an outbox for the attempt, as its search does, after the attempt before it is over."""
+        """Open an outbox for the attempt, as its search does after the previous attempt."""
         if attempt in self.launched:
             return
         events: list[Event] = [] if self.search.trials else [TrialAdded(trial="00000", config=config)]
-        count = self.trial().outbox_count if self.search.trials else 0
-        self.search = write_entry_directly(
-            self.target, self.search, [*events, AttemptLaunched(trial="00000", outbox=count + 1)]
-        )
+        count = self.load_trial().outbox_count if self.search.trials else 0
+        events.append(AttemptLaunched(trial="00000", outbox=count + 1))
+        self.search = write_entry_directly(self.target, self.search, events)
         self.launched[attempt] = self.search.trial("00000")
 
     def end_attempt(self) -> None:
-        """Fence off an attempt whose node 0 was killed."""
+        """Close the outbox of an attempt whose node 0 was killed."""
         with self.target.open(timeout=_MINUTE) as store:
-            trial = self.trial()
+            trial = self.load_trial()
             assert trial.outbox is not None
             assert not close_outbox(store, TRIAL, trial.outbox, trial.last_post, "the test", new_write_stamp()).posts
             self.search = write_entry_directly(self.target, self.search, [OutboxClosed(trial="00000")])
             self.search = write_entry_directly(self.target, self.search, make_adoption_events(store, self.search))
 
-    def trial(self) -> Trial:
-        """Return the trial after all that its attempts have posted."""
+    def load_trial(self) -> Trial:
+        """Journal all posts of the trial's attempts; return the trial."""
         trial = self.search.trial("00000")
         if trial.outbox is not None:
             with self.target.open(timeout=_MINUTE) as store:
@@ -134,32 +134,39 @@ class Cluster:
                 self.search = write_entry_directly(self.target, self.search, events)
         return self.search.trial("00000")
 
-    def checkpoints(self) -> list[Path]:
+    def list_manifests(self) -> list[Path]:
         return list(Path(self.target.path).glob("e/1/trials/*/checkpoints/*/manifest.json"))
 
-    def newest_checkpoint(self) -> Path:
-        """A directory with the newest checkpoint."""
-        key = TRIAL.checkpoint_key(self.trial().checkpoints[-1])
+    def download_newest_checkpoint(self) -> Path:
+        key = TRIAL.checkpoint_key(self.load_trial().checkpoints[-1])
         return download_checkpoint.fn(self.target, key, self.folder / f"restored-{time.monotonic()}")
 
-    def state(self) -> dict[str, list[float]]:
-        """The numbers of all ranks, in the newest checkpoint."""
-        directory = self.newest_checkpoint()
-        assert (directory / "shared.txt").read_text() == "the same on each rank"
-        return {each.name: json.loads(each.read_text()) for each in directory.glob("rank-*.json")}
+    def read_states(self) -> dict[str, list[float]]:
+        """Return the numbers of all ranks in the newest checkpoint."""
+        return read_rank_states(self.download_newest_checkpoint())
 
-    def left(self) -> list[str]:
-        """What the nodes have left on the target for one another."""
-        return [str(each) for each in Path(self.target.path).glob("e/1/trials/*/nodes/**/*") if each.is_file()]
+    def list_leftovers(self) -> list[str]:
+        """Return the messages between nodes that are still on the target."""
+        return [str(path) for path in Path(self.target.path).glob("e/1/trials/*/nodes/**/*") if path.is_file()]
+
+
+def read_rank_states(directory: Path) -> dict[str, list[float]]:
+    assert (directory / "shared.txt").read_text() == "the same on each rank"
+    return {path.name: json.loads(path.read_text()) for path in directory.glob("rank-*.json")}
+
+
+def final_states(ranks: int) -> dict[str, list[float]]:
+    """Return the states of all ranks after an attempt without failures."""
+    numbers = [float(rank + 1) for rank in range(ranks)]
+    for step in range(1, STEPS + 1):
+        numbers = [(number * 1.5 + step) % 97 for number in numbers]
+    return {f"rank-{rank}.json": [STEPS, number] for rank, number in enumerate(numbers)}
 
 
 # One node, forked from a process that has imported everything.
 
 
-STEPS = 6
-
-
-def spec_of(folder: Path, **options: Any) -> TrialSpec:
+def make_spec(folder: Path, **options: Any) -> TrialSpec:
     return TrialSpec(
         **{
             "target": LocalTarget(path=str(folder / "target")),
@@ -178,7 +185,7 @@ def spec_of(folder: Path, **options: Any) -> TrialSpec:
 def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> AnyReason:
     """Run one attempt on a node; return why it ended."""
     secret = options.pop("secret", f"of attempt {trial.attempt + 1}")
-    spec, log = spec_of(folder, **options), logging.getLogger(f"node-{node}")
+    spec, log = make_spec(folder, **options), logging.getLogger(f"node-{node}")
     request = AttemptRequest(search_term=1, trial=trial, secret=secret)
     attempt = request.attempt
     with without_server(), TrialProcessPool(slots=0) as pool:
@@ -192,11 +199,11 @@ def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> 
             link.close()
 
 
-def _fail_once(fault: str) -> None:
-    """Let the first part of this node meet a target that hangs, refuses it, or loses the reply to its last request."""
+def _fail_first_upload(fault: str) -> None:
+    """Let the target hang at this node's first part, refuse it, or lose the reply to its last request."""
     send, faults = nodes._upload_part, [fault]
 
-    def failing(*arguments: Any) -> None:
+    def upload_or_fail(*args: Any) -> None:
         match faults.pop() if faults else "none":
             case "hangs":
                 time.sleep(9)
@@ -204,28 +211,27 @@ def _fail_once(fault: str) -> None:
             case "refuses":
                 raise StoreRefused("no space is left")
             case "loses the reply":
-                send(*arguments)
+                send(*args)
                 raise StoreUnavailable("the connection was reset")
-        send(*arguments)
+        send(*args)
 
-    vars(nodes)["_upload_part"] = failing
+    vars(nodes)["_upload_part"] = upload_or_fail
 
 
-def run_process(log: Path, folder: Path, node: int, trial: Trial, options: Any) -> None:
-    """Run a node, as a machine of its own would; all output goes to `log`."""
+def run_node_process(log: Path, folder: Path, node: int, trial: Trial, options: Any) -> None:
+    """Run a node in its own session; write its output to `log`."""
     in_own_session(log)
     os.environ["OF_TEST"] = str(folder)
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    silence = timedelta(seconds=options.pop("silence", 60))
-    nodes.NODE_TIMEOUT = silence
+    nodes.NODE_TIMEOUT = timedelta(seconds=options.pop("silence", 60))
     nodes.HEARTBEAT_INTERVAL = timedelta(seconds=1)
     nodes._MIN_NODES_DELAY = timedelta(seconds=2)
     if fault := options.pop("fault", None):
         vars(nodes)["PARTS_TIMEOUT"] = timedelta(seconds=6)
         if node == options["nodes_per_trial"] - 1:
-            _fail_once(fault)
+            _fail_first_upload(fault)
     reason = run_node(folder, node, trial, options)
     assert isinstance(reason, Reason), reason
     print("ENDED", reason.model_dump_json(), flush=True)

@@ -1,4 +1,4 @@
-"""Modules that are written for one test, record each import, and are trained in a pool."""
+"""Write modules that record each import, and train them in a pool."""
 
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import absolute_sys_path
 from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.runtime.trainable import Reuse
-from tests.fakes.trial_processes import (
-    Family,
-    LogRecorder,
-    family,
-    make_log,
-    make_start,
-    receive_metrics,
-    wait_until,
-)
+from tests.fakes.trial_processes import Family, LogRecorder, family, make_log, make_start, receive_metrics, wait_until
 
 TRAIN = """
 import os
@@ -35,13 +27,13 @@ with open({witness!r}, "a") as file:
 
 
 def train(config):
-    return {{"pid": os.getpid(), **measured(config)}}
+    return {{"pid": os.getpid(), **measure(config)}}
 """
-QUIET = "def measured(config): return {'x': config['x']}"
+QUIET = "def measure(config): return {'x': config['x']}"
 
 
 class Module:
-    """A module `training_<n>` with a function `train`, that notes each import."""
+    """A module `training_<n>` with a function `train` that records each import."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,8 +45,8 @@ class Module:
         (self._folder / f"{self.name}.py").write_text(text)
 
     def start(self, x: int = 0) -> Start:
-        """Return the start of a trial of one step."""
-        start = make_start(os.getcwd, self._folder, {"x": x}, steps=1)  # replaced by the name in the next line
+        """Return the start message of a trial of one step."""
+        start = make_start(os.getcwd, self._folder, {"x": x}, steps=1)  # the next line replaces the trainable
         return start.model_copy(update={"trainable": f"{self.name}:train", "import_path": absolute_sys_path()})
 
     @property
@@ -64,9 +56,9 @@ class Module:
 
 
 @pytest.fixture
-def ours() -> Iterator[Family]:
-    with family() as found:
-        yield found
+def processes() -> Iterator[Family]:
+    with family() as processes:
+        yield processes
 
 
 @pytest.fixture
@@ -77,55 +69,56 @@ def recorder() -> LogRecorder:
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
     monkeypatch.syspath_prepend(str(tmp_path))
-    made = Module(tmp_path)
-    made.write()
-    return made
+    module = Module(tmp_path)
+    module.write()
+    return module
 
 
-Trains = Callable[..., Any]
+Trainer = Callable[..., Any]
 
 
 @pytest.fixture
-def trains(module: Module, ours: Family, recorder: LogRecorder) -> Trains:
-    """Train one trial after the other in a pool; return their metrics."""
-    del ours
+def train_trials(module: Module, processes: Family, recorder: LogRecorder) -> Trainer:
+    """Train trials one after another in a pool; return their metrics."""
+    del processes
 
     def train(count: int, reuse: Reuse = "auto") -> list[dict[str, Any]]:
-        found = []
+        results = []
         with TrialProcessPool(slots=2, reuse=reuse) as pool:
             for number in range(count):
                 with pool.open_process(module.start(number), make_log(recorder)) as channel:
-                    found.append(dict(receive_metrics(channel)))
-        return found
+                    results.append(dict(receive_metrics(channel)))
+        return results
 
     return train
 
 
-def different(found: list[dict[str, Any]], name: str = "pid") -> int:
-    return len({each[name] for each in found})
+def count_distinct(results: list[dict[str, Any]], name: str = "pid") -> int:
+    return len({metrics[name] for metrics in results})
 
 
 # One pool of trial processes for all tests of a module, so that each attempt takes milliseconds.
 
 
 @pytest.fixture(scope="module")
-def whole_family() -> Iterator[Family]:
-    """All processes that the tests of the module start."""
-    with family() as found:
-        yield found
+def module_processes() -> Iterator[Family]:
+    """All processes that the test module starts."""
+    with family() as processes:
+        yield processes
 
 
 @pytest.fixture(scope="module")
-def one_pool(whole_family: Family, request: pytest.FixtureRequest) -> Iterator[TrialProcessPool]:
+def module_pool(module_processes: Family, request: pytest.FixtureRequest) -> Iterator[TrialProcessPool]:
     """A pool with as many slots as the module's `SLOTS`, or one."""
-    assert not whole_family.pids()
-    with TrialProcessPool(slots=getattr(request.module, "SLOTS", 1)) as made:
-        yield made
+    assert not module_processes.pids()
+    with TrialProcessPool(slots=getattr(request.module, "SLOTS", 1)) as pool:
+        yield pool
 
 
 @pytest.fixture
-def pool(one_pool: TrialProcessPool, whole_family: Family) -> Iterator[TrialProcessPool]:
+def pool(module_pool: TrialProcessPool, module_processes: Family) -> Iterator[TrialProcessPool]:
     """The module's pool; no test leaves a trial in it."""
-    yield one_pool
-    one_pool.end_idle_processes()
-    wait_until(lambda: whole_family.names() <= {"tune-forkserver"}, what=lambda: f"the end of {whole_family.names()}")
+    yield module_pool
+    module_pool.end_idle_processes()
+    names = module_processes.names
+    wait_until(lambda: names() <= {"tune-forkserver"}, what=lambda: f"the end of {names()}")

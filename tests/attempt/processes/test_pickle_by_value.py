@@ -1,11 +1,10 @@
-"""What a script defines reaches its trials by value, or is rejected by its name before anything is written."""
+"""Definitions of a script reach its trials by value, or are rejected by name before anything is written."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SCRIPT = '''
@@ -144,7 +143,7 @@ if __name__ == "__main__":
 
     with TrialProcessPool(slots=1, reuse="auto") as pool:
         with pool.open_process(make_start(train, sys.argv[1]), logging.getLogger()) as channel:
-            *reports, end = receive_messages(channel)
+            *messages, end = receive_messages(channel)
     rejected = {}
     for function in (uses_variable, uses_executor, uses_steps, uses_file, uses_thread, uses_event, uses_semaphore,
                      uses_queue, uses_relabeled, uses_missing, uses_holder, uses_program, with_closure()):
@@ -152,7 +151,7 @@ if __name__ == "__main__":
             serialize_for_trial(function)
         except Exception as error:
             rejected[function.__name__] = f"{type(error).__name__}: {error}"
-    metrics = [dict(each.report.metrics) for each in reports if each.type == "step-done"]
+    metrics = [dict(message.report.metrics) for message in messages if message.type == "step-done"]
     print(json.dumps([getattr(end, "message", ""), metrics, train({}), rejected]))
 '''
 REJECTED = {
@@ -172,17 +171,13 @@ REJECTED = {
 }
 
 
-def _run(tmp_path: Path, command: Sequence[str], text: str = "") -> tuple[str, list[object], object, Mapping[str, str]]:
-    environment = {"PYTHONPATH": f"{Path(__file__).parents[3]}:{tmp_path}", "PATH": "/usr/bin:/bin"}
-    whole = [sys.executable, *command, str(tmp_path)]
-    ran = subprocess.run(whole, env=environment, input=text, capture_output=True, text=True, check=True)
-    failure, metrics, here, rejected = json.loads(ran.stdout.splitlines()[-1])
-    return failure, metrics, here, rejected
-
-
 def test_what_a_script_defines_reaches_its_trials_and_what_cannot_is_rejected_by_its_name(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    failure, metrics, here, rejected = _run(tmp_path, [str(tmp_path / "script.py")])
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path)]
+    environment = {"PYTHONPATH": f"{Path(__file__).parents[3]}:{tmp_path}", "PATH": "/usr/bin:/bin"}
+    process = subprocess.run(command, env=environment, input="", capture_output=True, text=True, check=True)
+    failure, metrics, here, rejected = json.loads(process.stdout.splitlines()[-1])
     assert failure == ""
     assert metrics == [here]
     assert rejected.keys() == REJECTED.keys()

@@ -1,4 +1,4 @@
-"""The output of a process becomes log lines: all of it, in order, and none after the reader was stopped."""
+"""The output of a process becomes log lines, in order, until the reader is stopped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -24,8 +25,7 @@ def pipe() -> Iterator[tuple[int, int]]:
     os.close(writing)
 
 
-def logged(pipe: tuple[int, int], ask: Callable[[], object] = lambda: None) -> tuple[LogRecorder, TrialOutput]:
-    """Begin to log what arrives on the pipe."""
+def start_logging(pipe: tuple[int, int], ask: Callable[[], object] = lambda: None) -> tuple[LogRecorder, TrialOutput]:
     recorder = LogRecorder(ask)
     output = TrialOutput(make_log(recorder))
     output.start(pipe[0])
@@ -53,23 +53,23 @@ def logged(pipe: tuple[int, int], ask: Callable[[], object] = lambda: None) -> t
 def test_what_is_printed_before_the_stop_is_logged_line_by_line(
     pipe: tuple[int, int], printed: bytes, lines: list[str]
 ) -> None:
-    recorder, output = logged(pipe)
+    recorder, output = start_logging(pipe)
     os.write(pipe[1], printed)
     assert output.stop() == "\n".join(lines)
     assert recorder.lines == lines
 
 
 def test_a_line_and_a_letter_that_come_in_pieces_are_one(pipe: tuple[int, int]) -> None:
-    recorder, output = logged(pipe)
+    recorder, output = start_logging(pipe)
     for piece in (b"sn", "ö".encode()[:1], "ö".encode()[1:], b"w\nand ", b"more\n"):
         os.write(pipe[1], piece)
-        wait_until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
+        wait_until(lambda: not wait([pipe[0]], 0), what=lambda: "the pipe is read")
     output.stop()
     assert recorder.lines == ["snöw", "and more"]
 
 
-def bar(name: str, below: int, percent: int) -> str:
-    """Return what tqdm writes for a state of the bar that is so many lines below the first."""
+def format_bar(name: str, below: int, percent: int) -> str:
+    """Return what tqdm writes for a bar that is `below` lines below the first."""
     return "\n" * below + f"\r{name} {percent}%" + "\x1b[A" * below
 
 
@@ -78,13 +78,13 @@ def bar(name: str, below: int, percent: int) -> str:
     [
         ("".join(f"\r{percent}%" for percent in range(101)) + "\n", ["100%"]),
         ("".join(f"{percent}%\r" for percent in range(101)), ["100%"]),
-        ("".join(bar(f"b{n}", n, percent) for percent in range(101) for n in range(3)) + "\n\n\n",
+        ("".join(format_bar(f"b{n}", n, percent) for percent in range(101) for n in range(3)) + "\n\n\n",
          ["b0 0%", "b0 100%", "b1 100%", "b2 100%"]),
         ("\n".join(f"\repoch {n} 0%\repoch {n} 100%" for n in range(3)) + "\nend\n",
          [*(f"epoch {n} 100%" for n in range(3)), "end"]),
-        ("\router 0%" + "".join(bar("inner", 1, n) for n in range(9)) + "\n\r       \r\x1b[A\router 9%\ndone\n",
+        ("\router 0%" + "".join(format_bar("inner", 1, n) for n in range(9)) + "\n\r       \r\x1b[A\router 9%\ndone\n",
          ["outer 0%", "outer 9%", "done"]),
-        ("\router 0%" + bar("inner", 1, 50) + "\router 9%\nan ordinary line\n",
+        ("\router 0%" + format_bar("inner", 1, 50) + "\router 9%\nan ordinary line\n",
          ["outer 0%", "inner 50%", "outer 9%", "an ordinary line"]),
         ("0%\x1b[G1%\x1b[1G2%\x1b[K\n", ["2%"]),
         ("".join(f"\x1b[1A\x1b[2K{percent}%\n" for percent in range(9)) + "end\n", ["8%", "end"]),
@@ -103,18 +103,12 @@ def test_of_a_progress_bar_the_last_state_is_logged(printed: str, lines: list[st
     assert emitted == lines
 
 
-def _is_waiting(pipe: int) -> bool:
-    from multiprocessing.connection import wait
-
-    return bool(wait([pipe], 0))
-
-
 _MEBIBYTE = 1024**2
 
 
 @pytest.mark.parametrize("printed", [b"y", "ö".encode(), b"\0", b"\xff"])
 def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tuple[int, int], printed: bytes) -> None:
-    recorder, output = logged(pipe)
+    recorder, output = start_logging(pipe)
     tracemalloc.start()
     for _ in range(16):
         os.write(pipe[1], printed * (_MEBIBYTE // len(printed)))
@@ -145,7 +139,7 @@ def test_a_line_that_does_not_end_is_cut_and_its_rest_takes_no_memory(pipe: tupl
 def test_the_last_lines_are_known_while_a_process_runs_and_after_it(
     pipe: tuple[int, int], printed: bytes, last: str
 ) -> None:
-    _, output = logged(pipe)
+    _, output = start_logging(pipe)
     os.write(pipe[1], printed)
     assert output.last_lines() == last
     output.stop()
@@ -153,7 +147,7 @@ def test_the_last_lines_are_known_while_a_process_runs_and_after_it(
 
 
 def test_of_a_line_of_a_mebibyte_the_last_lines_are_short_and_say_that_it_was_cut(pipe: tuple[int, int]) -> None:
-    _, output = logged(pipe)
+    _, output = start_logging(pipe)
     os.write(pipe[1], b"y" * _MEBIBYTE)
     last = output.last_lines()
     assert len(last.encode()) == 8_192
@@ -163,29 +157,29 @@ def test_of_a_line_of_a_mebibyte_the_last_lines_are_short_and_say_that_it_was_cu
 
 def test_it_stops_although_a_process_prints_without_end(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    goes_on = True
+    is_printing = True
 
-    def print_on() -> None:
-        while goes_on:
+    def print_lines() -> None:
+        while is_printing:
             os.write(writing, b"more\n" * 100)
 
-    printing = threading.Thread(target=print_on)
+    printer = threading.Thread(target=print_lines)
     output = TrialOutput(make_log(LogRecorder()))
     output.start(reading)
-    printing.start()
-    stopped = threading.Thread(target=output.stop)
-    stopped.start()
-    stopped.join(4)
-    assert not stopped.is_alive()
-    goes_on = False
+    printer.start()
+    stopper = threading.Thread(target=output.stop)
+    stopper.start()
+    stopper.join(4)
+    assert not stopper.is_alive()
+    is_printing = False
     output.start(reading)  # so that a printing process never blocks
-    printing.join()
+    printer.join()
     output.stop()
 
 
 def test_what_is_printed_after_the_stop_is_for_the_next_log(pipe: tuple[int, int]) -> None:
     for line in ("first", "second"):
-        recorder, output = logged(pipe)
+        recorder, output = start_logging(pipe)
         os.write(pipe[1], f"{line}\n".encode())
         output.stop()
         assert recorder.lines == [line]
@@ -197,7 +191,7 @@ CALLER: ContextVar[str] = ContextVar("caller")
 def test_lines_are_logged_in_the_context_of_the_start_and_nothing_is_left(pipe: tuple[int, int]) -> None:
     with no_leaks():
         CALLER.set("this task")
-        recorder, output = logged(pipe, CALLER.get)
+        recorder, output = start_logging(pipe, CALLER.get)
         os.write(pipe[1], b"one\n")
         output.stop()
         output.stop()
@@ -208,7 +202,7 @@ def test_of_a_flood_the_log_gets_the_beginning_and_the_number_of_the_dropped_lin
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_output, "_MAX_LINES_PER_SECOND", 0)
-    recorder, output = logged(pipe)
+    recorder, output = start_logging(pipe)
     lines = [f"line {number}" for number in range(20_000)]
     for line in lines:
         os.write(pipe[1], f"{line}\n".encode())
@@ -222,10 +216,10 @@ def test_of_a_flood_the_log_gets_the_beginning_and_the_number_of_the_dropped_lin
 
 def test_after_a_flood_lines_are_logged_again(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_output, "_MAX_LINES_PER_SECOND", 0)
-    recorder, output = logged(pipe)
+    recorder, output = start_logging(pipe)
     os.write(pipe[1], b"x" * 10 + b"\n" + b"y\n" * 2000)
     wait_until(lambda: len(recorder.lines) > 1000, what=lambda: f"a flood, not {len(recorder.lines)} lines")
-    wait_until(lambda: not _is_waiting(pipe[0]), what=lambda: "the pipe is read")
+    wait_until(lambda: not wait([pipe[0]], 0), what=lambda: "the pipe is read")
     monkeypatch.setattr(process_output, "_MAX_LINES_PER_SECOND", 1e9)
     os.write(pipe[1], b"a step\n")
     output.stop()

@@ -1,4 +1,4 @@
-"""Attempts in forked processes: their environment, how they end, and that they leave no process behind."""
+"""Attempts in forked processes: their environment and their ends; none leaves a process behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prefect_tune.attempt.processes import fork_servers
 from prefect_tune.attempt.processes.fork_servers import ForkedProcess, ForkServer
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import Cause
-from prefect_tune.core.messages.process_messages import CheckpointAndStop, StepDone, TrialEnded
+from prefect_tune.core.messages.process_messages import CheckpointAndStop, Start, StepDone, TrialEnded
 from prefect_tune.core.reasons import ProcessEnd
 from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import (
@@ -50,20 +50,28 @@ SLOTS = 4
 
 
 @pytest.fixture
-def ours(whole_family: Family) -> Family:
-    """All processes that these tests have started."""
-    return whole_family
+def processes(module_processes: Family) -> Family:
+    return module_processes
 
 
-def found_in(
+def train_and_inspect(
     pool: TrialProcessPool, folder: Path, environment: dict[str, str] | None = None, **config: object
 ) -> dict[str, Any]:
     with pool.open_process(make_start(inspect_process, folder, config), LOG, environment or {}) as channel:
         return dict(receive_metrics(channel))
 
 
-def began(witness: Path, act: str = "begin") -> Callable[[], list[Act]]:
-    return lambda: [each for each in acts_of(witness) if each.act == act]
+def start_gated(trainable: object, folder: Path) -> Start:
+    """Describe an attempt that records its acts in `witness` and waits for the file `gate`."""
+    return make_start(trainable, folder, {"witness": str(folder / "witness"), "gate": str(folder / "gate")})
+
+
+def find_acts(folder: Path, *names: str) -> list[Act]:
+    return [act for act in acts_of(folder / "witness") if act.act in names]
+
+
+def wait_for_trial(folder: Path) -> None:
+    wait_until(lambda: find_acts(folder, "begin"), what=lambda: "the trial")
 
 
 def test_a_trial_has_the_environment_of_this_moment_and_the_variables_of_its_own(
@@ -72,30 +80,30 @@ def test_a_trial_has_the_environment_of_this_moment_and_the_variables_of_its_own
     monkeypatch.setenv("GONE", "before")
     monkeypatch.setenv("TZ", "UTC")
     names = ("GONE", "CHANGED", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
-    assert found_in(pool, tmp_path, variables=names)["environment"]["GONE"] == "'before'"
+    assert train_and_inspect(pool, tmp_path, variables=names)["environment"]["GONE"] == "'before'"
     monkeypatch.delenv("GONE")
     monkeypatch.setenv("CHANGED", "now")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("TZ", "UTC-5")
     monkeypatch.setitem(os.environb, b"ODD", b"\xff\xe9")
-    found = found_in(pool, tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}, variables=(*names, "ODD"))
-    assert found["environment"] == {
+    metrics = train_and_inspect(pool, tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}, variables=(*names, "ODD"))
+    assert metrics["environment"] == {
         "GONE": "None",
         "CHANGED": "'now'",
         "CUDA_VISIBLE_DEVICES": "'1'",
         "PYTHONUNBUFFERED": "'1'",
         "ODD": r"'\udcff\udce9'",
     }
-    assert "CUDA_VISIBLE_DEVICES=1" in found["in_a_child"]
-    assert found["hour"] == 5
+    assert "CUDA_VISIBLE_DEVICES=1" in metrics["in_a_child"]
+    assert metrics["hour"] == 5
 
 
 def test_a_trial_is_where_its_supervisor_is_and_has_a_temporary_directory_of_its_own(
     pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = found_in(pool, tmp_path)
+    first = train_and_inspect(pool, tmp_path)
     monkeypatch.chdir(tmp_path)
-    second = found_in(pool, tmp_path)
+    second = train_and_inspect(pool, tmp_path)
     assert (first["directory"], second["directory"]) == (str(Path(__file__).parents[3]), str(tmp_path))
     assert first["temporary"] != second["temporary"]
     assert not Path(first["temporary"]).exists()
@@ -105,10 +113,10 @@ def test_the_temporary_files_of_a_killed_process_stay_until_its_save_is_over_and
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
     with pool.open_process(make_start(inspect_process, tmp_path, {}), LOG) as channel:
-        lent = Path(receive_metrics(channel)["temporary"])
+        folder = Path(receive_metrics(channel)["temporary"])
         channel.end()
-        assert lent.is_dir()
-    assert not lent.exists()
+        assert folder.is_dir()
+    assert not folder.exists()
 
 
 def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
@@ -122,61 +130,59 @@ def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
         assert isinstance(receive_messages(channel)[-1], TrialEnded)
 
 
-def ignored_by_a_new_python() -> list[str]:
-    """Return its ignored signals as `inspect_process` does: Python's own, and what this process was started with."""
+def read_ignored_signals() -> list[str]:
+    """Return the ignored signals of a new Python process, in the format of `inspect_process`."""
     script = "import re; print(re.findall(r'SigIgn:\\s*(\\w+)', open('/proc/self/status').read())[0])"
     return subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
-def but_for_ctrl_c(ignored: list[str]) -> list[int]:
-    """SIGINT is ignored where the tests run in the background, until a flow in this process handles it.
-
-    Signals 32 and 33 are not compared either: glibc ignores them in children that Python 3.13 starts by `posix_spawn`.
-    """
+def clear_uncompared_signals(ignored: list[str]) -> list[int]:
+    """Clear SIGINT, which a background shell ignores, and 32 and 33, which glibc ignores after `posix_spawn`."""
     return [int(mask, 16) & ~(1 << (signal.SIGINT - 1)) & ~(0b11 << 31) for mask in ignored]
 
 
 def test_a_trial_leads_its_own_session_and_finds_a_process_as_good_as_new(
     pool: TrialProcessPool, tmp_path: Path
 ) -> None:
-    found, other = found_in(pool, tmp_path), found_in(pool, tmp_path)
-    assert found["pid"] == found["session"] == found["group"] != other["pid"]
-    assert found["drawn"] != other["drawn"]
-    assert found["threads"] == 1
-    assert found["descriptors"] == 4  # the streams, and the channel
-    assert but_for_ctrl_c(found["ignored"]) == but_for_ctrl_c(ignored_by_a_new_python())
-    assert not {"prefect", "numpy", "pyarrow", "obstore", "rich", "typer"} & set(found["modules"])
+    metrics, other = train_and_inspect(pool, tmp_path), train_and_inspect(pool, tmp_path)
+    assert metrics["pid"] == metrics["session"] == metrics["group"] != other["pid"]
+    assert metrics["drawn"] != other["drawn"]
+    assert metrics["threads"] == 1
+    assert metrics["descriptors"] == 4  # the streams, and the channel
+    assert clear_uncompared_signals(metrics["ignored"]) == clear_uncompared_signals(read_ignored_signals())
+    assert not {"prefect", "numpy", "pyarrow", "obstore", "rich", "typer"} & set(metrics["modules"])
 
 
 def test_what_is_forked_has_one_thread_and_is_forked_again_and_again(
-    pool: TrialProcessPool, ours: Family, tmp_path: Path
+    pool: TrialProcessPool, processes: Family, tmp_path: Path
 ) -> None:
-    found_in(pool, tmp_path)
-    pid = ours.wait_for_one("tune-forkserver")
-    found_in(pool, tmp_path)
-    assert ours.wait_for_one("tune-forkserver") == pid
+    train_and_inspect(pool, tmp_path)
+    pid = processes.wait_for_one("tune-forkserver")
+    train_and_inspect(pool, tmp_path)
+    assert processes.wait_for_one("tune-forkserver") == pid
     assert "Threads:\t1\n" in Path(f"/proc/{pid}/status").read_text()
 
 
 def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
-    with family() as ours, TrialProcessPool(slots=1) as pool:
-        assert not ours.pids()
+    with family() as processes, TrialProcessPool(slots=1) as pool:
+        assert not processes.pids()
         pool.start_import("tests.trainables.processes.forked:inspect_process", LOG)
-        wait_until(lambda: len(ours.pids()) == 1, what=lambda: f"one process: {ours.names()}")  # /proc lags
-        found_in(pool, tmp_path)
+        wait_until(
+            lambda: len(processes.pids()) == 1, what=lambda: f"one process, found {processes.names()}"
+        )  # /proc lags behind
+        train_and_inspect(pool, tmp_path)
 
 
 def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
-    pool: TrialProcessPool, ours: Family, tmp_path: Path
+    pool: TrialProcessPool, processes: Family, tmp_path: Path
 ) -> None:
-    witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
-        wait_until(began(witness), what=lambda: "the trial")
-        for pid in ours.pids():
+    with pool.open_process(start_gated(block, tmp_path), LOG) as channel:
+        wait_for_trial(tmp_path)
+        for pid in processes.pids():
             for number in (signal.SIGTERM, signal.SIGINT):
                 os.kill(pid, number)
-        os.kill(ours.wait_for_one("tune-subreaper"), signal.SIGUSR1)
-        gate.touch()
+        os.kill(processes.wait_for_one("tune-subreaper"), signal.SIGUSR1)
+        (tmp_path / "gate").touch()
         assert isinstance(receive_messages(channel)[-1], TrialEnded)
 
 
@@ -195,7 +201,7 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
 
 @pytest.mark.parametrize("forks", [True, False], ids=["forked", "by itself"])
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "expected"),
     long_after(
         2,
         [
@@ -209,14 +215,14 @@ def test_a_trial_whose_own_handler_of_a_signal_exits_is_not_complete(
     ),
 )
 def test_the_exit_code_or_signal_of_a_process_is_reported_with_its_last_output(
-    pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, said: str
+    pool: TrialProcessPool, tmp_path: Path, forks: bool, how: object, expected: str
 ) -> None:
     process = pool.open_process if forks else started_process
     with process(make_start(die, tmp_path, {"how": how}), LOG) as channel:
         receive_messages(channel)
         end = channel.end()
         assert channel.end() == end
-    assert str(end) == said
+    assert str(end) == expected
     assert end.output.startswith("last words")
     assert ("Segmentation fault" in end.output) == (how == "segfault")
 
@@ -242,10 +248,10 @@ def test_what_trials_print_is_logged_in_order_each_in_the_context_of_its_task(
 
 
 def test_a_trial_that_is_asked_to_stop_and_raises_reports_the_error(pool: TrialProcessPool, tmp_path: Path) -> None:
-    def fails(_config: object) -> None:
+    def fail(_config: object) -> None:
         raise ValueError("shapes differ")
 
-    with pool.open_process(make_start(fails, tmp_path), LOG) as channel:
+    with pool.open_process(make_start(fail, tmp_path), LOG) as channel:
         channel.send(CheckpointAndStop())
         failure = require_failure(receive_messages(channel)[-1])
     assert require_reason(failure).arguments["text"] == "shapes differ"
@@ -256,99 +262,95 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     def train(number: int) -> int:
-        with room.open_process(make_start(print_lines, tmp_path, {"lines": 1}), LOG) as channel:
+        with pool.open_process(make_start(print_lines, tmp_path, {"lines": 1}), LOG) as channel:
             assert isinstance(receive_messages(channel)[-1], TrialEnded)
         return number
 
-    with family() as ours, TrialProcessPool(slots=16) as room:
+    with family() as processes, TrialProcessPool(slots=16) as pool:
         train(0)
         with no_leaks(), ThreadPoolExecutor(16) as threads:
             assert list(threads.map(train, range(200))) == list(range(200))
-            room.end_idle_processes()
-        alone = [ours.wait_for_one("tune-forkserver")]
-        wait_until(lambda: ours.pids() == alone, what=lambda: f"the end of all of {ours.pids()} but {alone}")
+            pool.end_idle_processes()
+        alone = [processes.wait_for_one("tune-forkserver")]
+        wait_until(lambda: processes.pids() == alone, what=lambda: f"the end of all of {processes.pids()} but {alone}")
         wait_until(lambda: not children_of(*alone), what=lambda: f"the end of {children_of(*alone)}: no zombies either")
     record_property("figure: trials in forked processes, none of them left", 200)
 
 
 def test_64_trials_run_at_once(pool: TrialProcessPool, tmp_path: Path) -> None:
-    witness, gate = tmp_path / "witness", tmp_path / "gate"
+    begun = partial(find_acts, tmp_path, "begin")
 
     def train(_number: int) -> int:
-        with pool.open_process(
-            make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
-        ) as channel:
+        with pool.open_process(start_gated(block, tmp_path), LOG) as channel:
             return int(receive_metrics(channel)["pid"])
 
     with ThreadPoolExecutor(64) as threads:
-        trained = threads.map(train, range(64))
-        wait_until(lambda: len(began(witness)()) == 64, seconds=60, what=lambda: f"64 of {len(began(witness)())}")
-        gate.touch()
-        assert len(set(trained)) == 64
+        pids = threads.map(train, range(64))
+        wait_until(lambda: len(begun()) == 64, seconds=60, what=lambda: f"64 of {len(begun())}")
+        (tmp_path / "gate").touch()
+        assert len(set(pids)) == 64
 
 
 def test_whatever_a_trial_has_started_ends_with_it_when_it_is_given_up(
-    pool: TrialProcessPool, ours: Family, tmp_path: Path
+    pool: TrialProcessPool, processes: Family, tmp_path: Path
 ) -> None:
-    witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(
-        make_start(leave_children, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG
-    ) as channel:
-        wait_until(began(witness), what=lambda: "the trial")
-        started = {each.step for each in acts_of(witness) if each.act in ("child", "orphan")}
-        assert len(started & set(ours.pids())) == 3
+    with pool.open_process(start_gated(leave_children, tmp_path), LOG) as channel:
+        wait_for_trial(tmp_path)
+        started = {act.step for act in find_acts(tmp_path, "child", "orphan")}
+        assert len(started & set(processes.pids())) == 3
         channel.end()
-        assert not started & set(ours.pids())  # only the subreaper, which has reported its end, may still run
+        assert not started & set(processes.pids())  # only the subreaper, which has reported its end, may still run
 
 
-def test_orphans_that_end_before_their_trial_are_reaped(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
-    witness, gate = tmp_path / "witness", tmp_path / "gate"
-    config = {"witness": str(witness), "gate": str(gate)}
-    with pool.open_process(make_start(leave_children, tmp_path, config), LOG) as channel:
-        wait_until(began(witness), what=lambda: "the trial")
-        children = partial(children_of, ours.wait_for_one("tune-subreaper"))
+def test_orphans_that_end_before_their_trial_are_reaped(
+    pool: TrialProcessPool, processes: Family, tmp_path: Path
+) -> None:
+    with pool.open_process(start_gated(leave_children, tmp_path), LOG) as channel:
+        wait_for_trial(tmp_path)
+        children = partial(children_of, processes.wait_for_one("tune-subreaper"))
         wait_until(lambda: len(children()) == 2, what=lambda: f"the trial and an orphan, not {children()}")
-        gate.touch()
+        (tmp_path / "gate").touch()
         receive_messages(channel)
 
 
-def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, ours: Family, tmp_path: Path) -> None:
-    witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
-        wait_until(began(witness), what=lambda: "the trial")
-        killed = ours.wait_for_one("tune-forkserver")
-        os.kill(killed, signal.SIGKILL)
-        found = found_in(pool, tmp_path)
-        assert ours.wait_for_one("tune-forkserver") != killed
-        gate.touch()
-        assert receive_metrics(channel)["pid"] == began(witness)()[0].pid != found["pid"]
+def test_a_fork_server_that_is_killed_costs_nothing(pool: TrialProcessPool, processes: Family, tmp_path: Path) -> None:
+    with pool.open_process(start_gated(block, tmp_path), LOG) as channel:
+        wait_for_trial(tmp_path)
+        pid = processes.wait_for_one("tune-forkserver")
+        os.kill(pid, signal.SIGKILL)
+        metrics = train_and_inspect(pool, tmp_path)
+        assert processes.wait_for_one("tune-forkserver") != pid
+        (tmp_path / "gate").touch()
+        assert receive_metrics(channel)["pid"] == find_acts(tmp_path, "begin")[0].pid != metrics["pid"]
         assert channel.end() == ProcessEnd(exit_code=0)
 
 
 @pytest.mark.long
 def test_a_fork_server_that_is_stopped_is_replaced(
-    pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: TrialProcessPool, processes: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found_in(pool, tmp_path)
-    stopped = ours.wait_for_one("tune-forkserver")
-    os.kill(stopped, signal.SIGSTOP)
+    train_and_inspect(pool, tmp_path)
+    pid = processes.wait_for_one("tune-forkserver")
+    os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr(fork_servers, "_FORK_TIMEOUT", timedelta(seconds=15))
-    found_in(pool, tmp_path)
-    assert ours.wait_for_one("tune-forkserver") != stopped
+    train_and_inspect(pool, tmp_path)
+    assert processes.wait_for_one("tune-forkserver") != pid
 
 
 @pytest.mark.parametrize("stopped", ["trial", "tune-subreaper"])
 def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
-    pool: TrialProcessPool, ours: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
+    pool: TrialProcessPool, processes: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
     monkeypatch.setattr(fork_servers, "_EXIT_TIMEOUT", timedelta(seconds=0.5))
-    witness, gate = tmp_path / "witness", tmp_path / "gate"
-    with pool.open_process(make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)}), LOG) as channel:
-        wait_until(began(witness), what=lambda: "the trial")
-        os.kill(ours.wait_for_one(stopped), signal.SIGSTOP)
+    with pool.open_process(start_gated(block, tmp_path), LOG) as channel:
+        wait_for_trial(tmp_path)
+        os.kill(processes.wait_for_one(stopped), signal.SIGSTOP)
         assert channel.end() == ProcessEnd(signal="SIGKILL")
     pool.end_idle_processes()
-    wait_until(lambda: ours.pids() == [ours.wait_for_one("tune-forkserver")], what=lambda: f"the end of {ours.pids()}")
+    wait_until(
+        lambda: processes.pids() == [processes.wait_for_one("tune-forkserver")],
+        what=lambda: f"the end of {processes.pids()}",
+    )
 
 
 @pytest.mark.long
@@ -361,13 +363,11 @@ def test_a_machine_without_room_for_another_process_is_named_in_the_error(
 
 
 def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Path) -> None:
-    witness, gate = tmp_path / "witness", tmp_path / "gate"
     with TrialProcessPool(slots=1) as pool:
-        start = make_start(block, tmp_path, {"witness": str(witness), "gate": str(gate)})
-        attempt = pool.open_process(start, LOG)
+        attempt = pool.open_process(start_gated(block, tmp_path), LOG)
         channel = attempt.__enter__()
-        wait_until(began(witness), what=lambda: "the trial")
-    gate.touch()
+        wait_for_trial(tmp_path)
+    (tmp_path / "gate").touch()
     assert isinstance(receive_messages(channel)[-1], TrialEnded)
     attempt.__exit__(None, None, None)
 
@@ -376,8 +376,8 @@ _NOT_TEXT = b"\xff\xfe odd) S"
 
 
 @contextmanager
-def a_process_whose_name_is_no_text() -> Iterator[None]:
-    """As Linux makes them: it cuts a name to 15 bytes, even in the middle of a character."""
+def running_process_with_undecodable_name() -> Iterator[None]:
+    """Run a process whose name is no UTF-8: Linux cuts names to 15 bytes, even within a character."""
     context = multiprocessing.get_context("fork")
     named = context.Event()
 
@@ -398,56 +398,54 @@ def a_process_whose_name_is_no_text() -> Iterator[None]:
 
 
 def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text(tmp_path: Path) -> None:
-    witness = tmp_path / "witness"
-    with family() as ours, a_process_whose_name_is_no_text(), TrialProcessPool(slots=1) as made:
-        config = {"witness": str(witness), "gate": ""}
-        with made.open_process(make_start(leave_children, tmp_path, config), LOG) as channel:
+    with family() as processes, running_process_with_undecodable_name(), TrialProcessPool(slots=1) as pool:
+        config = {"witness": str(tmp_path / "witness"), "gate": ""}
+        with pool.open_process(make_start(leave_children, tmp_path, config), LOG) as channel:
             assert isinstance(receive_messages(channel)[-1], TrialEnded)
             assert channel.end() == ProcessEnd(exit_code=0)
-        left = [each.step for each in acts_of(witness) if each.act in ("child", "orphan")]
-        assert len(left) == 3
-        assert not set(left) & set(ours.pids())
+        started = [act.step for act in find_acts(tmp_path, "child", "orphan")]
+        assert len(started) == 3
+        assert not set(started) & set(processes.pids())
 
 
 def test_a_fork_that_exits_in_a_step_does_not_clean_up_what_the_trial_still_uses(tmp_path: Path) -> None:
-    witness = tmp_path / "witness"
-    with family(), TrialProcessPool(slots=1) as made:
-        start = make_start(ForksInAStep, tmp_path, {"witness": str(witness)}, steps=3)
-        with made.open_process(start, LOG) as channel:
-            found = receive_metrics(channel)
+    with family(), TrialProcessPool(slots=1) as pool:
+        start = make_start(ForksInAStep, tmp_path, {"witness": str(tmp_path / "witness")}, steps=3)
+        with pool.open_process(start, LOG) as channel:
+            metrics = receive_metrics(channel)
             channel.end()
-    assert found["code"] == 7
-    assert [each.step for each in acts_of(witness) if each.act == "cleanup"] == [found["pid"]]
+    assert metrics["code"] == 7
+    assert [act.step for act in find_acts(tmp_path, "cleanup")] == [metrics["pid"]]
 
 
 def test_a_thread_of_an_earlier_trial_cannot_report_to_the_next_one(tmp_path: Path) -> None:
-    with family(), TrialProcessPool(slots=1) as made:
+    with family(), TrialProcessPool(slots=1) as pool:
         for _ in range(2):
-            with made.open_process(make_start(LateThread, tmp_path, steps=2), LOG) as channel:
-                *said, ended = receive_messages(channel)
+            with pool.open_process(make_start(LateThread, tmp_path, steps=2), LOG) as channel:
+                *messages, ended = receive_messages(channel)
                 assert isinstance(ended, TrialEnded), ended
                 channel.end()
-    metrics = [each.report.metrics for each in said if isinstance(each, StepDone)]
-    assert [each["loss"] for each in metrics] == [1.0, 1.0]
-    assert "an earlier trial of this process" in str(metrics[-1]["became"])
+    results = [message.report.metrics for message in messages if isinstance(message, StepDone)]
+    assert [metrics["loss"] for metrics in results] == [1.0, 1.0]
+    assert "an earlier trial of this process" in str(results[-1]["became"])
 
 
 def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path) -> None:
-    with family(), ExitStack() as pool:
-        made = pool.enter_context(TrialProcessPool(slots=4))
+    with family(), ExitStack() as stack:
+        pool = stack.enter_context(TrialProcessPool(slots=4))
         with ExitStack() as trials:
             start = make_start(NeverCleansUp, tmp_path, {"gate": str(tmp_path / "never")}, steps=1)
-            for channel in [trials.enter_context(made.open_process(start, LOG)) for _ in range(4)]:
+            for channel in [trials.enter_context(pool.open_process(start, LOG)) for _ in range(4)]:
                 assert isinstance(receive_messages(channel)[-1], TrialEnded)
-        began = time.monotonic()
-        pool.close()
-        assert time.monotonic() - began < 15  # one by one it takes 20
+        start_time = time.monotonic()
+        stack.close()
+        assert time.monotonic() - start_time < 15  # one by one it takes 20
 
 
 _LOUD = {"PYTHONWARNINGS": "always::ResourceWarning", "PYTHONUNBUFFERED": "1"}
 
 
-def _served(forks: ForkServer) -> None:
+def _end_new_fork(forks: ForkServer) -> None:
     child = forks.fork()
     assert isinstance(child, ForkedProcess)
     child.connection.close()
@@ -460,8 +458,8 @@ def test_a_fork_server_its_subreapers_and_their_trials_leave_no_socket_open(
     for name, value in _LOUD.items():
         monkeypatch.setenv(name, value)
     forks = ForkServer()
-    _served(forks)
-    _served(forks)
+    _end_new_fork(forks)
+    _end_new_fork(forks)
     last = forks.fork()
     assert last is not None
     forks.end()

@@ -1,4 +1,4 @@
-"""What a script or a notebook defines is in the `__main__` of its trials' processes, with its arguments and flags."""
+"""The trials of a script or notebook have its definitions in `__main__`, its arguments and its flags."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.fakes.trial_processes import (
     supervised_process,
 )
 
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": "/usr/bin:/bin"}
 SCRIPT = """
 import json, logging, multiprocessing, pathlib, pickle, sys
 import prefect_tune as pt
@@ -39,11 +40,11 @@ def squared(x):
     return Model(x * x)
 
 def train(config):
-    found = pickle.loads(pickle.dumps({"model": Model(1), "train": train, "layer": Layer}))
-    assert found["train"] is train
-    for how in ("fork", "spawn", "forkserver"):
-        with multiprocessing.get_context(how).Pool(1) as pool:
-            pt.report({how: sum(each.x for each in pool.map(squared, [1, 2, 3]))})
+    copies = pickle.loads(pickle.dumps({"model": Model(1), "train": train, "layer": Layer}))
+    assert copies["train"] is train
+    for method in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            pt.report({method: sum(model.x for model in pool.map(squared, [1, 2, 3]))})
     return {"x": config["x"]}
 
 class Base(pt.Trainable):
@@ -70,13 +71,14 @@ if __name__ == "__main__":
             of_class = make_start(Digits, folder, {"x": x}, steps=1, cadence=Cadence())
             for start in (make_start(train, folder, {"x": x}), of_class):
                 with pool.open_process(start, logging.getLogger()) as channel:
-                    said = [channel.receive(timedelta(seconds=60))]
-                    while said[-1] is None or said[-1].type != "trial-ended":
-                        said.append(channel.receive(timedelta(seconds=60)))
-                        if getattr(said[-1], "checkpoint", None):
+                    messages = [channel.receive(timedelta(seconds=60))]
+                    while messages[-1] is None or messages[-1].type != "trial-ended":
+                        messages.append(channel.receive(timedelta(seconds=60)))
+                        if getattr(messages[-1], "checkpoint", None):
                             channel.send(CheckpointSaved(step=1))
-                steps = [dict(each.report.metrics) for each in said if each and each.type == "step-done"]
-                print(json.dumps([said[-1].raised and str(said[-1].outcome.reason), *steps]))
+                steps = [message for message in messages if message and message.type == "step-done"]
+                error = messages[-1].raised and str(messages[-1].outcome.reason)
+                print(json.dumps([error, *(dict(step.report.metrics) for step in steps)]))
 """
 
 
@@ -88,17 +90,14 @@ def test_a_trial_pickles_and_spawns_what_its_script_defines(tmp_path: Path, reus
     script.write_text(SCRIPT)
     source, text = ("-", SCRIPT) if is_notebook else (str(script), "")  # from stdin, `__main__` has no file
     command = [sys.executable, source, reuse, str(tmp_path)]
-    ran = subprocess.run(
-        command, env={"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": "/usr/bin:/bin"},
-        input=text, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    process = subprocess.run(command, env=ENVIRONMENT, input=text, capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in process.stdout.splitlines()]
     pools = [{"fork": 14}, {"spawn": 14}, {"forkserver": 14}]
-    assert found == [[part, *rest] for x in (1, 2) for part, *rest in ([False, *pools, {"x": x}], [False, {"x": x}])]
+    assert lines == [line for x in (1, 2) for line in ([False, *pools, {"x": x}], [False, {"x": x}])]
 
 
-def _spawns(config: dict[str, str]) -> dict[str, int | None]:
-    """Train with what an earlier trial, another Python or a full disk may have left."""
+def _spawn_process(config: dict[str, str]) -> dict[str, int | None]:
+    """Train with a file that an earlier trial, another Python or a full disk may have left."""
     os.environ["PREFECT_TUNE_TRAINABLE"] = config["file"]
     process = multiprocessing.get_context("spawn").Process(target=os.getpid)
     process.start()
@@ -106,56 +105,56 @@ def _spawns(config: dict[str, str]) -> dict[str, int | None]:
     return {"code": process.exitcode}
 
 
-class _FromElsewhere:
+_TRUNCATED = pickle_to_hex(_spawn_process)[:100]
+
+
+class _NotInstalled:
     def __reduce__(self) -> tuple[object, ...]:
         return importlib.import_module, ("not_installed_here",)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("left", "why"),
+    ("text", "reason"),
     [
         (None, "No such file"),
         ("no pickle", "its pickle cannot be loaded by Python 3.*ValueError: non-hexadecimal"),
-        (
-            pickle_to_hex(_spawns)[:100],
-            "its pickle cannot be loaded by Python 3.*UnpicklingError: pickle data was truncated",
-        ),
-        (pickle_to_hex(_FromElsewhere()), "ModuleNotFoundError: No module named 'not_installed_here'. Make the module"),
+        (_TRUNCATED, "its pickle cannot be loaded by Python 3.*UnpicklingError: pickle data was truncated"),
+        (pickle_to_hex(_NotInstalled()), "ModuleNotFoundError: No module named 'not_installed_here'. Make the module"),
         (pickle_to_hex("a text"), "expected a function of the configuration, .* found str"),
         ("é", "'ascii' codec can't decode"),
     ],
     ids=["gone", "a text", "cut", "of a module that is not here", "of something else", "not even ASCII"],
 )
 def test_a_spawned_process_that_cannot_read_what_the_script_defines_says_so_and_goes_on(
-    tmp_path: Path, left: str | None, why: str
+    tmp_path: Path, text: str | None, reason: str
 ) -> None:
     file, recorder = tmp_path / "left.trainable", LogRecorder()
-    if left is not None:
-        file.write_text(left)
-    with supervised_process(make_start(_spawns, tmp_path, {"file": str(file)}, steps=1), make_log(recorder)) as channel:
+    if text is not None:
+        file.write_text(text)
+    start = make_start(_spawn_process, tmp_path, {"file": str(file)}, steps=1)
+    with supervised_process(start, make_log(recorder)) as channel:
         assert receive_metrics(channel) == {"code": 0}
     (line,) = recorder.reasons
-    assert re.match(f"prefect-tune: a spawned process lacks the definitions of its trial's script: .*{why}", line)
+    assert re.match(f"prefect-tune: a spawned process lacks the definitions of its trial's script: .*{reason}", line)
 
 
-def _unpickles(_config: object) -> None:
+def _fail_unpickling(_config: object) -> None:
     raise AttributeError("Can't get attribute 'Model' on <module '__main__' (built-in)>")
 
 
-def _debugs(_config: object) -> None:
-    breakpoint()  # noqa: T100 - as a user has left it
+def _call_breakpoint(_config: object) -> None:
+    breakpoint()  # noqa: T100 - a user may forget one
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("train", "advice"), [(_unpickles, "advice-main-module"), (_debugs, "advice-no-terminal")])
+@pytest.mark.parametrize(
+    ("train", "advice"), [(_fail_unpickling, "advice-main-module"), (_call_breakpoint, "advice-no-terminal")]
+)
 def test_an_error_that_is_due_to_the_process_says_what_to_do(tmp_path: Path, train: object, advice: str) -> None:
     with supervised_process(make_start(train, tmp_path), make_log(LogRecorder())) as channel:
         failure = require_failure(receive_messages(channel)[-1])
     assert require_reason(failure).arguments["advice"]["code"] == advice
-
-
-# A trial sees the command line of its script; its process is started with the flags of the script's interpreter.
 
 
 ARGUMENTS_SCRIPT = """
@@ -168,11 +167,11 @@ def train(config):
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float)
     parser.add_argument("rest", nargs="*")
-    found = parser.parse_args()
+    options = parser.parse_args()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        of_child = pool.map(child, [0])
+        child_flags = pool.map(child, [0])
     return {
-        "lr": found.lr, "argv": sys.argv, "child": of_child, "optimize": sys.flags.optimize, "debug": __debug__,
+        "lr": options.lr, "argv": sys.argv, "child": child_flags, "optimize": sys.flags.optimize, "debug": __debug__,
         "warnings": sys.warnoptions, "options": sys._xoptions["own"], "utf8": sys.flags.utf8_mode,
         "hash": os.environ["PYTHONHASHSEED"],
     }
@@ -184,8 +183,8 @@ if __name__ == "__main__":
     for reuse in ("auto", "never"):
         with tempfile.TemporaryDirectory() as folder, TrialProcessPool(slots=1, reuse=reuse) as pool:
             with pool.open_process(make_start(train, folder), logging.getLogger()) as channel:
-                *reports, end = receive_messages(channel)
-        metrics = [dict(each.report.metrics) for each in reports if each.type == "step-done"]
+                *messages, end = receive_messages(channel)
+        metrics = [dict(message.report.metrics) for message in messages if message.type == "step-done"]
         print(json.dumps([getattr(end, "message", ""), metrics]))
 """
 
@@ -193,12 +192,10 @@ if __name__ == "__main__":
 def test_a_trial_has_the_arguments_and_the_flags_of_its_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ARGUMENTS_SCRIPT)
-    flags = ["-OO", "-W", "ignore::UserWarning", "-X", "own=value", "-X", "utf8"]
     arguments = [str(script), "--lr", "0.5", "-5", "a b", "é"]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "7"}
-    ran = subprocess.run(
-        [sys.executable, *flags, *arguments], env=environment, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-OO", "-W", "ignore::UserWarning", "-X", "own=value", "-X", "utf8", *arguments]
+    environment = {**ENVIRONMENT, "PYTHONHASHSEED": "7"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     expected = {
         "lr": 0.5,
         "argv": arguments,
@@ -210,7 +207,7 @@ def test_a_trial_has_the_arguments_and_the_flags_of_its_script(tmp_path: Path) -
         "utf8": 1,
         "hash": "7",
     }
-    assert [json.loads(line) for line in ran.stdout.splitlines()] == [["", [expected]]] * 2
+    assert [json.loads(line) for line in process.stdout.splitlines()] == [["", [expected]]] * 2
 
 
 @pytest.mark.parametrize("program", ["prefect.engine", "prefect_tune.drills.training"])

@@ -1,4 +1,4 @@
-"""Fork servers and processes that import a trainable and fork its trials: kills, and imports that cannot be forked."""
+"""Template processes, which import a trainable and fork its trials: kills, and imports that cannot be forked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool, shared
 from prefect_tune.core.messages.process_messages import TrainableLoaded
 from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.runtime.trainable import Reuse
-from tests.attempt.processes.modules import QUIET, Module, Trains, different
+from tests.attempt.processes.modules import QUIET, Module, Trainer, count_distinct
 from tests.fakes.checkpoints import write_files
 from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import (
@@ -34,11 +34,11 @@ from tests.fakes.trial_processes import (
 )
 from tests.long_cases import long_after
 
-pytestmark = pytest.mark.usefixtures("ours")  # fails if a process outlives its test
+pytestmark = pytest.mark.usefixtures("processes")  # fails if a process outlives its test
 
-WAITS_FOR = """
+WAITING = """
 import subprocess, time
-def measured(config):
+def measure(config):
     if config["x"] == 0:
         subprocess.Popen(["sleep", "600"])
         time.sleep(600)
@@ -46,25 +46,20 @@ def measured(config):
 """
 
 
-def parent_of(pid: int) -> int:
+def read_parent_pid(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def kill(ours: Family, whom: str) -> None:
-    template = ours.wait_for_one("tune-template")
-    subreaper = parent_of(template)
-    victims = {
-        "the template": [template],
-        "its subreaper": [subreaper],
-        "the fork server": [parent_of(subreaper)],
-    }
-    for victim in victims[whom]:
-        os.kill(victim, signal.SIGKILL)
+def kill_process(processes: Family, victim: str) -> None:
+    template = processes.wait_for_one("tune-template")
+    subreaper = read_parent_pid(template)
+    pids = {"the template": template, "its subreaper": subreaper, "the fork server": read_parent_pid(subreaper)}
+    os.kill(pids[victim], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("whom", long_after(1, ["the template", "its subreaper"]))
+@pytest.mark.parametrize("victim", long_after(1, ["the template", "its subreaper"]))
 def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
-    module: Module, ours: Family, recorder: LogRecorder, tmp_path: Path, whom: str
+    module: Module, processes: Family, recorder: LogRecorder, tmp_path: Path, victim: str
 ) -> None:
     flag = tmp_path / "flag"
     module.write(f"""
@@ -73,29 +68,28 @@ def test_a_kill_during_the_import_ends_what_it_has_started_and_no_trial(
             subprocess.Popen(["sleep", "600"])
             open({str(flag)!r}, "w").close()
             time.sleep(600)
-        def measured(config): return {{"x": config["x"]}}
+        def measure(config): return {{"x": config["x"]}}
     """)
     with no_leaks(), TrialProcessPool(slots=2, reuse="auto") as pool:
         pool.start_import(f"{module.name}:train", make_log(recorder))
         wait_until(flag.exists, what=lambda: "an import")
         (template,) = pool.fork_servers._templates.values()
-        wait_until(
-            lambda: template.process is not None, what=lambda: "the answer of the fork server"
-        )  # else it is replaced unsaid
-        kill(ours, whom)
-        wait_until(lambda: not ours.pids("sleep"), what=lambda: f"the end of what it started, not {ours.names()}")
+        # without a process it is replaced silently
+        wait_until(lambda: template.process is not None, what=lambda: "the answer of the fork server")
+        kill_process(processes, victim)
+        wait_until(lambda: not processes.pids("sleep"), what=lambda: f"the end of its child, not {processes.names()}")
         with pool.open_process(module.start(1), make_log(recorder)) as channel:
             assert receive_metrics(channel)["x"] == 1
     assert "its import ended the process" in recorder.reasons[0]
 
 
-@pytest.mark.parametrize("whom", long_after(1, ["the template", "its subreaper"]))
+@pytest.mark.parametrize("victim", long_after(1, ["the template", "its subreaper"]))
 def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forked_again(
-    module: Module, ours: Family, recorder: LogRecorder, whom: str
+    module: Module, processes: Family, recorder: LogRecorder, victim: str
 ) -> None:
-    module.write(WAITS_FOR)
+    module.write(WAITING)
 
-    def two_attempts(pool: TrialProcessPool) -> dict[str, Any]:
+    def run_two_attempts(pool: TrialProcessPool) -> dict[str, Any]:
         with pool.open_process(module.start(0), make_log(recorder)) as channel:
             receive_messages(channel)
             assert channel.end() == ProcessEnd(signal="SIGKILL")
@@ -103,17 +97,17 @@ def test_a_kill_while_trials_run_costs_an_attempt_of_each_and_the_next_are_forke
             return dict(receive_metrics(channel))
 
     with no_leaks(), TrialProcessPool(slots=3, reuse="auto") as pool, ThreadPoolExecutor(3) as threads:
-        found = [threads.submit(two_attempts, pool) for _ in range(3)]
-        wait_until(lambda: len(ours.pids("sleep")) == 3, what=lambda: f"three trials, not {ours.names()}")
-        kill(ours, whom)
-        pids = {each.result()["pid"] for each in found}
-        last = forked_again(module, pool, recorder)
+        futures = [threads.submit(run_two_attempts, pool) for _ in range(3)]
+        wait_until(lambda: len(processes.pids("sleep")) == 3, what=lambda: f"three trials, not {processes.names()}")
+        kill_process(processes, victim)
+        pids = {future.result()["pid"] for future in futures}
+        last = train_again(module, pool, recorder)
     assert len({*pids, last}) == 4
     assert recorder.reasons == []
 
 
-def forked_again(module: Module, pool: TrialProcessPool, recorder: LogRecorder) -> int:
-    """Train once more; return the process, which imports nothing."""
+def train_again(module: Module, pool: TrialProcessPool, recorder: LogRecorder) -> int:
+    """Train once more in a process without an import of its own; return its pid."""
     with pool.open_process(module.start(1), make_log(recorder)) as channel:
         pid = int(receive_metrics(channel)["pid"])
     assert pid not in module.imports
@@ -121,44 +115,44 @@ def forked_again(module: Module, pool: TrialProcessPool, recorder: LogRecorder) 
 
 
 def test_a_killed_fork_server_leaves_the_template_and_its_trials(
-    module: Module, ours: Family, recorder: LogRecorder
+    module: Module, processes: Family, recorder: LogRecorder
 ) -> None:
-    module.write(WAITS_FOR)
-    with (
-        TrialProcessPool(slots=2, reuse="auto") as pool,
-        pool.open_process(module.start(0), make_log(recorder)) as channel,
-    ):
-        wait_until(lambda: ours.pids("sleep"), what=lambda: "a trial")
-        kill(ours, "the fork server")
-        forked_again(module, pool, recorder)
-        assert channel.end() == ProcessEnd(signal="SIGKILL")  # by this call
+    module.write(WAITING)
+    pool = TrialProcessPool(slots=2, reuse="auto")
+    with pool, pool.open_process(module.start(0), make_log(recorder)) as channel:
+        wait_until(lambda: processes.pids("sleep"), what=lambda: "a trial")
+        kill_process(processes, "the fork server")
+        train_again(module, pool, recorder)
+        assert channel.end() == ProcessEnd(signal="SIGKILL")  # this call ends it
     assert len(module.imports) == 1
 
 
 def test_a_request_that_cannot_be_written_leaves_no_process_that_waits_for_it(
-    module: Module, ours: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch
+    module: Module, processes: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> int:
+    def raise_disk_full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     with no_leaks(), TrialProcessPool(slots=1, reuse="auto") as pool:
-        monkeypatch.setattr("tempfile.TemporaryFile", full)
+        monkeypatch.setattr("tempfile.TemporaryFile", raise_disk_full)
         with pool.open_process(module.start(7), make_log(recorder)) as channel:
             assert receive_metrics(channel)["x"] == 7
-        wait_until(lambda: not ours.pids("tune-template"), what=lambda: f"no template, not {ours.names()}")
+        wait_until(lambda: not processes.pids("tune-template"), what=lambda: f"no template, not {processes.names()}")
     assert "No space left on device" in recorder.reasons[0]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("process", "said"), [(1, "was forked within 3 s"), (2, "did not begin its trial within 3 s")])
+@pytest.mark.parametrize(
+    ("process", "expected"), [(1, "was forked within 3 s"), (2, "did not begin its trial within 3 s")]
+)
 def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_its_own(
     module: Module,
-    ours: Family,
+    processes: Family,
     recorder: LogRecorder,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     process: int,
-    said: str,
+    expected: str,
 ) -> None:
     module.write(f"""
         import time
@@ -169,34 +163,32 @@ def test_a_fork_that_hangs_before_its_trial_begins_is_replaced_by_a_process_of_i
                 time.sleep(600)
         depth = 0
         os.register_at_fork(after_in_child=hang_later)
-        def measured(config):
+        def measure(config):
             open({str(tmp_path / "hang")!r}, "w").close()
             return {{"x": config["x"]}}
     """)
     pids = []
     with no_leaks(), TrialProcessPool(slots=1, reuse="auto") as pool:
         for x in range(3):
-            # Its start does not fit into the buffer of the pipe.
+            # The start message exceeds the pipe's buffer.
             start = module.start(x).model_copy(update={"config": {"x": x, "of": "a megabyte" * 100_000}})
             with pool.open_process(start, make_log(recorder)) as channel:
                 pids.append(receive_metrics(channel)["pid"])
             pool.end_idle_processes()
-            wait_until(
-                lambda: len(ours.pids("tune-subreaper")) <= 1, what=lambda: f"the template's, not {ours.names()}"
-            )
+            wait_until(lambda: len(processes.pids("tune-subreaper")) <= 1, what=lambda: f"one, not {processes.names()}")
             monkeypatch.setattr(fork_servers, "_FORK_TIMEOUT", timedelta(seconds=3))
             monkeypatch.setattr(fork_servers, "_SEND_TIMEOUT", timedelta(seconds=3))
             monkeypatch.setattr(process_pool, "_START_TIMEOUT", timedelta(seconds=3))
     assert pids[0] not in module.imports
     assert pids[1:] == module.imports[1:]
-    assert [said in each for each in recorder.lines if "cannot be forked after its import" in each] == [True]
+    assert [expected in line for line in recorder.lines if "cannot be forked after its import" in line] == [True]
 
 
 # ---------------------------------------------------------------------------------------------------- in a worker
 
 
 def test_attempts_of_a_search_in_one_worker_share_an_import(
-    module: Module, ours: Family, recorder: LogRecorder
+    module: Module, processes: Family, recorder: LogRecorder
 ) -> None:
     def train(search: str) -> int:
         with shared_pool(search, "auto") as pool, pool.open_process(module.start(), make_log(recorder)) as channel:
@@ -207,40 +199,38 @@ def test_attempts_of_a_search_in_one_worker_share_an_import(
     assert len(module.imports) == 1
     train("second")
     assert len(module.imports) == 2
-    wait_until(lambda: len(ours.pids("tune-forkserver")) == 1, what=lambda: "the end of the first search's pool")
+    wait_until(lambda: len(processes.pids("tune-forkserver")) == 1, what=lambda: "the end of the first search's pool")
     with shared_pool("another", "never"):
-        wait_until(lambda: not ours.pids(), what=lambda: "the end of the second search's")
+        wait_until(lambda: not processes.pids(), what=lambda: "the end of the second search's")
 
 
 def test_the_pool_of_a_search_that_sends_no_more_attempts_is_closed(
-    module: Module, ours: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch
+    module: Module, processes: Family, recorder: LogRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_pool, "_IDLE_TIMEOUT", timedelta(0))
     with shared_pool("search", "auto") as pool, pool.open_process(module.start(), make_log(recorder)) as channel:
         receive_metrics(channel)
-    ours.require_none()
+    processes.require_none()
 
-
-# Imports once per search: trials are forked from a process that has imported their trainable, if that is safe.
 
 # ------------------------------------------------------------------------------------------------------ forked
 
 
 def test_one_process_imports_the_module_and_each_trial_is_a_fork_of_it(
-    trains: Trains, module: Module, recorder: LogRecorder
+    train_trials: Trainer, module: Module, recorder: LogRecorder
 ) -> None:
-    found = trains(3)
-    assert (len(module.imports), different(found)) == (1, 3)
-    assert module.imports[0] not in {each["pid"] for each in found}
+    results = train_trials(3)
+    assert (len(module.imports), count_distinct(results)) == (1, 3)
+    assert module.imports[0] not in {metrics["pid"] for metrics in results}
     assert recorder.reasons == []
 
 
-def test_each_process_imports_it_where_that_was_asked_for(trains: Trains, module: Module) -> None:
-    found = trains(3, "never")
-    assert module.imports == [each["pid"] for each in found]
+def test_each_process_imports_it_where_that_was_asked_for(train_trials: Trainer, module: Module) -> None:
+    results = train_trials(3, "never")
+    assert module.imports == [metrics["pid"] for metrics in results]
 
 
-BEARABLE = {
+FORKABLE = {
     "lines, a child, a program that is terminated, and lines of a handler at each fork": (
         """
         import subprocess, sys
@@ -264,15 +254,15 @@ BEARABLE = {
 }
 
 
-@pytest.mark.parametrize("name", BEARABLE)
+@pytest.mark.parametrize("name", FORKABLE)
 def test_what_forks_bear_is_no_reason_against_them(
-    trains: Trains, module: Module, recorder: LogRecorder, name: str
+    train_trials: Trainer, module: Module, recorder: LogRecorder, name: str
 ) -> None:
-    body, lines = BEARABLE[name]
+    body, lines = FORKABLE[name]
     module.write(dedent(body) + QUIET)
-    found = trains(3)
-    assert [each["x"] for each in found] == [0, 1, 2]
-    assert (len(module.imports), different(found), sorted({*recorder.reasons})) == (1, 3, lines)
+    results = train_trials(3)
+    assert [metrics["x"] for metrics in results] == [0, 1, 2]
+    assert (len(module.imports), count_distinct(results), sorted({*recorder.reasons})) == (1, 3, lines)
 
 
 MADE_BY_IMPORT = {
@@ -280,22 +270,22 @@ MADE_BY_IMPORT = {
         """
         import importlib, sys
         sys.path.insert(0, FOLDER + "/vendored")
-        def measured(config):
+        def measure(config):
             sys.modules.pop("part", None)
-            return {"found": importlib.import_module("part").found}
+            return {"origin": importlib.import_module("part").origin}
         """,
-        {"part.py": "found = 'beside'", "vendored/part.py": "found = 'vendored'"},
+        {"part.py": "origin = 'beside'", "vendored/part.py": "origin = 'vendored'"},
         "vendored",
     ),
     "other finders of modules": (
-        "import sys\nsys.meta_path[:] = sys.meta_path[1:]\ndef measured(config): return {'found': 'it trains'}",
+        "import sys\nsys.meta_path[:] = sys.meta_path[1:]\ndef measure(config): return {'origin': 'it trains'}",
         {},
         "it trains",
     ),
     "variables that are set before what reads them is imported": (
-        "os.environ['READ_ONCE_VARIABLES'] = '1'\nimport numpy\ndef measured(config): return {'found': numpy.found}",
+        "os.environ['READ_ONCE_VARIABLES'] = '1'\nimport numpy\ndef measure(config): return {'origin': numpy.origin}",
         {
-            "numpy/__init__.py": "import os\nfound = os.environ.get('READ_ONCE_VARIABLES')",
+            "numpy/__init__.py": "import os\norigin = os.environ.get('READ_ONCE_VARIABLES')",
             "numpy/random.py": "def seed(number=None): pass\nraise ImportError('wrong ABI')",
         },
         "1",
@@ -306,9 +296,9 @@ MADE_BY_IMPORT = {
         import prefect_tune as pt
         threads = concurrent.futures.ThreadPoolExecutor(1)
         threads.submit(int).result()
-        def measured(config):
-            threads.submit(pt.report, {'found': 'by a thread'}).result()
-            return {'found': 'by a thread'}
+        def measure(config):
+            threads.submit(pt.report, {'origin': 'by a thread'}).result()
+            return {'origin': 'by a thread'}
         """,
         {},
         "by a thread",
@@ -319,17 +309,17 @@ MADE_BY_IMPORT = {
 @pytest.mark.parametrize("reuse", long_after(1, ["auto", "never"]))
 @pytest.mark.parametrize("name", MADE_BY_IMPORT)
 def test_each_trial_has_what_the_import_has_made(
-    trains: Trains, module: Module, tmp_path: Path, name: str, reuse: Reuse
+    train_trials: Trainer, module: Module, tmp_path: Path, name: str, reuse: Reuse
 ) -> None:
     body, files, expected = MADE_BY_IMPORT[name]
     write_files(tmp_path, {path: text.encode() for path, text in files.items()})
     module.write(body.replace("FOLDER", repr(str(tmp_path))))
-    assert [each["found"] for each in trains(2, reuse)] == [expected] * 2
+    assert [metrics["origin"] for metrics in train_trials(2, reuse)] == [expected] * 2
 
 
 @pytest.mark.parametrize("reuse", long_after(1, ["auto", "never"]))
 def test_what_the_import_sets_is_set_in_each_trial(
-    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+    train_trials: Trainer, module: Module, tmp_path: Path, reuse: Reuse
 ) -> None:
     module.write(f"""
         import random, numpy
@@ -338,34 +328,35 @@ def test_what_the_import_sets_is_set_in_each_trial(
         os.chdir({str(tmp_path)!r})
         random.seed(7)
         numpy.random.random()  # draws, and does not seed
-        def measured(config):
-            found = {{"set": os.environ.get("SET_BY_IMPORT"), "home": os.environ.get("HOME"), "here": os.getcwd(),
+        def measure(config):
+            state = {{"set": os.environ.get("SET_BY_IMPORT"), "home": os.environ.get("HOME"), "here": os.getcwd(),
                      "drawn": random.random(), "numpy": numpy.random.random()}}
             os.environ["SET_BY_IMPORT"] = "changed"
-            return found
+            return state
     """)
-    found = trains(3, reuse)
-    assert {(each["set"], each["home"], each["here"]) for each in found} == {("yes", None, str(tmp_path))}
-    assert {each["drawn"] for each in found} == {random.Random(7).random()}
-    assert different(found, "numpy") == 3
+    results = train_trials(3, reuse)
+    assert {(metrics["set"], metrics["home"], metrics["here"]) for metrics in results} == {("yes", None, str(tmp_path))}
+    assert {metrics["drawn"] for metrics in results} == {random.Random(7).random()}
+    assert count_distinct(results, "numpy") == 3
 
 
 def test_the_code_of_a_trial_is_what_was_imported_even_if_the_file_has_changed_since(
     module: Module, recorder: LogRecorder
 ) -> None:
-    codes = []
+    digests = []
     with TrialProcessPool(slots=1, reuse="auto") as pool:
-        for body in (QUIET, "def measured(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
+        for body in (QUIET, "def measure(config): return {'x': 'changed'}\n# another\ndef train(config): return {}"):
             module.write(body)
             with pool.open_process(module.start(), make_log(recorder)) as channel:
-                codes += [each.source_digest for each in receive_messages(channel) if isinstance(each, TrainableLoaded)]
-    assert codes[0]
-    assert codes == codes[:1] * 2
+                loaded = [message for message in receive_messages(channel) if isinstance(message, TrainableLoaded)]
+            digests += [message.source_digest for message in loaded]
+    assert digests[0]
+    assert digests == digests[:1] * 2
 
 
 # ------------------------------------------------------------------------------------ unsafe forks, and the reason
 
-REASONS = {
+UNSAFE = {
     "its import started threads that still run: Thread-1 (wait)": """
         import threading
         threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -408,38 +399,36 @@ REASONS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("why", "body"), REASONS.items(), ids=[each.split(":")[0] for each in REASONS])
+@pytest.mark.parametrize(("expected", "body"), UNSAFE.items(), ids=[reason.split(":")[0] for reason in UNSAFE])
 def test_trials_whose_import_cannot_be_forked_safely_get_processes_of_their_own(
-    trains: Trains, module: Module, recorder: LogRecorder, why: str, body: str
+    train_trials: Trainer, module: Module, recorder: LogRecorder, expected: str, body: str
 ) -> None:
     module.write(dedent(body) + QUIET)
-    found = trains(3)
+    results = train_trials(3)
     (reason,) = recorder.reasons
-    assert why in reason
+    assert expected in reason
     assert "each trial imports it" in reason
-    assert [each["x"] for each in found] == [0, 1, 2]
-    assert module.imports[1:] == [each["pid"] for each in found]
+    assert [metrics["x"] for metrics in results] == [0, 1, 2]
+    assert module.imports[1:] == [metrics["pid"] for metrics in results]
 
 
 def test_a_script_that_has_blocked_the_signal_of_ended_children_loses_no_time(
-    trains: Trains, recorder: LogRecorder
+    train_trials: Trainer, recorder: LogRecorder
 ) -> None:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     try:
-        found = trains(2)
+        results = train_trials(2)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    assert ([each["x"] for each in found], recorder.reasons) == ([0, 1], [])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert ([metrics["x"] for metrics in results], recorder.reasons) == ([0, 1], [])
 
 
 def test_an_import_that_raises_is_the_error_of_the_trial_and_a_reason_not_to_fork(
     module: Module, recorder: LogRecorder
 ) -> None:
     module.write(f"raise ValueError({'あ' * 900!r})")  # longer than the message to the supervisor
-    with (
-        TrialProcessPool(slots=1, reuse="auto") as pool,
-        pool.open_process(module.start(), make_log(recorder)) as channel,
-    ):
+    pool = TrialProcessPool(slots=1, reuse="auto")
+    with pool, pool.open_process(module.start(), make_log(recorder)) as channel:
         (end,) = receive_messages(channel)
     assert "cannot be imported: ValueError: ああ" in str(require_failure(end).reason)
     assert "cannot be imported: ValueError: ああ" in recorder.reasons[0]
@@ -454,10 +443,8 @@ def test_a_pool_closes_though_what_its_import_forked_lives(module: Module, recor
 
 def test_an_import_that_ends_its_process_is_left_to_the_trial(module: Module, recorder: LogRecorder) -> None:
     module.write("os._exit(3)")
-    with (
-        TrialProcessPool(slots=1, reuse="auto") as pool,
-        pool.open_process(module.start(), make_log(recorder)) as channel,
-    ):
+    pool = TrialProcessPool(slots=1, reuse="auto")
+    with pool, pool.open_process(module.start(), make_log(recorder)) as channel:
         assert receive_messages(channel) == []
         assert channel.end() == ProcessEnd(exit_code=3)
     assert "its import ended the process" in recorder.reasons[0]
@@ -475,7 +462,7 @@ def test_a_trial_that_is_stopped_does_not_wait_for_an_import_that_hangs(module: 
             assert channel.receive(timedelta(seconds=0.1)) is None
 
 
-def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: Family, tmp_path: Path) -> None:
+def test_a_process_that_imports_dies_with_its_supervisor(module: Module, processes: Family, tmp_path: Path) -> None:
     module.write("import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)")
     code = dedent(f"""
         import logging, sys, time
@@ -489,12 +476,12 @@ def test_a_process_that_imports_dies_with_its_supervisor(module: Module, ours: F
     wait_until(lambda: module.imports, seconds=60, what=lambda: "an import")
     os.kill(supervisor, signal.SIGKILL)
     os.waitpid(supervisor, 0)
-    ours.require_none()
+    processes.require_none()
 
 
 @pytest.mark.parametrize("reuse", long_after(1, ["auto", "never"]))
 def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
-    trains: Trains, module: Module, tmp_path: Path, reuse: Reuse
+    train_trials: Trainer, module: Module, tmp_path: Path, reuse: Reuse
 ) -> None:
     module.write(f"""
         import atexit, multiprocessing.util, time
@@ -503,14 +490,14 @@ def test_handlers_of_atexit_run_at_the_end_of_each_process_of_trials(
             with open({str(tmp_path / "exits")!r}, "a") as file:
                 file.write(f"{{what}} {{os.getpid()}}\\n")
         atexit.register(note, "module")
-        def measured(config):
+        def measure(config):
             atexit.register(note, "trial")
             return {{"x": config["x"]}}
     """)
-    pids = [each["pid"] for each in trains(2, reuse)]
-    noted = sorted((tmp_path / "exits").read_text().splitlines())
-    imported = set() if reuse == "auto" else {*pids}  # a forked trial shares what the import has made with others
-    assert noted == sorted([*(f"module {each}" for each in imported), *(f"trial {each}" for each in pids)])
+    pids = [metrics["pid"] for metrics in train_trials(2, reuse)]
+    exits = sorted((tmp_path / "exits").read_text().splitlines())
+    imported = set() if reuse == "auto" else {*pids}  # forked trials share the objects of the import
+    assert exits == sorted([*(f"module {pid}" for pid in imported), *(f"trial {pid}" for pid in pids)])
 
 
 # ------------------------------------------- what the first optimizer of PyTorch imports, with a package of its name
@@ -541,22 +528,22 @@ with open({imports!r}, "a") as file:
 """
 TRAIN = """
 import sys, torch
-def measured(config):
+def measure(config):
     late = "torch._dynamo" in sys.modules
     torch.optim.SGD([0], lr=0.0).step()
     return {"late": late}
 """
 WITHOUT = """
 import sys, torch
-def measured(config):
+def measure(config):
     return {"late": "torch._dynamo" in sys.modules}
 """
 
 
 @pytest.fixture
 def imports(tmp_path: Path, module: Module) -> Path:
-    """Write the packages, and return the file to which each import of `torch._dynamo` adds its process."""
-    del module  # which has put the folder on the path
+    """Write the packages; return the file that lists the processes that import `torch._dynamo`."""
+    del module  # it put the folder on the path
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(TORCH)
     (tmp_path / "torch" / "_dynamo.py").write_text(DYNAMO.format(imports=str(tmp_path / "late imports")))
@@ -564,29 +551,29 @@ def imports(tmp_path: Path, module: Module) -> Path:
 
 
 def test_where_the_code_names_an_optimizer_one_process_imports_what_it_needs(
-    trains: Trains, module: Module, imports: Path, recorder: LogRecorder
+    train_trials: Trainer, module: Module, imports: Path, recorder: LogRecorder
 ) -> None:
     module.write(TRAIN)
-    found = trains(3)
-    assert [each["late"] for each in found] == [True] * 3
-    assert imports.read_text().split() == [str(each) for each in module.imports]
+    results = train_trials(3)
+    assert [metrics["late"] for metrics in results] == [True] * 3
+    assert imports.read_text().split() == [str(pid) for pid in module.imports]
     assert recorder.reasons == []
 
 
-def test_trials_without_an_optimizer_import_nothing_late(trains: Trains, module: Module, imports: Path) -> None:
+def test_trials_without_an_optimizer_import_nothing_late(train_trials: Trainer, module: Module, imports: Path) -> None:
     module.write(WITHOUT)
-    assert [each["late"] for each in trains(3)] == [False] * 3
+    assert [metrics["late"] for metrics in train_trials(3)] == [False] * 3
     assert not imports.exists()
 
 
 def test_a_late_import_that_starts_a_thread_ends_the_forks_and_no_trial(
-    trains: Trains, module: Module, imports: Path, tmp_path: Path, recorder: LogRecorder
+    train_trials: Trainer, module: Module, imports: Path, tmp_path: Path, recorder: LogRecorder
 ) -> None:
     threads = "threading.Thread(target=threading.Event().wait, daemon=True, name='of dynamo').start()"
     (tmp_path / "torch" / "_dynamo.py").write_text(f"import threading\n{threads}\n")
     module.write(TRAIN)
-    found = trains(3)
-    assert (len(module.imports), different(found)) == (4, 3)
+    results = train_trials(3)
+    assert (len(module.imports), count_distinct(results)) == (4, 3)
     (reason,) = recorder.reasons
     assert "trials cannot be forked after its import" in reason
     assert "threads that still run: of dynamo" in reason

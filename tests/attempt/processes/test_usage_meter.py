@@ -1,4 +1,4 @@
-"""What the supervisor measures of its trial, and what its machine has: real processes, a real control group."""
+"""The usage that the supervisor measures, and the resources of its machine: real processes and control groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.executors.trial_executor import get_local_machine
 from prefect_tune.linux import MemoryLimit, available_cpu_count
-from tests.attempt.test_supervisor import FakeCommitWorker, line, supervise
+from tests.attempt.test_supervisor import supervise
 from tests.fakes.trial_processes import make_start, supervised_process
 from tests.flows.forked_programs import preloaded
 
@@ -35,11 +35,17 @@ LIMIT_BYTES = 1 << 30
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 
-def busy(code: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def running_python(code: str) -> Iterator[int]:
+    """Run a program that prints a line when it is ready; yield its pid."""
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
-    child.stdout.readline()  # it has begun
-    return child
+    child.stdout.readline()
+    try:
+        yield child.pid
+    finally:
+        child.kill()  # its own child reads the end of its input
+        child.wait()
 
 
 def test_the_phases_of_an_attempt_are_its_time() -> None:
@@ -53,12 +59,12 @@ def test_the_phases_of_an_attempt_are_its_time() -> None:
     meter.on_trial_end()
     time.sleep(0.02)
 
-    use = meter.get_usage()
-    assert use.seconds.restoring >= 0.02
-    assert (use.seconds.training, use.seconds.saving) == (0.03, 0.01)
-    assert use.seconds.waiting >= 0.01  # what its last message does not cover
-    assert use.seconds.ending >= 0.02
-    assert (use.cpu_seconds, use.peak_memory_bytes) == (None, None)  # a thread of this process
+    usage = meter.get_usage()
+    assert usage.seconds.restoring >= 0.02
+    assert (usage.seconds.training, usage.seconds.saving) == (0.03, 0.01)
+    assert usage.seconds.waiting >= 0.01  # what its last message does not cover
+    assert usage.seconds.ending >= 0.02
+    assert (usage.cpu_seconds, usage.peak_memory_bytes) == (None, None)  # a thread of this process
 
 
 def test_an_attempt_that_never_loads_its_trainable_only_starts() -> None:
@@ -69,81 +75,70 @@ def test_an_attempt_that_never_loads_its_trainable_only_starts() -> None:
 
 
 def test_the_memory_and_the_processor_time_are_those_of_the_process_and_its_children() -> None:
-    inner = "held = b'x' * (50 << 20); print(flush=True); input()"
-    starts = f"subprocess.Popen([sys.executable, '-c', {inner!r}], stdout=subprocess.PIPE).stdout.readline()"
-    child = busy(f"import subprocess, sys; held = b'x' * (80 << 20); {starts}; print(flush=True)\nwhile True: pass")
-    try:
+    inner = "data = b'x' * (50 << 20); print(flush=True); input()"
+    start = f"subprocess.Popen([sys.executable, '-c', {inner!r}], stdout=subprocess.PIPE).stdout.readline()"
+    code = f"import subprocess, sys; data = b'x' * (80 << 20); {start}; print(flush=True)\nwhile True: pass"
+    with running_python(code) as pid:
         meter = UsageMeter()
-        meter.on_loaded(child.pid)
+        meter.on_loaded(pid)
         assert meter.get_usage().cpu_seconds is None, "one sample is no time"
         time.sleep(1.0)
         meter.on_trial_end()
-        use = meter.get_usage()
-    finally:
-        child.kill()  # the other one reads the end of its input
-        child.wait()
-    assert use.peak_memory_bytes is not None
-    assert use.mean_memory_bytes is not None
-    assert 130 << 20 <= use.mean_memory_bytes <= use.peak_memory_bytes < 400 << 20
-    assert use.cpu_seconds is not None
-    assert use.cpu_seconds > 0.05
+        usage = meter.get_usage()
+    assert usage.peak_memory_bytes is not None
+    assert usage.mean_memory_bytes is not None
+    assert 130 << 20 <= usage.mean_memory_bytes <= usage.peak_memory_bytes < 400 << 20
+    assert usage.cpu_seconds is not None
+    assert usage.cpu_seconds > 0.05
 
 
 def test_samples_take_less_than_a_thousandth_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = [0.0]
     monkeypatch.setattr(time, "thread_time", lambda: spent[0])
 
-    def costly(pid: int) -> Iterator[int]:
+    def walk_slowly(pid: int) -> Iterator[int]:
         spent[0] += 0.05
         yield pid
 
-    monkeypatch.setattr(usage_meter, "iter_process_tree", costly)
-    child = busy("print(flush=True); input()")
-    try:
+    monkeypatch.setattr(usage_meter, "iter_process_tree", walk_slowly)
+    with running_python("print(flush=True); input()") as pid:
         meter = UsageMeter()
-        meter.on_loaded(child.pid)
+        meter.on_loaded(pid)
         meter.sample_if_due("training")
-        began = spent[0]
+        seconds_before = spent[0]
         for _ in range(10):
             meter.sample_if_due("training")
-    finally:
-        child.kill()
-        child.wait()
-    assert spent[0] == began  # the next one is due in a minute
+    assert spent[0] == seconds_before  # the next one is due in a minute
 
 
 def test_gpus_are_those_that_the_trial_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    devices: list[object] = []
 
-    def handle(of: object) -> object:
-        asked.append(of)
-        return of
+    def get_handle(device: object) -> object:
+        devices.append(device)
+        return device
 
     library = SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=handle,
-        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetHandleByIndex=get_handle,
+        nvmlDeviceGetHandleByUUID=get_handle,
         nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=1000),
         nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=50),
     )
     monkeypatch.setattr(usage_meter, "_load_nvml", lambda: [library])
     meter = UsageMeter()
     meter.environment = {"CUDA_VISIBLE_DEVICES": "1, GPU-4af"}
-    with_child = busy("print(flush=True); input()")
-    try:
-        meter.on_loaded(with_child.pid)
-    finally:
-        with_child.kill()
-        with_child.wait()
-    assert asked == [1, "GPU-4af"]
+    with running_python("print(flush=True); input()") as pid:
+        meter.on_loaded(pid)
+    assert devices == [1, "GPU-4af"]
     assert (meter.get_usage().peak_gpu_memory_bytes, meter.get_usage().mean_gpu_utilization) == (2000, 0.5)
 
 
 @pytest.mark.parametrize("names", ["memory", ""], ids=["version 1", "version 2"])
 def test_the_limit_is_the_lowest_of_the_control_groups(tmp_path: Path, names: str) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text(f"4:{names}:/a/b\n1:cpu:/c\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text(f"4:{names}:/a/b\n1:cpu:/c\n")
     folder = tmp_path / names / "a" / "b"
     folder.mkdir(parents=True)
     limit, count = ("memory.limit_in_bytes", "memory.oom_control") if names else ("memory.max", "memory.events")
@@ -151,35 +146,33 @@ def test_the_limit_is_the_lowest_of_the_control_groups(tmp_path: Path, names: st
     (folder.parent / limit).write_text("4096")
     (folder / count).write_text("oom_kill_disable 0\noom_kill 3\n")
 
-    found = MemoryLimit(tmp_path, own)
-    assert (found.limit_bytes(), found.oom_kill_count()) == (4096, 3)
+    limits = MemoryLimit(tmp_path, membership)
+    assert (limits.limit_bytes(), limits.oom_kill_count()) == (4096, 3)
     assert MemoryLimit(tmp_path, tmp_path / "none").limit_bytes() > 4096
 
 
-def grows(_config: Mapping[str, object]) -> None:
-    """Take memory until it is killed."""
-    held = []
+def fill_memory(_config: Mapping[str, object]) -> None:
+    blocks = []
     while True:
-        held.append(bytearray(4 << 20))
+        blocks.append(bytearray(4 << 20))
         time.sleep(0.002)
 
 
-def runs_into_its_limit(_config: Mapping[str, object]) -> None:
-    """Take more address space than it may."""
+def exceed_address_space(_config: Mapping[str, object]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     bytearray(2 * LIMIT_BYTES)
 
 
-def outcome_of(trainable: object, folder: Path) -> Outcome:
+def run_until_end(trainable: object, folder: Path) -> Outcome:
     target, key = LocalTarget(path=str(folder)), TrialKey(experiment="e", generation=1, trial="t")
     spec = TrialSpec(target=target, trial=key, trainable="", stopper="", needs_history=False)
     with supervised_process(make_start(trainable, folder), logging.getLogger()) as channel:
-        return supervise(channel, FakeCommitWorker(), spec, line())
+        return supervise(channel, spec)
 
 
 @pytest.fixture
 def control_group() -> Iterator[Path]:
-    """A control group with a limit of its own."""
+    """A control group with a memory limit."""
     for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
         group = top / f"prefect-tune-test-{os.getpid()}-{threading.get_ident()}"
         with suppress(OSError):
@@ -194,32 +187,32 @@ def control_group() -> Iterator[Path]:
     pytest.skip("no control group can be made here: that takes root")
 
 
-def _supervised_in(group: str, folder: str) -> None:
+def _run_in_control_group(group: str, folder: str) -> None:
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
-    found = outcome_of(grows, Path(folder))
-    assert isinstance(found, AttemptEnded)
-    Path(folder, "outcome").write_text(f"{found.cause} {found.reason}")
+    outcome = run_until_end(fill_memory, Path(folder))
+    assert isinstance(outcome, AttemptEnded)
+    Path(folder, "outcome").write_text(f"{outcome.cause} {outcome.reason}")
 
 
 def test_a_trial_that_its_control_group_kills_says_the_peak_the_limit_and_the_process(
     control_group: Path, tmp_path: Path
 ) -> None:
-    supervisor = preloaded().Process(target=_supervised_in, args=(str(control_group), str(tmp_path)))
+    supervisor = preloaded().Process(target=_run_in_control_group, args=(str(control_group), str(tmp_path)))
     supervisor.start()
     supervisor.join(120)
-    said = (tmp_path / "outcome").read_text()
+    outcome = (tmp_path / "outcome").read_text()
     assert re.match(
         r"out-of-memory out of memory: peak (9\d\d MiB|1,0\d\d MiB|1 GiB) of limit 1 GiB \(process \d+, [\d,]+ MiB",
-        said,
+        outcome,
     )
-    assert "in its last sample); the trial's process ended by SIGKILL" in said
+    assert "in its last sample); the trial's process ended by SIGKILL" in outcome
 
 
 @pytest.mark.long
 def test_a_memory_error_says_the_limit_of_the_address_space(tmp_path: Path) -> None:
-    found = outcome_of(runs_into_its_limit, tmp_path)
-    assert found.cause is Cause.OUT_OF_MEMORY
-    assert "the address space is limited to 1 GiB (ulimit -v); out of memory: peak " in str(found.reason)
+    outcome = run_until_end(exceed_address_space, tmp_path)
+    assert outcome.cause is Cause.OUT_OF_MEMORY
+    assert "the address space is limited to 1 GiB (ulimit -v); out of memory: peak " in str(outcome.reason)
 
 
 # GPUs by CUDA's variables and driver, without loading either, and CPUs by affinity and quota.
@@ -246,22 +239,21 @@ def test_the_driver_has_a_folder_for_each(tmp_path: Path) -> None:
     assert list_gpus({}, tmp_path) == ("0", "1")
 
 
+def write_nvidia_smi(folder: Path, commands: str) -> None:
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{commands}")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
 def test_where_its_folder_is_missing_the_drivers_program_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        "#!/bin/sh\necho 'GPU 0: NVIDIA A100 (UUID: GPU-1)'\necho '  MIG 1g (UUID: x)'\necho 'GPU 1: B'\n"
-    )
-    program.chmod(0o755)
+    write_nvidia_smi(tmp_path, "echo 'GPU 0: NVIDIA A100 (UUID: GPU-1)'\necho '  MIG 1g (UUID: x)'\necho 'GPU 1: B'\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert list_gpus({}, tmp_path / "nothing") == ("0", "1")
 
 
 def test_a_program_that_fails_has_found_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    program.chmod(0o755)
+    write_nvidia_smi(tmp_path, "echo 'NVIDIA-SMI has failed'\nexit 9\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert list_gpus({}, tmp_path / "nothing") == ()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
@@ -270,9 +262,9 @@ def test_a_program_that_fails_has_found_none(tmp_path: Path, monkeypatch: pytest
 
 def test_a_machine_has_the_processors_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    found = get_local_machine()
-    assert found.cpu_count >= 1
-    assert found.gpus == ("2",)
+    machine = get_local_machine()
+    assert machine.cpu_count >= 1
+    assert machine.gpus == ("2",)
 
 
 @pytest.mark.parametrize(
@@ -296,13 +288,13 @@ def test_a_container_has_the_processors_of_its_quota(
     quotas: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
-    own = tmp_path / "own"
-    own.write_text("0::/pod/main\n")
+    membership = tmp_path / "own"
+    membership.write_text("0::/pod/main\n")
     groups = tmp_path / "groups"
     for name, text in quotas.items():
         (groups / name).parent.mkdir(parents=True, exist_ok=True)
         (groups / name).write_text(f"{text}\n")
-    assert available_cpu_count(groups, own) == expected
+    assert available_cpu_count(groups, membership) == expected
 
 
 @pytest.mark.parametrize(

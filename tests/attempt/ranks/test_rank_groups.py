@@ -1,4 +1,4 @@
-"""Trials that two processes train together: they end as undisturbed, whatever becomes of one of them."""
+"""Trials that two processes train together: a crash of one of them does not change the result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import prefect_tune as pt
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.supervisor import GroupSaves
 from prefect_tune.linux import children_of
+from tests.attempt.nodes.cluster import STEPS, final_states, read_rank_states
+from tests.fakes.trial_processes import read_proc, wait_until
 from tests.long_cases import long_after
 from tests.trainables.grouped import (
     Different,
@@ -49,43 +50,25 @@ from tests.trainables.grouped import (
 
 supervisor = importlib.import_module("prefect_tune.attempt.supervisor")
 
-STEPS = 6
-
-
 pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 
-def trained(target: Path, trainable: Any, config: dict[str, Any] | None = None, **options: Any) -> pt.TrialResult:
-    return pt.durable_trainable(
-        trainable,
-        config,
-        target=str(target),
-        experiment="e",
-        stop={"step": STEPS},
-        checkpoint=pt.Cadence(every_steps=2),
-        **{"processes_per_trial": 2, **options},
-    )
+def train(target: Path, trainable: Any, config: dict[str, Any] | None = None, **options: Any) -> pt.TrialResult:
+    defaults = {"stop": {"step": STEPS}, "checkpoint": pt.Cadence(every_steps=2), "processes_per_trial": 2}
+    return pt.durable_trainable(trainable, config, target=str(target), experiment="e", **{**defaults, **options})
 
 
-def states(result: pt.TrialResult) -> dict[str, list[float]]:
+def read_states(result: pt.TrialResult) -> dict[str, list[float]]:
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as directory:
-        assert (Path(directory) / "shared.txt").read_text() == "the same on each rank"
-        return {each.name: json.loads(each.read_text()) for each in Path(directory).glob("rank-*.json")}
-
-
-def undisturbed() -> dict[str, list[float]]:
-    numbers = [1.0, 2.0]
-    for step in range(1, STEPS + 1):
-        numbers = [(number * 1.5 + step) % 97 for number in numbers]
-    return {f"rank-{rank}.json": [STEPS, number] for rank, number in enumerate(numbers)}
+        return read_rank_states(Path(directory))
 
 
 def test_each_rank_trains_and_the_checkpoint_holds_the_files_of_all_with_the_metrics_of_rank_0(tmp_path: Path) -> None:
-    result = trained(tmp_path, train_sharded)
+    result = train(tmp_path, train_sharded)
     assert (result.status, result.step, result.attempts, result.metrics["world_size"]) == ("completed", STEPS, 1, 2)
-    assert states(result) == undisturbed()
-    assert result.metrics["number"] == undisturbed()["rank-0.json"][1]
+    assert read_states(result) == final_states(2)
+    assert result.metrics["number"] == final_states(2)["rank-0.json"][1]
 
 
 @pytest.mark.parametrize(
@@ -95,9 +78,9 @@ def test_after_the_death_of_a_rank_all_continue_from_the_last_commit(
     trainable: Any, rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        result = trained(tmp_path, trainable, {"rank": rank, "at": 5, "does": "die"})
+        result = train(tmp_path, trainable, {"rank": rank, "at": 5, "does": "die"})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
-    assert states(result) == undisturbed()
+    assert read_states(result) == final_states(2)
     assert f"rank {rank}: the trial's process ended by SIGKILL" in caplog.text
 
 
@@ -109,7 +92,7 @@ def test_each_attempt_has_as_many_ranks_as_there_are_devices(
     monkeypatch.setattr(usage_meter, "available_cpu_count", lambda: next(devices))
     monkeypatch.setattr(usage_meter, "list_gpus", lambda _: ())
     with caplog.at_level(logging.INFO):
-        result = trained(tmp_path, train_elastic, {"dies_at": 5}, processes_per_trial=(1, 3))
+        result = train(tmp_path, train_elastic, {"dies_at": 5}, processes_per_trial=(1, 3))
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as directory:
@@ -119,43 +102,30 @@ def test_each_attempt_has_as_many_ranks_as_there_are_devices(
 
 def test_the_error_of_a_rank_ends_the_trial_for_all_within_seconds(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
-        trained(tmp_path, Sharded, {"rank": 1, "at": 3, "does": "raise", "others": "hang"})
-    until = time.monotonic() + 30
-    while any(b"trial" in Path(f"/proc/{child}/comm").read_bytes() for child in children_of_here()):
-        assert time.monotonic() < until, "a rank still runs"
-        time.sleep(0.1)
-
-
-def children_of_here() -> list[int]:
-    return [each for each in children_of(os.getpid()) if Path(f"/proc/{each}").exists()]
+        train(tmp_path, Sharded, {"rank": 1, "at": 3, "does": "raise", "others": "hang"})
+    wait_until(lambda: not any(b"trial" in read_proc(pid, "comm") for pid in children_of(os.getpid())))
 
 
 def test_the_error_of_a_rank_counts_where_rank_0_has_trained_its_last_step_before(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises late"):
-        pt.durable_trainable(
-            raise_late, {"step": 2}, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
-        )
+        train(tmp_path, raise_late, {"step": 2}, stop={"step": 3}, checkpoint=None)
 
 
 def test_an_error_of_a_rank_after_its_end_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    result = pt.durable_trainable(
-        raise_late, {"step": 9}, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
-    )
+    result = train(tmp_path, raise_late, {"step": 9}, stop={"step": 3}, checkpoint=None)
     assert (result.status, result.step) == ("completed", 3)
     assert "after the end of the trial: rank 1: ValueError: it raises as it leaves" in caplog.text
 
 
 def test_a_rank_that_returns_while_rank_0_trains_on_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    result = pt.durable_trainable(
-        report_on_rank_0, target=str(tmp_path), experiment="e", stop={"step": 3}, processes_per_trial=2
-    )
+    result = train(tmp_path, report_on_rank_0, stop={"step": 3}, checkpoint=None)
     assert (result.status, result.step) == ("completed", 3)
     assert caplog.text.count("rank 1 has returned, but rank 0 reported another step") == 1
 
 
 def test_a_checkpoint_that_one_rank_saves_alone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1 reported a checkpoint at step 2, but rank 0 did not"):
-        trained(tmp_path, train_sharded, {"rank": 0, "does": "withhold"})
+        train(tmp_path, train_sharded, {"rank": 0, "does": "withhold"})
 
 
 @pytest.mark.long
@@ -164,40 +134,25 @@ def test_a_slow_rank_fails_its_save_and_training_continues(
 ) -> None:
     monkeypatch.setattr(supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(seconds=0.5)))
     with caplog.at_level(logging.INFO):
-        result = trained(tmp_path, wait_at_step, {"rank": 1, "step": 2, "until": str(tmp_path / "go-on")})
+        result = train(tmp_path, wait_at_step, {"rank": 1, "step": 2, "until": str(tmp_path / "go-on")})
     assert (result.status, result.attempts) == ("completed", 1)
     assert "step 2 is not committed: rank 1 did not add a part within 0.5 s; training continues" in caplog.text
     assert result.checkpoint is not None
     assert result.checkpoint.get_metadata() is not None
-    assert states(result).keys() == {"rank-0.json", "rank-1.json"}
+    assert read_states(result).keys() == {"rank-0.json", "rank-1.json"}
     assert result.step == STEPS
 
 
 def test_a_group_that_is_asked_to_stop_saves_one_step_and_continues_from_it(tmp_path: Path) -> None:
-    first = pt.tune(
-        "tests.trainables.grouped:save_on_request",
-        target=str(tmp_path),
-        experiment="e",
-        num_samples=1,
-        metric="loss",
-        stop={"step": 200},
-        time_budget_seconds=4,
-        processes_per_trial=2,
-    )
+    patient = "tests.trainables.grouped:save_on_request"
+    options: dict[str, Any] = {"target": str(tmp_path), "num_samples": 1, "metric": "loss", "processes_per_trial": 2}
+    first = pt.tune(patient, experiment="e", stop={"step": 200}, time_budget_seconds=4, **options)
     [trial] = first.trials.values()
     assert trial.status == "interrupted"
     assert 0 < trial.step < 200
-    result = pt.tune(
-        "tests.trainables.grouped:save_on_request",
-        target=str(tmp_path),
-        experiment="e",
-        num_samples=1,
-        metric="loss",
-        stop={"step": trial.step + 3},
-        processes_per_trial=2,
-    )
-    [again] = result.trials.values()
-    assert (again.status, again.step, again.recomputed_steps) == ("completed", trial.step + 3, 0)
+    result = pt.tune(patient, experiment="e", stop={"step": trial.step + 3}, **options)
+    [resumed] = result.trials.values()
+    assert (resumed.status, resumed.step, resumed.recomputed_steps) == ("completed", trial.step + 3, 0)
 
 
 def test_ranks_obey_a_scheduler_that_pauses_and_stops(tmp_path: Path) -> None:
@@ -212,7 +167,7 @@ def test_ranks_obey_a_scheduler_that_pauses_and_stops(tmp_path: Path) -> None:
         max_concurrent_trials=1,
         processes_per_trial=2,
     )
-    assert sorted((each.status, each.step) for each in results.trials.values()) == [("completed", 2), ("pruned", 1)]
+    assert sorted((trial.status, trial.step) for trial in results.trials.values()) == [("completed", 2), ("pruned", 1)]
 
 
 def test_ranks_need_processes() -> None:
@@ -222,7 +177,7 @@ def test_ranks_need_processes() -> None:
         pt.durable_trainable(Sharded, target="./runs", processes_per_trial=0)
 
 
-def launched(target: Path, trainable: Any, config: dict[str, Any]) -> pt.TrialResult:
+def train_launched(target: Path, trainable: Any, config: dict[str, Any]) -> pt.TrialResult:
     return pt.durable_trainable(trainable, config, target=str(target), experiment="e", stop={"step": STEPS})
 
 
@@ -246,35 +201,35 @@ def launched(target: Path, trainable: Any, config: dict[str, Any]) -> pt.TrialRe
 def test_ranks_of_a_launcher_join_the_trial_and_have_one_checkpoint(
     trainable: Any, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    result = launched(tmp_path, trainable, config)
+    result = train_launched(tmp_path, trainable, config)
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
-    assert states(result) == undisturbed()
+    assert read_states(result) == final_states(2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_second_copy_of_the_trials_program_is_a_rank(rank: int, tmp_path: Path) -> None:
-    result = launched(tmp_path, restart_program, {"rank": rank, "at": 5, "does": "die"})
+    result = train_launched(tmp_path, restart_program, {"rank": rank, "at": 5, "does": "die"})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
-    assert states(result) == undisturbed()
+    assert read_states(result) == final_states(2)
 
 
 def test_a_class_may_start_a_second_copy_too(tmp_path: Path) -> None:
-    result = launched(tmp_path, RestartsItsProgram, {})
+    result = train_launched(tmp_path, RestartsItsProgram, {})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
-    assert states(result) == undisturbed()
+    assert read_states(result) == final_states(2)
 
 
 def test_what_a_function_with_a_second_copy_returns_is_its_last_step_and_every_save_is_committed(
     tmp_path: Path,
 ) -> None:
-    sync = pt.SyncConfig(commit="async")
-    result = pt.durable_trainable(restart_and_return, {"steps": STEPS}, target=str(tmp_path), experiment="e", sync=sync)
+    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "sync": pt.SyncConfig(commit="async")}
+    result = pt.durable_trainable(restart_and_return, {"steps": STEPS}, **options)
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
     assert result.metrics["loss"] == 0.0
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as directory:
-        last = {each.name: each.read_text() for each in Path(directory).glob("rank-*")}
+        last = {path.name: path.read_text() for path in Path(directory).glob("rank-*")}
     assert last == {"rank-0": str(STEPS - 1), "rank-1": str(STEPS - 1)}
     [attempt] = pt.load_results(str(tmp_path), "e").cost.attempts
     assert attempt.rank_ends == ()
@@ -282,24 +237,24 @@ def test_what_a_function_with_a_second_copy_returns_is_its_last_step_and_every_s
 
 def test_a_framework_with_another_number_of_processes_than_the_trial_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="Trainer: expected 1 process, like the trial, found 2"):
-        launched(tmp_path, train_with_two, {})
+        train_launched(tmp_path, train_with_two, {})
 
 
 def test_a_second_copy_after_a_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match=r"expected a launch of the ranks before the first pt\.report"):
-        launched(tmp_path, restart_late, {})
+        train_launched(tmp_path, restart_late, {})
 
 
 def test_a_second_copy_of_the_trials_program_without_a_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match=r"found a copy of the trial's own program .* processes_per_trial=N"):
-        launched(tmp_path, restart_without_rank, {})
+        train_launched(tmp_path, restart_without_rank, {})
 
 
 @pytest.mark.parametrize("rank", long_after(1, [0, 1]))
 def test_after_the_death_of_a_launched_rank_all_continue_from_the_last_commit(rank: int, tmp_path: Path) -> None:
-    result = launched(tmp_path, launch_ranks, {"by": "fork", "rank": rank, "at": 5, "does": "die"})
+    result = train_launched(tmp_path, launch_ranks, {"by": "fork", "rank": rank, "at": 5, "does": "die"})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
-    assert states(result) == undisturbed()
+    assert read_states(result) == final_states(2)
 
 
 @pytest.mark.parametrize(
@@ -321,45 +276,35 @@ def test_the_end_of_a_launcher_completes_no_trial_whose_rank_0_has_not_ended(
     launcher: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_RANK_EXIT_TIMEOUT", timedelta(seconds=1))
-    result = launched(tmp_path, lose_launcher, launcher)
+    result = train_launched(tmp_path, lose_launcher, launcher)
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
-    assert states(result) == undisturbed()
+    assert read_states(result) == final_states(2)
 
 
 def test_a_second_process_of_a_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 0 of 2: this trial already has that rank"):
-        launched(tmp_path, "tests.trainables.grouped:join_twice", {})
+        train_launched(tmp_path, "tests.trainables.grouped:join_twice", {})
 
 
 @pytest.mark.long
 def test_a_rank_that_holds_more_messages_than_its_pipe_blocks_no_other(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "processes_per_trial": 2}
-    result = pt.durable_trainable(start_late, {"rank": 1, "steps": 3000}, **options)
+    result = train(tmp_path, start_late, {"rank": 1, "steps": 3000}, stop=None, checkpoint=None)
     assert (result.status, result.step, result.attempts) == ("completed", 3000, 1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("trainable", long_after(1, [run_with_workers, run_one_rank]))
 def test_a_worker_of_a_rank_is_no_rank_and_one_rank_is_one(trainable: Any, tmp_path: Path) -> None:
-    result = launched(tmp_path, trainable, {})
+    result = train_launched(tmp_path, trainable, {})
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 1)
 
 
-def meaned(target: Path, trainable: Any, config: dict[str, Any], **options: Any) -> pt.TrialResult:
-    return pt.durable_trainable(
-        trainable,
-        config,
-        target=str(target),
-        experiment="e",
-        processes_per_trial=2,
-        metrics_from="mean",
-        checkpoint=pt.Cadence(every_steps=2),
-        **options,
-    )
+def train_with_mean(target: Path, trainable: Any, config: dict[str, Any], **options: Any) -> pt.TrialResult:
+    return train(target, trainable, config, metrics_from="mean", **{"stop": None, **options})
 
 
 def test_the_metrics_of_a_step_are_the_mean_over_all_ranks_of_each_number_that_all_report(tmp_path: Path) -> None:
-    result = meaned(tmp_path, report_different, {"steps": 3})
+    result = train_with_mean(tmp_path, report_different, {"steps": 3})
     assert (result.status, result.step) == ("completed", 4)
     assert result.metrics == {"loss": 3.0, "last": True}
     third = pt.load_results(str(tmp_path), "e").curve("trial")[2]
@@ -367,7 +312,7 @@ def test_the_metrics_of_a_step_are_the_mean_over_all_ranks_of_each_number_that_a
 
 
 def test_the_stop_criterion_and_the_checkpoint_have_the_mean(tmp_path: Path) -> None:
-    result = meaned(tmp_path, Different, {}, stop={"score": 6})
+    result = train_with_mean(tmp_path, Different, {}, stop={"score": 6})
     assert (result.step, result.metrics["score"]) == (5, 6.0), "rank 0 alone reaches it at step 6"
     [*_, last] = pt.load_results(str(tmp_path), "e").trials["trial"].checkpoints
     assert (last.step, last.metrics["score"]) == (5, 6.0)
@@ -375,7 +320,7 @@ def test_the_stop_criterion_and_the_checkpoint_have_the_mean(tmp_path: Path) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("rank", "at", "why"),
+    ("rank", "step", "message"),
     [
         (1, 2, "rank 1 reported step 4 after rank 0 had ended"),
         (1, 3, "rank 1 reported step 4 after rank 0 had ended"),
@@ -383,21 +328,21 @@ def test_the_stop_criterion_and_the_checkpoint_have_the_mean(tmp_path: Path) -> 
     ],
 )
 def test_a_rank_that_reports_once_more_than_the_others_fails_the_mean_and_is_named(
-    rank: int, at: int, why: str, tmp_path: Path
+    rank: int, step: int, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(pt.TrialFailed, match=why):
-        meaned(tmp_path, report_different, {"steps": 3, "rank": rank, "at": at})
+    with pytest.raises(pt.TrialFailed, match=message):
+        train_with_mean(tmp_path, report_different, {"steps": 3, "rank": rank, "at": step})
 
 
 @pytest.mark.parametrize("trainable", long_after(1, [restart_program, launch_ranks, run_programs]))
 def test_the_error_of_a_launched_rank_is_the_cause_of_the_trials_end(trainable: Any, tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
-        launched(tmp_path, trainable, {"by": "fork", "rank": 1, "at": 3, "does": "raise"})
+        train_launched(tmp_path, trainable, {"by": "fork", "rank": 1, "at": 3, "does": "raise"})
 
 
 @pytest.mark.long
 def test_silence_counts_only_once_all_ranks_have_loaded(tmp_path: Path) -> None:
-    result = trained(tmp_path, SlowSetup, silence_timeout_seconds=2)
+    result = train(tmp_path, SlowSetup, silence_timeout_seconds=2)
     assert (result.status, result.attempts) == ("completed", 1)
 
 
@@ -405,5 +350,5 @@ def test_silence_counts_only_once_all_ranks_have_loaded(tmp_path: Path) -> None:
 def test_launched_ranks_have_a_mean_too(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": str(tmp_path), "experiment": "e", "stop": {"step": STEPS}}
     result = pt.durable_trainable(launch_ranks, {"by": "fork"}, metrics_from="mean", **options)
-    numbers = [number for _, number in undisturbed().values()]
+    numbers = [number for _, number in final_states(2).values()]
     assert result.metrics["number"] == pytest.approx(sum(numbers) / 2)

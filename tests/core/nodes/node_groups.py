@@ -1,4 +1,4 @@
-"""An owner whose checkpoints several nodes write together: each sends its own files, then its part."""
+"""An owner whose nodes write checkpoints together: each sends its files, then its part."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from tests.fakes.stores.memory_files import MemoryFiles
 from tests.fakes.stores.memory_store import MemoryStore
 
 
-def too_late() -> Callable[[], bool]:
-    """Wait for no part."""
+def make_expired_deadline() -> Callable[[], bool]:
     return lambda: False
 
 
 @dataclass
 class GroupSession(Session):
-    """Node 0. Its fields are lost with its process; only the store remains."""
+    """Node 0. A crash loses its fields; only the store remains."""
 
     node_count: int = 2
     nodes_run: bool = True
-    """Whether the other nodes send their parts when it saves; otherwise they are processes of their own."""
+    """Whether the other nodes send their parts when it saves; otherwise they act on their own."""
 
     @property
     def nodes(self) -> NodesKey:
@@ -40,41 +39,43 @@ class GroupSession(Session):
         shards = {f"shard-{node}": bytes([node]) * step + self.head for node in range(self.node_count)}
         return {**super().files(step), **shards}
 
-    def files_of(self, node: int) -> Files:
-        """The files of one node: its shard, and what all nodes have."""
-        of_all = self.files(self.pending[-1].step)
-        shared = {"backbone": of_all["backbone"], f"shard-{node}": of_all[f"shard-{node}"]}
-        others = {f"shard-{each}" for each in range(self.node_count)}
-        return shared if node else {name: of for name, of in of_all.items() if name == "shard-0" or name not in others}
+    def node_files(self, node: int) -> Files:
+        """Return the files of one node: its shard, and the shared ones."""
+        all_files = self.files(self.pending[-1].step)
+        shared = {"backbone": all_files["backbone"], f"shard-{node}": all_files[f"shard-{node}"]}
+        others = {f"shard-{other}" for other in range(self.node_count)}
+        return (
+            shared if node else {name: of for name, of in all_files.items() if name == "shard-0" or name not in others}
+        )
 
     def send(self, store: ObjectStore, node: int, key: CheckpointKey) -> None:
         """Send the part of another node."""
         reuse = committing.find_reusable_bytes(store, KEY, self.parent, min_reusable_sequence(self.trial))
-        source, of = MemoryFiles(self.files_of(node)), (self.nodes, node, self.experiment.term)
-        send_part(store, key, source, sender=of, reuse=reuse)
+        source, sender = MemoryFiles(self.node_files(node)), (self.nodes, node, self.experiment.term)
+        send_part(store, key, source, sender=sender, reuse=reuse)
 
-    def _commit(self, key: CheckpointKey, files: Files, about: CheckpointMetadata) -> committing.SaveResult:
+    def _commit(self, key: CheckpointKey, files: Files, metadata: CheckpointMetadata) -> committing.SaveResult:
         del files
         others = range(1, self.node_count)
         for node in others if self.nodes_run else ():
             self.send(self.store, node, key)
-        wanted = ExpectedParts(self.nodes, self.experiment.term, tuple(others), too_late, dict)
-        done = committing.commit_checkpoint(
+        expected = ExpectedParts(self.nodes, self.experiment.term, tuple(others), make_expired_deadline, dict)
+        result = committing.commit_checkpoint(
             self.store,
             key,
-            MemoryFiles(self.files_of(0), empty_directories=["none"]),
-            about,
+            MemoryFiles(self.node_files(0), empty_directories=["none"]),
+            metadata,
             reuse=committing.find_reusable_bytes(self.store, KEY, self.parent, min_reusable_sequence(self.trial)),
             reverification=Reverification(self.commit_count, self.reverify_every),
-            finalize_manifest=partial(merge_parts, self.store, wanted),
+            finalize_manifest=partial(merge_parts, self.store, expected),
         )
         with suppress(StoreUnavailable):
             self.store.delete([self.nodes.part_path(key, node) for node in others])
-        return done
+        return result
 
 
-def grouped_run(nodes: int) -> Callable[[ObjectStore, Witness], None]:
-    """A story: train and save on this many nodes, from whatever is there."""
+def run_nodes(nodes: int) -> Callable[[ObjectStore, Witness], None]:
+    """Return a story that trains and saves on this many nodes, from the newest checkpoint."""
 
     def run(store: ObjectStore, witness: Witness) -> None:
         run_to(GroupSession(store, witness, owner=f"of {nodes}", node_count=nodes), 3)
@@ -82,8 +83,8 @@ def grouped_run(nodes: int) -> Callable[[ObjectStore, Witness], None]:
     return run
 
 
-def old_group(nodes: int) -> GroupSession:
-    """An owner with a checkpoint, and a step that its nodes have not saved yet, each a process of its own."""
+def make_group(nodes: int) -> GroupSession:
+    """Return an owner with a checkpoint, and with a step that its nodes have not saved yet."""
     session = GroupSession(MemoryStore(), Witness(), owner="old", node_count=nodes)
     session.open()
     session.start()
@@ -94,14 +95,14 @@ def old_group(nodes: int) -> GroupSession:
     return session
 
 
-def commits(session: Session) -> None:
-    """Node 0 commits if all parts are there, and continues without the checkpoint if one is missing."""
+def commit_step(session: Session) -> None:
+    """Commit as node 0, or continue without the checkpoint if a part is missing."""
     with suppress(PartMissing, Superseded):
         session.save()
 
 
-def adds(node: int) -> Callable[[Session], None]:
-    """Another node sends its part of the same step."""
+def send_part_of(node: int) -> Callable[[Session], None]:
+    """Return an act in which another node sends its part of the same step."""
 
     def act(session: Session) -> None:
         assert isinstance(session, GroupSession)

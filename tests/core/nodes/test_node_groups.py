@@ -1,4 +1,4 @@
-"""Checkpoints of several nodes: wherever one of them dies, no checkpoint lacks a part, and none is lost."""
+"""Checkpoints of several nodes: after the death of any node, no checkpoint lacks a part, and none is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefect_tune.core.messages.target_messages import list_node_objects_up_to
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY, Files, Witness, check_recovery
-from tests.core.nodes.node_groups import adds, commits, grouped_run, old_group, too_late
+from tests.core.nodes.node_groups import commit_step, make_expired_deadline, make_group, run_nodes, send_part_of
 from tests.core.protocol.exploring import run_all_orders, run_random
 from tests.core.protocol.matrix import ObjectWorld, die_before_entry, fail_everywhere, run_fresh
 from tests.core.protocol.mutate import Mutant
@@ -39,25 +39,26 @@ TERM = 3
 
 @pytest.mark.long
 @pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("before", [None, grouped_run(2), die_before_entry], ids=["new", "grouped", "single"])
+@pytest.mark.parametrize("before", [None, run_nodes(2), die_before_entry], ids=["new", "grouped", "single"])
 def test_no_failure_at_any_request_of_any_node_breaks_a_promise(
     nodes: int, before: Callable[..., None] | None, record_property: Record
 ) -> None:
-    explored = fail_everywhere(ObjectWorld, grouped_run(nodes), before=before)
+    explored = fail_everywhere(ObjectWorld, run_nodes(nodes), before=before)
     explored.require_kept(record_property, "points explored, several nodes")
 
 
 @pytest.mark.long
 def test_one_node_continues_what_several_saved(record_property: Record) -> None:
-    explored = fail_everywhere(ObjectWorld, run_fresh, before=grouped_run(2))
+    explored = fail_everywhere(ObjectWorld, run_fresh, before=run_nodes(2))
     explored.require_kept(record_property, "points explored, several nodes")
 
 
-@pytest.mark.parametrize("others", [(take_over,), (take_over_and_save,)], ids=["taken over", "saves too"])
+@pytest.mark.parametrize("new_owner", [take_over, take_over_and_save], ids=["taken over", "saves too"])
 def test_in_every_order_of_what_others_can_see_nodes_and_a_new_owner_break_no_promise(
-    others: Sequence[Callable[..., None]], record_property: Record
+    new_owner: Callable[..., None], record_property: Record
 ) -> None:
-    explored = run_all_orders(old_group(2), [commits, adds(1), *others], at_decisions, limit=60_000)
+    acts = [commit_step, send_part_of(1), new_owner]
+    explored = run_all_orders(make_group(2), acts, at_decisions, limit=60_000)
     explored.require_kept(record_property, "orders of nodes and owners, every one")
 
 
@@ -65,64 +66,64 @@ def test_in_every_order_of_what_others_can_see_nodes_and_a_new_owner_break_no_pr
 def test_in_random_orders_of_everything_that_four_nodes_and_new_owners_do_they_break_no_promise(
     record_property: Record,
 ) -> None:
-    acts = [commits, adds(1), adds(2), adds(3), take_over_and_save, take_over_and_save]
-    explored = run_random(old_group(4), acts, range(60))
+    acts = [commit_step, send_part_of(1), send_part_of(2), send_part_of(3), take_over_and_save, take_over_and_save]
+    explored = run_random(make_group(4), acts, range(60))
     explored.require_kept(record_property, "orders of nodes and owners, at random")
 
 
 def test_a_part_without_a_manifest_is_found_when_its_attempt_is_over() -> None:
-    group = old_group(2)
-    adds(1)(group)
-    left = {each.path for each in list_node_objects_up_to(group.store, KEY, group.trial.attempt)}
+    group = make_group(2)
+    send_part_of(1)(group)
+    paths = {node_object.path for node_object in list_node_objects_up_to(group.store, KEY, group.trial.attempt)}
     save = SAVE.model_copy(update={"step": group.pending[-1].step, "sequence": group.experiment.entry_count})
-    assert left == {group.nodes.part_path(save, 1)}
+    assert paths == {group.nodes.part_path(save, 1)}
     assert not list_node_objects_up_to(group.store, KEY, group.trial.attempt - 1)
 
 
 # ------------------------------------------------------------------------------------------------------- one save
 
 
-def node_sends(store: MemoryStore, node: int, files: Files, nodes: NodesKey = NODES, term: int = TERM) -> None:
+def send_node_part(store: MemoryStore, node: int, files: Files, nodes: NodesKey = NODES, term: int = TERM) -> None:
     send_part(store, SAVE, MemoryFiles(files), sender=(nodes, node, term), reuse=ReusableBytes())
 
 
-def joined(store: MemoryStore, first: Files, *of_nodes: int, **wanted: object) -> Files:
-    """Join the parts of nodes to the files of node 0; return the files that a reader finds."""
-    about = CheckpointMetadata(attempt=2, term=TERM, write_id="w", created_at="")
-    manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=ReusableBytes()), metadata=about)
-    lost = {"lost_nodes": dict, **wanted}
-    parts_wanted = ExpectedParts(NODES, TERM, of_nodes, too_late, **lost)  # type: ignore[arg-type]  # one field
-    return load_files(store, merge_parts(store, parts_wanted, manifest))
+def join_parts(store: MemoryStore, first: Files, *of_nodes: int, **options: object) -> Files:
+    """Merge the parts of nodes with the files of node 0; return the files of the checkpoint."""
+    metadata = CheckpointMetadata(attempt=2, term=TERM, write_id="w", created_at="")
+    manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=ReusableBytes()), metadata=metadata)
+    fields = {"lost_nodes": dict, **options}
+    expected = ExpectedParts(NODES, TERM, of_nodes, make_expired_deadline, **fields)  # type: ignore[arg-type]  # one field
+    return load_files(store, merge_parts(store, expected, manifest))
 
 
 def test_the_files_of_all_nodes_make_one_checkpoint_and_shared_bytes_are_stored_once() -> None:
     store = MemoryStore()
-    node_sends(store, 1, {"shared": b"same", "b/1": b"one"})
-    node_sends(store, 2, {"shared": b"same", "b/2": b"two", "empty": b""})
-    found = joined(store, {"shared": b"same", "a": b"zero"}, 1, 2)
-    assert found == {"shared": b"same", "a": b"zero", "b/1": b"one", "b/2": b"two", "empty": b""}
+    send_node_part(store, 1, {"shared": b"same", "b/1": b"one"})
+    send_node_part(store, 2, {"shared": b"same", "b/2": b"two", "empty": b""})
+    files = join_parts(store, {"shared": b"same", "a": b"zero"}, 1, 2)
+    assert files == {"shared": b"same", "a": b"zero", "b/1": b"one", "b/2": b"two", "empty": b""}
 
 
 def test_two_files_of_one_name_are_an_error_that_names_both_nodes() -> None:
     store = MemoryStore()
-    node_sends(store, 1, {"model": b"1"})
-    node_sends(store, 2, {"model": b"2"})
+    send_node_part(store, 1, {"model": b"1"})
+    send_node_part(store, 2, {"model": b"2"})
     with pytest.raises(InvalidInput, match="model: nodes 1 and 2 saved different files of this name"):
-        joined(store, {}, 1, 2)
+        join_parts(store, {}, 1, 2)
     with pytest.raises(InvalidInput, match=r"do not form one directory: .*'model/x' is below a file"):
-        joined(store, {"model/x": b""}, 1)
+        join_parts(store, {"model/x": b""}, 1)
 
 
 def test_a_save_without_the_part_of_a_node_says_which_one_and_why() -> None:
     store = MemoryStore()
-    node_sends(store, 1, {"b": b"1"})
+    send_node_part(store, 1, {"b": b"1"})
     with pytest.raises(PartMissing, match="node 2, 3 did not add its part in time"):
-        joined(store, {"a": b""}, 1, 2, 3)
+        join_parts(store, {"a": b""}, 1, 2, 3)
     with pytest.raises(PartMissing, match="node 2 is gone"):
-        joined(store, {"a": b""}, 1, 2, lost_nodes=lambda: {2: "is gone", 1: "is gone too, and its part is there"})
+        join_parts(store, {"a": b""}, 1, 2, lost_nodes=lambda: {2: "is gone", 1: "is gone too, and its part is there"})
     send_part_failure(store, SAVE, (NODES, 2, TERM), "its disk is full")
     with pytest.raises(PartMissing, match="node 2 cannot add its part: its disk is full"):
-        joined(store, {"a": b""}, 1, 2)
+        join_parts(store, {"a": b""}, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -135,25 +136,25 @@ def test_a_save_without_the_part_of_a_node_says_which_one_and_why() -> None:
 )
 def test_a_part_that_is_not_of_this_save_is_never_taken(nodes: NodesKey, term: int, node: int) -> None:
     store = MemoryStore()
-    node_sends(store, node, {"b": b"1"}, nodes, term)
+    send_node_part(store, node, {"b": b"1"}, nodes, term)
     store.objects[NODES.part_path(SAVE, 1)] = store.objects.pop(nodes.part_path(SAVE, node))
     with pytest.raises(CheckpointCorrupt, match="expected the part of"):
-        joined(store, {"a": b""}, 1)
+        join_parts(store, {"a": b""}, 1)
 
 
 def test_a_part_whose_bytes_are_gone_is_never_committed() -> None:
     store = MemoryStore()
-    node_sends(store, 1, {"b": b"1"})
-    for path in [each for each in store.objects if "/blobs/" in each]:
+    send_node_part(store, 1, {"b": b"1"})
+    for path in [path for path in store.objects if "/blobs/" in path]:
         del store.objects[path]
     with pytest.raises(StoreUnavailable, match="the target has nothing"):
-        joined(store, {"a": b""}, 1)
+        join_parts(store, {"a": b""}, 1)
 
 
 # -------------------------------------------------------------------------------------------------------- mutants
 
 
-class Forgetful(MemoryStore):
+class ForgetfulStore(MemoryStore):
     """A store that acknowledges a put of a shard without writing it."""
 
     def put(self, path: str, data: Buffer) -> None:
@@ -161,20 +162,20 @@ class Forgetful(MemoryStore):
             super().put(path, data)
 
 
-def every_death() -> Sequence[str]:
-    return fail_everywhere(ObjectWorld, grouped_run(2), enough=1).broken
+def explore_failures() -> Sequence[str]:
+    return fail_everywhere(ObjectWorld, run_nodes(2), enough=1).broken
 
 
-def a_forgotten_shard() -> Sequence[str]:
-    store, witness = Forgetful(), Witness()
+def forget_shard() -> Sequence[str]:
+    store, witness = ForgetfulStore(), Witness()
     try:
-        grouped_run(2)(store, witness)
+        run_nodes(2)(store, witness)
     except StoreUnavailable:
         return []
     return check_recovery(store, witness, 3)
 
 
-def other_bytes() -> Sequence[str]:
+def merge_different_bytes() -> Sequence[str]:
     try:
         test_two_files_of_one_name_are_an_error_that_names_both_nodes()
     except pytest.fail.Exception as missing:
@@ -182,25 +183,25 @@ def other_bytes() -> Sequence[str]:
     return []
 
 
-def meeting_owners() -> Sequence[str]:
-    acts = [commits, adds(1), take_over_and_save]
-    return run_random(old_group(2), acts, range(100), enough=1).broken
+def meet_new_owners() -> Sequence[str]:
+    acts = [commit_step, send_part_of(1), take_over_and_save]
+    return run_random(make_group(2), acts, range(100), enough=1).broken
 
 
 MUTANTS = {
     "the manifest before the last part": Mutant(
-        every_death,
-        {commit.merge_parts: {"in wanted.node_numbers if": "in wanted.node_numbers[:-1] if"}},
+        explore_failures, {commit.merge_parts: {"in wanted.node_numbers if": "in wanted.node_numbers[:-1] if"}}
     ),
     "no look at what a node sent": Mutant(
-        a_forgotten_shard,
+        forget_shard,
         {
             commit.merge_parts: {"require_stored(": "len and (lambda *_: 0)("},
             commit.send_files: {"require_stored(": "(lambda *_: 0)("},
         },
     ),
     "the last file of a name counts": Mutant(
-        other_bytes, {commit._merge_manifests: {"if _chunk_digests(other) != _chunk_digests(file):": "if False:"}}
+        merge_different_bytes,
+        {commit._merge_manifests: {"if _chunk_digests(other) != _chunk_digests(file):": "if False:"}},
     ),
 }
 
@@ -211,6 +212,6 @@ def test_the_suite_notices(name: str, monkeypatch: pytest.MonkeyPatch, record_pr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("finder", [a_forgotten_shard, other_bytes, meeting_owners])
+@pytest.mark.parametrize("finder", [forget_shard, merge_different_bytes, meet_new_owners])
 def test_what_notices_them_finds_nothing_wrong_with_the_package(finder: Callable[[], Sequence[str]]) -> None:
     assert list(finder()) == []

@@ -13,7 +13,7 @@ from prefect_tune.core.experiment.stoppers import as_stopper
 from prefect_tune.core.experiment.trial_transitions import Phase
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.testing import without_server
-from tests.attempt.nodes.cluster import Cluster, read_end
+from tests.attempt.nodes.cluster import Cluster, end_reason
 from tests.fakes.trial_processes import wait_until
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
@@ -48,16 +48,16 @@ def test_after_a_death_the_state_of_each_rank_is_that_of_two_ranks_of_one_machin
     config = {"lr": 0.1, "width": 16, "strike": [int(number), 7] if what == "rank" else None}
     if what == "rank":
         first, _ = cluster.train(config=config, **_options(case))
-        assert read_end(first) == make_reason("process-ended", signal="SIGKILL", rank=int(number))
+        assert end_reason(first) == make_reason("process-ended", signal="SIGKILL", rank=int(number))
     else:
         for node in range(2):
             cluster.start(node, config=config, silence=5, **_options(case))
-        wait_until(cluster.checkpoints, seconds=300, what=lambda: "the first checkpoint")
+        wait_until(cluster.list_manifests, seconds=300, what=lambda: "the first checkpoint")
         cluster.kill_node(cluster.nodes[int(number)])
         cluster.wait()
         if dies == "node 0":
             cluster.end_attempt()
     cluster.train(attempt=2, config=config, **_options(case))
-    trial = cluster.trial()
+    trial = cluster.load_trial()
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, STEPS, 2)
-    assert CASES[case][1](cluster.newest_checkpoint()) == undisturbed
+    assert CASES[case][1](cluster.download_newest_checkpoint()) == undisturbed
