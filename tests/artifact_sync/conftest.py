@@ -12,8 +12,8 @@ from tests.fakes.checkpoints import write_files
 
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest) -> Bucket:
-    BUCKETS[request.node.name] = Bucket()
-    return BUCKETS[request.node.name]
+    bucket = BUCKETS[request.node.name] = Bucket()
+    return bucket
 
 
 @pytest.fixture

@@ -15,12 +15,7 @@ import pytest
 
 from prefect_tune.artifact_sync import ArtifactMirror, TargetSyncer
 from prefect_tune.blocks import LocalTarget, S3Target
-from prefect_tune.core.errors import (
-    CheckpointCorrupt,
-    InvalidInput,
-    StoreUnavailable,
-    TuneError,
-)
+from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, StoreUnavailable, TuneError
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.artifacts import FILES, REMOTE, Bucket, download_files
 from tests.fakes.checkpoints import read_files, write_files
@@ -35,34 +30,34 @@ from tests.fakes.stores.object_stores import object_store
 def test_a_directory_arrives_whole(syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path) -> None:
     assert syncer.sync_up(str(local), REMOTE) is True
     syncer.wait()
-    assert bucket.objects == {f"{REMOTE}/{path}": data for path, data in FILES.items()}  # as every tool reads them
+    assert bucket.objects == {f"{REMOTE}/{path}": data for path, data in FILES.items()}  # plain objects, for every tool
     assert syncer.sync_down(REMOTE, str(tmp_path / "back")) is True
     syncer.wait()
     assert read_files(tmp_path / "back") == FILES
 
 
 def test_only_what_changed_is_sent(syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path) -> None:
-    def synced() -> tuple[dict[str, int], int]:
+    def sync_and_count() -> tuple[dict[str, int], int]:
         bucket.operations.clear()
         before = bucket.bytes_in
         syncer.sync_up(str(local), REMOTE)
         syncer.wait()
         return dict(bucket.operations), bucket.bytes_in - before
 
-    settle(local)
-    assert synced() == ({"replace": 4}, sum(map(len, FILES.values())))
-    assert synced() == ({}, 0)
+    backdate_files(local)
+    assert sync_and_count() == ({"replace": 4}, sum(map(len, FILES.values())))
+    assert sync_and_count() == ({}, 0)
     (local / "log.txt").write_bytes(b"line\nanother\n")
-    (local / "plots/loss.svg").write_bytes(b"<SVG/>")  # as long as before, a moment later
+    (local / "plots/loss.svg").write_bytes(b"<SVG/>")  # the same size, a moment later
     (local / "empty").unlink()
-    settle(local, age_seconds=1)
-    assert synced() == ({"replace": 2, "delete": 1}, 19)
+    backdate_files(local, age_seconds=1)
+    assert sync_and_count() == ({"replace": 2, "delete": 1}, 19)
     assert download_files(bucket, tmp_path) == read_files(local)
     assert "empty" not in read_files(local)
 
 
-def settle(local: Path, age_seconds: int = 10) -> None:
-    """Make the files of `local` that changed in the last seconds older than a tick of the clock."""
+def backdate_files(local: Path, age_seconds: int = 10) -> None:
+    """Backdate files changed in the last seconds by more than a tick of the clock."""
     now = time.time()
     for path in local.rglob("*"):
         if path.is_file() and path.stat().st_mtime > now - 5:
@@ -83,7 +78,7 @@ def test_what_was_brought_back_is_not_sent_again(
 
 
 def test_after_a_sync_down_what_the_target_has_lost_is_sent_again(bucket: Bucket, local: Path, tmp_path: Path) -> None:
-    settle(local)
+    backdate_files(local)
     mirror = ArtifactMirror(local)
     mirror.upload(bucket, REMOTE, ())
     del bucket.objects[f"{REMOTE}/log.txt"]
@@ -154,8 +149,8 @@ def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: P
     (local / "plots/latest").symlink_to("../log.txt")
     os.mkfifo(local / "pipe")
     (local / "loop").symlink_to("loop")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(local / "socket"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(local / "socket"))
     (local / os.fsdecode(b"latin-\xe9")).write_text("x")
     (local / "back\\slash").write_text("x")
     (local / "tab\tand\nnew line").write_text("x")
@@ -175,13 +170,11 @@ def test_links_that_lead_out_and_odd_things_stay_behind(bucket: Bucket, local: P
     }
     for _ in range(2):
         assert mirror.upload(bucket, REMOTE, ("*.tmp",)) == left_out
-        expected = {**FILES, "plots/latest": FILES["log.txt"], "deep/rank_0.log": b"y"}
-        assert download_files(bucket, tmp_path) == expected
+        assert download_files(bucket, tmp_path) == {**FILES, "plots/latest": FILES["log.txt"], "deep/rank_0.log": b"y"}
 
 
 def test_a_name_that_the_target_reserves_stays_behind(bucket: Bucket, local: Path, tmp_path: Path) -> None:
-    write_files(local, {".tmp/a": b"x"})
-    mirror = ArtifactMirror(local)
+    mirror = ArtifactMirror(write_files(local, {".tmp/a": b"x"}))
     (reason,) = mirror.upload(bucket, "", ()).values()
     assert "'.tmp' is reserved" in reason
     (local / ".tmp" / "a").unlink()
@@ -223,10 +216,9 @@ def test_files_of_any_name_without_control_characters_come_back(tmp_path: Path) 
 def test_a_file_that_cannot_be_read_is_named_and_the_others_are_sent(
     bucket: Bucket, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = ArtifactMirror(local)
+    mirror, original = ArtifactMirror(local), Path.open
     mirror.upload(bucket, REMOTE, ())
     write_files(local, {"log.txt": b"another", "secret": b"mine", "new": b"new"})
-    original = Path.open
 
     def open_unless_denied(path: Path, *args: Any, **options: Any) -> Any:  # root may read everything
         if path.name in ("secret", "log.txt"):
@@ -252,8 +244,8 @@ def test_files_of_a_folder_that_cannot_be_listed_stay_on_the_target(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return original(path)
 
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "scandir", scandir_unless_broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir_unless_broken)
         assert mirror.upload(bucket, REMOTE, ()) == {unreadable: "it cannot be read: Input/output error"}
     assert download_files(bucket, tmp_path) == FILES
     shutil.rmtree(local / "plots")
@@ -265,19 +257,17 @@ def test_a_file_of_which_the_disk_loses_a_part_is_named_and_stays_as_it_was(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "target").mkdir()
-    store, mirror = PosixStore(tmp_path / "target"), ArtifactMirror(local)
+    store, mirror, original = PosixStore(tmp_path / "target"), ArtifactMirror(local), os.pread
     mirror.upload(store, REMOTE, ())
     write_files(local, {"big.bin": b"more" + FILES["big.bin"], "new": b"new"})
-
-    original = os.pread
 
     def pread(file: int, length: int, offset: int) -> bytes:
         if offset:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return original(file, length, offset)
 
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pread", pread)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread)
         assert mirror.upload(store, REMOTE, ()) == {"big.bin": "it cannot be read: Input/output error"}
     assert download_files(store, tmp_path) == {**FILES, "new": b"new"}
 
@@ -285,7 +275,7 @@ def test_a_file_of_which_the_disk_loses_a_part_is_named_and_stays_as_it_was(
 def test_what_lies_too_deep_is_named_and_the_rest_is_sent(bucket: Bucket, local: Path, tmp_path: Path) -> None:
     folder = os.open(local, os.O_RDONLY)
     name = "d" * 100
-    for _ in range(45):  # a path of 4,545 bytes, which only relative calls reach
+    for _ in range(45):  # a path of 4,545 bytes: only relative calls reach it
         os.mkdir(name, dir_fd=folder)
         folder, above = os.open(name, os.O_RDONLY, dir_fd=folder), folder
         os.close(above)
@@ -293,7 +283,7 @@ def test_what_lies_too_deep_is_named_and_the_rest_is_sent(bucket: Bucket, local:
     try:
         left_out = ArtifactMirror(local).upload(bucket, REMOTE, ())
     finally:
-        shutil.rmtree(local)  # which pytest cannot remove
+        shutil.rmtree(local)  # pytest cannot remove it
     assert left_out == {"/".join([name] * 9): "its path on the target is longer than 900 bytes"}
     assert download_files(bucket, tmp_path) == FILES
 
@@ -319,10 +309,8 @@ def test_what_a_syncer_leaves_out_is_logged_once(
 
 
 def test_a_large_file_takes_little_memory_both_ways(tmp_path: Path) -> None:
-    for folder in ("local", "target"):
-        (tmp_path / folder).mkdir()
-    with (tmp_path / "local" / "large").open("wb") as file:
-        file.truncate(64 << 20)
+    (tmp_path / "target").mkdir()
+    os.truncate(write_files(tmp_path / "local", {"large": b""}) / "large", 64 << 20)
     store = PosixStore(tmp_path / "target")
     tracemalloc.start()
     try:
@@ -374,7 +362,7 @@ def test_a_sync_down_of_a_folder_without_files_is_an_error_and_changes_nothing(b
 
 
 class Shrinking(Bucket):
-    """A store whose objects are shorter than it lists."""
+    """A store whose listing shows one byte more than each object has."""
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         return super().read(path, offset=offset, length=length)[:-1]
@@ -414,11 +402,11 @@ def test_a_uri_below_the_given_target_is_the_folder_on_it(local: Path, tmp_path:
     syncer.sync_down("a/b", str(tmp_path / "back"))
     syncer.wait()
     assert read_files(tmp_path / "back") == FILES
-    for elsewhere in ("file:///elsewhere/a", f"{target.uri}ish/a", "../a", "a//b", "", target.uri):
+    for remote in ("file:///elsewhere/a", f"{target.uri}ish/a", "../a", "a//b", "", target.uri):
         with pytest.raises(InvalidInput):
-            syncer.sync_up(str(local), elsewhere)
+            syncer.sync_up(str(local), remote)
         with pytest.raises(InvalidInput):
-            syncer.delete(elsewhere)
+            syncer.delete(remote)
 
 
 @pytest.mark.parametrize("options", ["", "?endpoint_url={}"])
@@ -451,12 +439,12 @@ def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Failure,
         try:
             mirror.upload(dying, REMOTE, ())
         except (Crash, TuneError):
-            found = download_files(store, tmp_path)
-            assert all(data in (first.get(path), read_files(local).get(path)) for path, data in found.items())
+            files = download_files(store, tmp_path)
+            assert all(data in (first.get(path), read_files(local).get(path)) for path, data in files.items())
         if dying.failed_at is None:
             break
         points += 1
-        (local / "new.txt").unlink()  # which may have arrived
+        (local / "new.txt").unlink()  # it may have been uploaded
         mirror.upload(store, REMOTE, ())
         assert download_files(store, tmp_path) == read_files(local)
     assert points >= 3
@@ -464,10 +452,9 @@ def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Failure,
 
 def test_what_a_failed_sync_has_sent_is_not_sent_again(local: Path) -> None:
     store, mirror = ParallelMemoryStore(), ArtifactMirror(local)
-    settle(local)
+    backdate_files(local)
     with pytest.raises(StoreUnavailable):
         mirror.upload(DyingStore(store, 4, Failure.UNAVAILABLE), REMOTE, ())
-    sent = store.operations["replace"]
+    assert store.operations["replace"] == 3
     mirror.upload(store, REMOTE, ())
     assert store.operations["replace"] == 4
-    assert sent == 3

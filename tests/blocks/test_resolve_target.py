@@ -31,8 +31,8 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from tests.blocks.conftest import save
 from tests.fakes.stores.memory_store import MemoryStore
 
-HERE = Path.cwd()
-READ: dict[str, StorageTarget] = {
+WORKING_FOLDER = Path.cwd()
+TARGETS: dict[str, StorageTarget] = {
     "s3://bucket": S3Target(bucket="bucket"),
     "s3://bucket/runs/first/": S3Target(bucket="bucket", prefix="runs/first"),
     "s3a://bucket/runs": S3Target(bucket="bucket", prefix="runs"),
@@ -59,11 +59,11 @@ READ: dict[str, StorageTarget] = {
     "/runs/first": LocalTarget(path="/runs/first"),
     "/runs/../first": LocalTarget(path="/first"),
     "~/runs": LocalTarget(path="~/runs"),
-    "./runs/first": LocalTarget(path=str(HERE / "runs/first")),
-    "../runs": LocalTarget(path=str(HERE.parent / "runs")),
-    "runs": LocalTarget(path=str(HERE / "runs")),
-    "./$HOME/runs": LocalTarget(path=str(HERE / "$HOME/runs")),
-    "runs/first/second": LocalTarget(path=str(HERE / "runs/first/second")),
+    "./runs/first": LocalTarget(path=str(WORKING_FOLDER / "runs/first")),
+    "../runs": LocalTarget(path=str(WORKING_FOLDER.parent / "runs")),
+    "runs": LocalTarget(path=str(WORKING_FOLDER / "runs")),
+    "./$HOME/runs": LocalTarget(path=str(WORKING_FOLDER / "$HOME/runs")),
+    "runs/first/second": LocalTarget(path=str(WORKING_FOLDER / "runs/first/second")),
     "memory://runs": FsspecTarget(location="memory://runs"),
     "ftp://me@host/runs": FsspecTarget(location="ftp://me@host/runs"),
 }
@@ -91,20 +91,20 @@ REFUSED = {
 
 
 @pytest.fixture(autouse=True)
-def _stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HERE)
+def _stay_in_working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(WORKING_FOLDER)
 
 
-@pytest.mark.parametrize("written", READ)
-def test_what_people_write_is_read_by_one_rule(written: str) -> None:
-    wanted = LocalTarget(path="~/runs") if written == "~/runs" else READ[written]  # each test has its own home
-    assert resolve_target(written) == wanted
+@pytest.mark.parametrize("text", TARGETS)
+def test_what_people_write_is_read_by_one_rule(text: str) -> None:
+    expected = LocalTarget(path="~/runs") if text == "~/runs" else TARGETS[text]  # each test has its own home
+    assert resolve_target(text) == expected
 
 
-@pytest.mark.parametrize("written", REFUSED)
-def test_what_cannot_be_read_is_one_clear_error(written: str) -> None:
-    with pytest.raises(InvalidInput, match=REFUSED[written]) as caught:
-        resolve_target(written)
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_read_is_one_clear_error(text: str) -> None:
+    with pytest.raises(InvalidInput, match=REFUSED[text]) as caught:
+        resolve_target(text)
     assert "\n" not in str(caught.value)
 
 
@@ -122,20 +122,19 @@ def test_a_block_is_itself() -> None:
 
 def test_a_path_object_is_always_a_path(tmp_path: Path) -> None:
     assert resolve_target(tmp_path) == LocalTarget(path=str(tmp_path))
-    assert resolve_target(Path("s3-target/prod")) == LocalTarget(path=str(HERE / "s3-target/prod"))
+    assert resolve_target(Path("s3-target/prod")) == LocalTarget(path=str(WORKING_FOLDER / "s3-target/prod"))
 
 
 @pytest.mark.parametrize("value", [None, 3, b"s3://bucket"])
 def test_anything_else_is_refused(value: Any) -> None:
-    with pytest.raises(
-        InvalidInput, match="target: expected a block, a 'block-type/name' slug, a URI or a path, found a"
-    ):
+    message = "target: expected a block, a 'block-type/name' slug, a URI or a path, found a"
+    with pytest.raises(InvalidInput, match=message):
         resolve_target(value)
 
 
-@pytest.mark.parametrize("written", [uri for uri in READ if "://" in uri])
-def test_a_uri_alone_is_handed_to_another_process(written: str) -> None:
-    target = READ[written]
+@pytest.mark.parametrize("text", [uri for uri in TARGETS if "://" in uri])
+def test_a_uri_alone_is_handed_to_another_process(text: str) -> None:
+    target = TARGETS[text]
     assert resolve_target(target_reference(target)) == target
 
 
@@ -155,12 +154,10 @@ def test_a_target_that_says_more_than_its_uri_has_to_be_saved_first() -> None:
 
 def test_without_a_server_that_is_said_and_not_that_a_block_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    nothing = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
+    message = "no Prefect server is set up, but saved blocks are stored on a server: prefect"
     with (
-        temporary_settings(nothing, restore_defaults={PREFECT_API_URL}),
-        pytest.raises(
-            InvalidInput, match="no Prefect server is set up, but saved blocks are stored on a server: prefect"
-        ),
+        temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}, restore_defaults={PREFECT_API_URL}),
+        pytest.raises(InvalidInput, match=message),
     ):
         resolve_target("s3-target/prod")
 

@@ -11,15 +11,7 @@ import cloudpickle
 import pytest
 from pydantic import ValidationError
 
-from prefect_tune.blocks import (
-    AzureTarget,
-    FsspecTarget,
-    GcsTarget,
-    LocalTarget,
-    S3Target,
-    StorageTarget,
-    SyncConfig,
-)
+from prefect_tune.blocks import AzureTarget, FsspecTarget, GcsTarget, LocalTarget, S3Target, StorageTarget, SyncConfig
 from prefect_tune.blocks.storage_target import StrictBlock
 from prefect_tune.core.errors import InvalidInput
 
@@ -35,20 +27,19 @@ TARGETS: list[StorageTarget] = [
 ]
 
 
-def _untyped(kind: Any, **fields: Any) -> StrictBlock:
-    """Make a block of fields that a type checker would refuse as well."""
-    made: StrictBlock = kind(**fields)
-    return made
+def make_block(kind: Any, **fields: Any) -> Any:
+    """Make a block of fields that a type checker would reject too."""
+    return kind(**fields)
 
 
 BAD_INPUT: dict[str, tuple[Callable[[], StrictBlock], str]] = {
-    "a misspelt bucket": (lambda: _untyped(S3Target, bukcet="b"), r"no field 'bukcet': did you mean 'bucket'\?"),
-    "a misspelt period": (lambda: _untyped(SyncConfig, sync_period=3), r"did you mean 'sync_period_seconds'\?"),
+    "a misspelt bucket": (lambda: make_block(S3Target, bukcet="b"), r"no field 'bukcet': did you mean 'bucket'\?"),
+    "a misspelt period": (lambda: make_block(SyncConfig, sync_period=3), r"did you mean 'sync_period_seconds'\?"),
     "an unknown field": (
-        lambda: _untyped(LocalTarget, path="/x", zzz=1),
+        lambda: make_block(LocalTarget, path="/x", zzz=1),
         "no field 'zzz': it has path, must_exist, may_hang, signing_key",
     ),
-    "no bucket": (lambda: _untyped(S3Target), "'bucket' is missing"),
+    "no bucket": (lambda: make_block(S3Target), "'bucket' is missing"),
     "a URI as a bucket": (lambda: S3Target(bucket="s3://b"), "name alone, found the URI 's3://b'"),
     "a bucket's impossible name": (lambda: S3Target(bucket="b"), "'b' is not a valid name of a bucket"),
     "a container's impossible name": (lambda: AzureTarget(container="A_b"), "'A_b' is not a valid name of a container"),
@@ -87,10 +78,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], StrictBlock], str]] = {
     "a NUL in a path": (lambda: LocalTarget(path="/a\0b"), "without NUL"),
     "no URI": (lambda: FsspecTarget(location="host/runs"), "expected 'scheme://...'"),
     "an unknown scheme": (lambda: FsspecTarget(location="gopher://host"), "fsspec does not know the scheme 'gopher'"),
-    "a password in a URI": (
-        lambda: FsspecTarget(location=f"sftp://me:{SECRET}@host/runs"),
-        "use secret_options=",
-    ),
+    "a password in a URI": (lambda: FsspecTarget(location=f"sftp://me:{SECRET}@host/runs"), "use secret_options="),
     "a negative period": (lambda: SyncConfig(sync_period_seconds=-1), "sync_period_seconds: .* greater than or equal"),
     "a target without a syncer": (
         lambda: SyncConfig(upload_dir="s3://bucket", syncer=None),
@@ -153,12 +141,11 @@ class TestEachTarget:
         assert cloudpickle.loads(cloudpickle.dumps(target)) == target
 
     def test_its_own_dump_makes_it_again(self, target: StorageTarget) -> None:
-        dumped = target.model_dump(context={"include_secrets": True})
-        assert type(target)(**dumped) == target
+        assert type(target)(**target.model_dump(context={"include_secrets": True})) == target
 
     def test_neither_its_uri_nor_its_text_tells_a_secret(self, target: StorageTarget) -> None:
-        shown = f"{target.uri} {target!r} {target} {target.model_dump_json()}"
-        assert SECRET not in shown
+        text = f"{target.uri} {target!r} {target} {target.model_dump_json()}"
+        assert SECRET not in text
         assert list(target.secret_values()) == [] or SECRET in list(target.secret_values())
 
 

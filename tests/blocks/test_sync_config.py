@@ -92,11 +92,11 @@ def test_a_syncer_of_the_users_own_is_asked_instead() -> None:
 
 
 def test_a_notebook_shows_where_and_when() -> None:
-    shown = SyncConfig(upload_dir="s3://bucket/<runs>", sync_period_seconds=60)._repr_html_()
-    assert "<td>s3://bucket/&lt;runs&gt;</td>" in shown
-    assert "<td>Sync period</td><td>60 s</td>" in shown
-    assert "<td>Sync on checkpoint</td><td>True</td>" in shown
-    assert "syncer" not in shown.lower().replace("syncconfig", "")
+    html = SyncConfig(upload_dir="s3://bucket/<runs>", sync_period_seconds=60)._repr_html_()
+    assert "<td>s3://bucket/&lt;runs&gt;</td>" in html
+    assert "<td>Sync period</td><td>60 s</td>" in html
+    assert "<td>Sync on checkpoint</td><td>True</td>" in html
+    assert "syncer" not in html.lower().replace("syncconfig", "")
 
 
 def test_a_notebook_shows_no_secret() -> None:
@@ -105,8 +105,8 @@ def test_a_notebook_shows_no_secret() -> None:
 
 
 def test_its_parameters_hold_no_secret_and_make_an_equal_one() -> None:
-    here = SyncConfig(upload_dir="s3://bucket/artifacts?region=eu-west-1", commit="async")
-    assert SyncConfig.model_validate(here.parameters()) == here
+    config = SyncConfig(upload_dir="s3://bucket/artifacts?region=eu-west-1", commit="async")
+    assert SyncConfig.model_validate(config.parameters()) == config
     path = SyncConfig(upload_dir=LocalTarget(path="/artifacts"))
     assert SyncConfig.model_validate(path.parameters()).upload_dir == path.upload_dir.uri
     secret = SyncConfig(upload_dir=S3Target(bucket="bucket", access_key_id="id", secret_access_key=SecretStr("hidden")))

@@ -10,18 +10,13 @@ from typing import Any, ClassVar
 import pytest
 
 from prefect_tune.blocks.storage_target import TargetCheck, check_target
-from prefect_tune.core.errors import (
-    AlreadyExists,
-    CommitUnknown,
-    DeadlineExceeded,
-    InvalidInput,
-    StoreRefused,
-)
+from prefect_tune.core.errors import AlreadyExists, CommitUnknown, DeadlineExceeded, InvalidInput, StoreRefused
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
+from tests.blocks.conftest import SHORT
 from tests.fakes.stores.memory_store import MemoryStore
 
-SHORT = timedelta(seconds=10)
 SECRET = "secret-of-mine"
+REFUSED = StoreRefused("403")
 
 
 class Target:
@@ -29,13 +24,13 @@ class Target:
 
     uri: ClassVar[str] = "shelf://third"
 
-    def __init__(self, opened: Callable[[], ObjectStore]) -> None:
-        self._opened = opened
+    def __init__(self, open_store: Callable[[], ObjectStore]) -> None:
+        self._open_store = open_store
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
         assert timeout == SHORT
-        yield self._opened()
+        yield self._open_store()
 
     def secret_values(self) -> Iterator[str]:
         yield SECRET
@@ -47,7 +42,7 @@ class Overwrites(MemoryStore):
 
 
 class LetsSomeRacersWin(MemoryStore):
-    """Refuses late creates only, like a store that checks first and then writes."""
+    """A store that rejects late creates only: it checks, then writes."""
 
     def create(self, path: str, data: Buffer) -> None:
         if path.endswith("race"):
@@ -65,7 +60,7 @@ class LetsALaterWriterWin(MemoryStore):
 
 
 class LosesReplies(MemoryStore):
-    """Writes, and loses the reply: the writer has to read back."""
+    """A store that loses replies: the writer has to read back."""
 
     def create(self, path: str, data: Buffer) -> None:
         try:
@@ -76,15 +71,15 @@ class LosesReplies(MemoryStore):
             raise CommitUnknown(f"{path}: no reply")
 
 
-def raises(error: Exception) -> Callable[..., Any]:
+def fail_with(error: Exception) -> Callable[..., Any]:
     def method(*_: object, **__: object) -> Any:
         raise error
 
     return method
 
 
-def with_methods(**methods: object) -> Callable[[], ObjectStore]:
-    """Return a kind of store that has these methods in place of those that work."""
+def make_store_class(**methods: object) -> Callable[[], ObjectStore]:
+    """Return a class of memory stores with these methods."""
     return type("Defective", (MemoryStore,), methods)
 
 
@@ -93,32 +88,32 @@ def read_other_bytes(self: MemoryStore, path: str) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def _check(opened: Callable[[], ObjectStore]) -> TargetCheck:
-    return check_target(Target(opened), timeout=SHORT)
+def check_store(open_store: Callable[[], ObjectStore]) -> TargetCheck:
+    return check_target(Target(open_store), timeout=SHORT)
 
 
 def test_an_honest_store_passes_and_is_left_empty() -> None:
     store = MemoryStore()
-    found = _check(lambda: store)
-    assert (found.ok, found.conditional_create) == (True, True)
+    result = check_store(lambda: store)
+    assert (result.ok, result.conditional_create) == (True, True)
     assert store.objects == {}
 
 
 def test_a_store_that_says_it_serves_one_runner_is_believed() -> None:
-    found = _check(with_methods(conditional_create=False))
-    assert (found.ok, found.conditional_create) == (True, False)
-    assert "ONE RUNNER ONLY" in found.message
+    result = check_store(make_store_class(conditional_create=False))
+    assert (result.ok, result.conditional_create) == (True, False)
+    assert "ONE RUNNER ONLY" in result.message
 
 
 @pytest.mark.parametrize("store", [Overwrites, LetsSomeRacersWin, LetsALaterWriterWin])
 def test_a_store_that_lets_two_writers_win_fails_loudly(store: type[MemoryStore]) -> None:
-    found = _check(store)
-    assert (found.ok, found.conditional_create) == (False, False)
-    assert "NO CONDITIONAL WRITES" in found.message
+    result = check_store(store)
+    assert (result.ok, result.conditional_create) == (False, False)
+    assert "NO CONDITIONAL WRITES" in result.message
 
 
 def test_a_lost_reply_is_no_second_winner() -> None:
-    assert _check(LosesReplies).ok
+    assert check_store(LosesReplies).ok
 
 
 @pytest.mark.parametrize(
@@ -127,27 +122,27 @@ def test_a_lost_reply_is_no_second_winner() -> None:
         ({"read": read_other_bytes}, "could not read back: read back a probe"),
         ({"list": lambda *_: []}, "could not list: listed a probe"),
         ({"delete": lambda *_: None}, "could not delete: deleted, then listed a probe"),
-        ({"delete": raises(StoreRefused(f"403 with {SECRET}"))},
+        ({"delete": fail_with(StoreRefused(f"403 with {SECRET}"))},
          "old checkpoints could never be removed; could not delete: 403 with"),
-        ({"read": raises(StoreRefused("403")), "delete": raises(StoreRefused("403"))}, "could not read back: 403"),
-        ({"create": raises(StoreRefused("403"))}, "read-only: listing is permitted, writing is not; could not write: "),
-        ({"create": raises(DeadlineExceeded("no answer"))}, "could not write: no answer"),
+        ({"read": fail_with(REFUSED), "delete": fail_with(REFUSED)}, "could not read back: 403"),
+        ({"create": fail_with(REFUSED)}, "read-only: listing is permitted, writing is not; could not write: "),
+        ({"create": fail_with(DeadlineExceeded("no answer"))}, "could not write: no answer"),
     ],
 )  # fmt: skip
 def test_what_a_store_does_wrong_is_named(methods: dict[str, object], complaint: str) -> None:
-    found = _check(with_methods(**methods))
-    assert not found.ok
-    assert complaint in found.message
-    assert SECRET not in found.message
+    result = check_store(make_store_class(**methods))
+    assert not result.ok
+    assert complaint in result.message
+    assert SECRET not in result.message
 
 
 def test_settings_that_cannot_work_are_an_answer_too() -> None:
     def refuse() -> ObjectStore:
         raise InvalidInput("the client does not accept\nthese settings")
 
-    found = _check(refuse)
-    assert not found.ok
-    assert "the client does not accept these settings" in found.message
+    result = check_store(refuse)
+    assert not result.ok
+    assert "the client does not accept these settings" in result.message
 
 
 def test_a_bug_is_not_mistaken_for_a_finding() -> None:
@@ -155,4 +150,4 @@ def test_a_bug_is_not_mistaken_for_a_finding() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        _check(fail)
+        check_store(fail)

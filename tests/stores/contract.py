@@ -12,16 +12,7 @@ from prefect_tune.core.errors import AlreadyExists, InvalidInput, ObjectNotFound
 from prefect_tune.core.storage.object_store import Buffer, ListedObject, ObjectStore
 
 _ESCAPES = ["", "/", "/etc/passwd", "..", "../x", "a/../x", "a/./x", "a//x", "a/", "./a", "nul\0l"]
-_ODD_NAMES = [
-    "with space",
-    "ünïcode/日本",
-    "per%20cent",
-    "plus+and&=?#",
-    "quote'\"",
-    "a.b-c_d",
-    "~tilde",
-    "x" * 200,
-]
+_ODD_NAMES = ["with space", "ünïcode/日本", "per%20cent", "plus+and&=?#", "quote'\"", "a.b-c_d", "~tilde", "x" * 200]
 
 _RANGES: list[tuple[int, int | None, bytes]] = [
     (0, None, b"0123456789"),
@@ -38,7 +29,7 @@ _RANGES: list[tuple[int, int | None, bytes]] = [
 ]
 
 
-def _acts_on(store: ObjectStore, path: str) -> list[Callable[[], object]]:
+def _operations(store: ObjectStore, path: str) -> list[Callable[[], object]]:
     return [
         lambda: store.create(path, b""),
         lambda: store.put(path, b""),
@@ -52,9 +43,9 @@ def _acts_on(store: ObjectStore, path: str) -> list[Callable[[], object]]:
 
 
 class StoreContract:
-    """Inherit, and give a fixture `store`: an open, empty store. `racers` is how many writers race."""
+    """Inherit, and define the fixture `store`: an open, empty store."""
 
-    racers = 16
+    racers = 16  # concurrent creators
     maps_in_parallel = True
 
     def test_calls_of_a_map_run_at_once_and_their_results_are_in_order(self, store: ObjectStore) -> None:
@@ -209,9 +200,9 @@ class StoreContract:
 
     def test_a_path_that_is_not_relative_and_normal_is_refused(self, store: ObjectStore) -> None:
         for path in _ESCAPES:
-            for act in _acts_on(store, path):
+            for operation in _operations(store, path):
                 with pytest.raises(InvalidInput):
-                    act()
+                    operation()
 
     def test_what_is_not_there_is_told_as_such(self, store: ObjectStore) -> None:
         store.put("a/b", b"")
@@ -227,10 +218,10 @@ class StoreContract:
         assert list(store.list("no/such/folder")) == []
 
     def test_a_listing_is_recursive_sorted_and_has_sizes(self, store: ObjectStore) -> None:
-        for path in ("b/c/d", "b/a", "b-", "b.c", "b0", "a", "b/c.d", "b/c/a", "é"):
+        paths = ["b/c/d", "b/a", "b-", "b.c", "b0", "a", "b/c.d", "b/c/a", "é"]
+        for path in paths:
             store.put(path, path.encode())
-        expected = sorted(["b/c/d", "b/a", "b-", "b.c", "b0", "a", "b/c.d", "b/c/a", "é"])
-        assert list(store.list("")) == [ListedObject(path, len(path.encode())) for path in expected]
+        assert list(store.list("")) == [ListedObject(path, len(path.encode())) for path in sorted(paths)]
         assert [listed.path for listed in store.list("b")] == ["b/a", "b/c.d", "b/c/a", "b/c/d"]
 
     def test_a_prefix_is_a_folder_and_not_the_start_of_a_name(self, store: ObjectStore) -> None:
@@ -252,9 +243,9 @@ class StoreContract:
         names = [f"many/{number % 7}/{number:05d}" for number in range(1100)]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda name: store.put(name, b"1"), names))
-        assert [listed.path for listed in store.list("many")] == sorted(names)
-        after = sorted(names)[1040]
-        assert [listed.path for listed in store.list("many", after=after)] == sorted(names)[1041:]
+        expected = sorted(names)
+        assert [listed.path for listed in store.list("many")] == expected
+        assert [listed.path for listed in store.list("many", after=expected[1040])] == expected[1041:]
         store.delete(names)
         assert list(store.list("many")) == []
 
@@ -280,8 +271,8 @@ class StoreContract:
     def test_many_threads_at_once_do_not_disturb_each_other(self, store: ObjectStore) -> None:
         def work(number: int) -> None:
             data = bytes([number]) * (1000 + number)
-            for turn in range(2):
-                path = f"threads/{number}/{turn}"
+            for attempt in range(2):
+                path = f"threads/{number}/{attempt}"
                 store.create(path, data)
                 assert bytes(store.read(path, offset=1)) == data[1:]
                 assert store.size(path) == len(data)

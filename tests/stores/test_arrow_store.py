@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -11,13 +12,7 @@ import pyarrow.fs as arrow
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from prefect_tune.core.errors import (
-    AlreadyExists,
-    CommitUnknown,
-    DeadlineExceeded,
-    StoreRefused,
-    StoreUnavailable,
-)
+from prefect_tune.core.errors import AlreadyExists, CommitUnknown, DeadlineExceeded, StoreRefused, StoreUnavailable
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.arrow_store import ArrowStore, arrow_store_error, open_fsspec
 from prefect_tune.stores.deadline import Deadline, named_lock
@@ -48,14 +43,14 @@ def sink() -> Iterator[S3Sink]:
         yield sink
 
 
-def _s3(sink: S3Sink, patience_seconds: float = 1) -> arrow.S3FileSystem:
+def _connect(sink: S3Sink, timeout_seconds: float = 1) -> arrow.S3FileSystem:
     return arrow.S3FileSystem(
         access_key="key",
         secret_key="secret",
         endpoint_override=sink.endpoint,
         region="us-east-1",
-        connect_timeout=patience_seconds,
-        request_timeout=patience_seconds,
+        connect_timeout=timeout_seconds,
+        request_timeout=timeout_seconds,
         retry_strategy=arrow.AwsStandardS3RetryStrategy(max_attempts=1),
     )
 
@@ -63,7 +58,7 @@ def _s3(sink: S3Sink, patience_seconds: float = 1) -> arrow.S3FileSystem:
 class TestArrowStoreOnS3(StoreContract):
     @pytest.fixture
     def store(self, sink: S3Sink) -> ArrowStore:
-        return ArrowStore(_s3(sink, patience_seconds=60), "bucket/root")
+        return ArrowStore(_connect(sink, timeout_seconds=60), "bucket/root")
 
     @pytest.mark.deep  # pyarrow's deletes are the slowest: three requests each
     def test_a_listing_has_all_of_more_than_a_thousand_entries(self, store: ObjectStore) -> None:
@@ -89,14 +84,14 @@ def test_who_waits_too_long_for_its_turn_says_so(tmp_path: Path) -> None:
 
 
 def test_a_client_that_reports_success_for_nothing_is_not_believed(sink: S3Sink) -> None:
-    store = ArrowStore(_s3(sink), "bucket")
+    store = ArrowStore(_connect(sink), "bucket")
     sink.fault = lambda request: Fault.PRETEND if request.method in ("PUT", "POST") else None
     with pytest.raises(StoreUnavailable, match="the target has no object"):
         store.put("a", b"bytes")
 
 
-class _HalfWritten:
-    """A file that takes half of what is written and then fails, and that commits on close, as s3fs does."""
+class _HalfWritingFile:
+    """A file whose writes fail half-way, and which commits on close, like s3fs."""
 
     def __init__(self, inner: BinaryIO) -> None:
         self.inner = inner
@@ -109,19 +104,19 @@ class _HalfWritten:
         raise OSError("the connection was lost")
 
 
-class _HalfWriting(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
+class _HalfWritingMemory(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
     protocol = "halfwriting"
     cachable = False
     store: ClassVar[dict[str, object]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
 
     def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        opened = super().open(path, mode, **kwargs)
-        return _HalfWritten(opened) if mode == "wb" else opened
+        file = super().open(path, mode, **kwargs)
+        return _HalfWritingFile(file) if mode == "wb" else file
 
 
 def test_a_write_that_fails_half_way_leaves_no_object_and_no_hidden_file() -> None:
-    memory = _HalfWriting()
+    memory = _HalfWritingMemory()
     store = ArrowStore(arrow.PyFileSystem(arrow.FSSpecHandler(memory)), "/root", create_root=True)
     with pytest.raises(StoreUnavailable, match="connection was lost"):
         store.put("a/b", b"0123456789")
@@ -132,10 +127,10 @@ def test_a_write_that_fails_half_way_leaves_no_object_and_no_hidden_file() -> No
 def test_each_reader_of_memory_has_its_own_position() -> None:
     store = open_fsspec("memory", "/positions")
     store.create("a", b"0123456789")
-    beside = MemoryFileSystem().open("/positions/a")
-    beside.read(5)
+    reader = MemoryFileSystem().open("/positions/a")
+    reader.read(5)
     assert bytes(store.read("a")) == b"0123456789"
-    assert beside.read() == b"56789"
+    assert reader.read() == b"56789"
 
 
 def test_deleting_a_name_with_wildcards_spares_what_would_match() -> None:
@@ -148,28 +143,28 @@ def test_deleting_a_name_with_wildcards_spares_what_would_match() -> None:
 
 def test_a_missing_root_is_not_an_empty_one(tmp_path: Path) -> None:
     store = ArrowStore(arrow.LocalFileSystem(), str(tmp_path / "unmounted"))
-    for act in (lambda: store.list(""), lambda: store.size("a"), lambda: store.read("a")):
+    for operation in (lambda: store.list(""), lambda: store.size("a"), lambda: store.read("a")):
         with pytest.raises(StoreUnavailable, match="root"):
-            act()
+            operation()
     (tmp_path / "unmounted").mkdir()
     assert store.list("") == []
 
 
 @pytest.mark.parametrize("fault", [Fault.FAIL_500, Fault.FAIL_503, Fault.RESET, Fault.LOSE_REPLY, Fault.REFUSE_403])
 def test_a_server_that_fails_or_forbids_is_unavailable_and_not_empty(sink: S3Sink, fault: Fault) -> None:
-    store = ArrowStore(_s3(sink), "bucket")
+    store = ArrowStore(_connect(sink), "bucket")
     store.put("a", b"1")
     sink.fault = lambda _request: fault
-    acts = [
+    operations = [
         lambda: store.put("b", b""),
         lambda: store.read("a"),
         lambda: store.size("a"),
         lambda: store.list(""),
         lambda: store.delete(["a"]),
     ]
-    for act in acts:
+    for operation in operations:
         with pytest.raises(StoreUnavailable):
-            act()
+            operation()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +183,7 @@ def test_an_error_of_a_client_is_final_by_its_number_or_its_class(error: Excepti
 
 
 def test_a_create_whose_completion_was_not_answered_is_not_known(sink: S3Sink) -> None:
-    store = ArrowStore(_s3(sink), "bucket")
+    store = ArrowStore(_connect(sink), "bucket")
     sink.fault = lambda request: Fault.LOSE_REPLY if request.query.startswith("uploadId") else None
     with pytest.raises((CommitUnknown, AlreadyExists)):
         store.create("a", b"bytes")
@@ -206,12 +201,11 @@ def test_hidden_files_of_the_dead_are_swept_a_day_later(tmp_path: Path) -> None:
     (tmp_path / ".tmp").mkdir()
     for name, age_seconds in (("dead", 90_000), ("alive", 3_000)):
         (tmp_path / ".tmp" / name).write_bytes(b"half")
-        then = (tmp_path / ".tmp" / name).stat().st_mtime - age_seconds
-        os.utime(tmp_path / ".tmp" / name, (then, then))
+        os.utime(tmp_path / ".tmp" / name, (time.time() - age_seconds,) * 2)
     store = ArrowStore(arrow.LocalFileSystem(), str(tmp_path))
     store.put("a", b"1")
     assert [listed.path for listed in store.list("")] == ["a"]
-    assert [left.name for left in (tmp_path / ".tmp").iterdir()] == ["alive"]
+    assert [path.name for path in (tmp_path / ".tmp").iterdir()] == ["alive"]
 
 
 def test_nothing_is_begun_after_the_deadline(tmp_path: Path) -> None:

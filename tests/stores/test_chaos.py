@@ -13,13 +13,7 @@ import pyarrow.fs as arrow
 import pytest
 
 from prefect_tune.blocks.storage_target import check_target
-from prefect_tune.core.errors import (
-    AlreadyExists,
-    CommitUnknown,
-    DeadlineExceeded,
-    ObjectNotFound,
-    StoreUnavailable,
-)
+from prefect_tune.core.errors import AlreadyExists, CommitUnknown, DeadlineExceeded, ObjectNotFound, StoreUnavailable
 from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
 from prefect_tune.stores import obstore_store
 from prefect_tune.stores.arrow_store import ArrowStore
@@ -46,15 +40,15 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def _obstore(endpoint: str, *, seconds: float, request_seconds: float = 0.4) -> Iterator[ObjectStore]:
+def _open_obstore(endpoint: str, *, seconds: float, request_seconds: float = 0.4) -> Iterator[ObjectStore]:
     limit = timedelta(seconds=request_seconds)
     store = object_store(endpoint, seconds=seconds, request_timeout=limit, prefix="root")
     yield store
     store.close()
 
 
-def _arrow_s3(endpoint: str) -> ArrowStore:
-    """Made in the child, with the client's own timeouts, which are long."""
+def _make_arrow_store(endpoint: str) -> ArrowStore:
+    """Make the store, in the child, with the client's own long timeouts."""
     filesystem = arrow.S3FileSystem(
         access_key="key",
         secret_key="secret",
@@ -66,13 +60,13 @@ def _arrow_s3(endpoint: str) -> ArrowStore:
 
 
 @contextmanager
-def _isolated_arrow(endpoint: str, *, seconds: float) -> Iterator[ObjectStore]:
+def _open_arrow_subprocess(endpoint: str, *, seconds: float) -> Iterator[ObjectStore]:
     deadline = Deadline.after(timedelta(seconds=seconds))
-    with SubprocessStore(partial(_arrow_s3, endpoint), deadline=deadline, max_children=2) as store:
+    with SubprocessStore(partial(_make_arrow_store, endpoint), deadline=deadline, max_children=2) as store:
         yield store
 
 
-def _acts(store: ObjectStore) -> dict[str, Callable[[], object]]:
+def _operations(store: ObjectStore) -> dict[str, Callable[[], object]]:
     return {
         "create": lambda: store.create("new", DATA),
         "put": lambda: store.put("other", DATA),
@@ -85,73 +79,73 @@ def _acts(store: ObjectStore) -> dict[str, Callable[[], object]]:
     }
 
 
-def _outcomes(store: ObjectStore) -> dict[str, BaseException | None]:
+def _run_all(store: ObjectStore) -> dict[str, BaseException | None]:
     """Run all acts concurrently, and return the error of each."""
-    acts = _acts(store)
-    with ThreadPoolExecutor(len(acts)) as pool:
-        calls = {name: pool.submit(act) for name, act in acts.items()}
+    operations = _operations(store)
+    with ThreadPoolExecutor(len(operations)) as pool:
+        calls = {name: pool.submit(act) for name, act in operations.items()}
         return {name: call.exception() for name, call in calls.items()}
 
 
-def _furnish(chaos: ChaosS3) -> None:
-    with _obstore(chaos.endpoint, seconds=30, request_seconds=30) as store:
+def _put_object(chaos: ChaosS3) -> None:
+    with _open_obstore(chaos.endpoint, seconds=30, request_seconds=30) as store:
         store.put("there", DATA)
 
 
-def _check_unavailable(outcomes: dict[str, BaseException | None], chaos: Fault) -> None:
+def _check_unavailable(outcomes: dict[str, BaseException | None], fault: Fault) -> None:
     for act, error in outcomes.items():
         expected = (StoreUnavailable, CommitUnknown) if act == "create" else (StoreUnavailable,)
-        assert isinstance(error, expected), f"{act}: {chaos.name} was reported as {error!r}"
+        assert isinstance(error, expected), f"{act}: {fault.name} was reported as {error!r}"
 
 
 # ------------------------------------------------------------------------------------ transient faults
 
-_NO_ANSWER = tuple(chaos for chaos in TRANSIENT if chaos is not Fault.HALF_BODY and chaos is not Fault.STALL_BODY)
+_NO_ANSWER = [fault for fault in TRANSIENT if fault not in (Fault.HALF_BODY, Fault.STALL_BODY)]
 
 
-@pytest.mark.parametrize("kind", [*_NO_ANSWER, Fault.DRIP], ids=lambda kind: kind.name)
-def test_what_does_not_pass_is_unavailable_in_time_and_never_absent(chaos: ChaosS3, kind: Fault) -> None:
-    _furnish(chaos)
-    chaos.always(kind)
-    began = time.monotonic()
-    with _obstore(chaos.endpoint, seconds=1.5) as store:
-        outcomes = _outcomes(store)
-    assert time.monotonic() - began < 2.5
-    outcomes = {act: error for act, error in outcomes.items() if not _was_already_there(act, error, kind)}
-    _check_unavailable(outcomes, kind)
+@pytest.mark.parametrize("fault", [*_NO_ANSWER, Fault.DRIP], ids=lambda fault: fault.name)
+def test_what_does_not_pass_is_unavailable_in_time_and_never_absent(chaos: ChaosS3, fault: Fault) -> None:
+    _put_object(chaos)
+    chaos.always(fault)
+    start = time.monotonic()
+    with _open_obstore(chaos.endpoint, seconds=1.5) as store:
+        outcomes = _run_all(store)
+    assert time.monotonic() - start < 2.5
+    outcomes = {act: error for act, error in outcomes.items() if not _is_own_object(act, error, fault)}
+    _check_unavailable(outcomes, fault)
 
 
-def _was_already_there(act: str, error: BaseException | None, kind: Fault) -> bool:
-    """A create that the server carried out before it failed meets its own object at the retry."""
-    return act == "create" and kind in (Fault.LOSE_REPLY, Fault.DONE_500) and isinstance(error, AlreadyExists)
+def _is_own_object(act: str, error: BaseException | None, fault: Fault) -> bool:
+    """A create that succeeded before the server failed finds its own object at the retry."""
+    return act == "create" and fault in (Fault.LOSE_REPLY, Fault.DONE_500) and isinstance(error, AlreadyExists)
 
 
-@pytest.mark.parametrize("kind", [Fault.HALF_BODY, Fault.STALL_BODY], ids=lambda kind: kind.name)
-def test_half_a_body_is_never_an_answer(chaos: ChaosS3, kind: Fault) -> None:
-    _furnish(chaos)
-    chaos.always(kind, only=lambda request: request.method == "GET")
-    with _obstore(chaos.endpoint, seconds=1.5) as store:
-        outcomes = _outcomes(store)
+@pytest.mark.parametrize("fault", [Fault.HALF_BODY, Fault.STALL_BODY], ids=lambda fault: fault.name)
+def test_half_a_body_is_never_an_answer(chaos: ChaosS3, fault: Fault) -> None:
+    _put_object(chaos)
+    chaos.always(fault, only=lambda request: request.method == "GET")
+    with _open_obstore(chaos.endpoint, seconds=1.5) as store:
+        outcomes = _run_all(store)
     for act in ("read", "range", "list"):
         assert isinstance(outcomes[act], StoreUnavailable), f"{act}: {outcomes[act]!r}"
 
 
-@pytest.mark.parametrize("kind", TRANSIENT, ids=lambda kind: kind.name)
-def test_what_passes_is_not_noticed(chaos: ChaosS3, kind: Fault) -> None:
-    _furnish(chaos)
+@pytest.mark.parametrize("fault", TRANSIENT, ids=lambda fault: fault.name)
+def test_what_passes_is_not_noticed(chaos: ChaosS3, fault: Fault) -> None:
+    _put_object(chaos)
     expected = {"read": DATA, "range": DATA[10:110], "size": len(DATA), "list": [ListedObject("there", len(DATA))]}
-    with _obstore(chaos.endpoint, seconds=60, request_seconds=0.8) as store:
+    with _open_obstore(chaos.endpoint, seconds=60, request_seconds=0.8) as store:
         for count, act in enumerate(("read", "range", "size", "list", "put", "replace", "delete"), 1):
-            chaos.script([kind])
-            result = _acts(store)[act]()
-            assert chaos.injected == {kind: count}, act
+            chaos.script([fault])
+            result = _operations(store)[act]()
+            assert chaos.injected == {fault: count}, act
             assert (bytes(result) if act in ("read", "range") else result) == expected.get(act), act  # type: ignore[call-overload]  # a buffer then
 
 
-@pytest.mark.parametrize("kind", TRANSIENT, ids=lambda kind: kind.name)
-def test_a_create_is_done_once_whatever_passes(chaos: ChaosS3, kind: Fault) -> None:
-    chaos.script([kind])
-    with _obstore(chaos.endpoint, seconds=20, request_seconds=0.8) as store:
+@pytest.mark.parametrize("fault", TRANSIENT, ids=lambda fault: fault.name)
+def test_a_create_is_done_once_whatever_passes(chaos: ChaosS3, fault: Fault) -> None:
+    chaos.script([fault])
+    with _open_obstore(chaos.endpoint, seconds=20, request_seconds=0.8) as store:
         create_or_recognize(store, "new", b"write id 1")
         with pytest.raises(AlreadyExists):
             create_or_recognize(store, "new", b"write id 2")
@@ -166,7 +160,7 @@ class _ProbedTarget:
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
-        with _obstore(self._endpoint, seconds=timeout.total_seconds(), request_seconds=20) as store:
+        with _open_obstore(self._endpoint, seconds=timeout.total_seconds(), request_seconds=20) as store:
             yield store
 
     def secret_values(self) -> Iterator[str]:
@@ -174,7 +168,7 @@ class _ProbedTarget:
 
 
 @pytest.mark.parametrize(
-    ("kind", "lost"),
+    ("fault", "lost"),
     long_after(
         4,
         [
@@ -184,22 +178,22 @@ class _ProbedTarget:
         ],
     ),
 )
-def test_a_check_recognises_its_probe_when_the_reply_is_lost(chaos: ChaosS3, kind: Fault, lost: int | str) -> None:
-    """A check writes six times: its probe, the same again, and four at once. Three runs check at the same time."""
-    plan: list[Fault | None] = [kind] * 60 if lost == "all" else [None] * int(lost) + [kind]
+def test_a_check_recognises_its_probe_when_the_reply_is_lost(chaos: ChaosS3, fault: Fault, lost: int | str) -> None:
+    """A check writes six times: its probe, the same again, and four concurrently. Three checks run at once."""
+    plan: list[Fault | None] = [fault] * 60 if lost == "all" else [None] * int(lost) + [fault]
     chaos.script(plan, only=lambda request: request.method == "PUT")
     target = _ProbedTarget(chaos.endpoint)
     with ThreadPoolExecutor(3) as runs:
-        found = list(runs.map(lambda _: check_target(target, timeout=timedelta(seconds=60)), range(3)))
-    assert [(each.ok, each.conditional_create) for each in found] == [(True, True)] * 3, found
-    assert chaos.injected == {kind: 60 if lost == "all" else 1}
+        results = list(runs.map(lambda _: check_target(target, timeout=timedelta(seconds=60)), range(3)))
+    assert [(result.ok, result.conditional_create) for result in results] == [(True, True)] * 3, results
+    assert chaos.injected == {fault: 60 if lost == "all" else 1}
 
 
 # -------------------------------------------------------------------------------------- false replies
 
 
 def test_a_listing_in_small_pages_is_whole_and_sorted() -> None:
-    with ChaosS3(page_count=3) as pages, _obstore(pages.endpoint, seconds=20, request_seconds=10) as store:
+    with ChaosS3(page_count=3) as pages, _open_obstore(pages.endpoint, seconds=20, request_seconds=10) as store:
         for number in range(11):
             store.put(f"f/{number:02d}", b"")
         assert [listed.path for listed in store.list("f")] == [f"f/{number:02d}" for number in range(11)]
@@ -209,7 +203,7 @@ def test_a_listing_in_small_pages_is_whole_and_sorted() -> None:
 # ---------------------------------------------------------------------------------------------- storms
 
 
-def _retried(act: Callable[[], object]) -> object:
+def _retry(act: Callable[[], object]) -> object:
     for _ in range(50):
         with suppress(StoreUnavailable, CommitUnknown):
             return act()
@@ -217,30 +211,29 @@ def _retried(act: Callable[[], object]) -> object:
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [*range(2), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1000, 1000 + deep_count(27)))],
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1000, 1000 + deep_count(27)))]
 )
 def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
     """A quarter of all requests fail, by every transient fault; retries succeed, and no result is wrong."""
-    chaos.storm(seed, 0.25, [kind for kind in TRANSIENT if kind not in (Fault.STALL, Fault.STALL_BODY)])
-    with _obstore(chaos.endpoint, seconds=60, request_seconds=5) as store:
+    chaos.storm(seed, 0.25, [fault for fault in TRANSIENT if fault not in (Fault.STALL, Fault.STALL_BODY)])
+    with _open_obstore(chaos.endpoint, seconds=60, request_seconds=5) as store:
 
         def work(number: int) -> None:
             path, data = f"f/{number:02d}", bytes([number]) * 3000
-            assert _retried(lambda: store.size(path)) is None
+            assert _retry(lambda: store.size(path)) is None
             with pytest.raises(ObjectNotFound):
-                _retried(lambda: store.read(path))
+                _retry(lambda: store.read(path))
             if number % 2:
-                _retried(lambda: create_or_recognize(store, path, data))
+                _retry(lambda: create_or_recognize(store, path, data))
             else:
-                _retried(lambda: store.put(path, data))
-            assert bytes(_retried(lambda: store.read(path))) == data  # type: ignore[call-overload]  # a buffer
+                _retry(lambda: store.put(path, data))
+            assert bytes(_retry(lambda: store.read(path))) == data  # type: ignore[call-overload]  # a buffer
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, range(24)))
-        listed = _retried(lambda: store.list("f"))
+        listed = _retry(lambda: store.list("f"))
         assert listed == [ListedObject(f"f/{number:02d}", 3000) for number in range(24)]
-        _retried(lambda: store.delete([f"f/{number:02d}" for number in range(0, 24, 2)]))
+        _retry(lambda: store.delete([f"f/{number:02d}" for number in range(0, 24, 2)]))
         chaos.calm()
         assert len(store.list("f")) == 12
     assert sum(chaos.injected.values()) > 10
@@ -249,15 +242,15 @@ def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
 # ------------------------------------------------------------- a client that does not know our deadline
 
 
-@pytest.mark.parametrize("kind", long_after(1, [Fault.STALL, Fault.DRIP]), ids=lambda kind: kind.name)
-def test_an_isolated_client_that_hangs_ends_in_time_and_leaves_no_connection(chaos: ChaosS3, kind: Fault) -> None:
-    _furnish(chaos)
-    chaos.always(kind)
+@pytest.mark.parametrize("fault", long_after(1, [Fault.STALL, Fault.DRIP]), ids=lambda fault: fault.name)
+def test_an_isolated_client_that_hangs_ends_in_time_and_leaves_no_connection(chaos: ChaosS3, fault: Fault) -> None:
+    _put_object(chaos)
+    chaos.always(fault)
     seconds = 4.0  # most of it for starting children that import pyarrow, on a busy machine
-    began = time.monotonic()
-    with _isolated_arrow(chaos.endpoint, seconds=seconds) as store:
-        outcomes = _outcomes(store)
-        assert time.monotonic() - began < seconds + 2
-    _check_unavailable(outcomes, kind)
+    start = time.monotonic()
+    with _open_arrow_subprocess(chaos.endpoint, seconds=seconds) as store:
+        outcomes = _run_all(store)
+        assert time.monotonic() - start < seconds + 2
+    _check_unavailable(outcomes, fault)
     assert sum(isinstance(error, DeadlineExceeded) for error in outcomes.values()) >= 6
     wait_until(lambda: not chaos.connections)

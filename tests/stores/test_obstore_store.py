@@ -40,7 +40,7 @@ from tests.fakes.trial_processes import wait_until
 from tests.stores.contract import StoreContract
 
 
-def _calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
+def _operations(store: ObjectStore) -> dict[str, Callable[[], object]]:
     return {
         "create": lambda: store.create("a", b"1"),
         "put": lambda: store.put("a", b"1"),
@@ -54,7 +54,7 @@ def _calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
     }
 
 
-_ACTS = sorted(_calls(None))  # type: ignore[arg-type]  # only the names are asked for
+_OPERATIONS = sorted(_operations(None))  # type: ignore[arg-type]  # only the names are used
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def moto() -> Iterator[str]:
 
 @pytest.fixture
 def sink() -> Iterator[S3Sink]:
-    with S3Sink() as started:
-        yield started
+    with S3Sink() as sink:
+        yield sink
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ class TestOnTheSink(StoreContract):
 
 
 def test_a_bucket_that_does_not_exist_is_said_to_be_missing(moto: str) -> None:
-    for call in _calls(object_store(moto, bucket="never-created")).values():
+    for call in _operations(object_store(moto, bucket="never-created")).values():
         with pytest.raises(StoreRefused, match="no such bucket"):
             call()
 
@@ -109,14 +109,14 @@ def test_what_is_not_there_is_asked_for_once_more_only_until_the_bucket_was_seen
 
 def test_wrong_credentials_are_refused(moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moto_settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
-    for call in _calls(object_store(moto, bucket="never-created")).values():
+    for call in _operations(object_store(moto, bucket="never-created")).values():
         with pytest.raises(StoreRefused, match="credentials"):
             call()
 
 
 def test_a_refusal_is_final(sink: S3Sink) -> None:
     sink.fault = lambda _request: Fault.REFUSE_403
-    for act, call in _calls(object_store(sink.endpoint)).items():
+    for act, call in _operations(object_store(sink.endpoint)).items():
         before = len(sink.log)
         with pytest.raises(StoreRefused, match="permission"):
             call()
@@ -126,7 +126,7 @@ def test_a_refusal_is_final(sink: S3Sink) -> None:
 
 def test_what_does_not_pass_is_tried_so_many_times(sink: S3Sink) -> None:
     sink.fault = lambda _request: Fault.FAIL_503
-    for act, call in _calls(object_store(sink.endpoint)).items():
+    for act, call in _operations(object_store(sink.endpoint)).items():
         with pytest.raises(CommitUnknown if act == "create" else StoreUnavailable, match="4 times"):
             call()
 
@@ -152,17 +152,17 @@ def test_a_refusal_after_a_lost_reply_leaves_a_create_unknown(sink: S3Sink) -> N
         object_store(sink.endpoint).create("a", b"1")
 
 
-@pytest.mark.parametrize("act", _ACTS)
+@pytest.mark.parametrize("act", _OPERATIONS)
 def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind(sink: S3Sink, act: str) -> None:
     sink.fault = lambda _request: Fault.STALL
     store = object_store(sink.endpoint, seconds=1)
     before = threading.active_count()
-    started = time.monotonic()
+    start = time.monotonic()
     with pytest.raises({"create": CommitUnknown, "replace by parts": StoreUnavailable}.get(act, DeadlineExceeded)):
-        _calls(store)[act]()
-    assert time.monotonic() - started < 10  # it never answers
+        _operations(store)[act]()
+    assert time.monotonic() - start < 10  # it never answers
     wait_until(lambda: not sink.connections)
-    wait_until(lambda: threading.active_count() <= before)  # the server's own end with their connections
+    wait_until(lambda: threading.active_count() <= before)  # the server's threads end with their connections
 
 
 def test_a_large_range_that_stops_arriving_ends_at_the_deadline(sink: S3Sink) -> None:
@@ -171,10 +171,10 @@ def test_a_large_range_that_stops_arriving_ends_at_the_deadline(sink: S3Sink) ->
     writer.close()  # else its connection may stay, idle in the pool
     store = object_store(sink.endpoint, seconds=1)
     sink.fault = lambda _request: Fault.STALL_BODY
-    started = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         store.read("blob", length=2 << 20)
-    assert time.monotonic() - started < 30  # the server never sends the rest
+    assert time.monotonic() - start < 30  # the server never sends the rest
     wait_until(lambda: not sink.connections)
 
 
@@ -190,10 +190,10 @@ def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -
             return error
         return None
 
-    started = time.monotonic()
+    start = time.monotonic()
     with ThreadPoolExecutor(16) as pool:
         outcomes = list(pool.map(write, range(16)))
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - start < 2.5
     assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
     wait_until(lambda: not sink.connections)
     sink.fault = lambda _request: None
@@ -204,9 +204,9 @@ def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -
 def test_after_the_deadline_nothing_is_asked(sink: S3Sink) -> None:
     store = object_store(sink.endpoint, seconds=0.05)
     time.sleep(0.1)
-    for act in _ACTS:
+    for act in _OPERATIONS:
         with pytest.raises(DeadlineExceeded):
-            _calls(store)[act]()
+            _operations(store)[act]()
     assert not sink.log
 
 
@@ -216,8 +216,8 @@ def test_a_listing_that_fails_in_the_middle_goes_on_where_it_was(sink: S3Sink) -
     for name in names:
         store.put(name, b"")
     sink.reset()
-    asked = count()
-    sink.fault = lambda _request: Fault.FAIL_500 if next(asked) == 1 else None
+    requests = count()
+    sink.fault = lambda _request: Fault.FAIL_500 if next(requests) == 1 else None
     assert [listed.path for listed in store.list("f")] == names
     assert sink.requests == {"GET": 4}
 
@@ -258,10 +258,10 @@ def test_an_upload_by_parts_that_fails_leaves_the_object_and_no_part_and_is_trie
 def test_an_upload_by_parts_that_is_too_slow_ends_before_the_deadline(sink: S3Sink) -> None:
     store = object_store(sink.endpoint, seconds=2)
     sink.latency = timedelta(seconds=0.15)
-    started = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         store.replace("a", [bytes(8 << 20)] * 50)
-    assert time.monotonic() - started < 2.2
+    assert time.monotonic() - start < 2.2
     assert sink.names() == []
     assert sink.upload_count == 0
 
@@ -312,48 +312,48 @@ def test_where_each_object_is_deleted_by_itself_what_is_gone_does_not_keep_the_r
     assert [listed.path for listed in store.list("")] == ["b"]
 
 
-_PASSES = (Meaning.TRANSIENT, Meaning.UNKNOWN)
+_TRANSIENT = (Meaning.TRANSIENT, Meaning.UNKNOWN)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[CannedServer]:
-    with canned_server(200) as started:
-        yield started
+    with canned_server(200) as server:
+        yield server
 
 
-def _s3(url: str, times: Any) -> Any:
+def _make_s3(url: str, times: Any) -> Any:
     return S3Store("bucket", endpoint=url, region="us-east-1", access_key_id="k", secret_access_key="s", **times)
 
 
-def _gcs(url: str, times: Any) -> Any:
-    anybody = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
-    return GCSStore("bucket", service_account_key=json.dumps(anybody), **times)
+def _make_gcs(url: str, times: Any) -> Any:
+    account = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    return GCSStore("bucket", service_account_key=json.dumps(account), **times)
 
 
-def _azure(url: str, times: Any) -> Any:
+def _make_azure(url: str, times: Any) -> Any:
     return AzureStore("bucket", account_name="account", account_key="aGVsbG8=", endpoint=f"{url}/account", **times)
 
 
-_CLIENTS: dict[str, Callable[[str, Any], Any]] = {"gcs": _gcs, "oauth": _gcs, "azure": _azure, "entra": _azure}
+_CLIENTS: dict[str, Any] = {"gcs": _make_gcs, "oauth": _make_gcs, "azure": _make_azure, "entra": _make_azure}
 
 
 @contextmanager
-def _store(vendor: str, server: CannedServer, *, tries: int = 1) -> Iterator[ObstoreStore]:
+def _open_store(vendor: str, server: CannedServer, *, tries: int = 1) -> Iterator[ObstoreStore]:
     def connect(limit: timedelta) -> Any:
-        client = _CLIENTS.get(vendor.partition("-")[0], _s3)
+        client = _CLIENTS.get(vendor.partition("-")[0], _make_s3)
         return make_client(lambda **times: client(server.url, times), limit, {"allow_http": True})
 
     store = ObstoreStore(connect, deadline=Deadline.after(timedelta(seconds=60)))
     server.status, server.body, server.headers = 200, b"", {"etag": '"1"', "x-goog-generation": "1"}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0,) * tries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(obstore_store, "_REQUEST_PAUSES_SECONDS", (0.0,) * tries)
         store.put("there", b"x")
         yield store
     store.close()
 
 
-def _answer(server: CannedServer, vendor: str, status: int, code: str) -> None:
-    """Answer with this vendor's error: in XML, in JSON of two kinds, and in Azure's header."""
+def _set_answer(server: CannedServer, vendor: str, status: int, code: str) -> None:
+    """Answer with the vendor's error: XML, one of two kinds of JSON, or Azure's header."""
     server.status, server.headers = status, {"content-type": "application/xml"}
     server.body = s3_error(code, "no")
     if vendor == "gcs-json":
@@ -365,13 +365,13 @@ def _answer(server: CannedServer, vendor: str, status: int, code: str) -> None:
         server.headers = {"content-type": "application/xml", "x-ms-error-code": code}
 
 
-def _raised(act: Callable[[], object]) -> TuneError:
+def _catch_error(act: Callable[[], object]) -> TuneError:
     with pytest.raises(TuneError) as raised:
         act()
     return raised.value
 
 
-_STATUSES: Mapping[tuple[str, int], str] = {
+_CODES: Mapping[tuple[str, int], str] = {
     ("s3", 400): "RequestTimeout IncompleteBody BadDigest ConnectionClosedByRequester ResponseInterrupted "
     "IDPCommunicationError ExpiredToken ExpiredTokenException TokenRefreshRequired InvalidToken RequestExpired "
     "AuthorizationHeaderMalformed IllegalLocationConstraintException KMS.DisabledException KMS.NotFoundException "
@@ -413,20 +413,20 @@ _STATUSES: Mapping[tuple[str, int], str] = {
     "ContainerDisabled BlobAlreadyExists",
     ("azure", 412): "LeaseIdMissing ConditionNotMet",
 }
-"""By client and status, the codes that come with it."""
+"""Error codes by client and status."""
 
 
-@pytest.mark.parametrize(("vendor", "status"), _STATUSES)
+@pytest.mark.parametrize(("vendor", "status"), _CODES)
 def test_each_code_of_the_table_is_told_as_what_it_means(server: CannedServer, vendor: str, status: int) -> None:
-    with _store(vendor, server) as store:
-        for code in _STATUSES[vendor, status].split():
-            _answer(server, vendor, status, code)
-            written, created = _raised(lambda: store.put("a", b"x")), _raised(lambda: store.create("a", b"x"))
+    with _open_store(vendor, server) as store:
+        for code in _CODES[vendor, status].split():
+            _set_answer(server, vendor, status, code)
+            written, created = _catch_error(lambda: store.put("a", b"x")), _catch_error(lambda: store.create("a", b"x"))
             _require_meaning(ERROR_CODES[code], status, written, created)
 
 
 def _require_meaning(row: ErrorCode, status: int, written: TuneError, created: TuneError) -> None:
-    if row.meaning in _PASSES:
+    if row.meaning in _TRANSIENT:
         assert type(written) is StoreUnavailable
         maybe_done = row.meaning is Meaning.UNKNOWN or status >= 500
         assert type(created) is (CommitUnknown if maybe_done else StoreUnavailable)
@@ -442,14 +442,14 @@ def _require_meaning(row: ErrorCode, status: int, written: TuneError, created: T
 
 
 def test_each_code_is_answered_once_above_and_a_refusal_says_what_to_do() -> None:
-    answered = {code for codes in _STATUSES.values() for code in codes.split()}
+    answered = {code for codes in _CODES.values() for code in codes.split()}
     assert answered == ERROR_CODES.keys() - {"InvalidCertificate", "BadScheme"}
     refused = [row for row in ERROR_CODES.values() if row.meaning in (Meaning.REFUSED, Meaning.NO_BUCKET)]
     assert all(row.advice for row in refused)
 
 
 @pytest.mark.parametrize(
-    ("passes", "statuses"),
+    ("is_transient", "statuses"),
     [
         (False, (400, 401, 403, 405, 501, 505)),
         (True, (408, 409, 423, 425, 429, 499, 500, 502, 503, 504, 507, 509, 520)),
@@ -457,20 +457,20 @@ def test_each_code_is_answered_once_above_and_a_refusal_says_what_to_do() -> Non
 )
 @pytest.mark.parametrize("body", [b"", b"<html>gateway</html>", s3_error("NobodyKnows", "no")])
 def test_what_is_not_in_the_table_is_judged_by_its_status(
-    server: CannedServer, statuses: Sequence[int], body: bytes, *, passes: bool
+    server: CannedServer, statuses: Sequence[int], body: bytes, *, is_transient: bool
 ) -> None:
-    with _store("s3", server) as store:
+    with _open_store("s3", server) as store:
         for server.status in statuses:
             server.body = body
-            error = _raised(lambda: store.put("a", b"x"))
-            assert type(error) is (StoreUnavailable if passes else StoreRefused), error
-            assert passes or b"NobodyKnows" not in body or "NobodyKnows" in str(error)
+            error = _catch_error(lambda: store.put("a", b"x"))
+            assert type(error) is (StoreUnavailable if is_transient else StoreRefused), error
+            assert is_transient or b"NobodyKnows" not in body or "NobodyKnows" in str(error)
 
 
-# ------------------------------------------------------------------------------------- the place of the code
+# ------------------------------------------------------------------------- codes inside other responses
 
 
-def _deleted(failed: Sequence[tuple[str, str]]) -> bytes:
+def _format_deletion(failed: Sequence[tuple[str, str]]) -> bytes:
     errors = "".join(f"<Error><Key>{key}</Key><Code>{code}</Code><Message>no</Message></Error>" for key, code in failed)
     return f"<?xml version='1.0'?><DeleteResult><Deleted><Key>a</Key></Deleted>{errors}</DeleteResult>".encode()
 
@@ -480,9 +480,10 @@ def _deleted(failed: Sequence[tuple[str, str]]) -> bytes:
     [("SlowDown", StoreUnavailable), ("InternalError", StoreUnavailable), ("AccessDenied", StoreRefused)],
 )
 def test_a_batch_that_failed_for_one_object_says_why(server: CannedServer, code: str, kind: type[TuneError]) -> None:
-    with _store("s3", server) as store:
-        server.status, server.body, server.headers = 200, _deleted([("b", code)]), {"content-type": "application/xml"}
-        error = _raised(lambda: store.delete(["a", "b"]))
+    with _open_store("s3", server) as store:
+        body = _format_deletion([("b", code)])
+        server.status, server.body, server.headers = 200, body, {"content-type": "application/xml"}
+        error = _catch_error(lambda: store.delete(["a", "b"]))
     assert type(error) is kind
     assert ERROR_CODES[code].advice in str(error)
 
@@ -494,30 +495,30 @@ def test_a_batch_of_azure_that_failed_for_one_object_says_why(
     part = (
         f"--batch\r\nContent-Type: application/http\r\nContent-ID: 0\r\n\r\nHTTP/1.1 {status} no\r\n\r\n\r\n--batch--"
     )
-    with _store("azure", server) as store:
+    with _open_store("azure", server) as store:
         server.status, server.body = 202, part.encode()
         server.headers = {"content-type": "multipart/mixed; boundary=batch"}
-        assert type(_raised(lambda: store.delete(["a", "b"]))) is kind
+        assert type(_catch_error(lambda: store.delete(["a", "b"]))) is kind
 
 
 def test_a_head_that_is_refused_without_a_reason_is_explained_by_a_listing(server: CannedServer) -> None:
-    with _store("s3", server) as store:
-        _answer(server, "s3", 400, "ExpiredToken")
-        error = _raised(lambda: store.size("a"))
+    with _open_store("s3", server) as store:
+        _set_answer(server, "s3", 400, "ExpiredToken")
+        error = _catch_error(lambda: store.size("a"))
         assert type(error) is StoreRefused
         assert "have expired" in str(error)
-        _answer(server, "s3", 400, "RequestTimeout")
-        assert type(_raised(lambda: store.size("a"))) is StoreUnavailable
+        _set_answer(server, "s3", 400, "RequestTimeout")
+        assert type(_catch_error(lambda: store.size("a"))) is StoreUnavailable
 
 
 def test_an_object_of_a_batch_that_is_gone_already_is_fine(server: CannedServer) -> None:
-    with _store("s3", server) as store:
-        body = _deleted([("b", "NoSuchKey")]).replace(b"<Deleted><Key>a</Key></Deleted>", b"")
+    with _open_store("s3", server) as store:
+        body = _format_deletion([("b", "NoSuchKey")]).replace(b"<Deleted><Key>a</Key></Deleted>", b"")
         server.status, server.body, server.headers = 200, body, {"content-type": "application/xml"}
         store.delete(["b"])
 
 
-_UNSENT = """Generic S3 error: Error performing list request: Error performing GET {url} in 1ms - HTTP error: {said}
+_UNSENT = """Generic S3 error: Error performing list request: Error performing GET {url} in 1ms - HTTP error: {message}
 
 Debug source:
 Generic {{ inner: Http( HttpError {{
@@ -533,10 +534,10 @@ Generic {{ inner: Http( HttpError {{
     ],
 )
 def test_what_the_client_would_not_even_ask_is_refused_at_once(kind: str, source: str, advice: str) -> None:
-    text = _UNSENT.format(url="https://host/bucket", said="error sending request", kind=kind, source=source)
-    fault = obstore_store.RequestError.from_exception(GenericError(text))
-    assert not fault.is_transient
-    assert not fault.may_have_succeeded
-    error = fault.store_error("list")
+    text = _UNSENT.format(url="https://host/bucket", message="error sending request", kind=kind, source=source)
+    request_error = obstore_store.RequestError.from_exception(GenericError(text))
+    assert not request_error.is_transient
+    assert not request_error.may_have_succeeded
+    error = request_error.store_error("list")
     assert isinstance(error, StoreRefused)
     assert advice in str(error)

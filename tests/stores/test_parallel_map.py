@@ -15,31 +15,31 @@ from prefect_tune.stores.parallel_map import parallel_map
 
 def test_calls_run_side_by_side_in_order_and_no_more_than_a_few_at_once() -> None:
     barrier = threading.Barrier(4)
-    begun = 0
+    started = 0
 
     def transfer(number: int) -> int:
-        nonlocal begun
-        begun += 1
+        nonlocal started
+        started += 1
         if number < 4:
             barrier.wait(20)  # passes only if four run at once
         return number
 
-    done = cast(Generator[int], parallel_map(transfer, iter(range(10**9)), workers=4))
-    assert [next(done) for _ in range(20)] == list(range(20))
-    done.close()
-    assert begun <= 20 + 2 * 4
+    results = cast(Generator[int], parallel_map(transfer, iter(range(10**9)), workers=4))
+    assert [next(results) for _ in range(20)] == list(range(20))
+    results.close()
+    assert started <= 20 + 2 * 4
 
 
 def test_the_first_error_ends_the_rest() -> None:
-    begun: list[int] = []
+    started: list[int] = []
 
     def fail(number: int) -> None:
-        begun.append(number)
+        started.append(number)
         raise ValueError(number)
 
     with pytest.raises(ValueError, match="0"):
         list(parallel_map(fail, range(1000), workers=2))
-    assert len(begun) <= 4
+    assert len(started) <= 4
 
 
 def test_once_the_consumer_has_failed_calls_that_run_are_awaited_and_no_other_begins() -> None:
@@ -49,7 +49,7 @@ def test_once_the_consumer_has_failed_calls_that_run_are_awaited_and_no_other_be
     def transfer(number: int) -> None:
         if number == 1:
             second_runs.set()
-        if number:  # the second holds one thread, and the third the other
+        if number:  # the second and the third occupy both threads
             may_end.wait(20)
         ended.append(number)
 
@@ -100,5 +100,5 @@ threading.Thread(target=transfer).start()
 
 
 def test_a_thread_that_outlives_the_main_thread_still_transfers() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("[1, 2, 3]\n", "")
+    process = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
+    assert (process.stdout, process.stderr) == ("[1, 2, 3]\n", "")

@@ -16,6 +16,7 @@ from prefect_tune import linux, trust
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredKind, plan_from_settings
 from prefect_tune.trust import _CODE_FINDERS, find_code_choices, shared_access_reason
+from tests.fakes.checkpoints import write_files
 
 OTHER = 4242
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can give files away")
@@ -23,50 +24,47 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the administrato
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    made = tmp_path / "above" / "root"
-    (made / "e" / "journal").mkdir(parents=True)
-    (made / "e" / "journal" / "1.json").write_text("{}")
-    return made
+    return write_files(tmp_path / "above" / "root", {"e/journal/1.json": b"{}"})
 
 
-def looked_at(root: Path) -> str:
+def sharing_reason(root: Path) -> str:
     return shared_access_reason(root, ["e/journal", "e/snapshots"]) or ""
 
 
 def test_a_folder_that_only_its_user_can_write_to_is_their_own(root: Path) -> None:
-    assert not looked_at(root)
-    assert not looked_at(root / ".." / "root")
+    assert not sharing_reason(root)
+    assert not sharing_reason(root / ".." / "root")
 
 
 @pytest.mark.parametrize("below", ["..", ".", "e", "e/journal", "e/journal/1.json"])
 @pytest.mark.parametrize("bits", [0o020, 0o002])
 def test_what_others_can_write_is_not(root: Path, below: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "_is_private_group", lambda *_: False)
-    place = root / below
-    place.chmod(place.stat().st_mode | bits)
-    assert looked_at(root).startswith(f"{place.resolve()} can be written by others (")
+    path = root / below
+    path.chmod(path.stat().st_mode | bits)
+    assert sharing_reason(root).startswith(f"{path.resolve()} can be written by others (")
 
 
 def test_above_it_a_sticky_folder_will_do_and_it_itself_must_not_be_one(root: Path) -> None:
     root.parent.chmod(0o1777)
-    assert not looked_at(root)
+    assert not sharing_reason(root)
     root.chmod(0o1777)
-    assert f"{root} can be written by others (drwxrwxrwt;" in looked_at(root)
+    assert f"{root} can be written by others (drwxrwxrwt;" in sharing_reason(root)
 
 
 @needs_root
 @pytest.mark.parametrize("below", ["..", ".", "e", "e/journal", "e/journal/1.json"])
 def test_what_belongs_to_another_user_is_not(root: Path, below: str) -> None:
     os.chown(root / below, OTHER, -1)
-    assert f"{(root / below).resolve()} belongs to user {OTHER}" in looked_at(root)
+    assert f"{(root / below).resolve()} belongs to user {OTHER}" in sharing_reason(root)
 
 
 def test_links_above_it_are_followed_as_far_as_they_are_ones_own(root: Path) -> None:
     link = root.parents[1] / "link"
     link.symlink_to(Path("above", "..", "above"))
-    assert not looked_at(link / "root")
+    assert not sharing_reason(link / "root")
     root.parent.chmod(0o777)
-    assert f"{root.parent} can be written by others" in looked_at(link / "root")
+    assert f"{root.parent} can be written by others" in sharing_reason(link / "root")
 
 
 @needs_root
@@ -76,11 +74,11 @@ def test_a_folder_that_a_link_leads_through_is_checked(root: Path, mode: int) ->
     team.mkdir()
     (team / "me").symlink_to(os.path.relpath(root, team))
     (root.parent / "runs").symlink_to(team / "me")
-    assert looked_at(root.parent / "runs") == ""
+    assert sharing_reason(root.parent / "runs") == ""
     team.chmod(mode)
     if mode == 0o755:
         os.chown(team, OTHER, -1)
-    assert str(team) in looked_at(root.parent / "runs")
+    assert str(team) in sharing_reason(root.parent / "runs")
 
 
 @needs_root
@@ -88,76 +86,73 @@ def test_a_link_of_another_user_is_not_followed(root: Path) -> None:
     link = root.parents[1] / "link"
     link.symlink_to(root.parent)
     os.chown(link, OTHER, -1, follow_symlinks=False)
-    assert f"{link} belongs to user {OTHER}" in looked_at(link / "root")
+    assert f"{link} belongs to user {OTHER}" in sharing_reason(link / "root")
 
 
 @pytest.mark.parametrize("linked", ["e", "e/journal", "e/journal/1.json"])
 def test_a_link_below_it_is_not_followed(root: Path, linked: str) -> None:
-    place = root / linked
-    place.rename(elsewhere := root.parent / "elsewhere")
-    place.symlink_to(elsewhere)
-    assert looked_at(root)
+    path = root / linked
+    path.rename(elsewhere := root.parent / "elsewhere")
+    path.symlink_to(elsewhere)
+    assert sharing_reason(root)
 
 
 def test_links_in_a_circle_and_what_is_not_there_are_not_ones_own(root: Path) -> None:
     (root.parent / "a").symlink_to("b")
     (root.parent / "b").symlink_to("a")
-    assert "Too many levels of symbolic links" in looked_at(root.parent / "a")
-    assert "No such file" in looked_at(root.parent / "gone")
-    assert looked_at(root / "e" / "journal" / "1.json")
+    assert "Too many levels of symbolic links" in sharing_reason(root.parent / "a")
+    assert "No such file" in sharing_reason(root.parent / "gone")
+    assert sharing_reason(root / "e" / "journal" / "1.json")
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_own"),
-    [("fuse.s3fs", False), ("fuse", False), ("cifs", False), ("ext4", True)],
-)
+@pytest.mark.parametrize(("kind", "is_own"), [("fuse.s3fs", False), ("fuse", False), ("cifs", False), ("ext4", True)])
 def test_a_mount_that_makes_up_owners_is_not_ones_own(
     kind: str, is_own: bool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = root.stat().st_dev
     table = root.parent / "mounts"
-    other = f"20 1 8:999 / /mnt rw - {'ext4' if not is_own else 'cifs'} /dev/sdz rw\n"
+    other = f"20 1 8:999 / /mnt rw - {'cifs' if is_own else 'ext4'} /dev/sdz rw\n"
     ours = f"21 1 {os.major(device)}:{os.minor(device)} / /a\\040b rw shared:1 master:2 - {kind} bucket rw\n"
     table.write_text(other + ours)
     monkeypatch.setattr(linux, "_MOUNTS", str(table))
-    assert (looked_at(root) == "") is is_own
-    assert is_own or f"is on a mount of type {kind}, which hides which other users can write" in looked_at(root)
+    assert (sharing_reason(root) == "") is is_own
+    assert is_own or f"is on a mount of type {kind}, which hides which other users can write" in sharing_reason(root)
     monkeypatch.setattr(linux, "_MOUNTS", str(root / "gone"))
-    assert not looked_at(root)
+    assert not sharing_reason(root)
 
 
 @pytest.fixture
 def private_group(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Make a group this user's private one: root, which runs these tests, has none."""
+    """Make a group this user's private group: root runs these tests, and has none."""
     monkeypatch.setattr(trust, "_is_private_group", lambda _, group: group == OTHER)
     return OTHER
 
 
-def given_to_group(root: Path, group: int) -> None:
-    """Give the folder to the group, as umask 002 does."""
-    for each in (root, root / "e", root / "e" / "journal", root / "e" / "journal" / "1.json"):
-        os.chown(each, -1, group)
-        each.chmod(0o775)
+def give_to_group(root: Path, group: int) -> None:
+    """Give the folder to the group, with the modes of umask 002."""
+    for path in (root, root / "e", root / "e" / "journal", root / "e" / "journal" / "1.json"):
+        os.chown(path, -1, group)
+        path.chmod(0o775)
 
 
 @needs_root
 def test_a_group_that_has_the_user_alone_may_write(root: Path, private_group: int) -> None:
-    given_to_group(root, private_group)
-    assert not looked_at(root)
+    give_to_group(root, private_group)
+    assert not sharing_reason(root)
     (root / "e" / "journal" / "1.json").chmod(0o777)
-    assert "1.json can be written by others" in looked_at(root)
+    assert "1.json can be written by others" in sharing_reason(root)
 
 
 @needs_root
 @pytest.mark.parametrize("below", [".", "e", "e/journal/1.json"])
 def test_an_access_list_may_let_others_write_and_counts_as_that(root: Path, below: str, private_group: int) -> None:
-    given_to_group(root, private_group)
-    let_write(root / below, OTHER)
-    assert f"{(root / below).resolve()} can be written by others (" in looked_at(root)
+    give_to_group(root, private_group)
+    grant_write(root / below, OTHER)
+    assert f"{(root / below).resolve()} can be written by others (" in sharing_reason(root)
 
 
-def let_write(path: Path, user: int) -> None:
-    """Write an access list as Linux stores it: for the owner, that user, the group, the mask, others."""
+def grant_write(path: Path, user: int) -> None:
+    """Write an access list as Linux stores it: owner, user, group, mask, others."""
     entries = [(0x01, 7, -1), (0x02, 7, user), (0x04, 5, -1), (0x10, 7, -1), (0x20, 5, -1)]
     packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", tag, bits, owner) for tag, bits, owner in entries)
     try:
@@ -172,16 +167,16 @@ def test_a_group_is_private_that_is_a_users_first_and_has_nobody_else() -> None:
     assert not trust._is_private_group(0, 0)
     assert not trust._is_private_group(user.pw_uid, 0)
     assert not trust._is_private_group(pwd.getpwnam("nobody").pw_uid, user.pw_gid)
-    shared = pwd.getpwnam("nobody").pw_gid  # that of `_apt` and others, too
+    shared = pwd.getpwnam("nobody").pw_gid  # `_apt` and others have it too
     assert not trust._is_private_group(pwd.getpwnam("nobody").pw_uid, shared)
     assert not trust._is_private_group(987654, user.pw_gid)
 
 
-# The settings that name code, files or commands to run, import or open.
+# Settings that name code, files or commands to run, import or open.
 
 
-def chosen(settings: Mapping[str, object], known_sources: Sequence[str] = ()) -> list[tuple[str, str | None]]:
-    return [(each.parameter, each.name) for each in find_code_choices(settings, known_sources)]
+def list_choices(settings: Mapping[str, object], known_sources: Sequence[str] = ()) -> list[tuple[str, str | None]]:
+    return [(choice.parameter, choice.name) for choice in find_code_choices(settings, known_sources)]
 
 
 def test_each_option_that_is_declared_as_a_choice_is_examined() -> None:
@@ -210,7 +205,7 @@ def test_a_search_that_is_all_data_chooses_nothing() -> None:
         warm_start=["earlier"],
         failures=pt.FailurePolicy(max_failures=1),
     )
-    assert chosen(plan.settings) == []
+    assert list_choices(plan.settings) == []
 
 
 @pytest.mark.parametrize(
@@ -237,14 +232,14 @@ def test_a_search_that_is_all_data_chooses_nothing() -> None:
 def test_what_names_code_or_a_place_or_a_command_is_a_choice(
     settings: Mapping[str, Any], choices: list[tuple[str, str | None]]
 ) -> None:
-    assert chosen(settings) == choices
+    assert list_choices(settings) == choices
 
 
 def test_a_place_that_was_learned_from_already_is_not_opened_again() -> None:
     settings = {"warm_start": ["s3://bucket/x", "s3://bucket/y"]}
-    assert chosen(settings, ["s3://bucket/x"]) == [("warm_start", None)]
+    assert list_choices(settings, ["s3://bucket/x"]) == [("warm_start", None)]
 
 
 def test_a_space_that_is_none_is_refused_before_it_is_used() -> None:
     with pytest.raises(InvalidInput, match="sample_from: expected"):
-        chosen({"space": {"x": {"sample_from": "no name"}}})
+        list_choices({"space": {"x": {"sample_from": "no name"}}})

@@ -28,9 +28,9 @@ def test_memory_is_shared_within_the_process() -> None:
 
 
 def test_memory_serves_one_runner_and_says_so() -> None:
-    found = resolve_target(f"memory://{uuid.uuid4().hex}").check()
-    assert (found.ok, found.conditional_create) == (True, False)
-    assert "ONE RUNNER ONLY" in found.message
+    result = resolve_target(f"memory://{uuid.uuid4().hex}").check()
+    assert (result.ok, result.conditional_create) == (True, False)
+    assert "ONE RUNNER ONLY" in result.message
 
 
 def test_reading_a_folder_that_is_missing_does_not_make_it_and_the_first_write_does(tmp_path: Path) -> None:
@@ -49,19 +49,18 @@ def test_an_option_is_plain_or_secret_and_not_both() -> None:
 
 
 def test_a_package_that_is_missing_is_named_by_the_check() -> None:
-    found = FsspecTarget(location="smb://host/runs").check()
-    assert not found.ok
-    assert "needs a package that is not installed" in found.message
-    assert "smbprotocol" in found.message
+    result = FsspecTarget(location="smb://host/runs").check()
+    assert not result.ok
+    assert "needs a package that is not installed" in result.message
+    assert "smbprotocol" in result.message
 
 
 @contextmanager
-def _served(rclone: str, protocol: str, folder: Path) -> Iterator[int]:
-    port = free_port()
-    served = folder / "served"
-    served.mkdir()
+def _serve_folder(rclone: str, protocol: str, folder: Path) -> Iterator[int]:
+    port, root = free_port(), folder / "served"
+    root.mkdir()
     address = ["--addr", f"127.0.0.1:{port}", "--user", "me", "--pass", PASSWORD]
-    command = [rclone, "serve", protocol, *address, "--vfs-cache-mode", "writes", "--vfs-write-back", "0s", str(served)]
+    command = [rclone, "serve", protocol, *address, "--vfs-cache-mode", "writes", "--vfs-write-back", "0s", str(root)]
     command += ["--cache-dir", str(folder / "cache")]
     with running_server(command, port, folder / "rclone.log"):
         yield port
@@ -74,54 +73,53 @@ class TestServers:
     def port(self, rclone: str, protocol: str, tmp_path: Path) -> Iterator[int]:
         if protocol == "sftp":
             pytest.importorskip("paramiko", reason="fsspec speaks SFTP through it")
-        with _served(rclone, protocol, tmp_path) as port:
+        with _serve_folder(rclone, protocol, tmp_path) as port:
             yield port
 
     def test_a_folder_passes_for_one_runner(self, protocol: str, port: int, tmp_path: Path) -> None:
         target = FsspecTarget(location=f"{protocol}://me@127.0.0.1:{port}/runs", secret_options={"password": PASSWORD})
-        found = target.check(timeout=timedelta(seconds=60))
-        assert (found.ok, found.conditional_create) == (True, False), found.message
+        result = target.check(timeout=timedelta(seconds=60))
+        assert (result.ok, result.conditional_create) == (True, False), result.message
         with target.open(timeout=timedelta(seconds=60)) as store:
             store.create("a/b", b"bytes")
             assert [listed.path for listed in store.list("")] == ["a/b"]
         assert (tmp_path / "served/runs").is_dir()
 
     def test_a_wrong_password_is_said_and_not_repeated(self, protocol: str, port: int) -> None:
-        wrong = FsspecTarget(
-            location=f"{protocol}://me@127.0.0.1:{port}/runs", secret_options={"password": "another-one"}
-        )
-        found = wrong.check(timeout=timedelta(seconds=60))
-        assert not found.ok
-        assert found.message.startswith(f"{protocol}://me@127.0.0.1:{port}/runs: could not ")
-        assert "another-one" not in found.message
+        location = f"{protocol}://me@127.0.0.1:{port}/runs"
+        target = FsspecTarget(location=location, secret_options={"password": "another-one"})
+        result = target.check(timeout=timedelta(seconds=60))
+        assert not result.ok
+        assert result.message.startswith(f"{location}: could not ")
+        assert "another-one" not in result.message
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
-    found = FsspecTarget(location=f"ftp://me@127.0.0.1:{free_port()}/runs").check(timeout=timedelta(seconds=60))
-    assert not found.ok
-    assert "refused" in found.message
+    result = FsspecTarget(location=f"ftp://me@127.0.0.1:{free_port()}/runs").check(timeout=timedelta(seconds=60))
+    assert not result.ok
+    assert "refused" in result.message
 
 
 def test_a_server_that_never_answers_is_given_up_and_its_client_killed() -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        began = time.monotonic()
-        found = FsspecTarget(location=f"ftp://127.0.0.1:{silent.getsockname()[1]}/runs").check(timeout=SHORT / 5)
-    assert not found.ok
-    assert "not done within 2 s" in found.message
-    assert time.monotonic() - began < 6
-    assert _children() == []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        start = time.monotonic()
+        result = FsspecTarget(location=f"ftp://127.0.0.1:{listener.getsockname()[1]}/runs").check(timeout=SHORT / 5)
+    assert not result.ok
+    assert "not done within 2 s" in result.message
+    assert time.monotonic() - start < 6
+    assert _list_children() == []
 
 
-def _children() -> list[str]:
-    """Return what this process started for isolated stores and what is still there."""
-    found = []
+def _list_children() -> list[str]:
+    """Return the commands of living child processes that isolate stores."""
+    children = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             text, command = status.read_text(), (status.parent / "cmdline").read_text()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it has just exited
         if f"PPid:\t{os.getpid()}\n" in text and "child_process.worker" in command and "State:\tZ" not in text:
-            found.append(command)
-    return found
+            children.append(command)
+    return children

@@ -25,15 +25,15 @@ def strict_server() -> Iterator[GcsServer]:
         yield server
 
 
-def _target(server: GcsServer, **changed: Any) -> GcsTarget:
-    fields = {"bucket": "bucket", "prefix": "runs", "endpoint_url": server.url, "allow_http": True, **changed}
-    return GcsTarget(**fields)
+def make_target(server: GcsServer, **changes: Any) -> GcsTarget:
+    fields = {"bucket": "bucket", "prefix": "runs", "endpoint_url": server.url, "allow_http": True}
+    return GcsTarget(**{**fields, **changes})
 
 
 def test_an_emulator_needs_no_credentials_when_that_is_said(emulator: GcsServer) -> None:
-    target = _target(emulator, anonymous=True)
-    found = target.check()
-    assert (found.ok, found.conditional_create) == (True, True)
+    target = make_target(emulator, anonymous=True)
+    result = target.check()
+    assert (result.ok, result.conditional_create) == (True, True)
     assert emulator.objects == {}
     with target.open(timeout=SHORT) as store:
         store.create("a", b"bytes")
@@ -45,14 +45,14 @@ def test_a_uri_reaches_an_emulator(emulator: GcsServer) -> None:
 
 
 def test_a_service_account_signs_what_it_asks(strict_server: GcsServer) -> None:
-    assert _target(strict_server, service_account_json=KEY_FILE).check().ok
+    assert make_target(strict_server, service_account_json=KEY_FILE).check().ok
 
 
 def test_another_service_account_is_refused(strict_server: GcsServer) -> None:
-    found = _target(strict_server, service_account_json=service_account()[0]).check()
-    assert not found.ok
-    assert "the server does not accept the credentials" in found.message
-    assert "PRIVATE KEY" not in found.message
+    result = make_target(strict_server, service_account_json=service_account()[0]).check()
+    assert not result.ok
+    assert "the server does not accept the credentials" in result.message
+    assert "PRIVATE KEY" not in result.message
 
 
 def test_the_machines_own_key_file_is_found(
@@ -61,15 +61,15 @@ def test_the_machines_own_key_file_is_found(
     file = tmp_path_factory.mktemp("gcp") / "key.json"
     file.write_text(KEY_FILE)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
-    assert _target(strict_server).check().ok
+    assert make_target(strict_server).check().ok
 
 
 def test_a_missing_bucket_is_said(emulator: GcsServer) -> None:
-    found = _target(emulator, bucket="never-created", anonymous=True).check()
-    assert not found.ok
-    assert "there is no such bucket or container" in found.message
+    result = make_target(emulator, bucket="never-created", anonymous=True).check()
+    assert not result.ok
+    assert "there is no such bucket or container" in result.message
 
 
 def test_a_server_that_is_not_there_is_said(emulator: GcsServer) -> None:
-    target = _target(emulator, endpoint_url=f"http://127.0.0.1:{free_port()}", anonymous=True)
+    target = make_target(emulator, endpoint_url=f"http://127.0.0.1:{free_port()}", anonymous=True)
     assert target.check(timeout=SHORT / 10).may_be_temporary

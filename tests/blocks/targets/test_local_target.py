@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.stores.subprocess_store import SubprocessStore
-
-SHORT = timedelta(seconds=10)
+from tests.blocks.conftest import SHORT
 
 
 def test_a_folder_is_made_when_it_is_first_used_and_not_before(tmp_path: Path) -> None:
@@ -22,9 +20,9 @@ def test_a_folder_is_made_when_it_is_first_used_and_not_before(tmp_path: Path) -
 
 def test_a_check_leaves_nothing_that_is_listed_behind(tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path))
-    found = target.check()
-    assert (found.ok, found.conditional_create) == (True, True)
-    assert found.message.startswith(f"file://{tmp_path}: a probe was written, read back, listed and deleted")
+    result = target.check()
+    assert (result.ok, result.conditional_create) == (True, True)
+    assert result.message.startswith(f"file://{tmp_path}: a probe was written, read back, listed and deleted")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -50,35 +48,35 @@ def test_a_tilde_is_the_home_of_who_runs_it(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    found = LocalTarget(path=str(tmp_path / "runs")).check()
-    assert not found.ok
-    assert "expected a folder, found" in found.message
+    result = LocalTarget(path=str(tmp_path / "runs")).check()
+    assert not result.ok
+    assert "expected a folder, found" in result.message
 
 
 def test_a_mount_that_is_missing_is_not_made(tmp_path: Path) -> None:
-    found = LocalTarget(path=str(tmp_path / "mount"), must_exist=True).check()
-    assert not found.ok
-    assert "does not exist" in found.message
+    result = LocalTarget(path=str(tmp_path / "mount"), must_exist=True).check()
+    assert not result.ok
+    assert "does not exist" in result.message
     assert not (tmp_path / "mount").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_to_write_is_said(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir(mode=0o555)
-    found = LocalTarget(path=str(tmp_path / "runs")).check()
-    assert not found.ok
-    assert "read-only: listing is permitted, writing is not" in found.message
+    result = LocalTarget(path=str(tmp_path / "runs")).check()
+    assert not result.ok
+    assert "read-only: listing is permitted, writing is not" in result.message
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 def test_a_file_system_mounted_read_only_is_said(tmp_path: Path) -> None:
-    mounted = tmp_path / "mounted"
-    mounted.mkdir()
-    if os.system(f"mount -t tmpfs -o ro,size=64k tmpfs {mounted} 2>/dev/null") != 0:
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    if os.system(f"mount -t tmpfs -o ro,size=64k tmpfs {mount} 2>/dev/null") != 0:
         pytest.skip("this sandbox does not mount")
     try:
-        found = LocalTarget(path=str(mounted)).check()
+        result = LocalTarget(path=str(mount)).check()
     finally:
-        os.system(f"umount {mounted}")
-    assert not found.ok
-    assert "read-only: listing is permitted, writing is not" in found.message
+        os.system(f"umount {mount}")
+    assert not result.ok
+    assert "read-only: listing is permitted, writing is not" in result.message

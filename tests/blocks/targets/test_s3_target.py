@@ -27,31 +27,30 @@ from tests.fakes.servers.processes import free_port
 BRIEF = timedelta(seconds=1)
 
 
-def _target(url: str, **changed: Any) -> S3Target:
+def make_target(url: str, **changes: Any) -> S3Target:
     fields: dict[str, Any] = {"bucket": "bucket", "prefix": "runs/first", "endpoint_url": url, "allow_http": True}
-    return S3Target(**{**fields, **KEYS, **changed})
+    return S3Target(**{**fields, **KEYS, **changes})
 
 
 def test_a_good_bucket_passes_and_is_left_as_it_was(moto: str) -> None:
-    found = _target(moto).check()
-    assert (found.ok, found.conditional_create) == (True, True)
-    done = "a probe was written, read back, listed and deleted"
-    assert found.message.startswith(f"s3://bucket/runs/first?endpoint_url={moto}: {done}")
+    result = make_target(moto).check()
+    assert (result.ok, result.conditional_create) == (True, True)
+    uri = f"s3://bucket/runs/first?endpoint_url={moto}"
+    assert result.message.startswith(f"{uri}: a probe was written, read back, listed and deleted")
     assert "Contents" not in aws_client(moto).list_objects_v2(Bucket="bucket")
 
 
 def test_objects_lie_below_the_prefix(moto: str) -> None:
-    with _target(moto).open(timeout=SHORT) as store:
+    with make_target(moto).open(timeout=SHORT) as store:
         store.create("a", b"bytes")
-    found = aws_client(moto).get_object(Bucket="bucket", Key="runs/first/a")
-    assert found["Body"].read() == b"bytes"
-    with _target(moto).open(timeout=SHORT) as store:
+    assert aws_client(moto).get_object(Bucket="bucket", Key="runs/first/a")["Body"].read() == b"bytes"
+    with make_target(moto).open(timeout=SHORT) as store:
         store.delete(["a"])
 
 
 @pytest.fixture
 def strict_moto(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, str]]]:
-    """Let moto check credentials and policies, and yield the keys of users by what they may do."""
+    """Make moto check credentials and policies; yield users' keys by their permissions."""
     iam = aws_client(moto, "iam")
     policies = {
         "all": ["s3:*"],
@@ -59,7 +58,7 @@ def strict_moto(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         "all but delete": ["s3:Get*", "s3:List*", "s3:Put*"],
         "nothing": ["sqs:*"],
     }
-    keys = {name: _user(iam, name.replace(" ", "-"), actions) for name, actions in policies.items()}
+    keys = {name: _create_user(iam, name.replace(" ", "-"), actions) for name, actions in policies.items()}
     monkeypatch.setattr(moto_settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
     yield keys
     monkeypatch.undo()
@@ -70,17 +69,16 @@ def strict_moto(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         iam.delete_user(UserName=user)
 
 
-def _user(iam: Any, name: str, actions: list[str]) -> dict[str, str]:
+def _create_user(iam: Any, name: str, actions: list[str]) -> dict[str, str]:
     iam.create_user(UserName=name)
-    statement = {"Effect": "Allow", "Action": actions, "Resource": "*"}
-    document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-    iam.put_user_policy(UserName=name, PolicyName="only", PolicyDocument=document)
-    made = iam.create_access_key(UserName=name)["AccessKey"]
-    return {"access_key_id": made["AccessKeyId"], "secret_access_key": made["SecretAccessKey"]}
+    policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": actions, "Resource": "*"}]}
+    iam.put_user_policy(UserName=name, PolicyName="only", PolicyDocument=json.dumps(policy))
+    key = iam.create_access_key(UserName=name)["AccessKey"]
+    return {"access_key_id": key["AccessKeyId"], "secret_access_key": key["SecretAccessKey"]}
 
 
 @pytest.mark.parametrize(
-    ("changed", "wrong"),
+    ("changes", "complaint"),
     [
         ({}, None),
         ({"access_key_id": "AKIAUNKNOWN"}, "the server does not know this access key"),
@@ -89,16 +87,16 @@ def _user(iam: Any, name: str, actions: list[str]) -> dict[str, str]:
     ids=["right", "unknown key", "wrong secret"],
 )
 def test_credentials_are_told_right_from_wrong(
-    moto: str, strict_moto: dict[str, dict[str, str]], changed: dict[str, str], wrong: str | None
+    moto: str, strict_moto: dict[str, dict[str, str]], changes: dict[str, str], complaint: str | None
 ) -> None:
-    found = _target(moto, **{**strict_moto["all"], **changed}).check()
-    assert found.ok is (wrong is None)
-    assert (wrong or "a probe was written") in found.message
-    assert "not-the-secret-of-it" not in found.message
+    result = make_target(moto, **{**strict_moto["all"], **changes}).check()
+    assert result.ok is (complaint is None)
+    assert (complaint or "a probe was written") in result.message
+    assert "not-the-secret-of-it" not in result.message
 
 
 @pytest.mark.parametrize(
-    ("user", "wrong"),
+    ("user", "complaint"),
     [
         ("read", "read-only: listing is permitted, writing is not"),
         ("all but delete", "old checkpoints could never be removed; could not delete: "),
@@ -106,46 +104,46 @@ def test_credentials_are_told_right_from_wrong(
     ],
 )
 def test_a_permission_that_is_missing_is_named(
-    moto: str, strict_moto: dict[str, dict[str, str]], user: str, wrong: str
+    moto: str, strict_moto: dict[str, dict[str, str]], user: str, complaint: str
 ) -> None:
-    found = _target(moto, **strict_moto[user]).check()
-    assert not found.ok
-    assert wrong in found.message
+    result = make_target(moto, **strict_moto[user]).check()
+    assert not result.ok
+    assert complaint in result.message
 
 
 def test_a_server_that_fails_is_told_from_one_that_is_not_there() -> None:
     with canned_server(503, s3_error("SlowDown", "reduce your request rate")) as server:
-        found = _target(server.url).check(timeout=BRIEF)
-    assert "503" in found.message
-    absent = _target(f"http://127.0.0.1:{free_port()}").check(timeout=BRIEF)
+        result = make_target(server.url).check(timeout=BRIEF)
+    assert "503" in result.message
+    absent = make_target(f"http://127.0.0.1:{free_port()}").check(timeout=BRIEF)
     assert re.search("could not list: .*(not done within|Connect)", absent.message)
-    assert found.may_be_temporary
+    assert result.may_be_temporary
     assert absent.may_be_temporary
 
 
 def test_a_check_of_a_server_that_never_answers_ends_in_time() -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        began = time.monotonic()
-        found = _target(f"http://127.0.0.1:{silent.getsockname()[1]}").check(timeout=BRIEF)
-    assert not found.ok
-    assert "not done within 1 s" in found.message
-    assert time.monotonic() - began < 3
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        start = time.monotonic()
+        result = make_target(f"http://127.0.0.1:{listener.getsockname()[1]}").check(timeout=BRIEF)
+    assert not result.ok
+    assert "not done within 1 s" in result.message
+    assert time.monotonic() - start < 3
 
 
 def test_a_server_without_conditional_writes_is_found_out(rclone_s3: str) -> None:
-    found = _target(rclone_s3).check()
-    assert (found.ok, found.conditional_create) == (False, False)
-    assert "NO CONDITIONAL WRITES" in found.message
-    assert "set conditional_writes=False" in found.message
+    result = make_target(rclone_s3).check()
+    assert (result.ok, result.conditional_create) == (False, False)
+    assert "NO CONDITIONAL WRITES" in result.message
+    assert "set conditional_writes=False" in result.message
 
 
 def test_a_server_without_conditional_writes_serves_one_runner_when_that_is_said(rclone_s3: str) -> None:
-    target = _target(rclone_s3, conditional_writes=False)
-    found = target.check()
-    assert (found.ok, found.conditional_create) == (True, False)
-    assert "ONE RUNNER ONLY" in found.message
+    target = make_target(rclone_s3, conditional_writes=False)
+    result = target.check()
+    assert (result.ok, result.conditional_create) == (True, False)
+    assert "ONE RUNNER ONLY" in result.message
     with target.open(timeout=SHORT) as store:
         assert not store.conditional_create
 
@@ -172,16 +170,16 @@ def test_a_uri_uses_a_profile(moto: str, strict_moto: dict[str, dict[str, str]],
 
 
 def test_no_credentials_anywhere_is_said(moto: str) -> None:
-    found = resolve_target(f"s3://bucket/runs?endpoint_url={moto}").check(timeout=BRIEF)
-    assert not found.ok
-    assert "no credentials given, and this machine has none: set keys, a credentials" in found.message
+    result = resolve_target(f"s3://bucket/runs?endpoint_url={moto}").check(timeout=BRIEF)
+    assert not result.ok
+    assert "no credentials given, and this machine has none: set keys, a credentials" in result.message
 
 
 def test_the_environments_token_is_not_mixed_with_the_blocks_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-user")
     with canned_server(404, s3_error("NoSuchBucket", "")) as server:
-        _target(server.url).check(timeout=SHORT)
-        _target(server.url, session_token="my-own").check(timeout=SHORT)
+        make_target(server.url).check(timeout=SHORT)
+        make_target(server.url, session_token="my-own").check(timeout=SHORT)
     assert {request.get("x-amz-security-token") for request in server.request_headers} == {None, "my-own"}
 
 
@@ -196,11 +194,11 @@ def test_an_endpoint_from_the_environment_needs_tls_or_consent(moto: str, monkey
 # --------------------------------------------------------------------------------------------- signed requests
 
 
-@pytest.mark.parametrize(("signing", "is_signed"), [("without-tls", True), ("never", False), ("always", True)], ids=str)
-def test_the_signature_covers_the_bytes_where_tls_does_not(signing: str, is_signed: bool) -> None:
+@pytest.mark.parametrize(("mode", "is_signed"), [("without-tls", True), ("never", False), ("always", True)], ids=str)
+def test_the_signature_covers_the_bytes_where_tls_does_not(mode: str, is_signed: bool) -> None:
     with (
         canned_server(403, s3_error("AccessDenied", "")) as server,
-        _target(server.url, payload_signing=signing).open(timeout=SHORT) as store,
+        make_target(server.url, payload_signing=mode).open(timeout=SHORT) as store,
     ):
         with pytest.raises(Exception, match="permission"):
             store.put("a", b"bytes")
@@ -221,17 +219,16 @@ class Certificates:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     authority, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    root = _certificate("loopback authority", authority, "loopback authority", authority, is_authority=True)
-    server = _certificate("localhost", key, "loopback authority", authority, is_authority=False)
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    root = _make_certificate("loopback authority", authority, "loopback authority", authority, is_authority=True)
+    server = _make_certificate("localhost", key, "loopback authority", authority, is_authority=False)
+    encoding, private_format = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    private_key = key.private_bytes(encoding, private_format, serialization.NoEncryption())
     file = tmp_path_factory.mktemp("tls") / "server.pem"
-    file.write_bytes(server + private)
+    file.write_bytes(server + private_key)
     return Certificates(root.decode(), file)
 
 
-def _certificate(
+def _make_certificate(
     name: str,
     key: ec.EllipticCurvePrivateKey,
     issuer: str,
@@ -239,28 +236,28 @@ def _certificate(
     *,
     is_authority: bool,
 ) -> bytes:
-    subject, by = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, of)]) for of in (name, issuer))
+    subject, issuer_name = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, n)]) for n in (name, issuer))
     now = datetime.now(UTC)
-    made = (
-        x509.CertificateBuilder(by, subject, key.public_key(), x509.random_serial_number())
+    certificate = (
+        x509.CertificateBuilder(issuer_name, subject, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=1))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
         .sign(issuer_key, hashes.SHA256())
     )
-    return made.public_bytes(serialization.Encoding.PEM)
+    return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 @pytest.mark.parametrize(
-    ("trust", "said"),
+    ("trust", "text"),
     [
         ("none", "the server's certificate is not trusted"),
         ("its authority", "no such bucket"),
         ("anybody", "no such bucket"),
     ],
 )
-def test_a_certificate_is_believed_only_from_who_is_trusted(certificates: Certificates, trust: str, said: str) -> None:
+def test_a_certificate_is_believed_only_from_who_is_trusted(certificates: Certificates, trust: str, text: str) -> None:
     trusted: dict[str, dict[str, Any]] = {
         "none": {},
         "its authority": {"ca_certificate": certificates.authority},
@@ -269,5 +266,5 @@ def test_a_certificate_is_believed_only_from_who_is_trusted(certificates: Certif
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates.server)
     with canned_server(404, s3_error("NoSuchBucket", ""), tls=tls) as server:
-        found = _target(server.url, allow_http=False, **trusted[trust]).check(timeout=BRIEF)
-    assert re.search(said, found.message)
+        result = make_target(server.url, allow_http=False, **trusted[trust]).check(timeout=BRIEF)
+    assert re.search(text, result.message)

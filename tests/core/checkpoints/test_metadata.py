@@ -12,7 +12,6 @@ from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreUnavailab
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.trial_gc import delete_retired_objects
 from prefect_tune.core.storage.documents import seal
-from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer, ListedObject, ObjectStore
 from tests.core.driver import KEY, Session, Witness
 from tests.fakes.stores.dying_store import Crash, DyingStore, Failure
@@ -21,8 +20,10 @@ from tests.fakes.stores.memory_store import MemoryStore
 FOLDER = "e/1/trials/t/checkpoints/1-1/metadata"
 
 
-def add(store: ObjectStore, name: str, before: Mapping[str, object] = {}) -> dict[str, object]:
-    return revise_metadata(store, FOLDER, lambda said: {**said, name: 1}, initial=before, write_id=name)
+def add_key(
+    store: ObjectStore, key: str, initial: Mapping[str, object] = {}, folder: str = FOLDER
+) -> dict[str, object]:
+    return revise_metadata(store, folder, lambda metadata: {**metadata, key: 1}, initial=initial, write_id=key)
 
 
 @pytest.mark.parametrize("way", Failure)
@@ -31,31 +32,31 @@ def test_an_update_that_dies_at_any_operation_is_there_or_not_and_the_next_one_l
     nth: int, way: Failure
 ) -> None:
     store = MemoryStore()
-    add(store, "first", {"zeroth": 1})
+    add_key(store, "first", {"zeroth": 1})
     acknowledged: dict[str, object] = {"zeroth": 1, "first": 1}
     try:
-        acknowledged = add(DyingStore(store, nth, way), "second")
+        acknowledged = add_key(DyingStore(store, nth, way), "second")
     except (Crash, CommitUnknown, StoreUnavailable):
         assert read_newest_metadata(store, FOLDER) in (acknowledged, {**acknowledged, "second": 1})
     else:
         assert read_newest_metadata(store, FOLDER) == acknowledged == {"zeroth": 1, "first": 1, "second": 1}
-    assert add(store, "third").items() >= {**acknowledged, "third": 1}.items()
+    assert add_key(store, "third").items() >= {**acknowledged, "third": 1}.items()
 
 
 def test_who_comes_second_changes_what_the_first_one_wrote() -> None:
     store = MemoryStore()
     faster = ["first", "second"]
 
-    def change(said: Mapping[str, object]) -> Mapping[str, object]:
+    def change(metadata: Mapping[str, object]) -> Mapping[str, object]:
         if faster:
-            add(store, faster.pop())
-        return {**said, "mine": 1}
+            add_key(store, faster.pop())
+        return {**metadata, "mine": 1}
 
     revise_metadata(store, FOLDER, change, initial={}, write_id="mine")
     assert read_newest_metadata(store, FOLDER) == {"first": 1, "second": 1, "mine": 1}
 
 
-class _Mute(MemoryStore):
+class _FirstCreateUnknown(MemoryStore):
     """A store whose first create has an unknown outcome, and arrives late or never."""
 
     def __init__(self, *, arrives: bool) -> None:
@@ -77,8 +78,8 @@ class _Mute(MemoryStore):
 
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_write_whose_outcome_was_unknown_is_made_once_whether_it_arrives_or_not(arrives: bool) -> None:
-    store = _Mute(arrives=arrives)
-    assert add(store, "a") == {"a": 1}
+    store = _FirstCreateUnknown(arrives=arrives)
+    assert add_key(store, "a") == {"a": 1}
     assert read_newest_metadata(store, FOLDER) == {"a": 1}
     assert len(store.objects) == 1
 
@@ -93,7 +94,7 @@ class _LaggingList(MemoryStore):
 def test_a_listing_that_lags_hides_no_version() -> None:
     store = _LaggingList()
     for name in ("a", "b", "c"):
-        add(store, name)
+        add_key(store, name)
     assert read_newest_metadata(store, FOLDER) == {"a": 1, "b": 1, "c": 1}
 
 
@@ -118,19 +119,17 @@ def test_what_was_said_of_a_retired_checkpoint_goes_with_it_and_of_a_live_one_st
     for _ in range(3):
         session.train()
         session.to_delete = session.acknowledge(session.publish())
-    (doomed,) = session.to_delete
-    live = [CheckpointKey(trial=KEY, step=each.step, sequence=each.sequence) for each in session.trial.checkpoints]
-    for key in (doomed, *live):
+    (retired,) = session.to_delete
+    live = [KEY.checkpoint_key(checkpoint) for checkpoint in session.trial.checkpoints]
+    for key in (retired, *live):
         for name in ("a", "b"):
-            revise_metadata(
-                session.store, key.metadata_folder, lambda said, name=name: {**said, name: 1}, initial={}, write_id=name
-            )
+            add_key(session.store, name, folder=key.metadata_folder)
     delete_retired_objects(session.store, KEY, session.trial, session.to_delete)
-    assert session.store.list(doomed.folder) == []
+    assert session.store.list(retired.folder) == []
     assert all(read_newest_metadata(session.store, key.metadata_folder) == {"a": 1, "b": 1} for key in live)
 
 
-class Silent(MemoryStore):
+class NeverAnswers(MemoryStore):
     """A store whose creates have an unknown outcome and write nothing."""
 
     def create(self, path: str, data: Buffer) -> None:
@@ -140,11 +139,11 @@ class Silent(MemoryStore):
 
 def test_a_target_that_never_answers_is_said_not_to() -> None:
     with pytest.raises(CommitUnknown):
-        revise_metadata(Silent(), FOLDER, dict, initial={}, write_id="w")
+        revise_metadata(NeverAnswers(), FOLDER, dict, initial={}, write_id="w")
 
 
-class Crowded(MemoryStore):
-    """A store on which another writer is always faster."""
+class AlwaysTaken(MemoryStore):
+    """A store on which another writer is always first."""
 
     def create(self, path: str, data: Buffer) -> None:
         if path not in self.objects:
@@ -155,4 +154,4 @@ class Crowded(MemoryStore):
 def test_a_change_that_always_comes_second_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_MAX_TRIES", 5)
     with pytest.raises(StoreUnavailable, match="5 other writers were faster"):
-        revise_metadata(Crowded(), FOLDER, dict, initial={}, write_id="w")
+        revise_metadata(AlwaysTaken(), FOLDER, dict, initial={}, write_id="w")

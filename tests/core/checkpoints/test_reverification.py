@@ -30,7 +30,7 @@ from tests.fakes.stores.object_stores import object_store
 
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
-EVERY = 4
+INTERVAL = 4
 
 
 @pytest.fixture(params=["memory", "files", "s3"])
@@ -41,61 +41,61 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStor
         yield PosixStore(tmp_path)
     else:
         with S3Sink() as sink:
-            opened = object_store(sink.endpoint)
-            yield opened
-            opened.close()
+            remote = object_store(sink.endpoint)
+            yield remote
+            remote.close()
 
 
-def training(store: ObjectStore, every: int = EVERY, retention: Retention | None = None) -> Session:
-    """An attempt with one checkpoint."""
+def start_session(store: ObjectStore, every: int = INTERVAL, retention: Retention | None = None) -> Session:
+    """Start an attempt, and save one checkpoint."""
     session = Session(store, Witness(), retention=retention or Retention(), reverify_every=every)
     session.open()
     session.start()
-    saves(session)
+    save_steps(session)
     return session
 
 
-def saves(session: Session, times: int = 1) -> None:
+def save_steps(session: Session, times: int = 1) -> None:
     for _ in range(times):
         session.train()
         session.save()
 
 
-def newest(session: Session) -> Manifest:
+def newest_manifest(session: Session) -> Manifest:
     key = newest_checkpoint_key(KEY, session.trial)
     assert key
     return read_manifest(session.store, key)
 
 
-def is_whole(session: Session) -> bool:
-    """Whether the newest checkpoint restores to the saved files."""
-    manifest = newest(session)
+def is_newest_intact(session: Session) -> bool:
+    """Return whether the newest checkpoint restores to the saved files."""
+    manifest = newest_manifest(session)
     try:
-        found = load_files(session.store, manifest)
+        files = load_files(session.store, manifest)
     except CheckpointCorrupt:
         return False
-    assert found in session.witness.saved[manifest.step, manifest.sequence]
+    assert files in session.witness.saved[manifest.step, manifest.sequence]
     return True
 
 
-def blobs_of(name: str, manifest: Manifest) -> Sequence[str]:
-    (file,) = (each for each in manifest.files if each.path == name)
+def blob_paths_of(name: str, manifest: Manifest) -> Sequence[str]:
+    (file,) = (file for file in manifest.files if file.path == name)
     return sorted({manifest.blob_path(chunk.blob) for chunk in file.chunks})
 
 
-def shared_blobs(manifest: Manifest) -> Sequence[str]:
-    """The blobs of the file that never changes."""
-    return blobs_of("backbone", manifest)
+def backbone_blobs(manifest: Manifest) -> Sequence[str]:
+    """Return the blobs of the file that never changes."""
+    return blob_paths_of("backbone", manifest)
 
 
-def rot(store: ObjectStore, path: str) -> None:
+def corrupt(store: ObjectStore, path: str) -> None:
     """Alter every byte in place."""
     altered = bytes(byte ^ 1 for byte in bytes(store.read(path)))
     store.delete([path])  # a file store does not rewrite an existing file of the same size
     store.put(path, altered)
 
 
-def put_aside(session: Session) -> list[int]:
+def list_quarantined(session: Session) -> list[int]:
     entries = read_entries(session.store, first_generation(NAME))
     return [event.sequence for entry in entries for event in entry.events if isinstance(event, CheckpointQuarantined)]
 
@@ -109,69 +109,69 @@ def test_each_blob_has_one_turn_in_so_many_and_each_turn_its_share() -> None:
 
 
 def test_a_reused_blob_that_rots_spoils_no_more_checkpoints_than_the_bound(store: ObjectStore) -> None:
-    session = training(store)
-    rotten = shared_blobs(newest(session))
+    session = start_session(store)
+    rotten = backbone_blobs(newest_manifest(session))
     for path in rotten:
-        rot(store, path)
+        corrupt(store, path)
     first = session.trial.checkpoints
     whole = []
-    for _ in range(EVERY):
-        saves(session)
-        whole.append(is_whole(session))
+    for _ in range(INTERVAL):
+        save_steps(session)
+        whole.append(is_newest_intact(session))
     assert whole[-1]
-    assert not set(rotten) & newest(session).blob_paths()
-    saves(session, EVERY)
-    assert is_whole(session)
-    assert {each.sequence for each in first} <= set(put_aside(session))
-    assert all(load_files(store, read_manifest(store, KEY.checkpoint_key(each))) for each in session.trial.checkpoints)
+    assert not set(rotten) & newest_manifest(session).blob_paths()
+    save_steps(session, INTERVAL)
+    assert is_newest_intact(session)
+    assert {checkpoint.sequence for checkpoint in first} <= set(list_quarantined(session))
+    assert all(load_files(store, read_manifest(store, KEY.checkpoint_key(ref))) for ref in session.trial.checkpoints)
 
 
 def test_a_reused_blob_that_rots_spoils_every_later_checkpoint_where_none_is_read_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_lines(monkeypatch, Reverification.is_blob_due, {"return hashed": "return False and hashed"})
-    session = training(MemoryStore())
-    rot(session.store, shared_blobs(newest(session))[0])
-    for _ in range(3 * EVERY):
-        saves(session)
-        assert not is_whole(session)
+    session = start_session(MemoryStore())
+    corrupt(session.store, backbone_blobs(newest_manifest(session))[0])
+    for _ in range(3 * INTERVAL):
+        save_steps(session)
+        assert not is_newest_intact(session)
 
 
 def test_whichever_blob_rots_and_whenever_the_newest_checkpoint_is_whole_in_time() -> None:
-    for before in range(1, EVERY + 1):
-        whole = training(MemoryStore())
-        saves(whole, before)
-        for path in newest(whole).blob_paths():
-            session = training(MemoryStore())
-            saves(session, before)
-            rot(session.store, path)
-            saves(session, EVERY)
-            assert is_whole(session), (before, path)
+    for before in range(1, INTERVAL + 1):
+        whole = start_session(MemoryStore())
+        save_steps(whole, before)
+        for path in newest_manifest(whole).blob_paths():
+            session = start_session(MemoryStore())
+            save_steps(session, before)
+            corrupt(session.store, path)
+            save_steps(session, INTERVAL)
+            assert is_newest_intact(session), (before, path)
 
 
 def test_damage_is_sent_again_to_a_new_path_and_nothing_that_was_published_is_rewritten(store: ObjectStore) -> None:
-    session = training(store, every=1)
-    rotten = shared_blobs(newest(session))[0]
-    rot(store, rotten)
-    before = {each.path: bytes(store.read(each.path)) for each in store.list(KEY.folder)}
-    begun = session.trial.next_sequence
-    saves(session)
+    session = start_session(store, every=1)
+    rotten = backbone_blobs(newest_manifest(session))[0]
+    corrupt(store, rotten)
+    before = {listed.path: bytes(store.read(listed.path)) for listed in store.list(KEY.folder)}
+    sequence = session.trial.next_sequence
+    save_steps(session)
     assert {path: bytes(store.read(path)) for path in before} == before
-    sent_again = newest(session).blob_paths() - before.keys()
-    assert {blob_sequence(path) for path in sent_again} == {begun}
-    assert is_whole(session)
-    assert put_aside(session) == [begun - 1]
+    sent_again = newest_manifest(session).blob_paths() - before.keys()
+    assert {blob_sequence(path) for path in sent_again} == {sequence}
+    assert is_newest_intact(session)
+    assert list_quarantined(session) == [sequence - 1]
 
 
 def test_only_checkpoints_that_share_what_is_damaged_are_put_aside() -> None:
-    session = training(MemoryStore(), every=1)
+    session = start_session(MemoryStore(), every=1)
     first = session.trial.checkpoints[-1]
-    saves(session)
+    save_steps(session)
     second = session.trial.checkpoints[-1]
-    rot(session.store, blobs_of("cycle", newest(session))[0])  # steps 2 and 3 share it
-    saves(session)
-    assert is_whole(session)
-    assert put_aside(session) == [second.sequence]
+    corrupt(session.store, blob_paths_of("cycle", newest_manifest(session))[0])  # steps 2 and 3 share it
+    save_steps(session)
+    assert is_newest_intact(session)
+    assert list_quarantined(session) == [second.sequence]
     assert session.trial.checkpoints[0] == first
 
 
@@ -189,19 +189,19 @@ class Unreadable(MemoryStore):
 @pytest.mark.parametrize("error", [StoreUnavailable, StoreRefused])
 def test_what_cannot_be_read_back_is_sent_again_and_nothing_is_put_aside(error: type[Exception]) -> None:
     store = Unreadable()
-    session = training(store, every=1)
-    reused = set(shared_blobs(newest(session)))
+    session = start_session(store, every=1)
+    reused = set(backbone_blobs(newest_manifest(session)))
     store.error = error
-    saves(session)
+    save_steps(session)
     store.error = None
-    assert not reused & newest(session).blob_paths()
-    assert is_whole(session)
-    assert put_aside(session) == []
+    assert not reused & newest_manifest(session).blob_paths()
+    assert is_newest_intact(session)
+    assert list_quarantined(session) == []
 
 
 def test_where_there_is_no_time_to_read_back_the_save_fails_as_any_that_is_late() -> None:
     store = Unreadable()
-    session = training(store, every=1)
+    session = start_session(store, every=1)
     store.error = DeadlineExceeded
     session.train()
     with pytest.raises(DeadlineExceeded):
@@ -210,48 +210,48 @@ def test_where_there_is_no_time_to_read_back_the_save_fails_as_any_that_is_late(
 
 def test_a_blob_of_an_earlier_try_of_the_same_save_is_reused_without_being_read() -> None:
     store = Unreadable()
-    session = training(store, every=1)
+    session = start_session(store, every=1)
     session.train()
-    blobs = {each.path for each in store.list(KEY.blobs_folder)}
+    blobs = {listed.path for listed in store.list(KEY.blobs_folder)}
     with suppress(Crash):
         session.store = DyingStore(store, 1, Failure.CRASH_BEFORE, only=frozenset({"create"}))
         session.publish()
-    left = {each.path for each in store.list(KEY.blobs_folder)} - blobs
-    assert left
+    sent = {listed.path for listed in store.list(KEY.blobs_folder)} - blobs
+    assert sent
     session.store, store.bytes_in = store, 0
     session.save()
-    assert left <= newest(session).blob_paths()
-    assert {each.path for each in store.list(KEY.blobs_folder)} == blobs | left
+    assert sent <= newest_manifest(session).blob_paths()
+    assert {listed.path for listed in store.list(KEY.blobs_folder)} == blobs | sent
 
 
 def test_the_bytes_of_a_damaged_blob_are_not_taken_from_another_blob_that_was_not_read_back() -> None:
     store = MemoryStore()
-    session = training(store, every=1)
-    saves(session)
-    damaged = shared_blobs(newest(session))[0]
-    rot(store, damaged)
+    session = start_session(store, every=1)
+    save_steps(session)
+    damaged = backbone_blobs(newest_manifest(session))[0]
+    corrupt(store, damaged)
     digest = damaged.rpartition("/")[2].partition("-")[0]
-    left_by_an_interrupted_save = KEY.blob_path(digest, session.experiment.entry_count - 1)
-    store.put(left_by_an_interrupted_save, bytes(store.read(damaged)))
-    saves(session)
-    assert left_by_an_interrupted_save not in newest(session).blob_paths()
-    assert is_whole(session)
+    leftover = KEY.blob_path(digest, session.experiment.entry_count - 1)
+    store.put(leftover, bytes(store.read(damaged)))
+    save_steps(session)
+    assert leftover not in newest_manifest(session).blob_paths()
+    assert is_newest_intact(session)
 
 
 # ----------------------------------------------------------------------------------------- failing operations
 
 
-def rotten_training() -> Session:
-    session = training(MemoryStore(), every=1, retention=Retention(last=2))
-    saves(session, 2)
-    rot(session.store, shared_blobs(newest(session))[0])
+def start_corrupted_session() -> Session:
+    session = start_session(MemoryStore(), every=1, retention=Retention(last=2))
+    save_steps(session, 2)
+    corrupt(session.store, backbone_blobs(newest_manifest(session))[0])
     session.train()
     return session
 
 
-def left_by(nth: int, way: Failure) -> tuple[Session, DyingStore]:
-    """The owner and its store after a save that finds damage and fails at its operation `nth`."""
-    session = rotten_training()
+def fail_save_at(nth: int, way: Failure) -> tuple[Session, DyingStore]:
+    """Return the owner and its store after a save that finds damage and fails at operation `nth`."""
+    session = start_corrupted_session()
     dying = DyingStore(session.store, nth, way)
     healthy, session.store = session.store, dying
     with suppress(Crash):
@@ -264,18 +264,18 @@ def left_by(nth: int, way: Failure) -> tuple[Session, DyingStore]:
 def test_a_save_that_finds_damage_may_fail_at_any_operation_in_any_way(
     way: Failure, record_property: Callable[[str, object], None]
 ) -> None:
-    _, whole = left_by(0, way)
-    for nth in range(1, whole.total + 1):
-        session, _ = left_by(nth, way)
+    total = fail_save_at(0, way)[1].total
+    for nth in range(1, total + 1):
+        session, _ = fail_save_at(nth, way)
         acknowledged = session.witness.acknowledged[-1]
         after = Session(session.store, session.witness, owner="next", retention=Retention(last=2), reverify_every=1)
         after.open()
         after.start()
-        found = newest_checkpoint_key(KEY, after.trial)
-        assert found is None or is_whole(after), (nth, way)
+        key = newest_checkpoint_key(KEY, after.trial)
+        assert key is None or is_newest_intact(after), (nth, way)
         if acknowledged[0] == 4:  # the new checkpoint, which is undamaged
-            assert found
-            assert (found.step, found.sequence) == acknowledged
-        saves(after, 2)
-        assert is_whole(after), (nth, way)
-    record_property(f"figure: points of a save that finds damage, {way.name.lower()}", whole.total)
+            assert key
+            assert (key.step, key.sequence) == acknowledged
+        save_steps(after, 2)
+        assert is_newest_intact(after), (nth, way)
+    record_property(f"figure: points of a save that finds damage, {way.name.lower()}", total)

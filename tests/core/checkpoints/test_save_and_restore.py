@@ -36,7 +36,7 @@ from tests.core.histories import small_blobs
 from tests.fakes.stores.memory_files import MemoryFiles, load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
-ABOUT = CheckpointMetadata(attempt=1, term=1, write_id="w1", created_at="now")
+METADATA = CheckpointMetadata(attempt=1, term=1, write_id="w1", created_at="now")
 CHUNK = 8  # of `tiny_blobs`
 BLOB = 24
 
@@ -50,7 +50,7 @@ def key(step: int = 1, sequence: int = 3) -> CheckpointKey:
 def save(
     store: MemoryStore,
     files: Mapping[str, bytes],
-    at: CheckpointKey | None = None,
+    checkpoint_key: CheckpointKey | None = None,
     *,
     parent: Manifest | None = None,
     collected_up_to: int = 0,
@@ -58,9 +58,8 @@ def save(
     empty: tuple[str, ...] = (),
 ) -> SaveResult:
     reuse = find_reusable_bytes(store, KEY, parent, collected_up_to)
-    about = ABOUT.model_copy(update={"write_id": write_id})
-    source = MemoryFiles(files, empty)
-    return commit_checkpoint(store, at or key(), source, about, reuse=reuse)
+    metadata = METADATA.model_copy(update={"write_id": write_id})
+    return commit_checkpoint(store, checkpoint_key or key(), MemoryFiles(files, empty), metadata, reuse=reuse)
 
 
 # ---------------------------------------------------------------------------------------------- chunks and blobs
@@ -68,16 +67,16 @@ def save(
 
 def test_large_files_are_split_and_small_ones_packed() -> None:
     files = [FileStat("big", 10), FileStat("empty", 0), FileStat("one", 1), FileStat("two", 2)]
-    cut = list(split_files(files, 4))
+    ranges = list(split_files(files, 4))
 
-    assert [(piece.file, piece.offset, piece.length) for piece in cut] == [
+    assert [(piece.file, piece.offset, piece.length) for piece in ranges] == [
         (0, 0, 4),
         (0, 4, 4),
         (0, 8, 2),
         (2, 0, 1),
         (3, 0, 2),
     ]
-    assert [sum(piece.length for piece in group) for group in pack_ranges(cut, 8)] == [8, 5]
+    assert [sum(piece.length for piece in group) for group in pack_ranges(ranges, 8)] == [8, 5]
     assert list(pack_ranges([], 8)) == []
 
 
@@ -104,20 +103,19 @@ def test_a_blob_is_named_by_its_chunks_and_where_they_end() -> None:
 
 # -------------------------------------------------------------------------------------------- round trips
 
-
 NAMES = st.text(st.sampled_from("ab/é .-"), min_size=1, max_size=6).filter(
     lambda name: all(part not in ("", ".", "..") for part in name.split("/"))
 )
 CONTENT = st.one_of(st.binary(max_size=40), st.sampled_from([b"A" * 24, b"A" * 8, b"AB" * 20]))
 
 
-def is_a_tree(files: Mapping[str, bytes]) -> bool:
+def is_tree(files: Mapping[str, bytes]) -> bool:
     return not any(other.startswith(f"{name}/") for name in files for other in files)
 
 
 @settings(max_examples=60)
 @given(
-    saves=st.lists(st.dictionaries(NAMES, CONTENT, max_size=5).filter(is_a_tree), min_size=1, max_size=4),
+    saves=st.lists(st.dictionaries(NAMES, CONTENT, max_size=5).filter(is_tree), min_size=1, max_size=4),
     chunk=st.integers(1, 10),
     blob=st.integers(1, 30),
 )
@@ -179,19 +177,19 @@ def test_an_unchanged_directory_sends_nothing_and_a_changed_chunk_only_itself() 
 @tiny
 def test_a_save_that_was_cut_short_goes_on_where_it_stopped() -> None:
     class Full(MemoryStore):
-        room = 2
+        remaining = 2
 
         def put(self, path: str, data: object) -> None:
-            self.room -= 1
-            if self.room < 0:
+            self.remaining -= 1
+            if self.remaining < 0:
                 raise StoreUnavailable("no room")
-            super().put(path, data)  # type: ignore[arg-type]  # as given
+            super().put(path, data)  # type: ignore[arg-type]  # a buffer
 
     store = Full()
     files = {"weights": bytes(range(5 * BLOB))}
     with pytest.raises(StoreUnavailable):
         save(store, files)
-    store.room = 99
+    store.remaining = 99
     assert save(store, files).sent_bytes == 3 * BLOB
 
 
@@ -247,23 +245,24 @@ def test_another_save_of_the_same_name_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize("metadata", [{"x": math.nan}, {"x": object()}, {"x": "\ud800"}])
 def test_what_cannot_be_stored_is_refused_before_a_byte_is_sent(metadata: dict[str, object]) -> None:
     store = MemoryStore()
-    about = ABOUT.model_copy(update={"user_metadata": metadata})
+    unstorable = METADATA.model_copy(update={"user_metadata": metadata})
+    reuse = find_reusable_bytes(store, KEY, None, 0)
     with pytest.raises(InvalidInput):
-        commit_checkpoint(store, key(), MemoryFiles({"a": b"x"}), about, reuse=find_reusable_bytes(store, KEY, None, 0))
+        commit_checkpoint(store, key(), MemoryFiles({"a": b"x"}), unstorable, reuse=reuse)
     assert store.objects == {}
 
 
 @tiny
-@pytest.mark.parametrize("kept", [None, 3])
-def test_no_manifest_is_written_over_bytes_that_are_not_there(kept: int | None) -> None:
+@pytest.mark.parametrize("length", [None, 3])
+def test_no_manifest_is_written_over_bytes_that_are_not_there(length: int | None) -> None:
     class Lying(MemoryStore):
         def put(self, path: str, data: object) -> None:
-            if kept is not None:
-                super().put(path, bytes(data)[:kept])  # type: ignore[call-overload]  # a buffer
+            if length is not None:
+                super().put(path, bytes(data)[:length])  # type: ignore[call-overload]  # a buffer
 
     store = Lying()
-    found = "nothing" if kept is None else "3 bytes"
-    with pytest.raises(StoreUnavailable, match=f"the target has {found}; not committed"):
+    size = "nothing" if length is None else "3 bytes"
+    with pytest.raises(StoreUnavailable, match=f"the target has {size}; not committed"):
         save(store, {"a": b"four"})
     assert key().manifest_path not in store.objects
 
@@ -284,9 +283,9 @@ def test_files_that_shrink_meanwhile_are_not_committed() -> None:
             del piece, buffer
             raise StagedFilesChanged("cut")
 
-    store = MemoryStore()
+    store, source = MemoryStore(), Shrinking({"a": b"x"})
     with pytest.raises(StagedFilesChanged):
-        commit_checkpoint(store, key(), Shrinking({"a": b"x"}), ABOUT, reuse=find_reusable_bytes(store, KEY, None, 0))
+        commit_checkpoint(store, key(), source, METADATA, reuse=find_reusable_bytes(store, KEY, None, 0))
     assert store.objects == {}
 
 
@@ -299,9 +298,9 @@ def test_every_flipped_bit_of_every_blob_is_found() -> None:
     manifest = save(store, {"a": bytes(range(60)), "b": b"tail"}).manifest
     for path in manifest.blob_paths():
         whole = store.objects[path]
-        for at in range(len(whole)):
+        for index in range(len(whole)):
             for bit in range(8):
-                store.objects[path] = whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+                store.objects[path] = whole[:index] + bytes([whole[index] ^ 1 << bit]) + whole[index + 1 :]
                 with pytest.raises(CheckpointCorrupt, match="expected blake3"):
                     verify_files(store, manifest)
         store.objects[path] = whole
@@ -309,16 +308,16 @@ def test_every_flipped_bit_of_every_blob_is_found() -> None:
 
 
 @tiny
-@pytest.mark.parametrize("left", [None, 0, 1, 23])
-def test_a_blob_that_was_cut_or_is_missing_is_named(left: int | None) -> None:
+@pytest.mark.parametrize("length", [None, 0, 1, 23])
+def test_a_blob_that_was_cut_or_is_missing_is_named(length: int | None) -> None:
     store = MemoryStore()
     manifest = save(store, {"a": bytes(range(BLOB))}).manifest
     (path,) = manifest.blob_paths()
     whole = store.objects.pop(path)
-    if left is not None:
-        store.objects[path] = whole[:left]
-    said = "24 bytes at 0 are missing: no such blob" if left is None else f"expected 24 bytes at 0, found {left}"
-    with pytest.raises(CheckpointCorrupt, match=f"{path}: {said}"):
+    if length is not None:
+        store.objects[path] = whole[:length]
+    message = "24 bytes at 0 are missing: no such blob" if length is None else f"expected 24 bytes at 0, found {length}"
+    with pytest.raises(CheckpointCorrupt, match=f"{path}: {message}"):
         verify_files(store, manifest)
 
 
@@ -343,9 +342,9 @@ def test_a_damaged_parent_is_healed_where_its_size_shows_it() -> None:
     store = MemoryStore()
     files = {"a": bytes(range(BLOB)), "b": bytes(range(100, 100 + BLOB))}
     parent = save(store, files).manifest
-    cut, gone = sorted(parent.blob_paths())
-    store.objects[cut] = store.objects[cut][:-1]
-    del store.objects[gone]
+    truncated, deleted = sorted(parent.blob_paths())
+    store.objects[truncated] = store.objects[truncated][:-1]
+    del store.objects[deleted]
 
     second = save(store, files, key(2, 4), parent=parent, write_id="w2")
 
@@ -396,7 +395,7 @@ def test_a_save_after_a_clone_refers_to_no_bytes_of_the_other_trial() -> None:
     new = CheckpointKey(trial=other, step=1, sequence=1)
 
     reuse = find_reusable_bytes(store, other, origin, 0)
-    saved = commit_checkpoint(store, new, MemoryFiles({**files, "c": b"new"}), ABOUT, reuse=reuse)
+    saved = commit_checkpoint(store, new, MemoryFiles({**files, "c": b"new"}), METADATA, reuse=reuse)
     assert saved.sent_bytes == sum(map(len, files.values())) + 3
     store.delete(sorted(origin.blob_paths()))
     assert load_files(store, read_manifest(store, new)) == {**files, "c": b"new"}

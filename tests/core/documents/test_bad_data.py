@@ -18,8 +18,8 @@ from prefect_tune.core.restore import read_manifest, restore_files
 from prefect_tune.core.storage.documents import seal, unseal
 from prefect_tune.core.values import canonical_json, digest_of
 from prefect_tune.stores.local.staging import restoring_directory
-from tests.core.checkpoints.test_save_and_restore import key, save
-from tests.core.driver import JOURNAL, NAME, Session, Witness
+from tests.core.checkpoints.test_save_and_restore import save
+from tests.core.driver import JOURNAL, KEY, Session, Witness
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.stores.memory_files import load_files
 from tests.fakes.stores.memory_store import MemoryStore
@@ -32,15 +32,13 @@ Json = dict[str, object]
 
 @pytest.fixture(scope="module")
 def manifest() -> bytes:
-    store = MemoryStore()
-    with pytest.MonkeyPatch.context():
-        saved = save(store, {"weights": bytes(range(50)), "logs/é": b"fine"}, empty=("none",))
+    saved = save(MemoryStore(), {"weights": bytes(range(50)), "logs/é": b"fine"}, empty=("none",))
     return seal(saved.manifest)
 
 
 @pytest.fixture(scope="module")
-def left() -> MemoryStore:
-    """The store after a run of two steps."""
+def target() -> MemoryStore:
+    """The store of a trial with two saved steps."""
     session = Session(MemoryStore(), Witness())
     session.open()
     session.start()
@@ -51,80 +49,77 @@ def left() -> MemoryStore:
     return session.store
 
 
-def flipped(data: bytes) -> Iterator[bytes]:
-    for at in range(len(data)):
+def flip_bits(data: bytes) -> Iterator[bytes]:
+    for index in range(len(data)):
         for bit in range(8):
-            yield data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+            yield data[:index] + bytes([data[index] ^ 1 << bit]) + data[index + 1 :]
 
 
-def cut(data: bytes) -> Iterator[bytes]:
+def truncate(data: bytes) -> Iterator[bytes]:
     return (data[:length] for length in range(len(data)))
 
 
-def with_entry(left: MemoryStore, number: int, data: bytes) -> MemoryStore:
-    store = MemoryStore()
-    store.objects.update(left.objects)
-    store.objects[JOURNAL.entry_path(number)] = data
-    return store
+def replace_entry(target: MemoryStore, number: int, data: bytes) -> MemoryStore:
+    return MemoryStore({**target.objects, JOURNAL.entry_path(number): data})
 
 
-def manifest_of(data: bytes) -> Manifest:
+def decode_manifest(data: bytes) -> Manifest:
     return unseal(Manifest, data, "here", CheckpointCorrupt)
 
 
 def load(store: MemoryStore) -> Experiment:
-    return journal.load_experiment(store, first_generation(NAME))
+    return journal.load_experiment(store, JOURNAL)
 
 
 # --------------------------------------------------------------------------------- flips and truncation
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(manifest: bytes, record_property: Record) -> None:
-    for data in flipped(manifest):
+    for data in flip_bits(manifest):
         with pytest.raises((CheckpointCorrupt, UnknownVersion)):
-            manifest_of(data)
+            decode_manifest(data)
     record_property("figure: bits flipped in documents, all noticed", 8 * len(manifest))
 
 
 def test_a_manifest_that_was_cut_anywhere_is_noticed(manifest: bytes, record_property: Record) -> None:
-    for data in cut(manifest):
+    for data in truncate(manifest):
         with pytest.raises(CheckpointCorrupt):
-            manifest_of(data)
+            decode_manifest(data)
     record_property("figure: documents cut, all noticed", len(manifest))
 
 
 @pytest.mark.parametrize("number", [1, 5, 6])
-def test_every_flipped_bit_of_an_entry_is_noticed(left: MemoryStore, number: int, record_property: Record) -> None:
-    data = left.objects[JOURNAL.entry_path(number)]
-    for altered in flipped(data):
+def test_every_flipped_bit_of_an_entry_is_noticed(target: MemoryStore, number: int, record_property: Record) -> None:
+    data = target.objects[JOURNAL.entry_path(number)]
+    for altered in flip_bits(data):
         with pytest.raises((JournalCorrupt, UnknownVersion)):
             journal.decode_entry(altered, JOURNAL.entry_path(number))
     record_property("figure: bits flipped in documents, all noticed", 8 * len(data))
     with pytest.raises(JournalCorrupt):
-        load(with_entry(left, number, next(flipped(data))))
+        load(replace_entry(target, number, next(flip_bits(data))))
 
 
 @pytest.mark.parametrize("number", [1, 3, 6])
-def test_an_entry_that_was_cut_anywhere_is_noticed(left: MemoryStore, number: int, record_property: Record) -> None:
-    data = left.objects[JOURNAL.entry_path(number)]
-    for torn in cut(data):
+def test_an_entry_that_was_cut_anywhere_is_noticed(target: MemoryStore, number: int, record_property: Record) -> None:
+    data = target.objects[JOURNAL.entry_path(number)]
+    for torn in truncate(data):
         with pytest.raises(JournalCorrupt):
             journal.decode_entry(torn, JOURNAL.entry_path(number))
     record_property("figure: documents cut, all noticed", len(data))
     for torn in (b"", data[:1], data[:-1]):
         with pytest.raises(JournalCorrupt):
-            load(with_entry(left, number, torn))
+            load(replace_entry(target, number, torn))
 
 
-def test_a_document_in_another_documents_place_is_noticed(left: MemoryStore) -> None:
-    manifests = [data for path, data in left.objects.items() if path.endswith("manifest.json")]
-    entry = left.objects[JOURNAL.entry_path(1)]
+def test_a_document_in_another_documents_place_is_noticed(target: MemoryStore) -> None:
+    manifests = [data for path, data in target.objects.items() if path.endswith("manifest.json")]
+    entry = target.objects[JOURNAL.entry_path(1)]
     with pytest.raises(CheckpointCorrupt):
-        manifest_of(entry)
+        decode_manifest(entry)
     with pytest.raises(JournalCorrupt):
-        load(with_entry(left, 2, manifests[0]))
+        load(replace_entry(target, 2, manifests[0]))
     with pytest.raises(JournalCorrupt):
-        load(with_entry(left, 2, entry))
+        load(replace_entry(target, 2, entry))
 
 
 # ------------------------------------------------------------------------- code execution and path escapes
@@ -141,18 +136,18 @@ class _Bomb:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_is_never_read(left: MemoryStore, protocol: int, tmp_path: Path) -> None:
+def test_a_pickle_is_never_read(target: MemoryStore, protocol: int, tmp_path: Path) -> None:
     mark = tmp_path / "was-here"
     payload = pickle.dumps(_Bomb(mark), protocol)
     with pytest.raises(CheckpointCorrupt):
-        manifest_of(payload)
+        decode_manifest(payload)
     with pytest.raises(JournalCorrupt):
-        load(with_entry(left, 2, payload))
+        load(replace_entry(target, 2, payload))
     assert not mark.exists()
 
 
-def resealed(manifest: bytes, change: Callable[[Json], object]) -> bytes:
-    """The manifest with a change and a valid digest."""
+def reseal(manifest: bytes, change: Callable[[Json], object]) -> bytes:
+    """Change the manifest, and give it a valid digest."""
     body = json.loads(manifest)
     change(body)
     del body["digest_of_document"]
@@ -175,15 +170,14 @@ ESCAPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("where", "path"), [(where, path) for where in ("file", "empty directory", "blob") for path in ESCAPES]
-)
-def test_no_path_in_a_manifest_leads_out(manifest: bytes, where: str, path: str) -> None:
+@pytest.mark.parametrize("path", ESCAPES)
+@pytest.mark.parametrize("field", ["file", "empty directory", "blob"])
+def test_no_path_in_a_manifest_leads_out(manifest: bytes, field: str, path: str) -> None:
     def escape(body: Json) -> None:
         files, blobs = body["files"], body["blobs"]
         assert isinstance(files, list)
         assert isinstance(blobs, list)
-        match where:
+        match field:
             case "file":
                 files[0]["path"] = path
             case "empty directory":
@@ -192,7 +186,7 @@ def test_no_path_in_a_manifest_leads_out(manifest: bytes, where: str, path: str)
                 blobs[0]["path"] = path
 
     with pytest.raises(CheckpointCorrupt, match="not a plain relative path"):
-        manifest_of(resealed(manifest, escape))
+        decode_manifest(reseal(manifest, escape))
 
 
 def first_chunk(body: Json) -> Json:
@@ -202,8 +196,8 @@ def first_chunk(body: Json) -> Json:
     return chunk
 
 
-def _with_a_long_chunk(body: Any) -> None:
-    """One chunk that fits its blob and its file, of one byte more than this package writes."""
+def _lengthen_chunk(body: Any) -> None:
+    """Give the first file one chunk of a byte more than this package writes."""
     file = next(file for file in body["files"] if file["chunks"])
     file["size_bytes"] = CHUNK_BYTES + 1
     file["chunks"] = [{**file["chunks"][0], "offset": 0, "length": CHUNK_BYTES + 1}]
@@ -228,7 +222,7 @@ def _with_a_long_chunk(body: Any) -> None:
         pytest.param(lambda body: first_chunk(body).update(length=0), id="an empty chunk"),
         pytest.param(lambda body: first_chunk(body).update(length=2**62), id="an absurd chunk"),
         pytest.param(lambda body: first_chunk(body).update(length=1.5), id="half a byte"),
-        pytest.param(_with_a_long_chunk, id="a chunk of more than 4 MiB"),
+        pytest.param(_lengthen_chunk, id="a chunk of more than 4 MiB"),
         pytest.param(lambda body: body["files"][0].update(path="n" * 256), id="a name that no file system takes"),
         pytest.param(lambda body: body["files"][0].update(path="\u00fc" * 128), id="a name of too many bytes"),
         pytest.param(lambda body: body["files"][0].update(path="d/" * 2048 + "n"), id="a path that is too long"),
@@ -248,12 +242,12 @@ def test_a_manifest_that_cannot_be_is_refused_though_its_digest_is_right(
     manifest: bytes, change: Callable[[Json], object]
 ) -> None:
     with pytest.raises(CheckpointCorrupt):
-        manifest_of(resealed(manifest, change))
-    assert resealed(manifest, lambda body: body) == manifest
+        decode_manifest(reseal(manifest, change))
+    assert reseal(manifest, lambda body: body) == manifest
 
 
 def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) -> None:
-    """The directory must be new: an existing link in its place is an error, and nothing is written through it."""
+    """An existing link is an error: the directory must be new, and nothing is written through the link."""
     store = MemoryStore()
     saved = save(store, {"weights": b"new"}).manifest
     outside = tmp_path / "outside"
@@ -265,7 +259,7 @@ def test_a_link_in_the_place_of_a_restored_file_is_not_followed(tmp_path: Path) 
 
 
 def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> None:
-    """The manifest claims four gigabytes: the blob has three bytes, and no larger buffer is allocated."""
+    """The manifest claims four gigabytes, the blob has three bytes: no larger buffer is allocated."""
     store = MemoryStore()
     saved = save(store, {"weights": b"abc"}).manifest
     (path,) = saved.blob_paths()
@@ -277,21 +271,20 @@ def test_a_manifest_that_asks_for_more_than_there_is_costs_what_there_is() -> No
     blob = BlobRef(path=path.removeprefix(f"{saved.key.trial.journal_key.folder}/"), size_bytes=CHUNK_BYTES)
     absurd = Manifest.model_validate(saved.model_copy(update={"files": files, "blobs": (blob,)}).model_dump())
 
-    class Nowhere:
+    class RejectingSink:
         def write(self, file: int, offset: int, data: memoryview) -> None:
             raise AssertionError(f"{len(data)} bytes at {offset} of file {file}")
 
     with pytest.raises(CheckpointCorrupt):
-        restore_files(store, absurd, Nowhere())
+        restore_files(store, absurd, RejectingSink())
 
 
 # ------------------------------------------------------------------------------- a modified bucket
 
 
-def test_an_entry_without_its_manifest_is_said_to_be_corruption(left: MemoryStore) -> None:
-    store = with_entry(left, 1, left.objects[JOURNAL.entry_path(1)])
-    gone = [path for path in store.objects if path.endswith("manifest.json")]
-    store.delete(gone)
+def test_an_entry_without_its_manifest_is_said_to_be_corruption(target: MemoryStore) -> None:
+    store = replace_entry(target, 1, target.objects[JOURNAL.entry_path(1)])
+    store.delete([path for path in store.objects if path.endswith("manifest.json")])
     session = Session(store, Witness(), owner="next")
     session.open()
     session.start()
@@ -299,16 +292,13 @@ def test_an_entry_without_its_manifest_is_said_to_be_corruption(left: MemoryStor
     assert len(session.trial.quarantined_sequences) == 2
 
 
-def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_it_used(left: MemoryStore) -> None:
-    store = with_entry(left, 1, left.objects[JOURNAL.entry_path(1)])
+def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_it_used(target: MemoryStore) -> None:
+    store = replace_entry(target, 1, target.objects[JOURNAL.entry_path(1)])
     session = Session(store, Witness(), owner="next")
     session.open()
     first, second = session.trial.checkpoints
-    own = (
-        read_manifest(store, key(second.step, second.sequence)).blob_paths()
-        - read_manifest(store, key(first.step, first.sequence)).blob_paths()
-    )
-    for path in own:
+    old, new = (read_manifest(store, KEY.checkpoint_key(checkpoint)).blob_paths() for checkpoint in (first, second))
+    for path in new - old:
         store.objects[path] = b"\0" * len(store.objects[path])
 
     session.start()
@@ -317,8 +307,8 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_it_used(lef
     assert (session.trial.step, session.trial.restored_sequence) == (1, first.sequence)
     session.train()
     session.save()
-    newest = session.trial.checkpoints[-1]
-    assert load_files(store, read_manifest(store, key(newest.step, newest.sequence)))["head"] == session.head
+    newest = read_manifest(store, KEY.checkpoint_key(session.trial.checkpoints[-1]))
+    assert load_files(store, newest)["head"] == session.head
 
 
 def test_an_experiment_with_a_name_that_leads_out_is_never_looked_for() -> None:

@@ -20,7 +20,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.schedulers.base import Continue
 from prefect_tune.core.values import StepReport, WriteStamp
-from tests.fakes.checkpoints import first_generation
+from tests.core.driver import JOURNAL
 from tests.fakes.stores.memory_store import MemoryStore
 
 COMMITTED = CheckpointCommitted(trial="t", checkpoint=CheckpointRef(step=1, sequence=9))
@@ -38,15 +38,15 @@ class _Experiment:
         self.stamps += 1
         return WriteStamp(write_id=f"w{self.stamps}", at="now")
 
-    def open(self, flow_run: str | None, *, by_hand: bool = False) -> Experiment:
-        owner = Owner(name="a run", host="here", pid=1, flow_run=flow_run, is_manual=by_hand)
-        return acquire_ownership(self.store, first_generation("e"), owner, self.stamp())
+    def open(self, flow_run: str | None, *, is_manual: bool = False) -> Experiment:
+        owner = Owner(name="a run", host="here", pid=1, flow_run=flow_run, is_manual=is_manual)
+        return acquire_ownership(self.store, JOURNAL, owner, self.stamp())
 
     def write(self, *events: Event) -> Experiment:
-        return append_events(self.store, load_experiment(self.store, first_generation("e")), events, self.stamp())
+        return append_events(self.store, load_experiment(self.store, JOURNAL), events, self.stamp())
 
 
-def begun() -> _Experiment:
+def start_experiment() -> _Experiment:
     experiment = _Experiment()
     experiment.open("run")
     experiment.write(TrialAdded(trial="t", config={}))
@@ -54,21 +54,21 @@ def begun() -> _Experiment:
 
 
 def restarts(experiment: _Experiment, *opened_by: str | None) -> list[int]:
-    return [experiment.open(each).restarts for each in opened_by]
+    return [experiment.open(flow_run).restarts for flow_run in opened_by]
 
 
 def test_starts_of_one_run_are_counted_until_it_is_another_or_a_persons() -> None:
-    experiment = begun()
+    experiment = start_experiment()
     assert restarts(experiment, "run", "run", "run", "other", "other", None, None) == [1, 2, 3, 0, 1, 0, 0]
     assert restarts(experiment, "run", "run") == [0, 1]
-    assert experiment.open("run", by_hand=True).restarts == 0
+    assert experiment.open("run", is_manual=True).restarts == 0
     assert restarts(experiment, "run") == [1]
-    assert load_experiment(experiment.store, first_generation("e")).restarts == 1
+    assert load_experiment(experiment.store, JOURNAL).restarts == 1
 
 
 @pytest.mark.parametrize("progress", [[COMMITTED], [DECIDED], [TrialFinished(trial="t", reason="done")]])
 def test_what_comes_of_a_start_ends_the_count(progress: Sequence[Event]) -> None:
-    experiment = begun()
+    experiment = start_experiment()
     assert restarts(experiment, "run", "run") == [1, 2]
     assert experiment.write(AttemptStarted(trial="t", attempt=1, from_step=0)).restarts == 2
     assert experiment.write(*progress).restarts == 0

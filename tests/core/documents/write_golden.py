@@ -18,7 +18,7 @@ from tests.fakes.stores.memory_store import MemoryStore
 
 @snapshots_every(10)
 def golden_run() -> MemoryStore:
-    """A run with every event: two owners, an adoption, a retirement, a quarantine, an end and a requeue."""
+    """Return the store of a run with two owners, an adoption, a retirement, a quarantine, an end and a requeue."""
     store, witness = MemoryStore(), Witness()
     first = Session(store, witness, owner="first")
     first.open()
@@ -33,12 +33,10 @@ def golden_run() -> MemoryStore:
     second.start()
     second.train()
     second.save()
-    second.append(
-        [CheckpointQuarantined(trial=KEY.trial, sequence=second.trial.checkpoints[-1].sequence, reason="poison")]
-    )
-    second.append(
-        [AttemptEnded(trial=KEY.trial, cause=Cause.TRAINABLE, reason="ValueError: x", before_first_step=True)]
-    )
+    sequence = second.trial.checkpoints[-1].sequence
+    second.append([CheckpointQuarantined(trial=KEY.trial, sequence=sequence, reason="poison")])
+    reason = "ValueError: x"
+    second.append([AttemptEnded(trial=KEY.trial, cause=Cause.TRAINABLE, reason=reason, before_first_step=True)])
     second.start()
     second.finish()
     second.append([TrialRequeued(trial=KEY.trial, reason=make_reason("extended", step=second.trial.step))])

@@ -30,18 +30,18 @@ def test_each_is_new_and_has_its_empty_folders() -> None:
         assert first != second
         (first / "staging" / "file").write_text("left")
         for path, content in ((first, {"staging", "artifacts", "file"}), (second, {"staging", "artifacts"})):
-            assert {each.name for each in path.rglob("*")} == content
+            assert {entry.name for entry in path.rglob("*")} == content
 
 
 def test_one_is_removed_with_its_content() -> None:
-    with ScratchDirectory() as kept:
+    with ScratchDirectory() as other:
         with ScratchDirectory(*FOLDERS) as path:
             (path / "staging" / "file").write_text("left")
         assert not path.exists()
-        assert kept.is_dir()
+        assert other.is_dir()
 
 
-MAKE_ONE = """
+MAKE_SCRATCH = """
 import os, signal, sys
 from prefect_tune.stores.local.scratch import ScratchDirectory
 path = ScratchDirectory("staging").path
@@ -58,18 +58,14 @@ def test_that_of_a_process_stays_while_it_lives_and_goes_when_the_next_one_start
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with subprocess.Popen(
-        [sys.executable, "-c", MAKE_ONE],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command, environment = [sys.executable, "-c", MAKE_SCRATCH], {**os.environ, "TMPDIR": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout
         child, path = process.stdout.readline().split()
         try:
             for file in tmp_path.rglob("*"):
-                os.utime(file, (0, 0))  # it trains for weeks
+                os.utime(file, (0, 0))  # a training of weeks
             with ScratchDirectory():
                 assert Path(path, "staging").is_dir()
             process.kill()
@@ -85,14 +81,12 @@ def test_that_of_a_process_stays_while_it_lives_and_goes_when_the_next_one_start
 def test_a_process_leaves_nothing_when_it_ends() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
         for characters in (30, 70):
-            folder = _below(Path(base), characters)
+            folder = _make_long_folder(Path(base), characters)
             code = "from prefect_tune.stores.local.scratch import ScratchDirectory; print(ScratchDirectory().path)"
-            environment = {**os.environ, "TMPDIR": str(folder)}
-            run = subprocess.run(
-                [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
-            )
+            command, environment = [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(folder)}
+            process = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
             assert [*folder.glob("*/*")] == []
-            assert not Path(run.stdout.strip()).parent.is_symlink()
+            assert not Path(process.stdout.strip()).parent.is_symlink()
 
 
 def test_one_is_removed_however_deep_its_content_is() -> None:
@@ -116,8 +110,8 @@ def test_its_path_leaves_room_for_sockets_whatever_the_machine_is_called(monkeyp
         assert len(str(path / "1")) - len(tempfile.gettempdir()) <= 48
 
 
-def _below(folder: Path, characters: int) -> Path:
-    """Make and return a folder whose path has so many characters."""
+def _make_long_folder(folder: Path, characters: int) -> Path:
+    """Make a folder whose path has this number of characters."""
     rest = characters - len(str(folder)) - 1
     path = folder.joinpath(*("d" * len(part) for part in textwrap.wrap("d" * rest, 200)))
     path.mkdir(parents=True)
@@ -129,7 +123,7 @@ def test_sockets_fit_below_it_whatever_the_length_of_tmpdir(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, characters: int
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
-        folder = _below(Path(base), characters)
+        folder = _make_long_folder(Path(base), characters)
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         for _ in range(2):
             with ScratchDirectory("1") as path, ScratchDirectory():
@@ -137,7 +131,7 @@ def test_sockets_fit_below_it_whatever_the_length_of_tmpdir(
                 socket_path.parent.mkdir()
                 with socket.socket(socket.AF_UNIX) as listener:
                     listener.bind(str(socket_path))
-                assert socket_path.resolve().is_relative_to(folder)  # where there is room for large files
+                assert socket_path.resolve().is_relative_to(folder)  # not in the folder of the short links
                 assert path.parent.is_symlink()
         assert len(caplog.messages) == (characters > 80)
         assert all(f"has {characters} characters" in message for message in caplog.messages)
@@ -145,12 +139,12 @@ def test_sockets_fit_below_it_whatever_the_length_of_tmpdir(
 
 def test_a_link_that_leads_nowhere_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
-        folder = _below(Path(base), 70)
+        folder = _make_long_folder(Path(base), 70)
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        left = scratch._make_short_link(folder / f"{scratch._machine_digest()}-left")
-        assert left is not None
+        leftover = scratch._make_short_link(folder / f"{scratch._machine_digest()}-left")
+        assert leftover is not None
         with ScratchDirectory() as path:
-            assert not left.is_symlink()
+            assert not leftover.is_symlink()
             assert path.is_dir()
 
 
@@ -158,7 +152,7 @@ def test_without_a_place_for_links_one_line_says_what_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
-        monkeypatch.setattr(tempfile, "tempdir", str(_below(Path(base), 75)))
+        monkeypatch.setattr(tempfile, "tempdir", str(_make_long_folder(Path(base), 75)))
         monkeypatch.setattr(scratch, "_SHORT_FOLDERS", ("/nowhere",))
         for _ in range(2):
             with ScratchDirectory() as path:
@@ -175,8 +169,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user,
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory like /tmp: all users write to it, and only owners remove."""
+def shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory like /tmp: all users write to it, only owners delete."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -185,13 +179,13 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def as_another_user(shared: Path, act: Callable[[], object]) -> None:
+def call_as_nobody(shared_folder: Path, act: Callable[[], object]) -> None:
     """Call the function in a process of the Unix user `nobody`, whose working directory is `shared`."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            os.chdir(shared)  # from here no folder above has to be readable
+            os.chdir(shared_folder)  # the folders above may be unreadable
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
@@ -203,7 +197,7 @@ def as_another_user(shared: Path, act: Callable[[], object]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def linked_to_a_folder() -> None:
+def link_to_folder() -> None:
     Path("lair").mkdir(mode=0o777)
     Path(NAME).symlink_to("lair")
 
@@ -211,22 +205,22 @@ def linked_to_a_folder() -> None:
 PRE_CREATED: Mapping[str, Callable[[], object]] = {
     "made open": lambda: Path(NAME).mkdir(mode=0o777),
     "made private": lambda: Path(NAME).mkdir(mode=0o700),
-    "linked to a folder": linked_to_a_folder,
+    "linked to a folder": link_to_folder,
     "linked to nothing": lambda: Path(NAME).symlink_to("not-there"),
     "made a file": lambda: Path(NAME).touch(),
     "made a pipe": lambda: os.mkfifo(NAME),
 }
 
 
-def kept_by(path: Path) -> str:
+def describe_mode(path: Path) -> str:
     status = path.lstat()
     return f"{stat.S_IMODE(status.st_mode):o} of {status.st_uid}"
 
 
-def test_it_is_made_for_this_user_alone_and_found_again(shared: Path) -> None:
+def test_it_is_made_for_this_user_alone_and_found_again(shared_folder: Path) -> None:
     folder = make_user_folder()
-    assert folder == shared / NAME
-    assert kept_by(folder) == f"700 of {os.geteuid()}"
+    assert folder == shared_folder / NAME
+    assert describe_mode(folder) == f"700 of {os.geteuid()}"
     assert make_user_folder() == folder
 
 
@@ -238,18 +232,18 @@ def test_it_is_made_for_this_user_alone_and_found_again(shared: Path) -> None:
     ids=["scratch directory", "locked folder"],
 )
 def test_what_another_user_made_under_the_name_is_refused_and_left_alone(
-    shared: Path, pre_create: Callable[[], object], use: Callable[[], object]
+    shared_folder: Path, pre_create: Callable[[], object], use: Callable[[], object]
 ) -> None:
-    as_another_user(shared, pre_create)
-    theirs = sorted(shared.rglob("*"))
+    call_as_nobody(shared_folder, pre_create)
+    theirs = sorted(shared_folder.rglob("*"))
     with pytest.raises(pt.StoreRefused, match=rf"{NAME}: expected a folder of user 0 .* of user {NOBODY}: .* TMPDIR"):
         use()
-    assert sorted(shared.rglob("*")) == theirs
+    assert sorted(shared_folder.rglob("*")) == theirs
 
 
 @needs_root
-def test_a_folder_of_the_superuser_is_no_folder_of_another_user(shared: Path) -> None:
-    theirs = shared / f"prefect-tune-{NOBODY}"
+def test_a_folder_of_the_superuser_is_no_folder_of_another_user(shared_folder: Path) -> None:
+    theirs = shared_folder / f"prefect-tune-{NOBODY}"
     theirs.mkdir()
     theirs.chmod(0o777)
 
@@ -258,63 +252,63 @@ def test_a_folder_of_the_superuser_is_no_folder_of_another_user(shared: Path) ->
         with pytest.raises(pt.StoreRefused, match="of user 0: remove it"):
             ScratchDirectory("staging")
 
-    as_another_user(shared, use)
+    call_as_nobody(shared_folder, use)
     assert not any(theirs.iterdir())
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702], ids=oct)
-def test_an_own_folder_that_others_can_write_to_is_refused(shared: Path, mode: int) -> None:
-    (shared / NAME).mkdir()
-    (shared / NAME).chmod(mode)
+def test_an_own_folder_that_others_can_write_to_is_refused(shared_folder: Path, mode: int) -> None:
+    (shared_folder / NAME).mkdir()
+    (shared_folder / NAME).chmod(mode)
     with pytest.raises(pt.StoreRefused, match="set TMPDIR to another folder"):
         make_user_folder()
 
 
-def test_a_link_to_an_own_folder_is_refused(shared: Path, tmp_path: Path) -> None:
+def test_a_link_to_an_own_folder_is_refused(shared_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (shared / NAME).symlink_to(tmp_path / "elsewhere")
+    (shared_folder / NAME).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(pt.StoreRefused, match="found lrwx"):
         ScratchDirectory()
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
 @needs_root
-@pytest.mark.usefixtures("shared")
+@pytest.mark.usefixtures("shared_folder")
 def test_a_file_system_that_keeps_no_owners_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Path.mkdir
+    mkdir = Path.mkdir
 
-    def as_on_a_squashed_mount(self: Path, mode: int = 0o777) -> None:
-        before(self, mode)
+    def make_folder_of_nobody(self: Path, mode: int = 0o777) -> None:
+        mkdir(self, mode)
         os.chown(self, NOBODY, NOBODY)
 
-    monkeypatch.setattr(Path, "mkdir", as_on_a_squashed_mount)
+    monkeypatch.setattr(Path, "mkdir", make_folder_of_nobody)
     with pytest.raises(pt.StoreRefused, match=r"of user 65534: .* set TMPDIR"):
         make_user_folder()
 
 
-@pytest.mark.usefixtures("shared")
+@pytest.mark.usefixtures("shared_folder")
 def test_what_a_killed_process_left_is_removed_and_what_its_links_lead_to_stays(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "file").write_text("precious")
-    left = make_user_folder() / f"{_machine_digest()}-left"
-    (left / "temporary").mkdir(parents=True)
-    left.with_name(f"{left.name}.lock").touch()
-    (left / "temporary" / "folder").symlink_to(outside / "folder")
-    (left / "temporary" / "file").symlink_to(outside / "file")
+    leftover = make_user_folder() / f"{_machine_digest()}-left"
+    (leftover / "temporary").mkdir(parents=True)
+    leftover.with_name(f"{leftover.name}.lock").touch()
+    (leftover / "temporary" / "folder").symlink_to(outside / "folder")
+    (leftover / "temporary" / "file").symlink_to(outside / "file")
     link = make_user_folder() / f"{_machine_digest()}-link"
     link.symlink_to(outside / "folder")
     link.with_name(f"{link.name}.lock").touch()
     with ScratchDirectory():
-        assert not left.exists()
+        assert not leftover.exists()
     assert (outside / "file").read_text() == "precious"
     assert (outside / "folder").is_dir()
 
 
-def test_a_temporary_copy_of_a_checkpoint_is_out_of_other_users_reach(tmp_path: Path, shared: Path) -> None:
+def test_a_temporary_copy_of_a_checkpoint_is_out_of_other_users_reach(tmp_path: Path, shared_folder: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "weights").write_bytes(b"w")
     copy = Path(pt.Checkpoint(source).to_directory())
-    assert copy.is_relative_to(shared / NAME)
-    assert kept_by(shared / NAME) == f"700 of {os.geteuid()}"
+    assert copy.is_relative_to(shared_folder / NAME)
+    assert describe_mode(shared_folder / NAME) == f"700 of {os.geteuid()}"

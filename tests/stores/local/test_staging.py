@@ -26,11 +26,11 @@ from tests.fakes.stores.memory_store import ParallelMemoryStore
 from tests.trainables.unreadable import make_deep
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="t")
-ABOUT = CheckpointMetadata(attempt=1, term=1, write_id="w", created_at="now")
+METADATA = CheckpointMetadata(attempt=1, term=1, write_id="w", created_at="now")
 
 
-def tree(root: Path) -> Mapping[str, object]:
-    """Every file with its bytes and mode, every empty directory, by path."""
+def read_tree(root: Path) -> Mapping[str, object]:
+    """Return files (bytes and mode) and empty directories by path."""
     return {
         path.relative_to(root).as_posix(): (path.read_bytes(), stat.S_IMODE(path.stat().st_mode))
         if path.is_file()
@@ -43,10 +43,10 @@ def tree(root: Path) -> Mapping[str, object]:
 def save(store: ParallelMemoryStore, directory: Path) -> Manifest:
     reuse = find_reusable_bytes(store, TRIAL, None, 0)
     key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
-    return commit_checkpoint(store, key, StagedFiles(directory), ABOUT, reuse=reuse).manifest
+    return commit_checkpoint(store, key, StagedFiles(directory), METADATA, reuse=reuse).manifest
 
 
-def bring(store: ParallelMemoryStore, manifest: Manifest, destination: Path) -> None:
+def restore(store: ParallelMemoryStore, manifest: Manifest, destination: Path) -> None:
     with restoring_directory(manifest, destination) as sink:
         restore_files(store, manifest, sink)
 
@@ -70,20 +70,20 @@ def source(tmp_path: Path) -> Path:
 def test_a_directory_comes_back_byte_for_byte_with_its_modes_and_empty_folders(source: Path, tmp_path: Path) -> None:
     store = ParallelMemoryStore()
     manifest = save(store, source)
-    bring(store, manifest, tmp_path / "far" / "away")
+    restore(store, manifest, tmp_path / "far" / "away")
 
-    assert tree(tmp_path / "far" / "away") == tree(source)
+    assert read_tree(tmp_path / "far" / "away") == read_tree(source)
     assert not (tmp_path / "far" / "away" / "linked").is_symlink()
     assert manifest.size_bytes == sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("there", ["nothing", "an empty directory"])
-def test_a_checkpoint_without_files_is_an_empty_directory(there: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("destination", ["nothing", "an empty directory"])
+def test_a_checkpoint_without_files_is_an_empty_directory(destination: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
-    if there != "nothing":
+    if destination != "nothing":
         (tmp_path / "restored").mkdir()
     store = ParallelMemoryStore()
-    bring(store, save(store, tmp_path / "source"), tmp_path / "restored")
+    restore(store, save(store, tmp_path / "source"), tmp_path / "restored")
     assert list((tmp_path / "restored").iterdir()) == []
 
 
@@ -94,10 +94,10 @@ def test_a_destination_that_holds_something_is_left_as_it_is(source: Path, tmp_p
     (tmp_path / "restored" / "mine").write_bytes(b"keep")
 
     with pytest.raises(OSError, match="restored"):
-        bring(store, manifest, tmp_path / "restored")
+        restore(store, manifest, tmp_path / "restored")
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["restored", "source"]
-    assert tree(tmp_path / "restored") == {"mine": (b"keep", 0o644)}
+    assert read_tree(tmp_path / "restored") == {"mine": (b"keep", 0o644)}
 
 
 def test_a_restore_that_fails_leaves_nothing(source: Path, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_restore_that_fails_leaves_nothing(source: Path, tmp_path: Path) -> No
     manifest = save(store, source)
     store.delete(sorted(manifest.blob_paths())[:1])
     with pytest.raises(CheckpointCorrupt):
-        bring(store, manifest, tmp_path / "restored")
+        restore(store, manifest, tmp_path / "restored")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -118,8 +118,8 @@ def test_a_directory_that_cannot_be_furnished_leaves_nothing(source: Path, tmp_p
 
 
 def _put_socket(root: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as there:
-        there.bind(os.path.relpath(root / "bad"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(root / "bad"))
 
 
 _UNSAVABLE: Mapping[str, Callable[[Path], object]] = {
@@ -136,9 +136,9 @@ _UNSAVABLE: Mapping[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("put", _UNSAVABLE.values(), ids=_UNSAVABLE)
-def test_what_could_not_be_restored_elsewhere_is_refused_by_name(put: Callable[[Path], object], tmp_path: Path) -> None:
-    put(tmp_path)
+@pytest.mark.parametrize("add", _UNSAVABLE.values(), ids=_UNSAVABLE)
+def test_what_could_not_be_restored_elsewhere_is_refused_by_name(add: Callable[[Path], object], tmp_path: Path) -> None:
+    add(tmp_path)
     with pytest.raises(InvalidInput, match="bad"):
         StagedFiles(tmp_path)
 
@@ -161,9 +161,7 @@ def test_what_another_user_owns_is_refused_by_name(name: str) -> None:
 
 def _read_all(staged: StagedFiles) -> None:
     for number, file in enumerate(staged.files):
-        staged.read_into(
-            FileRange(file=number, offset=0, length=file.size_bytes), memoryview(bytearray(file.size_bytes))
-        )
+        staged.read_into(FileRange(number, 0, file.size_bytes), memoryview(bytearray(file.size_bytes)))
 
 
 def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
@@ -185,25 +183,25 @@ def test_files_that_change_while_they_are_read_are_said_to(change: str, tmp_path
         staged.read_into(FileRange(0, 2, 8), memoryview(bytearray(8)))
 
 
-class _Meeting(ParallelMemoryStore):
-    """Each write waits for another one, and each read: two of them must be made at once."""
+class _PairingStore(ParallelMemoryStore):
+    """A store on which each read and each write waits for a second one."""
 
-    together = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=20)
 
     def put(self, path: str, data: Buffer) -> None:
-        self.together.wait()
+        self.barrier.wait()
         super().put(path, data)
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        self.together.wait()
+        self.barrier.wait()
         return super().read(path, offset=offset, length=length)
 
 
 def test_the_blobs_of_a_save_and_of_a_restore_are_transferred_side_by_side(tmp_path: Path) -> None:
     large = {name: name.encode() * BLOB_BYTES for name in "ab"}
     write_files(tmp_path / "source", large)
-    store = _Meeting()
-    bring(store, save(store, tmp_path / "source"), tmp_path / "copy")
+    store = _PairingStore()
+    restore(store, save(store, tmp_path / "source"), tmp_path / "copy")
     assert read_files(tmp_path / "copy") == large
 
 
@@ -230,35 +228,35 @@ def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: 
     store = ParallelMemoryStore()
     key = CheckpointKey(trial=TRIAL, step=1, sequence=1)
     with pytest.raises(StagedFilesChanged):
-        commit_checkpoint(store, key, staged, ABOUT, reuse=find_reusable_bytes(store, TRIAL, None, 0))
+        commit_checkpoint(store, key, staged, METADATA, reuse=find_reusable_bytes(store, TRIAL, None, 0))
     assert not any(path.endswith("manifest.json") for path in store.objects)
 
 
-@pytest.mark.parametrize("gone", ["deep/weights", "deep"])
+@pytest.mark.parametrize("deleted", ["deep/weights", "deep"])
 @pytest.mark.parametrize("act", [StagedFiles, lambda source: copy_directory(source, source.with_name("copy"))])
 def test_a_file_that_vanishes_while_a_directory_is_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object], gone: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object], deleted: str
 ) -> None:
-    """Another process deletes it after its folder was listed, before it is opened."""
+    """Another process deletes the file between the listing of its folder and its opening."""
     write_files(source := tmp_path / "source", {"deep/weights": b"1"})
     scan = os.scandir
 
     def scan_and_delete(folder: str | Path) -> object:
-        found = scan(folder)
-        if Path(folder) != (source / gone).parent:
-            return found
-        with found:
-            entries = list(found)
+        scanned = scan(folder)
+        if Path(folder) != (source / deleted).parent:
+            return scanned
+        with scanned:
+            entries = list(scanned)
         (source / "deep" / "weights").unlink()
-        if gone == "deep":
-            (source / gone).rmdir()
+        if deleted == "deep":
+            (source / deleted).rmdir()
         return nullcontext(entries)
 
     def list_and_delete(folder: Path) -> list[Path]:
-        with scan_and_delete(folder) as found:  # type: ignore[attr-defined]  # a context of entries
-            return [folder / each.name for each in found]
+        with scan_and_delete(folder) as entries:  # type: ignore[attr-defined]  # a context of entries
+            return [folder / entry.name for entry in entries]
 
     monkeypatch.setattr(os, "scandir", scan_and_delete)
     monkeypatch.setattr(Path, "iterdir", list_and_delete)
-    with pytest.raises(StagedFilesChanged, match=rf"source/{gone}.*: .*deleted while it was being saved"):
+    with pytest.raises(StagedFilesChanged, match=rf"source/{deleted}.*: .*deleted while it was being saved"):
         act(source)

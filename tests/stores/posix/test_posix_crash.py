@@ -47,7 +47,7 @@ def _delete(store: PosixStore) -> None:
     store.delete(["old/object", "old/other"])
 
 
-def _furnished() -> MemoryPosix:
+def _make_disk() -> MemoryPosix:
     disk = MemoryPosix()
     store = posix_store(disk)
     store.put("old/object", b"old")
@@ -57,20 +57,20 @@ def _furnished() -> MemoryPosix:
     return disk
 
 
-def _points(act: Act) -> Iterator[tuple[int, Failure]]:
-    """Return every call that the act makes on the disk, with every way for it to fail."""
-    calls = DyingCalls(_furnished(), nth=0)
+def _iter_failures(act: Act) -> Iterator[tuple[int, Failure]]:
+    """Yield every system call of `act` with every way to fail."""
+    calls = DyingCalls(_make_disk(), nth=0)
     act(posix_store(calls))
     for nth in range(1, calls.total + 1):
         for way in Failure:
             yield nth, way
 
 
-def _disks_after(act: Act) -> Iterator[tuple[str, MemoryPosix, bool]]:
-    """Run `act` into every failure and every loss: a label, the disk, and whether it was acknowledged."""
-    for nth, way in _points(act):
+def _iter_disks(act: Act) -> Iterator[tuple[str, MemoryPosix, bool]]:
+    """Run `act` with every failure and loss; yield a label, the disk, and whether it was acknowledged."""
+    for nth, way in _iter_failures(act):
         for loss in LOSSES:
-            disk = _furnished()
+            disk = _make_disk()
             calls = DyingCalls(disk, nth, way)
             acknowledged = False
             with suppress(Crash, StoreUnavailable, CommitUnknown):
@@ -82,7 +82,7 @@ def _disks_after(act: Act) -> Iterator[tuple[str, MemoryPosix, bool]]:
             yield f"{calls.failed_at} #{nth}, {way.name}, {loss}", disk, acknowledged
 
 
-def _found(disk: MemoryPosix, path: str) -> bytes | None:
+def _read(disk: MemoryPosix, path: str) -> bytes | None:
     try:
         return posix_store(disk).read(path)
     except ObjectNotFound:
@@ -92,77 +92,76 @@ def _found(disk: MemoryPosix, path: str) -> bytes | None:
 @pytest.mark.parametrize("act", [_create, _put])
 def test_a_write_that_fails_anywhere_leaves_the_whole_object_or_none(act: Act) -> None:
     points = 0
-    for label, disk, acknowledged in _disks_after(act):
+    for label, disk, acknowledged in _iter_disks(act):
         points += 1
-        found = _found(disk, "a/b/object")
-        assert found in (None, NEW), label
-        assert found == NEW or not acknowledged, label
-        assert _found(disk, "old/object") == b"old", label
+        data = _read(disk, "a/b/object")
+        assert data in (None, NEW), label
+        assert data == NEW or not acknowledged, label
+        assert _read(disk, "old/object") == b"old", label
     print(f"{act.__name__}: {points} points")
     assert points > 170
 
 
 @pytest.mark.parametrize("act", [_create, _put])
 def test_what_was_once_read_survives_the_next_power_cut(act: Act) -> None:
-    for label, disk, _ in _disks_after(act):
-        found = _found(disk, "a/b/object")
+    for label, disk, _ in _iter_disks(act):
+        data = _read(disk, "a/b/object")
         size = posix_store(disk).size("a/b/object")
         disk.lose_power()
-        assert _found(disk, "a/b/object") == found, label
+        assert _read(disk, "a/b/object") == data, label
         assert posix_store(disk).size("a/b/object") == size, label
 
 
 @pytest.mark.parametrize("act", [_create, _put])
 def test_what_a_second_write_found_survives_the_next_power_cut(act: Act) -> None:
-    for label, disk, _ in _disks_after(act):
+    for label, disk, _ in _iter_disks(act):
         with suppress(AlreadyExists):
             act(posix_store(disk))
         disk.lose_power()
-        assert _found(disk, "a/b/object") == NEW, label
+        assert _read(disk, "a/b/object") == NEW, label
 
 
 @pytest.mark.parametrize("act", [_heal, _replace])
 def test_healing_or_replacing_that_fails_anywhere_leaves_the_old_bytes_or_the_new_ones(act: Act) -> None:
-    for label, disk, acknowledged in _disks_after(act):
-        found = _found(disk, "spoilt/object")
-        assert found in (b"short", NEW), label
-        assert found == NEW or not acknowledged, label
+    for label, disk, acknowledged in _iter_disks(act):
+        data = _read(disk, "spoilt/object")
+        assert data in (b"short", NEW), label
+        assert data == NEW or not acknowledged, label
         act(posix_store(disk))
         disk.lose_power()
-        assert _found(disk, "spoilt/object") == NEW, label
+        assert _read(disk, "spoilt/object") == NEW, label
 
 
 def test_a_delete_that_fails_anywhere_can_be_repeated_and_then_holds() -> None:
-    for label, disk, acknowledged in _disks_after(_delete):
-        left = {_found(disk, "old/object"), _found(disk, "old/other")}
-        assert left <= ({None} if acknowledged else {None, b"old"}), label
+    for label, disk, acknowledged in _iter_disks(_delete):
+        remaining = {_read(disk, "old/object"), _read(disk, "old/other")}
+        assert remaining <= ({None} if acknowledged else {None, b"old"}), label
         _delete(posix_store(disk))
         disk.lose_power()
-        assert (_found(disk, "old/object"), _found(disk, "old/other")) == (None, None), label
+        assert (_read(disk, "old/object"), _read(disk, "old/other")) == (None, None), label
 
 
 @pytest.mark.parametrize("act", long_after(1, [_create, _put, _heal, _replace]))
 def test_hidden_files_of_the_dead_are_swept_by_a_later_writer(act: Act) -> None:
-    for label, disk, _ in _disks_after(act):
+    for label, disk, _ in _iter_disks(act):
         disk.clock_ns += 90_000 * 10**9
         posix_store(disk).put("later", b"1")
-        hidden = [path for path in disk.tree() if path.startswith(".tmp/")]
-        assert hidden == [], label
+        assert [path for path in disk.tree() if path.startswith(".tmp/")] == [], label
 
 
 def test_sweeping_a_published_object_that_is_not_safe_yet_makes_it_safe() -> None:
     disk = MemoryPosix()
     with pytest.raises(Crash):
-        _create(posix_store(DyingCalls(disk, _nth(_create, "link"), Failure.CRASH_AFTER)))
+        _create(posix_store(DyingCalls(disk, _find_call(_create, "link"), Failure.CRASH_AFTER)))
     disk.die_with_process()
     disk.clock_ns += 90_000 * 10**9
     posix_store(disk).put("later", b"1")
     disk.lose_power()
-    assert _found(disk, "a/b/object") == NEW
+    assert _read(disk, "a/b/object") == NEW
 
 
-def _nth(act: Act, call: str) -> int:
-    for nth, _ in _points(act):
+def _find_call(act: Act, call: str) -> int:
+    for nth, _ in _iter_failures(act):
         calls = DyingCalls(MemoryPosix(), nth, Failure.CRASH_BEFORE)
         with suppress(Crash):
             act(posix_store(calls))
@@ -173,22 +172,21 @@ def _nth(act: Act, call: str) -> int:
 
 def test_a_link_whose_reply_was_lost_is_recognized_as_done() -> None:
     disk = MemoryPosix()
-    _create(posix_store(DyingCalls(disk, _nth(_create, "link"), Failure.REPLY_LOST)))
+    _create(posix_store(DyingCalls(disk, _find_call(_create, "link"), Failure.REPLY_LOST)))
     disk.lose_power()
-    assert _found(disk, "a/b/object") == NEW
+    assert _read(disk, "a/b/object") == NEW
 
 
 def test_a_folder_that_cannot_be_synced_leaves_the_outcome_unknown() -> None:
     folder_syncs = DyingCalls(MemoryPosix(), nth=0)
     _create(posix_store(folder_syncs))
     last_sync = folder_syncs.total - 1  # the hidden name is removed after it
-    disk = MemoryPosix()
     with pytest.raises(CommitUnknown, match="cannot be synced"):
-        _create(posix_store(DyingCalls(disk, last_sync, Failure.UNAVAILABLE)))
+        _create(posix_store(DyingCalls(MemoryPosix(), last_sync, Failure.UNAVAILABLE)))
 
 
 def test_a_disk_that_does_not_sync_is_found_out_by_these_tests() -> None:
     disk = MemoryPosix(fsync_works=False)
     _create(posix_store(disk))
     disk.lose_power()
-    assert _found(disk, "a/b/object") is None
+    assert _read(disk, "a/b/object") is None

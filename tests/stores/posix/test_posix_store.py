@@ -36,7 +36,7 @@ from prefect_tune.stores.posix_store import UNSUPPORTED, FileSystemCalls, PosixS
 from tests.fakes.servers.processes import until_mounted
 from tests.stores.contract import StoreContract
 
-NOT_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own, which takes root")
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own, which takes root")
 
 
 class TestPosixStore(StoreContract):
@@ -51,7 +51,7 @@ def store(tmp_path: Path) -> PosixStore:
     return PosixStore(tmp_path)
 
 
-def _acts(store: ObjectStore, path: str) -> dict[str, Callable[[], object]]:
+def _operations(store: ObjectStore, path: str) -> dict[str, Callable[[], object]]:
     return {
         "create": lambda: store.create(path, b"1"),
         "put": lambda: store.put(path, b"1"),
@@ -70,7 +70,7 @@ def _acts(store: ObjectStore, path: str) -> dict[str, Callable[[], object]]:
 def test_a_missing_root_is_not_an_empty_one(tmp_path: Path, act: str) -> None:
     store = PosixStore(tmp_path / "unmounted")
     with pytest.raises(StoreUnavailable, match="the root does not exist"):
-        _acts(store, "a")[act]()
+        _operations(store, "a")[act]()
     assert not (tmp_path / "unmounted").exists()
 
 
@@ -122,7 +122,7 @@ def test_the_hidden_folder_cannot_be_addressed(store: PosixStore) -> None:
 
 @pytest.fixture
 def outside(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder beside the root, which links of all kinds below the root lead to."""
+    """A folder that links below the root lead to."""
     outside = tmp_path_factory.mktemp("outside")
     (outside / "secret").write_bytes(b"secret")
     (tmp_path / "folder").symlink_to(outside)
@@ -135,8 +135,8 @@ def outside(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("act", ["create", "put", "replace", "read", "size"])
 def test_a_symbolic_link_leads_nowhere(store: PosixStore, outside: Path, act: str, path: str) -> None:
     with pytest.raises((StoreRefused, AlreadyExists)):
-        _acts(store, path)[act]()
-    assert [found.name for found in outside.iterdir()] == ["secret"]
+        _operations(store, path)[act]()
+    assert [path.name for path in outside.iterdir()] == ["secret"]
     assert (outside / "secret").read_bytes() == b"secret"
 
 
@@ -154,7 +154,7 @@ def test_a_hidden_folder_that_is_a_link_is_refused(store: PosixStore, tmp_path: 
     (tmp_path / ".tmp").symlink_to(outside)
     with pytest.raises(StoreRefused):
         store.put("a", b"1")
-    assert [found.name for found in outside.iterdir()] == ["secret"]
+    assert [path.name for path in outside.iterdir()] == ["secret"]
 
 
 def test_a_pipe_under_an_objects_name_is_refused_at_once(store: PosixStore, tmp_path: Path) -> None:
@@ -183,15 +183,15 @@ def test_empty_folders_go_with_their_last_object(store: PosixStore, tmp_path: Pa
     store.delete(["a/b/c"])
     assert not (tmp_path / "a" / "b").exists()
     store.delete(["a/d"])
-    assert sorted(found.name for found in tmp_path.iterdir()) == [".tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp"]
 
 
 def test_creating_and_pruning_the_same_folder_at_once_loses_nothing(store: PosixStore) -> None:
-    until = time.monotonic() + 1.0
+    deadline = time.monotonic() + 1.0
     counts = [0, 0]
 
     def create_and_delete(worker: int) -> None:
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             store.create(f"deep/er/folder/{worker}", b"1")
             assert store.size(f"deep/er/folder/{worker}") == 1
             store.delete([f"deep/er/folder/{worker}"])
@@ -204,7 +204,7 @@ def test_creating_and_pruning_the_same_folder_at_once_loses_nothing(store: Posix
 
 
 class _PrunedOnce(FileSystemCalls):
-    """Another process prunes the folder between mkdir and link."""
+    """A disk on which another process prunes the folder between mkdir and link."""
 
     def __init__(self, other: PosixStore) -> None:
         self.other = other
@@ -221,7 +221,7 @@ class _PrunedOnce(FileSystemCalls):
 def test_a_folder_that_is_pruned_before_the_link_is_made_again(tmp_path: Path, method: str) -> None:
     calls = _PrunedOnce(PosixStore(tmp_path))
     store = PosixStore(tmp_path, calls=calls)
-    _acts(store, "a/b/object")[method]()
+    _operations(store, "a/b/object")[method]()
     assert calls.pruned == 1
     assert store.read("a/b/object") == b"1"
 
@@ -237,16 +237,16 @@ def test_a_hidden_file_is_swept_a_day_after_the_last_write(tmp_path: Path) -> No
 
 
 class _SlowWrite(FileSystemCalls):
-    """Waits in the middle of a write, with the hidden file half full."""
+    """A disk that waits in the middle of a write."""
 
     def __init__(self) -> None:
         self.writing = threading.Event()
-        self.go_on = threading.Event()
+        self.resume = threading.Event()
 
     def write(self, file: int, data: memoryview) -> int:
         written = super().write(file, data[: max(1, len(data) // 2)])
         self.writing.set()
-        self.go_on.wait(10)
+        self.resume.wait(10)
         return written
 
 
@@ -257,7 +257,7 @@ def test_a_writer_whose_hidden_file_is_taken_away_publishes_nothing(tmp_path: Pa
         assert calls.writing.wait(10)
         for file in (tmp_path / ".tmp").iterdir():
             file.unlink()
-        calls.go_on.set()
+        calls.resume.set()
         assert isinstance(slow.exception(10), StoreUnavailable)
     assert PosixStore(tmp_path).size("slow") is None
 
@@ -286,52 +286,52 @@ def test_nothing_is_begun_or_published_after_the_deadline(tmp_path: Path) -> Non
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 64 KiB."""
-    where = tmp_path / "small"
-    where.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", where], check=True)
-    yield where
-    subprocess.run(["umount", "-l", where], check=True)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
 
 
-@NOT_ROOT
+@NEEDS_ROOT
 def test_a_disk_that_fills_up_says_so_loses_nothing_and_goes_on_once_there_is_room(small_disk: Path) -> None:
     store = PosixStore(small_disk)
-    kept: list[str] = []
+    written: list[str] = []
 
     def fill() -> None:
         for number in range(100):
             store.create(f"objects/{number}", bytes(6000))
-            kept.append(f"objects/{number}")
+            written.append(f"objects/{number}")
 
     with pytest.raises(StoreUnavailable, match=rf"{small_disk}.*disk is full"):
         fill()
-    assert 5 <= len(kept) <= 10
-    assert sorted(listed.path for listed in store.list("")) == sorted(kept)
-    assert all(store.read(path) == bytes(6000) for path in kept)
+    assert 5 <= len(written) <= 10
+    assert sorted(listed.path for listed in store.list("")) == sorted(written)
+    assert all(store.read(path) == bytes(6000) for path in written)
     assert list((small_disk / ".tmp").iterdir()) == []
 
-    store.delete(kept[:1])
+    store.delete(written[:1])
     store.create("objects/again", bytes(6000))
     assert store.size("objects/again") == 6000
 
 
-@NOT_ROOT
+@NEEDS_ROOT
 def test_a_read_only_file_system_refuses(small_disk: Path) -> None:
     store = PosixStore(small_disk)
     store.put("a", b"1")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     for act in ("create", "put", "replace", "delete"):
         with pytest.raises(StoreRefused, match="read-only"):
-            _acts(PosixStore(small_disk), "b" if act != "delete" else "a")[act]()
+            _operations(PosixStore(small_disk), "b" if act != "delete" else "a")[act]()
     assert store.read("a") == b"1"
 
 
-@NOT_ROOT
+@NEEDS_ROOT
 def test_another_file_system_below_the_root_is_refused_for_writing(small_disk: Path) -> None:
     store = PosixStore(small_disk.parent)
     for act in ("create", "put", "replace"):
         with pytest.raises(StoreRefused, match="another file system"):
-            _acts(store, "small/a")[act]()
+            _operations(store, "small/a")[act]()
     assert list((small_disk.parent / ".tmp").iterdir()) == []
 
 
@@ -370,18 +370,13 @@ def test_what_the_user_may_not_do_is_refused_and_never_taken_for_absence(tmp_pat
     for folder in (root, *tmp_path.parents, tmp_path):
         if folder.stat().st_uid == 0 and str(folder).startswith("/tmp/"):
             folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o055)
-    done = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, str(root)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.stdout.strip() == "all refused", done.stderr
+    command, environment = [sys.executable, "-c", AS_NOBODY, str(root)], {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+    assert process.stdout.strip() == "all refused", process.stderr
 
 
-CANNOT = sorted(UNSUPPORTED)
-NEEDED = {
+UNSUPPORTED_ERRNOS = sorted(UNSUPPORTED)
+NEEDED_CALLS = {
     "create": ["open_root", "open_folder", "create_file", "write", "fsync", "link", "mkdir", "fstat"],
     "put": ["open_root", "open_folder", "create_file", "write", "fsync", "link", "mkdir", "fstat"],
     "replace": ["open_root", "open_folder", "create_file", "write", "fsync", "link", "rename", "fstat"],
@@ -393,7 +388,7 @@ NEEDED = {
 """The system calls that each operation of a store needs."""
 
 
-class Failing(FileSystemCalls):
+class FailingCall(FileSystemCalls):
     """The kernel's calls, one of which always fails."""
 
     def __init__(self, call: str, number: int) -> None:
@@ -406,7 +401,7 @@ class Failing(FileSystemCalls):
         setattr(self, call, fail)
 
 
-def _acts_on_old(store: PosixStore) -> dict[str, Callable[[], object]]:
+def _operations_on_old(store: PosixStore) -> dict[str, Callable[[], object]]:
     return {
         "create": lambda: store.create("folder/new", b"1"),
         "put": lambda: store.put("folder/new", b"1"),
@@ -418,20 +413,20 @@ def _acts_on_old(store: PosixStore) -> dict[str, Callable[[], object]]:
     }
 
 
-def _error(root: Path, act: str, calls: FileSystemCalls) -> TuneError:
+def _run_to_error(root: Path, act: str, calls: FileSystemCalls) -> TuneError:
     if not root.exists():
         root.mkdir()
         PosixStore(root).put("old/object", b"old")
     with pytest.raises(TuneError) as raised:
-        _acts_on_old(PosixStore(root, calls=calls))[act]()
+        _operations_on_old(PosixStore(root, calls=calls))[act]()
     return raised.value
 
 
-@pytest.mark.parametrize(("act", "call"), [(act, call) for act, calls in NEEDED.items() for call in calls])
+@pytest.mark.parametrize(("act", "call"), [(act, call) for act, calls in NEEDED_CALLS.items() for call in calls])
 def test_what_a_file_system_cannot_do_is_answered_at_once_with_the_reason(tmp_path: Path, act: str, call: str) -> None:
-    for number in CANNOT:
-        calls = Failing(call, number)
-        error = _error(tmp_path / "root", act, calls)
+    for number in UNSUPPORTED_ERRNOS:
+        calls = FailingCall(call, number)
+        error = _run_to_error(tmp_path / "root", act, calls)
         assert type(error) is StoreRefused, f"{call} {errno.errorcode[number]}: {error!r}"
         assert "use a local disk, NFS" in str(error)
         assert os.strerror(number) in str(error)
@@ -439,12 +434,12 @@ def test_what_a_file_system_cannot_do_is_answered_at_once_with_the_reason(tmp_pa
 
 
 @pytest.mark.parametrize("act", ["create", "put"])
-@pytest.mark.parametrize("number", [*CANNOT, errno.EPERM])
+@pytest.mark.parametrize("number", [*UNSUPPORTED_ERRNOS, errno.EPERM])
 def test_a_file_system_without_hard_links_is_told_as_that(tmp_path: Path, act: str, number: int) -> None:
-    error = _error(tmp_path / "root", act, Failing("link", number))
+    error = _run_to_error(tmp_path / "root", act, FailingCall("link", number))
     assert type(error) is StoreRefused
     assert "has no hard links, which create-if-absent needs: use a local disk" in str(error)
-    assert [found.path for found in PosixStore(tmp_path / "root").list("")] == ["old/object"]
+    assert [listed.path for listed in PosixStore(tmp_path / "root").list("")] == ["old/object"]
 
 
 def test_an_input_output_error_of_one_link_is_no_answer(tmp_path: Path) -> None:
@@ -457,12 +452,12 @@ def test_an_input_output_error_of_one_link_is_no_answer(tmp_path: Path) -> None:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             super().link(name, folder, new_name, new_folder)
 
-    assert type(_error(tmp_path / "root", "create", FailsOnce())) is CommitUnknown
-    assert type(_error(tmp_path / "root", "put", FailsOnce())) is StoreUnavailable
+    assert type(_run_to_error(tmp_path / "root", "create", FailsOnce())) is CommitUnknown
+    assert type(_run_to_error(tmp_path / "root", "put", FailsOnce())) is StoreUnavailable
     assert list((tmp_path / "root" / ".tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("number", CANNOT)
+@pytest.mark.parametrize("number", UNSUPPORTED_ERRNOS)
 def test_a_folder_that_has_nothing_to_sync_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -495,7 +490,7 @@ REFUSED = [
     "EXDEV",
     "ENAMETOOLONG",
 ]
-PASSING = [
+TRANSIENT = [
     "ENOSPC",
     "EDQUOT",
     "EIO",
@@ -510,17 +505,17 @@ PASSING = [
 ]
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *PASSING])
+@pytest.mark.parametrize("name", [*REFUSED, *TRANSIENT])
 @pytest.mark.parametrize("call", ["create_file", "write", "fsync", "mkdir"])
 def test_a_refusal_and_a_failure_of_any_call_are_told_apart(tmp_path: Path, call: str, name: str) -> None:
     number = getattr(errno, name)
-    error = _error(tmp_path / "root", "create", Failing(call, number))
+    error = _run_to_error(tmp_path / "root", "create", FailingCall(call, number))
     assert type(error) is (StoreRefused if name in REFUSED else StoreUnavailable)
     assert os.strerror(number) in str(error)
 
 
 def test_a_folder_that_cannot_be_closed_is_told_as_an_error_of_the_store(tmp_path: Path) -> None:
-    assert type(_error(tmp_path / "root", "read", Failing("close", errno.EIO))) is StoreUnavailable
+    assert type(_run_to_error(tmp_path / "root", "read", FailingCall("close", errno.EIO))) is StoreUnavailable
 
 
 # ---------------------------------------------------------------------------------------------- a real mount
@@ -528,14 +523,14 @@ def test_a_folder_that_cannot_be_closed_is_told_as_an_error_of_the_store(tmp_pat
 
 @pytest.fixture
 def fuse(tmp_path: Path) -> Iterator[Path]:
-    """A folder mounted by rclone, whose FUSE file system has no hard links."""
+    """A FUSE mount by rclone, without hard links."""
     rclone, unmount = shutil.which("rclone"), shutil.which("fusermount3") or shutil.which("fusermount")
     if rclone is None or unmount is None or not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("needs rclone, fusermount and /dev/fuse")
-    behind, mounted = tmp_path / "behind", tmp_path / "mounted"
-    behind.mkdir()
+    source, mounted = tmp_path / "source", tmp_path / "mounted"
+    source.mkdir()
     mounted.mkdir()
-    command = [rclone, "mount", "--vfs-cache-mode", "writes", "--config", os.devnull, str(behind), str(mounted)]
+    command = [rclone, "mount", "--vfs-cache-mode", "writes", "--config", os.devnull, str(source), str(mounted)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             if not until_mounted(mounted, process):
@@ -548,7 +543,7 @@ def fuse(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="FUSE as Linux has it")
 def test_a_fuse_mount_without_hard_links_is_refused_at_once_with_the_reason(fuse: Path) -> None:
-    found = LocalTarget(path=str(fuse)).check()
-    assert not found.ok
-    assert not found.may_be_temporary
-    assert "no hard links" in found.message
+    result = LocalTarget(path=str(fuse)).check()
+    assert not result.ok
+    assert not result.may_be_temporary
+    assert "no hard links" in result.message

@@ -50,15 +50,18 @@ os._exit(0)
 """
 
 
-def _traced(root: Path, act: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", CHILD, str(root), act]
+def _run_strace(root: Path, act: str, *options: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        ["strace", "-f", "-qq", *options, *command], capture_output=True, text=True, check=False, env=environment
-    )
+    command = ["strace", "-f", "-qq", *options, sys.executable, "-c", CHILD, str(root), act]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def _furnished(root: Path) -> Path:
+def _inject(root: Path, act: str, call: str, fault: str) -> subprocess.CompletedProcess[str]:
+    """Run the act with this fault at the system call."""
+    return _run_strace(root, act, "-o", os.devnull, "-e", f"trace={call}", "-e", f"inject={call}:{fault}")
+
+
+def _make_root(root: Path) -> Path:
     root.mkdir()
     store = PosixStore(root)
     store.put("old/object", b"old")
@@ -66,27 +69,21 @@ def _furnished(root: Path) -> Path:
     return root
 
 
-def _ordinals(tmp_path: Path, act: str) -> list[tuple[str, int]]:
-    """Return each system call of the act as its name and its number in the life of the process."""
+def _list_calls(tmp_path: Path, act: str) -> list[tuple[str, int]]:
+    """Return the name of each system call of the act, and its ordinal in the process."""
     log = tmp_path / f"trace of {act}"
-    done = _traced(
-        _furnished(tmp_path / f"count {act}"),
-        act,
-        "-e",
-        f"trace=access,{','.join({*CALLS, *REPLACED})}",
-        "-o",
-        str(log),
-    )
-    assert done.returncode == 0, done.stderr
+    traced = f"trace=access,{','.join({*CALLS, *REPLACED})}"
+    process = _run_strace(_make_root(tmp_path / f"count {act}"), act, "-e", traced, "-o", str(log))
+    assert process.returncode == 0, process.stderr
     seen: Counter[str] = Counter()
-    found: list[tuple[str, int]] = []
-    begun = False
+    calls: list[tuple[str, int]] = []
+    has_begun = False
     for name, arguments in re.findall(r"^(?:\d+ +)?(\w+)\((.*)", log.read_text(), re.MULTILINE):
-        begun = begun or '"/begin"' in arguments
+        has_begun = has_begun or '"/begin"' in arguments
         seen[name] += 1
-        if begun and name != "access":
-            found.append((name, seen[name]))
-    return found
+        if has_begun and name != "access":
+            calls.append((name, seen[name]))
+    return calls
 
 
 def _read(root: Path, path: str) -> bytes | None:
@@ -99,7 +96,7 @@ def _read(root: Path, path: str) -> bytes | None:
 def _check_survivors(root: Path, act: str, label: str, *, acknowledged: bool) -> None:
     """Require that every object is whole, that acknowledged writes persist, and that a retry succeeds."""
     store = PosixStore(root)
-    listed = {found.path for found in store.list("")}
+    listed = {entry.path for entry in store.list("")}
     assert listed <= {"old/object", "old/other", "a/b/object"}, label
     old = [_read(root, "old/object"), _read(root, "old/other")]
     if act == "delete":
@@ -125,13 +122,11 @@ def _check_survivors(root: Path, act: str, label: str, *, acknowledged: bool) ->
     "act", [*long_after(1, ["create", "replace", "delete"]), pytest.param("put", marks=pytest.mark.deep)]
 )
 def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path, act: str) -> None:
-    points = _ordinals(tmp_path, act)
+    points = _list_calls(tmp_path, act)
     for number, (call, nth) in enumerate(points):
-        root = _furnished(tmp_path / f"killed {number}")
-        done = _traced(
-            root, act, "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:signal=KILL:when={nth}"
-        )
-        assert done.returncode != 0, f"{call} {nth} was not reached"
+        root = _make_root(tmp_path / f"killed {number}")
+        process = _inject(root, act, call, f"signal=KILL:when={nth}")
+        assert process.returncode != 0, f"{call} {nth} was not reached"
         _check_survivors(root, act, f"killed at {call} {nth}", acknowledged=False)
     print(f"{act}: killed at {len(points)} system calls")
     needed = {"delete": {"unlinkat", "fsync"}, "replace": set(REPLACED)}
@@ -140,7 +135,7 @@ def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("act", "number"),
+    ("act", "error"),
     [
         ("create", "ENOSPC"),
         ("delete", "EIO"),
@@ -151,21 +146,17 @@ def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path
         pytest.param("delete", "ENOSPC", marks=pytest.mark.deep),
     ],
 )
-def test_a_system_call_that_fails_is_told_and_leaves_whole_objects(tmp_path: Path, act: str, number: str) -> None:
-    points = _ordinals(tmp_path, act)
-    for place, (call, nth) in enumerate(points):
-        root = _furnished(tmp_path / f"failed {place}")
-        done = _traced(
-            root, act, "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:error={number}:when={nth}"
-        )
-        label = f"{number} at {call} {nth}: exit {done.returncode} {done.stderr}"
+def test_a_system_call_that_fails_is_told_and_leaves_whole_objects(tmp_path: Path, act: str, error: str) -> None:
+    points = _list_calls(tmp_path, act)
+    for index, (call, nth) in enumerate(points):
+        root = _make_root(tmp_path / f"failed {index}")
+        process = _inject(root, act, call, f"error={error}:when={nth}")
+        label = f"{error} at {call} {nth}: exit {process.returncode} {process.stderr}"
         # Only the removal of the hidden name may fail without an error: the object exists by then.
-        allowed = (
-            {EXIT_NOT_DONE} | ({EXIT_UNKNOWN} if act == "create" else set()) | ({0} if call == "unlinkat" else set())
-        )
-        assert done.returncode in allowed, label
-        _check_survivors(root, act, label, acknowledged=done.returncode == 0)
-    print(f"{act}: {number} at {len(points)} system calls")
+        allowed = [EXIT_NOT_DONE, *[EXIT_UNKNOWN] * (act == "create"), *[0] * (call == "unlinkat")]
+        assert process.returncode in allowed, label
+        _check_survivors(root, act, label, acknowledged=process.returncode == 0)
+    print(f"{act}: {error} at {len(points)} system calls")
 
 
 @pytest.mark.parametrize(
@@ -177,14 +168,12 @@ def test_a_system_call_that_fails_is_told_and_leaves_whole_objects(tmp_path: Pat
         pytest.param("create", "write", marks=pytest.mark.deep),
     ],
 )
-@pytest.mark.parametrize("number", ["ENOSYS", pytest.param("EOPNOTSUPP", marks=pytest.mark.deep)])
-def test_a_system_call_that_the_file_system_lacks_is_a_refusal(
-    tmp_path: Path, act: str, call: str, number: str
-) -> None:
-    for place, nth in enumerate(nth for name, nth in _ordinals(tmp_path, act) if name == call):
-        root = _furnished(tmp_path / f"lacking {place}")
-        done = _traced(
-            root, act, "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:error={number}:when={nth}+"
+@pytest.mark.parametrize("error", ["ENOSYS", pytest.param("EOPNOTSUPP", marks=pytest.mark.deep)])
+def test_a_system_call_that_the_file_system_lacks_is_a_refusal(tmp_path: Path, act: str, call: str, error: str) -> None:
+    for index, nth in enumerate(nth for name, nth in _list_calls(tmp_path, act) if name == call):
+        root = _make_root(tmp_path / f"lacking {index}")
+        process = _inject(root, act, call, f"error={error}:when={nth}+")
+        assert process.returncode == EXIT_REFUSED, (
+            f"{error} at {call} {nth}: exit {process.returncode} {process.stderr}"
         )
-        assert done.returncode == EXIT_REFUSED, f"{number} at {call} {nth}: exit {done.returncode} {done.stderr}"
-        _check_survivors(root, act, f"{number} at {call} {nth}", acknowledged=False)
+        _check_survivors(root, act, f"{error} at {call} {nth}", acknowledged=False)
