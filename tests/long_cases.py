@@ -1,4 +1,4 @@
-"""Cases of a parametrized test that run only in the long suite, and how many examples the deep suite draws."""
+"""Cases of a parametrized test that run only in the long suite, and the numbers of examples of the deep suite."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from _pytest.mark import ParameterSet
 
 DEEP_FACTOR = float(os.environ.get("PREFECT_TUNE_TEST_DEPTH", "1"))
-"""The deep suite draws its usual number of examples and kills times this: 1 takes 45 minutes, 8 a night."""
+"""The factor of the deep suite's numbers of examples and kills: 1 takes 45 minutes, 8 a night."""
 
 
 def deep_count(usual: int) -> int:
-    """Return how many examples or kills a deep test draws whose number is arbitrary."""
+    """Return the number of examples or kills of a deep test."""
     return max(1, round(usual * DEEP_FACTOR))
 
 
@@ -23,13 +23,11 @@ def long_after(count: int, cases: Iterable[Any]) -> list[ParameterSet]:
 
     A case is a `pytest.param`, the tuple of its values, or its one value. Raises `ValueError` if no case is after them.
     """
-    found = list(cases)
-    if count >= len(found):
-        raise ValueError(f"expected more than {count} cases, found {len(found)}: leave out `long_after`")
-    return [_case(each, () if place < count else (pytest.mark.long,)) for place, each in enumerate(found)]
+    params = [case if isinstance(case, ParameterSet) else _make_param(case) for case in cases]
+    if count >= len(params):
+        raise ValueError(f"expected more than {count} cases, found {len(params)}: leave out `long_after`")
+    return params[:count] + [param._replace(marks=(*param.marks, pytest.mark.long)) for param in params[count:]]
 
 
-def _case(given: Any, marks: tuple[pytest.MarkDecorator, ...]) -> ParameterSet:
-    if isinstance(given, ParameterSet):
-        return given._replace(marks=(*given.marks, *marks))
-    return pytest.param(*(given if isinstance(given, tuple) else (given,)), marks=marks)
+def _make_param(case: Any) -> ParameterSet:
+    return pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)

@@ -46,7 +46,7 @@ RUN = (
     pytest.param(OWN_FLOWS, marks=pytest.mark.deep),
     pytest.param(DRILL, marks=[pytest.mark.deep, pytest.mark.timeout(900)]),
 )
-"""The pages whose Python and Bash is run as it stands, from top to bottom, in an empty folder."""
+"""The pages whose Python and Bash run unchanged, from top to bottom, in an empty folder."""
 NOT_RUN = {
     **dict.fromkeys(("make demo", "make test"), "tests/demo, and this suite"),
     "pip install '.[server]'": "installed here; tests/test_packaging.py installs what is built",
@@ -55,9 +55,9 @@ NOT_RUN = {
         "needs a Dask scheduler on a machine of that name; tools/repository_checks.py lets Dask parse it"
     ),
 }
-"""The lines of Bash that are left out when a page is run, and why."""
+"""The lines of Bash that are skipped when a page is run, and why."""
 MINIO = "http://minio.example.com:9000"
-"""An address that a page has and no test: moto's S3 server takes its place."""
+"""An address on a page, which the address of moto's S3 server replaces."""
 TESTED_ELSEWHERE = {
     **dict.fromkeys(((page, "python") for page in (LAYOUT, TESTING, RECIPES / "dask.md", RECIPES / "ray.md")), "below"),
     **dict.fromkeys(((page, "text") for page in (README, LAYOUT, OWN_FLOWS, DRILL)), "below"),
@@ -82,27 +82,26 @@ UNTESTED = {
 }
 
 
-def the_block(page: Path, language: str, number: int = 0) -> Block:
+def get_block(page: Path, language: str, number: int = 0) -> Block:
     return [block for block in blocks_of(page) if block.language == language][number]
 
 
 def test_each_block_of_a_page_is_run_or_listed_with_the_reason() -> None:
     blocks = [(page, block) for page in PAGES for block in blocks_of(page)]
     listed = {*TESTED_ELSEWHERE, *UNTESTED}
-    run = {(page, language) for page in pages_run() for language in ("python", "bash")}
-    assert [
-        block for page, block in blocks if (page, block.language) not in run | listed and left_of(block).strip()
-    ] == []
+    run = {(page, language) for page in list_run_pages() for language in ("python", "bash")}
+    others = [block for page, block in blocks if (page, block.language) not in run | listed]
+    assert [block for block in others if drop_skipped_lines(block).strip()] == []
     assert listed <= {(page, block.language) for page, block in blocks}
     assert set(NOT_RUN) <= {line for _, block in blocks for line in block.code.splitlines()}
-    assert set(CHECKS) | set(PREPARATIONS) <= pages_run()
+    assert set(CHECKS) | set(PREPARATIONS) <= list_run_pages()
 
 
-def pages_run() -> set[Path]:
+def list_run_pages() -> set[Path]:
     return {case.values[0] for case in RUN if isinstance(case.values[0], Path)}
 
 
-def left_of(block: Block) -> str:
+def drop_skipped_lines(block: Block) -> str:
     """Return the code without the lines that are not run."""
     if block.language != "bash":
         return block.code
@@ -112,18 +111,18 @@ def left_of(block: Block) -> str:
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_a_page_works_as_it_stands_from_top_to_bottom(page: Path, prefect_server: str, tmp_path: Path) -> None:
     PREPARATIONS.get(page, lambda _: None)(tmp_path)
-    blocks = [replace(block, code=left_of(block)) for block in blocks_of(page) if block.language in {"python", "bash"}]
+    blocks = [block for block in blocks_of(page) if block.language in {"python", "bash"}]
     environment = {"PREFECT_API_URL": prefect_server, "PYTHONPATH": ""}  # no page says to set it
-    with server_of_buckets() if page == OBJECT_STORES else nullcontext(MINIO) as url:
-        blocks = [replace(block, code=block.code.replace(MINIO, url)) for block in blocks]
-        done = run_blocks(blocks, tmp_path, environment)
+    with serving_bucket() if page == OBJECT_STORES else nullcontext(MINIO) as url:
+        blocks = [replace(block, code=drop_skipped_lines(block).replace(MINIO, url)) for block in blocks]
+        process = run_blocks(blocks, tmp_path, environment)
     uninstall_automations()
-    assert done.returncode == 0, done.stdout
-    CHECKS.get(page, lambda _, __: None)(done.stdout, tmp_path)
+    assert process.returncode == 0, process.stdout
+    CHECKS.get(page, lambda _, __: None)(process.stdout, tmp_path)
 
 
 @contextmanager
-def server_of_buckets() -> Iterator[str]:
+def serving_bucket() -> Iterator[str]:
     with moto_server() as url:
         keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
         boto3.Session().client("s3", endpoint_url=url, **keys).create_bucket(Bucket="runs")
@@ -131,7 +130,7 @@ def server_of_buckets() -> Iterator[str]:
 
 
 def prepare_spaces(folder: Path) -> None:
-    (folder / "space.json").write_text(the_block(SPACES, "json").code)
+    (folder / "space.json").write_text(get_block(SPACES, "json").code)
 
 
 def prepare_maintain(folder: Path) -> None:
@@ -140,28 +139,25 @@ def prepare_maintain(folder: Path) -> None:
 
 
 PREPARATIONS = {SPACES: prepare_spaces, MAINTAIN: prepare_maintain}
-"""What a page finds in the folder."""
+"""Functions that create the files that a page expects."""
 
 
 def check_readme(printed: str, folder: Path) -> None:
     assert (folder / "runs" / "net").is_dir()
-    *shown, drilled = [block for block in blocks_of(README) if block.language == "text"]
-    assert "✓ exact: the run that was killed 2 times is the same; 8 metric values" in drilled.code
+    *blocks, drill_block = [block for block in blocks_of(README) if block.language == "text"]
+    assert "✓ exact: the run that was killed 2 times is the same; 8 metric values" in drill_block.code
     assert "exact: the run that was killed 2 times is the same" in printed
-    seen = " ".join(printed.split())
-    missing = [line for block in shown for line in block.code.splitlines() if line != "…" and not is_in(seen, line)]
-    assert missing == []
+    output = " ".join(printed.split())
+    lines = [line for block in blocks for line in block.code.splitlines() if line != "…"]
+    assert [line for line in lines if not contains_line(output, line)] == []
 
 
-def is_in(seen: str, line: str) -> bool:
-    """Whether the output has a line as the page shows it: in another folder, in another time, in another order.
-
-    The order in which trials are promoted says in how many parts a trial trained, so the number of its commits, too.
-    """
+def contains_line(output: str, line: str) -> bool:
+    """Return whether the output has a line of the page, but for folders, times and the order of trials."""
     pattern = re.escape(" ".join(line.split())).replace("/home/me", r"\S*").replace(r"after\ 2\ s", r"after\ \d+\ s")
     pattern = pattern.replace(r"1\ completed,\ 9\ pruned", r"\d\ completed,\ \d\ pruned")
     pattern = re.sub(r"(/checkpoints/\d{10}\\-)\d{10}", r"\1\\d{10}", pattern)
-    return re.search(pattern, seen) is not None
+    return re.search(pattern, output) is not None
 
 
 def check_start(printed: str, folder: Path) -> None:
@@ -185,9 +181,8 @@ def check_cli(_: str, folder: Path) -> None:
 
 
 def check_audit(printed: str, _: Path) -> None:
-    (first, *_rest), *sampled = re.findall(
-        r"^((\d+) of (\d+)) proposals and decisions derived again$", printed, re.MULTILINE
-    )
+    pattern = r"^((\d+) of (\d+)) proposals and decisions derived again$"
+    (first, *_rest), *sampled = re.findall(pattern, printed, re.MULTILINE)
     assert first.split(" of ")[0] == first.split(" of ")[1]
     assert [int(count) - int(derived) for _, derived, count in sampled] == [6, 0]
 
@@ -202,7 +197,7 @@ def check_deployments(printed: str, _: Path) -> None:
 
 
 def check_own_flows(printed: str, folder: Path) -> None:
-    """It survives a kill: at most the step whose save was killed is trained twice, and it ends as without the kill."""
+    """At most the step whose save was killed is trained twice, and the result is that of a run without a kill."""
     shown = next(block.code for block in blocks_of(OWN_FLOWS) if block.language == "text")
     lines = {" ".join(line.split()) for line in printed.splitlines()}
     assert {" ".join(line.split()) for line in shown.splitlines()} <= lines
@@ -218,9 +213,9 @@ def check_own_flows(printed: str, folder: Path) -> None:
 
 
 def check_drill(printed: str, _: Path) -> None:
-    seen = " ".join(printed.split())
-    shown = [line for block in blocks_of(DRILL) if block.language == "text" for line in block.code.splitlines()]
-    assert [line for line in shown if " ".join(line.split()) not in seen] == []
+    output = " ".join(printed.split())
+    lines = [line for block in blocks_of(DRILL) if block.language == "text" for line in block.code.splitlines()]
+    assert [line for line in lines if " ".join(line.split()) not in output] == []
 
 
 CHECKS: Mapping[Path, Callable[[str, Path], None]] = {
@@ -234,7 +229,7 @@ CHECKS: Mapping[Path, Callable[[str, Path], None]] = {
     OWN_FLOWS: check_own_flows,
     DRILL: check_drill,
 }
-"""What a page promises of its output."""
+"""Checks of the output that a page promises."""
 
 
 @pytest.mark.long
@@ -242,9 +237,9 @@ CHECKS: Mapping[Path, Callable[[str, Path], None]] = {
 def test_the_recipe_for_dask_works_as_a_script_that_its_processes_import_again(
     prefect_server: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "script.py").write_text(the_block(RECIPES / "dask.md", "python").code)
-    done = run_blocks([Block("bash", "python script.py")], tmp_path, {"PREFECT_API_URL": prefect_server})
-    assert done.returncode == 0, done.stdout
+    (tmp_path / "script.py").write_text(get_block(RECIPES / "dask.md", "python").code)
+    process = run_blocks([Block("bash", "python script.py")], tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert process.returncode == 0, process.stdout
 
 
 @pytest.mark.deep
@@ -252,8 +247,8 @@ def test_the_recipe_for_dask_works_as_a_script_that_its_processes_import_again(
 def test_the_recipe_for_ray_works_from_top_to_bottom(prefect_server: str, tmp_path: Path) -> None:
     pytest.importorskip("prefect_ray")  # pip install 'prefect-tune[ray]': a hundred megabytes
     code = [block for block in blocks_of(RECIPES / "ray.md") if block.language == "python"]
-    done = run_blocks(code, tmp_path, {"PREFECT_API_URL": prefect_server})
-    assert done.returncode == 0, done.stdout
+    process = run_blocks(code, tmp_path, {"PREFECT_API_URL": prefect_server})
+    assert process.returncode == 0, process.stdout
 
 
 @pytest.mark.long
@@ -261,14 +256,14 @@ def test_the_page_on_unit_tests_works_without_a_server(tmp_path: Path) -> None:
     for block in blocks_of(TESTING):
         (tmp_path / str(block.file)).write_text(block.code)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
-    assert "Starting a Prefect server" not in done.stdout + done.stderr
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 passed" in process.stdout, process.stdout + process.stderr
+    assert "Starting a Prefect server" not in process.stdout + process.stderr
 
 
 def test_the_script_on_the_page_rebuilds_a_checkpoint_without_this_package(tmp_path: Path) -> None:
     write_experiment(tmp_path / "target", "first", [2, 4])
-    rebuilt = rebuild(newest_manifest(tmp_path / "target"), tmp_path / "rebuilt")
+    rebuilt = rebuild_checkpoint(find_newest_manifest(tmp_path / "target"), tmp_path / "rebuilt")
     assert rebuilt.returncode == 0, rebuilt.stderr
     assert read_files(tmp_path / "rebuilt") == {"model/weights.bin": b"\x04" * 5_000_000, "state.json": b"4"}
 
@@ -280,19 +275,19 @@ def test_the_script_on_the_page_finds_altered_bytes(tmp_path: Path, what: str) -
     data = altered.read_bytes()
     altered.chmod(0o644)
     altered.write_bytes(data.replace(b"\x02\x02", b"\x02\x03", 1).replace(b'"attempt":1', b'"attempt":2'))
-    rebuilt = rebuild(newest_manifest(tmp_path / "target"), tmp_path / "rebuilt")
+    rebuilt = rebuild_checkpoint(find_newest_manifest(tmp_path / "target"), tmp_path / "rebuilt")
     assert rebuilt.returncode != 0
     assert "AssertionError" in rebuilt.stderr
 
 
-def newest_manifest(target: Path) -> Path:
+def find_newest_manifest(target: Path) -> Path:
     manifests = target.glob("first/1/trials/trial/checkpoints/*/manifest.json")
-    return max(manifests, key=lambda each: each.parent.name.partition("-")[2])
+    return max(manifests, key=lambda path: path.parent.name.partition("-")[2])
 
 
-def rebuild(manifest: Path, directory: Path) -> subprocess.CompletedProcess[str]:
+def rebuild_checkpoint(manifest: Path, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run the page's script as a user would, in an interpreter that cannot import this package."""
-    write_files(directory.parent, {"rebuild.py": the_block(LAYOUT, "python").code.encode()})
+    write_files(directory.parent, {"rebuild.py": get_block(LAYOUT, "python").code.encode()})
     forbid = "import runpy, sys; sys.modules['prefect_tune'] = None; sys.argv = sys.argv[1:]; "
     run = "runpy.run_path(sys.argv[0], run_name='__main__')"
     return subprocess.run(
@@ -310,8 +305,8 @@ class Counts(pt.Callback):
         return {"reported": 1}
 
 
-def noting(config: Mapping[str, object]) -> None:
-    """Save, and leave a file of the trial's own."""
+def save_with_notes(config: Mapping[str, object]) -> None:
+    """Save checkpoints, and write a file into the trial's directory."""
     trial = pt.get_trial()
     (trial.directory / "notes.txt").write_text(str(config))
     for step in range(1, 4):
@@ -325,40 +320,37 @@ def test_all_that_a_search_leaves_on_a_target_is_on_the_page(tmp_path: Path) -> 
     target = tmp_path / "target"
     space = {"x": pt.grid_search([1, 2])}
     options = {"target": str(target), "experiment": "e", "metric": "loss", "isolation": "thread"}
-    results = pt.tune(noting, space, num_samples=1, callbacks=[Counts()], **options)
+    results = pt.tune(save_with_notes, space, num_samples=1, callbacks=[Counts()], **options)
     checkpoint = results.checkpoint(results.best)
     assert checkpoint is not None
     checkpoint.update_metadata({"seen": True})
     pt.maintain(str(target))
-    lines = the_block(LAYOUT, "text").code.split()
-    found = {path: [line for line in lines if shape_of(line).fullmatch(path)] for path in read_files(target)}
-    assert [path for path, matching in found.items() if len(matching) != 1] == []
-    # Not of each search: of one that is stopped, of one that still runs, of one whose trials are elsewhere, of one that
-    # writes hundreds of entries, of one without a name in another flow.
+    lines = get_block(LAYOUT, "text").code.split()
+    patterns = {line: make_path_pattern(line) for line in lines}
+    matches = {path: [line for line in lines if patterns[line].fullmatch(path)] for path in read_files(target)}
+    assert [path for path, matching in matches.items() if len(matching) != 1] == []
+    # Only stopped, running, remote or long searches leave these, and searches without a name in another flow.
     rarely = "requests/|live/|trials/<trial>/(answers|nodes|outbox)/|snapshots/|unnamed-call"
     rare = {line for line in lines if re.match(f"<experiment>/(<generation>/({rarely})|generations/)", line)}
-    assert {*lines} - rare <= {matching[0] for matching in found.values()}
+    assert {*lines} - rare <= {matching[0] for matching in matches.values()}
 
 
-def shape_of(line: str) -> re.Pattern[str]:
-    """Return what the paths look like that a line of the page stands for: its numbers have as many digits as there."""
+def make_path_pattern(line: str) -> re.Pattern[str]:
+    """Return a pattern of the paths that a line of the page describes: its numbers have as many digits."""
     shapes = {"<digest>": "[0-9a-f]{64}"} | dict.fromkeys(("<step>", "<sequence>", "<number>"), r"\d{10}")
     pieces = re.split(r"(<\w+>|\d+)", line)
-    return re.compile(
-        "".join(_shape(each, shapes) if number % 2 else re.escape(each) for number, each in enumerate(pieces))
-    )
-
-
-def _shape(piece: str, shapes: Mapping[str, str]) -> str:
-    return rf"\d{{{len(piece)}}}" if piece.isdecimal() else shapes.get(piece, "[^/]+")
+    for index, piece in enumerate(pieces):
+        shape = rf"\d{{{len(piece)}}}" if piece.isdecimal() else shapes.get(piece, "[^/]+")
+        pieces[index] = shape if index % 2 else re.escape(piece)
+    return re.compile("".join(pieces))
 
 
 # The examples in docstrings.
 
 EXAMPLES = {
     str(path.relative_to(ROOT)): examples
-    for room in ("src", "flows", "tasks", "blocks")
-    for path in sorted((ROOT / room).rglob("*.py"))
+    for folder in ("src", "flows", "tasks", "blocks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
     if (examples := [block.code for block in blocks_of(path) if block.language == "python"])
 }
 NOT_IN_THE_LOCK = ("keras", "lightning", "torch", "torch_distributed", "transformers")
@@ -369,15 +361,16 @@ INSTEAD = {"s3://bucket/runs/digits/1/trials/best/checkpoints/0000000040-0000000
 OPTIONS = (pt.Scheduler, pt.Search, pt.Stopper, pt.Callback, pt.Cadence, pt.Retention, pt.FailurePolicy, pt.S3Target)
 
 
-def module_of(file: str) -> Any:
+def import_file(file: str) -> Any:
     return import_module("prefect_tune." + file.removeprefix("src/prefect_tune/").removesuffix(".py").replace("/", "."))
 
 
 def run_examples(file: str, **names: Any) -> None:
-    """Run the examples of a file from top to bottom: one may use the names of those above it, and of its module."""
-    names = {"train": train, "optuna": import_module("optuna"), **vars(module_of(file)), "pt": pt, "numpy": np, **names}
+    """Run the examples of a file in their order; they share their names, and those of the module."""
+    imports = {"optuna": import_module("optuna"), **vars(import_file(file)), "pt": pt, "numpy": np}
+    names = {"train": train, **imports, **names}
     for code in EXAMPLES[file]:
-        exec(re.sub("|".join(INSTEAD), lambda found: INSTEAD[found[0]], code), names)
+        exec(re.sub("|".join(INSTEAD), lambda match: INSTEAD[match[0]], code), names)
         if code.startswith("def train("):
             names["train"]({"lr": 0.1})
 
@@ -388,17 +381,13 @@ def train(config: Mapping[str, float]) -> None:
 
 
 def run_in_trial(config: Mapping[str, Any]) -> None:
-    module, names = module_of(config["file"]), {}
+    module, names = import_file(config["file"]), {}
     if library := getattr(module, "xgb", getattr(module, "lgb", None)):
         make = getattr(library, "DMatrix", None) or partial(library.Dataset, free_raw_data=False)
         data = make(np.arange(800.0).reshape(200, 4), np.arange(200) % 2)
         module._save_booster(library.train({"nthread": 1}, data, 1), "model")
-        names = {
-            "params": {"verbosity": 0, "nthread": 1},
-            "data": data,
-            "test": data,
-            "checkpoint": pt.Checkpoint("model"),
-        }
+        names = {"params": {"verbosity": 0, "nthread": 1}, "data": data, "test": data}
+        names["checkpoint"] = pt.Checkpoint("model")
     run_examples(config["file"], **names)
     assert library or pt.get_trial().attempt == 2  # which has a checkpoint
 
@@ -410,7 +399,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez("model/weights.npz", step=1)
 
 
-@pytest.mark.parametrize("file", [pytest.param(it, marks=[pytest.mark.long] * ("flows/" in it)) for it in ALONE])
+@pytest.mark.parametrize("file", [pytest.param(file, marks=[pytest.mark.long] * ("flows/" in file)) for file in ALONE])
 @pytest.mark.usefixtures("model", "no_prefect_server")
 def test_the_examples_of_docstrings_run(file: str) -> None:
     options: dict[str, Any] = {"target": "runs", "isolation": "thread"}
@@ -435,9 +424,10 @@ def test_the_examples_of_docstrings_run_in_a_flow(file: str) -> None:
 
 def test_no_function_and_no_class_with_options_lacks_an_example() -> None:
     assert [(ROOT / file).read_text().count("```python") for file in EXAMPLES] == [*map(len, EXAMPLES.values())]
-    for owner in (pt, pt.Results, pt.Checkpoint, *map(module_of, IN_A_TRIAL[:2])):
+    for owner in (pt, pt.Results, pt.Checkpoint, *map(import_file, IN_A_TRIAL[:2])):
         for name in {*getattr(owner, "__all__", vars(owner))} - {"Callback", "Decision", "FIFO"}:
-            it = getattr(owner, name)
-            is_class = isinstance(it, type) and issubclass(it, OPTIONS) and not inspect.isabstract(it)
-            if name[0] != "_" and (is_class or (callable(it) and not isinstance(it, type))):
-                assert re.search("```python|ee `(uniform|ASHA|Random|MaxSt|FileLo|set_me|Tune)", it.__doc__ or ""), name
+            value = getattr(owner, name)
+            is_class = isinstance(value, type) and issubclass(value, OPTIONS) and not inspect.isabstract(value)
+            if name[0] != "_" and (is_class or (callable(value) and not isinstance(value, type))):
+                example = "```python|ee `(uniform|ASHA|Random|MaxSt|FileLo|set_me|Tune)"
+                assert re.search(example, value.__doc__ or ""), name

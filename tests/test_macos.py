@@ -1,4 +1,4 @@
-"""Where nothing is that only Linux has, every module is imported, and a search trains, saves and continues."""
+"""Without what only Linux has, every module can be imported, and a search trains, saves and continues."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def test_every_module_is_imported_and_a_search_runs_where_nothing_is_that_only_l
     path = os.pathsep.join(map(str, (_ROOT / "tests/fakes/macos", _ROOT)))
     environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "[(1, 3, 'completed'), (2, 3, 'completed')]"
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.splitlines()[-1] == "[(1, 3, 'completed'), (2, 3, 'completed')]"
 
 
 def test_one_module_and_the_fork_server_use_what_only_linux_has() -> None:
     names = {module: linux_only_names(module) for module in MODULES}
-    using = set()
+    paths = set()
     for path in (_ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Attribute(value=ast.Name(id=module), attr=name) if name in names.get(module, ()):
-                    using.add(path.name)
+                    paths.add(path.name)
                 case ast.ImportFrom(module=str(module), names=imported):
-                    using |= {path.name for each in imported if each.name in names.get(module, ())}
+                    paths |= {path.name for alias in imported if alias.name in names.get(module, ())}
     # From Python 3.13 on macOS has `os.waitid`, too.
-    assert using == ({"linux.py"} if sys.version_info >= (3, 13) else {"linux.py", "fork_server.py"})
+    assert paths == ({"linux.py"} if sys.version_info >= (3, 13) else {"linux.py", "fork_server.py"})

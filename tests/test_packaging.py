@@ -17,31 +17,15 @@ import pytest
 
 import prefect_tune
 from tests.fakes.pages import ROOT
-from tools.repository_checks import PYPROJECT, ROOMS, module_files
+from tools.repository_checks import PYPROJECT, SOURCE_FOLDERS, list_module_files
 
-HEAVY = {
-    "prefect",
-    "pyarrow",
-    "obstore",
-    "pydantic",
-    "fsspec",
-    "numpy",
-    "rich",
-    "typer",
-    "importlib.metadata",
-}
+HEAVY = {"prefect", "pyarrow", "obstore", "pydantic", "fsspec", "numpy", "rich", "typer", "importlib.metadata"}
 ONLY_A_CALL_NEEDS = {
-    "attempt",
-    "core.journal",
-    "core.journal_events",
-    "core.messages",
-    "parameters.search_plan",
-    "results",
-    "tuner",
+    *("attempt", "core.journal", "core.journal_events", "core.messages", "parameters.search_plan", "results", "tuner")
 }
 
 
-def python(code: str, *, cwd: Path, **environment: str) -> str:
+def run_python(code: str, *, cwd: Path, **environment: str) -> str:
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=cwd,
@@ -62,7 +46,7 @@ def test_the_entry_points_lead_somewhere() -> None:
 
 def test_opening_the_front_door_imports_nothing_heavy(tmp_path: Path) -> None:
     code = "import sys; before = {*sys.modules}; import prefect_tune; print(*{*sys.modules} - before)"
-    imported = set(python(code, cwd=tmp_path).split())
+    imported = set(run_python(code, cwd=tmp_path).split())
     assert imported & HEAVY == set()
     ours = {name for name in imported if name.startswith("prefect_tune")}
     assert ours == {"prefect_tune", "prefect_tune.registry"}
@@ -76,7 +60,7 @@ def test_opening_the_front_door_imports_nothing_heavy(tmp_path: Path) -> None:
 def test_the_flows_import_few_modules_whatever_is_installed(tmp_path: Path, extras: Sequence[str]) -> None:
     assert [name for name in extras if find_spec(name) is None] == []
     code = "import sys; from prefect import flow, task; before = {*sys.modules}; import prefect_tune; prefect_tune.tune"
-    imported = python(f"{code}; print(*{{*sys.modules}} - before)", cwd=tmp_path).split()
+    imported = run_python(f"{code}; print(*{{*sys.modules}} - before)", cwd=tmp_path).split()
     packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
     assert packages == {"prefect_tune", "prefect", "pydantic", "blake3"}
     assert len(imported) < 350  # 285 in November 2026; with prefect-aws, -gcp and -azure it had been 1,927
@@ -89,7 +73,7 @@ def test_the_flows_import_few_modules_whatever_is_installed(tmp_path: Path, extr
 
 def test_listing_the_front_door_imports_nothing_either(tmp_path: Path) -> None:
     code = "import sys, prefect_tune; assert 'Trainable' in dir(prefect_tune); print(*sys.modules)"
-    assert set(python(code, cwd=tmp_path).split()) & HEAVY == set()
+    assert set(run_python(code, cwd=tmp_path).split()) & HEAVY == set()
 
 
 def test_every_public_name_is_there() -> None:
@@ -110,15 +94,10 @@ def test_the_flow_is_public_and_its_module_keeps_its_dotted_path() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel that was built from a source archive, and that archive."""
+    """Return a folder with a source archive, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
-    names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=60,
-    ).stdout
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60).stdout
     source = folder / "source"
     for name in names.decode().split("\0"):
         if name and (ROOT / name).is_file():
@@ -133,7 +112,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     held = {PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()}
-    assert {path for path in held if path.parts[0] == "prefect_tune"} == module_files()
+    assert {path for path in held if path.parts[0] == "prefect_tune"} == list_module_files()
     metadata = f"prefect_tune-{PYPROJECT['project']['version']}.dist-info"
     assert {path.parts[0] for path in held} == {"prefect_tune", metadata}
 
@@ -141,28 +120,18 @@ def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> N
 @pytest.mark.long
 def test_the_source_archive_holds_every_module_and_the_licence(distributions: Path) -> None:
     (archive,) = distributions.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        held = {str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in opened.getnames()}
-    wanted = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    with tarfile.open(archive) as file:
+        held = {str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in file.getnames()}
+    wanted = {path.relative_to(ROOT).as_posix() for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py")}
     assert wanted | {"LICENSE", "README.md", "pyproject.toml", "src/prefect_tune/py.typed"} <= held
 
 
 @pytest.mark.long
 def test_a_plain_installation_is_whole_and_does_not_need_the_repository(distributions: Path, tmp_path: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        "site",
-        str(wheel),
-    ]
+    options = ["--quiet", "--no-deps", "--no-index", "--target", "site"]
+    install = [sys.executable, "-m", "pip", "install", *options, str(wheel)]
     subprocess.run(install, cwd=tmp_path, check=True, capture_output=True, timeout=60)
     code = "import prefect_tune.flows as f, prefect_tune.core.errors as e; print(f.__file__, e.__file__)"
-    for path in python(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")).split():
+    for path in run_python(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")).split():
         assert Path(path).is_relative_to(tmp_path / "site")

@@ -24,7 +24,7 @@ def train(config: Mapping[str, float]) -> None:
         pt.report({"loss": config["x"] + step})
 
 
-def fails(_config: Mapping[str, float]) -> None:
+def fail(_config: Mapping[str, float]) -> None:
     raise ValueError("no data")
 
 
@@ -68,16 +68,16 @@ def test_a_search_with_tags_waits_for_no_slot(tune_folder: str) -> None:
 
 
 def test_a_resume_goes_on_from_the_checkpoint(tune_folder: str) -> None:
-    once = {"target": tune_folder, "experiment": "counts", "isolation": "thread"}
-    assert pt.durable_trainable(Counts, {}, stop={"step": 2}, **once).metrics["count"] == 2
-    assert pt.durable_trainable(Counts, {}, stop={"step": 5}, **once).metrics["count"] == 5
+    options = {"target": tune_folder, "experiment": "counts", "isolation": "thread"}
+    assert pt.durable_trainable(Counts, {}, stop={"step": 2}, **options).metrics["count"] == 2
+    assert pt.durable_trainable(Counts, {}, stop={"step": 5}, **options).metrics["count"] == 5
 
 
 def test_errors_are_those_of_a_run(tune_folder: str) -> None:
     with pytest.raises(pt.InvalidInput, match="did you mean 'experiment'"):
         pt.tune(train, {}, target=tune_folder, experimnt="typo")
     with pytest.raises(pt.SearchFailed, match="no data"):
-        pt.tune(fails, {"x": 1.0}, target=tune_folder, isolation="thread")
+        pt.tune(fail, {"x": 1.0}, target=tune_folder, isolation="thread")
 
 
 def test_the_settings_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +108,11 @@ def test_a_failing_test_shows_its_own_line_and_its_log_once(tmp_path: Path, logg
     (tmp_path / "conftest.py").write_text("from prefect_tune.testing import tune_folder as tune_folder\n")
     (tmp_path / "test_fails.py").write_text(FAILING)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *logging_plugin, str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "2 failed" in done.stdout
-    assert "# here\n" in done.stdout
-    assert "# and here\n" in done.stdout
-    assert "did you mean 'experiment'" in done.stdout
-    assert "def _run" not in done.stdout
-    assert "flow_with_server.py" not in done.stdout
-    assert done.stdout.count("slots: ") == 1
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 failed" in process.stdout
+    assert "# here\n" in process.stdout
+    assert "# and here\n" in process.stdout
+    assert "did you mean 'experiment'" in process.stdout
+    assert "def _run" not in process.stdout
+    assert "flow_with_server.py" not in process.stdout
+    assert process.stdout.count("slots: ") == 1

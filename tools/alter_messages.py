@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 MARK = "\N{FOUR DOT PUNCTUATION}"
 _WORD = re.compile(r"\{[^{}]*\}|%(?:\(\w+\))?[-.\d]*\w|\b[A-Za-z]{3,}")
 _SENTENCE = re.compile(r"[A-Za-z]{2,}\S* (?:\S+ )*?\S*[A-Za-z]{2,}|[A-Za-z]{3,} $|^ [A-Za-z]{3,}")
-_SKIPPED = frozenset(
+_SKIPPED_FILES = frozenset(
     {
         "__init__.py",  # lists of names
         "linux.py",  # formats of the kernel's files
@@ -105,12 +105,12 @@ def write_altered_package(folder: Path) -> int:
     """Write the altered package below `folder`; return the number of its messages."""
     package = folder / "prefect_tune"
     shutil.copytree(ROOT / "src/prefect_tune", package, ignore=shutil.ignore_patterns("__pycache__"))
-    for room in ("flows", "tasks", "blocks"):
-        shutil.copytree(ROOT / room, package / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder_name in ("flows", "tasks", "blocks"):
+        shutil.copytree(ROOT / folder_name, package / folder_name, ignore=shutil.ignore_patterns("__pycache__"))
     trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
     codes, count = frozenset(find_codes([*trees.values()])), 0
     for number, (path, tree) in enumerate(trees.items()):
-        if path.relative_to(package).as_posix() not in _SKIPPED:
+        if path.relative_to(package).as_posix() not in _SKIPPED_FILES:
             alter = _Alter(codes, seed=number * 701)
             path.write_text(ast.unparse(ast.fix_missing_locations(alter.visit(tree))))
             count += alter.count

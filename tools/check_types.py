@@ -36,29 +36,16 @@ NOT_CHECKED = {
     "storage-layout.md": "it works without this package",
 }
 UNTYPED = (
-    "deepspeed",
-    "keras",
-    "lightgbm",
-    "lightning",
-    "optuna",
-    "prefect_ray",
-    "pyarrow",
-    "sklearn",
-    "torch",
-    "transformers",
-    "xgboost",
+    *("deepspeed", "keras", "lightgbm", "lightning", "optuna", "prefect_ray", "pyarrow", "sklearn", "torch"),
+    *("transformers", "xgboost"),
 )
 """Libraries without types, or not installed here: a script that imports one may use its values, which are unknown."""
-THEIRS = "# pyright: " + ", ".join(
+UNTYPED_SETTINGS = "# pyright: " + ", ".join(
     f"report{name}=false"
     for name in (
-        *(f"Unknown{each}Type" for each in ("Argument", "Lambda", "Member", "Parameter", "Variable")),
-        "AttributeAccessIssue",
-        "MissingImports",
-        "MissingModuleSource",
-        "MissingTypeArgument",
-        "MissingTypeStubs",
-        "UntypedBaseClass",
+        *(f"Unknown{kind}Type" for kind in ("Argument", "Lambda", "Member", "Parameter", "Variable")),
+        *(f"Missing{kind}" for kind in ("Imports", "ModuleSource", "TypeArgument", "TypeStubs")),
+        *("AttributeAccessIssue", "UntypedBaseClass"),
     )
 )
 
@@ -188,10 +175,10 @@ assert_type(pt.run_trial(OfAny, Space(0.5), target="./runs", experiment="e"), pt
 """
 
 
-def right_scripts() -> dict[str, str]:
+def collect_right_scripts() -> dict[str, str]:
     """Return the scripts of the pages, of which each is read from top to bottom, and the examples, by name."""
     pages = {
-        page.name: imported_once("\n\n".join(block.code for block in blocks_of(page) if block.language == "python"))
+        page.name: "\n\n".join(block.code for block in blocks_of(page) if block.language == "python")
         for page in PAGES
         if page.name not in NOT_CHECKED
     }
@@ -202,112 +189,118 @@ def right_scripts() -> dict[str, str]:
     cells = [cell for cell in cells if "to_pandas" not in cell]  # pandas' own types are partly unknown
     return {
         "accepted": ACCEPTED,
-        **{name: code for name, code in pages.items() if code},
+        **{name: drop_repeated_imports(code) for name, code in pages.items() if code},
         **heredocs,
         **examples,
         "search.ipynb": "# pyright: reportUnusedExpression=false\n" + "\n\n".join(cells),
     }
 
 
-def imported_once(code: str) -> str:
+def drop_repeated_imports(code: str) -> str:
     """Return a page's code without imports of what an earlier block imports or defines: some are files of their own."""
-    known: set[str] = set()
+    seen: set[str] = set()
     lines = []
     for line in code.splitlines():
         start, word, names = line.rpartition("import ")
         if word and line.startswith(("import ", "from ")):
-            new = [each for each in names.split(", ") if start + each not in known]
-            known.update(start + each for each in names.split(", "))
-            new = [each for each in new if f"class {each}" not in known]
+            new = [name for name in names.split(", ") if start + name not in seen]
+            seen.update(start + name for name in names.split(", "))
+            new = [name for name in new if f"class {name}" not in seen]
             lines.append(f"{start}import {', '.join(new)}" if new else "")
         else:
-            known.add(line.partition("(")[0])
+            seen.add(line.partition("(")[0])
             lines.append(line)
     return "\n".join(lines)
 
 
-def wrong_script(mistake: str) -> str:
+def make_wrong_script(mistake: str) -> str:
     """Return a script with a mistake."""
     return f"{WALK}{dedent(mistake).strip()}\n"
 
 
-def file_of(name: str) -> str:
+def get_file_name(name: str) -> str:
     """Return the file of a script."""
     return "".join(letter if letter.isalnum() else "_" for letter in name) + ".py"
 
 
-def place_environment(folder: Path) -> None:
+def create_environment(folder: Path) -> None:
     """Make a Python that finds the package in a folder of packages, and all else where this Python does."""
     venv.create(folder, with_pip=False, symlinks=True)
     package = folder / "installed" / "prefect_tune"
     package.mkdir(parents=True)
-    rooms = [ROOT / room for room in ("flows", "tasks", "blocks")]
-    for path in [*(ROOT / "src" / "prefect_tune").iterdir(), *rooms]:
+    folders = [ROOT / name for name in ("flows", "tasks", "blocks")]
+    for path in [*(ROOT / "src" / "prefect_tune").iterdir(), *folders]:
         (package / path.name).symlink_to(path)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "installed.pth").write_text(f"{package.parent}\n{sysconfig.get_path('purelib')}\n")
 
 
-def mypy_problems(folder: Path) -> Problems:
+def find_mypy_problems(folder: Path) -> Problems:
     """Return what `mypy --strict` reports; it reads no more of other packages than that of this repository does."""
     overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
-    skipped = {name for each in overrides if each.get("follow_imports") == "skip" for name in each["module"]}
+    skipped = {name for rule in overrides if rule.get("follow_imports") == "skip" for name in rule["module"]}
     settings = {f"{name}.*": "" for name in UNTYPED} | dict.fromkeys(skipped, "follow_imports = skip\n")
     (folder / "mypy.ini").write_text(
         f"[mypy]\nstrict = True\ndisallow_subclassing_any = False\npython_executable = {folder / PYTHON}\n"
         + "".join(f"[mypy-{name}]\nignore_missing_imports = True\n{line}" for name, line in settings.items())
     )
-    lines = run(["mypy", f"--cache-dir={os.devnull}", "--output=json", "."], folder).splitlines()
-    return by_line((each["severity"], each["file"], each["line"], each["message"]) for each in map(json.loads, lines))
+    lines = run_checker(["mypy", f"--cache-dir={os.devnull}", "--output=json", "."], folder).splitlines()
+    return group_errors(
+        (problem["severity"], problem["file"], problem["line"], problem["message"])
+        for problem in map(json.loads, lines)
+    )
 
 
-def pyright_problems(folder: Path) -> Problems:
+def find_pyright_problems(folder: Path) -> Problems:
     """Return what pyright reports in strict mode."""
     (folder / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "exclude": [".environment"]}))
-    output = run(["basedpyright", "--pythonpath", str(folder / PYTHON), "--outputjson"], folder)
-    found = json.loads(output)["generalDiagnostics"]
-    return by_line((one["severity"], one["file"], one["range"]["start"]["line"] + 1, one["message"]) for one in found)
+    output = run_checker(["basedpyright", "--pythonpath", str(folder / PYTHON), "--outputjson"], folder)
+    problems = json.loads(output)["generalDiagnostics"]
+    return group_errors(
+        (problem["severity"], problem["file"], problem["range"]["start"]["line"] + 1, problem["message"])
+        for problem in problems
+    )
 
 
-def run(command: Sequence[str], folder: Path) -> str:
+def run_checker(command: Sequence[str], folder: Path) -> str:
     """Run a checker, and return its output; it exits with 1 if it has found something."""
-    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
-        sys.exit(done.stdout + done.stderr)
-    return done.stdout
+    process = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
+    if process.returncode not in (0, 1):
+        sys.exit(process.stdout + process.stderr)
+    return process.stdout
 
 
-def by_line(problems: Iterable[tuple[str, str, int, str]]) -> Problems:
+def group_errors(problems: Iterable[tuple[str, str, int, str]]) -> Problems:
     """Return the errors among problems by file and line."""
-    found: dict[str, dict[int, str]] = defaultdict(dict)
+    errors: dict[str, dict[int, str]] = defaultdict(dict)
     for severity, file, line, message in problems:
         if severity == "error":
-            found[Path(file).name][line] = message
-    return found
+            errors[Path(file).name][line] = message
+    return errors
 
 
 def main() -> int:
     """Return the exit code."""
-    right, wrong = right_scripts(), {name: wrong_script(mistake) for name, mistake in WRONG.items()}
+    right, wrong = collect_right_scripts(), {name: make_wrong_script(mistake) for name, mistake in WRONG.items()}
     with tempfile.TemporaryDirectory(prefix="prefect-tune-types-") as name:
         folder = Path(name)
         for script, code in right.items():
-            uses_untyped = any(f"import {each}" in code or f"from {each}" in code for each in UNTYPED)
-            (folder / file_of(script)).write_text(f"{THEIRS if uses_untyped else ''}\n{code}\n")
+            uses_untyped = any(f"import {library}" in code or f"from {library}" in code for library in UNTYPED)
+            (folder / get_file_name(script)).write_text(f"{UNTYPED_SETTINGS if uses_untyped else ''}\n{code}\n")
         for script, code in wrong.items():
-            (folder / file_of(script)).write_text(code)
-        place_environment(folder / PYTHON.parts[0])
-        checked = {"mypy": mypy_problems(folder), "pyright": pyright_problems(folder)}
+            (folder / get_file_name(script)).write_text(code)
+        create_environment(folder / PYTHON.parts[0])
+        checked = {"mypy": find_mypy_problems(folder), "pyright": find_pyright_problems(folder)}
     complaints = [
         f"{script}, line {line}: {checker}: {message}"
         for checker, problems in checked.items()
         for script in right
-        for line, message in problems.get(file_of(script), {}).items()
+        for line, message in problems.get(get_file_name(script), {}).items()
     ]
     for checker, problems in checked.items():
         for script, code in wrong.items():
             expected = [number for number, line in enumerate(code.splitlines(), 1) if "# wrong" in line]
-            if (lines := list(problems.get(file_of(script), {}))) != expected:
+            if (lines := list(problems.get(get_file_name(script), {}))) != expected:
                 complaints.append(f"{script}: {checker} reports lines {lines}, expected {expected}")
     print(*complaints, sep="\n", end="\n" if complaints else "")
     print(f"types: {len(right)} scripts, {len(wrong)} mistakes; {len(complaints)} problems")

@@ -15,7 +15,7 @@ PICTURE = Path(__file__).resolve().parent.parent / "docs" / "demo.svg"
 COLUMNS, STEPS = 100, 24
 
 
-def without_fonts(svg: str) -> str:
+def remove_fonts(svg: str) -> str:
     """Drop the fonts that a browser would fetch: a picture makes no request."""
     return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 
@@ -25,7 +25,7 @@ def main() -> int:
     console = Console(record=True, width=COLUMNS, force_terminal=False, highlight=False)
     report = run_drill_in_terminal(make_demo_plan(STEPS), None, console, keep=False)
     if report.is_exact:
-        PICTURE.write_text(without_fonts(console.export_svg(title="prefect-tune demo")))
+        PICTURE.write_text(remove_fonts(console.export_svg(title="prefect-tune demo")))
     return 0 if report.is_exact else 1
 
 

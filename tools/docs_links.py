@@ -1,6 +1,6 @@
-"""Find what does not work in a built site: links that lead nowhere, and what would be loaded from elsewhere.
+"""Find broken links in a built site, and resources that it would load from other hosts.
 
-Links to other sites are looked at, and not asked for: the build needs no network.
+Links to other sites are parsed and not requested: the build needs no network.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from urllib.parse import unquote, urlsplit
 
 _FOLLOWED = {"a": "href"}
 _LOADED = {"img": "src", "script": "src", "link": "href", "source": "src", "iframe": "src"}
-_TOLD = ("canonical", "alternate", "prev", "next")  # kinds of <link> that a browser does not load
+_NOT_LOADED = ("canonical", "alternate", "prev", "next")  # kinds of <link> that a browser does not load
 _HOST = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)+")
 
 
 @dataclass
 class _Page(HTMLParser):
-    """What a page holds that can be pointed at, and what it points at."""
+    """The anchors and links of a page."""
 
     anchors: set[str] = field(default_factory=set)
     followed: list[str] = field(default_factory=list)
@@ -30,38 +30,38 @@ class _Page(HTMLParser):
         super().__init__()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        if tag in _FOLLOWED and _FOLLOWED[tag] in given:
-            self.followed.append(given[_FOLLOWED[tag]])
-        if tag in _LOADED and _LOADED[tag] in given and given.get("rel") not in _TOLD:
-            self.loaded.append(given[_LOADED[tag]])
+        attributes = {name: value or "" for name, value in attrs}
+        self.anchors |= {attributes[name] for name in ("id", "name") if name in attributes}
+        if tag in _FOLLOWED and _FOLLOWED[tag] in attributes:
+            self.followed.append(attributes[_FOLLOWED[tag]])
+        if tag in _LOADED and _LOADED[tag] in attributes and attributes.get("rel") not in _NOT_LOADED:
+            self.loaded.append(attributes[_LOADED[tag]])
 
 
-def broken(site: Path) -> Iterator[str]:
-    """Yield a complaint for each link of each page that does not lead anywhere."""
-    pages = {path: _read(path) for path in sorted(site.rglob("*.html"))}
+def find_broken_links(site: Path) -> Iterator[str]:
+    """Yield a complaint for each broken link of each page."""
+    pages = {path: _parse_page(path) for path in sorted(site.rglob("*.html"))}
     for path, page in pages.items():
         if path.name == "404.html":
             continue  # it is shown at any depth, and its links begin at the root of the host
-        where = path.relative_to(site)
+        page_path = path.relative_to(site)
         for link in sorted({*page.followed, *page.loaded}):
-            if wrong := _wrong_with(link, path, pages):
-                yield f"{where}: {link!r}: {wrong}"
-        yield from (f"{where}: {each!r} is loaded from elsewhere" for each in page.loaded if _is_elsewhere(each))
+            if problem := _find_link_problem(link, path, pages):
+                yield f"{page_path}: {link!r}: {problem}"
+        yield from (f"{page_path}: {link!r} is loaded from elsewhere" for link in page.loaded if _is_external(link))
 
 
-def _read(path: Path) -> _Page:
+def _parse_page(path: Path) -> _Page:
     page = _Page()
     page.feed(path.read_text())
     return page
 
 
-def _is_elsewhere(link: str) -> bool:
+def _is_external(link: str) -> bool:
     return bool(urlsplit(link).netloc)
 
 
-def _wrong_with(link: str, path: Path, pages: dict[Path, _Page]) -> str | None:
+def _find_link_problem(link: str, path: Path, pages: dict[Path, _Page]) -> str | None:
     parts = urlsplit(link)
     if parts.scheme in ("data", "mailto"):
         return None

@@ -1,8 +1,7 @@
-"""Build the documentation site: the pages of docs/, and beside them what is made from the code, which cannot drift.
+"""Build the documentation site: the pages of docs/, and pages generated from the code.
 
-`python -m tools.docs_site [FOLDER]` writes it into FOLDER (default: site). It exits with 1, and says why, at a link
-that leads nowhere, a page that nothing lists, a public name that no page of the API holds, and anything that a page
-would load from elsewhere.
+`python -m tools.docs_site [FOLDER]` writes it into FOLDER (default: site). It prints complaints and exits with 1 for
+broken links, unlisted pages, public names on no page of the API, and resources of other hosts.
 """
 
 from __future__ import annotations
@@ -23,37 +22,24 @@ from typer.core import TyperCommand, TyperGroup
 
 import prefect_tune as pt
 from prefect_tune.cli import load_application
-from tools.docs_links import broken
+from tools.docs_links import find_broken_links
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("flows", "tasks", "blocks")
-MADE = {"CHANGELOG.md": "changelog.md", "benchmarks/README.md": "benchmarks.md"}
-"""Pages that lie elsewhere in the repository, and their places among those of docs/."""
+PACKAGE_FOLDERS = ("flows", "tasks", "blocks")
+MOVED_PAGES = {"CHANGELOG.md": "changelog.md", "benchmarks/README.md": "benchmarks.md"}
+"""Pages from elsewhere in the repository, and their paths below docs/."""
 
 API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "flows": (
         "Flows and results",
         (
-            "flows.tune",
-            "flows.resume",
-            "flows.durable_trainable",
-            "results",
-            "tuner.stop_requests",
-            "tuner.audit",
-            "flows.drill",
-            "drills",
-            "flows.maintain",
-            "maintenance",
+            *("flows.tune", "flows.resume", "flows.durable_trainable", "results", "tuner.stop_requests"),
+            *("tuner.audit", "flows.drill", "drills", "flows.maintain", "maintenance"),
         ),
     ),
     "trainables": (
         "Trainables",
-        (
-            "runtime.trainable",
-            "runtime.checkpoint",
-            "core.experiment.retention",
-            "core.experiment.failure_policy",
-        ),
+        ("runtime.trainable", "runtime.checkpoint", "core.experiment.retention", "core.experiment.failure_policy"),
     ),
     "searches": (
         "Spaces and searches",
@@ -89,43 +75,43 @@ def build(folder: Path) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="prefect-tune-site-") as stage:
         stage_pages(Path(stage))
         command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
-        built = subprocess.run(command, cwd=stage, capture_output=True, text=True, check=False)
-        if built.returncode:
-            return [re.sub(r"\x1b\[[\d;]*m", "", built.stdout + built.stderr)]
+        process = subprocess.run(command, cwd=stage, capture_output=True, text=True, check=False)
+        if process.returncode:
+            return [re.sub(r"\x1b\[[\d;]*m", "", process.stdout + process.stderr)]
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(Path(stage, "site"), folder)
-        return [*unlisted(Path(stage)), *broken(folder)]
+        return [*find_unlisted_pages(Path(stage)), *find_broken_links(folder)]
 
 
 def stage_pages(stage: Path) -> None:
-    """Lay out in `stage` everything that the site is made of."""
+    """Write the sources of the site into `stage`."""
     pages = stage / "docs"
     shutil.copytree(ROOT / "docs", pages)
     shutil.copy(ROOT / "zensical.toml", stage)
-    for source, page in MADE.items():
+    for source, page in MOVED_PAGES.items():
         (pages / page).write_text(re.sub(r"\]\((\.\./)?docs/", "](", (ROOT / source).read_text()))
     with (pages / "cli.md").open("a") as command_line:
-        command_line.writelines(commands())
-    for name, text in api_pages().items():
+        command_line.writelines(describe_commands())
+    for name, text in make_api_pages().items():
         (pages / "api").mkdir(exist_ok=True)
         (pages / "api" / f"{name}.md").write_text(text)
-    homes = {name: f"api/{page}.md#prefect_tune.{name}" for page, names in api_names().items() for name in names}
+    homes = {name: f"api/{page}.md#prefect_tune.{name}" for page, names in find_api_names().items() for name in names}
     for path in pages.rglob("*.md"):
-        path.write_text(finished(path.read_text(), depth=len(path.relative_to(pages).parts) - 1, homes=homes))
-    for name, text in _BESIDE.items():
+        path.write_text(prepare_page(path.read_text(), depth=len(path.relative_to(pages).parts) - 1, homes=homes))
+    for name, text in _EXTRA_FILES.items():
         (stage / name).parent.mkdir(parents=True, exist_ok=True)
         (stage / name).write_text(text)
     link_packages(stage / "packages" / "prefect_tune")
 
 
 def link_packages(package: Path) -> None:
-    """Show the rooms where they are imported from: nothing is imported to read what they say."""
+    """Link the source folders to where they are imported from: the site reads them without an import."""
     package.mkdir(parents=True)
-    for source in [*(ROOT / "src" / "prefect_tune").iterdir(), *(ROOT / room for room in ROOMS)]:
+    for source in [*(ROOT / "src" / "prefect_tune").iterdir(), *(ROOT / folder for folder in PACKAGE_FOLDERS)]:
         (package / source.name).symlink_to(source)
 
 
-_BESIDE = {
+_EXTRA_FILES = {
     # All that the API has to know of Prefect: that a block is a model, whose fields have descriptions.
     "packages/prefect/__init__.py": "",
     "packages/prefect/blocks/__init__.py": "",
@@ -139,67 +125,67 @@ _BESIDE = {
 # ------------------------------------------------------------------------------------------------------- pages
 
 
-def finished(text: str, *, depth: int, homes: Mapping[str, str]) -> str:
-    """Return a page as the site has it: links to pages that moved, to the API, and drawings in place of their links."""
-    up = "../" * depth
-    for source, page in MADE.items():
-        text = text.replace(f"]({up}../{source}", f"]({up}{page}")
-    return with_drawings(linked_to_api(with_code(text), {name: up + home for name, home in homes.items()}))
+def prepare_page(text: str, *, depth: int, homes: Mapping[str, str]) -> str:
+    """Return a page of the site: links to moved pages and to the API resolved, code and drawings inserted."""
+    prefix = "../" * depth
+    for source, page in MOVED_PAGES.items():
+        text = text.replace(f"]({prefix}../{source}", f"]({prefix}{page}")
+    return insert_drawings(link_to_api(insert_code(text), {name: prefix + home for name, home in homes.items()}))
 
 
-def with_code(text: str) -> str:
-    """Put in the code of another file where a page asks for it: a whole module, or the first block of a page.
+def insert_code(text: str) -> str:
+    """Insert the code of another file where a page asks for it: a whole module, or the first block of a page.
 
     Readers of the file itself, without the site, have a link in the next line.
     """
 
-    def code(found: re.Match[str]) -> str:
-        source = (ROOT / found["file"]).read_text()
+    def insert(match: re.Match[str]) -> str:
+        source = (ROOT / match["file"]).read_text()
         block = re.search(r"^```python\n.*?^```$", source, re.MULTILINE | re.DOTALL)
         return block[0] if block else f"```python\n{source}```"
 
-    return re.sub(r"^<!-- the code of (?P<file>[\w./-]+) -->(\n\[.*\]\(.*\))?$", code, text, flags=re.MULTILINE)
+    return re.sub(r"^<!-- the code of (?P<file>[\w./-]+) -->(\n\[.*\]\(.*\))?$", insert, text, flags=re.MULTILINE)
 
 
-def linked_to_api(text: str, homes: Mapping[str, str]) -> str:
-    """Make a link of each public name where a page's prose first says it."""
+def link_to_api(text: str, homes: Mapping[str, str]) -> str:
+    """Link each public name to the API where the page's prose first mentions it."""
     seen: set[str] = set()
 
-    def link(found: re.Match[str]) -> str:
-        code, name = found["code"], found["name"]
+    def link(match: re.Match[str]) -> str:
+        code, name = match["code"], match["name"]
         if code is None or name in seen or name not in homes:
-            return found[0]
+            return match[0]
         seen.add(name)
         return f"[{code}]({homes[name]})"
 
     skipped = r"^```.*?^```$|^#.*?$|\[[^\]]*\]\([^)]*\)"  # blocks, headings and links stay as they are
-    said = r"(?P<code>`pt\.(?P<name>\w+)(?:\([^`]*\))?`)"
-    return re.sub(f"{skipped}|{said}", link, text, flags=re.MULTILINE | re.DOTALL)
+    mention = r"(?P<code>`pt\.(?P<name>\w+)(?:\([^`]*\))?`)"
+    return re.sub(f"{skipped}|{mention}", link, text, flags=re.MULTILINE | re.DOTALL)
 
 
-def with_drawings(text: str) -> str:
-    """Put a drawing of ours into the page itself: then it has the colours that the reader chose there."""
+def insert_drawings(text: str) -> str:
+    """Embed our drawings into the page: they get the color scheme that the reader chose."""
 
-    def drawing(found: re.Match[str]) -> str:
-        svg = (ROOT / "docs" / found["file"]).read_text()
+    def insert(match: re.Match[str]) -> str:
+        svg = (ROOT / "docs" / match["file"]).read_text()
         plain = re.sub(r"<!--.*?-->|\n\s*", " ", svg, flags=re.DOTALL).strip()
         return f'<div class="drawing">\n{plain}\n</div>'
 
-    return re.sub(r"^!\[[^\]]*\]\((?P<file>[\w-]+\.drawing\.svg)\)$", drawing, text, flags=re.MULTILINE)
+    return re.sub(r"^!\[[^\]]*\]\((?P<file>[\w-]+\.drawing\.svg)\)$", insert, text, flags=re.MULTILINE)
 
 
-def unlisted(stage: Path) -> Iterator[str]:
+def find_unlisted_pages(stage: Path) -> Iterator[str]:
     """Yield a complaint for each page that is not in the site's lists, or only there."""
     listed = set(re.findall(r'"([\w./-]+\.md)"', (stage / "zensical.toml").read_text()))
-    there = {path.relative_to(stage / "docs").as_posix() for path in (stage / "docs").rglob("*.md")}
-    yield from (f"docs/{page}: not in the nav of zensical.toml" for page in sorted(there - listed))
-    yield from (f"zensical.toml: there is no page {page}" for page in sorted(listed - there))
+    existing = {path.relative_to(stage / "docs").as_posix() for path in (stage / "docs").rglob("*.md")}
+    yield from (f"docs/{page}: not in the nav of zensical.toml" for page in sorted(existing - listed))
+    yield from (f"zensical.toml: there is no page {page}" for page in sorted(listed - existing))
 
 
 # --------------------------------------------------------------------------------------------------------- API
 
 
-def public_names() -> dict[str, str]:
+def find_public_names() -> dict[str, str]:
     """Return each public name's module, as `prefect_tune/__init__.py` imports it for type checkers."""
     door = ast.parse((ROOT / "src" / "prefect_tune" / "__init__.py").read_text())
     imports = [node for node in ast.walk(door) if isinstance(node, ast.ImportFrom) and node.module]
@@ -212,14 +198,14 @@ def public_names() -> dict[str, str]:
     }
 
 
-def api_names() -> dict[str, list[str]]:
+def find_api_names() -> dict[str, list[str]]:
     """Return the public names on each page of the API.
 
     Raises:
         LookupError: a name comes from a module that no page is for.
     """
     pages: dict[str, list[str]] = {page: [] for page in API}
-    for name, module in sorted(public_names().items(), key=_place):
+    for name, module in sorted(find_public_names().items(), key=_sort_key):
         homes = [page for page, (_, modules) in API.items() if module.startswith(modules)]
         if not homes:
             raise LookupError(f"pt.{name} of prefect_tune.{module}: tools/docs_site.py names no page for that module")
@@ -227,81 +213,83 @@ def api_names() -> dict[str, list[str]]:
     return pages
 
 
-def _place(named: tuple[str, str]) -> tuple[int, str]:
-    """Return what names are sorted by: the place of their modules in `API`, then themselves."""
-    name, module = named
-    every = [each for _, modules in API.values() for each in modules]
-    return next((place for place, each in enumerate(every) if module.startswith(each)), len(every)), name.casefold()
+def _sort_key(api_name: tuple[str, str]) -> tuple[int, str]:
+    """Return the index of the name's module in `API`, and the name."""
+    name, module = api_name
+    prefixes = [prefix for _, modules in API.values() for prefix in modules]
+    index = next((number for number, prefix in enumerate(prefixes) if module.startswith(prefix)), len(prefixes))
+    return index, name.casefold()
 
 
-def api_pages() -> dict[str, str]:
+def make_api_pages() -> dict[str, str]:
     """Return the pages of the API, by name."""
     pages = {}
-    for page, names in api_names().items():
+    for page, names in find_api_names().items():
         title = API[page][0]
-        summary = "".join(f"| [`pt.{name}`](#prefect_tune.{name}) | {_summary(name)} |\n" for name in names)
+        summary = "".join(f"| [`pt.{name}`](#prefect_tune.{name}) | {_get_summary(name)} |\n" for name in names)
         pages[page] = f"# {title}\n\n`import prefect_tune as pt`\n\n| | |\n|---|---|\n{summary}\n" + "".join(
             f"::: prefect_tune.{name}\n\n" for name in names
         )
-    return {**pages, "integrations": _integrations()}
+    return {**pages, "integrations": _make_integrations_page()}
 
 
-def _summary(name: str) -> str:
+def _get_summary(name: str) -> str:
     """Return the first line of a public name's docstring."""
-    found = getattr(getattr(pt, name), "fn", getattr(pt, name))
-    said = inspect.getdoc(found) if inspect.isclass(found) or inspect.isfunction(found) else None  # not of an alias
-    return (said or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    value = getattr(getattr(pt, name), "fn", getattr(pt, name))
+    is_alias = not (inspect.isclass(value) or inspect.isfunction(value))
+    docstring = None if is_alias else inspect.getdoc(value)
+    return (docstring or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
-def _integrations() -> str:
+def _make_integrations_page() -> str:
     modules = sorted(path.stem for path in (ROOT / "src/prefect_tune/integrations").glob("*.py"))
-    shown = [name for name in modules if name not in ("__init__", "common")]
-    said = "# Integrations\n\n[How to use these modules](../integrations.md).\n\n"
-    return said + "".join(
+    names = [name for name in modules if name not in ("__init__", "common")]
+    heading = "# Integrations\n\n[How to use these modules](../integrations.md).\n\n"
+    return heading + "".join(
         f"## `prefect_tune.integrations.{name}`\n\n::: prefect_tune.integrations.{name}\n"
         "    options:\n      show_root_heading: false\n      heading_level: 3\n\n"
-        for name in shown
+        for name in names
     )
 
 
 # ---------------------------------------------------------------------------------------------------- commands
 
 
-def commands() -> Iterator[str]:
-    """Yield what the page on the command line says of each command and its options."""
+def describe_commands() -> Iterator[str]:
+    """Yield the section of the command-line page on each command and its options."""
     yield "\n## Every command, every option\n"
-    yield from _commands_of(typer.main.get_command(load_application()), "prefect-tune")
+    yield from _describe_commands(typer.main.get_command(load_application()), "prefect-tune")
 
 
-def _commands_of(command: Any, path: str) -> Iterator[str]:
+def _describe_commands(command: Any, path: str) -> Iterator[str]:
     context = typer.Context(command)
     if isinstance(command, TyperGroup):
         for name in command.list_commands(context):
-            found = command.get_command(context, name)
-            if found is not None and not found.hidden:
-                yield from _commands_of(found, f"{path} {name}")
+            subcommand = command.get_command(context, name)
+            if subcommand is not None and not subcommand.hidden:
+                yield from _describe_commands(subcommand, f"{path} {name}")
     else:
-        yield from _command(command, context, path)
+        yield from _describe_command(command, context, path)
 
 
-def _command(command: TyperCommand, context: typer.Context, path: str) -> Iterator[str]:
+def _describe_command(command: TyperCommand, context: typer.Context, path: str) -> Iterator[str]:
     first, _, more = (command.help or "").partition("\n\n")
-    yield f"\n### {path.removeprefix('prefect-tune ')}\n\n{_escaped(' '.join(first.split()))}\n\n"
+    yield f"\n### {path.removeprefix('prefect-tune ')}\n\n{_escape_markdown(' '.join(first.split()))}\n\n"
     usage = " ".join(piece.strip("{}") for piece in command.collect_usage_pieces(context))
     yield f"```text\n{path} {usage}\n```\n"
-    for paragraph in filter(None, (each.strip("\b\n ") for each in more.split("\n\n"))):
+    for paragraph in filter(None, (part.strip("\b\n ") for part in more.split("\n\n"))):
         is_example = paragraph.startswith("prefect-tune ")
-        yield f"\n```text\n{paragraph}\n```\n" if is_example else f"\n{_escaped(' '.join(paragraph.split()))}\n"
-    records = [found for param in command.params if (found := param.get_help_record(context)) is not None]
-    shown = [(option, about) for option, about in records if option.startswith("-")]
-    if shown:
+        yield f"\n```text\n{paragraph}\n```\n" if is_example else f"\n{_escape_markdown(' '.join(paragraph.split()))}\n"
+    records = [record for param in command.params if (record := param.get_help_record(context)) is not None]
+    options = [(option, about) for option, about in records if option.startswith("-")]
+    if options:
         yield "\n| option | |\n|---|---|\n"
-    for option, about in shown:
+    for option, about in options:
         bars = option.replace("|", "\\|")
-        yield f"| `{bars}` | {_escaped(about)} |\n"
+        yield f"| `{bars}` | {_escape_markdown(about)} |\n"
 
 
-def _escaped(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Return `text` as Markdown that shows it as it is."""
     return re.sub(r"([\\`*_{}\[\]<>|])", r"\\\1", text)
 

@@ -16,15 +16,13 @@ from pathlib import Path
 
 from tools.sources import Source
 
-# Words that say less than the noun of the field: in no name of the package, or of its tests where those are asked too.
+# Words that say less than the noun of the field: in no name of the package; some in no name of a test, either.
 VAGUE = frozenset({"apart", "aside", "happened", "heard", "learned", "outside", "standing", "told"})
 VAGUE_IN_TESTS = frozenset({"happened", "heard", "told"})
 VAGUE_AS_FIELD = frozenset({"go_on", "left", "say"})  # fields are stored, or read far from where they are set
-MEANT = {
-    (Path("src/prefect_tune/reporting/svg.py"), "left"),  # the side of a frame
-}
+ALLOWED_FIELDS = {(Path("src/prefect_tune/reporting/svg.py"), "left")}  # the side of a frame
 
-SAME_BY_RIGHT = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
+ALLOWED_SHARED_NAMES = {"TuneReportCheckpointCallback"}  # Ray's name of the callback, in the module of each framework
 PACKAGE = ("src", "blocks", "tasks", "flows")
 MAX_PARTICIPLES = 0
 MAX_VAGUE_BINDINGS = 1  # the public field `AuditDifference.found`
@@ -54,18 +52,18 @@ IRREGULAR_PARTICIPLES, SUPERLATIVES, ONE_MEANING = (
 NO_PARTICIPLES = frozenset({"embed", "exceed", "feed", "hundred", "need", "proceed", "seed", "speed", "succeed"})
 
 
-def vague_names(source: Source) -> Iterator[str]:
-    """Every name of the file that is made of a vague word; the name of a test is a sentence, and may have any."""
+def find_vague_names(source: Source) -> Iterator[str]:
+    """Yield each name of the file with a vague word; the name of a test is a sentence, and may have any word."""
     words = VAGUE if source.path.parts[0] in PACKAGE else VAGUE_IN_TESTS
-    for line, name in _names(source.tree):
-        if not name.startswith("test_") and (found := words & set(_words(name))):
-            yield f"{source.path}:{line}: {name}: {min(found)!r} says less than the noun of the field"
-    for line, name in _fields(source.tree) if source.path.parts[0] in PACKAGE else ():
-        if name in VAGUE_AS_FIELD and (source.path, name) not in MEANT:
+    for line, name in _find_names(source.tree):
+        if not name.startswith("test_") and (vague := words & set(_split_words(name))):
+            yield f"{source.path}:{line}: {name}: {min(vague)!r} says less than the noun of the field"
+    for line, name in _find_fields(source.tree) if source.path.parts[0] in PACKAGE else ():
+        if name in VAGUE_AS_FIELD and (source.path, name) not in ALLOWED_FIELDS:
             yield f"{source.path}:{line}: {name}: a field says what it holds"
 
 
-def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _find_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each function, class, argument, variable and attribute that the file defines."""
     for node in ast.walk(tree):
         match node:
@@ -77,23 +75,23 @@ def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 pass
 
 
-def _words(name: str) -> Sequence[str]:
+def _split_words(name: str) -> Sequence[str]:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
 
 
-def _fields(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _find_fields(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            annotated = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
-            yield from ((each.lineno, each.id) for each in annotated if isinstance(each, ast.Name))
+            annotated = (statement.target for statement in node.body if isinstance(statement, ast.AnnAssign))
+            yield from ((target.lineno, target.id) for target in annotated if isinstance(target, ast.Name))
 
 
-def shared_class_names(sources: Sequence[Source]) -> Iterator[str]:
-    """Every name of a class that another module uses for another class."""
+def find_shared_class_names(sources: Sequence[Source]) -> Iterator[str]:
+    """Yield each class whose name another module defines, too."""
     first: dict[str, Path] = {}
     classes = ((source.path, node) for source in sources for node in source.tree.body if isinstance(node, ast.ClassDef))
     for path, node in classes:
-        if node.name in first and node.name not in SAME_BY_RIGHT:
+        if node.name in first and node.name not in ALLOWED_SHARED_NAMES:
             yield f"{path}:{node.lineno}: class {node.name} has the name of one in {first[node.name]}"
         first[node.name] = path
 
@@ -104,14 +102,14 @@ def is_participle(name: str) -> bool:
     return word in IRREGULAR_PARTICIPLES or (word.endswith("ed") and "_" not in word and word not in NO_PARTICIPLES)
 
 
-def participle_functions(source: Source) -> Iterator[tuple[int, str]]:
+def find_participle_functions(source: Source) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each function of the file that is named by a bare participle."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and is_participle(node.name):
             yield node.lineno, node.name
 
 
-def vague_bindings(source: Source) -> Iterator[tuple[int, str]]:
+def find_vague_bindings(source: Source) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each variable and parameter of the file that does not say what it holds."""
     for node in ast.walk(source.tree):
         match node:
@@ -127,7 +125,7 @@ def vague_bindings(source: Source) -> Iterator[tuple[int, str]]:
                 pass
 
 
-def poetic_constants(source: Source) -> Iterator[tuple[int, str]]:
+def find_poetic_constants(source: Source) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each constant of the file that has a superlative or a metaphor in its name."""
     for node in ast.walk(source.tree):
         match node:
@@ -137,7 +135,7 @@ def poetic_constants(source: Source) -> Iterator[tuple[int, str]]:
                 pass
 
 
-def homonyms(sources: Sequence[Source]) -> Iterator[str]:
+def find_homonyms(sources: Sequence[Source]) -> Iterator[str]:
     """Yield each name that more than three files define, and that is not known to have one meaning."""
     files: defaultdict[str, set[Path]] = defaultdict(set)
     for source in sources:
@@ -146,18 +144,18 @@ def homonyms(sources: Sequence[Source]) -> Iterator[str]:
                 files[node.name].add(source.path)
     for name, paths in sorted(files.items()):
         is_special = re.fullmatch(r"__\w+__|_repr_\w+_", name)
-        if len(paths) > MAX_SHARING_FILES and not is_special and name not in ONE_MEANING | SAME_BY_RIGHT:
+        if len(paths) > MAX_SHARING_FILES and not is_special and name not in ONE_MEANING | ALLOWED_SHARED_NAMES:
             yield f"{min(paths)}:1: {name} is defined in {len(paths)} files: name each by what it does"
 
 
-def plain_word_counts(sources: Sequence[Source]) -> tuple[str, list[str]]:
-    """Return the counts as a line of text, and what exceeds a limit."""
-    violations = list(homonyms(sources))
+def count_plain_words(sources: Sequence[Source]) -> tuple[str, list[str]]:
+    """Return the counts as a line of text, and the violations of their limits."""
+    violations = list(find_homonyms(sources))
     counts = []
     for rule, limit, names in (
-        ("functions named by a participle", MAX_PARTICIPLES, participle_functions),
-        ("vague variables", MAX_VAGUE_BINDINGS, vague_bindings),
-        ("poetic constants", 0, poetic_constants),
+        ("functions named by a participle", MAX_PARTICIPLES, find_participle_functions),
+        ("vague variables", MAX_VAGUE_BINDINGS, find_vague_bindings),
+        ("poetic constants", 0, find_poetic_constants),
     ):
         lines = [f"{source.path}:{line}: {name}" for source in sources for line, name in names(source)]
         counts.append(f"{len(lines)} {rule} (at most {limit})")

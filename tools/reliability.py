@@ -32,25 +32,25 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deep", action="store_true", help="run the long tests too")
     parser.add_argument("--reports", nargs="+", type=Path, help="run nothing: the reports of runs in which all passed")
-    asked = parser.parse_args(arguments)
-    if asked.reports:
-        _write(_figures(asked.reports), "tools/reliability.py --reports")
+    options = parser.parse_args(arguments)
+    if options.reports:
+        _write_page(_sum_figures(options.reports), "tools/reliability.py --reports")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        code = _run(report, deep=asked.deep)
+        code = _run_tests(report, deep=options.deep)
         if code == 0:
-            _write(_figures([report]), f"tools/reliability.py{' --deep' if asked.deep else ''}")
+            _write_page(_sum_figures([report]), f"tools/reliability.py{' --deep' if options.deep else ''}")
     return code
 
 
-def _run(report: Path, *, deep: bool) -> int:
+def _run_tests(report: Path, *, deep: bool) -> int:
     marker = "deep or not deep" if deep else "not deep"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", marker, f"--junitxml={report}", *_SUITES]
     return subprocess.run(command, cwd=_REPOSITORY, check=False).returncode
 
 
-def _figures(reports: Sequence[Path]) -> dict[str, float]:
+def _sum_figures(reports: Sequence[Path]) -> dict[str, float]:
     """Sum what the tests of all reports recorded; a test that is in two of them counts once.
 
     Raises:
@@ -63,10 +63,10 @@ def _figures(reports: Sequence[Path]) -> dict[str, float]:
                 raise SystemExit(f"{report}: {case.get('classname')}::{case.get('name')} failed; run it again")
             if case.find("skipped") is None:
                 cases[case.get("classname"), case.get("name")] = case
-    return {"tests passed": len(cases), **_recorded(cases.values())}
+    return {"tests passed": len(cases), **_sum_properties(cases.values())}
 
 
-def _recorded(cases: Iterable[ET.Element]) -> dict[str, float]:
+def _sum_properties(cases: Iterable[ET.Element]) -> dict[str, float]:
     sums: Counter[str] = Counter()
     largest: dict[str, float] = {}
     on_loss = [case for case in cases if not (case.get("classname") or "").startswith(_ON_QUALITY)]
@@ -79,7 +79,7 @@ def _recorded(cases: Iterable[ET.Element]) -> dict[str, float]:
     return {**dict(sorted(sums.items())), **dict(sorted(largest.items()))}
 
 
-def _write(figures: dict[str, float], command: str) -> None:
+def _write_page(figures: dict[str, float], command: str) -> None:
     before, _, rest = _PAGE.read_text().partition(_BEGIN)
     after = rest.partition(_END)[2]
     rows = [f"| {name} | {value:,.10g} |" for name, value in figures.items()]

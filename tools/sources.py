@@ -1,4 +1,4 @@
-"""Read the Python files that the checks of the house look at."""
+"""Read the Python files that `tools/house.py` checks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Source:
         return self.text.count("\n")
 
 
-def read_sources(root: Path, rooms: Sequence[str]) -> list[Source]:
-    """Return every Python file in the rooms, sorted."""
-    paths = sorted(path for room in rooms for path in (root / room).rglob("*.py"))
+def read_sources(root: Path, folders: Sequence[str]) -> list[Source]:
+    """Return every Python file in the folders, sorted."""
+    paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     texts = {path.relative_to(root): path.read_text() for path in paths}
     return [Source(path, text, ast.parse(text, path.name)) for path, text in texts.items()]

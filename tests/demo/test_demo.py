@@ -45,8 +45,8 @@ def test_the_model_learns() -> None:
     model = Digits()
     model.setup({"width": 4000})
     for _ in range(24):
-        reached = model.step()
-    assert float(str(reached["accuracy"])) > 0.85
+        metrics = model.step()
+    assert float(str(metrics["accuracy"])) > 0.85
 
 
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,16 +59,16 @@ def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch: pyte
 @pytest.mark.timeout(900)
 def test_the_whole_command_needs_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "from prefect_tune.cli import main; main()", "demo"],
         capture_output=True,
         text=True,
         check=False,
         env=environment,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("✓") == 1
-    assert done.stderr == ""
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("✓") == 1
+    assert process.stderr == ""
     assert not list(tmp_path.glob("prefect-tune-drill-*"))
 
 

@@ -42,16 +42,16 @@ from tests.fakes.searches.far_attempts import plan_at
 
 SECRET = "never-shown-to-anybody"
 TUNE, RESUME = make_form_schema(pt.tune), make_form_schema(pt.resume)
-GIVEN = {"trainable": "my_project.train:Net", "target": "s3-target/prod"}
+REQUIRED = {"trainable": "my_project.train:Net", "target": "s3-target/prod"}
 
 
-def slug_of(document: str) -> str | None:
+def find_slug(document: str) -> str | None:
     saved = {"1f0e": "s3-target/prod", "2f0e": "sync-config/slow"}
     return saved.get(document) or (document if document in saved.values() else None)
 
 
-def given(schema: Mapping[str, Any] = TUNE, *, complete: bool = False, **parameters: Any) -> Mapping[str, Any]:
-    return validate_parameters(parameters, schema, slug_of, complete=complete)
+def check_parameters(schema: Any = TUNE, *, complete: bool = False, **parameters: Any) -> Mapping[str, Any]:
+    return validate_parameters(parameters, schema, find_slug, complete=complete)
 
 
 @pytest.mark.parametrize(
@@ -65,28 +65,25 @@ def given(schema: Mapping[str, Any] = TUNE, *, complete: bool = False, **paramet
     ],
 )
 def test_however_a_saved_block_is_meant_its_name_is_stored_and_nothing_of_it(target: object) -> None:
-    assert given(target=target) == {"target": "s3-target/prod"}
-    stored = given(sync={"upload_dir": target, "commit": "async"})
+    assert check_parameters(target=target) == {"target": "s3-target/prod"}
+    stored = check_parameters(sync={"upload_dir": target, "commit": "async"})
     assert stored == {"sync": {"upload_dir": "s3-target/prod", "commit": "async"}}
 
 
 def test_a_saved_way_to_sync_is_stored_as_a_reference() -> None:
-    assert given(sync={"$ref": {"block_document_id": "2f0e"}}) == {
+    assert check_parameters(sync={"$ref": {"block_document_id": "2f0e"}}) == {
         "sync": {"$ref": {"block_document_slug": "sync-config/slow"}}
     }
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         (
             {"bucket": "b", "access_key_id": "id", "secret_access_key": SECRET},
             "found a block's fields: its credentials",
         ),
-        (
-            pt.S3Target(bucket="bucket", access_key_id="id", secret_access_key=SECRET),
-            "and pass its slug",
-        ),
+        (pt.S3Target(bucket="bucket", access_key_id="id", secret_access_key=SECRET), "and pass its slug"),
         (f"sftp://me:{SECRET}@host/runs", "no credentials in a URI"),
         (f"s3://me:{SECRET}@bucket/runs", "no credentials in a URI"),
         ("s3-target/gone", "no block 's3-target/gone' is saved"),
@@ -95,32 +92,23 @@ def test_a_saved_way_to_sync_is_stored_as_a_reference() -> None:
         (3, "expected a URI or the type/name of a saved block, found int"),
     ],
 )
-@pytest.mark.parametrize("place", ["target", "sync"])
+@pytest.mark.parametrize("option", ["target", "sync"])
 def test_what_would_tell_a_secret_or_is_not_there_is_refused_and_not_repeated(
-    target: object, said: str, place: str
+    target: object, message: str, option: str
 ) -> None:
-    parameters = {"target": target} if place == "target" else {"sync": {"upload_dir": target}}
-    with pytest.raises(pt.InvalidInput, match=said) as refused:
-        given(**parameters)
+    parameters = {"target": target} if option == "target" else {"sync": {"upload_dir": target}}
+    with pytest.raises(pt.InvalidInput, match=message) as refused:
+        check_parameters(**parameters)
     assert SECRET not in str(refused.value)
 
 
 def test_a_folder_is_stored_so_that_it_means_the_same_elsewhere() -> None:
-    assert given(target="/runs") == {"target": "file:///runs"}
-    assert given(target="s3://bucket/runs") == {"target": "s3://bucket/runs"}
+    assert check_parameters(target="/runs") == {"target": "file:///runs"}
+    assert check_parameters(target="s3://bucket/runs") == {"target": "s3://bucket/runs"}
 
 
 RELATIVE = [
-    "./runs",
-    "runs",
-    "~/runs",
-    "../runs",
-    "runs/first",
-    ".",
-    "file:runs",
-    "file://runs",
-    "local://./runs",
-    " /runs",
+    *("./runs", "runs", "~/runs", "../runs", "runs/first", ".", "file:runs", "file://runs", "local://./runs", " /runs")
 ]
 ABSOLUTE = ["/runs", "file:///runs", "file://localhost/runs", "s3://bucket/runs", "s3-target/prod"]
 FORMS = [deployed.tune, deployed.resume, deployed.durable_trainable, pt.maintain, pt.drill]
@@ -140,34 +128,30 @@ def test_a_form_says_that_a_folder_is_an_absolute_path_and_the_api_refuses_anoth
         assert not validate({**beside, "target": target}, form), target
 
 
-@pytest.mark.parametrize("place", ["warm_start", "sync"])
-def test_a_relative_path_is_refused_wherever_a_form_takes_a_target(place: str) -> None:
+@pytest.mark.parametrize("option", ["warm_start", "sync"])
+def test_a_relative_path_is_refused_wherever_a_form_takes_a_target(option: str) -> None:
     form = make_form_schema(deployed.tune)
 
     def is_refused(target: str) -> bool:
-        value = [f"{target}/first"] if place == "warm_start" else {"upload_dir": target}
-        return bool(validate({**GIVEN, "advanced": {place: value}}, form))
+        value = [f"{target}/first"] if option == "warm_start" else {"upload_dir": target}
+        return bool(validate({**REQUIRED, "advanced": {option: value}}, form))
 
     assert [target for target in RELATIVE if not is_refused(target)] == []
     assert [target for target in ABSOLUTE if is_refused(target)] == []
-    assert not validate({**GIVEN, "advanced": {"warm_start": ["first"]}}, form)
+    assert not validate({**REQUIRED, "advanced": {"warm_start": ["first"]}}, form)
 
 
 @pytest.mark.parametrize("target", ["./runs", "runs", "~/runs", "../runs"])
 def test_a_deployment_with_a_relative_path_is_refused_with_what_to_write(target: str) -> None:
-    for place, parameters in {
-        "target": {"target": target},
-        "sync.upload_dir": {"sync": {"upload_dir": target}},
-        "warm_start": {"warm_start": [f"{target}/first"]},
-    }.items():
-        with pytest.raises(
-            pt.InvalidInput, match=f"^{place}: '{re.escape(target)}': expected an absolute path or a URI"
-        ):
-            given(**parameters)
+    sync, warm_start = {"sync": {"upload_dir": target}}, {"warm_start": [f"{target}/first"]}
+    message = f"'{re.escape(target)}': expected an absolute path or a URI"
+    for name, parameters in {"target": {"target": target}, "sync.upload_dir": sync, "warm_start": warm_start}.items():
+        with pytest.raises(pt.InvalidInput, match=f"^{name}: {message}"):
+            check_parameters(**parameters)
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "message"),
     [
         ({"num_sample": 3}, r"unknown parameter 'num_sample': did you mean 'num_samples'\?"),
         ({"num_samples": 3, "samples_per_run": 3}, "pass only one of them"),
@@ -178,13 +162,13 @@ def test_a_deployment_with_a_relative_path_is_refused_with_what_to_write(target:
         ({"warm_start": ["first/"]}, "becomes a folder"),
     ],
 )
-def test_what_a_run_would_refuse_is_refused_before_there_is_one(parameters: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(pt.InvalidInput, match=said):
-        given(**{**GIVEN, **parameters})
+def test_what_a_run_would_refuse_is_refused_before_there_is_one(parameters: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(pt.InvalidInput, match=message):
+        check_parameters(**{**REQUIRED, **parameters})
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "message"),
     [
         ({"search": "OptunaSearch", "metric": "loss"}, "expected num_samples"),
         ({"search": "OptunaSearch", "num_samples": 3}, "expected a metric"),
@@ -192,12 +176,13 @@ def test_what_a_run_would_refuse_is_refused_before_there_is_one(parameters: Mapp
     ],
 )
 def test_what_only_a_person_could_add_is_missed_where_a_schedule_asks_nobody(
-    parameters: Mapping[str, Any], said: str
+    parameters: Mapping[str, Any], message: str
 ) -> None:
-    assert given(**GIVEN, **parameters)
-    with pytest.raises(pt.InvalidInput, match=said):
-        given(complete=True, **GIVEN, **parameters)
-    assert given(complete=True, **{**GIVEN, **parameters, "metric": "loss", "samples_per_run": 3, "num_samples": None})
+    assert check_parameters(**REQUIRED, **parameters)
+    with pytest.raises(pt.InvalidInput, match=message):
+        check_parameters(complete=True, **REQUIRED, **parameters)
+    added = {"metric": "loss", "samples_per_run": 3, "num_samples": None}
+    assert check_parameters(complete=True, **{**REQUIRED, **parameters, **added})
 
 
 @pytest.mark.parametrize(
@@ -216,32 +201,32 @@ def test_what_only_a_person_could_add_is_missed_where_a_schedule_asks_nobody(
 )
 def test_a_secret_in_any_place_is_refused_and_not_repeated(parameters: Mapping[str, Any]) -> None:
     with pytest.raises(pt.InvalidInput) as refused:
-        given(**{**GIVEN, **parameters})
+        check_parameters(**{**REQUIRED, **parameters})
     assert SECRET not in str(refused.value)
 
 
 def test_what_nobody_will_be_asked_for_must_be_there() -> None:
-    assert given(target="s3-target/prod") == {"target": "s3-target/prod"}
+    assert check_parameters(target="s3-target/prod") == {"target": "s3-target/prod"}
     with pytest.raises(pt.InvalidInput, match="'trainable' is a required property"):
-        given(target="s3-target/prod", complete=True)
-    assert given(RESUME, complete=True, experiment="digits", target="/runs", samples_per_run=5)
+        check_parameters(target="s3-target/prod", complete=True)
+    assert check_parameters(RESUME, complete=True, experiment="digits", target="/runs", samples_per_run=5)
 
 
 def test_a_resume_may_change_what_only_fits_the_options_in_the_journal() -> None:
     for changed in ({"min_nodes": 2}, {"resources_total": {"gpu": 2}}, {"trial_job_variables": {"cpu": 1}}):
-        assert given(RESUME, complete=True, experiment="digits", target="/runs", **changed)
+        assert check_parameters(RESUME, complete=True, experiment="digits", target="/runs", **changed)
 
 
 def test_what_does_not_fit_together_is_refused_for_a_single_training_too() -> None:
     form = make_form_schema(pt.durable_trainable)
-    assert given(form, complete=True, **GIVEN, processes_per_trial=2)
+    assert check_parameters(form, complete=True, **REQUIRED, processes_per_trial=2)
     with pytest.raises(pt.InvalidInput, match="processes_per_trial=2: expected isolation='process'"):
-        given(form, **GIVEN, processes_per_trial=2, isolation="thread")
+        check_parameters(form, **REQUIRED, processes_per_trial=2, isolation="thread")
 
 
 def test_all_that_a_form_offers_is_accepted() -> None:
     full: dict[str, Any] = {
-        **GIVEN,
+        **REQUIRED,
         "space": {"lr": {"loguniform": [1e-4, 0.1]}, "layers": {"choice": [1, 2]}, "batch": 32},
         "experiment": "nightly",
         "metric": "loss",
@@ -262,40 +247,37 @@ def test_all_that_a_form_offers_is_accepted() -> None:
         "sync": {"commit": "async", "sync_period_seconds": 30},
         "callbacks": ["my_project.hear:Me"],
     }
-    assert given(complete=True, **full) == full
-    assert given(scheduler="FIFO", resume="auto+errored", stop="my_project.stops:enough", rerun_errored=True)
-    assert given(resources_per_trial={"cpu": 2, "gpu": 0.5}, reuse="never")
+    assert check_parameters(complete=True, **full) == full
+    assert check_parameters(scheduler="FIFO", resume="auto+errored", stop="my_project.stops:enough", rerun_errored=True)
+    assert check_parameters(resources_per_trial={"cpu": 2, "gpu": 0.5}, reuse="never")
 
 
 def test_a_deployment_names_the_packages_that_it_trusts() -> None:
     trusting = {"trusted_packages": ["my_project", "other.package"], "trial_job_variables": {"image": "mine"}}
-    assert given(RESUME, **trusting) == trusting
+    assert check_parameters(RESUME, **trusting) == trusting
     with pytest.raises(pt.InvalidInput, match="trusted_packages: expected names of packages"):
-        given(RESUME, trusted_packages=["my_project", "*"])
+        check_parameters(RESUME, trusted_packages=["my_project", "*"])
 
 
 def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
     plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
-    said = spec_to_parameters(plan)
-    parameters = {
-        "spec": said,
-        "request": request_to_parameters(AttemptRequest(search_term=1, trial=Trial(id="t", config={}))),
-        "attempt": 1,
-    }
-    assert said["cadence"]["every_steps"] is None
+    spec = spec_to_parameters(plan)
+    request = request_to_parameters(AttemptRequest(search_term=1, trial=Trial(id="t", config={})))
+    assert spec["cadence"]["every_steps"] is None
+    parameters = {"spec": spec, "request": request, "attempt": 1}
     validate(parameters, make_form_schema(train_trial), raise_on_error=True)
 
 
 def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration() -> None:
     block = {"$ref": {"block_document_slug": "secret/prod"}}
     template = {"__prefect_kind": "jinja", "template": "{{ 7 * 7 }}"}
-    orders = AttemptRequest(search_term=1, trial=Trial(id="t", config={"block": block, "template": template}))
+    request = AttemptRequest(search_term=1, trial=Trial(id="t", config={"block": block, "template": template}))
     context = HydrationContext(render_jinja=True, render_workspace_variables=True)
-    sent = hydrate({"spec": {}, "request": request_to_parameters(orders), "attempt": 1}, context)  # as the server does
-    found: list[object] = []
-    visit_collection(sent, found.append, return_data=False)  # as a flow run looks for blocks
-    assert not [each for each in found if isinstance(each, dict) and "$ref" in each]
-    assert parse_request(sent["request"]) == orders
+    sent = hydrate({"spec": {}, "request": request_to_parameters(request), "attempt": 1}, context)  # as the server does
+    values: list[object] = []
+    visit_collection(sent, values.append, return_data=False)  # as a flow run looks for blocks
+    assert not [value for value in values if isinstance(value, dict) and "$ref" in value]
+    assert parse_request(sent["request"]) == request
 
 
 @pytest.mark.parametrize("kind", [pt.FailurePolicy, pt.Retention, pt.Cadence])
@@ -311,10 +293,10 @@ TUNE_OFFER = find_deployable_flows(["tune"])[0]
 
 
 def test_deployments_with_another_name_start_trials_of_their_own_kind() -> None:
-    staged = {each.flow.name: each for each in make_general_specs(DEPLOYABLE_FLOWS, "staging-")}
+    staged = {spec.flow.name: spec for spec in make_general_specs(DEPLOYABLE_FLOWS, "staging-")}
     assert staged["resume"].full_name == "resume/staging-resume"
     assert staged["tune"].parameters == {"trial_deployment": "train-trial/staging-train-trial"}
-    assert all(each.parameters == {} for each in make_general_specs(DEPLOYABLE_FLOWS))
+    assert all(spec.parameters == {} for spec in make_general_specs(DEPLOYABLE_FLOWS))
     nightly = make_experiment_spec(TUNE_OFFER, "nightly", {}, None, prefix="staging-")
     assert nightly.parameters == {"experiment": "staging-nightly", **staged["tune"].parameters}
 
@@ -326,9 +308,8 @@ def test_a_deployment_for_one_experiment_is_named_like_it_and_runs_once_at_a_tim
     assert (nightly.full_name, nightly.concurrency_limit, nightly.collision) == ("tune/nightly", 1, "cancel-new")
     other = make_experiment_spec(TUNE_OFFER, "nightly", {"experiment": "digits"}, None)
     assert other.parameters == {"experiment": "digits"}
-    hourly = make_experiment_spec(
-        find_deployable_flows(["maintain"])[0], "hourly", {"target": "s3://b/runs"}, schedules
-    )
+    (maintain,) = find_deployable_flows(["maintain"])
+    hourly = make_experiment_spec(maintain, "hourly", {"target": "s3://b/runs"}, schedules)
     assert hourly.parameters == {"target": "s3://b/runs"}
 
 
@@ -343,7 +324,7 @@ def test_what_is_not_offered_is_said_with_what_was_meant() -> None:
 
 
 FLOWS: Mapping[str, GroupedFlow[..., Any]] = {
-    each.name: each for each in (deployed.durable_trainable, deployed.resume, deployed.tune)
+    flow.name: flow for flow in (deployed.durable_trainable, deployed.resume, deployed.tune)
 }
 TUNE_FLOW = deployed.tune
 FORM = make_form_schema(TUNE_FLOW)
@@ -359,8 +340,8 @@ def test_each_parameter_is_in_the_form_once_and_the_required_ones_come_first(nam
     rest = form["definitions"][OPTIONS_DEFINITION]["properties"]
     assert sorted([*first, *rest]) == sorted(flat["properties"])
     assert sorted(first[: len(flat["required"])]) == sorted(flat["required"]) == sorted(form["required"])
-    assert [each["position"] for each in form["properties"].values()] == list(range(len(first) + 1))
-    assert [each["position"] for each in rest.values()] == list(range(len(rest)))
+    assert [field["position"] for field in form["properties"].values()] == list(range(len(first) + 1))
+    assert [field["position"] for field in rest.values()] == list(range(len(rest)))
     assert len(first) <= 10
 
 
@@ -368,8 +349,8 @@ def test_each_parameter_is_in_the_form_once_and_the_required_ones_come_first(nam
 def test_a_parameter_has_the_same_field_in_the_group_as_without_groups(name: str) -> None:
     form, flat = make_form_schema(FLOWS[name]), make_form_schema(FLOWS[name].flat_flow)
     fields = {**form["properties"], **form["definitions"][OPTIONS_DEFINITION]["properties"]}
-    for field, there in flat["properties"].items():
-        assert {**fields[field], "position": None} == {**there, "position": None}
+    for field, schema in flat["properties"].items():
+        assert {**fields[field], "position": None} == {**schema, "position": None}
     assert form["definitions"].items() >= flat["definitions"].items()
 
 

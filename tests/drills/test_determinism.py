@@ -1,4 +1,4 @@
-"""What may differ without a kill and says nothing of the training, and what may not."""
+"""Differences without a kill that say nothing about the training, and those that do."""
 
 from __future__ import annotations
 
@@ -23,36 +23,35 @@ from prefect_tune.drills.evidence import (
 from prefect_tune.drills.values import FileDifference
 from tests.drills.test_findings import CHANGED, DIGESTS, MANIFEST
 
-NOW = time.time()
+START_TIME = time.time()
 LOSS = [1.7, 1.2, 1.9, 1.4]
-PLACE = ("s.json", "it")
+LOCATION = ("s.json", "it")
 
 
-def run_of(**metrics: list[Any]) -> DrillRun:
+def make_run(**metrics: list[Any]) -> DrillRun:
     reports = {step: {name: values[step - 1] for name, values in metrics.items()} for step in range(1, 5)}
-    records = [Record(step, 1, False, NOW - 9 + step, 0.5, 0.0, {}) for step in range(1, 5)]
+    records = [Record(step, 1, False, START_TIME - 9 + step, 0.5, 0.0, {}) for step in range(1, 5)]
     return DrillRun(reports, {2: MANIFEST, 4: CHANGED}, [], records, [])
 
 
-def in_checkpoint(expected: Any, found: Any, path: str = "") -> Difference:
-    return Difference(2, FileDifference("s.json", "it", "differs", path=path, scalars=(expected, found)))
+def make_diff(expected: Any, actual: Any, path: str = "") -> Difference:
+    return Difference(2, FileDifference("s.json", "it", "differs", path=path, scalars=(expected, actual)))
 
 
 def holds_a_result(
     difference: Difference, run: DrillRun, *more: Difference, history: ValueHistory | None = None, draws: bool = False
 ) -> bool:
     changes: Mapping[Any, ValueHistory] = {difference.location: history or {2: 1.5, 4: 7.25}}
-    return difference.location in find_result_locations(
-        changes, [difference, *more], run, ["a generator"] if draws else []
-    )
+    generators = ["a generator"] if draws else []
+    return difference.location in find_result_locations(changes, [difference, *more], run, generators)
 
 
 @pytest.mark.parametrize(
-    ("expected", "found"),
+    ("expected", "actual"),
     [
-        (NOW - 5, NOW - 2),
-        ((NOW - 5) * 1e3, (NOW - 2) * 1e3),
-        (int((NOW - 5) * 1e9), int((NOW - 2) * 1e9)),
+        (START_TIME - 5, START_TIME - 2),
+        ((START_TIME - 5) * 1e3, (START_TIME - 2) * 1e3),
+        (int((START_TIME - 5) * 1e9), int((START_TIME - 2) * 1e9)),
         ("f1a0b0a0-0000-4000-8000-000000000001", "f1a0b0a0-0000-4000-8000-000000000002"),
         ("2026-01-01T00:00:01", "2026-01-01T00:00:02"),
         ("node-1:417", "node-1:518"),
@@ -61,34 +60,32 @@ def holds_a_result(
     ],
     ids=["seconds", "milliseconds", "nanoseconds", "uuid-text", "date-text", "host", "datetime", "uuid"],
 )
-def test_a_time_of_day_and_a_short_text_hold_no_result(expected: Any, found: Any) -> None:
+def test_a_time_of_day_and_a_short_text_hold_no_result(expected: Any, actual: Any) -> None:
     loss = Difference(1, FileDifference(METRICS, "loss", "differs"))
-    for run, more in ((run_of(loss=LOSS), []), (run_of(loss=LOSS), [loss])):
-        assert not holds_a_result(in_checkpoint(expected, found), run, *more)
+    for run, more in ((make_run(loss=LOSS), []), (make_run(loss=LOSS), [loss])):
+        assert not holds_a_result(make_diff(expected, actual), run, *more)
 
 
 def test_a_number_holds_no_result_only_if_no_metric_can_depend_on_it() -> None:
-    number, loss, seconds = (
-        in_checkpoint(0.71, 0.32),
-        *(Difference(1, FileDifference(METRICS, name, "differs")) for name in ("loss", "seconds")),
-    )
-    run = run_of(loss=LOSS, seconds=[0.1, 0.2, 0.1, 0.3], epoch=[1, 2, 3, 4])
+    loss, seconds = (Difference(1, FileDifference(METRICS, name, "differs")) for name in ("loss", "seconds"))
+    number = make_diff(0.71, 0.32)
+    run = make_run(loss=LOSS, seconds=[0.1, 0.2, 0.1, 0.3], epoch=[1, 2, 3, 4])
     assert not holds_a_result(number, run)
     assert not holds_a_result(number, run, seconds)
     assert holds_a_result(number, run, loss), "it may be a weight"
-    assert holds_a_result(number, run_of(epoch=[1, 2, 3, 4])), "no metric shows that none depends on it"
+    assert holds_a_result(number, make_run(epoch=[1, 2, 3, 4])), "no metric shows that none depends on it"
     assert holds_a_result(number, run, draws=True)
-    assert holds_a_result(in_checkpoint(0.71, 0.32, path="it.#3"), run), "one of many weights"
+    assert holds_a_result(make_diff(0.71, 0.32, path="it.#3"), run), "one of many weights"
 
 
 @pytest.mark.parametrize("scalars", [(None, None), (0.5, None)])
 def test_an_array_and_a_file_that_cannot_be_read_hold_results(scalars: Any) -> None:
-    assert holds_a_result(in_checkpoint(*scalars), run_of(loss=LOSS))
+    assert holds_a_result(make_diff(*scalars), make_run(loss=LOSS))
 
 
 def test_what_training_does_not_change_holds_no_result() -> None:
-    path = in_checkpoint("/tmp/a", "/tmp/b")
-    assert path.location not in find_result_locations({}, [path], run_of(loss=LOSS), [])
+    path = make_diff("/tmp/a", "/tmp/b")
+    assert path.location not in find_result_locations({}, [path], make_run(loss=LOSS), [])
 
 
 def test_a_count_of_steps_that_is_the_same_holds_no_result() -> None:
@@ -97,7 +94,7 @@ def test_a_count_of_steps_that_is_the_same_holds_no_result() -> None:
         ("s.json", "weight"): {2: 0.3, 4: 0.9},
         ("m.npz", "w"): {2: None, 4: None},
     }
-    assert find_result_locations(changes, [], run_of(loss=LOSS), []) == {("s.json", "weight"), ("m.npz", "w")}
+    assert find_result_locations(changes, [], make_run(loss=LOSS), []) == {("s.json", "weight"), ("m.npz", "w")}
 
 
 @pytest.mark.parametrize(
@@ -125,20 +122,14 @@ def test_counts_and_rates_follow_from_the_step(values: dict[int, object], is_one
 
 
 def test_a_generator_without_a_seed_is_one_that_training_uses_and_that_differs_before_the_first_kill() -> None:
-    def run(first: int, *, attempt: int = 1) -> DrillRun:
-        states = [
-            {
-                "global random": DIGESTS[first],
-                "rng own": DIGESTS[first + step],
-                "rng seeded": DIGESTS[step],
-                "state w": "1",
-            }
-            for step in range(1, 5)
-        ]
-        records = [Record(step, attempt, False, 0.0, 0.0, 0.0, each) for step, each in enumerate(states, 1)]
+    def make_generator_run(first: int, *, attempt: int = 1) -> DrillRun:
+        records = []
+        for step in range(1, 5):
+            states = {"global random": DIGESTS[first], "rng own": DIGESTS[first + step], "rng seeded": DIGESTS[step]}
+            records.append(Record(step, attempt, False, 0.0, 0.0, 0.0, {**states, "state w": "1"}))
         return DrillRun({}, {}, [], records, [])
 
-    (own,) = find_unseeded_generators(run(10), [run(30), None])
+    (own,) = find_unseeded_generators(make_generator_run(10), [make_generator_run(30), None])
     assert str(own) == "step 1: random generator `own`: another state"
-    assert find_unseeded_generators(run(10), [run(10), None]) == []
-    assert find_unseeded_generators(run(10), [run(30, attempt=2)]) == []
+    assert find_unseeded_generators(make_generator_run(10), [make_generator_run(10), None]) == []
+    assert find_unseeded_generators(make_generator_run(10), [make_generator_run(30, attempt=2)]) == []

@@ -17,6 +17,7 @@ from inspect import unwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self, cast
+from unittest.mock import Mock
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]  # the package has no types
@@ -58,16 +59,15 @@ def test_a_run_killed_in_its_trial_its_search_and_an_upload_ends_as_the_undistur
     console, target = Console(record=True, width=140, force_terminal=False), tmp_path / "target"
     plan = DrillPlan(MODEL, {"width": 64}, 6, 2, kills=((2, "upload"), (3, "trial"), (5, "search")))
     report = run_drill_in_terminal(plan, str(target), console, keep=False)
-    said = console.export_text()
-    assert report.is_exact, said
-    assert [(each.victim, each.step, each.resumed_from) for each in report.kills] == [
+    output = console.export_text()
+    assert report.is_exact, output
+    assert [(kill.victim, kill.step, kill.resumed_from) for kill in report.kills] == [
         ("upload", 2, 0), ("trial", 3, 2), ("search", 5, 4),
     ]  # fmt: skip
     assert (report.compared_metric_count, report.compared_file_count) == (6, 3 * 5)
-    assert "✓ exact: the run that was killed 3 times is the same; " in said
-    assert "2 killed" in said
-    left = [path for path in target.rglob("*") if path.is_file() and ".tmp" not in path.parts]
-    assert left == [], "without keep nothing stays"
+    assert "✓ exact: the run that was killed 3 times is the same; " in output
+    assert "2 killed" in output
+    assert _list_files(target) == [], "without keep nothing stays"
 
 
 @pytest.mark.deep
@@ -111,8 +111,8 @@ def test_a_flow_of_ones_own_drills_several_trainings_as_tasks(
 
     @flow
     def check() -> list[Any]:
-        runs = pt.run_drill.map(trainables, target=str(tmp_path), steps=4, at=unmapped([2]))
-        return [each.result(raise_on_failure=False) for each in runs]
+        futures = pt.run_drill.map(trainables, target=str(tmp_path), steps=4, at=unmapped([2]))
+        return [future.result(raise_on_failure=False) for future in futures]
 
     exact, forgetful = check()
     assert isinstance(exact, pt.DrillReport)
@@ -122,10 +122,11 @@ def test_a_flow_of_ones_own_drills_several_trainings_as_tasks(
 
 def test_a_run_that_fails_is_reported_with_its_last_output(prefect_server: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONHOME": str(tmp_path / "nowhere")}
-    said: list[str] = []
+    activities: list[str] = []
+    target = pt.LocalTarget(path=str(tmp_path / "target"))
     with pytest.raises(TuneError, match=r"run 'undisturbed' of the drill ended with exit code 1; .*(\n.*)*encodings"):
-        run_drill(DrillPlan(MODEL), pt.LocalTarget(path=str(tmp_path / "target")), environment, on_activity=said.append)
-    assert said == ["run 1, undisturbed: 12 steps, usually 5 to 30 s besides the training"]
+        run_drill(DrillPlan(MODEL), target, environment, on_activity=activities.append)
+    assert activities == ["run 1, undisturbed: 12 steps, usually 5 to 30 s besides the training"]
 
 
 def test_the_last_output_is_that_of_the_first_error_if_it_is_long(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_the_last_output_is_that_of_the_first_error_if_it_is_long(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "said"),
+    ("name", "code", "message"),
     [
         (
             "broken:Nett",
@@ -156,11 +157,11 @@ def test_the_last_output_is_that_of_the_first_error_if_it_is_long(tmp_path: Path
     ],
 )
 def test_a_trainable_that_cannot_be_imported_is_refused_at_once(
-    name: str, code: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, code: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text(f"from prefect_tune import Trainable\n{code}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(TuneError, match=said) as caught:
+    with pytest.raises(TuneError, match=message) as caught:
         require_importable(name)
     assert "prints" not in str(caught.value)
 
@@ -178,13 +179,12 @@ def test_what_a_module_starts_at_its_import_ends_with_the_check(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     require_importable("starts:train")
-    wait_until(lambda: not _with_argument("sleep 604"), seconds=60, what=lambda: "the end of what it started")
+    wait_until(lambda: not _find_processes("sleep 604"), seconds=60, what=lambda: "the end of what it started")
 
 
 def test_a_module_that_drills_at_its_import_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "drills.py").write_text(
-        "import prefect_tune as pt\npt.run_drill.fn('drills:train')\ndef train(config): ..."
-    )
+    code = "import prefect_tune as pt\npt.run_drill.fn('drills:train')\ndef train(config): ..."
+    (tmp_path / "drills.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(TuneError, match="drill: the import of module 'drills' calls it"):
         require_importable("drills:train")
@@ -210,28 +210,19 @@ SECONDS, WEIGHT, BIAS = (
     ids=["equal", "by itself", "training differs by itself", "in a third run", "after a kill", "a lost report"],
 )
 def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_explain_what_differs(
-    differ: list[Difference],
-    again: list[Difference] | None,
-    unstable: list[Difference],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    differ: list[Any], again: list[Any] | None, unstable: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The killed run resumed from step 2."""
-    undisturbed, third = (DrillRun({each: {}}, {2: MANIFEST}, [], [], []) for each in (1, 2))
+    undisturbed, third = (DrillRun({step: {}}, {2: MANIFEST}, [], [], []) for step in (1, 2))
     killed = replace(undisturbed, records=[Record(2, 2, True, 1.0, 0.5, 0.0, {})])
-    found = {id(killed): differ, id(third): again}
-    monkeypatch.setattr(run_drill_module, "compare_runs", lambda _store, _one, other: found[id(other)])
-    made: list[str] = []
-
-    def train(_drill: Drill, run: str) -> DrillRun:
-        made.append(run)
-        return third
-
-    monkeypatch.setattr(Drill, "train_run", train)
+    differences = {id(killed): differ, id(third): again}
+    monkeypatch.setattr(run_drill_module, "compare_runs", lambda _store, _one, other: differences[id(other)])
+    train_run = Mock(return_value=third)
+    monkeypatch.setattr(Drill, "train_run", train_run)
     target = pt.LocalTarget(path=str(tmp_path / "target"))
     with target.open(timeout=timedelta(seconds=60)) as store:
         runs = Drill(DrillPlan(MODEL), target, store, tmp_path, os.environ).compare(undisturbed, killed)
-    assert len(made) == (again is not None)
+    assert train_run.call_count == (again is not None)
     assert (list(runs.differences), list(runs.unstable)) == (differ, unstable)
 
 
@@ -244,15 +235,12 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_run_ends_with_the_drill_that_started_it(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        **RunPlan(MODEL, str(tmp_path)).to_environment(),
-        "PREFECT_API_URL": "http://127.0.0.1:9",
-    }
+    plan = RunPlan(MODEL, str(tmp_path))
+    environment = {**os.environ, **plan.to_environment(), "PREFECT_API_URL": "http://127.0.0.1:9"}
     options = {"target": str(tmp_path), "config": {}, "experiment": "e", "steps": 4, "save_every": 2}
     command = [sys.executable, "-m", "prefect_tune.drills.training", json.dumps(options)]
-    done = subprocess.run(command, env=environment, input=b"", capture_output=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
+    process = subprocess.run(command, env=environment, input=b"", capture_output=True, timeout=60, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (1, b"", b"")
 
 
 @pytest.mark.long
@@ -261,9 +249,9 @@ def test_an_interrupted_drill_ends_with_130_and_leaves_no_process_and_nothing_on
     prefect_server: str, tmp_path: Path
 ) -> None:
     target = tmp_path / "target"
-    words = ["drill", "tests.trainables.numpy_mlp:NumpyMlp", "--steps", "5000", "--save-every", "1", "--at", "4000"]
+    arguments = ["drill", "tests.trainables.numpy_mlp:NumpyMlp", "--steps", "5000", "--save-every", "1", "--at", "4000"]
     with subprocess.Popen(
-        [Path(sys.executable).with_name("prefect-tune"), *words, "--target", str(target)],
+        [Path(sys.executable).with_name("prefect-tune"), *arguments, "--target", str(target)],
         env={**os.environ, "PREFECT_API_URL": prefect_server},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -271,15 +259,19 @@ def test_an_interrupted_drill_ends_with_130_and_leaves_no_process_and_nothing_on
     ) as drill:
         wait_until(lambda: list(target.rglob("manifest.json")), seconds=300, what=lambda: "a checkpoint")
         drill.send_signal(signal.SIGINT)
-        said = drill.communicate(timeout=120)[0].decode()
-    assert drill.returncode == 130, said
-    assert "Traceback" not in said
-    wait_until(lambda: not _with_argument(str(target)), seconds=120, what=lambda: "the end of its runs")
-    assert [each for each in target.rglob("*") if each.is_file() and ".tmp" not in each.parts] == []
+        output = drill.communicate(timeout=120)[0].decode()
+    assert drill.returncode == 130, output
+    assert "Traceback" not in output
+    wait_until(lambda: not _find_processes(str(target)), seconds=120, what=lambda: "the end of its runs")
+    assert _list_files(target) == []
 
 
-def _with_argument(text: str) -> list[int]:
-    return [each.pid for each in psutil.process_iter(["cmdline"]) if text in " ".join(each.info["cmdline"] or ())]
+def _list_files(target: Path) -> list[Path]:
+    return [path for path in target.rglob("*") if path.is_file() and ".tmp" not in path.parts]
+
+
+def _find_processes(text: str) -> list[Any]:
+    return [process for process in psutil.process_iter(["cmdline"]) if text in " ".join(process.info["cmdline"] or ())]
 
 
 # ---------------------------------------------------------------------------------------------------------- the plan
@@ -298,7 +290,7 @@ def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"trainable": "Net"}, "trainable 'Net': expected 'package.module:Name'"),
         ({"steps": 1}, "steps: expected at least 2"),
@@ -310,10 +302,10 @@ def test_kills_are_drawn_by_the_seed_and_each_victim_has_its_turn() -> None:
         ({"config": {"f": object()}}, "config"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(options: dict[str, object], said: str) -> None:
-    given: dict[str, object] = {"trainable": MODEL, "config": {}, "steps": 12, "save_every": None, **options}
-    with pytest.raises(InvalidInput, match=re.escape(said)):
-        make_drill_plan(**given)  # type: ignore[arg-type]  # wrong on purpose
+def test_a_plan_that_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"trainable": MODEL, "config": {}, "steps": 12, "save_every": None, **options}
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        make_drill_plan(**arguments)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_a_kill_is_due_once_in_its_turn_and_for_its_victims_only(tmp_path: Path) -> None:
@@ -345,13 +337,13 @@ def test_a_trainable_that_pickles_itself_does_so_in_a_drill_too(
     monkeypatch.setenv("PWD", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(vars(probe), "Probed", kind := cast(type[Any], probe.__getattr__("Probed")))
-    made, plain = kind(), NumpyMlp()
-    for each in (made, plain):
-        each.setup({})
-        each.step()
-    assert vars(made).keys() == vars(plain).keys()
-    assert type(pickle.loads(pickle.dumps(made))) is kind
-    assert [each.step for each in read_records(Path(tmp_path, "records.jsonl"))] == [1]
+    probed, plain = kind(), NumpyMlp()
+    for trainable in (probed, plain):
+        trainable.setup({})
+        trainable.step()
+    assert vars(probed).keys() == vars(plain).keys()
+    assert type(pickle.loads(pickle.dumps(probed))) is kind
+    assert [record.step for record in read_records(Path(tmp_path, "records.jsonl"))] == [1]
 
 
 # -------------------------------------------------------------------------------------------------------- the states
@@ -370,22 +362,17 @@ def test_the_state_of_a_generator_is_a_digest_that_changes_with_each_draw() -> N
 
 
 def test_values_are_shown_and_arrays_are_digests_by_their_paths() -> None:
-    found = dict(
-        collect_states({"steps": 5, "rate": 0.1, "on": True, "parts": {"w": np.zeros(3), "n": [1]}, "np": np, "f": len})
-    )
-    assert {
-        "counter steps": "5",
-        "value rate": "0.1",
-        "value on": "True",
-        "counter parts.n.0": "1",
-    }.items() <= found.items()
-    assert len(found["state parts.w"]) == 16
-    assert not {name for name in found if name.endswith((" np", " f"))}, "neither modules nor functions"
+    variables = {"steps": 5, "rate": 0.1, "on": True, "parts": {"w": np.zeros(3), "n": [1]}, "np": np, "f": len}
+    states = dict(collect_states(variables))
+    shown = {"counter steps": "5", "value rate": "0.1", "value on": "True", "counter parts.n.0": "1"}
+    assert shown.items() <= states.items()
+    assert len(states["state parts.w"]) == 16
+    assert not {name for name in states if name.endswith((" np", " f"))}, "neither modules nor functions"
 
 
 def test_what_has_no_digest_is_shown_by_its_type() -> None:
     assert dict(collect_states({"batches": iter([1])}))["state batches"].startswith(("<", *"0123456789abcdef"))
-    assert dict(collect_states({"batches": (each for each in [1])}))["state batches"] == "<generator>"
+    assert dict(collect_states({"batches": (number for number in [1])}))["state batches"] == "<generator>"
 
 
 class Quantized:

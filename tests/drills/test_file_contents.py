@@ -1,4 +1,4 @@
-"""What differs between two files: by array, key or column where the format is known, and no pickle is run."""
+"""Differences between two files: by array, key or column if the format is known; no pickle is executed."""
 
 from __future__ import annotations
 
@@ -29,98 +29,92 @@ from prefect_tune.drills.file_contents import compare_files
 ONES = np.ones(4, np.float32)
 
 
-def shown_differences(name: str, expected: bytes, found: bytes, folder: Path) -> list[str]:
-    places = folder / "expected", folder / "found"
-    for place, data in zip(places, (expected, found), strict=True):
-        place.write_bytes(data)
-    return [str(difference) for difference in compare_files(*places, name)]
+def describe_diff(name: str, expected: bytes, actual: bytes, folder: Path) -> list[str]:
+    paths = folder / "expected", folder / "found"
+    for path, data in zip(paths, (expected, actual), strict=True):
+        path.write_bytes(data)
+    return [str(difference) for difference in compare_files(*paths, name)]
 
 
-def npy(*arrays: Any) -> bytes:
+def to_npy(*arrays: Any) -> bytes:
     file = io.BytesIO()
     for array in arrays:
         np.save(file, array)
     return file.getvalue()
 
 
-def npz(**arrays: Any) -> bytes:
+def to_npz(**arrays: Any) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
 
 
-def zipped(
-    members: Sequence[tuple[str, bytes]], *, comment: bytes = b"", of_member: bytes = b"", year: int = 2020
+def to_zip(
+    members: Sequence[tuple[str, bytes]], *, comment: bytes = b"", member_comment: bytes = b"", year: int = 2020
 ) -> bytes:
     file = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(file, "w") as archive:
         warnings.simplefilter("ignore")  # a name may be twice
         for name, data in members:
-            about = zipfile.ZipInfo(name, (year, 1, 1, 0, 0, 0))
-            about.comment = of_member
-            archive.writestr(about, data)
+            info = zipfile.ZipInfo(name, (year, 1, 1, 0, 0, 0))
+            info.comment = member_comment
+            archive.writestr(info, data)
         archive.comment = comment
     return file.getvalue()
 
 
-def gzipped(data: bytes, time: float = 0.0, name: str = "") -> bytes:
+def to_gzip(data: bytes, time: float = 0.0, name: str = "") -> bytes:
     file = io.BytesIO()
-    with gzip.GzipFile(name, "wb", fileobj=file, mtime=time) as packed:
-        packed.write(data)
+    with gzip.GzipFile(name, "wb", fileobj=file, mtime=time) as archive:
+        archive.write(data)
     return file.getvalue()
 
 
-def safetensors(
+def to_safetensors(
     tensors: Mapping[str, tuple[str, bytes]], metadata: Mapping[str, str] | None = None, rest: bytes = b""
 ) -> bytes:
     header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     data = b""
     for name, (dtype, raw) in tensors.items():
         size = {"F32": 4, "BF16": 2, "F16": 2}.get(dtype, 1)
-        header[name] = {
-            "dtype": dtype,
-            "shape": [len(raw) // size],
-            "data_offsets": [len(data), len(data) + len(raw)],
-        }
+        header[name] = {"dtype": dtype, "shape": [len(raw) // size], "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data + rest
 
 
-def parquet(columns: Mapping[str, Any], **metadata: Mapping[str, str]) -> bytes:
+def to_parquet(columns: Mapping[str, Any], **metadata: Mapping[str, str]) -> bytes:
     """Write a table with metadata by column; `table` is that of the table."""
-    fields = [
-        pa.field(name, array.type, metadata=metadata.get(name))
-        for name, array in zip(columns, map(pa.array, columns.values()), strict=True)
-    ]
-    table = pa.table(list(map(pa.array, columns.values())), schema=pa.schema(fields, metadata=metadata.get("table")))
+    arrays = {name: pa.array(values) for name, values in columns.items()}
+    fields = [pa.field(name, array.type, metadata=metadata.get(name)) for name, array in arrays.items()]
+    table = pa.table(list(arrays.values()), schema=pa.schema(fields, metadata=metadata.get("table")))
     file = io.BytesIO()
     pq.write_table(table, file)
     return file.getvalue()
 
 
-def skops(schema: str, **files: bytes) -> bytes:
-    return zipped([*files.items(), ("schema.json", schema.encode())])
+def to_skops(schema: str, **files: bytes) -> bytes:
+    return to_zip([*files.items(), ("schema.json", schema.encode())])
 
 
-def packed_joblib(value: object, compress: Any) -> bytes:
+def to_joblib(value: object, compress: Any = 0) -> bytes:
     file = io.BytesIO()
     joblib.dump(value, file, compress=compress)
     return file.getvalue()
 
 
-def near(value: float) -> Any:
+def array_of(value: float) -> Any:
     array = np.zeros((4, 8), np.float32)
     array[1, 3] = value
     return array
 
 
-def skops_of(number: int, array: Any) -> bytes:
-    """Return what skops would write: members and nodes have the ids that the objects had in this process."""
+def to_skops_model(number: int, array: Any) -> bytes:
+    """Return a model as skops writes it: members and nodes have the ids of the objects in this process."""
     coefficients = {"__loader__": "NdArrayNode", "type": "numpy", "file": f"{number}.npy", "__id__": number}
     attributes = {"coef_": coefficients, "steps": [{"content": "7", "__id__": number + 16}]}
     schema = {"__class__": "SGDClassifier", "content": attributes, "__id__": number + 8}
-    return skops(json.dumps(schema), **{f"{number}.npy": npy(array)})
+    return to_skops(json.dumps(schema), **{f"{number}.npy": to_npy(array)})
 
 
 NAN = struct.pack("<Q", 0x7FF8000000000001)
@@ -128,31 +122,26 @@ BF16_ONES, F32_ONES = struct.pack("<H", 0x3F80) * 4, struct.pack("<f", 1.0) * 4
 
 UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
     # several values one after another, and what follows the last one
-    "a second array": ("w.npy", npy(ONES, ONES), npy(ONES, ONES * 2)),
-    "an array that is missing": ("w.npy", npy(ONES, ONES), npy(ONES)),
+    "a second array": ("w.npy", to_npy(ONES, ONES), to_npy(ONES, ONES * 2)),
+    "an array that is missing": ("w.npy", to_npy(ONES, ONES), to_npy(ONES)),
     "a second array in a member": (
-        "w.npz", zipped([("w.npy", npy(ONES, ONES))]), zipped([("w.npy", npy(ONES, -ONES))]),
+        "w.npz", to_zip([("w.npy", to_npy(ONES, ONES))]), to_zip([("w.npy", to_npy(ONES, -ONES))]),
     ),
-    "an archive before another": ("w.npz", npz(w=ONES) + npz(w=ONES), npz(w=-ONES) + npz(w=ONES)),
-    "bytes after an archive": ("w.npz", npz(w=ONES) + b"1", npz(w=ONES) + b"2"),
-    "a member twice": (
-        "w.zip",
-        zipped([("w", b"1"), ("w", b"3")]),
-        zipped([("w", b"2"), ("w", b"3")]),
-    ),
+    "an archive before another": ("w.npz", to_npz(w=ONES) + to_npz(w=ONES), to_npz(w=-ONES) + to_npz(w=ONES)),
+    "bytes after an archive": ("w.npz", to_npz(w=ONES) + b"1", to_npz(w=ONES) + b"2"),
+    "a member twice": ("w.zip", to_zip([("w", b"1"), ("w", b"3")]), to_zip([("w", b"2"), ("w", b"3")])),
     "a second pickle": ("m.pkl", pickle.dumps(1) + pickle.dumps(2), pickle.dumps(1) + pickle.dumps(3)),
     "bytes after a pickle": ("m.pkl", pickle.dumps(1) + b"\x00\x01", pickle.dumps(1) + b"\x00\x02"),
     "a second line of JSON": ("l.jsonl", b'{"a": 1}\n{"a": 2}\n', b'{"a": 1}\n{"a": 3}\n'),
     "two documents, and one list": ("l.json", b"1 2", b"[1, 2]"),
     "a second member of gzip": (
-        "m.pkl.gz", gzipped(pickle.dumps(1)) + gzipped(pickle.dumps(2)), gzipped(pickle.dumps(1)) * 2,
+        "m.pkl.gz", to_gzip(pickle.dumps(1)) + to_gzip(pickle.dumps(2)), to_gzip(pickle.dumps(1)) * 2,
     ),
     "a second stream of bzip2": ("x.bz2", bz2.compress(b"1") + bz2.compress(b"2"), bz2.compress(b"1") * 2),
-    "bytes after a table": ("t.parquet", parquet({"x": [1]}), parquet({"x": [1]}) + parquet({"x": [2]})),
+    "bytes after a table": ("t.parquet", to_parquet({"x": [1]}), to_parquet({"x": [1]}) + to_parquet({"x": [2]})),
     "bytes after tensors": (
-        "w.safetensors",
-        safetensors({"w": ("F32", F32_ONES)}, rest=b"1"),
-        safetensors({"w": ("F32", F32_ONES)}, rest=b"2"),
+        "w.safetensors", to_safetensors({"w": ("F32", F32_ONES)}, rest=b"1"),
+        to_safetensors({"w": ("F32", F32_ONES)}, rest=b"2"),
     ),
     # paths that are written alike
     "dots in JSON": ("s.json", b'{"a.b": 1, "a": {"b": 2}}', b'{"a.b": 2, "a": {"b": 1}}'),
@@ -171,45 +160,49 @@ UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
     "a list and a tuple": ("m.pkl", pickle.dumps([1]), pickle.dumps((1,))),
     "a set and a list": ("m.pkl", pickle.dumps({1}), pickle.dumps([1])),
     "a dictionary and an ordered one": ("m.pkl", pickle.dumps(OrderedDict(a=1)), pickle.dumps({"a": 1})),
-    "slashes in an archive": ("w.npz", npz(**{"a/b": ONES, "a.b": -ONES}), npz(**{"a/b": -ONES, "a.b": ONES})),
+    "slashes in an archive": ("w.npz", to_npz(**{"a/b": ONES, "a.b": -ONES}), to_npz(**{"a/b": -ONES, "a.b": ONES})),
     "keys of skops": (
-        "e.skops", skops('{"content": {"1": {"content": "2"}, "1": {"content": "3"}}}'),
-        skops('{"content": {"1": {"content": "3"}, "1": {"content": "2"}}}'),
+        "e.skops", to_skops('{"content": {"1": {"content": "2"}, "1": {"content": "3"}}}'),
+        to_skops('{"content": {"1": {"content": "3"}, "1": {"content": "2"}}}'),
     ),
     "a key of skops that is like an id": (
-        "e.skops", skops('{"content": {"__id__": {"content": "2"}}, "__id__": 1}'),
-        skops('{"content": {"__id__": {"content": "3"}}, "__id__": 2}'),
+        "e.skops", to_skops('{"content": {"__id__": {"content": "2"}}, "__id__": 1}'),
+        to_skops('{"content": {"__id__": {"content": "3"}}, "__id__": 2}'),
     ),
-    "a member that no node of skops names": ("e.skops", skops("{}", extra=b"1"), skops("{}", extra=b"2")),
+    "a member that no node of skops names": ("e.skops", to_skops("{}", extra=b"1"), to_skops("{}", extra=b"2")),
     # metadata
     "metadata of safetensors": (
-        "w.safetensors", safetensors({"w": ("F32", F32_ONES)}, {"step": "1"}),
-        safetensors({"w": ("F32", F32_ONES)}, {"step": "2"}),
+        "w.safetensors", to_safetensors({"w": ("F32", F32_ONES)}, {"step": "1"}),
+        to_safetensors({"w": ("F32", F32_ONES)}, {"step": "2"}),
     ),
     "metadata of a table": (
-        "t.parquet", parquet({"x": [1]}, table={"step": "1"}), parquet({"x": [1]}, table={"step": "2"}),
+        "t.parquet", to_parquet({"x": [1]}, table={"step": "1"}), to_parquet({"x": [1]}, table={"step": "2"}),
     ),
-    "metadata of a column": ("t.parquet", parquet({"x": [1]}, x={"unit": "s"}), parquet({"x": [1]}, x={"unit": "m"})),
+    "metadata of a column": (
+        "t.parquet", to_parquet({"x": [1]}, x={"unit": "s"}), to_parquet({"x": [1]}, x={"unit": "m"}),
+    ),
     "the type of a column": (
-        "t.parquet", parquet({"x": pa.array(["a"])}), parquet({"x": pa.array(["a"], pa.large_string())}),
+        "t.parquet", to_parquet({"x": pa.array(["a"])}), to_parquet({"x": pa.array(["a"], pa.large_string())}),
     ),
-    "the order of columns": ("t.parquet", parquet({"x": [1], "y": [1]}), parquet({"y": [1], "x": [1]})),
+    "the order of columns": ("t.parquet", to_parquet({"x": [1], "y": [1]}), to_parquet({"y": [1], "x": [1]})),
     "the place of a null": (
-        "t.parquet", parquet({"x": pa.array([1.0, None])}), parquet({"x": pa.array([None, 1.0])}),
+        "t.parquet", to_parquet({"x": pa.array([1.0, None])}), to_parquet({"x": pa.array([None, 1.0])}),
     ),
-    "a comment of an archive": ("w.zip", zipped([("w", b"1")], comment=b"1"), zipped([("w", b"1")], comment=b"2")),
-    "a comment of a member": ("w.zip", zipped([("w", b"1")], of_member=b"1"), zipped([("w", b"1")], of_member=b"2")),
-    "the order of members": ("w.npz", npz(a=ONES, b=ONES), npz(b=ONES, a=ONES)),
+    "a comment of an archive": ("w.zip", to_zip([("w", b"1")], comment=b"1"), to_zip([("w", b"1")], comment=b"2")),
+    "a comment of a member": (
+        "w.zip", to_zip([("w", b"1")], member_comment=b"1"), to_zip([("w", b"1")], member_comment=b"2"),
+    ),
+    "the order of members": ("w.npz", to_npz(a=ONES, b=ONES), to_npz(b=ONES, a=ONES)),
     # types
     "bfloat16 and float32": (
-        "w.safetensors", safetensors({"w": ("F32", F32_ONES)}), safetensors({"w": ("BF16", BF16_ONES)}),
+        "w.safetensors", to_safetensors({"w": ("F32", F32_ONES)}), to_safetensors({"w": ("BF16", BF16_ONES)}),
     ),
     "the bits of a float of 8 bits": (
-        "w.safetensors", safetensors({"w": ("F8_E4M3", b"\x01")}), safetensors({"w": ("F8_E4M3", b"\x81")}),
+        "w.safetensors", to_safetensors({"w": ("F8_E4M3", b"\x01")}), to_safetensors({"w": ("F8_E4M3", b"\x81")}),
     ),
-    "the byte order": ("w.npy", npy(ONES), npy(ONES.astype(">f4"))),
-    "the order of axes": ("w.npy", npy(np.ones((2, 3))), npy(np.ones((2, 3), order="F"))),
-    "the fields of a type": ("w.npy", npy(np.zeros(2, "i4,i4")), npy(np.zeros(2, "i4,f4"))),
+    "the byte order": ("w.npy", to_npy(ONES), to_npy(ONES.astype(">f4"))),
+    "the order of axes": ("w.npy", to_npy(np.ones((2, 3))), to_npy(np.ones((2, 3), order="F"))),
+    "the fields of a type": ("w.npy", to_npy(np.zeros(2, "i4,i4")), to_npy(np.zeros(2, "i4,f4"))),
     "float16 in a pickle": ("m.pkl", pickle.dumps(np.float16(1)), pickle.dumps(np.float32(1))),
     "a number of NumPy, and one of Python": ("m.pkl", pickle.dumps(np.float64(1)), pickle.dumps(1.0)),
     # values that are equal, and not the same
@@ -217,9 +210,9 @@ UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
     "minus zero in a pickle": ("m.pkl", pickle.dumps([0.0]), pickle.dumps([-0.0])),
     "minus zero in a complex": ("m.pkl", pickle.dumps({"a": complex(0, 0.0)}), pickle.dumps({"a": complex(0, -0.0)})),
     "minus zero in a nested column": (
-        "t.parquet", parquet({"x": [[0.0], None]}), parquet({"x": [[-0.0], None]}),
+        "t.parquet", to_parquet({"x": [[0.0], None]}), to_parquet({"x": [[-0.0], None]}),
     ),
-    "another NaN": ("w.npy", npy(np.frombuffer(NAN)), npy(np.array([np.nan]))),
+    "another NaN": ("w.npy", to_npy(np.frombuffer(NAN)), to_npy(np.array([np.nan]))),
     "a number and a float in JSON": ("s.json", b'{"a": 1}', b'{"a": 1.0}'),
     "a number and a truth in JSON": ("s.json", b'{"a": 1}', b'{"a": true}'),
     "the order of keys in JSON": ("s.json", b'{"x": {"a": 1, "b": 2}}', b'{"x": {"b": 2, "a": 1}}'),
@@ -233,24 +226,24 @@ UNLIKE: dict[str, tuple[str, bytes, bytes]] = {
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_files_that_look_alike_differ(name: str, tmp_path: Path) -> None:
-    file, expected, found = UNLIKE[name]
-    assert expected != found
-    assert shown_differences(file, expected, found, tmp_path)
-    assert shown_differences(file, found, expected, tmp_path)
+    file, expected, actual = UNLIKE[name]
+    assert expected != actual
+    assert describe_diff(file, expected, actual, tmp_path)
+    assert describe_diff(file, actual, expected, tmp_path)
     same = tmp_path / "same"
     same.mkdir()
-    assert shown_differences(file, expected, expected, same) == []
+    assert describe_diff(file, expected, expected, same) == []
 
 
 ALIKE: dict[str, tuple[str, bytes, bytes]] = {
-    "the time in gzip": ("m.pkl.gz", gzipped(pickle.dumps([1]), 1.0), gzipped(pickle.dumps([1]), 2.0)),
-    "the time in gzip of text": ("x.txt.gz", gzipped(b"text", 1.0), gzipped(b"text", 2.0)),
-    "times in an archive": ("w.zip", zipped([("w", b"1")]), zipped([("w", b"1")], year=2021)),
+    "the time in gzip": ("m.pkl.gz", to_gzip(pickle.dumps([1]), 1.0), to_gzip(pickle.dumps([1]), 2.0)),
+    "the time in gzip of text": ("x.txt.gz", to_gzip(b"text", 1.0), to_gzip(b"text", 2.0)),
+    "times in an archive": ("w.zip", to_zip([("w", b"1")]), to_zip([("w", b"1")], year=2021)),
     "times in an archive in an archive": (
-        "w.zip", zipped([("w", zipped([("v", b"1")]))]), zipped([("w", zipped([("v", b"1")], year=2021))], year=2021),
+        "w.zip", to_zip([("w", to_zip([("v", b"1")]))]), to_zip([("w", to_zip([("v", b"1")], year=2021))], year=2021),
     ),
-    "the level of compression": ("m.pkl", packed_joblib([ONES], ("gzip", 1)), packed_joblib([ONES], ("gzip", 9))),
-    "the ids in skops": ("e.skops", skops_of(140551053593360, ONES), skops_of(140551053590000, ONES)),
+    "the level of compression": ("m.pkl", to_joblib([ONES], ("gzip", 1)), to_joblib([ONES], ("gzip", 9))),
+    "the ids in skops": ("e.skops", to_skops_model(140551053593360, ONES), to_skops_model(140551053590000, ONES)),
     "spaces in JSON": ("s.json", b'{"a":[1,2]}', b'{"a": [1, 2]}\n'),
     "the order of a set": ("m.pkl", pickle.dumps({1, 9, 17}), pickle.dumps({17, 9, 1})),
     "the protocol of a pickle": ("m.pkl", pickle.dumps([1, b"2"], 2), pickle.dumps([1, b"2"], 5)),
@@ -259,56 +252,58 @@ ALIKE: dict[str, tuple[str, bytes, bytes]] = {
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_files_that_differ_only_in_times_and_in_how_they_are_written_are_the_same(name: str, tmp_path: Path) -> None:
-    assert shown_differences(*ALIKE[name], tmp_path) == []
+    assert describe_diff(*ALIKE[name], tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "expected", "found", "shown"),
+    ("name", "expected", "actual", "description"),
     [
         ("s.json", b'{"layer.weight": [1]}', b'{"layer.weight": [2]}', "`layer.weight.0`, 2, expected 1"),
         ("s.json", b'{"1": 1}', b'{"1": 2}', "`'1'`, 2, expected 1"),
         ("s.json", b'{"a": {"b": 1}}', b'{"a": {}}', "`a.b`, missing"),
         ("s.json", b'{"a": 1, "b": 2}', b'{"b": 2, "a": 1}', "keys in another order: number 1 is `b`, expected `a`"),
-        ("w.npy", npy(near(0)), npy(near(-0.0)), "1 of 32 values, max |Δ| 0"),
-        ("w.npy", npy(near(0)), npy(near(np.nan)), "1 of 32 values, max |Δ| nan"),
-        ("w.npy", npy(near(0)), npy(near(0).astype(float)), "float64 (4, 8), expected float32 (4, 8)"),
-        ("w.npy", npy(ONES) + b"1", npy(ONES) + b"2", "bytes differ (145 bytes)"),
-        ("w.npz", npz(w=near(0), b=ONES), npz(w=near(2e-9), b=ONES), "`w`, 1 of 32 values, max |Δ| 2e-09"),
+        ("w.npy", to_npy(array_of(0)), to_npy(array_of(-0.0)), "1 of 32 values, max |Δ| 0"),
+        ("w.npy", to_npy(array_of(0)), to_npy(array_of(np.nan)), "1 of 32 values, max |Δ| nan"),
+        ("w.npy", to_npy(array_of(0)), to_npy(array_of(0).astype(float)),
+         "float64 (4, 8), expected float32 (4, 8)"),
+        ("w.npy", to_npy(ONES) + b"1", to_npy(ONES) + b"2", "bytes differ (145 bytes)"),
+        ("w.npz", to_npz(w=array_of(0), b=ONES), to_npz(w=array_of(2e-9), b=ONES),
+         "`w`, 1 of 32 values, max |Δ| 2e-09"),
         ("m.pkl", pickle.dumps({None: 1}), pickle.dumps({None: 2}), "`[None]`, 2, expected 1"),
         ("m.pkl", pickle.dumps({"w": ONES}), pickle.dumps({"w": -ONES}), "`w`, 4 of 4 values, max |Δ| 2"),
-        ("m.joblib", packed_joblib({"w": near(0)}, 0), packed_joblib({"w": near(2e-9)}, 0),
+        ("m.joblib", to_joblib({"w": array_of(0)}), to_joblib({"w": array_of(2e-9)}),
          "`w.values`, 1 of 32 values, max |Δ| 2e-09"),
-        ("t.parquet", parquet({"x": [1, 2], "y": ["a", "b"]}), parquet({"x": [1, 3], "y": ["a", "b"]}),
+        ("t.parquet", to_parquet({"x": [1, 2], "y": ["a", "b"]}), to_parquet({"x": [1, 3], "y": ["a", "b"]}),
          "`x`, 1 of 2 values, max |Δ| 1"),
         ("w.safetensors",
-         safetensors({"w": ("BF16", BF16_ONES)}), safetensors({"w": ("BF16", b"\x80\x40" + BF16_ONES[2:])}),
+         to_safetensors({"w": ("BF16", BF16_ONES)}), to_safetensors({"w": ("BF16", b"\x80\x40" + BF16_ONES[2:])}),
          "`w`, 1 of 4 values, max |Δ| 3"),
-        ("m.keras", zipped([("weights", b"12\xff")]), zipped([("weights", b"1\xff")]),
+        ("m.keras", to_zip([("weights", b"12\xff")]), to_zip([("weights", b"1\xff")]),
          "`weights`, bytes differ (2, expected 3)"),
-        ("c.zip", zipped([("meta.json", b'{"saved": "1"}')]), zipped([("meta.json", b'{"saved": "2"}')]),
+        ("c.zip", to_zip([("meta.json", b'{"saved": "1"}')]), to_zip([("meta.json", b'{"saved": "2"}')]),
          "`meta.json.saved`, '2', expected '1'"),
-        ("e.skops", skops_of(140551053593360, near(0)), skops_of(140551053590000, near(2e-9)),
+        ("e.skops", to_skops_model(140551053593360, array_of(0)), to_skops_model(140551053590000, array_of(2e-9)),
          "`content.coef_.file`, 1 of 32 values, max |Δ| 2e-09"),
         ("x.bin", b"ab\xffd", b"ab\xfed", "bytes differ (4 bytes)"),
         ("x.txt", b"a\nit: 8\n", b"a\nit: 10\n", "`line 2`, 'it: 10', expected 'it: 8'"),
     ],
 )  # fmt: skip
 def test_a_difference_is_shown_as_a_person_would_write_it(
-    name: str, expected: bytes, found: bytes, shown: str, tmp_path: Path
+    name: str, expected: bytes, actual: bytes, description: str, tmp_path: Path
 ) -> None:
-    assert shown_differences(name, expected, found, tmp_path) == [f"`{name}`, {shown}"]
+    assert describe_diff(name, expected, actual, tmp_path) == [f"`{name}`, {description}"]
 
 
 def test_large_arrays_are_compared_a_part_at_a_time(tmp_path: Path) -> None:
-    expected, found = np.zeros((5, 1 << 19)), np.zeros((5, 1 << 19))
-    found[0, 1], found[4, -1], found[2, 5] = 5, -0.0, -7
-    shown = shown_differences("w.npy", npy(expected), npy(found), tmp_path)
-    assert shown == ["`w.npy`, 3 of 2,621,440 values, max |Δ| 7"]
+    expected, actual = np.zeros((5, 1 << 19)), np.zeros((5, 1 << 19))
+    actual[0, 1], actual[4, -1], actual[2, 5] = 5, -0.0, -7
+    descriptions = describe_diff("w.npy", to_npy(expected), to_npy(actual), tmp_path)
+    assert descriptions == ["`w.npy`, 3 of 2,621,440 values, max |Δ| 7"]
 
 
 def test_two_places_that_are_shown_alike_are_two_places(tmp_path: Path) -> None:
-    for place, number in (("expected", 1), ("found", 2)):
-        (tmp_path / place).write_text(json.dumps({"a.b": number, "a": {"b": number}}))
+    for name, number in (("expected", 1), ("found", 2)):
+        (tmp_path / name).write_text(json.dumps({"a.b": number, "a": {"b": number}}))
     differences = compare_files(tmp_path / "expected", tmp_path / "found", "s.json")
     assert [difference.key for difference in differences] == ["a.b", "a.b"]
     assert len({difference.path or difference.key for difference in differences}) == 2
@@ -316,8 +311,8 @@ def test_two_places_that_are_shown_alike_are_two_places(tmp_path: Path) -> None:
 
 def test_times_and_identifiers_in_a_pickle_are_values_of_their_own(tmp_path: Path) -> None:
     one, other = ({"at": dt.datetime(2026, 1, day, tzinfo=dt.UTC), "run": uuid.UUID(int=day)} for day in (1, 2))
-    for place, value in (("expected", one), ("found", other)):
-        (tmp_path / place).write_bytes(pickle.dumps(value))
+    for name, value in (("expected", one), ("found", other)):
+        (tmp_path / name).write_bytes(pickle.dumps(value))
     differences = compare_files(tmp_path / "expected", tmp_path / "found", "m.pkl")
     assert [(difference.key, difference.scalars) for difference in differences] == [
         (key, (one[key], other[key])) for key in ("at", "run")
@@ -335,46 +330,42 @@ class Evil:
 @pytest.mark.parametrize("name", ["m.pkl", "m.pt", "m.npy", "m.json"])
 def test_no_pickle_is_run(name: str, tmp_path: Path) -> None:
     evil = tmp_path / "was-run"
-    shown = shown_differences(name, pickle.dumps([1, Evil(evil)]), pickle.dumps([2, Evil(evil)]), tmp_path)
-    assert shown == [f"`{name}`, `0`, 2, expected 1"]
-    objects = (npy(np.array([Evil(evil), size], dtype=object)) for size in (1, 2))
-    (found,) = shown_differences(name, *objects, tmp_path)
-    assert "bytes differ" in found
+    descriptions = describe_diff(name, pickle.dumps([1, Evil(evil)]), pickle.dumps([2, Evil(evil)]), tmp_path)
+    assert descriptions == [f"`{name}`, `0`, 2, expected 1"]
+    objects = (to_npy(np.array([Evil(evil), size], dtype=object)) for size in (1, 2))
+    (description,) = describe_diff(name, *objects, tmp_path)
+    assert "bytes differ" in description
     assert not evil.exists()
 
 
 class Model:
     def __init__(self, rate: float, *shared: object) -> None:
-        self.rate, self.shared, self.weights = rate, shared, near(rate)
+        self.rate, self.shared, self.weights = rate, shared, array_of(rate)
         self.itself, self.names = self, {"b", "a", ("c", rate)}
 
 
-def as_two_pickles(value: object) -> bytes:
+def to_two_pickles(value: object) -> bytes:
     return pickle.dumps(1) + pickle.dumps(value, protocol=2)
 
 
-def as_joblib(value: object) -> bytes:
-    return packed_joblib(value, 0)
+def to_compressed_joblib(value: object) -> bytes:
+    return to_joblib(value, 3)
 
 
-def as_compressed_joblib(value: object) -> bytes:
-    return packed_joblib(value, 3)
-
-
-@pytest.mark.parametrize("write", [pickle.dumps, as_two_pickles, as_joblib, as_compressed_joblib])
+@pytest.mark.parametrize("write", [pickle.dumps, to_two_pickles, to_joblib, to_compressed_joblib])
 def test_pickles_of_equal_values_are_equal_whatever_objects_are_shared(
     write: Callable[[object], bytes], tmp_path: Path
 ) -> None:
     one = [0.5, "text", np.arange(6.0).reshape(2, 3), np.array([None, "x"], dtype=object)]
     once, twice = (write(Model(0.1, one, other, np.float64)) for other in (one, copy.deepcopy(one)))
     assert once != twice
-    assert shown_differences("m.pkl", once, twice, tmp_path) == []
-    found = shown_differences("m.pkl", once, write(Model(0.2, one, one, np.float64)), tmp_path)
-    assert any("rate`, 0.2, expected 0.1" in shown for shown in found)
-    assert any("names.2" in shown for shown in found)
+    assert describe_diff("m.pkl", once, twice, tmp_path) == []
+    descriptions = describe_diff("m.pkl", once, write(Model(0.2, one, one, np.float64)), tmp_path)
+    assert any("rate`, 0.2, expected 0.1" in description for description in descriptions)
+    assert any("names.2" in description for description in descriptions)
 
 
-def nested(value: object) -> bytes:
+def nest_pickle(value: object) -> bytes:
     for _ in range(40):  # 2**40 paths
         value = [value, value]
     return pickle.dumps(value)
@@ -383,8 +374,8 @@ def nested(value: object) -> bytes:
 def test_a_pickle_of_too_many_values_that_differ_is_compared_by_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert shown_differences("m.pkl", nested([1]), nested([1]) + b"\x80\x04N.", tmp_path)
-    assert shown_differences("m.pkl", nested((0.5, 0.5)), nested((one := 0.5, one)), tmp_path) == []
+    assert describe_diff("m.pkl", nest_pickle([1]), nest_pickle([1]) + b"\x80\x04N.", tmp_path)
+    assert describe_diff("m.pkl", nest_pickle((0.5, 0.5)), nest_pickle((one := 0.5, one)), tmp_path) == []
     monkeypatch.setattr("prefect_tune.drills.values._MAX_DIFFERENCES", 1000)
-    (shown,) = shown_differences("m.pkl", nested(1), nested(2), tmp_path)
-    assert "bytes differ" in shown
+    (description,) = describe_diff("m.pkl", nest_pickle(1), nest_pickle(2), tmp_path)
+    assert "bytes differ" in description

@@ -47,30 +47,30 @@ CHANGED = MANIFEST.model_copy(update={"files": (FileRef(path="d", size_bytes=0),
 DIGESTS = [f"{number:016x}" for number in range(100)]
 
 
-def run(kills: Sequence[Kill] = ()) -> DrillRun:
+def make_run(kills: Sequence[Kill] = ()) -> DrillRun:
     records = [Record(step, 1, False, float(step), 0.5, 0.2 if step == 3 else 0.0, {}) for step in range(1, 5)]
     metrics = {step: {"loss": 1 / step} for step in range(1, 5)}
     return DrillRun(metrics, {2: MANIFEST}, [MeasuredSave(2, 2048, 512, 0.1)], records, kills)
 
 
-def reported(
+def make_report(
     differences: Sequence[Difference] = (),
     unstable: Sequence[Difference] = (),
     changing: Collection[tuple[str, str]] = (("m.pt", "w"), ("m.pt", "v")),
 ) -> DrillReport:
-    killed = run([Kill("trial", 3, 2, 4.2)])
-    again = run() if differences else None
-    return make_drill_report(PLAN, "drill-0", RunComparison(run(), killed, again, differences, unstable, changing))
+    killed = make_run([Kill("trial", 3, 2, 4.2)])
+    again = make_run() if differences else None
+    return make_drill_report(PLAN, "drill-0", RunComparison(make_run(), killed, again, differences, unstable, changing))
 
 
-def at(step: int, file: str, key: str, what: str = "2, expected 1") -> Difference:
+def make_diff(step: int, file: str, key: str, what: str = "2, expected 1") -> Difference:
     return Difference(step, FileDifference(file, key, what))
 
 
 def test_runs_that_are_the_same_are_exact_and_the_costs_are_said() -> None:
-    found = reported()
-    assert (found.verdict, found.is_exact) == ("exact", True)
-    assert list(found.lines()) == [
+    report = make_report()
+    assert (report.verdict, report.is_exact) == ("exact", True)
+    assert list(report.lines()) == [
         "exact: the run that was killed 1 time is the same; 4 metric values and 3 checkpoint files of 4 steps compared",
         "  kill of the trial after step 3: resumed from step 2, trained 1 step again, next step done after 4.2 s",
         "  a save: 2 KiB, 512 B of it sent, in 0.10 s; training waits 0.20 s",
@@ -79,143 +79,142 @@ def test_runs_that_are_the_same_are_exact_and_the_costs_are_said() -> None:
 
 
 def test_the_first_difference_is_named_and_up_to_where_the_runs_are_equal() -> None:
-    found = reported(
-        [at(3, "optimizer.pt", "state.3.exp_avg", "1 of 4,096 values, max |Δ| 2e-09"), at(4, METRICS, "loss")]
-    )
-    assert found.verdict == "not exact"
-    first, equal, second, hint, *_ = found.lines()
-    assert first == f"not exact: first difference at {found.differences[0]}"
-    assert str(found.differences[0]).startswith("step 3: `optimizer.pt`, `state.3.exp_avg`, 1 of 4,096 values, ")
+    first_diff = make_diff(3, "optimizer.pt", "state.3.exp_avg", "1 of 4,096 values, max |Δ| 2e-09")
+    report = make_report([first_diff, make_diff(4, METRICS, "loss")])
+    assert report.verdict == "not exact"
+    first, equal, second, hint, *_ = report.lines()
+    assert first == f"not exact: first difference at {report.differences[0]}"
+    assert str(report.differences[0]).startswith("step 3: `optimizer.pt`, `state.3.exp_avg`, 1 of 4,096 values, ")
     assert equal == "  equal up to step 2; 4 metric values and 3 checkpoint files of 4 steps compared"
     assert second == "  step 4: metric `loss`: 2, expected 1"
     assert "the drill sees no state that was not restored" in hint
 
 
 def test_a_metric_that_differs_by_itself_does_not_matter() -> None:
-    seconds = at(1, METRICS, "seconds")
-    found = reported([seconds], [seconds])
-    assert found.is_exact
-    assert any("without a kill too" in line and "`seconds`" in line for line in found.lines())
+    seconds = make_diff(1, METRICS, "seconds")
+    report = make_report([seconds], [seconds])
+    assert report.is_exact
+    assert any("without a kill too" in line and "`seconds`" in line for line in report.lines())
 
 
 def test_what_differs_by_itself_and_training_does_not_change_does_not_matter() -> None:
-    path = at(2, "args.bin", "output_dir", "'/tmp/b', expected '/tmp/a'")
-    found = reported([path], [path], changing=[("m.pt", "w")])
-    assert found.is_exact
-    assert any("without a kill too" in line and "/tmp/a" in line for line in found.lines())
+    path = make_diff(2, "args.bin", "output_dir", "'/tmp/b', expected '/tmp/a'")
+    report = make_report([path], [path], changing=[("m.pt", "w")])
+    assert report.is_exact
+    assert any("without a kill too" in line and "/tmp/a" in line for line in report.lines())
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("optimizer", "  no effect in 4 steps, but not restored: the optimizer, `it` (0, expected 3), after step 3"),
         ("state", ""),
     ],
 )
-def test_what_is_not_restored_is_said_though_the_runs_are_the_same(kind: str, said: str) -> None:
-    like = [Record(step, 1, False, float(step), 0.5, 0.0, {f"{kind} it": str(step)}) for step in range(1, 5)]
+def test_what_is_not_restored_is_said_though_the_runs_are_the_same(kind: str, message: str) -> None:
+    records = [Record(step, 1, False, float(step), 0.5, 0.0, {f"{kind} it": str(step)}) for step in range(1, 5)]
     resumed = Record(3, 2, True, 3.5, 0.5, 0.0, {f"{kind} it": "0"})
-    undisturbed, killed = replace(run(), records=like), replace(run(), records=[*like[:3], resumed])
-    found = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, (), (), ()))
-    assert found.is_exact
-    assert said in "\n".join(found.lines())
-    assert ("not restored" in "\n".join(found.lines())) == bool(said)
+    undisturbed, killed = replace(make_run(), records=records), replace(make_run(), records=[*records[:3], resumed])
+    report = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, (), (), ()))
+    assert report.is_exact
+    assert message in "\n".join(report.lines())
+    assert ("not restored" in "\n".join(report.lines())) == bool(message)
 
 
 def test_the_bytes_of_a_killed_upload_that_were_not_sent_again_are_counted() -> None:
-    undisturbed = replace(run(), saves=[MeasuredSave(2, 900, 900, 0.1), MeasuredSave(4, 900, 700, 0.1)])
-    killed = replace(
-        run([Kill("upload", 4, 2, 1.0)]), saves=[MeasuredSave(2, 900, 900, 0.1), MeasuredSave(4, 900, 300, 0.1)]
-    )
-    found = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, (), (), ()))
-    assert found.kills[0].kept_bytes == 400
-    assert any(line.endswith("next step done after 1.0 s, 400 B of the upload kept") for line in found.lines())
+    undisturbed = replace(make_run(), saves=[MeasuredSave(2, 900, 900, 0.1), MeasuredSave(4, 900, 700, 0.1)])
+    saves = [MeasuredSave(2, 900, 900, 0.1), MeasuredSave(4, 900, 300, 0.1)]
+    killed = replace(make_run([Kill("upload", 4, 2, 1.0)]), saves=saves)
+    report = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, (), (), ()))
+    assert report.kills[0].kept_bytes == 400
+    assert any(line.endswith("next step done after 1.0 s, 400 B of the upload kept") for line in report.lines())
 
 
 @pytest.mark.parametrize(
-    ("undisturbed", "kill", "said"),
+    ("undisturbed", "kill", "message"),
     [
-        (replace(run(), manifests={}), Kill("trial", 3, 0, 1.0), "no saved checkpoint"),
-        (run(), Kill("trial", 1, 0, 1.0), "killed after steps 1; the first checkpoint is at step 2. Kill later"),
+        (replace(make_run(), manifests={}), Kill("trial", 3, 0, 1.0), "no saved checkpoint"),
+        (make_run(), Kill("trial", 1, 0, 1.0), "killed after steps 1; the first checkpoint is at step 2. Kill later"),
     ],
 )
-def test_a_drill_in_which_nothing_resumes_shows_nothing(undisturbed: DrillRun, kill: Kill, said: str) -> None:
-    with pytest.raises(TuneError, match=said):
-        require_resume_from_checkpoint(undisturbed, run([kill]))
-    require_resume_from_checkpoint(run(), run([kill, Kill("search", 3, 2, 1.0)]))
+def test_a_drill_in_which_nothing_resumes_shows_nothing(undisturbed: DrillRun, kill: Kill, message: str) -> None:
+    with pytest.raises(TuneError, match=message):
+        require_resume_from_checkpoint(undisturbed, make_run([kill]))
+    require_resume_from_checkpoint(make_run(), make_run([kill, Kill("search", 3, 2, 1.0)]))
 
 
 @pytest.mark.parametrize(
     ("differs", "unstable", "verdict"),
     [
-        (at(3, "m.pt", "w"), at(1, METRICS, "seconds"), "not exact"),
-        (at(3, "m.pt", "w"), at(2, "m.pt", "w"), "not deterministic"),
-        (at(3, "m.pt", "w"), at(2, "m.pt", "v"), "not deterministic"),
-        (at(2, "m.pt", "w"), at(4, "m.pt", "v"), "not exact"),
+        (make_diff(3, "m.pt", "w"), make_diff(1, METRICS, "seconds"), "not exact"),
+        (make_diff(3, "m.pt", "w"), make_diff(2, "m.pt", "w"), "not deterministic"),
+        (make_diff(3, "m.pt", "w"), make_diff(2, "m.pt", "v"), "not deterministic"),
+        (make_diff(2, "m.pt", "w"), make_diff(4, "m.pt", "v"), "not exact"),
     ],
 )
 def test_a_training_that_differs_from_itself_proves_nothing(
     differs: Difference, unstable: Difference, verdict: str
 ) -> None:
-    found = reported([differs], [unstable])
-    assert found.verdict == verdict
-    assert next(found.lines()).startswith(verdict)
+    report = make_report([differs], [unstable])
+    assert report.verdict == verdict
+    assert next(report.lines()).startswith(verdict)
 
 
 def test_what_is_in_the_checkpoint_is_not_said_to_be_forgotten() -> None:
-    like = [Record(step, 1, False, float(step), 0.5, 0.0, {"state w": f"{step:016}", "state v": f"{step:016}"})
+    records = [Record(step, 1, False, float(step), 0.5, 0.0, {"state w": f"{step:016}", "state v": f"{step:016}"})
             for step in range(1, 5)]  # fmt: skip
     resumed = Record(3, 2, False, 3.5, 0.5, 0.0, {"state w": "9" * 16, "state v": "8" * 16})
-    undisturbed, killed = replace(run(), records=like), replace(run(), records=[*like[:2], resumed])
-    found = make_drill_report(
-        PLAN, "drill-0", RunComparison(undisturbed, killed, None, [at(3, "s.json", "w.1.0")], (), ())
-    )
-    assert [each.name for each in found.unrestored] == ["v"]
+    undisturbed, killed = replace(make_run(), records=records), replace(make_run(), records=[*records[:2], resumed])
+    runs = RunComparison(undisturbed, killed, None, [make_diff(3, "s.json", "w.1.0")], (), ())
+    report = make_drill_report(PLAN, "drill-0", runs)
+    assert [state.name for state in report.unrestored] == ["v"]
 
 
 def test_bytes_that_cannot_be_read_say_nothing_of_the_training_if_all_metrics_are_equal() -> None:
-    unread = Difference(
-        3, FileDifference("m.bin", "", "bytes differ from byte 9 on (12 bytes)", is_byte_comparison=True)
-    )
-    lines = list(reported([unread]).lines())
+    detail = FileDifference("m.bin", "", "bytes differ from byte 9 on (12 bytes)", is_byte_comparison=True)
+    unread = Difference(3, detail)
+    lines = list(make_report([unread]).lines())
     assert lines[0] == f"not exact: first difference at {unread}"
-    assert any("Their values may be equal: to compare the values, save arrays, JSON or skops" in each for each in lines)
-    assert not any("look for an iterator" in each for each in lines)
-    assert any("look for an iterator" in each for each in reported([unread, at(4, METRICS, "loss")]).lines())
+    assert any("Their values may be equal: to compare the values, save arrays, JSON or skops" in line for line in lines)
+    assert not any("look for an iterator" in line for line in lines)
+    assert any("look for an iterator" in line for line in make_report([unread, make_diff(4, METRICS, "loss")]).lines())
 
 
 def test_the_report_is_json() -> None:
-    found = json.loads(json.dumps(reported([at(3, "m.pt", "w")]).fields()))
+    fields = json.loads(json.dumps(make_report([make_diff(3, "m.pt", "w")]).fields()))
     detail = {"file": "m.pt", "key": "w", "description": "2, expected 1", "is_byte_comparison": False}
-    assert found["differences"] == [{"step": 3, "detail": detail}]
-    assert (found["verdict"], found["is_exact"]) == ("not exact", False)
+    assert fields["differences"] == [{"step": 3, "detail": detail}]
+    assert (fields["verdict"], fields["is_exact"]) == ("not exact", False)
 
 
 X = DIGESTS[99]
 LR, CUDA = "optimizer adam.param_groups.0.lr", "global torch.cuda:1"
 
 
-def record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restored: bool = False) -> Record:
+def make_record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restored: bool = False) -> Record:
     return Record(step, attempt, is_restored, ended_at=float(step), seconds=0.5, wait_seconds=0.1, states=states)
 
 
-def run_of(*records: Record) -> DrillRun:
+def build_run(*records: Record) -> DrillRun:
     return DrillRun({}, {}, [], records, [])
 
 
-def undisturbed(states: Mapping[str, str]) -> DrillRun:
-    """A run with these states: `#` is a digest that each step changes, `n` the number of the step."""
-    texts = [{"#": DIGESTS[step], "n": str(step), "n.0": f"{step}.0"} for step in range(6)]
-    return run_of(
-        *(record(step, {name: texts[step].get(text, text) for name, text in states.items()}) for step in range(1, 6))
-    )
+def make_baseline(states: Mapping[str, str]) -> DrillRun:
+    """Return a run with these states: `#` is a digest that each step changes, `n` the number of the step."""
+    records = []
+    for step in range(1, 6):
+        texts = {"#": DIGESTS[step], "n": str(step), "n.0": f"{step}.0"}
+        records.append(make_record(step, {name: texts.get(text, text) for name, text in states.items()}))
+    return build_run(*records)
 
 
-def resumed_at(step: int, like: DrillRun, changes: Mapping[str, str | None], *, is_restored: bool = True) -> DrillRun:
-    """The same run, killed and resumed: `changes` differ after this step; None is a state that is not there."""
-    states = {**like.records[step - 1].states, **changes}
-    there = {name: text for name, text in states.items() if text is not None}
-    return run_of(*like.records[:3], record(step, there, attempt=2, is_restored=is_restored))
+def resume_after(
+    step: int, baseline: DrillRun, changes: Mapping[str, str | None], *, is_restored: bool = True
+) -> DrillRun:
+    """Return the same run, killed and resumed: `changes` differ after this step; None is a missing state."""
+    states = {**baseline.records[step - 1].states, **changes}
+    present = {name: text for name, text in states.items() if text is not None}
+    return build_run(*baseline.records[:3], make_record(step, present, attempt=2, is_restored=is_restored))
 
 
 MOMENTS = {"optimizer adam.state.0.step": "n.0", "optimizer adam.state.0.exp_avg": "#"}
@@ -267,21 +266,17 @@ LOSS = {"value loss": "9.5"}  # as the metric
     ],
 )  # fmt: skip
 def test_what_was_not_restored_is_named_and_not_what_follows_from_it(
-    states: Mapping[str, str],
-    changes: Mapping[str, str | None],
-    is_restored: bool,
-    saved: Sequence[str],
-    names: Sequence[str],
+    states: Mapping[str, str], changes: Mapping[str, str | None], is_restored: bool, saved: list[str], names: list[str]
 ) -> None:
-    like = undisturbed(states)
-    killed = resumed_at(3 if is_restored else 4, like, changes, is_restored=is_restored)
+    baseline = make_baseline(states)
+    killed = resume_after(3 if is_restored else 4, baseline, changes, is_restored=is_restored)
     killed = replace(killed, metrics={4: {"loss": 9.5, "epoch": 1, "done": False}})
-    found = find_unrestored_states(like, killed, saved=saved)
-    assert [f"{each.kind} {each.name}" for each in found] == names
+    unrestored = find_unrestored_states(baseline, killed, saved=saved)
+    assert [f"{state.kind} {state.name}" for state in unrestored] == names
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after", "said"),
+    ("name", "before", "after", "message"),
     [
         ("global random", "#", X, "Python's generator, after step 3: save random.getstate(), and set it on a resume"),
         ("global numpy.random", "#", X,
@@ -299,58 +294,58 @@ def test_what_was_not_restored_is_named_and_not_what_follows_from_it(
           "save the order and the position, or use ResumableLoader")),
     ],
 )  # fmt: skip
-def test_each_kind_is_said_with_what_to_save(name: str, before: str, after: str | None, said: str) -> None:
-    like = undisturbed({name: before, "optimizer adam.lr": "0.1"})
-    (found,) = find_unrestored_states(like, resumed_at(3, like, {name: after}))
-    assert str(found) == said
+def test_each_kind_is_said_with_what_to_save(name: str, before: str, after: str | None, message: str) -> None:
+    baseline = make_baseline({name: before, "optimizer adam.lr": "0.1"})
+    (unrestored,) = find_unrestored_states(baseline, resume_after(3, baseline, {name: after}))
+    assert str(unrestored) == message
 
 
 def test_what_does_not_change_at_each_step_is_evidence() -> None:
-    like = run_of(*(record(step, {"scaler s.scale": "1024" if step < 3 else "2048"}) for step in range(1, 6)))
-    (found,) = find_unrestored_states(like, resumed_at(4, like, {"scaler s.scale": "1024"}))
-    assert (found.name, found.actual, found.expected) == ("s.scale", "1024", "2048")
+    scales = enumerate(("1024", "1024", "2048", "2048", "2048"), 1)
+    baseline = build_run(*(make_record(step, {"scaler s.scale": scale}) for step, scale in scales))
+    (unrestored,) = find_unrestored_states(baseline, resume_after(4, baseline, {"scaler s.scale": "1024"}))
+    assert (unrestored.name, unrestored.actual, unrestored.expected) == ("s.scale", "1024", "2048")
 
 
 def test_a_resume_after_the_runs_have_differed_says_nothing_of_what_was_restored() -> None:
-    like = undisturbed({"model weights": "#"})
-    first, second = (
-        resumed_at(step, like, change).records[-1] for step, change in ((3, {}), (5, {"model weights": X}))
-    )
-    killed = run_of(*like.records[:3], first, *like.records[3:], replace(second, attempt=3))
-    assert [each.name for each in find_unrestored_states(like, killed)] == ["weights"]
-    assert find_unrestored_states(like, killed, differs_at=5) == []
-    assert [each.name for each in find_unrestored_states(like, killed, differs_at=6)] == ["weights"]
+    baseline = make_baseline({"model weights": "#"})
+    first = resume_after(3, baseline, {}).records[-1]
+    second = replace(resume_after(5, baseline, {"model weights": X}).records[-1], attempt=3)
+    killed = build_run(*baseline.records[:3], first, *baseline.records[3:], second)
+    assert [state.name for state in find_unrestored_states(baseline, killed)] == ["weights"]
+    assert find_unrestored_states(baseline, killed, differs_at=5) == []
+    assert [state.name for state in find_unrestored_states(baseline, killed, differs_at=6)] == ["weights"]
 
 
 def test_what_differs_without_a_kill_is_evidence_only_if_it_does_so_later() -> None:
-    like = undisturbed({"rng random": "#", "rng other": "#"})
-    killed = resumed_at(3, like, {"rng random": X})
-    differ = [record(each.step, {"rng random": DIGESTS[50]}) for each in like.records]
-    later, always = run_of(*like.records[:4], differ[4]), run_of(*differ)
-    assert [each.name for each in find_unrestored_states(like, killed, later)] == ["random"]
-    assert find_unrestored_states(like, killed, always) == []
-    killed = resumed_at(3, like, {"rng random": X, "rng other": X})
-    first = [replace(each, states={**each.states, "rng random": DIGESTS[50 + each.step]}) for each in like.records[:3]]
-    assert [each.name for each in find_unrestored_states(like, run_of(*first, killed.records[-1]))] == ["other"]
+    baseline = make_baseline({"rng random": "#", "rng other": "#"})
+    killed = resume_after(3, baseline, {"rng random": X})
+    differ = [make_record(record.step, {"rng random": DIGESTS[50]}) for record in baseline.records]
+    later, always = build_run(*baseline.records[:4], differ[4]), build_run(*differ)
+    assert [state.name for state in find_unrestored_states(baseline, killed, later)] == ["random"]
+    assert find_unrestored_states(baseline, killed, always) == []
+    killed = resume_after(3, baseline, {"rng random": X, "rng other": X})
+    states = [{**record.states, "rng random": DIGESTS[50 + record.step]} for record in baseline.records[:3]]
+    killed = build_run(*map(make_record, (1, 2, 3), states), killed.records[-1])
+    assert [state.name for state in find_unrestored_states(baseline, killed)] == ["other"]
 
 
 def test_nothing_to_compare_after_the_resume_is_no_exact_run() -> None:
-    loss = at(1, METRICS, "loss")
+    loss = make_diff(1, METRICS, "loss")
+    runs = RunComparison(make_run(), make_run([Kill("trial", 3, 2, 1.0)]), None, [loss], [loss], ())
     with pytest.raises(TuneError, match="nothing to compare after the resume: all metrics differ without a kill"):
-        make_drill_report(
-            PLAN, "drill-0", RunComparison(run(), run([Kill("trial", 3, 2, 1.0)]), None, [loss], [loss], ())
-        )
-    later = replace(run(), manifests={2: MANIFEST, 4: CHANGED})
-    records = [*run().records[:3], Record(2, 2, True, 3.5, 0.5, 0.0, {})]
-    killed = replace(later, records=records)
-    found = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], [("m.pt", "w")]))
-    assert (found.is_exact, found.compared_metric_count) == (True, 0)
-    found = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], ()))
-    assert found.verdict == "not deterministic", "no checkpoint holds a result"
+        make_drill_report(PLAN, "drill-0", runs)
+    later = replace(make_run(), manifests={2: MANIFEST, 4: CHANGED})
+    killed = replace(later, records=[*later.records[:3], Record(2, 2, True, 3.5, 0.5, 0.0, {})])
+    report = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], [("m.pt", "w")]))
+    assert (report.is_exact, report.compared_metric_count) == (True, 0)
+    report = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], ()))
+    assert report.verdict == "not deterministic", "no checkpoint holds a result"
 
 
 def test_runs_in_which_nothing_changes_are_not_exact() -> None:
-    same = replace(run(), metrics={step: {"loss": 0.5} for step in range(1, 5)}, manifests={2: MANIFEST, 4: MANIFEST})
+    metrics = {step: {"loss": 0.5} for step in range(1, 5)}
+    same = replace(make_run(), metrics=metrics, manifests={2: MANIFEST, 4: MANIFEST})
     with pytest.raises(TuneError, match="nothing to compare: no metric and no checkpoint changes from step to step"):
         make_drill_report(PLAN, "drill-0", RunComparison(same, same, None, (), (), ()))
     changed = replace(same, manifests={2: MANIFEST, 4: CHANGED})
@@ -369,15 +364,15 @@ DRAWN: Mapping[str, Sequence[float]] = {
 }
 
 
-def trained(*names: str, saved: int = 4) -> DrillRun:
-    """A run with these metrics, of steps of half a second, and a checkpoint that changes."""
+def make_metrics_run(*names: str) -> DrillRun:
+    """Return a run with these metrics, steps of half a second, and a checkpoint that changes."""
     metrics = {step: {name: DRAWN[name][step - 1] for name in names} for step in range(1, 5)}
     records = [Record(step, 1, False, 1.8e9 + step, 0.5, 0.0, {"rng r": DIGESTS[step]}) for step in range(1, 5)]
-    return DrillRun(metrics, {2: MANIFEST, saved: CHANGED}, [], records, [])
+    return DrillRun(metrics, {2: MANIFEST, 4: CHANGED}, [], records, [])
 
 
-def resumed(like: DrillRun) -> DrillRun:
-    return replace(like, records=[*like.records[:3], replace(like.records[2], attempt=2, is_restored=True)])
+def resume_run(baseline: DrillRun) -> DrillRun:
+    return replace(baseline, records=[*baseline.records[:3], replace(baseline.records[2], attempt=2, is_restored=True)])
 
 
 GENERATOR = Difference(1, FileDifference(GENERATORS, "r", "another state"))
@@ -404,46 +399,42 @@ GENERATOR = Difference(1, FileDifference(GENERATORS, "r", "another state"))
     ],
 )
 def test_what_is_the_same_in_any_training_shows_nothing(
-    metrics: list[str],
-    differ: list[str],
-    results: list[tuple[str, str]],
-    generators: list[Difference],
-    verdict: str,
+    metrics: list[str], differ: list[str], results: list[tuple[str, str]], generators: list[Difference], verdict: str
 ) -> None:
-    """`results` are places in checkpoints that training changes, and that do not differ."""
-    undisturbed = trained(*metrics)
-    unstable = [at(1, METRICS, name) for name in differ]
-    runs = RunComparison(undisturbed, resumed(undisturbed), None, unstable, unstable, results, generators)
-    found = make_drill_report(PLAN, "drill-0", runs)
-    assert found.verdict == verdict, list(found.lines())
-    assert found.is_inconclusive == (verdict != "exact")
+    """`results` are locations in checkpoints that training changes and that do not differ."""
+    undisturbed = make_metrics_run(*metrics)
+    unstable = [make_diff(1, METRICS, name) for name in differ]
+    runs = RunComparison(undisturbed, resume_run(undisturbed), None, unstable, unstable, results, generators)
+    report = make_drill_report(PLAN, "drill-0", runs)
+    assert report.verdict == verdict, list(report.lines())
+    assert report.is_inconclusive == (verdict != "exact")
     if verdict != "exact":
         first = generators[0] if generators else unstable[0]
-        assert next(found.lines()).startswith(f"not deterministic: two runs differ without a kill, at {first}. ")
+        assert next(report.lines()).startswith(f"not deterministic: two runs differ without a kill, at {first}. ")
 
 
 def test_a_checkpoint_that_only_one_run_has_is_a_difference() -> None:
-    undisturbed = trained("loss")
+    undisturbed = make_metrics_run("loss")
     missing = Difference(4, FileDifference(CHECKPOINTS, "", "no checkpoint, expected one"))
-    killed = replace(resumed(undisturbed), manifests={2: MANIFEST})
+    killed = replace(resume_run(undisturbed), manifests={2: MANIFEST})
     for unstable in ([], [missing]):  # though two undisturbed runs save at other steps, one is due after the resume
-        found = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, [missing], unstable, ()))
-        assert found.verdict == "not exact"
-        assert next(found.lines()) == "not exact: first difference at step 4: no checkpoint, expected one"
-        assert any("save a checkpoint at the same steps after a resume" in line for line in found.lines())
+        report = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, [missing], unstable, ()))
+        assert report.verdict == "not exact"
+        assert next(report.lines()) == "not exact: first difference at step 4: no checkpoint, expected one"
+        assert any("save a checkpoint at the same steps after a resume" in line for line in report.lines())
 
 
 def test_a_restart_that_was_not_planned_disturbs_a_run_too() -> None:
-    first = run().records
-    assert run().undisturbed_steps == 4
+    first = make_run().records
+    assert make_run().undisturbed_steps == 4
     for resumed, steps in (
         (Record(2, 2, True, 3.5, 0.5, 0.0, {}), 2), (Record(3, 2, False, 3.5, 0.5, 0.0, {}), 2),
         (Record(1, 2, False, 3.5, 0.5, 0.0, {}), 0),
     ):  # fmt: skip
-        assert replace(run(), records=[*first[:3], resumed, *first[2:]]).undisturbed_steps == steps
+        assert replace(make_run(), records=[*first[:3], resumed, *first[2:]]).undisturbed_steps == steps
 
 
-def slowdown(interval: float, save: float, mean: float) -> float:
+def compute_slowdown(interval: float, save: float, mean: float) -> float:
     """Return the wall-clock time per second of training, without restarts: Daly (2006), equation 13."""
     return mean * (exp((interval + save) / mean) - 1) / interval
 
@@ -451,6 +442,6 @@ def slowdown(interval: float, save: float, mean: float) -> float:
 @pytest.mark.parametrize("mean", [3600.0, 86_400.0])
 @pytest.mark.parametrize("save", [0.1, 10.0, 300.0])
 def test_no_other_interval_is_better_by_more_than_a_thousandth(save: float, mean: float) -> None:
-    found = slowdown(compute_optimal_interval(save, mean), save, mean)
-    best = min(slowdown(1.05**power, save, mean) for power in range(-50, 300))
-    assert found <= best * 1.001
+    actual = compute_slowdown(compute_optimal_interval(save, mean), save, mean)
+    best = min(compute_slowdown(1.05**power, save, mean) for power in range(-50, 300))
+    assert actual <= best * 1.001

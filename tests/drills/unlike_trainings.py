@@ -1,4 +1,4 @@
-"""Trainings for drills: some differ after a resume, though little shows it, and some are exact, though much differs."""
+"""Trainings for drills: some differ inconspicuously after a resume; some are exact despite many differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect_tune as pt
-from tests.drills.class_as_function import as_function
+from tests.drills.class_as_function import make_function
 
 State = dict[str, Any]
 
@@ -23,7 +23,7 @@ State = dict[str, Any]
 def _train(
     step: Callable[[State], Mapping[str, object]], start: State, *, saves: Callable[[State], bool] = lambda _: True
 ) -> None:
-    """Train for ever; `start` is what a checkpoint holds, one after each second step."""
+    """Train forever from `start`, or from the checkpoint; save the state after each second step."""
     state = start
     if (checkpoint := pt.get_checkpoint()) is not None:
         with checkpoint.as_directory() as folder:
@@ -34,19 +34,19 @@ def _train(
         if state["step"] % 2 or not saves(state):
             pt.report(metrics)
             continue
-        made = pt.get_trial().new_checkpoint_dir()
-        Path(made, "state.json").write_text(json.dumps(state))
-        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(made))
+        checkpoint_dir = pt.get_trial().new_checkpoint_dir()
+        Path(checkpoint_dir, "state.json").write_text(json.dumps(state))
+        pt.report(metrics, checkpoint=pt.Checkpoint.from_directory(checkpoint_dir))
 
 
-def draws_without_a_seed(config: Mapping[str, Any]) -> None:
-    """The checkpoint holds a count only; `hidden` draws from no generator that the drill can see."""
+def draw_without_seed(config: Mapping[str, Any]) -> None:
+    """Save only a count; with `hidden`, draw from a generator that the drill cannot see."""
     draw = secrets.SystemRandom().random if config.get("hidden") else random.random
     _train(lambda state: {"loss": draw(), "epoch": state["step"], "rate": 0.9 ** state["step"]}, {})
 
 
-def weighs_without_a_seed(_: Mapping[str, Any]) -> None:
-    """A weight is a number in the checkpoint, beside the time of the save."""
+def weigh_without_seed(_: Mapping[str, Any]) -> None:
+    """Save a weight as a number, and the time of the save."""
 
     def step(state: State) -> Mapping[str, object]:
         state["weight"] += random.random()
@@ -56,12 +56,12 @@ def weighs_without_a_seed(_: Mapping[str, Any]) -> None:
     _train(step, {"weight": 0.5})
 
 
-def saves_no_more_after_a_resume(_: Mapping[str, Any]) -> None:
+def stop_saving_after_resume(_: Mapping[str, Any]) -> None:
     resumed = pt.get_checkpoint() is not None
     _train(lambda state: {"loss": math.sin(state["step"])}, {}, saves=lambda _: not resumed)
 
 
-def leaves_weights_in_its_directory(_: Mapping[str, Any]) -> None:
+def leave_weights_in_directory(_: Mapping[str, Any]) -> None:
     file = Path("weights.json")
     weights = json.loads(file.read_text()) if pt.get_checkpoint() and file.exists() else 0.0
 
@@ -74,17 +74,15 @@ def leaves_weights_in_its_directory(_: Mapping[str, Any]) -> None:
     _train(step, {})
 
 
-def reports_otherwise_after_a_resume(config: Mapping[str, Any]) -> None:
+def report_otherwise_after_resume(config: Mapping[str, Any]) -> None:
     resumed = pt.get_checkpoint() is not None
-    after = {"nested": {"eval": {"loss": 0.0}}, "minus": {"eval/loss": -0.0}, "whole": {"eval/loss": 0}}[
-        config["metric"]
-    ]
-    before = {"eval/loss": 0.0}
-    _train(lambda state: {"loss": math.sin(state["step"]), **(after if resumed else before)}, {})
+    after = {"nested": {"eval": {"loss": 0.0}}, "minus": {"eval/loss": -0.0}, "whole": {"eval/loss": 0}}
+    loss = after[config["metric"]] if resumed else {"eval/loss": 0.0}
+    _train(lambda state: {"loss": math.sin(state["step"]), **loss}, {})
 
 
-def keeps_books(_: Mapping[str, Any]) -> None:
-    """Exact: what differs are times and identifiers, in the checkpoint, in a header and in a metric."""
+def keep_books(_: Mapping[str, Any]) -> None:
+    """Differ only in times and identifiers, in the checkpoint and in a metric: the training is exact."""
 
     def step(state: State) -> Mapping[str, object]:
         begin = time.perf_counter()
@@ -95,18 +93,18 @@ def keeps_books(_: Mapping[str, Any]) -> None:
     _train(step, {"weight": 0.5})
 
 
-def packs_its_checkpoint(_: Mapping[str, Any]) -> None:
-    """Exact: the header of gzip has a time."""
+def pack_checkpoint(_: Mapping[str, Any]) -> None:
+    """Differ only in the time in the header of gzip: the training is exact."""
     weight, step = 0.5, 0
     if (checkpoint := pt.get_checkpoint()) is not None:
         with checkpoint.as_directory() as folder:
             step, weight = pickle.loads(gzip.decompress(Path(folder, "state.pkl.gz").read_bytes()))
     while True:
         step, weight = step + 1, weight + math.cos(step)
-        made = pt.get_trial().new_checkpoint_dir()
-        with gzip.open(Path(made, "state.pkl.gz"), "wb") as file:
+        checkpoint_dir = pt.get_trial().new_checkpoint_dir()
+        with gzip.open(Path(checkpoint_dir, "state.pkl.gz"), "wb") as file:
             pickle.dump((step, weight), file)
-        pt.report({"loss": weight}, checkpoint=pt.Checkpoint.from_directory(made))
+        pt.report({"loss": weight}, checkpoint=pt.Checkpoint.from_directory(checkpoint_dir))
 
 
 class OwnGenerators(pt.Trainable):
@@ -131,4 +129,4 @@ class OwnGenerators(pt.Trainable):
             self.random.setstate((version, tuple(numbers), gauss))
 
 
-own_generators = as_function(OwnGenerators)
+own_generators = make_function(OwnGenerators)

@@ -1,11 +1,11 @@
-"""JSON of schedulers, searches, stoppers and spaces: as Prefect's client sends it, or as typed into a form."""
+"""JSON of schedulers, searches, stoppers and spaces: sent by Prefect's client, or typed into a form."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 from uuid import uuid4
 
 import pytest
@@ -38,15 +38,15 @@ def double(config: Any) -> object:
     return 2 * config["x"]
 
 
-def sent(value: object) -> Any:
-    """Return what a run of a deployment gets for a parameter."""
+def send_parameter(value: object) -> Any:
+    """Return the value of a parameter that a run of a deployment receives."""
     return DeploymentFlowRunCreate(parameters={"p": value}).model_dump(mode="json")["parameters"]["p"]
 
 
-def stored(value: object) -> Any:
-    """Return what a deployment stores for a parameter."""
-    made = DeploymentCreate(name="a", flow_id=uuid4(), parameters={"p": value})
-    return made.model_dump(mode="json")["parameters"]["p"]
+def store_parameter(value: object) -> Any:
+    """Return the value of a parameter that a deployment stores."""
+    deployment = DeploymentCreate(name="a", flow_id=uuid4(), parameters={"p": value})
+    return deployment.model_dump(mode="json")["parameters"]["p"]
 
 
 DISTRIBUTIONS = [
@@ -59,24 +59,24 @@ DISTRIBUTIONS = [
 
 @pytest.mark.parametrize("node", DISTRIBUTIONS, ids=repr)
 def test_a_distribution_is_sent_as_its_json_form_wherever_it_stands(node: object) -> None:
-    of = pt.grid_search if domains.has_grid(node) else pt.choice
-    space = {"x": node, "list": [1, node], "model": {"deep": [{"x": node}]}, "of": of([{"y": node, "z": 1}])}
-    received = sent(space)
-    assert stored(space) == received
-    assert space_from_json(received, load=lambda _: double) == validate_space(received_functions(space))
+    wrap = pt.grid_search if domains.has_grid(node) else pt.choice
+    space = {"x": node, "list": [1, node], "model": {"deep": [{"x": node}]}, "of": wrap([{"y": node, "z": 1}])}
+    received = send_parameter(space)
+    assert store_parameter(space) == received
+    assert space_from_json(received, load=lambda _: double) == validate_space(name_functions(space))
 
 
-def received_functions(node: Any) -> Any:
-    """Return a space whose functions are named, as they are after they were sent."""
+def name_functions(node: Any) -> Any:
+    """Return a space whose functions are named, as after it was sent."""
     match node:
         case dict():
-            return {key: received_functions(value) for key, value in node.items()}
+            return {key: name_functions(value) for key, value in node.items()}
         case list():
-            return [*map(received_functions, node)]
+            return [*map(name_functions, node)]
         case domains.Choice() if any(domains.find_domains(option) for option in node.options):
-            return pt.choice(received_functions([*node.options]), node.weights)
+            return pt.choice(name_functions([*node.options]), node.weights)
         case domains.Grid() if any(domains.find_domains(option) for option in node.options):
-            return pt.grid_search(received_functions([*node.options]))
+            return pt.grid_search(name_functions([*node.options]))
         case domains.SampleFrom():
             return domains.SampleFrom(double, f"{__name__}:double")
         case _:
@@ -102,20 +102,20 @@ CONFIGURED: list[tuple[Callable[[Any], object], object]] = [
 ]
 
 
-@pytest.mark.parametrize(("read", "configured"), CONFIGURED, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(("read", "configured"), CONFIGURED, ids=lambda value: type(value).__name__)
 def test_a_scheduler_a_search_and_a_stopper_are_sent_as_their_json_form(
     read: Callable[[Any], object], configured: object
 ) -> None:
-    assert stored(configured) == sent(configured)
-    for received in (sent(configured), sent([configured])[0]):
-        made = read(received)
+    assert store_parameter(configured) == send_parameter(configured)
+    for received in (send_parameter(configured), send_parameter([configured])[0]):
+        parsed = read(received)
         if isinstance(configured, pt.Stopper):
-            assert parts_of(made) == parts_of(configured)
+            assert describe_stopper(parsed) == describe_stopper(configured)
         else:
-            assert made == configured
+            assert parsed == configured
 
 
-def parts_of(stopper: Any) -> tuple[str, str]:
+def describe_stopper(stopper: Any) -> tuple[str, str]:
     return repr(trial_stopper(stopper)), repr(experiment_stoppers(stopper))
 
 
@@ -128,7 +128,7 @@ def parts_of(stopper: Any) -> tuple[str, str]:
     ids=lambda value: type(value).__name__,
 )
 def test_a_value_or_a_block_without_secrets_is_read_back_from_its_fields(value: Any) -> None:
-    assert type(value).model_validate(sent(value)) == value
+    assert type(value).model_validate(send_parameter(value)) == value
 
 
 def test_a_block_whose_secrets_were_left_out_is_refused_and_says_what_to_pass() -> None:
@@ -141,66 +141,68 @@ def test_a_block_whose_secrets_were_left_out_is_refused_and_says_what_to_pass() 
         with pytest.raises(
             pt.InvalidInput, match=r"found asterisks: .*Save the block, and pass its reference"
         ) as error:
-            type(block)(**sent(block))
+            type(block)(**send_parameter(block))
         assert "never shown" not in str(error.value)
 
 
-class Own(pt.Scheduler):
+class OwnScheduler(pt.Scheduler):
     def begin(self, objective: pt.Objective, seed: int) -> pt.Schedule:
         raise NotImplementedError
 
 
-def without_json() -> Iterator[object]:
+def make_objects_without_json() -> Iterator[object]:
     yield pt.sample_from(lambda config: config["x"])
     yield pt.Repeated(pt.RandomSearch(), 2)
     yield pt.OptunaPruner(__import__("optuna").pruners.MedianPruner())
     yield pt.OptunaSearch(__import__("optuna").samplers.RandomSampler(), 3)
     yield pt.PBT(2, {"lr": lambda config: config["x"]})
     yield pt.MaxSteps(3) | (lambda metrics: metrics["x"] > 1)
-    yield Own()
+    yield OwnScheduler()
 
 
-@pytest.mark.parametrize("value", [*without_json()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", [*make_objects_without_json()], ids=lambda value: type(value).__name__)
 def test_an_object_without_a_json_form_is_refused_by_the_client(value: object) -> None:
     with pytest.raises(PydanticSerializationError, match=r"no JSON form|cannot be imported by name|found <function"):
-        sent({"deep": [value]})
+        send_parameter({"deep": [value]})
 
 
 # ---------------------------------------------------------------------------------------------- without their class
 
 
-def flattened(value: object) -> Any:
-    """Return a dataclass as clients send it that know nothing of its JSON form."""
+def strip_classes(value: object) -> Any:
+    """Return a dataclass as sent by clients that do not know its JSON form."""
     if isinstance(value, list | tuple):
-        return [*map(flattened, value)]
+        return [*map(strip_classes, value)]
     if isinstance(value, dict):
-        return {key: flattened(each) for key, each in value.items()}
-    return {each.name: flattened(getattr(value, each.name)) for each in fields(value)} if is_dataclass(value) else value
+        return {key: strip_classes(item) for key, item in value.items()}
+    if not is_dataclass(value):
+        return value
+    return {field.name: strip_classes(getattr(value, field.name)) for field in fields(value)}
 
 
-def planned(**options: Any) -> SearchPlan:
+def make_plan(**options: Any) -> SearchPlan:
     return SearchPlan(trainable="prefect_tune.demo:train", target="/a", experiment="a", **options)
 
 
-@pytest.mark.parametrize("node", [each for each in DISTRIBUTIONS if not isinstance(each, domains.SampleFrom)], ids=repr)
+@pytest.mark.parametrize("node", [node for node in DISTRIBUTIONS if not isinstance(node, domains.SampleFrom)], ids=repr)
 def test_the_fields_of_a_distribution_are_no_constant_of_a_space_and_of_a_config(node: object) -> None:
-    lost = flattened(node)
-    for space in ({"x": lost}, {"a": [{"b": lost}]}, {"a": pt.grid_search([1]), "x": lost}, lost):
+    plain = strip_classes(node)
+    for space in ({"x": plain}, {"a": [{"b": plain}]}, {"a": pt.grid_search([1]), "x": plain}, plain):
         with pytest.raises(pt.InvalidInput, match=r"without its class: .*JSON form|found one distribution"):
-            planned(space=space)
-    for config in ({"x": lost}, {"a": [{"b": lost}]}):
+            make_plan(space=space)
+    for config in ({"x": plain}, {"a": [{"b": plain}]}):
         with pytest.raises(pt.InvalidInput, match="config: expected values, found distribution"):
             config_to_json(config)
 
 
 @pytest.mark.parametrize("node", DISTRIBUTIONS, ids=repr)
 def test_the_json_form_of_a_distribution_is_no_constant_of_a_config_and_no_whole_space(node: object) -> None:
-    for config in ({"x": sent(node)}, {"a": [{"b": sent(node)}]}):
+    for config in ({"x": send_parameter(node)}, {"a": [{"b": send_parameter(node)}]}):
         with pytest.raises(pt.InvalidInput, match="config: expected values, found distribution"):
             config_to_json(config)
     if not any(domains.find_domains([*getattr(node, "options", ())])):
         with pytest.raises(pt.InvalidInput, match=r"found one distribution|found the fields of a choice"):
-            planned(space=sent(node))
+            make_plan(space=send_parameter(node))
 
 
 @pytest.mark.parametrize(
@@ -212,21 +214,21 @@ def test_the_json_form_of_a_distribution_is_no_constant_of_a_config_and_no_whole
     ids=lambda value: type(value).__name__,
 )
 def test_an_option_object_is_no_constant_of_a_space_with_or_without_its_class(value: Any) -> None:
-    lost = value.model_dump(mode="json") if isinstance(value, pt.Retention | pt.FailurePolicy | pt.Cadence) else None
-    for given in (flattened(value) if lost is None else lost, sent(value)):
+    plain = value.model_dump(mode="json") if isinstance(value, pt.Retention | pt.FailurePolicy | pt.Cadence) else None
+    for received in (strip_classes(value) if plain is None else plain, send_parameter(value)):
         with pytest.raises(pt.InvalidInput, match=r'^x: .*write \{"constant": \.\.\.\}'):
-            planned(space={"x": given, "y": pt.uniform(0, 1)})
+            make_plan(space={"x": received, "y": pt.uniform(0, 1)})
 
 
 def test_a_value_that_has_these_fields_is_kept_as_a_constant_and_read_back_so() -> None:
-    kept = {"options": [1], "deep": {"low": 0, "high": 1, "scale": "log", "q": None}, "ASHA": {"max_t": 1}}
+    constant = {"options": [1], "deep": {"low": 0, "high": 1, "scale": "log", "q": None}, "ASHA": {"max_t": 1}}
     one = {"options": [1]}
-    for value in (kept, one, {"PBT": {}}):
-        plan = planned(space={"x": {"constant": value}, "y": pt.uniform(0, 1)})
+    for value in (constant, one, {"PBT": {}}):
+        plan = make_plan(space={"x": {"constant": value}, "y": pt.uniform(0, 1)})
         assert plan.space is not None
         assert plan.space["x"] == value
-        assert planned(space=plan.settings["space"]).space == plan.space
-    assert planned(space={"warmup": {"steps": 3}, "low": 0, "high": {"low": 0, "high": 1}}).space is not None
+        assert make_plan(space=plan.settings["space"]).space == plan.space
+    assert make_plan(space={"warmup": {"steps": 3}, "low": 0, "high": {"low": 0, "high": 1}}).space is not None
 
 
 def test_a_config_keeps_what_only_resembles_a_distribution() -> None:
@@ -236,33 +238,33 @@ def test_a_config_keeps_what_only_resembles_a_distribution() -> None:
 
 @pytest.mark.parametrize("stopper", [pt.MaxSteps(3), pt.MaxFailures(3), pt.TrialBudget(9), pt.Plateau("loss")])
 def test_the_fields_of_a_stopper_are_no_limits_of_metrics(stopper: pt.Stopper) -> None:
-    for stop in (flattened(stopper), [{"step": 3}, flattened(stopper)]):
+    for stop in (strip_classes(stopper), [{"step": 3}, strip_classes(stopper)]):
         with pytest.raises(pt.InvalidInput, match=rf"without its class: .*{type(stopper).__name__}"):
-            planned(stop=stop)
+            make_plan(stop=stop)
 
 
 def test_a_time_without_its_class_is_no_limit_of_a_metric() -> None:
     with pytest.raises(pt.InvalidInput, match=r'expected \{"MaxTime": \{"time_seconds": 3600\}\}'):
-        planned(stop={"time": 60.0})
-    planned(stop={"time": 60.0, "step": 3})
+        make_plan(stop={"time": 60.0})
+    make_plan(stop={"time": 60.0, "step": 3})
 
 
 @pytest.mark.parametrize("value", [pt.ASHA(max_t=9), pt.FIFO(), pt.PBT(2, {"x": [1, 2]})], ids=repr)
 def test_a_scheduler_without_its_class_is_refused(value: object) -> None:
     with pytest.raises(pt.InvalidInput, match="scheduler: expected an object, or its JSON such as"):
-        planned(scheduler=flattened(value))
+        make_plan(scheduler=strip_classes(value))
 
 
 def test_the_table_of_fields_is_that_of_the_classes() -> None:
     named = {name: getattr(pt, name) for name in OPTION_FIELDS}
-    assert {name: " ".join(fields_of(kind)) for name, kind in named.items()} == OPTION_FIELDS
+    assert {name: " ".join(list_fields(kind)) for name, kind in named.items()} == OPTION_FIELDS
     missing = {name for kind in BUILT_IN_MODULES.values() for name in kind} - OPTION_FIELDS.keys()
     assert missing == {"FIFO", "TimeBudget"}  # that has no field, and this the one of MaxTime
     assert match_option_class({"low": 0, "high": 1, "scale": "log", "q": None}) == "uniform or randint"
 
 
-def fields_of(kind: Any) -> list[str]:
-    return [*kind.model_fields] if hasattr(kind, "model_fields") else [each.name for each in fields(cast("Any", kind))]
+def list_fields(kind: Any) -> list[str]:
+    return [*kind.model_fields] if hasattr(kind, "model_fields") else [field.name for field in fields(kind)]
 
 
 # As typed into a form or a command line.
@@ -277,7 +279,7 @@ def test_the_names_that_checkers_know_are_those_that_need_no_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "given", "said"),
+    ("read", "value", "message"),
     [
         (parse_scheduler, "ASHA", 'scheduler: ASHA needs max_t: {"ASHA": {"max_t": 81}}'),
         (parse_scheduler, {"Hyperband": {}}, 'Hyperband needs max_t: {"Hyperband": {"max_t": 81}}'),
@@ -298,11 +300,11 @@ def test_the_names_that_checkers_know_are_those_that_need_no_options() -> None:
     ],
 )
 def test_what_is_spelled_wrongly_is_told_how_it_is_spelled(
-    read: Callable[[object], object], given: object, said: str
+    read: Callable[[object], object], value: object, message: str
 ) -> None:
     with pytest.raises(pt.InvalidInput) as refused:
-        read(given)
-    assert said in str(refused.value)
+        read(value)
+    assert message in str(refused.value)
     assert "__init__" not in str(refused.value)
 
 
@@ -311,12 +313,12 @@ def test_what_needs_no_option_is_spelled_by_its_name(name: str) -> None:
     assert component_to_json(parse_scheduler(name)) == {name: {}}
 
 
-@pytest.mark.parametrize("given", ["RandomSearch", {"RandomSearch": {}}, pt.RandomSearch()])
+@pytest.mark.parametrize("search", ["RandomSearch", {"RandomSearch": {}}, pt.RandomSearch()])
 def test_a_random_search_without_a_number_has_as_many_samples_as_no_search_at_all(
-    given: str | dict[str, object] | Search,
+    search: str | dict[str, object] | Search,
 ) -> None:
-    assert parse_search(given).trial_count({"x": pt.uniform(0, 1)}) == 10
-    assert with_samples(parse_search(given), 1).trial_count({"x": pt.uniform(0, 1)}) == 1
+    assert parse_search(search).trial_count({"x": pt.uniform(0, 1)}) == 10
+    assert with_samples(parse_search(search), 1).trial_count({"x": pt.uniform(0, 1)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -333,4 +335,4 @@ def test_a_limit_that_ends_trials_the_wrong_way_round_is_warned_of(
     stop: StopCriteria, mode: Literal["min", "max"], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_of_stop_limits(as_stopper(stop), make_objective("loss", mode), logging.getLogger("a run"))
-    assert ["loss >= 0.1" in each.getMessage() for each in caplog.records] == [True] * warned
+    assert ["loss >= 0.1" in record.getMessage() for record in caplog.records] == [True] * warned

@@ -167,7 +167,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def imported(package: str) -> set[str]:
+def find_imported_modules(package: str) -> set[str]:
     return {name.removeprefix(package) for name in sys.modules if name.startswith(package)}
 
 
@@ -196,11 +196,11 @@ def imported(package: str) -> set[str]:
 )
 def test_what_a_package_defines_is_its_own_also_by_way_of_an_import_within_it(name: str, package: str) -> None:
     assert undefined_name_reason(f"{package}{name}", [package]) == ""
-    assert imported(package) == {""}  # the package above the module, and not the module
+    assert find_imported_modules(package) == {""}  # the package above the module, and not the module
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (".sub:subprocess.call", "does not define 'subprocess': it imports a module under this name"),
         (".sub:where.join", "does not define 'where': it imports a module under this name"),
@@ -234,9 +234,9 @@ def test_what_a_package_defines_is_its_own_also_by_way_of_an_import_within_it(na
         ("er:Net", "er is not in a trusted package"),
     ],
 )
-def test_what_a_package_only_imports_or_renames_is_not_its_own(name: str, said: str, package: str) -> None:
-    assert said in undefined_name_reason(f"{package}{name}", [package])
-    assert imported(package) <= {""}
+def test_what_a_package_only_imports_or_renames_is_not_its_own(name: str, message: str, package: str) -> None:
+    assert message in undefined_name_reason(f"{package}{name}", [package])
+    assert find_imported_modules(package) <= {""}
 
 
 def test_nothing_is_trusted_beyond_what_is_named(package: str) -> None:
@@ -259,11 +259,11 @@ def test_what_no_package_can_be_called_is_told(name: object) -> None:
 # Which trainables are accepted by their source, and which must be imported for the check.
 
 
-_STEP = "\n    def step(self):\n        return {}\n"
-_WHOLE = f"{_STEP}\n    def save_checkpoint(self, checkpoint_dir):\n        pass\n"
+_STEP_METHOD = "\n    def step(self):\n        return {}\n"
+_METHODS = f"{_STEP_METHOD}\n    def save_checkpoint(self, checkpoint_dir):\n        pass\n"
 
 
-class _Imported(Exception):
+class _ImportStarted(Exception):
     """A process was started to import the name."""
 
 
@@ -271,16 +271,16 @@ class _Imported(Exception):
     ("imports", "definition", "is_imported"),
     [
         ("", "def Net(config):\n    pass", False),
-        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_WHOLE}", False),
-        ("import prefect_tune", f"class Net(prefect_tune.Trainable):{_WHOLE}", False),
-        ("from prefect_tune import Trainable as Base", f"class Net(Base):{_WHOLE}", False),
-        ("from prefect_tune import Trainable as Base", f"class Net(Base):{_STEP}", True),
+        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_METHODS}", False),
+        ("import prefect_tune", f"class Net(prefect_tune.Trainable):{_METHODS}", False),
+        ("from prefect_tune import Trainable as Base", f"class Net(Base):{_METHODS}", False),
+        ("from prefect_tune import Trainable as Base", f"class Net(Base):{_STEP_METHOD}", True),
         ("from prefect_tune.integrations.sklearn import PartialFitTrainable as P", "class Net(P):\n    pass", False),
         ("import prefect_tune as pt", "class Net(pt.Trainable):\n    pass", True),
-        ("import ray.tune as pt", f"class Net(pt.Trainable):{_STEP}", True),
-        ("from ray.tune import Trainable", f"class Net(Trainable):{_STEP}", True),
+        ("import ray.tune as pt", f"class Net(pt.Trainable):{_STEP_METHOD}", True),
+        ("from ray.tune import Trainable", f"class Net(Trainable):{_STEP_METHOD}", True),
         ("from dataclasses import dataclass", "@dataclass\nclass Net:\n    lr: float = 0.1", True),
-        ("", f"class Net:{_STEP}", True),
+        ("", f"class Net:{_STEP_METHOD}", True),
         ("from functools import cache", "@cache\ndef Net(config):\n    pass", True),
         ("", "async def Net(config):\n    pass", True),
         ("", "Net = lambda config: None", True),
@@ -292,11 +292,11 @@ class _Imported(Exception):
         ("", "def Net(config):\n    yield 1", True),
         (
             "import prefect_tune as pt",
-            f"class Net(pt.Trainable):{_WHOLE}\n    async def setup(self, config): pass",
+            f"class Net(pt.Trainable):{_METHODS}\n    async def setup(self, config): pass",
             True,
         ),
-        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_WHOLE}\n    def setup(self): pass", True),
-        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_WHOLE}\n    def setup(self, config): pass", False),
+        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_METHODS}\n    def setup(self): pass", True),
+        ("import prefect_tune as pt", f"class Net(pt.Trainable):{_METHODS}\n    def setup(self, config): pass", False),
     ],
 )
 def test_only_a_name_whose_source_does_not_say_that_it_is_a_trainable_is_imported(
@@ -305,13 +305,13 @@ def test_only_a_name_whose_source_does_not_say_that_it_is_a_trainable_is_importe
     (tmp_path / "models_to_check.py").write_text(f"{imports}\n\n{definition}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def imports_it(config: object) -> None:
-        raise _Imported(str(config))
+    def start_import(config: object) -> None:
+        raise _ImportStarted(str(config))
 
-    monkeypatch.setattr(import_check, "require_loadable", imports_it)
+    monkeypatch.setattr(import_check, "require_loadable", start_import)
     try:
         require_importable("models_to_check:Net", "thread", logging.getLogger(__name__))
-    except _Imported:
+    except _ImportStarted:
         assert is_imported
     else:
         assert not is_imported
@@ -328,7 +328,7 @@ def test_a_data_class_is_refused_with_what_is_expected(tmp_path: Path, monkeypat
 def test_a_class_that_cannot_save_is_refused_unless_its_cadence_never_saves(
     isolation: Literal["process", "thread"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = f"import prefect_tune as pt\n\nclass Net(pt.Trainable):{_STEP}"
+    source = f"import prefect_tune as pt\n\nclass Net(pt.Trainable):{_STEP_METHOD}"
     (tmp_path / f"unsaved_{isolation}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     name, log = f"unsaved_{isolation}:Net", logging.getLogger(__name__)

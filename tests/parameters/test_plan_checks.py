@@ -1,4 +1,4 @@
-"""What a search refuses on a target for one runner only, and a resume by name of an experiment that is no search."""
+"""Refusals of a search on a target for one runner, and of a resume of an experiment that is no search."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def target(tmp_path: Path) -> FsspecTarget:
     return FsspecTarget(location=f"memory://{tmp_path.name}")
 
 
-def _trains_in_deployments(folder: Path, target: FsspecTarget) -> None:
+def _train_in_deployments(folder: Path, target: FsspecTarget) -> None:
     searched(folder, "tests.trainables.moody:Moody", target=target, trials="deployment")
 
 
-def _trains_on_other_processes(_: Path, target: FsspecTarget) -> None:
+def _train_on_other_processes(_: Path, target: FsspecTarget) -> None:
     runner: Any = ProcessPoolTaskRunner(max_workers=1)
     pt.tune.with_options(task_runner=runner)(
         "tests.trainables.moody:Moody", target=target, experiment="e", metric="loss", num_samples=1
@@ -51,25 +51,21 @@ def _trains_on_other_processes(_: Path, target: FsspecTarget) -> None:
 
 
 REFUSED = {
-    "deployments": (_trains_in_deployments, "trials='deployment'"),
-    "another task runner": (_trains_on_other_processes, "task runner: ProcessPoolTaskRunner"),
+    "deployments": (_train_in_deployments, "trials='deployment'"),
+    "another task runner": (_train_on_other_processes, "task runner: ProcessPoolTaskRunner"),
 }
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.parametrize(("search", "said"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("search", "message"), REFUSED.values(), ids=REFUSED)
 def test_who_would_have_two_write_one_journal_is_refused_and_nothing_is_there(
-    search: Callable[[Path, FsspecTarget], None],
-    said: str,
-    tmp_path: Path,
-    target: FsspecTarget,
-    monkeypatch: pytest.MonkeyPatch,
+    search: Callable[..., None], message: str, tmp_path: Path, target: FsspecTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeploymentLauncher, "check_deployment", lambda *_: None)  # there is one
-    with pytest.raises(pt.InvalidInput, match=rf"{said}.*{target.uri}.*create-if-absent.*Nothing was started"):
+    with pytest.raises(pt.InvalidInput, match=rf"{message}.*{target.uri}.*create-if-absent.*Nothing was started"):
         search(tmp_path, target)
     with target.open(timeout=timedelta(seconds=10)) as store:
-        assert [each.path for each in store.list("")] == []
+        assert [listed.path for listed in store.list("")] == []
 
 
 @pytest.mark.usefixtures("no_prefect_server")
@@ -81,44 +77,41 @@ def test_a_search_whose_trials_clone_each_other_runs_since_one_process_writes_it
     assert statuses(results) == ["completed", "completed"]
     exploited = read_experiment_to_resume(target, "e").trial("00001")
     assert exploited.config["x"] <= 1
-    assert next(each for each in exploited.checkpoints if each.origin).origin
+    assert next(checkpoint for checkpoint in exploited.checkpoints if checkpoint.origin).origin
 
 
 # The error of a resume by name for an experiment that is no search.
 
 
 _STAMPS = (WriteStamp(write_id=f"w{number}", at="2026-11-21T08:00:00+00:00") for number in count())
-TRAINABLE = {"trainable": "Net"}
+ADDED = TrialAdded(trial="trial", config={}, fingerprint={})
+TRAINING_ADDED = TrialAdded(trial="trial", config={}, fingerprint={"trainable": "Net"})
 
 
-def begun(*events: Event, attempt: int = 0) -> Experiment:
+def make_experiment(*events: Event, attempt: int = 0) -> Experiment:
     store, owner = MemoryStore(), Owner(name="brave-fox", host="here", pid=1, flow_run="f", attempt=attempt)
     state = acquire_ownership(store, first_generation("e"), owner, next(_STAMPS))
     return append_events(store, state, events, next(_STAMPS))
 
 
-def added(fingerprint: dict[str, str]) -> TrialAdded:
-    return TrialAdded(trial="trial", config={}, fingerprint=fingerprint)
-
-
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
-        (begun(added({})), r"your own flow.*retry the last run of .* brave-fox \(pid 1 on here, flow run f\)"),
-        (begun(added(TRAINABLE), attempt=1), "your own flow"),
-        (begun(attempt=1), "your own flow"),
-        (begun(added(TRAINABLE)), r"is a single training, not a search: call pt\.durable_trainable"),
-        (begun(), "has no trials and no settings yet: repeat the call that began it"),
+        (make_experiment(ADDED), r"your own flow.*retry the last run of .* brave-fox \(pid 1 on here, flow run f\)"),
+        (make_experiment(TRAINING_ADDED, attempt=1), "your own flow"),
+        (make_experiment(attempt=1), "your own flow"),
+        (make_experiment(TRAINING_ADDED), r"is a single training, not a search: call pt\.durable_trainable"),
+        (make_experiment(), "has no trials and no settings yet: repeat the call that began it"),
     ],
     ids=["saves", "attempts of run_trial", "opened by a flow", "one training", "opened only"],
 )
-def test_an_experiment_that_is_no_search_says_what_continues_it(state: Experiment, said: str) -> None:
-    with pytest.raises(pt.InvalidInput, match=rf"experiment 'e' at s3://b .*{said}"):
+def test_an_experiment_that_is_no_search_says_what_continues_it(state: Experiment, message: str) -> None:
+    with pytest.raises(pt.InvalidInput, match=rf"experiment 'e' at s3://b .*{message}"):
         require_search(state, "s3://b")
 
 
 def test_a_search_is_resumed_by_its_name() -> None:
-    require_search(begun(ExperimentConfigured(settings={"metric": "loss"})), "s3://b")
+    require_search(make_experiment(ExperimentConfigured(settings={"metric": "loss"})), "s3://b")
 
 
 # When a call continues the existing trial of an experiment, and when that trial is already complete.
@@ -146,8 +139,8 @@ def spec(tmp_path: Path) -> TrialSpec:
     )
 
 
-def known(**fingerprint: str) -> Experiment:
-    """A training with a journal."""
+def make_training(**fingerprint: str) -> Experiment:
+    """Return a training with a journal."""
     trial = Trial(id="trial", config={}, fingerprint=fingerprint)
     return empty_experiment(first_generation(NAME)).model_copy(update={"trials": TrialMap.from_trials([trial])})
 
@@ -157,21 +150,21 @@ def test_another_trainable_under_the_same_name_is_refused_and_both_are_named(
     spec: TrialSpec, trainable: object
 ) -> None:
     with pytest.raises(InvalidInput, match="'Model'") as refused:
-        require_same_training(known(**trainable_fingerprint(trainable)), spec, {})
+        require_same_training(make_training(**trainable_fingerprint(trainable)), spec, {})
     assert repr(trainable_fingerprint(trainable)["trainable"]) in str(refused.value)
 
 
 @pytest.mark.parametrize("trainable", [Model, "moved.elsewhere:Model", "some.module:Outer.Model"])
 def test_the_same_trainable_may_be_named_otherwise(spec: TrialSpec, trainable: object) -> None:
-    require_same_training(known(**trainable_fingerprint(trainable)), spec, {})
+    require_same_training(make_training(**trainable_fingerprint(trainable)), spec, {})
 
 
 def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(spec: TrialSpec) -> None:
-    require_same_training(known(code="0123"), spec, {})
+    require_same_training(make_training(code="0123"), spec, {})
 
 
 def test_a_search_is_no_training(spec: TrialSpec) -> None:
-    search = known(**trainable_fingerprint(train)).model_copy(update={"settings": {"metric": "loss"}})
+    search = make_training(**trainable_fingerprint(train)).model_copy(update={"settings": {"metric": "loss"}})
     with pytest.raises(InvalidInput, match="is a search"):
         require_same_training(search, spec, {})
 
@@ -181,8 +174,8 @@ def test_a_search_is_no_training(spec: TrialSpec) -> None:
 
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
 def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(spec: TrialSpec, stopper: Stopper) -> None:
-    done = Trial(id="trial", config={}, phase=Phase.FINISHED, step=7, metrics={"done": True})
-    assert meets_stop_criterion(done, stopper, ReportReader(spec.target, spec.trial.journal_key))
+    trial = Trial(id="trial", config={}, phase=Phase.FINISHED, step=7, metrics={"done": True})
+    assert meets_stop_criterion(trial, stopper, ReportReader(spec.target, spec.trial.journal_key))
 
 
 @pytest.mark.parametrize(

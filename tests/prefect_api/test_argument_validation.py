@@ -98,9 +98,9 @@ def test_futures_are_left_to_prefect() -> None:
         return 7
 
     @flow
-    def around() -> None:
+    def check_arguments() -> None:
         validate_arguments(pt.tune, (print,), {"target": "./runs", "seed": seed.submit()})
         validate_arguments(pt.tune, (print,), {"target": "./runs", "warm_start": [seed.submit()]})
         validate_arguments(pt.tune, (print,), {"target": "./runs", "seed": seed(return_state=True)})
 
-    around()
+    check_arguments()

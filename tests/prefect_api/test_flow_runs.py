@@ -24,27 +24,27 @@ from tests.flows.training import experiment_at
 
 
 @task
-def _saves() -> str:
+def _save() -> str:
     return "saved"
 
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_suspended_run_is_noticed_and_saves_before_prefect_ends_it() -> None:
-    seen: list[object] = []
+    results: list[object] = []
 
     def train() -> None:
-        seen.append(is_flow_run_suspended())
+        results.append(is_flow_run_suspended())
         context = FlowRunContext.get()
         assert context is not None
         context.flow_run_suspension_request.mark_requested(Suspended())
-        seen.append(is_flow_run_suspended())
+        results.append(is_flow_run_suspended())
         with ignoring_suspension():
-            seen.append(_saves())
-        _saves()
+            results.append(_save())
+        _save()
 
     with pytest.raises(Pause):
         run_flow(flow(name="suspended")(train))
-    assert seen == [False, True, "saved"]
+    assert results == [False, True, "saved"]
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -60,11 +60,11 @@ def test_a_prefect_without_it_is_refused_in_one_sentence(monkeypatch: pytest.Mon
 
 
 def test_the_oldest_prefect_that_is_tested_is_the_oldest_allowed() -> None:
-    allowed = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'"prefect>={MIN_TESTED_VERSION.removesuffix(".0")},<4"' in allowed
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"prefect>={MIN_TESTED_VERSION.removesuffix(".0")},<4"' in pyproject
 
 
-# A flow that ends by an error of this package: it fails, and is retried if it has retries.
+# A flow that ends by an error of this package: it fail, and is retried if it has retries.
 
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -72,24 +72,24 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 @pytest.mark.parametrize(("retries", "runs"), [(0, 1), (2, 3)])
 def test_the_error_is_raised_where_the_flow_is_called_after_all_of_its_retries(retries: int, runs: int) -> None:
-    begun = []
+    calls = []
 
     @flow(retries=retries)
-    def fails() -> str:
-        begun.append(1)
+    def fail() -> str:
+        calls.append(1)
         return make_failed_result(TrialFailed("as expected"), str)
 
     with pytest.raises(TrialFailed, match="as expected"):
-        fails()
-    assert len(begun) == runs
+        fail()
+    assert len(calls) == runs
 
 
 def test_the_state_is_failed_with_the_error_and_its_message() -> None:
     @flow
-    def fails() -> str:
+    def fail() -> str:
         return make_failed_result(TrialFailed("as expected"), str)
 
-    state = fails(return_state=True)
+    state = fail(return_state=True)
     assert (state.is_failed(), state.message) == (True, "as expected")
     assert isinstance(state.result(raise_on_failure=False), TrialFailed)
 
@@ -121,14 +121,14 @@ def test_a_search_whose_log_nobody_reads_any_more_trains_to_its_end(prefect_serv
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    until = time.monotonic() + 240
+    deadline = time.monotonic() + 240
     while not list(tmp_path.glob("runs/e/1/trials/*/checkpoints/0000000001-*")):
         assert process.poll() is None
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     assert process.stdout is not None
     process.stdout.close()
     gate.touch()
     assert process.wait(240) == 0
     trials = experiment_at(LocalTarget(path=str(tmp_path / "runs")), "e").trials.values()
-    assert [(each.status, each.attempt, each.step) for each in trials] == [(Status.COMPLETED, 1, 9)] * 2
+    assert [(trial.status, trial.attempt, trial.step) for trial in trials] == [(Status.COMPLETED, 1, 9)] * 2

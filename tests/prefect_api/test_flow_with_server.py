@@ -14,11 +14,7 @@ from pathlib import Path
 
 import pytest
 from prefect.context import FlowRunContext
-from prefect.settings import (
-    PREFECT_API_URL,
-    get_current_settings,
-    temporary_settings,
-)
+from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
 import prefect_tune as pt
 from prefect_tune.prefect_api import flow_with_server
@@ -50,10 +46,10 @@ print(json.dumps({
 """
 
 
-def without_server(home: Path, database: Path) -> dict[str, str]:
-    """Return the environment of a user without settings; the database spares the test all migrations."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    return given | {
+def make_environment(home: Path, database: Path) -> dict[str, str]:
+    """Return the environment of a user without settings; the database is migrated already."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return environment | {
         "PREFECT_HOME": str(home),
         "PREFECT_SERVER_API_PORT": os.environ["PREFECT_SERVER_API_PORT"],
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
@@ -61,25 +57,15 @@ def without_server(home: Path, database: Path) -> dict[str, str]:
     }
 
 
-def trained(database: Path) -> set[tuple[str, str]]:
-    """Return id and name of each recorded task run that completed a training."""
-    query = "select id, name from task_run where state_type = 'COMPLETED' and name like 'train %'"
-    with closing(sqlite3.connect(database)) as reading:
-        return set(reading.execute(query).fetchall())
+def read_rows(database: Path, query: str) -> list[tuple[str, ...]]:
+    with closing(sqlite3.connect(database)) as connection:
+        return connection.execute(query).fetchall()
 
 
-def heartbeats(database: Path) -> int:
-    """Return the number of recorded heartbeats: with them, each flow would end up to a second later."""
-    with closing(sqlite3.connect(database)) as reading:
-        (count,) = reading.execute("select count(*) from events where event = 'prefect.flow-run.heartbeat'").fetchone()
-    return int(count)
-
-
-def telemetry_sessions(database: Path) -> int:
-    """Return the number of recorded sessions: a server that sends telemetry begins with one."""
-    with closing(sqlite3.connect(database)) as reading:
-        (count,) = reading.execute("select count(*) from configuration where key = 'TELEMETRY_SESSION'").fetchone()
-    return int(count)
+# With heartbeats each flow would end up to a second later; a server that sends telemetry begins with a session.
+HEARTBEATS = "select * from events where event = 'prefect.flow-run.heartbeat'"
+TELEMETRY_SESSIONS = "select * from configuration where key = 'TELEMETRY_SESSION'"
+COMPLETED_TRAININGS = "select name from task_run where state_type = 'COMPLETED' and name like 'train %'"
 
 
 @pytest.mark.long
@@ -89,25 +75,25 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     database = tmp_path / "prefect.db"
     shutil.copy(migrated_database(pytestconfig), database)
     (tmp_path / "imported_once.py").write_text(MODULE)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        env=without_server(tmp_path / "home", database),
+        env=make_environment(tmp_path / "home", database),
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["statuses"] == ["completed"] * 3
-    assert said["whole server loaded here"] is False
+    assert process.returncode == 0, process.stderr
+    output = json.loads(process.stdout.splitlines()[-1])
+    assert output["statuses"] == ["completed"] * 3
+    assert output["whole server loaded here"] is False
     assert len((tmp_path / "imports").read_text().split()) == 1  # by the pool that started while the server did
-    assert sorted(name for _, name in trained(database)) == [f"train 0000{trial} · attempt 1" for trial in range(3)]
-    assert f"Starting a Prefect server for this process at {said['url']}: this takes some seconds" in done.stderr
-    assert "telemetry" not in done.stderr
-    assert telemetry_sessions(database) == 0
-    assert heartbeats(database) == 0
-    port = int(said["url"].rpartition(":")[2].partition("/")[0])
+    trainings = read_rows(database, COMPLETED_TRAININGS)
+    assert sorted(trainings) == [(f"train 0000{trial} · attempt 1",) for trial in range(3)]
+    assert f"Starting a Prefect server for this process at {output['url']}: this takes some seconds" in process.stderr
+    assert "telemetry" not in process.stderr
+    assert read_rows(database, TELEMETRY_SESSIONS) == read_rows(database, HEARTBEATS) == []
+    port = int(output["url"].rpartition(":")[2].partition("/")[0])
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
@@ -150,19 +136,19 @@ except KeyboardInterrupt:
 
 @pytest.mark.long
 def test_a_start_that_is_cut_short_leaves_nothing_set_up(tmp_path: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CUT_SHORT],
         cwd=tmp_path,
-        env=without_server(tmp_path / "home", tmp_path / "prefect.db"),
+        env=make_environment(tmp_path / "home", tmp_path / "prefect.db"),
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    assert done.stdout == "True False None\n", done.stderr
+    assert process.stdout == "True False None\n", process.stderr
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])
 
@@ -175,7 +161,7 @@ def test_a_url_of_no_server_is_refused(url: str, tmp_path: Path, monkeypatch: py
 
 
 def test_a_server_that_restarts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    port, listening = free_port(), []
+    port, listening = find_free_port(), []
     monkeypatch.setattr("time.sleep", lambda _: listening.append(socket.create_server(("", port))))
     flow_with_server._wait_for_server(f"http://127.0.0.1:{port}/api")
     listening[0].close()

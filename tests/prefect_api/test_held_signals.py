@@ -1,4 +1,4 @@
-"""A signal reaches what runs outside of the main thread, and then the main thread."""
+"""A signal stops searches outside the main thread first, and then reaches the main thread."""
 
 from __future__ import annotations
 
@@ -30,63 +30,63 @@ _PERIOD = timedelta(seconds=5)
 _SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
-def _work(stop: threading.Event) -> None:
+def _train_until_stopped(stop: threading.Event) -> None:
     print("trains", flush=True)
     assert stop.wait(300)
     time.sleep(0.2)
     print("saved", flush=True)
 
 
-def _search() -> None:
-    run_interruptible(_work, grace=timedelta(seconds=60), poll_interval=_PERIOD)
+def _run_search() -> None:
+    run_interruptible(_train_until_stopped, grace=timedelta(seconds=60), poll_interval=_PERIOD)
 
 
-def _in_executor() -> None:
+def _search_in_executor() -> None:
     with ThreadPoolExecutor() as threads:
-        threads.submit(_search).result()
+        threads.submit(_run_search).result()
 
 
-def _in_two_threads() -> None:
+def _search_in_two_threads() -> None:
     threads = ThreadPoolExecutor()
-    first, second = threads.submit(_search), threads.submit(_search)
+    first, second = threads.submit(_run_search), threads.submit(_run_search)
     first.result()
     second.result()
 
 
-def _in_daemon_thread() -> None:
-    thread = threading.Thread(target=_search, daemon=True)
+def _search_in_daemon_thread() -> None:
+    thread = threading.Thread(target=_run_search, daemon=True)
     thread.start()
     thread.join()
 
 
-def _in_event_loop() -> None:
+def _search_in_event_loop() -> None:
     async def train() -> None:
-        await asyncio.to_thread(_search)
+        await asyncio.to_thread(_run_search)
 
     asyncio.run(train())
 
 
-def _beside_c_code() -> None:
-    search = ThreadPoolExecutor().submit(_search)
+def _search_beside_c_code() -> None:
+    search = ThreadPoolExecutor().submit(_run_search)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for ever, without Python's lock
     search.result()
 
 
-def _beside_one_in_the_main_thread() -> None:
+def _search_beside_one_in_the_main_thread() -> None:
     threads = ThreadPoolExecutor()
-    search = threads.submit(_search)
-    _search()
+    search = threads.submit(_run_search)
+    _run_search()
     search.result()
 
 
-def _with_own_handlers() -> None:
+def _search_with_own_handlers() -> None:
     _install_handlers()
-    _in_executor()
+    _search_in_executor()
 
 
-def _with_handlers_that_come_later() -> None:
+def _search_with_handlers_that_come_later() -> None:
     threads = ThreadPoolExecutor()
-    search = threads.submit(_search)
+    search = threads.submit(_run_search)
     time.sleep(0.5)
     _install_handlers()
     search.result()
@@ -102,8 +102,8 @@ def _install_handlers() -> None:
     print("installed", flush=True)
 
 
-def _beside_a_forked_process() -> None:
-    search = ThreadPoolExecutor().submit(_search)
+def _search_beside_a_forked_process() -> None:
+    search = ThreadPoolExecutor().submit(_run_search)
     time.sleep(0.5)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
     child.start()
@@ -113,7 +113,7 @@ def _beside_a_forked_process() -> None:
     search.result()
 
 
-def _stubborn() -> None:
+def _never_stop() -> None:
     def work(_stop: threading.Event) -> None:
         print("trains", flush=True)
         time.sleep(300)
@@ -126,32 +126,32 @@ _COUNTS = {"in_two_threads": 2, "beside_one_in_the_main_thread": 2}
 _READY = {"with_handlers_that_come_later": "installed", "beside_a_forked_process": "child -15"}
 """What a program prints before it gets the signal."""
 _PROGRAMS: Mapping[str, Callable[[], None]] = {
-    program.__name__.removeprefix("_"): program
+    program.__name__.removeprefix("_search_"): program
     for program in (
-        _in_executor,
-        _in_two_threads,
-        _in_daemon_thread,
-        _in_event_loop,
-        _beside_c_code,
-        _beside_one_in_the_main_thread,
-        _with_own_handlers,
-        _with_handlers_that_come_later,
-        _beside_a_forked_process,
+        _search_in_executor,
+        _search_in_two_threads,
+        _search_in_daemon_thread,
+        _search_in_event_loop,
+        _search_beside_c_code,
+        _search_beside_one_in_the_main_thread,
+        _search_with_own_handlers,
+        _search_with_handlers_that_come_later,
+        _search_beside_a_forked_process,
     )
 }
 
 
-def _run(program: str, log: str) -> None:
+def _run_program(program: str, log: str) -> None:
     in_own_session(Path(log))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     setattr(graceful_stop, "get_run_logger", logging.getLogger)  # noqa: B010 - mypy; there is no run
-    (_PROGRAMS.get(program) or _stubborn)()
+    (_PROGRAMS.get(program) or _never_stop)()
 
 
 @contextmanager
-def _program(name: str, log: Path) -> Iterator[BaseProcess]:
+def _running_program(name: str, log: Path) -> Iterator[BaseProcess]:
     log.touch()
-    process = preloaded().Process(target=_run, args=(name, str(log)))
+    process = preloaded().Process(target=_run_program, args=(name, str(log)))
     process.start()
     try:
         yield process
@@ -165,7 +165,7 @@ def _program(name: str, log: Path) -> Iterator[BaseProcess]:
 )
 def test_all_save_and_then_the_main_thread_gets_the_signal(name: str, number: signal.Signals, tmp_path: Path) -> None:
     log, count = tmp_path / "log", _COUNTS.get(name, 1)
-    with _program(name, log) as process:
+    with _running_program(name, log) as process:
         assert process.pid is not None
         wait_until(lambda: log.read_text().count("trains") == count, seconds=120, what=log.read_text)
         if name in _READY:
@@ -190,7 +190,7 @@ def test_all_save_and_then_the_main_thread_gets_the_signal(name: str, number: si
 
 def test_further_sigterms_change_nothing_and_a_second_interrupt_ends_the_wait(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with _program("stubborn", log) as process:
+    with _running_program("never_stop", log) as process:
         assert process.pid is not None
         wait_until(lambda: "trains" in log.read_text(), seconds=120, what=log.read_text)
         for _ in range(3):
@@ -207,12 +207,8 @@ def test_further_sigterms_change_nothing_and_a_second_interrupt_ends_the_wait(tm
 def test_without_a_signal_the_handlers_are_those_of_before() -> None:
     before = [signal.getsignal(number) for number in _SIGNALS]
     with ThreadPoolExecutor() as threads:
-        assert (
-            threads.submit(
-                run_interruptible, lambda stop: stop.is_set(), grace=timedelta(0), poll_interval=_PERIOD
-            ).result()
-            is False
-        )
+        options = {"grace": timedelta(0), "poll_interval": _PERIOD}
+        assert threads.submit(run_interruptible, threading.Event.is_set, **options).result() is False
     assert [signal.getsignal(number) for number in _SIGNALS] == before
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

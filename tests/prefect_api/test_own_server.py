@@ -29,34 +29,38 @@ from prefect_tune.prefect_api import flow_with_server, local_server
 from prefect_tune.prefect_api.local_server import find_user_server, is_cancelled_batch
 
 ANSWERS = {"/api/health": "true", "/api/admin/version": json.dumps(prefect.__version__)}
-NOBODY = 65534
+NOBODY_UID = 65534
 
 
-def http(body: str, status: str = "200 OK") -> bytes:
+def respond(body: str, status: str = "200 OK") -> bytes:
     return f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
 
 
-def as_prefect(path: str) -> bytes:
-    return http(ANSWERS[path])
+def respond_as_prefect(path: str) -> bytes:
+    return respond(ANSWERS[path])
+
+
+def refuse_version(path: str) -> bytes:
+    return respond("{}", "401 Unauthorized") if "version" in path else respond_as_prefect(path)
 
 
 def serve(listening: socket.socket, answer: Callable[[str], bytes | None]) -> None:
-    """Answer each request by what `answer` makes of its path; None: keep the connection open and say nothing."""
-    kept = []
+    """Answer each request by `answer(path)`; None: keep the connection open without a response."""
+    idle_connections = []
     with suppress(OSError):  # it was closed
         while True:
             connection, _ = listening.accept()
             path = connection.recv(4096).decode().split()[1]
-            if (said := answer(path)) is None:
-                kept.append(connection)
+            if (response := answer(path)) is None:
+                idle_connections.append(connection)
                 continue
             with connection, suppress(OSError):
-                connection.sendall(said)
+                connection.sendall(response)
 
 
 @contextmanager
 def serving(answer: Callable[[str], bytes | None], host: str = "127.0.0.1") -> Iterator[int]:
-    """Serve in this process, on the port that Prefect's settings name."""
+    """Serve in this process, on the port in Prefect's settings."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as listening:
         threading.Thread(target=serve, args=(listening, answer), daemon=True).start()
@@ -68,7 +72,7 @@ def serving(answer: Callable[[str], bytes | None], host: str = "127.0.0.1") -> I
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
 def test_a_healthy_server_of_this_user_is_found(host: str) -> None:
-    with serving(as_prefect, host) as port:
+    with serving(respond_as_prefect, host) as port:
         assert find_user_server() == f"http://127.0.0.1:{port}/api"
 
 
@@ -87,17 +91,15 @@ def test_where_nothing_listens_none_is_found() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        pytest.param(lambda path: http('"3.0.0"' if "version" in path else "true"), id="another version of Prefect"),
-        pytest.param(lambda _: http("true"), id="true to everything"),
-        pytest.param(lambda path: http("false") if "health" in path else as_prefect(path), id="not healthy"),
-        pytest.param(
-            lambda path: http("{}", "401 Unauthorized") if "version" in path else as_prefect(path), id="a password"
-        ),
-        pytest.param(lambda path: http("", f"302 Found\r\nlocation: {path}"), id="a redirect"),
+        pytest.param(lambda path: respond('"3.0.0"' if "version" in path else "true"), id="another version of Prefect"),
+        pytest.param(lambda _: respond("true"), id="true to everything"),
+        pytest.param(lambda path: respond("false") if "health" in path else respond_as_prefect(path), id="not healthy"),
+        pytest.param(refuse_version, id="a password"),
+        pytest.param(lambda path: respond("", f"302 Found\r\nlocation: {path}"), id="a redirect"),
         pytest.param(lambda _: b"SSH-2.0-OpenSSH_9.2\r\n", id="no HTTP"),
         pytest.param(lambda _: b"", id="closed at once"),
-        pytest.param(lambda _: http("1" * 200_000), id="too much"),
-        pytest.param(lambda _: http("[" * 50_000), id="too deep"),
+        pytest.param(lambda _: respond("1" * 200_000), id="too much"),
+        pytest.param(lambda _: respond("[" * 50_000), id="too deep"),
         pytest.param(lambda _: None, id="no answer"),
     ],
 )
@@ -111,30 +113,30 @@ def test_what_is_no_healthy_server_of_this_version_is_not_used(
 
 def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_server, "_TIMEOUT_SECONDS", 0.5)
-    over = threading.Event()
+    stop = threading.Event()
 
     def drip(listening: socket.socket) -> None:
         connection, _ = listening.accept()
         with connection, suppress(OSError):
-            while not over.wait(0.05):
+            while not stop.wait(0.05):
                 connection.sendall(b"H")
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=drip, args=(listening,), daemon=True).start()
         with temporary_settings({PREFECT_SERVER_API_PORT: listening.getsockname()[1]}):
             assert find_user_server() is None
-    over.set()
+    stop.set()
 
 
-def serve_as(user: int, port: Connection, asked: Connection) -> None:
-    """In a process of its own: become `user`, serve as Prefect does, and tell each request."""
+def serve_as(user: int, port: Connection, requests: Connection) -> None:
+    """Become `user` in a process of its own, serve as Prefect does, and send each request's path."""
     os.setresuid(user, user, user)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port.send(listening.getsockname()[1])
 
         def answer(path: str) -> bytes:
-            asked.send(path)
-            return as_prefect(path)
+            requests.send(path)
+            return respond_as_prefect(path)
 
         serve(listening, answer)
 
@@ -142,13 +144,13 @@ def serve_as(user: int, port: Connection, asked: Connection) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_nothing_is_sent_to_a_server_of_another_user() -> None:
     context = get_context("fork")
-    (port, its_port), (asked, its_asked) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-    server = context.Process(target=serve_as, args=(NOBODY, its_port, its_asked), daemon=True)
+    (port, its_port), (requests, its_requests) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+    server = context.Process(target=serve_as, args=(NOBODY_UID, its_port, its_requests), daemon=True)
     server.start()
     try:
         with temporary_settings({PREFECT_SERVER_API_PORT: port.recv()}):
             assert find_user_server() is None
-        assert not asked.poll(0.2)
+        assert not requests.poll(0.2)
     finally:
         server.kill()
         server.join()
@@ -191,7 +193,7 @@ print(os.environ["PREFECT_API_URL"], [str(each.status) for each in results.trial
 def test_a_script_without_a_configured_api_uses_it(prefect_server: str, tmp_path: Path) -> None:
     port = str(urlsplit(prefect_server).port)
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "script.py", str(tmp_path / "runs")],
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
@@ -201,9 +203,9 @@ def test_a_script_without_a_configured_api_uses_it(prefect_server: str, tmp_path
         timeout=280,
         check=False,
     )
-    assert done.stdout == f"{prefect_server} ['completed']\n", done.stderr
-    assert done.stderr.count(f"Using your Prefect server at {prefect_server}") == 1
-    assert "Starting a Prefect server" not in done.stderr
+    assert process.stdout == f"{prefect_server} ['completed']\n", process.stderr
+    assert process.stderr.count(f"Using your Prefect server at {prefect_server}") == 1
+    assert "Starting a Prefect server" not in process.stderr
 
 
 # The log of the package's own Prefect server.

@@ -1,4 +1,4 @@
-"""A task that runs at once: what the server stores of it, what equals an ordinary call, and the events of assets."""
+"""Tasks that run inline: what the server stores, what equals an ordinary call, and the events of assets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from prefect_tune.prefect_api.task_runs import (
 from tests.fakes.servers.canned_http import CannedServer, canned_server
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
-_RECORDED_WITHIN_SECONDS = 60
+_RECORD_TIMEOUT_SECONDS = 60
 
 
 @task(cache_policy=NO_CACHE, task_run_name="inner of {outer}")
@@ -76,34 +76,34 @@ def call(what: str) -> str:
             return run_task_inline(fails_once, [])
 
 
-def recorded(run: str) -> tuple[TaskRun, Sequence[str]]:
+def wait_for_task_run(run: str) -> tuple[TaskRun, Sequence[str]]:
     """Return a task run that has completed, and the names of its states."""
-    until = time.monotonic() + _RECORDED_WITHIN_SECONDS
+    deadline = time.monotonic() + _RECORD_TIMEOUT_SECONDS
     with get_client(sync_client=True) as client:
-        while time.monotonic() < until:
-            states = sorted(client.read_task_run_states(UUID(run)), key=lambda each: each.timestamp)
+        while time.monotonic() < deadline:
+            states = sorted(client.read_task_run_states(UUID(run)), key=lambda state: state.timestamp)
             if states and states[-1].is_final():
-                return client.read_task_run(UUID(run)), [str(each.name) for each in states]
+                return client.read_task_run(UUID(run)), [str(state.name) for state in states]
             time.sleep(0.1)
     raise AssertionError(f"task run {run} was not recorded")
 
 
 def test_a_task_run_begins_with_running_and_keeps_its_name_and_its_parent() -> None:
     parent, child = call("outer").split()
-    found, states = recorded(child)
-    assert (found.name, states) == (f"inner of {parent}", ["Running", "Completed"])
-    assert [str(each.id) for each in found.task_inputs["__parents__"]] == [parent]
-    assert recorded(parent)[1] == ["Running", "Completed"]
+    child_run, states = wait_for_task_run(child)
+    assert (child_run.name, states) == (f"inner of {parent}", ["Running", "Completed"])
+    assert [str(parent_run.id) for parent_run in child_run.task_inputs["__parents__"]] == [parent]
+    assert wait_for_task_run(parent)[1] == ["Running", "Completed"]
 
 
 def test_with_tags_it_begins_with_pending_since_it_may_wait_for_a_slot() -> None:
     _, child = call("tagged").split()
-    found, states = recorded(child)
-    assert (found.tags, states) == (["gpu"], ["Pending", "Running", "Completed"])
+    child_run, states = wait_for_task_run(child)
+    assert (child_run.tags, states) == (["gpu"], ["Pending", "Running", "Completed"])
 
 
 def test_it_is_retried_as_an_ordinary_call() -> None:
-    assert recorded(call("fails"))[1] == ["Running", "Retrying", "Completed"]
+    assert wait_for_task_run(call("fails"))[1] == ["Running", "Retrying", "Completed"]
 
 
 def test_it_raises_what_the_task_raises() -> None:
@@ -112,11 +112,11 @@ def test_it_raises_what_the_task_raises() -> None:
         raise ValueError("as expected")
 
     @flow
-    def broken() -> None:
+    def call_breaks() -> None:
         run_task_inline(breaks)
 
     with pytest.raises(ValueError, match="as expected"):
-        broken()
+        call_breaks()
 
 
 @pytest.mark.parametrize("tag", [[], ["gpu"]])
@@ -128,11 +128,11 @@ def test_its_state_is_had_with_the_error_or_with_the_name_that_it_returned(tag: 
         return Cancelled(name="Interrupted", message=how)
 
     @flow
-    def ended() -> tuple[State[Any], State[Any]]:
+    def call_ends() -> tuple[State[Any], State[Any]]:
         with tags(*tag):
             return run_task_to_state(ends, "why"), run_task_to_state(ends, "raises")
 
-    interrupted, failed = ended()
+    interrupted, failed = call_ends()
     assert (interrupted.name, interrupted.message) == ("Interrupted", "why")
     assert str(failed.result(raise_on_failure=False)) == "as expected"
 
@@ -142,7 +142,7 @@ def test_a_release_of_prefect_without_what_it_needs_runs_it_as_an_ordinary_call(
 ) -> None:
     monkeypatch.setattr(task_runs, "_create_task_run", None)
     _, child = call("outer").split()
-    assert recorded(child)[1] == ["Pending", "Running", "Completed"]
+    assert wait_for_task_run(child)[1] == ["Pending", "Running", "Completed"]
 
 
 # The log lines of Prefect about the ends of tasks, and which of them are dropped.
@@ -153,10 +153,10 @@ def ends(name: str) -> State[Any]:
     return Failed(message="no") if name == "Failed" else Completed(name=name)
 
 
-def ends_of(records: list[logging.LogRecord], name: str) -> list[str]:
+def find_end_lines(records: list[logging.LogRecord], name: str) -> list[str]:
     """Return Prefect's log lines about the end of the task of this name."""
-    ours = [each for each in records if getattr(each, "task_name", "") == name]
-    return [each.message for each in ours if "inished in state" in each.message or "failed with state" in each.message]
+    messages = [record.message for record in records if getattr(record, "task_name", "") == name]
+    return [line for line in messages if "inished in state" in line or "failed with state" in line]
 
 
 def test_an_inner_task_that_completes_says_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,7 +167,7 @@ def test_an_inner_task_that_completes_says_nothing_of_it(caplog: pytest.LogCaptu
         ends("Aloud")
 
     quiet()
-    assert ends_of(caplog.records, "ends") == ["Finished in state Aloud(type=COMPLETED)"]
+    assert find_end_lines(caplog.records, "ends") == ["Finished in state Aloud(type=COMPLETED)"]
 
 
 def test_an_inner_task_that_fails_is_still_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +178,7 @@ def test_an_inner_task_that_fails_is_still_reported(caplog: pytest.LogCaptureFix
         return "done"
 
     quiet()
-    assert "Finished in state Failed('no')" in ends_of(caplog.records, "ends")
+    assert "Finished in state Failed('no')" in find_end_lines(caplog.records, "ends")
 
 
 def test_the_log_of_the_search_alone_says_how_an_attempt_ended(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +192,7 @@ def test_the_log_of_the_search_alone_says_how_an_attempt_ended(caplog: pytest.Lo
         return "done"
 
     quiet()
-    assert ends_of(caplog.records, TRIAL_TASK_NAME) == []
+    assert find_end_lines(caplog.records, TRIAL_TASK_NAME) == []
 
 
 def test_events_that_a_server_does_not_take_are_one_line_a_minute(
@@ -206,7 +206,7 @@ def test_events_that_a_server_does_not_take_are_one_line_a_minute(
             service.error("Service %r failed to process item %r", "EventsWorker", "Event(\n" * 14)
         service.error("another %s", "error")
     line = "Prefect's EventsWorker could not send an item: its server may be down. Training continues."
-    assert [each.getMessage() for each in caplog.records] == [line, line, "another error"]
+    assert [record.getMessage() for record in caplog.records] == [line, line, "another error"]
 
 
 # The events of assets equal those that Prefect emits itself.
@@ -232,12 +232,11 @@ def test_they_are_those_of_a_materializing_task(monkeypatch: pytest.MonkeyPatch)
         add_asset_metadata(model, _METADATA)
 
     flow(name="trains")(train)()
-    listed = [each for each in emitted if each.event.startswith("prefect.asset.")]
-    assert listed == [_listed(reference_event(source)), _listed(materialization_event(model, [source], _METADATA))]
-
-
-def _listed(event: PrefectEvent) -> PrefectEvent:
-    return PrefectEvent(event.event, event.resource, list(event.related), event.payload)
+    expected = (reference_event(source), materialization_event(model, [source], _METADATA))
+    asset_events = [event for event in emitted if event.event.startswith("prefect.asset.")]
+    assert asset_events == [
+        PrefectEvent(event.event, event.resource, list(event.related), event.payload) for event in expected
+    ]
 
 
 # Slots of Prefect's concurrency limits while the API fails: an attempt waits for one, and never fails for one.
@@ -258,13 +257,13 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[CannedServer]:
         yield canned
 
 
-def limit() -> list[str]:
-    """Return a name that no other test uses: Prefect keeps a client for each."""
+def make_limit_names() -> list[str]:
+    """Return a name that no other test uses: Prefect caches a client for each."""
     return [f"gpu-{uuid4().hex}"]
 
 
-class _Stop(threading.Event):
-    """Heals the API in the first pause between two tries, as the next try begins."""
+class _HealingStop(threading.Event):
+    """Heals the API in the first pause between two tries."""
 
     def __init__(self, api: CannedServer) -> None:
         super().__init__()
@@ -276,7 +275,7 @@ class _Stop(threading.Event):
 
 
 def test_an_api_that_fails_is_asked_again_and_cannot_fail_an_attempt_that_has_ended(api: CannedServer) -> None:
-    with holding_concurrency_limits(limit(), _Stop(api)):
+    with holding_concurrency_limits(make_limit_names(), _HealingStop(api)):
         assert api.status == 200, "the slot was granted"
         api.status = 500
 
@@ -284,14 +283,15 @@ def test_an_api_that_fails_is_asked_again_and_cannot_fail_an_attempt_that_has_en
 def test_an_api_that_cannot_be_reached_is_waited_for_until_the_trial_is_stopped() -> None:
     stop = threading.Event()
     threading.Timer(0.5, stop.set).start()
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), holding_concurrency_limits(limit(), stop):
+    settings = {PREFECT_API_URL: "http://127.0.0.1:9/api"}
+    with temporary_settings(settings), holding_concurrency_limits(make_limit_names(), stop):
         assert stop.is_set()
 
 
 @pytest.mark.parametrize("status", [422, 423])
 def test_an_answer_that_no_slot_is_free_now_is_waited_for(api: CannedServer, status: int) -> None:
     api.status = status  # 422: the limit is 0
-    with holding_concurrency_limits(limit(), _Stop(api)):
+    with holding_concurrency_limits(make_limit_names(), _HealingStop(api)):
         assert api.status == 200, "the slot was granted"
 
 
@@ -300,6 +300,6 @@ def test_a_request_that_prefect_refuses_is_an_error(api: CannedServer, status: i
     api.status = status
     with (
         pytest.raises(ConcurrencySlotAcquisitionError, match=str(status)),
-        holding_concurrency_limits(limit(), _Stop(api)),
+        holding_concurrency_limits(make_limit_names(), _HealingStop(api)),
     ):
         pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -36,8 +35,6 @@ from prefect_tune.tuner import run_search, run_training
 from tests.fakes.outcomes import make_failure
 from tests.fakes.untrusted import HOSTILE, require_visible
 
-trial_attempt = importlib.import_module("prefect_tune.attempt.attempt")
-
 _MARKUP = "![x](http://theirs) <img src=x>"
 
 
@@ -62,37 +59,36 @@ def test_the_log_of_a_finished_training_gives_the_terminal_no_commands(
 
 def test_the_errors_of_a_search_give_the_terminal_no_commands() -> None:
     errored = Trial(id="00000", config={}, phase=Phase.ERRORED, end_reason="ValueError: \x1b]0;title\x07")
-    place = SimpleNamespace(name="e", uri="s3://b", settings={})
-    found = SimpleNamespace(experiment=place, target=place, trials={"0": errored}, errors={"00000": errored.reason})
-    said = run_search._all_errored_message(found, 0)
-    assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in said
+    experiment = SimpleNamespace(name="e", uri="s3://b", settings={})
+    errors = {"00000": errored.reason}
+    results = SimpleNamespace(experiment=experiment, target=experiment, trials={"0": errored}, errors=errors)
+    message = run_search._all_errored_message(results, 0)
+    assert "its only trial errored: ValueError: \\x1b]0;title\\x07. Remove" in message
 
 
 def test_the_log_of_a_quarantined_checkpoint_gives_the_terminal_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     bad = QuarantinedCheckpoint(checkpoint=CheckpointRef(step=3, sequence=1), since=1, reason="bad\x1b]0;title\x07")
-    trial_attempt._log_quarantined_checkpoints(
-        Trial(id="t", config={}, quarantined_checkpoints=(bad,)), logging.getLogger("a run")
-    )
+    trial = Trial(id="t", config={}, quarantined_checkpoints=(bad,))
+    attempt._log_quarantined_checkpoints(trial, logging.getLogger("a run"))
     assert "bad\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text
 
 
 def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.LogCaptureFixture) -> None:
     failed = make_failure(HOSTILE, type="ValueError", traceback=HOSTILE)
-    spec: Any = SimpleNamespace(
-        target=LocalTarget(path="/runs"), trial=TrialKey(experiment="e", generation=1, trial="t")
-    )
+    key = TrialKey(experiment="e", generation=1, trial="t")
+    spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"), trial=key)
     attempt.log_failure(failed, 1, spec, 1, logging.getLogger("a run"))
     (logged,) = caplog.messages
-    ends: tuple[Outcome, ...] = (
+    outcomes: tuple[Outcome, ...] = (
         TrialFinished(trial="t", reason=HOSTILE),
         TrialFinished(trial="t", reason=HOSTILE, kind=FinishKind.PRUNED),
         TrialPaused(trial="t", reason=HOSTILE),
         failed,
     )
-    for shown in (logged, *(str(attempt.make_task_state(each).message) for each in ends)):
-        require_visible(shown)
-        assert "\\u202e" in shown
+    for text in (logged, *(str(attempt.make_task_state(outcome).message) for outcome in outcomes)):
+        require_visible(text)
+        assert "\\u202e" in text
 
 
 def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> None:
@@ -100,11 +96,7 @@ def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> Non
     upkeep = ExperimentMaintenance("e", damaged=[damaged], skipped=[SkippedWork("e", HOSTILE, HOSTILE)])
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]
-    for shown in (
-        format_report(report),
-        str(DamageFound(report.damage_message, report)),
-        *errors,
-        str(abbreviate(HOSTILE)),
-    ):
-        require_visible(shown)
-        assert "\\u202e" in shown
+    damage = str(DamageFound(report.damage_message, report))
+    for text in (format_report(report), damage, *errors, str(abbreviate(HOSTILE))):
+        require_visible(text)
+        assert "\\u202e" in text

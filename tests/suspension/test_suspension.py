@@ -1,4 +1,4 @@
-"""The last line of a run that a signal ended: how to resume, by what Prefect offers for it; a resume of nothing."""
+"""The resume advice of an ended run, the form of a suspended run, and a resume of a missing experiment."""
 
 from __future__ import annotations
 
@@ -48,10 +48,8 @@ def test_only_for_a_run_of_a_deployment_retry_is_named(
 ) -> None:
     run = FlowRun(flow_id=uuid4(), deployment_id=deployment)
     monkeypatch.setattr(FlowRunContext, "get", lambda: cast("FlowRunContext", SimpleNamespace(flow_run=run)))
-    assert (
-        format_resume_advice(empty_experiment(first_generation("e")))
-        == f"experiment 'e': all 0 trials have ended; {advice}"
-    )
+    full_advice = f"experiment 'e': all 0 trials have ended; {advice}"
+    assert format_resume_advice(empty_experiment(first_generation("e"))) == full_advice
 
 
 def test_trials_without_a_checkpoint_begin_again() -> None:
@@ -59,8 +57,8 @@ def test_trials_without_a_checkpoint_begin_again() -> None:
     started = [AttemptStarted(trial=f"{n}", attempt=1, from_step=0) for n in range(3)]
     saved = [CheckpointCommitted(trial=f"{n}", checkpoint=CheckpointRef(step=5 * n, sequence=n)) for n in (1, 2)]
     state = apply_events(empty_experiment(first_generation("e")), [*trials, *started, *saved])
-    said = "experiment 'e': 2 of 3 trials resumable, at steps 5 to 10; 1 begins again, without a checkpoint; run it"
-    assert format_resume_advice(state).startswith(said)
+    advice = "experiment 'e': 2 of 3 trials resumable, at steps 5 to 10; 1 begins again, without a checkpoint; run it"
+    assert format_resume_advice(state).startswith(advice)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_the_form_of_a_search_shows_the_samples_that_it_has_wherever_they_are_se
     assert SEARCH_QUESTION.get_limits(budget, empty_experiment(first_generation("e"))).max_trials == 7
 
 
-class _CountsItself(pt.Search):
+class _SelfCountingSearch(pt.Search):
     """A search that decides itself how many it proposes."""
 
     num_samples = 4
@@ -96,16 +94,13 @@ class _CountsItself(pt.Search):
 def test_the_form_offers_no_number_of_samples_for_a_search_that_decides_it(tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path))
     plan = SearchPlan(trainable="tests.trainables.counting:Counting", target=target, experiment="e", metric="loss")
-    limits = SEARCH_QUESTION.get_limits(
-        plan.with_changes(search=_CountsItself()), empty_experiment(first_generation("e"))
-    )
-    assert limits.samples == 0
+    state = empty_experiment(first_generation("e"))
+    assert SEARCH_QUESTION.get_limits(plan.with_changes(search=_SelfCountingSearch()), state).samples == 0
 
 
 def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp_path: Path) -> None:
-    plan = SearchPlan(
-        trainable="tests.trainables.counting:Counting", target=LocalTarget(path=str(tmp_path)), experiment="e"
-    )
+    target = LocalTarget(path=str(tmp_path))
+    plan = SearchPlan(trainable="tests.trainables.counting:Counting", target=target, experiment="e")
     shown = LastForm(key="prefect-tune-how-1", answer={})
     with pytest.raises(ResumeFailed, match=r"there is no experiment 'e' at .* Nothing was started"):
         apply_answers(RunIteration(plan), TRAINING_QUESTION, shown)
@@ -114,7 +109,7 @@ def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp
 # How a suspended run may continue: the options of the form, and the settings that each yields.
 
 
-THERE = ResumeLimits(samples=10, steps=100, hours=2, checkpoints=(10, 20))
+LIMITS = ResumeLimits(samples=10, steps=100, hours=2, checkpoints=(10, 20))
 
 
 @pytest.mark.parametrize(
@@ -130,11 +125,11 @@ THERE = ResumeLimits(samples=10, steps=100, hours=2, checkpoints=(10, 20))
     ],
 )
 def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
-    assert parse_choice(answer, THERE) == ResumeChoice(**answer)
+    assert parse_choice(answer, LIMITS) == ResumeChoice(**answer)
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ({"action": "begin again"}, "action: "),
         ({"samples": -1}, "samples: "),
@@ -147,9 +142,9 @@ def test_what_can_be_done_is_chosen(answer: dict[str, Any]) -> None:
         ({"action": "other checkpoint", "checkpoint": 15}, r"the step of a checkpoint \(10, 20\), found 15"),
     ],
 )
-def test_what_cannot_be_done_says_why(answer: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        parse_choice(answer, THERE)
+def test_what_cannot_be_done_says_why(answer: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        parse_choice(answer, LIMITS)
 
 
 CHANGED: dict[str, Any] = {"samples": 12, "steps": 120, "hours": 3, "checkpoint": 10}
@@ -157,32 +152,32 @@ CHANGED: dict[str, Any] = {"samples": 12, "steps": 120, "hours": 3, "checkpoint"
 
 
 @pytest.mark.parametrize("field", CHANGED)
-@pytest.mark.parametrize("way", get_args(ResumeAction))
-def test_what_is_typed_into_a_field_is_used_or_the_form_is_refused(way: ResumeAction, field: str) -> None:
-    uses = {"extend": {"samples", "steps", "hours"}, "other checkpoint": {"checkpoint"}}
+@pytest.mark.parametrize("action", get_args(ResumeAction))
+def test_what_is_typed_into_a_field_is_used_or_the_form_is_refused(action: ResumeAction, field: str) -> None:
+    used_fields = {"extend": {"samples", "steps", "hours"}, "other checkpoint": {"checkpoint"}}
     shown = {"samples": 10, "steps": 100, "hours": 2, "checkpoint": 20}  # as the form shows them
-    for others in ({}, shown, {"samples": 11} if way == "extend" and field == "checkpoint" else {}):
-        answer = {**others, "action": way, field: CHANGED[field]}
-        if field in uses.get(way, ()):
-            assert getattr(parse_choice(answer, THERE), field) == CHANGED[field]
+    for others in ({}, shown, {"samples": 11} if action == "extend" and field == "checkpoint" else {}):
+        answer = {**others, "action": action, field: CHANGED[field]}
+        if field in used_fields.get(action, ()):
+            assert getattr(parse_choice(answer, LIMITS), field) == CHANGED[field]
         else:
-            meant = "other checkpoint" if field == "checkpoint" else "extend"
-            with pytest.raises(InvalidInput, match=rf"^{way}: .*{CHANGED[field]}.*choose {meant} to "):
-                parse_choice(answer, THERE)
+            other_action = "other checkpoint" if field == "checkpoint" else "extend"
+            with pytest.raises(InvalidInput, match=rf"^{action}: .*{CHANGED[field]}.*choose {other_action} to "):
+                parse_choice(answer, LIMITS)
 
 
 def test_steps_beyond_the_end_that_the_scheduler_sets_are_refused() -> None:
-    there = ResumeLimits(steps=20, scheduler_max_steps=27)
-    assert parse_choice({"action": "extend", "steps": 27}, there).steps == 27
+    limits = ResumeLimits(steps=20, scheduler_max_steps=27)
+    assert parse_choice({"action": "extend", "steps": 27}, limits).steps == 27
     with pytest.raises(InvalidInput, match="the scheduler ends each trial at step 27, but the form has 28"):
-        parse_choice({"action": "extend", "steps": 28}, there)
+        parse_choice({"action": "extend", "steps": 28}, limits)
 
 
 def test_samples_that_would_change_nothing_are_refused() -> None:
-    there = ResumeLimits(samples=10, max_trials=15)
-    assert parse_choice({"action": "extend", "samples": 15}, there).samples == 15
+    limits = ResumeLimits(samples=10, max_trials=15)
+    assert parse_choice({"action": "extend", "samples": 15}, limits).samples == 15
     with pytest.raises(InvalidInput, match="TrialBudget ends the search after 15 trials, but the form has 16"):
-        parse_choice({"action": "extend", "samples": 16}, there)
+        parse_choice({"action": "extend", "samples": 16}, limits)
     with pytest.raises(InvalidInput, match="a form cannot change the number of samples"):
         parse_choice({"action": "extend", "samples": 16}, ResumeLimits())
 
@@ -195,7 +190,7 @@ def test_what_is_not_there_cannot_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "steps", "hours", "then"),
+    ("stop", "steps", "hours", "expected"),
     [
         (None, 5, 0, [{"step": 5}]),
         ({"step": 3, "loss": 0.1}, 5, 0, [{"loss": 0.1}, {"step": 5}]),
@@ -205,6 +200,6 @@ def test_what_is_not_there_cannot_be_chosen() -> None:
     ],
 )
 def test_a_larger_limit_takes_the_place_of_the_smaller_one(
-    stop: object, steps: int, hours: float, then: object
+    stop: object, steps: int, hours: float, expected: object
 ) -> None:
-    assert extend_stop(stop, steps, hours) == then
+    assert extend_stop(stop, steps, hours) == expected

@@ -61,11 +61,11 @@ LAUNCHED = Trial(id="00000", config={"x": 1}, outbox=1, outbox_count=1)
 _MINUTE = timedelta(minutes=1)
 
 
-class Link(RemoteSearchChannel):
-    """A link of an attempt whose process cannot be started."""
+class StubChannel(RemoteSearchChannel):
+    """A channel of an attempt whose process cannot be started."""
 
     journal: TrialJournal | None = None
-    """Where the attempt journals its events, if not in its outbox."""
+    """The journal of the attempt's events; None: its outbox."""
     processes = 0
 
     def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
@@ -82,7 +82,7 @@ class Requests:
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
         self.plan = plan_at(target)
-        self.link = Link(target, self.plan.trial, attempt=1)
+        self.channel = StubChannel(target, self.plan.trial, attempt=1)
 
     def open(self, generation: int = 1, events: Sequence[Event] = (CheckpointsAdopted(),)) -> str:
         """Open the experiment, with these events; return its id."""
@@ -91,15 +91,15 @@ class Requests:
             self.target, key, OwnershipRequest(ME, new_write_stamp(), lambda _: events)
         )
         if "00000" in state.trials:
-            self.link.journal = WritingJournal("00000", JournalWriter(self.target, state, write_entry_directly))
+            self.channel.journal = WritingJournal("00000", JournalWriter(self.target, state, write_entry_directly))
         return read_experiment_id(self.target, key) or ""
 
     def run(self, request: AttemptRequest) -> AttemptResult:
-        return Attempt(self.plan, request, self.link, DirectTasks(self.plan), logging.getLogger("tests")).run()
+        return Attempt(self.plan, request, self.channel, DirectTasks(self.plan), logging.getLogger("tests")).run()
 
-    def objects(self) -> Sequence[str]:
+    def list_objects(self) -> Sequence[str]:
         with self.target.open(timeout=_MINUTE) as store:
-            return [each.path for each in store.list("")]
+            return [listed.path for listed in store.list("")]
 
     def delete(self) -> None:
         with self.target.open(timeout=_MINUTE) as store:
@@ -111,7 +111,7 @@ def requests(tmp_path: Path) -> Requests:
     return Requests(LocalTarget(path=str(tmp_path / "target")))
 
 
-def attempt_request(experiment: str = "", trial: Trial = LAUNCHED) -> AttemptRequest:
+def make_request(experiment: str = "", trial: Trial = LAUNCHED) -> AttemptRequest:
     return AttemptRequest(search_term=1, trial=trial, experiment_id=experiment)
 
 
@@ -119,17 +119,17 @@ def attempt_request(experiment: str = "", trial: Trial = LAUNCHED) -> AttemptReq
 
 
 def test_a_second_execution_of_a_request_stops_before_it_trains_or_writes(requests: Requests) -> None:
-    """The machine died without a reply, or was only believed dead, and the task runner runs the task again."""
-    request = attempt_request(requests.open())
+    """The machine failed without a reply, or seemed to, and the task runner runs the task again."""
+    request = make_request(requests.open())
     with pytest.raises(OSError, match="cannot fork"):
         requests.run(request)
     with requests.target.open(timeout=_MINUTE) as store:
         (started,) = read_posts(store, requests.plan.trial, 1, 0)
     assert isinstance(started.events[0], AttemptStarted)
-    before = requests.objects()
+    before = requests.list_objects()
     with pytest.raises(Superseded, match="another process trains this attempt"):
         requests.run(request)
-    assert (requests.objects(), requests.link.processes) == (before, 1)
+    assert (requests.list_objects(), requests.channel.processes) == (before, 1)
     for thread in threading.enumerate():
         if thread.name == "commit-worker":
             thread.join(30)
@@ -138,13 +138,13 @@ def test_a_second_execution_of_a_request_stops_before_it_trains_or_writes(reques
 
 def test_a_request_whose_outbox_is_closed_stops_before_it_trains_or_writes(requests: Requests) -> None:
     """A user retries the run of an attempt that failed long ago, or another owner took over the search."""
-    request = attempt_request(requests.open())
+    request = make_request(requests.open())
     with requests.target.open(timeout=_MINUTE) as store:
         close_outbox(store, requests.plan.trial, 1, 0, "the next search", new_write_stamp())
-    before = requests.objects()
+    before = requests.list_objects()
     with pytest.raises(Superseded, match="the next search has ended this attempt"):
         requests.run(request)
-    assert (requests.objects(), requests.link.processes) == (before, 0)
+    assert (requests.list_objects(), requests.channel.processes) == (before, 0)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +157,18 @@ def test_a_request_whose_outbox_is_closed_stops_before_it_trains_or_writes(reque
 def test_a_trial_that_has_ended_is_not_trained_again_by_a_retry_of_its_task(
     requests: Requests, outcome: Outcome
 ) -> None:
-    began = AttemptStarted(trial="00000", attempt=1, from_step=0)
-    requests.open(events=[CheckpointsAdopted(), TrialAdded(trial="00000", config={}), began, outcome])
-    before = requests.objects()
-    assert requests.run(attempt_request()).outcome == outcome
-    assert (requests.objects(), requests.link.processes) == (before, 0)
+    started = AttemptStarted(trial="00000", attempt=1, from_step=0)
+    requests.open(events=[CheckpointsAdopted(), TrialAdded(trial="00000", config={}), started, outcome])
+    before = requests.list_objects()
+    assert requests.run(make_request()).outcome == outcome
+    assert (requests.list_objects(), requests.channel.processes) == (before, 0)
 
 
 def test_a_retry_of_a_task_that_failed_within_its_attempt_is_a_further_attempt(requests: Requests) -> None:
     requests.open(events=[CheckpointsAdopted(), TrialAdded(trial="00000", config={})])
     for _ in range(2):
         with suppress(OSError):
-            requests.run(attempt_request())
+            requests.run(make_request())
     with requests.target.open(timeout=_MINUTE) as store:
         entries = read_entries(store, first_generation("e"))
     events = [event for entry in entries for event in entry.events]
@@ -181,35 +181,35 @@ def test_a_request_that_waits_for_a_slot_ends_when_its_search_stops(
     requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def waits_for_ever(_limits: Sequence[str], stop: threading.Event) -> Iterator[None]:
+    def wait_for_stop(_limits: Sequence[str], stop: threading.Event) -> Iterator[None]:
         assert stop.wait(30)
         yield
 
-    monkeypatch.setattr(trials, "holding_concurrency_limits", waits_for_ever)
+    monkeypatch.setattr(trials, "holding_concurrency_limits", wait_for_stop)
     monkeypatch.setattr(trials, "get_run_logger", logging.getLogger)
     with requests.target.open(timeout=_MINUTE) as store:
         send_answer(store, requests.plan.trial, 1, UNSOLICITED_STEP, CheckpointAndStop())
-    ended = trials.run_attempt.fn(requests.plan, attempt_request(requests.open()), requests.link)
-    assert (ended.name, requests.link.processes) == ("Interrupted", 0)
+    state = trials.run_attempt.fn(requests.plan, make_request(requests.open()), requests.channel)
+    assert (state.name, requests.channel.processes) == ("Interrupted", 0)
 
 
 # ------------------------------------------------------------------------- requests of a deleted experiment
 
 
 def test_a_request_of_an_experiment_that_was_deleted_begins_nothing(requests: Requests) -> None:
-    late = attempt_request(requests.open())
+    late = make_request(requests.open())
     requests.delete()
     with pytest.raises(Superseded, match="was deleted after it requested"):
         requests.run(late)
-    assert requests.objects() == ["e/generations/0000000002.json"]
+    assert requests.list_objects() == ["e/generations/0000000002.json"]
 
 
 def test_a_request_of_an_experiment_that_was_begun_again_under_its_name_leaves_its_trials_to_the_new_one(
     requests: Requests,
 ) -> None:
-    late = attempt_request(requests.open())
+    late = make_request(requests.open())
     requests.delete()
-    now = attempt_request(requests.open(2))
+    now = make_request(requests.open(2))
     with pytest.raises(Superseded, match="was deleted after it requested"):
         requests.run(late)
     requests.plan = replace(requests.plan, trial=TrialKey(experiment="e", generation=2, trial="00000"))
@@ -218,6 +218,10 @@ def test_a_request_of_an_experiment_that_was_begun_again_under_its_name_leaves_i
 
 
 # The final state of an attempt's task run: its name, color and message in Prefect's UI.
+
+
+def make_finished(reason: str, kind: FinishKind = FinishKind.CRITERION) -> TrialFinished:
+    return TrialFinished(trial="00003", reason=reason, kind=kind)
 
 
 ERROR = make_failure(
@@ -229,25 +233,10 @@ STOPPED = AttemptEnded(trial="00003", cause=Cause.PREEMPTED, reason=make_reason(
 @pytest.mark.parametrize(
     ("outcome", "kind", "name", "message"),
     [
-        (TrialFinished(trial="00003", reason="step 9 of 9"), StateType.COMPLETED, "Completed", "step 9 of 9"),
-        (
-            TrialFinished(trial="00003", reason="all steps", kind=FinishKind.ALL_STEPS),
-            StateType.COMPLETED,
-            "Completed",
-            "all steps",
-        ),
-        (
-            TrialFinished(trial="00003", reason="rung 3", kind=FinishKind.PRUNED),
-            StateType.COMPLETED,
-            "Pruned",
-            "rung 3",
-        ),
-        (
-            TrialFinished(trial="00003", reason="stopped by me", kind=FinishKind.STOPPED),
-            StateType.CANCELLED,
-            "Interrupted",
-            "stopped by me",
-        ),
+        (make_finished("step 9 of 9"), StateType.COMPLETED, "Completed", "step 9 of 9"),
+        (make_finished("all steps", FinishKind.ALL_STEPS), StateType.COMPLETED, "Completed", "all steps"),
+        (make_finished("rung 3", FinishKind.PRUNED), StateType.COMPLETED, "Pruned", "rung 3"),
+        (make_finished("stopped by me", FinishKind.STOPPED), StateType.CANCELLED, "Interrupted", "stopped by me"),
         (TrialPaused(trial="00003", reason="rung 3"), StateType.COMPLETED, "Paused", "rung 3"),
         (STOPPED, StateType.CANCELLED, "Interrupted", "saved, as requested"),
         (ERROR, StateType.FAILED, "Failed", "ValueError: lr is too large"),
@@ -274,6 +263,6 @@ def test_an_error_of_a_deleted_experiment_is_no_reason_to_leave_out_a_traceback(
         key = TrialKey(experiment="used-again", generation=generation, trial=trial)
         spec: Any = SimpleNamespace(target=LocalTarget(path="/runs"), trial=key)
         log_failure(ERROR.model_copy(update={"trial": trial}), 1, spec, 1, logging.getLogger("a run"))
-    traced = ["Traceback" in each for each in caplog.messages]
+    traced = ["Traceback" in message for message in caplog.messages]
     assert traced == [True, False, True, False]
     assert caplog.messages[3].endswith("the same error as trial 00001")

@@ -1,4 +1,4 @@
-"""Opening an experiment when replies are lost or the target is unavailable for a moment."""
+"""Acquisition of an experiment when replies are lost or the target is briefly unavailable."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ME = Owner(name="me", host="here", pid=1)
 STAMP = WriteStamp(write_id="w", at="now")
 
 
-class Late(Bucket):
-    """Loses the reply to the `nth` create, whose object is visible only after it arrives."""
+class LateBucket(Bucket):
+    """Loses the reply to the `nth` create; its object is visible only after `arrive`."""
 
     def __init__(self, nth: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Late(Bucket):
 def test_opening_again_after_a_lost_reply_is_opening_once(
     request: pytest.FixtureRequest, nth: int, arrives: str
 ) -> None:
-    bucket = BUCKETS[request.node.name] = Late(nth)
+    bucket = BUCKETS[request.node.name] = LateBucket(nth)
     target = BucketTarget(name=request.node.name)
     with pytest.raises(CommitUnknown):
         acquire_experiment.fn(target, first_generation("e"), ME, STAMP)
@@ -69,16 +69,16 @@ def test_opening_again_after_a_lost_reply_is_opening_once(
         bucket.arrive()
     elif arrives == "never":
         bucket.on_its_way.clear()
-    opened = acquire_experiment.fn(target, first_generation("e"), ME, STAMP)
-    assert (opened.entry_count, opened.term, opened.owner, opened.last_adopting_term) == (2, 1, ME, 1)
-    assert journal.load_experiment(bucket, first_generation("e")) == opened
-    assert acquire_experiment.fn(target, first_generation("e"), ME, STAMP) == opened
+    state = acquire_experiment.fn(target, first_generation("e"), ME, STAMP)
+    assert (state.entry_count, state.term, state.owner, state.last_adopting_term) == (2, 1, ME, 1)
+    assert journal.load_experiment(bucket, first_generation("e")) == state
+    assert acquire_experiment.fn(target, first_generation("e"), ME, STAMP) == state
 
 
 # ---------------------------------------------------------------------------------------------- the target
 
 
-class Failing(Bucket):
+class FailingBucket(Bucket):
     def __init__(self, error: TuneError) -> None:
         super().__init__()
         self._error = error
@@ -99,7 +99,7 @@ class Failing(Bucket):
 def test_a_target_that_is_away_is_asked_again_and_one_that_refuses_is_not(
     request: pytest.FixtureRequest, error: TuneError, raised: type[TuneError]
 ) -> None:
-    BUCKETS[request.node.name] = Failing(error)
+    BUCKETS[request.node.name] = FailingBucket(error)
     with pytest.raises(TuneError) as caught:
         check_target.fn(BucketTarget(name=request.node.name))
     assert type(caught.value) is raised
@@ -108,16 +108,12 @@ def test_a_target_that_is_away_is_asked_again_and_one_that_refuses_is_not(
 # --------------------------------------------------------------------------------------- damaged checkpoints
 
 
-def _with_quarantined(bucket: Bucket, spoil: Callable[[Experiment], Experiment]) -> Experiment:
+def _quarantine_checkpoint(bucket: Bucket, change_state: Callable[[Experiment], Experiment]) -> Experiment:
     state = journal.acquire_ownership(bucket, first_generation("e"), ME, STAMP)
-    torn = CheckpointQuarantined(trial="t", sequence=2, reason="a torn manifest of an unacknowledged save")
-    begun = [
-        CheckpointsAdopted(),
-        TrialAdded(trial="t", config={}),
-        AttemptStarted(trial="t", attempt=1, from_step=0),
-        torn,
-    ]
-    return spoil(journal.append_events(bucket, state, begun, WriteStamp(write_id="w2", at="now")))
+    quarantined = CheckpointQuarantined(trial="t", sequence=2, reason="a torn manifest of an unacknowledged save")
+    started = [TrialAdded(trial="t", config={}), AttemptStarted(trial="t", attempt=1, from_step=0)]
+    events = [CheckpointsAdopted(), *started, quarantined]
+    return change_state(journal.append_events(bucket, state, events, WriteStamp(write_id="w2", at="now")))
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -131,14 +127,14 @@ def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(request: pytest.F
         needs_history=False,
     )
 
-    def losing(state: Experiment) -> Experiment:
+    def set_lost_count(state: Experiment) -> Experiment:
         trial = state.trial("t").model_copy(update={"lost_checkpoint_count": lost})
         return state.model_copy(update={"trials": {"t": trial}})
 
-    state = _with_quarantined(bucket, losing)
+    state = _quarantine_checkpoint(bucket, set_lost_count)
     journal = WritingJournal("t", JournalWriter(plan.target, state, write_entry))
-    attempt_request, link = AttemptRequest(search_term=1, trial=state.trial("t")), cast("SearchChannel", None)
-    attempt = Attempt(plan, attempt_request, link, DirectTasks(plan), logging.getLogger("tests"))
+    attempt_request, channel = AttemptRequest(search_term=1, trial=state.trial("t")), cast("SearchChannel", None)
+    attempt = Attempt(plan, attempt_request, channel, DirectTasks(plan), logging.getLogger("tests"))
     if lost:
         with pytest.raises(ResumeFailed, match="Nothing was restarted from zero"):
             attempt._restore_newest_checkpoint(journal, Path())

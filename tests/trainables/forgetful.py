@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import prefect_tune as pt
-from tests.drills.class_as_function import as_function
+from tests.drills.class_as_function import make_function
 
 
 class Whole(pt.Trainable):
@@ -93,4 +93,4 @@ class Whole(pt.Trainable):
         self.steps = plain.get("steps", self.steps)
 
 
-train = as_function(Whole)
+train = make_function(Whole)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PAGE = ROOT / "CONTRIBUTING.md"
 _BEGIN, _END = "<!-- journeys: written by make journeys -->\n", "<!-- end of journeys -->\n"
 _PACKAGE = "src/prefect_tune/"
-_ROOMS = (_PACKAGE, "flows/", "tasks/", "blocks/")
+_FOLDERS = (_PACKAGE, "flows/", "tasks/", "blocks/")
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Match, ast.Try, ast.comprehension)
 _WIDTH = 118
 
@@ -96,7 +96,7 @@ class TracedFile:
             isinstance(inner, _BRANCHES)
             for node in ast.walk(tree)
             if isinstance(node, ast.FunctionDef | ast.Lambda)
-            and min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))]) in self.functions
+            and min(line.lineno for line in (node, *getattr(node, "decorator_list", ()))) in self.functions
             for inner in ast.walk(node)
         )
 
@@ -121,17 +121,17 @@ def trace_journey(journey: str) -> list[TracedFile]:
         lines = sorted((line.split() for line in record.read_text().splitlines()), key=lambda line: float(line[0]))
     files: dict[str, TracedFile] = {}
     for _, pid, path, first_line, function in lines:
-        if path.startswith(_ROOMS):
+        if path.startswith(_FOLDERS):
             file = files.setdefault(path, TracedFile(path, int(pid) == search.pid))
             file.functions[int(first_line)] = function
-    found = list(files.values())
+    files_in_order = list(files.values())
     if journey == "resume":  # it ends where the trial trains
-        while found[-1].in_search:
-            found.pop()
-    return found
+        while files_in_order[-1].in_search:
+            files_in_order.pop()
+    return files_in_order
 
 
-def part_of(name: str) -> str:
+def get_part(name: str) -> str:
     """Return the part of the package to which a file belongs."""
     prefix = max((prefix for prefix in _PARTS if name.startswith(prefix)), key=len, default="")
     return _PARTS.get(prefix, "others")
@@ -143,16 +143,16 @@ def draw_journey(journey: str, files: Sequence[TracedFile]) -> str:
     groups: dict[str, list[str]] = {part: [] for part in (*parts, "what is seen")}
     for file in files:
         if file.decides():
-            groups.setdefault(part_of(file.name), []).append(file.name)
+            groups.setdefault(get_part(file.name), []).append(file.name)
     if passing := [file.name for file in files if not file.decides()]:
         groups[_PASSES_ON] = passing
     groups = {label: names for label, names in groups.items() if names}
     label_width = max(map(len, groups)) + 3
-    rows = [row for label, names in groups.items() for row in _rows(label.ljust(label_width), names)]
+    rows = [row for label, names in groups.items() for row in _make_rows(label.ljust(label_width), names)]
     return "\n".join([f"{TITLES[journey]} ({len(files)} files):", "", "```journey", *rows, "```", ""])
 
 
-def _rows(label: str, names: Iterable[str]) -> Iterable[str]:
+def _make_rows(label: str, names: Iterable[str]) -> Iterable[str]:
     row = label
     for name in names:
         if len(row) + len(name) > _WIDTH:

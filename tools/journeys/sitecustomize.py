@@ -26,25 +26,25 @@ _WHOLE_STATES = {"Experiment", "TrialMap", "SearchView"}
 _PICKLED = b"\x80"  # the first byte: a pickle by value holds the constants of the whole script
 
 
-def _has_text(value: object, text: str) -> bool:
+def _contains_text(value: object, text: str) -> bool:
     if isinstance(value, str):
         return text in value
     return isinstance(value, bytes) and not value.startswith(_PICKLED) and text.encode() in value
 
 
-def _is_number(number: float) -> Callable[[object], bool]:
-    return lambda value: value == number if isinstance(value, float) else _has_text(value, repr(number))
+def _make_number_check(number: float) -> Callable[[object], bool]:
+    return lambda value: value == number if isinstance(value, float) else _contains_text(value, repr(number))
 
 
-def _is_instance(*names: str) -> Callable[[object], bool]:
+def _make_instance_check(*names: str) -> Callable[[object], bool]:
     return lambda value: type(value).__name__ in names
 
 
 TRACED: dict[str, Callable[[object], bool]] = {
-    "metric": _is_number(METRIC),
-    "checkpoint": lambda value: _has_text(value, CHECKPOINT_FILE),
-    "decision": _is_instance("MilestoneReached", "Stop", "StopTrial", "DecisionMade"),
-    "resume": _is_number(CONFIG_VALUE),
+    "metric": _make_number_check(METRIC),
+    "checkpoint": lambda value: _contains_text(value, CHECKPOINT_FILE),
+    "decision": _make_instance_check("MilestoneReached", "Stop", "StopTrial", "DecisionMade"),
+    "resume": _make_number_check(CONFIG_VALUE),
 }
 
 
@@ -60,11 +60,11 @@ class Recorder:
         code = frame.f_code
         if event not in {"call", "return"} or not code.co_filename.startswith(self._root) or id(code) in self._recorded:
             return
-        values = [argument] if event == "return" else _arguments(frame)
+        values = [argument] if event == "return" else _get_arguments(frame)
         if any(self._contains(value, _MAX_DEPTH) for value in values):
             self._recorded.add(id(code))  # functions stay as long as their module
-            where = f"{code.co_filename.removeprefix(self._root)} {code.co_firstlineno} {code.co_qualname}"
-            line = f"{time.monotonic():.6f} {os.getpid()} {where}\n"
+            location = f"{code.co_filename.removeprefix(self._root)} {code.co_firstlineno} {code.co_qualname}"
+            line = f"{time.monotonic():.6f} {os.getpid()} {location}\n"
             with open(self._record_path, "a") as record:  # noqa: PTH123  pathlib is not imported in each process
                 record.write(line)
 
@@ -76,20 +76,20 @@ class Recorder:
         if type(value).__name__ in _WHOLE_STATES:
             return False
         try:
-            items = list(_items(value))[:_MAX_ITEMS]
+            items = list(_get_items(value))[:_MAX_ITEMS]
         except Exception:  # noqa: BLE001  another thread may change it meanwhile, or a property may raise
             return False
         return any(self._contains(item, depth - 1) for item in items)
 
 
-def _arguments(frame: FrameType) -> Iterable[object]:
+def _get_arguments(frame: FrameType) -> Iterable[object]:
     """Return the arguments of a call; `self` only if it is a record."""
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
     return [frame.f_locals[name] for name in code.co_varnames[:count] if name in frame.f_locals]
 
 
-def _items(value: Any) -> Iterable[object]:
+def _get_items(value: Any) -> Iterable[object]:
     """Return what a container or a record holds; nothing of any other object."""
     if isinstance(value, dict):
         return [*value, *value.values()]

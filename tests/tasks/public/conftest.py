@@ -1,12 +1,11 @@
-"""A target in memory, and flow runs that call the public tasks; each flow run is a separate owner."""
+"""A target in memory, and calls of the public tasks by several flow runs; each flow run is a separate owner."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from prefect_tune.tasks import checkpoints
 from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation, write_files
 
-_task_runs = itertools.count()  # no two of them alike, as two addresses may be
+_task_runs = itertools.count()  # unique, unlike addresses of objects
 
 
 @dataclass
@@ -40,20 +39,20 @@ class Caller:
     def bucket(self) -> Bucket:
         return BUCKETS[self.target.name]
 
-    def begin(self, run: str, run_count: int = 1) -> Caller:
+    def start_run(self, run: str, run_count: int = 1) -> Caller:
         """Make all later calls as another flow run, or as a retry of one."""
         self.run, self.run_count = run, run_count
         return self
 
-    def on(self, store: ObjectStore) -> Caller:
+    def use_store(self, store: ObjectStore) -> Caller:
         """Make the target use this store from now on."""
         BUCKETS[self.target.name] = store  # type: ignore[assignment]  # any store works
         return self
 
-    def owner(self) -> Owner:
+    def make_owner(self) -> Owner:
         return Owner(name=self.run, host="here", pid=1, flow_run=self.run, attempt=self.run_count)
 
-    def directory(self, step: int, content: str = "") -> Path:
+    def write_directory(self, step: int, content: str = "") -> Path:
         files = {"weights": f"step {step}{content}".encode() * 100, "empty/nothing": b""}
         folder = self.folder / f"step-{step}-{content}"
         return folder if folder.exists() else write_files(folder, files)  # another thread may be saving the same step
@@ -65,8 +64,8 @@ class Caller:
     def save_again(self, step: int, content: str = "", **more: Any) -> pt.CommittedCheckpoint:
         """Save as a retry of the last task run does."""
         self.task_run = self.task_run or f"{self.run}-{step}-{next(_task_runs)}"
-        place = {"target": self.target, "experiment": self.experiment, "metrics": {"loss": 1 / step}, **more}
-        return pt.save_checkpoint.fn(self.directory(step, content), step=step, **place)
+        options = {"target": self.target, "experiment": self.experiment, "metrics": {"loss": 1 / step}, **more}
+        return pt.save_checkpoint.fn(self.write_directory(step, content), step=step, **options)
 
     def restore_checkpoint(self, step: int | None = None, **more: Any) -> pt.RestoredCheckpoint | None:
         return pt.restore_checkpoint.fn(target=self.target, experiment=self.experiment, step=step, **more)
@@ -75,10 +74,9 @@ class Caller:
         return pt.sync_experiment_state.fn(target=self.target, experiment=self.experiment, **more)
 
     def delete_checkpoints(self, step: int, **more: Any) -> int:
-        place = {"target": self.target, "experiment": self.experiment, **more}
-        return pt.delete_checkpoint.fn(step=step, **place)
+        return pt.delete_checkpoint.fn(**{"target": self.target, "experiment": self.experiment, "step": step, **more})
 
-    def state(self) -> Experiment:
+    def load_state(self) -> Experiment:
         return load_experiment(self.bucket, first_generation(self.experiment))
 
 
@@ -86,23 +84,22 @@ class Caller:
 def caller(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
     name = request.node.name
     BUCKETS[name] = Bucket()
-    calls = Caller(BucketTarget(name=name), tmp_path, monkeypatch)
-    identity: Callable[[], Owner] = calls.owner
-    monkeypatch.setattr(ownership, "current_writer", identity)
-    monkeypatch.setattr(checkpoints, "task_run", _TaskRun(calls))
-    yield calls
+    caller = Caller(BucketTarget(name=name), tmp_path, monkeypatch)
+    monkeypatch.setattr(ownership, "current_writer", caller.make_owner)
+    monkeypatch.setattr(checkpoints, "task_run", _TaskRun(caller))
+    yield caller
     del BUCKETS[name]
 
 
-class _TaskRun(SimpleNamespace):
+@dataclass
+class _TaskRun:
     """Replaces `prefect.runtime.task_run`."""
 
-    def __init__(self, calls: Caller) -> None:
-        super().__init__(calls=calls)
+    caller: Caller
 
     @property
     def id(self) -> str | None:
-        return str(self.calls.task_run) if self.calls.task_run else None
+        return self.caller.task_run
 
 
 @pytest.fixture(autouse=True)

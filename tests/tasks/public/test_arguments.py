@@ -42,18 +42,17 @@ SYNCS: dict[str, tuple[dict[str, Any], str]] = {
     "another end": ({"status": "finished"}, "status: Input should be 'completed', 'paused' or 'errored'"),
 }
 RESTORES: dict[str, tuple[dict[str, Any], str]] = {
-    "half a step": ({"step": 1.5}, "step: expected an integer of at least 1"),
+    "half a step": ({"step": 1.5}, "step: expected an integer of at least 1")
 }
 
 
-@pytest.mark.parametrize(("bad", "said"), SAVES.values(), ids=SAVES)
+@pytest.mark.parametrize(("bad", "message"), SAVES.values(), ids=SAVES)
 def test_what_cannot_be_saved_is_refused_and_nothing_is_owned(
-    caller: Caller, bad: Mapping[str, Any], said: str
+    caller: Caller, bad: Mapping[str, Any], message: str
 ) -> None:
-    with pytest.raises(pt.InvalidInput, match=said):
-        pt.save_checkpoint.fn(
-            **{"directory": caller.directory(1), "target": caller.target, "experiment": "e", "step": 1, **bad}
-        )
+    options = {"target": caller.target, "experiment": "e", "step": 1}
+    with pytest.raises(pt.InvalidInput, match=message):
+        pt.save_checkpoint.fn(**{"directory": caller.write_directory(1), **options, **bad})
     assert not caller.bucket.objects
 
 
@@ -65,25 +64,25 @@ def test_a_directory_without_a_file_is_refused_and_nothing_is_owned(caller: Call
     assert not caller.bucket.objects
 
 
-@pytest.mark.parametrize(("bad", "said"), SYNCS.values(), ids=SYNCS)
+@pytest.mark.parametrize(("bad", "message"), SYNCS.values(), ids=SYNCS)
 def test_what_cannot_be_journaled_is_refused_and_nothing_is_owned(
-    caller: Caller, bad: Mapping[str, Any], said: str
+    caller: Caller, bad: Mapping[str, Any], message: str
 ) -> None:
-    with pytest.raises(pt.InvalidInput, match=said):
+    with pytest.raises(pt.InvalidInput, match=message):
         caller.sync(**bad)
     assert not caller.bucket.objects
 
 
-@pytest.mark.parametrize(("bad", "said"), RESTORES.values(), ids=RESTORES)
-def test_what_cannot_be_restored_is_refused(caller: Caller, bad: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(pt.InvalidInput, match=said):
+@pytest.mark.parametrize(("bad", "message"), RESTORES.values(), ids=RESTORES)
+def test_what_cannot_be_restored_is_refused(caller: Caller, bad: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(pt.InvalidInput, match=message):
         pt.restore_checkpoint.fn(**{"target": caller.target, "experiment": "e", **bad})
 
 
 def test_a_deletion_in_an_experiment_that_does_not_exist_is_refused_and_creates_none(caller: Caller) -> None:
     caller.save_checkpoint(1, trial="slow")
     before = dict(caller.bucket.objects)
-    caller.begin("later")
+    caller.start_run("later")
     with pytest.raises(pt.InvalidInput, match=r"there is no experiment 'ee' at .*; did you mean 'e'\?"):
         caller.delete_checkpoints(1, experiment="ee", trial="slow")
     with pytest.raises(pt.InvalidInput, match=r"experiment 'e' at .* has no trial 'slwo'; did you mean 'slow'\?"):
@@ -99,7 +98,7 @@ def test_an_attempt_with_a_name_that_cannot_be_a_folder_is_refused(tmp_path: Pat
 
 def test_arguments_have_the_forms_that_parameters_of_a_deployment_and_numpy_have(caller: Caller) -> None:
     saved = pt.save_checkpoint.fn(
-        caller.directory(3), target=caller.target, experiment="e", step=np.int64(3), retention={"last": 1}
+        caller.write_directory(3), target=caller.target, experiment="e", step=np.int64(3), retention={"last": 1}
     )
     state = caller.sync(reports={"4": {"loss": 0.5}, np.int64(5): {"loss": 0.25}})
     restored = caller.restore_checkpoint()

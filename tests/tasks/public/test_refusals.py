@@ -53,59 +53,59 @@ class RefusingBucket(Bucket):
 
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest) -> Iterator[RefusingBucket]:
-    BUCKETS[request.node.name] = found = RefusingBucket()
-    yield found
+    BUCKETS[request.node.name] = bucket = RefusingBucket()
+    yield bucket
     del BUCKETS[request.node.name]
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, bucket: RefusingBucket) -> dict[str, Any]:
+def options(request: pytest.FixtureRequest, bucket: RefusingBucket) -> dict[str, Any]:
     del bucket
     return {"target": BucketTarget(name=request.node.name), "experiment": "e"}
 
 
-def at_once(task: Any) -> Any:
+def without_delay(task: Any) -> Any:
     """Return the task with retries without delay."""
     return task.with_options(retry_delay_seconds=0, retry_jitter_factor=None)
 
 
 def test_what_was_trained_is_saved_after_refusals_have_passed(
-    tmp_path: Path, bucket: RefusingBucket, place: dict[str, Any]
+    tmp_path: Path, bucket: RefusingBucket, options: dict[str, Any]
 ) -> None:
-    directory = write_files(tmp_path / "a", {"w": b"1"})
+    checkpoint_dir = write_files(tmp_path / "a", {"w": b"1"})
 
     @flow
-    def trains() -> pt.ExperimentState:
-        pt.restore_experiment_state(**place)
+    def train() -> pt.ExperimentState:
+        pt.restore_experiment_state(**options)
         for act in (
-            lambda: at_once(pt.save_checkpoint)(directory, step=1, **place),
-            lambda: at_once(pt.save_checkpoint)(directory, step=2, **place),
-            lambda: at_once(pt.delete_checkpoint)(step=2, **place),
-            lambda: at_once(pt.sync_experiment_state)(reports={2: {"loss": 0.5}}, **place),
+            lambda: without_delay(pt.save_checkpoint)(checkpoint_dir, step=1, **options),
+            lambda: without_delay(pt.save_checkpoint)(checkpoint_dir, step=2, **options),
+            lambda: without_delay(pt.delete_checkpoint)(step=2, **options),
+            lambda: without_delay(pt.sync_experiment_state)(reports={2: {"loss": 0.5}}, **options),
         ):
             bucket.refusals = 3
             act()
-        return pt.restore_experiment_state(**place)
+        return pt.restore_experiment_state(**options)
 
-    trial = trains().trials["trial"]
+    trial = train().trials["trial"]
     assert (trial.step, trial.checkpoint_steps, trial.metrics) == (2, (1,), {"loss": 0.5})
     assert bucket.refused == 4 * 3
 
 
 def test_a_target_that_refuses_from_the_beginning_is_an_error_at_once(
-    bucket: RefusingBucket, place: dict[str, Any]
+    bucket: RefusingBucket, options: dict[str, Any]
 ) -> None:
     bucket.refusals = 100
 
     @flow
-    def opens() -> None:
-        at_once(pt.restore_experiment_state)(**place)
+    def acquire() -> None:
+        without_delay(pt.restore_experiment_state)(**options)
 
     @flow
-    def restores() -> None:
-        at_once(pt.restore_checkpoint)(**place)
+    def restore() -> None:
+        without_delay(pt.restore_checkpoint)(**options)
 
-    for begins in (opens, restores):
+    for begins in (acquire, restore):
         with pytest.raises(pt.StoreRefused, match="the token has expired"):
             begins()
     assert bucket.refused == 2
@@ -117,63 +117,65 @@ def test_a_task_runner_of_other_processes_is_refused_on_a_target_for_one(tmp_pat
     target = pt.FsspecTarget(location=f"memory://{tmp_path.name}")
 
     @flow(task_runner=ProcessPoolTaskRunner(max_workers=1))  # type: ignore[arg-type]  # a runner of results of any type
-    def trains() -> None:
+    def train() -> None:
         pt.restore_experiment_state(target=target, experiment="e")
 
     with pytest.raises(pt.InvalidInput, match=r"task runner: ProcessPoolTaskRunner, at memory://.*ONE RUNNER ONLY"):
-        trains()
+        train()
 
 
 # Retries of the flow run, futures and stored results.
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> dict[str, Any]:
+def local_options(tmp_path: Path) -> dict[str, Any]:
     return {"target": str(tmp_path / "runs"), "experiment": "own"}
 
 
-def state_at(own: dict[str, Any]) -> Experiment:
-    return load_experiment(PosixStore(Path(own["target"])), first_generation("own"))
+def load_state(local_options: dict[str, Any]) -> Experiment:
+    return load_experiment(PosixStore(Path(local_options["target"])), first_generation("own"))
 
 
-def directory(tmp_path: Path, step: int) -> Path:
+def write_directory(tmp_path: Path, step: int) -> Path:
     return write_files(tmp_path / f"step-{step}", {"state": str(step).encode()})
 
 
-def test_a_retry_of_the_flow_run_is_a_new_owner_and_continues(own: dict[str, Any], tmp_path: Path) -> None:
+def test_a_retry_of_the_flow_run_is_a_new_owner_and_continues(local_options: dict[str, Any], tmp_path: Path) -> None:
     trained: list[int] = []
 
     @flow(retries=1)
-    def mine() -> None:
-        found = pt.restore_checkpoint(**own)
-        for step in range(found.step + 1 if found else 1, 4):
+    def train() -> None:
+        restored = pt.restore_checkpoint(**local_options)
+        for step in range(restored.step + 1 if restored else 1, 4):
             trained.append(step)
-            pt.save_checkpoint(directory(tmp_path, step), step=step, **own)
+            pt.save_checkpoint(write_directory(tmp_path, step), step=step, **local_options)
             if trained == [1, 2]:
                 raise RuntimeError("on purpose")
 
-    mine()
-    state = state_at(own)
+    train()
+    state = load_state(local_options)
     assert trained == [1, 2, 3]
     assert (state.term, state.trial("trial").attempt, state.trial("trial").step) == (2, 2, 3)
     assert state.owner is not None
     assert state.owner.attempt == 2
 
 
-def test_tasks_can_be_mapped_submitted_and_have_their_results_stored(own: dict[str, Any], tmp_path: Path) -> None:
+def test_tasks_can_be_mapped_submitted_and_have_their_results_stored(
+    local_options: dict[str, Any], tmp_path: Path
+) -> None:
     stored = pt.save_checkpoint.with_options(persist_result=True, result_serializer="json")
     synced = pt.sync_experiment_state.with_options(persist_result=True, result_serializer="pickle")
-    block = pt.LocalTarget(path=own["target"])
+    block = pt.LocalTarget(path=local_options["target"])
 
     @flow
-    def mine() -> tuple[list[pt.CommittedCheckpoint], pt.ExperimentState]:
+    def train() -> tuple[list[pt.CommittedCheckpoint], pt.ExperimentState]:
         saved = stored.map(
-            unmapped(directory(tmp_path, 1)), target=unmapped(block), experiment="own", trial=["a", "b"], step=1
+            unmapped(write_directory(tmp_path, 1)), target=unmapped(block), experiment="own", trial=["a", "b"], step=1
         )
-        ended = synced.submit(trial="a", status="completed", wait_for=saved, **own)
+        ended = synced.submit(trial="a", status="completed", wait_for=saved, **local_options)
         return saved.result(), ended.result()
 
-    saved, ended = mine()
-    assert [(each.trial, each.step) for each in saved] == [("a", 1), ("b", 1)]
-    assert {name: str(each.status) for name, each in ended.trials.items()} == {"a": "completed", "b": "running"}
-    assert state_at(own).term == 1
+    saved, ended = train()
+    assert [(checkpoint.trial, checkpoint.step) for checkpoint in saved] == [("a", 1), ("b", 1)]
+    assert {name: str(trial.status) for name, trial in ended.trials.items()} == {"a": "completed", "b": "running"}
+    assert load_state(local_options).term == 1

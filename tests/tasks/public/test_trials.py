@@ -20,30 +20,25 @@ pytestmark = pytest.mark.usefixtures("no_prefect_server")
 
 
 @pytest.fixture(autouse=True)
-def _without_a_run() -> Iterator[None]:
+def _no_run_logger() -> Iterator[None]:
     with disable_run_logger():
         yield
 
 
-def run(tmp_path: Path, config: dict[str, Any] | None = None, **more: Any) -> pt.TrialState:
-    options: dict[str, Any] = {
-        "target": str(tmp_path / "runs"),
-        "experiment": "e",
-        "stop": {"step": 4},
-        "checkpoint": pt.Cadence(every_steps=1),
-    }
-    return pt.run_trial.fn(Moody, config or {}, **options | more)
+def run_moody(tmp_path: Path, config: dict[str, Any] | None = None, **more: Any) -> pt.TrialState:
+    options = {"target": str(tmp_path / "runs"), "stop": {"step": 4}, "checkpoint": pt.Cadence(every_steps=1), **more}
+    return pt.run_trial.fn(Moody, config or {}, experiment="e", **options)
 
 
 def test_a_trial_is_trained_to_its_end_and_returned_at_once_afterwards(caller: Caller, tmp_path: Path) -> None:
-    done = run(tmp_path, {"rate": 0.5})
-    assert (done.status, done.step, done.metrics["loss"], done.attempts) == (Status.COMPLETED, 4, 0.25, 1)
-    assert done.config == {"rate": 0.5}
-    assert done.checkpoint is not None
-    assert (done.checkpoint.step, done.checkpoint_steps) == (4, (1, 2, 3, 4))
-    caller.begin("later")
-    assert run(tmp_path, {"rate": 0.5}) == done
-    further = run(tmp_path, {"rate": 0.5}, stop={"step": 6})
+    state = run_moody(tmp_path, {"rate": 0.5})
+    assert (state.status, state.step, state.metrics["loss"], state.attempts) == (Status.COMPLETED, 4, 0.25, 1)
+    assert state.config == {"rate": 0.5}
+    assert state.checkpoint is not None
+    assert (state.checkpoint.step, state.checkpoint_steps) == (4, (1, 2, 3, 4))
+    caller.start_run("later")
+    assert run_moody(tmp_path, {"rate": 0.5}) == state
+    further = run_moody(tmp_path, {"rate": 0.5}, stop={"step": 6})
     assert (further.step, further.attempts, further.recomputed_steps) == (6, 2, 0)
 
 
@@ -57,33 +52,33 @@ def test_a_misspelt_trainable_is_refused_before_there_is_an_experiment(tmp_path:
 
 @pytest.mark.usefixtures("caller")
 def test_a_paused_trial_is_trained_on(tmp_path: Path) -> None:
-    place: dict[str, Any] = {"target": str(tmp_path / "runs"), "experiment": "e"}
-    pt.sync_experiment_state.fn(**place, reports={1: {"count": 1}}, status="paused")
-    done = run(tmp_path, isolation="thread")
-    assert (done.status, done.step, done.attempts) == (Status.COMPLETED, 4, 2)
+    options: dict[str, Any] = {"target": str(tmp_path / "runs"), "experiment": "e"}
+    pt.sync_experiment_state.fn(**options, reports={1: {"count": 1}}, status="paused")
+    state = run_moody(tmp_path, isolation="thread")
+    assert (state.status, state.step, state.attempts) == (Status.COMPLETED, 4, 2)
 
 
 def test_a_second_attempt_of_one_trial_in_one_flow_run_ends_the_first(caller: Caller, tmp_path: Path) -> None:
     """Both attempts run in one term: the attempt's number fences off the first one."""
-    waits = tmp_path / "waits"
+    waiting = tmp_path / "waits"
 
     def train(_config: dict[str, Any]) -> None:
         checkpoint = tmp_path / "checkpoint"
         checkpoint.mkdir(exist_ok=True)
         pt.report({"first": 1}, checkpoint=pt.Checkpoint.from_directory(checkpoint))
         if pt.get_trial().attempt == 1:
-            waits.touch()
-            while waits.exists():
+            waiting.touch()
+            while waiting.exists():
                 time.sleep(0.05)
             pt.report({"second": 1})
 
-    place: dict[str, Any] = {"target": str(tmp_path / "runs"), "experiment": "e", "isolation": "thread"}
+    options: dict[str, Any] = {"target": str(tmp_path / "runs"), "experiment": "e", "isolation": "thread"}
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(pt.run_trial.fn, train, {}, **place)
-        while not (waits.exists() or first.done()):
+        first = pool.submit(pt.run_trial.fn, train, {}, **options)
+        while not (waiting.exists() or first.done()):
             time.sleep(0.05)
-        second = pt.run_trial.fn(train, {}, **place | {"stop": {"step": 2}})
-        waits.unlink()
+        second = pt.run_trial.fn(train, {}, **options | {"stop": {"step": 2}})
+        waiting.unlink()
         with pytest.raises(pt.Superseded, match="has begun attempt 2 or ended this one"):
             first.result()
     assert (second.status, second.attempts) == (Status.COMPLETED, 2)
