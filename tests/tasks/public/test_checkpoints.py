@@ -345,9 +345,9 @@ def test_a_failed_save_that_is_saved_again_is_not_adopted_instead(caller: Caller
 # Deleting a quarantined checkpoint: killed at each operation, then repeated by a later run.
 
 
-@pytest.mark.parametrize("way", long_after(2, Failure))
+@pytest.mark.parametrize("failure", long_after(2, Failure))
 def test_a_killed_deletion_of_a_quarantined_checkpoint_loses_no_other_and_is_completed_by_the_next(
-    caller: Caller, way: Failure
+    caller: Caller, failure: Failure
 ) -> None:
     for step in (1, 2, 3):
         caller.save_checkpoint(step)
@@ -360,7 +360,7 @@ def test_a_killed_deletion_of_a_quarantined_checkpoint_loses_no_other_and_is_com
     while True:
         bucket.objects = dict(before)
         nth += 1
-        caller.start_run("first").use_store(store := DyingStore(bucket, nth, way))
+        caller.start_run("first").use_store(store := DyingStore(bucket, nth, failure))
         with suppress(Crash, TuneError):
             caller.delete_checkpoints(2)
         caller.use_store(bucket).start_run("later")

@@ -202,12 +202,14 @@ def count_operations(caller: Caller, only: frozenset[str] | None) -> int:
     return store.total
 
 
-@pytest.mark.parametrize("way", long_after(1, [Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]))
-def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(caller: Caller, way: Failure) -> None:
+@pytest.mark.parametrize("failure", long_after(1, [Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]))
+def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(
+    caller: Caller, failure: Failure
+) -> None:
     bucket = caller.bucket
     for nth in range(1, count_operations(caller, WRITES) + 1):
         caller.experiment, saved_steps = f"e-{nth}", list[int]()
-        caller.use_store(DyingStore(bucket, nth, way, only=WRITES)).start_run("first")
+        caller.use_store(DyingStore(bucket, nth, failure, only=WRITES)).start_run("first")
         with pytest.raises(Crash):
             saved_steps.extend(caller.save_checkpoint(step, retention=pt.Retention(last=1)).step for step in (1, 2))
         caller.use_store(bucket).start_run("later")
@@ -221,13 +223,15 @@ def test_a_kill_at_any_write_loses_no_acknowledged_step_and_a_later_run_goes_on(
         assert len(manifests) == 1, nth
 
 
-@pytest.mark.parametrize("way", long_after(1, [Failure.REPLY_LOST, Failure.UNAVAILABLE]))
-def test_a_retry_of_the_task_is_the_same_save(caller: Caller, way: Failure, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failure", long_after(1, [Failure.REPLY_LOST, Failure.UNAVAILABLE]))
+def test_a_retry_of_the_task_is_the_same_save(
+    caller: Caller, failure: Failure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket = caller.bucket
     monkeypatch.setattr("prefect_tune.storage_retries._PAUSES_SECONDS", (0.0,) * 7)
     for nth in range(1, count_operations(caller, None) + 1):
         caller.experiment = f"e-{nth}"
-        caller.use_store(DyingStore(bucket, nth, way)).start_run("first")
+        caller.use_store(DyingStore(bucket, nth, failure)).start_run("first")
         for step in (1, 2):
             caller.task_run = None
             for _ in range(3):
