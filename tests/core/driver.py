@@ -82,7 +82,7 @@ class Witness:
 
 @dataclass
 class Session:
-    """A running owner. Its fields are lost with its process; only the store remains."""
+    """A running owner. Its fields are lost when its process exits; only the store remains."""
 
     store: ObjectStore
     witness: Witness
@@ -101,7 +101,7 @@ class Session:
     damaged_blobs: Mapping[str, str] = field(default_factory=dict)
     """The blobs that the last save found damaged."""
     cleanup: Literal["careful", "careless", "none"] = "careful"
-    """How it deletes leftovers of earlier owners: "careless" does not journal first that no save may reuse them."""
+    """How it deletes leftovers of earlier owners: "careless" does not first journal that no save may reuse them."""
     steps: int | None = None
     """The step to which a last owner continues when the promises are checked."""
     is_alone: bool = False
@@ -109,20 +109,25 @@ class Session:
 
     def copy(self) -> Self:
         """Return a copy on a separate store."""
-        assert isinstance(self.store, MemoryStore)
-        return dataclasses.replace(
-            self, store=MemoryStore(self.store.objects), witness=copy.deepcopy(self.witness), pending=list(self.pending)
-        )
+        witness = copy.deepcopy(self.witness)
+        return dataclasses.replace(self, store=MemoryStore(self.objects), witness=witness, pending=list(self.pending))
 
     def with_store(self, store: ObjectStore) -> Self:
         return dataclasses.replace(self, store=store, pending=list(self.pending))
+
+    @property
+    def objects(self) -> dict[str, bytes]:
+        assert isinstance(self.store, MemoryStore)
+        return self.store.objects
+
+    def live_keys(self) -> list[CheckpointKey]:
+        return [KEY.checkpoint_key(ref) for ref in self.trial.checkpoints]
 
     def find_broken_promises(self, *, tidy: bool = True) -> list[str]:
         return check_recovery(self.store, self.witness, self.steps, alone=self.is_alone, tidy=tidy)
 
     def outcome(self) -> Hashable:
-        assert isinstance(self.store, MemoryStore)
-        return frozenset(self.store.objects.items()), repr(self.witness), self.steps, self.is_alone
+        return frozenset(self.objects.items()), repr(self.witness), self.steps, self.is_alone
 
     @property
     def trial(self) -> Trial:
@@ -155,7 +160,7 @@ class Session:
         """Begin an attempt from the newest checkpoint that verifies."""
         self.commit_count = 0
         while newest := newest_checkpoint(self.trial):
-            key = CheckpointKey(trial=KEY, step=newest.step, sequence=newest.sequence)
+            key = KEY.checkpoint_key(newest)
             try:
                 self.parent = retry(lambda key=key: read_manifest(self.store, key))
                 self.head = retry(lambda: load_files(self.store, self.parent))["head"]
@@ -182,9 +187,8 @@ class Session:
         self.pending.append(StepReport(step=step, metrics={"head": self.head.hex()}, trained_seconds=float(step)))
 
     def save(self) -> None:
-        """Publish and journal a checkpoint; then delete the checkpoints that it retired."""
-        manifest = self.publish()
-        self.to_delete = self.acknowledge(manifest)
+        """Publish and journal a checkpoint; then delete the checkpoints that it retires."""
+        self.to_delete = self.acknowledge(self.publish())
         self.delete_checkpoints(self.to_delete)
 
     def publish(self) -> Manifest:
@@ -242,7 +246,7 @@ class Session:
         return [KEY.checkpoint_key(ref) for ref in (*live, *quarantined) if ref.sequence in retired_sequences]
 
     def _make_quarantine_events(self, keys: Sequence[CheckpointKey]) -> Sequence[CheckpointQuarantined]:
-        """Quarantine events for the checkpoints that refer to blobs which the last save found damaged."""
+        """Make an event for each checkpoint that uses a blob that the last save found damaged."""
         if not self.damaged_blobs:
             return []
         reasons = retry(lambda: find_checkpoints_using(self.store, keys, self.damaged_blobs)).items()
@@ -306,16 +310,17 @@ def check_recovery(
 ) -> list[str]:
     """Open the experiment twice, check, continue to `steps` (if any) and check again; return broken promises.
 
-    `alone`: there was never more than one owner at a time. `tidy`: no write arrived late; a late write
-    after the deletion of its checkpoint leaves an orphan.
+    `alone`: there was never more than one owner at a time. `tidy`: no write arrived late, which may leave an orphan.
     """
     try:
-        return list(_check_twice(store, witness, steps, alone=alone, tidy=tidy))
+        return list(_iter_violations(store, witness, steps, alone=alone, tidy=tidy))
     except TuneError as error:
         return [f"I4: recovery failed: {type(error).__name__}: {error}"]
 
 
-def _check_twice(store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool, tidy: bool) -> Iterator[str]:
+def _iter_violations(
+    store: ObjectStore, witness: Witness, steps: int | None, *, alone: bool, tidy: bool
+) -> Iterator[str]:
     second, third, last = (Session(store, witness, owner=name) for name in ("second", "third", "last"))
     second.open()
     yield from find_violations(store, witness, second.experiment)
@@ -340,15 +345,12 @@ def _list_paths(store: ObjectStore) -> list[str]:
 
 
 def _dump_lasting_state(session: Session) -> object:
-    """The part of a trial that opening and closing the experiment does not change."""
+    """Return the fields of the trial that opening the experiment does not change."""
     return session.trial.model_dump(exclude={"collected_up_to", "next_sequence"})
 
 
 def find_violations(store: ObjectStore, witness: Witness, experiment: Experiment) -> list[str]:
-    """Return every promise that the state on `store` breaks, given the acknowledged saves.
-
-    `experiment` is the state that the last owner loaded.
-    """
+    """Return every promise that the state on `store` breaks; `experiment` is the state that the last owner loaded."""
     entries = journal.read_entries(store, first_generation(NAME))
     trial = experiment.trial(KEY.trial)
     return [
@@ -429,14 +431,14 @@ def _check_snapshot(store: ObjectStore) -> Iterator[str]:
 
 
 def check_published(trial: Trial, witness: Witness) -> Iterator[str]:
-    """Without a superseded owner, every created manifest counts, with or without an entry."""
+    """Check that every published manifest counts, with or without an entry; for a single owner."""
     newest = max((step for step, _ in witness.published), default=0)
     if newest > max((ref.step for ref in trial.checkpoints), default=0):
         yield f"I4: step {newest} was published, and the newest checkpoint is {trial.checkpoints[-1:]}"
 
 
 def _find_leaks(store: ObjectStore, last: Session, witness: Witness, *, tidy: bool) -> Iterator[str]:
-    """Unreachable objects are found: as leftovers by the next owner, or later as orphans."""
+    """Check that every unreachable object is found: as a leftover by the next owner, or later as an orphan."""
     for path in find_unreachable(store, last.trial):
         yield f"I7: {path} is unreachable, and nothing will find it"
     live = {(ref.step, ref.sequence) for ref in last.trial.checkpoints}

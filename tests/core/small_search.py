@@ -24,12 +24,12 @@ _CHRONICLE = Chronicle()
 
 
 def make_step_files(trial: str, step: int) -> Files:
-    """The files of a step's checkpoint, in every experiment."""
+    """Return the files of a step's checkpoint, the same in every experiment."""
     return {"backbone": b"shared " * 20, "head": f"{trial} {step}".encode() * 9}
 
 
 class SmallAttempt(Attempt):
-    """Has the `content` of each step."""
+    """Saves the files of `make_step_files`."""
 
     def files(self, step: int) -> Files:
         return make_step_files(self.trial.id, step)
@@ -75,7 +75,7 @@ class SmallSearch(Search):
 
 
 def make_search(store: ObjectStore) -> SmallSearch:
-    """One ended trial, one running trial with a step that is not saved, and one that has not begun."""
+    """Return a search with an ended trial, a running trial with an unsaved step, and one that has not started."""
     search = SmallSearch(store)
     search.append(ExperimentConfigured(settings={"num_samples": 3}))
     search.add("a")
@@ -108,5 +108,5 @@ def find_unreadable(store: ObjectStore, experiment: str, trials: Mapping[str, Tr
 
 
 def load_trial(store: ObjectStore, experiment: str, trial: str) -> Trial:
-    """The trial's state in the journal."""
+    """Load the trial's state from the journal."""
     return load_experiment(store, find_current_journal(store, experiment)).trial(trial)

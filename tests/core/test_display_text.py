@@ -142,8 +142,7 @@ def test_an_events_and_a_messages_text_can_be_read_back(text: str) -> None:
 @pytest.mark.parametrize("path", ["/tmp/plain", "/tmp/é", f"/tmp/{HALF}"])
 def test_a_path_goes_through_a_message_whatever_its_bytes(path: str) -> None:
     message = StepDone(report=StepReport(step=1, metrics={}), checkpoint=str(Path(path)))
-    received = from_trial_adapter.validate_json(message.model_dump_json())
-    assert received == message
+    assert from_trial_adapter.validate_json(message.model_dump_json()) == message
 
 
 KNOWN = ("cpu", "gpu", "OptunaSearch")

@@ -53,9 +53,8 @@ def corrupt_shared_blob(search: Search) -> None:
 
 
 def quarantine_keys(search: Search, *damaged: CheckpointKey) -> None:
-    """Maintenance quarantines the checkpoints that it found damaged."""
-    reasons = dict.fromkeys(damaged, "damaged")
-    quarantine(search.store, search.journal, reasons, search.chronicle.stamp())
+    """Quarantine checkpoints, like maintenance that found them damaged."""
+    quarantine(search.store, search.journal, dict.fromkeys(damaged, "damaged"), search.chronicle.stamp())
 
 
 @pytest.mark.parametrize("indexes", [[0, 1], [0], [1]], ids=["all of them", "the older", "the newer"])

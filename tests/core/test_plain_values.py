@@ -151,9 +151,9 @@ ENTRY_POINTS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_a_value_is_taken_as_the_plain_value_that_it_equals_in_each_place(entry_point: str) -> None:
     for value, plain in BY_VALUE:
-        taken = ENTRY_POINTS[entry_point](value)
-        assert (taken, canonical_json(taken)) == (plain, canonical_json(plain)), type(value)
-        assert collect_types(taken) == collect_types(plain), type(value)
+        plain_value = ENTRY_POINTS[entry_point](value)
+        assert (plain_value, canonical_json(plain_value)) == (plain, canonical_json(plain)), type(value)
+        assert collect_types(plain_value) == collect_types(plain), type(value)
 
 
 def collect_types(value: object) -> set[type]:
@@ -203,8 +203,7 @@ class Options:
 
 
 def test_a_dataclass_is_the_dict_of_its_fields_and_an_option_object_of_this_package_is_no_value() -> None:
-    config = Options(Kind.LINEAR, Pair(1, np.int8(2)))
-    assert config_to_json(config) == {"kind": "linear", "pair": [1, 2]}
+    assert config_to_json(Options(Kind.LINEAR, Pair(1, np.int8(2)))) == {"kind": "linear", "pair": [1, 2]}
     assert pt.space_from_json({"x": {"y": [1]}}) == {"x": {"y": [1]}}
     for value in (pt.ASHA(max_t=9), pt.MaxSteps(3), pt.RandomSearch(), pt.Retention(last=1)):
         for read in (resolve_constant, lambda value: config_to_json({"x": value})):
@@ -311,8 +310,8 @@ REAL_OPTIONS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("option", WHOLE_OPTIONS)
 def test_a_whole_number_of_any_kind_is_taken_by_value_and_nothing_else_is(option: str) -> None:
-    taken = [WHOLE_OPTIONS[option](value) for value in WHOLE]
-    assert {(type(value), value) for value in taken} == {(int, 3)}
+    plain_values = [WHOLE_OPTIONS[option](value) for value in WHOLE]
+    assert {(type(value), value) for value in plain_values} == {(int, 3)}
     wrong = [*NO_NUMBER, 3.0, 2.5, np.float64(3)]
     accepted = [value for value in wrong if not is_refused(WHOLE_OPTIONS[option], value)]
     assert accepted == ([[3]] if option == "processes_per_trial" else [])
@@ -320,8 +319,8 @@ def test_a_whole_number_of_any_kind_is_taken_by_value_and_nothing_else_is(option
 
 @pytest.mark.parametrize("option", REAL_OPTIONS)
 def test_a_number_of_any_kind_is_taken_by_value_and_one_that_is_not_finite_is_refused(option: str) -> None:
-    taken = [REAL_OPTIONS[option](value) for value in REAL]
-    assert {(type(value), value) for value in taken} == {(float, 2.5)}
+    plain_values = [REAL_OPTIONS[option](value) for value in REAL]
+    assert {(type(value), value) for value in plain_values} == {(float, 2.5)}
     assert [value for value in NO_NUMBER if not is_refused(REAL_OPTIONS[option], value)] == []
 
 

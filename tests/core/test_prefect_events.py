@@ -66,7 +66,7 @@ def commit(step: int, sequence: int, **options: Any) -> CheckpointCommitted:
 
 
 def make_payloads(*events: Event) -> list[dict[str, object]]:
-    """The payloads of all Prefect events of these journal events, with their names as `name`."""
+    """Return the payloads of these journal events that become Prefect events, with their names as `name`."""
     state: Experiment = empty_experiment(first_generation("first"))
     results: list[dict[str, object]] = []
     for event in events:
@@ -102,18 +102,18 @@ def test_an_event_of_the_journal_is_a_prefect_event_with_its_type_and_its_conten
 
 def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=LONG)
-    again = AttemptStarted(trial=T, attempt=2, from_step=1, from_sequence=3)
-    ended, restored = make_payloads(ADDED, STARTED, report(1), commit(1, 3), died, again)[2:]
+    restart = AttemptStarted(trial=T, attempt=2, from_step=1, from_sequence=3)
+    ended, restored = make_payloads(ADDED, STARTED, report(1), commit(1, 3), died, restart)[2:]
     assert (ended["cause"], ended["reason"]) == ("machine", abbreviate(LONG))
     assert (ended["status"], ended["attempt"], ended["step"]) == ("interrupted", 1, 1)
     assert (restored["attempt"], restored["from_step"]) == (2, 1)
     spent = make_reason("max-failures", failures=1, limit=0, error="division by zero")
     (errored,) = make_payloads(ADDED, STARTED, TrialErrored(trial=T, cause=Cause.TRAINABLE, reason=spent))[1:]
-    assert (errored["name"], errored["cause"], errored["status"]) == (
+    assert [errored[key] for key in ("name", "cause", "status")] == [
         "prefect-tune.trial-errored",
         "trainable",
         "errored",
-    )
+    ]
     assert (errored["reason"], errored["reason_code"]) == (str(spent), "max-failures")
 
 
@@ -142,8 +142,7 @@ def test_every_turn_of_a_trial_is_emitted() -> None:
         "trial-paused",
         "trial-resumed",
     ]
-    more = TrialRequeued(trial=T, reason="more")
-    assert event_names(ADDED, STARTED, pause, end, more) == [
+    assert event_names(ADDED, STARTED, pause, end, TrialRequeued(trial=T, reason="more")) == [
         "attempt-started",
         "trial-paused",
         "trial-finished",
@@ -152,8 +151,7 @@ def test_every_turn_of_a_trial_is_emitted() -> None:
 
 
 def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
-    origin = CheckpointOrigin(trial="00007", step=4, sequence=2)
-    copy = CheckpointRef(step=4, sequence=2, origin=origin)
+    copy = CheckpointRef(step=4, sequence=2, origin=CheckpointOrigin(trial="00007", step=4, sequence=2))
     cloned = event_payload(CheckpointCloned(trial=T, checkpoint=copy, source="00007", config={"lr": 1}, reason="worse"))
     assert (cloned["source"], cloned["config"], cloned["reason"]) == ("00007", {"lr": 1}, "worse")
     assert cloned["checkpoint"] == copy.model_dump(mode="json")
@@ -164,22 +162,21 @@ def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
     assert event_names(ADDED, launched, received, STARTED, *(report(step) for step in range(1, 99))) == [
         "attempt-started"
     ]
-    types = {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])}
-    assert types > NOT_EMITTED
+    assert {kind.model_fields["type"].default for kind in get_args(get_args(Event)[0])} > NOT_EMITTED
 
 
 def test_texts_and_tables_are_short_and_all_is_json() -> None:
     metrics = {f"m{number}": number for number in range(50)}
     report = {"text": LONG, "metrics": {**metrics}, "list": list(range(50)), "yes": True, "none": None}
-    cut = abbreviate(report)
-    assert cut == {
+    abbreviated = abbreviate(report)
+    assert abbreviated == {
         "text": "x" * 499 + "…",
         "metrics": {f"m{number}": number for number in range(20)},
         "list": list(range(20)),
         "yes": True,
         "none": None,
     }
-    assert json.dumps(cut)
+    assert json.dumps(abbreviated)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +229,7 @@ LOSS = make_objective("loss", "min")
 
 
 def train_trial(state: Experiment, trial: str, *losses: float, saved: bool = True, ends: bool = False) -> Experiment:
-    """A trial that reports and saves these losses."""
+    """Add a trial that reports and saves these losses."""
     events: list[Event] = [TrialAdded(trial=trial, config={}), AttemptStarted(trial=trial, attempt=1, from_step=0)]
     for step, loss in enumerate(losses, 1):
         metrics = {"other": 1, "loss": loss}
@@ -292,8 +289,8 @@ def test_without_an_objective_and_without_the_metric_nothing_is_better() -> None
     state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5, ends=True)
     assert BestModelTracker(None, state).on_trial_ended(state.trial("00000")) is None
     assert BestModelTracker(None, state).trial is None
-    elsewhere = BestModelTracker(make_objective("accuracy", "max"), state)
-    assert elsewhere.on_commit(state.trial("00000")) is None
+    tracker = BestModelTracker(make_objective("accuracy", "max"), state)
+    assert tracker.on_commit(state.trial("00000")) is None
 
 
 def test_the_best_checkpoint_is_of_all_commits_and_of_equal_ones_each_trials_first() -> None:

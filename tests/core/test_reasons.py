@@ -38,8 +38,7 @@ def iter_make_reason_calls() -> Iterator[tuple[str, ast.Call]]:
 def test_each_reason_of_the_package_has_a_sentence_that_takes_its_arguments() -> None:
     used = set()
     for location, call in iter_make_reason_calls():
-        code = call.args[0]
-        for name in [str(part.value) for part in ast.walk(code) if isinstance(part, ast.Constant)]:
+        for name in [str(part.value) for part in ast.walk(call.args[0]) if isinstance(part, ast.Constant)]:
             assert name in reasons._SENTENCES, f"{location}: {name}"
             used.add(name)
             passed = {keyword.arg for keyword in call.keywords if keyword.arg}
@@ -91,9 +90,9 @@ def test_a_reason_is_a_sentence_for_people(reason: Reason, sentence: str) -> Non
 
 
 def test_the_same_error_is_known_whatever_its_rank_traceback_and_retries() -> None:
-    again = make_reason("raised", type="ValueError", text="no", location="train.py:10", traceback="other", rank=2)
-    same = make_reason("max-failures", failures=1, limit=0, error=ERROR)
-    assert summarize_error(same) == summarize_error(again)
+    repeated = make_reason("raised", type="ValueError", text="no", location="train.py:10", traceback="other", rank=2)
+    wrapped = make_reason("max-failures", failures=1, limit=0, error=ERROR)
+    assert summarize_error(wrapped) == summarize_error(repeated)
     assert summarize_error(ERROR) != summarize_error(make_reason("raised", type="KeyError", text="no"))
     assert summarize_error(ERROR) != summarize_error(make_reason("silent", seconds=3.0))
 
@@ -210,6 +209,5 @@ def test_a_number_that_json_lacks_is_a_text() -> None:
 def test_what_a_dead_process_printed_last_is_shown_with_its_error_and_does_not_tell_errors_apart() -> None:
     died = process_end_reason(ProcessEnd(exit_code=3, output="dying words"))
     assert str(died) == "the trial's process exited with code 3\nlast output:\ndying words"
-    other = process_end_reason(ProcessEnd(exit_code=3, output="others"))
-    assert summarize_error(died) == summarize_error(other)
+    assert summarize_error(died) == summarize_error(process_end_reason(ProcessEnd(exit_code=3, output="others")))
     assert str(summarize_error(make_reason("max-failures", failures=1, limit=0, error=died))).endswith("code 3")

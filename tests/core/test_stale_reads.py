@@ -41,40 +41,41 @@ OPERATIONS = 40
 
 
 def switch_after(operations: int) -> Choice:
-    """The first process does `operations` operations, then the second runs to its end, then the rest of the first."""
-    left = [operations]
+    """Run `operations` operations of the first process, then the whole second one, then the rest of the first."""
+    remaining = [operations]
 
     def choose(running: Sequence[int], _state: object) -> int:
-        left[0] -= 1
-        return 0 if 0 in running and (left[0] >= 0 or 1 not in running) else 1
+        remaining[0] -= 1
+        return 0 if 0 in running and (remaining[0] >= 0 or 1 not in running) else 1
 
     return choose
 
 
 def delete_until(
-    store: MemoryStore, experiment: str, nth: int, way: Failure, last: Sequence[CheckpointKey] = ()
+    store: MemoryStore, experiment: str, nth: int, failure: Failure, last: Sequence[CheckpointKey] = ()
 ) -> bool:
-    """Delete the experiment, die at write `nth`; of one deletion, `last` goes last. Return whether it died."""
-    kept = {key.manifest_path: store.objects[key.manifest_path] for key in last}
-    dying = DyingStore(store, nth, way, only=WRITES)
+    """Delete the experiment, `last` at the end, and crash at write `nth`; return whether it crashed."""
+    last_objects = {key.manifest_path: store.objects[key.manifest_path] for key in last}
+    dying = DyingStore(store, nth, failure, only=WRITES)
     with suppress(Crash):
-        owner = Owner(name="remover", host="here", pid=1)
-        delete_generation(dying, first_generation(experiment), owner, STAMP)
-    store.objects.update(kept)
+        delete_generation(dying, first_generation(experiment), Owner(name="remover", host="here", pid=1), STAMP)
+    store.objects.update(last_objects)
     return dying.dead
 
 
 def iter_interrupted_deletions(scene: Scene) -> Iterator[Scene]:
-    """The scene after each write at which deleting its source's experiment may die."""
-    for nth, way in ((nth, way) for nth in itertools.count(1) for way in (Failure.CRASH_AFTER, Failure.TORN)):
+    """Yield the scene after each write at which the deletion of its experiment may crash."""
+    for nth, failure in (
+        (nth, failure) for nth in itertools.count(1) for failure in (Failure.CRASH_AFTER, Failure.TORN)
+    ):
         found = scene.copy()
-        if not delete_until(found.store, SEARCH.experiment, nth, way, found.to_delete):
+        if not delete_until(found.store, SEARCH.experiment, nth, failure, found.to_delete):
             return
         yield found
 
 
 def make_superseded_owner() -> Session:
-    """An owner with a retired checkpoint to delete, whose successor has deleted the owner's other checkpoints."""
+    """Return an owner with a retired checkpoint to delete, whose other checkpoints a successor has deleted."""
     old = make_old_owner(3)
     successor = Session(old.store, old.witness, owner="successor", cleanup="none")
     successor.open()
@@ -102,8 +103,7 @@ def test_a_manifest_that_the_journal_needs_and_that_is_missing_is_damage_for_a_s
     last.open()
     needed = newest_checkpoint_key(KEY, last.trial)
     assert needed
-    assert isinstance(old.store, MemoryStore)
-    del old.store.objects[needed.manifest_path]
+    del old.objects[needed.manifest_path]
     with pytest.raises(CheckpointCorrupt, match=needed.name):
         old.delete_checkpoints(old.to_delete)
 
@@ -135,7 +135,7 @@ def test_an_owner_whose_search_is_being_deleted_is_superseded_wherever_the_delet
 
 
 def retire_at_each_operation(read: Callable[[Scene, ObjectStore], None]) -> Iterator[list[str]]:
-    """A trial that retires and deletes all its checkpoints between any two operations of a reader."""
+    """Retire and delete all checkpoints of a trial between any two operations of a reader."""
     scene_before = plain_scene()
     for operations in range(OPERATIONS):
         scene = scene_before.copy()
@@ -164,8 +164,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_restored_is_whole_or_not_found
     def read(scene: Scene, store: ObjectStore) -> None:
         key = newest_key(scene)
         try:
-            files = load_files(store, read_manifest(store, key))
-            outcomes.add(files == scene.chronicle.saved[key.folder])
+            outcomes.add(load_files(store, read_manifest(store, key)) == scene.chronicle.saved[key.folder])
         except CheckpointNotFound:
             outcomes.add("not found")
 
@@ -196,8 +195,7 @@ def test_a_checkpoint_that_is_retired_while_it_is_inspected_is_not_damaged() -> 
     damage: list[str | None] = []
 
     def inspect(scene: Scene, store: ObjectStore) -> None:
-        inspections = inspect_live_checkpoint(store, newest_key(scene))
-        damage.extend(inspection.damage for inspection in inspections)
+        damage.extend(inspection.damage for inspection in inspect_live_checkpoint(store, newest_key(scene)))
 
     assert [errors for errors in retire_at_each_operation(inspect) if errors] == []
     assert set(damage) == {None}

@@ -1,4 +1,4 @@
-"""Journals in which one decision is altered, and the chain of digests made anew."""
+"""Alter one decision of a journal, and compute the chain of digests again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from prefect_tune.core.values import digest_of
 
 @dataclass(frozen=True)
 class Alteration:
-    """One event of a journal, and what stands in its place."""
+    """One event of a journal, and the events that replace it."""
 
     entry: int
     kind: str
@@ -47,7 +47,7 @@ def load_entries(target: Path, key: JournalKey) -> list[Entry]:
 
 
 def iter_alterations(entries: Sequence[Entry]) -> Iterator[Alteration]:
-    """Yield every alteration of a proposal or decision, in the order of the journal."""
+    """Yield every alteration of a proposal or decision, in journal order."""
     trials = [event.trial for entry in entries for event in entry.events if isinstance(event, TrialAdded)]
     running: set[str] = set()
     for entry in entries:
@@ -71,8 +71,7 @@ def _iter_changes(event: Event, trials: Sequence[str], running: set[str]) -> Ite
             yield "resumed trial", {"trial": next(other for other in trials if other != event.trial)}
         case TrialFinished(kind=kind) if event.trial not in running:  # else it is the end of an attempt
             yield "end", {"reason": _alter_reason(event.reason)}
-            others = [other for other in FinishKind if other is not kind]
-            yield from (("kind of end", {"kind": other}) for other in others)
+            yield from (("kind of end", {"kind": other}) for other in FinishKind if other is not kind)
         case CheckpointCloned(config=config, source=source):
             yield "configuration of a clone", {"config": {**(config or {}), "lr": 7.0}}
             yield "source of a clone", {"source": next(other for other in trials if other not in (event.trial, source))}
@@ -88,7 +87,7 @@ def _alter_reason(reason: AnyReason) -> Reason:
 
 
 def iter_inconsistencies(entries: Sequence[Entry]) -> Iterator[Alteration]:
-    """Yield alterations after which a decision is missing or superfluous, or about another report."""
+    """Yield alterations that remove or repeat a decision, or change its report."""
     for entry in entries:
         for index, event in enumerate(entry.events):
             for kind, events in _iter_inconsistencies(event):
@@ -140,7 +139,7 @@ def _iter_decisions(decision: object, trial: str, trials: Sequence[str]) -> Iter
 
 
 def write_altered_journal(target: Path, key: JournalKey, entries: Sequence[Entry], alteration: Alteration) -> None:
-    """Write the journal with this alteration to another target; the entries after it name the new digests."""
+    """Write the altered journal to another target; later entries contain the new digests."""
     folder, digest = target / key.entries_folder, ""
     folder.mkdir(parents=True)
     for entry in entries:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,7 @@ def run_interrupted_search(folder: Path, name: str) -> LocalTarget:
 
 @pytest.fixture(scope="module")
 def target_of(tmp_path_factory: pytest.TempPathFactory) -> FindTarget:
-    made: dict[str, LocalTarget] = {}
-    folder = tmp_path_factory.mktemp("audited")
-
-    def target(name: str) -> LocalTarget:
-        if name not in made:
-            made[name] = run_interrupted_search(folder, name)
-        return made[name]
-
-    return target
+    return cache(partial(run_interrupted_search, tmp_path_factory.mktemp("audited")))
 
 
 @pytest.mark.parametrize("name", long_after(4, SEARCHES))
@@ -87,7 +80,6 @@ def test_every_decision_of_a_search_that_was_interrupted_and_extended_is_derived
     assert report.summary == f"{total:,} of {total:,} proposals and decisions derived again"
     events = [event for entry in load_entries(Path(target_of(name).path), KEY) for event in entry.events]
     assert sum(report.derived.values()) + sum(report.observed.values()) == len(events)
-
     assert "trial-added" not in report.observed, "each trial is counted once, as a proposal"
 
 
@@ -128,7 +120,7 @@ def test_an_audit_runs_no_code_that_only_the_journal_names(
 
 
 def write_decision(untrusted: Untrusted) -> None:
-    """Add a proposal and a decision, for which the audit needs all parts of the search."""
+    """Journal a proposal and a decision; to audit them, all parts of the search are needed."""
     stamps = (WriteStamp(write_id=f"p{number}", at="now") for number in count())
     with untrusted.target.open(timeout=timedelta(seconds=9)) as store:
         state = load_experiment(store, KEY)
@@ -231,7 +223,7 @@ def choose_alterations(target_of: FindTarget, number: int) -> Iterator[tuple[str
 
 
 def find_missed_alterations(target_of: FindTarget, folder: Path, number: int) -> list[str]:
-    """Return the alterations at which an audit does not end, of `number`."""
+    """Return those of `number` alterations at whose entry the audit finds no difference."""
     missed = []
     for index, (name, entries, alteration) in enumerate(choose_alterations(target_of, number)):
         path = folder / str(index)

@@ -90,7 +90,7 @@ class FailingTrial:
         return self.entry.state.trial(_TRIAL).phase
 
     def spend_machine_budget(self, reason: AnyReason) -> None:
-        """Lose two attempts by the failure handler, and one more that ended for the reason `last`."""
+        """Lose two attempts by the failure handler, and one more that ended for `reason`."""
         for _ in range(2):
             self.lose_attempt()
         self.entry.add_event(make_attempt_started(self.entry.state.trial(_TRIAL)))
@@ -158,10 +158,8 @@ def test_a_trial_whose_machine_budget_an_earlier_run_has_spent_is_tried_again_wi
     failing.spend_machine_budget("not written")
     failing.failure_handler.recover_failed_trial(failing.entry.state.trial(_TRIAL), Cause.MACHINE)
     assert list(failing.ready_queue) == [_TRIAL]
-    assert (failing.entry.state.trial(_TRIAL).phase, failing.entry.state.trial(_TRIAL).machine_failures) == (
-        Phase.PENDING,
-        0,
-    )
+    trial = failing.entry.state.trial(_TRIAL)
+    assert (trial.phase, trial.machine_failures) == (Phase.PENDING, 0)
 
 
 def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> None:

@@ -59,7 +59,7 @@ def target(tmp_path: Path) -> LocalTarget:
 
 
 class Killed(BaseException):
-    """Ends a search as a kill does."""
+    """Ends a search like SIGKILL."""
 
 
 def kill_after(polls: int) -> Callable[[], bool]:
@@ -74,7 +74,7 @@ def kill_after(polls: int) -> Callable[[], bool]:
 
 
 def load_events(target: LocalTarget) -> list[tuple[int, Event]]:
-    """Return all events of the journal, each with the number of its entry."""
+    """Return all events of the journal with their entry numbers."""
     return [(entry.number, event) for entry in load_entries(Path(target.path), KEY) for event in entry.events]
 
 
@@ -90,7 +90,6 @@ def train_one_step(attempt: RemoteAttempt) -> None:
 
 
 def run_until_killed(target: LocalTarget, executor: PostingExecutor, polls: int = 3, **options: Any) -> None:
-    """Run a search that is killed."""
     with pytest.raises(Killed):
         PlannedSearch(target, executor=executor).run(kill_after(polls), num_samples=1, **options)
 
@@ -105,8 +104,7 @@ def test_posts_are_received_once_and_in_order_and_each_with_its_events_in_one_en
         attempt.save(2, 1)
         finish(attempt)
 
-    executor = PostingExecutor(act)
-    PlannedSearch(target, executor=executor).run(num_samples=1)
+    PlannedSearch(target, executor=PostingExecutor(act)).run(num_samples=1)
     events = [(number, event) for number, event in load_events(target) if getattr(event, "trial", "")]
     kinds = [type(event) for _, event in events]
     assert kinds[1:] == [
@@ -432,13 +430,13 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
     assert [attempt.trial for attempt in first.attempts] == ["00000", "00001"]
 
     class StopsOnce(planned_search._Interrupts):
-        taken = 0
+        call_count = 0
 
         def take_requests(self) -> Sequence[StopRequest]:
-            self.taken += 1
+            self.call_count += 1
             trial_request = StopRequest(write_id="w", at="", reason="by a person", term=2, trial="00001")
             experiment_request = StopRequest(write_id="x", at="", reason="by a person", term=2)
-            return [trial_request, experiment_request] if self.taken == 2 else []
+            return [trial_request, experiment_request] if self.call_count == 2 else []
 
     monkeypatch.setattr(planned_search, "_Interrupts", StopsOnce)
     second = PostingExecutor(ignore_attempt, is_detached=True)

@@ -63,7 +63,7 @@ def journal() -> WrittenEntries:
 
 @pytest.fixture
 def entry(journal: WrittenEntries) -> PendingEntry:
-    """The pending entry of an experiment with one trial, with no write for a while."""
+    """The pending entry of an experiment with two trials and a long sync period."""
     owner_change = OwnerChanged(experiment="e", generation=1, term=1, owner=Owner(name="me", host="here", pid=1))
     entry = make_pending_entry(journal, make_random_policy(), period=timedelta(minutes=5))
     for event in (owner_change, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
@@ -307,7 +307,7 @@ class ScriptedExecutor(PostingExecutor):
 
 
 def save_checkpoint(attempt: RemoteAttempt, step: int, *retired: int) -> CheckpointKey:
-    """Publish a checkpoint with bytes of its own, and post it."""
+    """Publish a checkpoint that shares no bytes, and post it."""
     report = StepReport(step=step, metrics={"loss": 1.0})
     trial = attempt.outbox.trial
     key = CheckpointKey(trial=attempt.spec.trial, step=step, sequence=trial.next_sequence)

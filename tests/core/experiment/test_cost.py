@@ -353,14 +353,13 @@ def test_the_measures_of_a_single_process_have_no_field_of_ranks() -> None:
 
 
 def test_the_cost_is_printed_in_a_sentence_and_shown_in_a_notebook_as_a_table() -> None:
-    measured = usage(start=1.0, training=8.0)
     result = cost(
         open_run(1, 0, 1),
         add_trial(),
         start(1, 0),
         report(4, 8.0),
         commit(1, 1, 8.0),
-        TrialFinished(trial="t", reason="done", usage=measured),
+        TrialFinished(trial="t", reason="done", usage=usage(start=1.0, training=8.0)),
         free_slot(1, 0, 10),
         until=10,
     )

@@ -240,7 +240,7 @@ def make_saved_trial(*steps: int) -> Trial:
 
 
 def end_attempt(trial: Trial, *, cause: Cause, at_start: bool) -> tuple[Trial, FailureDecision]:
-    """Restore the newest checkpoint, end the attempt with `cause`, and apply the verdict."""
+    """Restore the newest checkpoint, end the attempt with `cause`, and apply the decision."""
     newest = newest_checkpoint(trial)
     assert newest is not None
     start = AttemptStarted(trial="t", attempt=trial.attempt + 1, from_step=newest.step, from_sequence=newest.sequence)
@@ -527,11 +527,11 @@ def test_a_plateau_has_a_metric_of_its_own_or_that_of_the_search() -> None:
 
 def test_stoppers_of_trials_and_of_the_experiment_are_combined_and_taken_apart() -> None:
     steps, time = MaxSteps(3), MaxTime(timedelta(seconds=1))
-    whole = steps | MaxFailures(1) | time | TrialBudget(9)
-    assert trial_stopper(whole) == AnyOf((steps, time))
-    assert list(experiment_stoppers(whole)) == [MaxFailures(1), TrialBudget(9)]
+    combined = steps | MaxFailures(1) | time | TrialBudget(9)
+    assert trial_stopper(combined) == AnyOf((steps, time))
+    assert list(experiment_stoppers(combined)) == [MaxFailures(1), TrialBudget(9)]
     assert (trial_stopper(TrialBudget(9) | steps), trial_stopper(TrialBudget(9))) == (steps, Never())
-    assert (whole.stop_reason([make_report(1)]), MaxFailures(1).stop_reason([make_report(1)])) == (None, None)
+    assert (combined.stop_reason([make_report(1)]), MaxFailures(1).stop_reason([make_report(1)])) == (None, None)
     assert not MaxFailures(1).needs_history
 
 

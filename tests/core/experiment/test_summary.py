@@ -66,11 +66,7 @@ def test_a_report_without_the_metric_is_passed_over(missing: dict[str, object]) 
 def test_trials_that_can_be_compared_are_ranked_and_of_equals_the_first_proposed_is_the_better() -> None:
     metrics_by_trial = {"a": {"loss": 2.0}, "b": {}, "c": {"loss": 1.0}, "d": {"loss": "text"}, "e": {"loss": 1.0}}
     trials = [Trial(id=name, config={}, metrics=metrics) for name, metrics in metrics_by_trial.items()]
-    assert [(trial.id, losses) for trial, losses in rank_trials(trials, LOSS)] == [
-        ("c", (1,)),
-        ("e", (1,)),
-        ("a", (2,)),
-    ]
+    assert [(trial.id, loss) for trial, loss in rank_trials(trials, LOSS)] == [("c", (1,)), ("e", (1,)), ("a", (2,))]
     assert [trial.id for trial in sort_trials(trials, LOSS)] == ["c", "e", "a", "b", "d"]
     assert rank_trials(trials, None) == []
     assert sort_trials(trials, None) == trials
@@ -115,8 +111,7 @@ def test_modes_that_do_not_fit_the_metrics_are_refused(metric: list[str] | str, 
 
 
 def test_one_mode_serves_all_metrics() -> None:
-    both = make_objective(["loss", "size"], "max")
-    assert both == Objective(metrics=("loss", "size"), modes=("max", "max"))
+    assert make_objective(["loss", "size"], "max") == Objective(metrics=("loss", "size"), modes=("max", "max"))
     assert make_objective(None, "min") is None
 
 

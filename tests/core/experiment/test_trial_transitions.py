@@ -316,22 +316,16 @@ def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happe
         died = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="", before_first_step=True)
         trial = apply_trial_event(trial, died)
         assert trial.consecutive_start_failures == count
-    elsewhere = trial.model_copy(update={"checkpoints": (CheckpointRef(step=2, sequence=5),)})
-    assert (
-        apply_trial_event(
-            elsewhere, AttemptStarted(trial="t", attempt=5, from_step=2, from_sequence=5)
-        ).consecutive_start_failures
-        == 0
-    )
+    other = trial.model_copy(update={"checkpoints": (CheckpointRef(step=2, sequence=5),)})
+    other = apply_trial_event(other, AttemptStarted(trial="t", attempt=5, from_step=2, from_sequence=5))
+    assert other.consecutive_start_failures == 0
     later = apply_trial_event(trial, AttemptStarted(trial="t", attempt=5, from_step=3, from_sequence=7))
-    assert (
-        apply_trial_event(later, AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason="")).consecutive_start_failures
-        == 0
-    )
+    later = apply_trial_event(later, AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason=""))
+    assert later.consecutive_start_failures == 0
 
 
 @pytest.mark.parametrize(
-    ("reached", "elsewhere", "wasted", "at_least"),
+    ("last_known_step", "is_remote", "steps", "at_least"),
     [
         pytest.param(None, False, 2, False, id="its owner has journaled its end"),
         pytest.param(0, False, 2, True, id="no live status"),
@@ -341,18 +335,18 @@ def test_deaths_at_one_and_the_same_start_are_counted_until_something_else_happe
     ],
 )
 def test_steps_of_a_lost_attempt_are_wasted_up_to_the_last_that_is_known(
-    reached: int | None, wasted: int, *, elsewhere: bool, at_least: bool
+    last_known_step: int | None, steps: int, *, is_remote: bool, at_least: bool
 ) -> None:
     """The journal has steps up to 5, and a checkpoint of step 3."""
-    adoption = CheckpointsAdopted(last_known_steps={} if reached is None else {"t": reached})
+    adoption = CheckpointsAdopted(last_known_steps={} if last_known_step is None else {"t": last_known_step})
     ended = AttemptEnded(trial="t", cause=Cause.MACHINE, reason="lost")
-    trial = apply_trial_event(apply_adoption(trial_in(RUNNING, outbox=1 if elsewhere else None), adoption), ended)
+    trial = apply_trial_event(apply_adoption(trial_in(RUNNING, outbox=1 if is_remote else None), adoption), ended)
     trial = apply_trial_event(trial, started := AttemptStarted(trial="t", attempt=2, from_step=3, from_sequence=7))
-    assert (trial.recomputed_steps, trial.recomputed_is_lower_bound) == (wasted, at_least)
+    assert (trial.recomputed_steps, trial.recomputed_is_lower_bound) == (steps, at_least)
     trial_again = apply_trial_event(trial, ended)
     trial_again = apply_trial_event(trial_again, started.model_copy(update={"attempt": 3}))
-    assert (trial_again.recomputed_steps, trial_again.recomputed_is_lower_bound) == (wasted, at_least)  # counted once
-    count = f"{'at least ' * at_least}{wasted}"
+    assert (trial_again.recomputed_steps, trial_again.recomputed_is_lower_bound) == (steps, at_least)  # counted once
+    count = f"{'at least ' * at_least}{steps}"
     assert trial.recomputed_steps_text == count
     text = f"{count} steps"
     assert format_recomputed_steps(trial.recomputed_steps, at_least=trial.recomputed_is_lower_bound) == text
@@ -373,13 +367,9 @@ def test_giving_up_and_finishing_say_why() -> None:
 
 def test_who_is_requeued_has_fresh_budgets() -> None:
     spent = trial_in(ERRORED, trainable_failures=4, machine_failures=11, consecutive_start_failures=3)
-    again = apply_trial_event(spent, EVENTS["trial-requeued"])
-    assert (again.trainable_failures, again.machine_failures, again.consecutive_start_failures, again.reason) == (
-        0,
-        0,
-        0,
-        "more",
-    )
+    requeued = apply_trial_event(spent, EVENTS["trial-requeued"])
+    assert (requeued.trainable_failures, requeued.machine_failures, requeued.consecutive_start_failures) == (0, 0, 0)
+    assert requeued.reason == "more"
 
 
 def test_the_newest_checkpoint_has_a_key_on_the_target() -> None:
@@ -413,17 +403,10 @@ def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
     folder = TrialKey(experiment="e", generation=1, trial="t")
     key = CheckpointKey(trial=folder, step=3, sequence=7)
     trial = trial_in(FINISHED, clones=(Clone(step=3, sequence=7, trial="u", clone_sequence=4),))
-    assert (is_live_checkpoint(trial, key), is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (
-        True,
-        False,
-        False,
-    )
+    predicates = (is_live_checkpoint, is_cloned_checkpoint, is_deletable_checkpoint)
+    assert [predicate(trial, key) for predicate in predicates] == [True, False, False]
     trial = apply_trial_event(trial, CheckpointsRetired(trial="t", retired_sequences=(7,)))
-    assert (is_live_checkpoint(trial, key), is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (
-        False,
-        True,
-        False,
-    )
+    assert [predicate(trial, key) for predicate in predicates] == [False, True, False]
     trial = trial.model_copy(update={"clones": ()})
     assert (is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (False, True)
     origin = CheckpointOrigin(trial=key.trial.trial, step=key.step, sequence=key.sequence)
@@ -436,7 +419,7 @@ def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
 
 
 def describe_status(*events: AnyTrialEvent | StopRequested, steps: int = 3) -> tuple[str, str]:
-    """Return the status, and its label, of a trial that has trained so many steps before these events."""
+    """Return the status and label of a trial after `steps` steps and these events."""
     search = JournalBuilder()
     search.add_trial("t", {"x": 1})
     if steps:

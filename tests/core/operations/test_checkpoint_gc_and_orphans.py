@@ -17,7 +17,6 @@ from prefect_tune.core.errors import (
     UnknownVersion,
 )
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -41,17 +40,8 @@ from tests.fakes.stores.memory_store import MemoryStore
 pytestmark = pytest.mark.usefixtures("tiny_blobs")
 
 
-def live_keys(trial: Trial) -> list[CheckpointKey]:
-    return [CheckpointKey(trial=KEY, step=ref.step, sequence=ref.sequence) for ref in trial.checkpoints]
-
-
-def objects(session: Session) -> dict[str, bytes]:
-    assert isinstance(session.store, MemoryStore)
-    return session.store.objects
-
-
 def train_session(steps: int, retention: Retention | None = None) -> Session:
-    """An owner after `steps` steps, each saved and none collected."""
+    """Return an owner after `steps` steps, each saved and none deleted."""
     session = Session(MemoryStore(), Witness(), retention=retention or Retention())
     session.open()
     session.start()
@@ -67,11 +57,11 @@ def train_session(steps: int, retention: Retention | None = None) -> Session:
 def test_what_live_checkpoints_share_with_a_retired_one_stays() -> None:
     session = train_session(3, Retention(last=2))
     (retired,) = session.to_delete
-    before = set(objects(session))
+    before = set(session.objects)
 
     deleted = delete_retired_objects(session.store, KEY, session.trial, session.to_delete)
 
-    removed = before - set(objects(session))
+    removed = before - set(session.objects)
     assert retired.manifest_path in removed
     assert len(removed) == deleted == 3  # the blobs of cycle and head, and the manifest; the backbone stays
     session.open()
@@ -81,16 +71,16 @@ def test_what_live_checkpoints_share_with_a_retired_one_stays() -> None:
 def test_deleting_twice_is_deleting_once() -> None:
     session = train_session(3, Retention(last=1))
     delete_retired_objects(session.store, KEY, session.trial, session.to_delete)
-    remaining = dict(objects(session))
+    remaining = dict(session.objects)
     assert delete_retired_objects(session.store, KEY, session.trial, session.to_delete) == 0
-    assert objects(session) == remaining
+    assert session.objects == remaining
 
 
 def test_a_live_checkpoint_is_never_deleted_whoever_asks() -> None:
     session = train_session(2)
-    before = dict(objects(session))
-    assert delete_retired_objects(session.store, KEY, session.trial, live_keys(session.trial)) == 0
-    assert objects(session) == before
+    before = dict(session.objects)
+    assert delete_retired_objects(session.store, KEY, session.trial, session.live_keys()) == 0
+    assert session.objects == before
 
 
 def test_nothing_is_deleted_that_no_retirement_protects_from_being_reused() -> None:
@@ -98,31 +88,31 @@ def test_nothing_is_deleted_that_no_retirement_protects_from_being_reused() -> N
     session.train()
     session.publish()  # and never journaled
     stray = CheckpointKey(trial=KEY, step=2, sequence=session.trial.next_sequence)
-    before = dict(objects(session))
+    before = dict(session.objects)
 
     assert delete_retired_objects(session.store, KEY, session.trial, [stray]) == 0
-    assert objects(session) == before
+    assert session.objects == before
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"{}"])
 def test_with_a_live_manifest_unreadable_nothing_is_deleted_on_a_guess(damage: bytes | None) -> None:
     session = train_session(3, Retention(last=2))
-    path = live_keys(session.trial)[0].manifest_path
+    path = session.live_keys()[0].manifest_path
     if damage is None:
-        del objects(session)[path]
+        del session.objects[path]
     else:
-        objects(session)[path] = damage
-    before = dict(objects(session))
+        session.objects[path] = damage
+    before = dict(session.objects)
 
     with pytest.raises(CheckpointCorrupt, match=r"manifest\.json"):
         delete_retired_objects(session.store, KEY, session.trial, session.to_delete)
-    assert objects(session) == before
+    assert session.objects == before
 
 
 def test_a_retired_manifest_that_is_damaged_goes_and_its_blobs_are_found_as_orphans() -> None:
     session = train_session(3, Retention(last=2))
     (retired,) = session.to_delete
-    objects(session)[retired.manifest_path] = b"torn"
+    session.objects[retired.manifest_path] = b"torn"
 
     assert delete_retired_objects(session.store, KEY, session.trial, session.to_delete) == 1
 
@@ -135,10 +125,10 @@ def test_a_retired_manifest_that_is_damaged_goes_and_its_blobs_are_found_as_orph
 
 def test_foreign_files_among_the_blobs_are_left_alone() -> None:
     session = train_session(3, Retention(last=2))
-    objects(session)[f"{KEY.blobs_folder}/README"] = b"mine"
+    session.objects[f"{KEY.blobs_folder}/README"] = b"mine"
     session.delete_checkpoints(session.to_delete)
     assert find_orphan_blobs(session.store, KEY, session.trial) == []
-    assert objects(session)[f"{KEY.blobs_folder}/README"] == b"mine"
+    assert session.objects[f"{KEY.blobs_folder}/README"] == b"mine"
 
 
 def test_a_save_under_way_is_no_leftover_and_a_quarantined_checkpoint_is_kept_to_be_looked_at() -> None:
@@ -148,23 +138,21 @@ def test_a_save_under_way_is_no_leftover_and_a_quarantined_checkpoint_is_kept_to
     )
     session.train()
     session.publish()
-    objects(session)[f"{KEY.checkpoints_folder}/notes.txt"] = b"mine"
+    session.objects[f"{KEY.checkpoints_folder}/notes.txt"] = b"mine"
 
     assert find_leftover_manifests(session.store, KEY, session.trial) == []
     session.open()
-    leftovers = find_leftover_manifests(session.store, KEY, session.trial)
-    assert leftovers == []
+    assert find_leftover_manifests(session.store, KEY, session.trial) == []
 
 
 # ----------------------------------------------------------------------------------------------- adopt
 
 
 def open_by_new_owner(session: Session) -> Session:
-    """A new owner that has opened the experiment but not adopted any save yet."""
+    """Return a new owner that has acquired the experiment but not adopted any save yet."""
     new = Session(session.store, session.witness, owner="new")
     stamp = new.witness.stamp()
-    owner = new.make_owner()
-    new.experiment = journal.acquire_ownership(session.store, first_generation("e"), owner, stamp)
+    new.experiment = journal.acquire_ownership(session.store, first_generation("e"), new.make_owner(), stamp)
     return new
 
 
@@ -239,7 +227,7 @@ def test_a_damaged_manifest_is_quarantined_and_the_one_before_it_adopted(data: b
     good = session.publish()
     for step in (3, 4):  # the same sequence twice counts once
         damaged = CheckpointKey(trial=KEY, step=step, sequence=good.sequence + 1)
-        objects(session)[damaged.manifest_path] = data
+        session.objects[damaged.manifest_path] = data
     session.append([StepReported(trial="t", report=session.pending[0])])
     session.append([])
     new = open_by_new_owner(session)
@@ -259,8 +247,8 @@ def test_a_manifest_of_a_newer_version_stops_the_opening() -> None:
     session = train_session(0)
     session.train()
     session.publish()
-    (path,) = (path for path in objects(session) if path.endswith("manifest.json"))
-    objects(session)[path] = objects(session)[path].replace(b'"version":3', b'"version":4')
+    (path,) = (path for path in session.objects if path.endswith("manifest.json"))
+    session.objects[path] = session.objects[path].replace(b'"version":3', b'"version":4')
     new = open_by_new_owner(session)
     with pytest.raises(UnknownVersion, match="upgrade"):
         make_adoption_events(new.store, new.experiment)
@@ -282,7 +270,7 @@ def test_a_manifest_that_vanishes_is_not_there_and_one_that_cannot_be_read_stops
 
     new = open_by_new_owner(session)
     store = Failing()
-    store.objects = objects(session)
+    store.objects = session.objects
     if error is ObjectNotFound:
         assert [type(event) for event in make_adoption_events(store, new.experiment)] == [
             CheckpointsAdopted,

@@ -43,7 +43,7 @@ def remove(store: ObjectStore, experiment: str, write_id: str = "r") -> int:
 
 
 def remaining_paths(store: MemoryStore) -> set[str]:
-    """All objects but the marker of each name's current generation."""
+    """Return all objects except the marker of each name's current generation."""
     names = {path.partition("/")[0] for path in store.objects}
     markers = {f"{name}/generations/{find_current_generation(store, name):010d}.json" for name in names}
     return store.objects.keys() - markers
@@ -54,14 +54,14 @@ def paths_below(store: MemoryStore, folder: str) -> set[str]:
 
 
 def begin_fork_of_old(store: MemoryStore) -> Callable[[], ForkResult]:
-    """Open the experiment `new` as a fork, and return the act that makes it one."""
+    """Create the experiment `new` as an incomplete fork; return a function that completes it."""
     fork_point, stamp = load_fork_point(store, first_generation("old"), None), WriteStamp(write_id="new", at="")
     new = begin_fork(store, first_generation("new"), fork_point.origin, OWNER, stamp)
     return lambda: complete_fork(store, fork_point, new, stamp)
 
 
 def make_fork_and_origin() -> MemoryStore:
-    """A fork, and an origin that has since retired every checkpoint that the fork has."""
+    """Return a fork, and an origin that has since retired every checkpoint of the fork."""
     store = MemoryStore()
     old = make_search(store)
     make_fork(store)
@@ -112,7 +112,7 @@ def test_what_is_not_there_is_deleted_already_and_what_cannot_be_read_stays() ->
 
 
 class PausingStore(StoreWrapper):
-    """A store that calls `act` once, before the first operation for which `is_it` is true."""
+    """A store that calls `act` once, before the first operation for which `is_due` is true."""
 
     def __init__(self, inner: ObjectStore, is_due: Callable[[str, str], bool], interrupt: Callable[[], object]) -> None:
         super().__init__(inner)
@@ -290,7 +290,7 @@ def search_scene() -> Scene:
 
 
 def fork_scene() -> Scene:
-    """A fork whose origin has since retired every checkpoint that the fork has."""
+    """Return a fork whose origin has since retired every checkpoint of the fork."""
     scene = search_scene()
     make_fork(scene.store)
     for _ in range(3):
@@ -301,7 +301,7 @@ def fork_scene() -> Scene:
 
 
 def incomplete_fork_scene() -> Scene:
-    """A fork that was killed when half of its manifests were published."""
+    """Return a fork that was killed when half of its manifests were published."""
     scene = search_scene()
     with suppress(Crash):
         make_fork(DyingStore(scene.store, 4, Failure.CRASH_BEFORE, only=frozenset({"create"})))
@@ -309,7 +309,7 @@ def incomplete_fork_scene() -> Scene:
 
 
 def make_act(operation: Callable[[Scene], object], name: str) -> Act[Scene]:
-    """An act of one process; refusals and takeovers end it without an error."""
+    """Make the act of one process; refusals and takeovers end it without an error."""
 
     def act(scene: Scene) -> None:
         with suppress(TuneError):
@@ -320,7 +320,7 @@ def make_act(operation: Callable[[Scene], object], name: str) -> Act[Scene]:
 
 
 def open_loaded(scene: Scene) -> None:
-    """Read the journal, then open it with that knowledge, like a retry."""
+    """Load the experiment, then acquire it with the loaded state, like a retry."""
     loaded = load_experiment(scene.store, first_generation("old"))
     owner, stamp = Owner(name="retry", host="here", pid=9), WriteStamp(write_id="retry", at="")
     acquire_ownership(scene.store, first_generation("old"), owner, stamp, loaded=loaded)
@@ -351,7 +351,6 @@ MEETINGS: Mapping[str, tuple[Callable[[], Scene], Act[Scene], Act[Scene]]] = {
     "its fork is made whole": (incomplete_fork_scene, delete_new, make_act(fork_old, "forks")),
     "its origin saves": (fork_scene, delete_new, train_old),
 }
-"""What happens to an experiment while it is deleted."""
 WITHOUT_TRACE = {"its trial saves", "it gets another trial", "its fork saves"}
 """The acts that continue an existing journal, and so create none where the experiment is gone."""
 
@@ -370,7 +369,7 @@ def at_writes(method: str, path: str) -> bool:
 
 
 def at_checks(method: str, path: str) -> bool:
-    """Switch processes also between an owner's entry and its look for a deletion."""
+    """Switch processes also between an owner's entry and its check for a deletion."""
     return method == "delete" or (method == "size" and "/journal/" in path)
 
 
@@ -404,8 +403,7 @@ def run_within(name: str, is_point: IsPoint, *, every: int = 1, enough: int | No
 
 @pytest.mark.parametrize("name", long_after(4, MEETINGS))
 def test_whatever_is_done_within_a_deletion_or_around_it_breaks_no_promise(name: str, record_property: Record) -> None:
-    explored = run_within(name, at_writes, every=3)
-    explored.require_kept(record_property, "orders of deletions and others")
+    run_within(name, at_writes, every=3).require_kept(record_property, "orders of deletions and others")
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_TRACE))

@@ -53,15 +53,15 @@ def make_fork(store: object, number: int | None = None, name: str = "new", write
     stamp = WriteStamp(write_id=write_id, at="2026-11-21T09:00:00Z")
 
     def act() -> ForkResult:
-        past = load_fork_point(store, find_current_journal(store, "old"), number)
-        into = begin_fork(store, find_current_journal(store, name), past.origin, OWNER, stamp)
-        return complete_fork(store, past, into, stamp)
+        fork_point = load_fork_point(store, find_current_journal(store, "old"), number)
+        fork_key = begin_fork(store, find_current_journal(store, name), fork_point.origin, OWNER, stamp)
+        return complete_fork(store, fork_point, fork_key, stamp)
 
     return retry(act)
 
 
 def describe_trial(trial: Trial) -> dict[str, object]:
-    """The fields of a trial that do not locate its bytes, and do not say what it cost its origin."""
+    """Return the fields of a trial that do not locate its bytes or measure its cost."""
     excluded = {
         "attempt_records",
         "checkpoints",
@@ -81,17 +81,16 @@ def describe_trials(experiment: Experiment) -> list[dict[str, object]]:
 
 def test_a_fork_of_every_entry_is_the_origin_as_of_that_entry() -> None:
     store = MemoryStore()
-    last = make_search(store).state.entry_count
-    for number in range(1, last + 1):
-        then, _ = load_at(store, first_generation("old"), number)
+    for number in range(1, make_search(store).state.entry_count + 1):
+        origin, _ = load_at(store, first_generation("old"), number)
         fork = make_fork(store, number, f"new-{number}")
         assert load_experiment(store, first_generation(f"new-{number}")) == fork.experiment
-        assert fork.experiment.policy_event_count == then.policy_event_count
-        assert fork.experiment.settings == then.settings
+        assert fork.experiment.policy_event_count == origin.policy_event_count
+        assert fork.experiment.settings == origin.settings
         lost = {trial: {ref.step for ref in refs} for trial, refs in fork.lost_checkpoints.items()}
-        for before, now in zip(then.trials.values(), fork.experiment.trials.values(), strict=True):
+        for before, after in zip(origin.trials.values(), fork.experiment.trials.values(), strict=True):
             kept = [ref for ref in before.checkpoints if ref.step not in lost.get(before.id, ())]
-            assert describe_trial(now) == describe_trial(before.model_copy(update={"checkpoints": tuple(kept)}))
+            assert describe_trial(after) == describe_trial(before.model_copy(update={"checkpoints": tuple(kept)}))
         assert find_unreadable(store, f"new-{number}", fork.experiment.trials) == []
 
 
@@ -147,8 +146,7 @@ def test_a_clone_is_one_in_the_fork_too_and_keeps_its_origin_there() -> None:
     fork = make_fork(store).experiment
     assert fork.trial("c").checkpoints == (copy,)
     assert [clone.trial for clone in fork.trial("b").clones] == ["c"]
-    removed = delete_generation(store, first_generation("old"), OWNER, WriteStamp(write_id="r", at=""))
-    assert removed
+    assert delete_generation(store, first_generation("old"), OWNER, WriteStamp(write_id="r", at=""))
     new = SmallSearch(store, "new")
     new.start_attempt("b")
     for _ in range(3):
@@ -169,8 +167,7 @@ def test_what_is_set_aside_in_the_origin_since_is_not_copied() -> None:
 def quarantine_as_non_owner(old: SmallSearch) -> None:
     """Quarantine the newest checkpoint of trial b, without the owner's knowledge."""
     newest = old.key("b").checkpoint_key(old.state.trial("b").checkpoints[-1])
-    stamp = WriteStamp(write_id="guest", at="")
-    quarantine(old.store, old.state.key, {newest: "damaged"}, stamp)
+    quarantine(old.store, old.state.key, {newest: "damaged"}, WriteStamp(write_id="guest", at=""))
 
 
 def test_a_search_can_be_forked_in_which_a_guest_has_quarantined_a_checkpoint_during_a_save() -> None:
@@ -251,11 +248,8 @@ def test_a_stop_that_was_asked_of_the_origin_is_not_asked_of_the_fork() -> None:
     old = make_search(store)
     old.append(StopRequested(trial="b", reason="no good", request="r"), StopRequested(reason="enough"))
     fork = make_fork(store).experiment
-    assert (old.state.stop_requests, old.state.pending_stops, old.state.stop_reason) == (
-        ("r",),
-        {"b": "no good"},
-        "enough",
-    )
+    assert (old.state.stop_requests, old.state.pending_stops) == (("r",), {"b": "no good"})
+    assert old.state.stop_reason == "enough"
     assert (fork.stop_requests, fork.pending_stops, fork.stop_reason) == ((), {}, "")
 
 
@@ -276,16 +270,16 @@ def test_a_fork_can_be_forked() -> None:
     new.start_attempt("b")
     new.train_step("b")
 
-    past = load_fork_point(store, first_generation("new"), None)
+    fork_point = load_fork_point(store, first_generation("new"), None)
     stamp = WriteStamp(write_id="g", at="")
-    into = begin_fork(store, first_generation("third"), past.origin, OWNER, stamp)
-    third = complete_fork(store, past, into, stamp).experiment
+    fork_key = begin_fork(store, first_generation("third"), fork_point.origin, OWNER, stamp)
+    third = complete_fork(store, fork_point, fork_key, stamp).experiment
     assert describe_trials(third) == describe_trials(new.state)
     assert find_unreadable(store, "third", third.trials) == []
-    again = SmallSearch(store, "third")
-    again.start_attempt("b")
-    again.train_step("b")
-    assert again.state.trial("b").step == 4
+    search = SmallSearch(store, "third")
+    search.start_attempt("b")
+    search.train_step("b")
+    assert search.state.trial("b").step == 4
 
 
 def test_a_fork_that_is_there_already_stays_as_it_is() -> None:
@@ -295,9 +289,9 @@ def test_a_fork_that_is_there_already_stays_as_it_is() -> None:
     new = SmallSearch(store, "new")
     new.start_attempt("b")
     new.train_step("b")
-    again = make_fork(store, number, write_id="again").experiment
-    assert again.trial("b").step == 3
-    assert again.trials == new.state.trials
+    fork = make_fork(store, number, write_id="again").experiment
+    assert fork.trial("b").step == 3
+    assert fork.trials == new.state.trials
 
 
 @pytest.mark.parametrize(
@@ -322,44 +316,44 @@ def test_a_fork_that_cannot_be_is_refused_before_anything_is_written(number: int
 def test_of_two_who_make_the_same_fork_one_owns_it() -> None:
     store = MemoryStore()
     make_search(store)
-    past = load_fork_point(store, first_generation("old"), None)
-    one, other = WriteStamp(write_id="one", at=""), WriteStamp(write_id="other", at="")
-    first = begin_fork(store, first_generation("new"), past.origin, OWNER, one)
-    second = begin_fork(store, first_generation("new"), past.origin, OWNER, other)
+    fork_point = load_fork_point(store, first_generation("old"), None)
+    first_stamp, second_stamp = WriteStamp(write_id="one", at=""), WriteStamp(write_id="other", at="")
+    first = begin_fork(store, first_generation("new"), fork_point.origin, OWNER, first_stamp)
+    second = begin_fork(store, first_generation("new"), fork_point.origin, OWNER, second_stamp)
     with pytest.raises(Superseded):
-        complete_fork(store, past, first, one)
-    assert complete_fork(store, past, second, other).experiment.is_complete
+        complete_fork(store, fork_point, first, first_stamp)
+    assert complete_fork(store, fork_point, second, second_stamp).experiment.is_complete
     assert find_unreadable(store, "new", load_experiment(store, first_generation("new")).trials) == []
 
 
 def test_a_fork_that_is_cut_short_is_not_forked() -> None:
     store = MemoryStore()
     make_search(store)
-    past = load_fork_point(store, first_generation("old"), None)
-    begin_fork(store, first_generation("new"), past.origin, OWNER, WriteStamp(write_id="w", at=""))
+    fork_point = load_fork_point(store, first_generation("old"), None)
+    begin_fork(store, first_generation("new"), fork_point.origin, OWNER, WriteStamp(write_id="w", at=""))
     with pytest.raises(InvalidInput, match="an incomplete fork"):
         load_fork_point(store, first_generation("new"), None)
 
 
-def _crash_everywhere(only: frozenset[str] | None, ways: Sequence[Failure], *, continue_every: int) -> int:
+def _crash_everywhere(only: frozenset[str] | None, failures: Sequence[Failure], *, continue_every: int) -> int:
     original = MemoryStore()
     number = make_search(original).state.entry_count
     objects_before = dict(original.objects)
     origin = load_experiment(original, first_generation("old"))
     counting = DyingStore(original, 0, only=only)
     expected = describe_trials(make_fork(counting, number).experiment)
-    for nth, way in product(range(1, counting.total + 1), ways):
+    for nth, failure in product(range(1, counting.total + 1), failures):
         store = MemoryStore(objects_before)
         with suppress(Crash):
-            make_fork(DyingStore(store, nth, way, only=only), number)
+            make_fork(DyingStore(store, nth, failure, only=only), number)
         assert load_experiment(store, first_generation("old")) == origin
         fork = make_fork(store, number, write_id="the next").experiment
-        assert describe_trials(fork) == expected, (nth, way)
-        assert find_unreadable(store, "new", fork.trials) == [], (nth, way)
+        assert describe_trials(fork) == expected, (nth, failure)
+        assert find_unreadable(store, "new", fork.trials) == [], (nth, failure)
         assert objects_before == {path: data for path, data in store.objects.items() if path.startswith("old/")}
         if nth % continue_every == 0:
             _continue_both(store)
-    return counting.total * len(ways)
+    return counting.total * len(failures)
 
 
 def test_a_fork_that_dies_at_any_write_leaves_the_origin_as_it_was_and_is_made_by_the_next(
@@ -377,7 +371,7 @@ def test_nor_does_any_other_operation_matter(record_property: Record) -> None:
 
 
 def _continue_both(store: MemoryStore) -> None:
-    """Fork and origin miss no bytes."""
+    """Check that fork and origin lack no bytes when both continue."""
     old, new = SmallSearch(store, "old"), SmallSearch(store, "new")
     for search in (old, new, new, old):
         for _ in range(3):

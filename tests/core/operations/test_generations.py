@@ -45,7 +45,7 @@ OWNER = Owner(name="late", host="there", pid=4)
 
 
 def make_search_and_fork() -> MemoryStore:
-    """A search, and `new`, a fork of it."""
+    """Return the store of a search and of `new`, a fork of it."""
     store = MemoryStore()
     make_search(store)
     make_fork(store)
@@ -53,7 +53,7 @@ def make_search_and_fork() -> MemoryStore:
 
 
 def reuse_name(store: MemoryStore) -> SmallSearch:
-    """Use the name `new` again, for a fork of the same origin that trains on."""
+    """Use the name `new` for another fork of the same origin, and train it."""
     make_fork(store, write_id="again")
     search = SmallSearch(store, "new")
     search.start_attempt("b")
@@ -111,12 +111,12 @@ def test_a_deletion_paused_before_any_request_leaves_the_next_experiment_alone()
     assert delete_with_pauses() == []
 
 
-@pytest.mark.parametrize("way", [Failure.CRASH_BEFORE, Failure.TORN, Failure.REPLY_LOST])
-def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_used(way: Failure) -> None:
+@pytest.mark.parametrize("failure", [Failure.CRASH_BEFORE, Failure.TORN, Failure.REPLY_LOST])
+def test_a_deletion_that_dies_at_any_write_leaves_a_name_that_can_be_deleted_or_used(failure: Failure) -> None:
     objects_before = make_search_and_fork().objects
     for nth in range(1, 1000):
         store = MemoryStore(objects_before)
-        dying = DyingStore(store, nth, way, only=WRITES)
+        dying = DyingStore(store, nth, failure, only=WRITES)
         with suppress(Crash):
             remove(dying, "new")
         if (
@@ -258,7 +258,7 @@ def test_a_deletion_leaves_one_small_marker_of_the_next_generation() -> None:
 
 
 def names_writer(store: MemoryStore, name: str, generation: int) -> bool:
-    """Return whether the marker before a generation names the owner as a writer of those before."""
+    """Whether the marker before a generation names the owner as a writer of an earlier one."""
     try:
         reject_earlier_writer(store, JournalKey(experiment=JOURNAL.experiment, generation=generation), name)
     except Superseded:

@@ -51,24 +51,15 @@ def session() -> Session:
     return session
 
 
-def objects(session: Session) -> dict[str, bytes]:
-    assert isinstance(session.store, MemoryStore)
-    return session.store.objects
-
-
-def live_keys(session: Session) -> list[CheckpointKey]:
-    return [CheckpointKey(trial=KEY, step=ref.step, sequence=ref.sequence) for ref in session.trial.checkpoints]
-
-
 def share_of(key: CheckpointKey, session: Session) -> DailyShare:
-    """A share that has this checkpoint and none of the others."""
-    return next(part for day in range(9**6) if (part := DailyShare(50, day)).select_keys(live_keys(session)) == [key])
+    """Return a share that has this checkpoint and no other."""
+    return next(part for day in range(9**6) if (part := DailyShare(50, day)).select_keys(session.live_keys()) == [key])
 
 
 def flip_byte(session: Session, path: str) -> None:
-    data = bytearray(objects(session)[path])
+    data = bytearray(session.objects[path])
     data[len(data) // 2] ^= 1
-    objects(session)[path] = bytes(data)
+    session.objects[path] = bytes(data)
 
 
 # ------------------------------------------------------------------------------------------------- reading order
@@ -81,12 +72,12 @@ def make_keys(trial: str, count: int) -> set[CheckpointKey]:
 
 @pytest.mark.parametrize("parts", [1, 3, 24])
 def test_within_as_many_days_as_parts_everything_that_was_there_all_the_while_is_chosen_once(parts: int) -> None:
-    always, read = make_keys("always", 200), list[CheckpointKey]()
+    always, chosen = make_keys("always", 200), list[CheckpointKey]()
     begin = date(2026, 11, 23).toordinal() // parts * parts
     for day in range(begin, begin + parts):
         comes_and_goes = make_keys(f"t{day}", 50 * (day % 3))
-        read += set(DailyShare(parts, day).select_keys(always | comes_and_goes)) & always
-    assert sorted(read, key=lambda key: key.step) == sorted(always, key=lambda key: key.step)
+        chosen += set(DailyShare(parts, day).select_keys(always | comes_and_goes)) & always
+    assert sorted(chosen, key=lambda key: key.step) == sorted(always, key=lambda key: key.step)
 
 
 def test_a_run_once_a_week_does_not_choose_the_same_seventh_each_time() -> None:
@@ -100,19 +91,19 @@ def test_a_share_is_one_part_of_several() -> None:
     today = date(2026, 11, 23)
     assert parse_share("1/7", today) == DailyShare(7, today.toordinal())
     assert set(parse_share("1", today).select_keys(make_keys("t", 9))) == make_keys("t", 9)
-    for wrong in ("2/7", "1/0", "0.1", "", "1/7 ", "1/1000000000"):
+    for text in ("2/7", "1/0", "0.1", "", "1/7 ", "1/1000000000"):
         with pytest.raises(InvalidInput, match="share: expected one part of several, such as '1/7'"):
-            parse_share(wrong, today)
+            parse_share(text, today)
 
 
 def test_a_run_reads_all_of_its_share_within_its_limits(session: Session) -> None:
     report = inspect_checkpoints(session.store, session.experiment)
-    assert {inspection.key for inspection in report.inspected} == set(live_keys(session)) == set(report.live)
+    assert {inspection.key for inspection in report.inspected} == set(session.live_keys()) == set(report.live)
     assert (report.unread_count, report.corrupt_checkpoints) == (0, [])
     assert all(inspection.size_bytes and inspection.file_count for inspection in report.inspected)
     for part in (DailyShare(3, 3), DailyShare(3, 4), DailyShare(3, 5)):
         report = inspect_checkpoints(session.store, session.experiment, part)
-        assert [inspection.key for inspection in report.inspected] == part.select_keys(live_keys(session))
+        assert [inspection.key for inspection in report.inspected] == part.select_keys(session.live_keys())
 
 
 @pytest.mark.parametrize("limits", [{"max_bytes": 1}, {"has_time": lambda: False}])
@@ -124,30 +115,29 @@ def test_a_run_that_is_cut_short_reads_something_and_another_day_something_else(
         report = inspect_checkpoints(session.store, session.experiment, DailyShare(1, day), **limits)
         assert (len(report.inspected), report.unread_count) == (1, 7)
         read.add(report.inspected[0].key)
-    assert read == set(live_keys(session))
+    assert read == set(session.live_keys())
 
 
 # ------------------------------------------------------------------------------------------- damage
 
 
 def test_where_one_is_damaged_all_others_of_its_trial_are_read_too(session: Session) -> None:
-    shared = set.intersection(*(set(read_manifest(session.store, key).blob_paths()) for key in live_keys(session)))
+    shared = set.intersection(*(set(read_manifest(session.store, key).blob_paths()) for key in session.live_keys()))
     flip_byte(session, min(shared))
-    report = inspect_checkpoints(session.store, session.experiment, share_of(live_keys(session)[0], session))
-    assert {inspection.key for inspection in report.corrupt_checkpoints} == set(live_keys(session))
+    report = inspect_checkpoints(session.store, session.experiment, share_of(session.live_keys()[0], session))
+    assert {inspection.key for inspection in report.corrupt_checkpoints} == set(session.live_keys())
 
 
 def test_what_is_retired_while_it_is_read_is_not_damaged(session: Session) -> None:
-    (oldest, *_), before = live_keys(session), session.experiment
+    (oldest, *_), before = session.live_keys(), session.experiment
     session.append([CheckpointsRetired(trial=KEY.trial, retired_sequences=(oldest.sequence,))])
     session.delete_checkpoints([oldest])
     assert inspect_live_checkpoint(session.store, oldest) == []
-    report = inspect_checkpoints(session.store, before)
-    assert report.corrupt_checkpoints == []
+    assert inspect_checkpoints(session.store, before).corrupt_checkpoints == []
 
 
 def test_what_is_deleted_with_its_experiment_is_not_damaged(session: Session) -> None:
-    (oldest, *_) = live_keys(session)
+    (oldest, *_) = session.live_keys()
     session.append([DeletionStarted()])
     session.store.delete([oldest.manifest_path])
     assert inspect_live_checkpoint(session.store, oldest) == []
@@ -158,7 +148,7 @@ def test_what_is_deleted_with_its_experiment_is_not_damaged(session: Session) ->
 
 
 class FailingStore(MemoryStore):
-    """A store on which reads of certain paths fail, or all reads after a certain moment."""
+    """A store on which reads of certain paths fail, and optionally all reads after that."""
 
     def __init__(self, store: ObjectStore, error: TuneError, fails: Callable[[str], bool]) -> None:
         super().__init__()
@@ -167,7 +157,7 @@ class FailingStore(MemoryStore):
         self._error = error
         self._fails = fails
         self.stays_failed = False
-        """Whether nothing can be had any more once that has happened."""
+        """Whether every read after the first failure fails too."""
         self._has_failed = False
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
@@ -185,9 +175,9 @@ class FailingStore(MemoryStore):
 
 
 def test_a_checkpoint_that_a_newer_version_wrote_is_reported_and_all_others_are_read(session: Session) -> None:
-    new = live_keys(session)[3]
-    document = json.loads(objects(session)[new.manifest_path])
-    objects(session)[new.manifest_path] = json.dumps({**document, "version": document["version"] + 1}).encode()
+    new = session.live_keys()[3]
+    document = json.loads(session.objects[new.manifest_path])
+    session.objects[new.manifest_path] = json.dumps({**document, "version": document["version"] + 1}).encode()
     report = inspect_checkpoints(session.store, session.experiment)
     assert [(failure.folder, failure.trial) for failure in report.unreadable] == [(new.folder, KEY.trial)]
     assert (len(report.inspected), report.corrupt_checkpoints) == (7, [])
@@ -210,7 +200,7 @@ def test_what_a_clone_shares_with_its_origin_is_read_once() -> None:
 def test_a_checkpoint_that_cannot_be_read_is_reported_each_time_and_all_others_are_read(
     session: Session, error: TuneError
 ) -> None:
-    bad = live_keys(session)[3]
+    bad = session.live_keys()[3]
     store = FailingStore(session.store, error, lambda path: path == bad.manifest_path)
     for _ in range(2):
         report = inspect_checkpoints(store, session.experiment)
@@ -221,14 +211,14 @@ def test_a_checkpoint_that_cannot_be_read_is_reported_each_time_and_all_others_a
 
 def test_what_is_read_at_the_second_try_was_readable(session: Session) -> None:
     times = count()
-    bad = live_keys(session)[3].manifest_path
+    bad = session.live_keys()[3].manifest_path
     store = FailingStore(session.store, StoreUnavailable("blip"), lambda path: path == bad and next(times) == 0)
     report = inspect_checkpoints(store, session.experiment)
     assert (len(report.inspected), report.unreadable) == (8, ())
 
 
 def test_a_target_that_is_away_is_no_checkpoint_that_cannot_be_read(session: Session) -> None:
-    bad = live_keys(session)[3].manifest_path
+    bad = session.live_keys()[3].manifest_path
     store = FailingStore(session.store, StoreUnavailable("away"), lambda path: path == bad)
     store.stays_failed = True
     with pytest.raises(StoreUnavailable):
@@ -236,7 +226,7 @@ def test_a_target_that_is_away_is_no_checkpoint_that_cannot_be_read(session: Ses
 
 
 def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_first(session: Session) -> None:
-    in_order = FULL_SHARE.select_keys(live_keys(session))
+    in_order = FULL_SHARE.select_keys(session.live_keys())
     store = FailingStore(session.store, DeadlineExceeded("late"), lambda path: path == in_order[0].manifest_path)
     store.stays_failed = True
     report = inspect_checkpoints(store, session.experiment)
@@ -251,8 +241,8 @@ def test_what_takes_all_the_time_ends_the_run_and_is_reported_if_it_was_the_firs
 
 
 def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_reported(session: Session) -> None:
-    first, other = live_keys(session)[:2]
-    del objects(session)[first.manifest_path]
+    first, other = session.live_keys()[:2]
+    del session.objects[first.manifest_path]
     store = FailingStore(session.store, StoreUnavailable("EIO"), lambda path: path == other.manifest_path)
     report = inspect_checkpoints(store, session.experiment, share_of(first, session))
     assert {inspection.key for inspection in report.corrupt_checkpoints} == {first}
@@ -263,7 +253,7 @@ def test_a_neighbour_of_a_damaged_checkpoint_that_cannot_be_read_is_reported(ses
 
 
 def test_an_experiment_is_what_has_a_first_entry(session: Session) -> None:
-    objects(session).update({"no name!/journal/0000000001.json": b"", "folder/a": b"", "file": b""})
+    session.objects.update({"no name!/journal/0000000001.json": b"", "folder/a": b"", "file": b""})
     assert list_experiment_names(session.store) == [NAME]
 
 

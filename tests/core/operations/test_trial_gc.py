@@ -58,7 +58,7 @@ KEEP_ONE = Retention(last=1)
 
 
 def reopen(scene: Scene) -> Search:
-    """Open the journal again; return its owner."""
+    """Acquire the experiment again; return its owner."""
     scene.search.open()
     return scene.search
 
@@ -72,8 +72,7 @@ def newest_key(scene: Scene, name: str = "s") -> CheckpointKey:
 
 def collect_garbage(store: ObjectStore, stamp: WriteStamp, *, deletes: bool) -> Sequence[TrialGarbage]:
     """Return the garbage of each trial; delete it, or write nothing."""
-    state = load_experiment(store, SEARCH)
-    return collect_experiment_garbage(store, state, stamp, dry_run=not deletes).trials
+    return collect_experiment_garbage(store, load_experiment(store, SEARCH), stamp, dry_run=not deletes).trials
 
 
 def inspect_garbage(scene: Scene) -> Sequence[TrialGarbage]:
@@ -81,34 +80,34 @@ def inspect_garbage(scene: Scene) -> Sequence[TrialGarbage]:
 
 
 def collect_all(scene: Scene) -> None:
-    """Maintenance deletes the garbage of all trials."""
+    """Delete the garbage of all trials."""
     stamp = scene.chronicle.stamp()
     retry(lambda: collect_garbage(scene.store, stamp, deletes=True))
 
 
 def prune(scene: Scene) -> None:
-    """Maintenance retires the checkpoints that a policy does not keep, and deletes them."""
+    """Retire the checkpoints that a policy does not keep, and delete them."""
     stamp = scene.chronicle.stamp()
     retry(lambda: retire_unkept_checkpoints(scene.store, SEARCH, KEEP_ONE, stamp))
     collect_all(scene)
 
 
 def quarantine_newest(scene: Scene) -> None:
-    """Maintenance quarantines a checkpoint that it found damaged, and deletes garbage."""
+    """Quarantine a checkpoint, and delete the garbage."""
     reasons, stamp = {newest_key(scene): "doubted"}, scene.chronicle.stamp()
     retry(lambda: quarantine(scene.store, SEARCH, reasons, stamp))
     collect_all(scene)
 
 
 def reinstate_newest(scene: Scene) -> None:
-    """The same; then the checkpoint is found undamaged and reinstated."""
+    """Do the same; then reinstate the checkpoint, which is undamaged."""
     quarantine_newest(scene)
     stamp = scene.chronicle.stamp()
     retry(lambda: reinstate(scene.store, SEARCH, [newest_key(scene)], stamp))
 
 
 def requeue(search: Search) -> None:
-    """The ended trial continues."""
+    """Continue the ended trial."""
     search.append(TrialRequeued(trial="s", reason="more"))
     search.start("s")
     search.save("s")
@@ -118,12 +117,12 @@ def requeue(search: Search) -> None:
 
 
 def final_scene() -> Scene:
-    """Trial s has ended with two checkpoints, a retired one, and the leftovers of a save that died; so have others."""
+    """All trials have ended: s has two checkpoints, a retired one, and the leftovers of a killed save."""
     return _end_trials(plain_scene())
 
 
 def final_clone_scene() -> Scene:
-    """The same, and what s has retired was cloned."""
+    """Return the same, with a clone of what s has retired."""
     return _end_trials(clone_scene())
 
 
@@ -199,8 +198,7 @@ def test_maintenance_failing_in_every_way_or_late_breaks_no_promise(story: str, 
     before, act = STORIES[story]
     scene = before()
     explored = die_everywhere(scene, act)
-    late = delay_writes(scene, act, [None, 0, 2, 10])
-    explored.add(late)
+    explored.add(delay_writes(scene, act, [None, 0, 2, 10]))
     explored.require_kept(record_property, "points explored, maintenance")
 
 

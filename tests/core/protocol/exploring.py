@@ -43,7 +43,7 @@ class Scene(Protocol):
         ...
 
     def outcome(self) -> Hashable:
-        """Return everything that `broken` reads of a scene on a `MemoryStore`."""
+        """Return everything that `find_broken_promises` reads of a scene on a `MemoryStore`."""
         ...
 
 
@@ -72,10 +72,7 @@ class Findings:
 
 
 class Verdicts:
-    """The broken promises of scenes, looked for once per outcome: of a thousand orders most end alike.
-
-    For one exploration: a mutant changes what is looked for.
-    """
+    """Finds the broken promises of scenes once per outcome, since most orders end alike; for one exploration only."""
 
     def __init__(self) -> None:
         self._by_outcome: dict[Hashable, Sequence[str]] = {}
@@ -89,7 +86,7 @@ class Verdicts:
 
 
 def explore(tries: Iterable[tuple[str, Callable[[], Iterable[str]]]], enough: int | None = None) -> Findings:
-    """Try them all, each with a name; end early once `enough` broken promises were found."""
+    """Run every named try; end early once `enough` broken promises were found."""
     explored = Findings()
     for name, attempt in tries:
         explored.points += 1
@@ -138,13 +135,13 @@ def run_random(
 
 
 def run_crashing(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int]) -> Findings:
-    """The same, and each act may fail at a random operation in a random way."""
+    """Run the acts in random orders; each act may fail at a random operation in a random way."""
     verdicts = Verdicts()
 
-    def make_dying_act(act: Act[_Scene], nth: int, way: Failure) -> Act[_Scene]:
+    def make_dying_act(act: Act[_Scene], nth: int, failure: Failure) -> Act[_Scene]:
         def act_or_die(view: _Scene) -> None:
             with suppress(Crash):
-                act(view.with_store(DyingStore(view.store, nth, way)))
+                act(view.with_store(DyingStore(view.store, nth, failure)))
 
         return act_or_die
 
@@ -159,7 +156,7 @@ def run_crashing(scene: _Scene, acts: Sequence[Act[_Scene]], seeds: Iterable[int
 def die_everywhere(
     scene: _Scene,
     act: Act[_Scene],
-    ways: Iterable[Failure] = tuple(Failure),
+    failures: Iterable[Failure] = tuple(Failure),
     *,
     only: frozenset[str] | None = None,
     enough: int | None = None,
@@ -170,17 +167,17 @@ def die_everywhere(
     act(twin.with_store(counting))
     verdicts = Verdicts()
 
-    def attempt(nth: int, way: Failure) -> Iterator[str]:
+    def attempt(nth: int, failure: Failure) -> Iterator[str]:
         twin = scene.copy()
-        yield from catch_failure(lambda: act(twin.with_store(DyingStore(twin.store, nth, way, only=only))))
+        yield from catch_failure(lambda: act(twin.with_store(DyingStore(twin.store, nth, failure, only=only))))
         yield from verdicts.find_broken_promises(twin)
 
-    points = product(range(1, counting.total + 1), tuple(ways))
-    return explore(((f"#{nth} {way.name}", partial(attempt, nth, way)) for nth, way in points), enough)
+    points = product(range(1, counting.total + 1), tuple(failures))
+    return explore(((f"#{nth} {failure.name}", partial(attempt, nth, failure)) for nth, failure in points), enough)
 
 
 def catch_failure(act: Callable[[], None]) -> list[str]:
-    """Return how a process failed that may only die: a fault that a retry mends ends no process."""
+    """Return how a process failed other than by a crash: a fault that a retry mends must end no process."""
     try:
         act()
     except Crash:
@@ -218,7 +215,7 @@ IsPoint = Callable[[str, str], bool]
 State = tuple[object, ...]
 """What the store holds, and by process every operation so far with its result: the same state has the same future."""
 Choice = Callable[[Sequence[int], Callable[[], State]], int]
-"""Given the running processes, and what returns the state, return the next process."""
+"""Chooses the next process, given the running processes and a function that returns the state."""
 
 
 class SeenBeforeError(BaseException):

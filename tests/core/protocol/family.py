@@ -88,24 +88,24 @@ class Family(RuleBasedStateMachine):
         self.deferred.append((search, search.save_only(name)))
 
     @precondition(lambda self: self.deferred)
-    @rule(which=st.integers(0, 5))
-    def delete_what_was_retired(self, which: int) -> None:
-        search, keys = self.deferred.pop(which % len(self.deferred))
+    @rule(index=st.integers(0, 5))
+    def delete_what_was_retired(self, index: int) -> None:
+        search, keys = self.deferred.pop(index % len(self.deferred))
         search.delete_checkpoints(keys)
 
     @rule()
     def delete_leftovers(self) -> None:
         self.search.delete_leftovers()
 
-    @rule(into=trial_names, source=trial_names)
-    def clone(self, into: str, source: str) -> None:
-        self._stop_anywhere(into).clone(into, source)
+    @rule(name=trial_names, source=trial_names)
+    def clone(self, name: str, source: str) -> None:
+        self._stop_anywhere(name).clone(name, source)
 
-    @rule(name=trial_names, which=st.integers(0, 9))
-    def turn(self, name: str, which: int) -> None:
+    @rule(name=trial_names, index=st.integers(0, 9))
+    def turn(self, name: str, index: int) -> None:
         if name not in self.remote:
             possible = sorted(NEXT_STATUS[self.status[name]])
-            self._apply_event(name, possible[which % len(possible)])
+            self._apply_event(name, possible[index % len(possible)])
 
     @rule(name=trial_names)
     def put_aside(self, name: str) -> None:
@@ -151,16 +151,16 @@ class Family(RuleBasedStateMachine):
         attempt.post_start()
 
     @precondition(lambda self: self.remote)
-    @rule(which=st.integers(0, 2), times=st.integers(1, 2))
-    def post_save(self, which: int, times: int) -> None:
-        attempt = list(self.remote.values())[which % len(self.remote)]
+    @rule(index=st.integers(0, 2), times=st.integers(1, 2))
+    def post_save(self, index: int, times: int) -> None:
+        attempt = list(self.remote.values())[index % len(self.remote)]
         for _ in range(times):
             attempt.post_save()
 
     @precondition(lambda self: self.remote)
-    @rule(which=st.integers(0, 2), clears=st.booleans())
-    def receive(self, which: int, *, clears: bool) -> None:
-        name = list(self.remote)[which % len(self.remote)]
+    @rule(index=st.integers(0, 2), clears=st.booleans())
+    def receive(self, index: int, *, clears: bool) -> None:
+        name = list(self.remote)[index % len(self.remote)]
         keys = self.search.receive(name)
         assert self.search.trial(name).model_dump(
             exclude={"last_post", "attempt_records", "clones", "launch_term"}
@@ -180,9 +180,9 @@ class Family(RuleBasedStateMachine):
             self.status[name] = "pending"
 
     @precondition(lambda self: self.fenced_off)
-    @rule(which=st.integers(0, 5))
-    def save_there_though_fenced_off(self, which: int) -> None:
-        attempt = self.fenced_off[which % len(self.fenced_off)]
+    @rule(index=st.integers(0, 5))
+    def save_there_though_fenced_off(self, index: int) -> None:
+        attempt = self.fenced_off[index % len(self.fenced_off)]
         # It may have published this save before.
         with pytest.raises((Superseded, AlreadyCommitted)):
             attempt.post_save()
@@ -208,14 +208,14 @@ class Family(RuleBasedStateMachine):
         source=trial_names,
         act=st.sampled_from(["save", "clone", "clear", "receive", "close"]),
         nth=st.integers(1, 40),
-        way=st.sampled_from([Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]),
+        failure=st.sampled_from([Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]),
     )
-    def die(self, name: str, source: str, act: str, nth: int, way: Failure) -> None:
+    def die(self, name: str, source: str, act: str, nth: int, failure: Failure) -> None:
         if act == "save":
             self._start_here(name)
         elif act == "clone":
             self._stop_anywhere(name)
-        dying = self.search.with_store(DyingStore(self.slow_store, nth, way), self.chronicle)
+        dying = self.search.with_store(DyingStore(self.slow_store, nth, failure), self.chronicle)
         with suppress(Crash):
             if act == "save":
                 dying.save(name)
@@ -231,9 +231,9 @@ class Family(RuleBasedStateMachine):
             self._fence_off(name)
 
     @precondition(lambda self: self.zombies)
-    @rule(which=st.integers(0, 5), name=trial_names, act=st.sampled_from(["append", "save", "clear", "receive"]))
-    def wake_up(self, which: int, name: str, act: str) -> None:
-        zombie = self.zombies[which % len(self.zombies)]
+    @rule(index=st.integers(0, 5), name=trial_names, act=st.sampled_from(["append", "save", "clear", "receive"]))
+    def wake_up(self, index: int, name: str, act: str) -> None:
+        zombie = self.zombies[index % len(self.zombies)]
         if act in ("clear", "receive"):
             with suppress(Superseded):
                 zombie.delete_leftovers() if act == "clear" else zombie.receive(name)
@@ -244,10 +244,10 @@ class Family(RuleBasedStateMachine):
         with pytest.raises(Superseded):
             zombie.append()
 
-    @rule(soon=st.integers(1, 3), delay=st.sampled_from([None, 0, 2, 8]))
-    def lose_a_write(self, soon: int, delay: int | None) -> None:
+    @rule(nth=st.integers(1, 3), delay=st.sampled_from([None, 0, 2, 8]))
+    def lose_a_write(self, nth: int, delay: int | None) -> None:
         """One of the next writes gets no reply; it arrives late or never."""
-        self.slow_store.lose_write(soon, delay)
+        self.slow_store.lose_write(nth, delay)
 
     @precondition(lambda self: len(self.forks) < 2)
     @rule(order=st.permutations(NAMES), count=st.integers(0, 3))
@@ -257,17 +257,17 @@ class Family(RuleBasedStateMachine):
             if name not in self.remote and kind in NEXT_STATUS[self.status[name]]:
                 self._apply_event(name, kind)
         origin = next(iter(self.forks), SEARCH)
-        past = load_fork_point(self.slow_store, origin, None)
+        fork_point = load_fork_point(self.slow_store, origin, None)
         key, stamp = JournalKey(experiment=f"fork{len(self.forks)}", generation=1), self.chronicle.stamp()
         for _ in range(3):
             with suppress(Exception):
-                fork = begin_fork(self.slow_store, key, past.origin, FORKER, stamp)
-                result = complete_fork(self.slow_store, past, fork, stamp)
+                fork = begin_fork(self.slow_store, key, fork_point.origin, FORKER, stamp)
+                result = complete_fork(self.slow_store, fork_point, fork, stamp)
                 break
         assert result.lost_checkpoints == {}
         self.forks[key] = {}
         for name, trial in result.experiment.trials.items():
-            origin_trial = past.experiment.trial(name)
+            origin_trial = fork_point.experiment.trial(name)
             assert (trial.phase.value, trial.outbox) == (origin_trial.phase.value.replace("running", "pending"), None)
             assert trial.next_sequence == origin_trial.next_sequence
             for ref in origin_trial.checkpoints:

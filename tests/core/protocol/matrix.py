@@ -24,8 +24,8 @@ Story = Callable[[ObjectStore, Witness], None]
 class World(Protocol):
     """A store for processes that die."""
 
-    def make_dying_store(self, nth: int, way: Failure) -> ObjectStore:
-        """The store for a process that fails at point `nth`; 0 means never."""
+    def make_dying_store(self, nth: int, failure: Failure) -> ObjectStore:
+        """Return the store for a process that fails at point `nth`; 0 means never."""
         ...
 
     @property
@@ -34,7 +34,7 @@ class World(Protocol):
         ...
 
     def make_recovered_store(self) -> ObjectStore:
-        """The store after the process died, as the next process sees it."""
+        """Return the store after the process exited, as the next process sees it."""
         ...
 
 
@@ -45,8 +45,8 @@ class ObjectWorld:
         self.inner = MemoryStore()
         self._dying = DyingStore(self.inner, 0)
 
-    def make_dying_store(self, nth: int, way: Failure) -> ObjectStore:
-        self._dying = DyingStore(self.inner, nth, way)
+    def make_dying_store(self, nth: int, failure: Failure) -> ObjectStore:
+        self._dying = DyingStore(self.inner, nth, failure)
         return self._dying
 
     @property
@@ -69,8 +69,8 @@ class PosixWorld:
         self._seed = seed
         self._dying = DyingCalls(self.disk, 0)
 
-    def make_dying_store(self, nth: int, way: Failure) -> ObjectStore:
-        self._dying = DyingCalls(self.disk, nth, way)
+    def make_dying_store(self, nth: int, failure: Failure) -> ObjectStore:
+        self._dying = DyingCalls(self.disk, nth, failure)
         return posix_store(self._dying)
 
     @property
@@ -140,26 +140,26 @@ def fail_everywhere(
     story: Story,
     *,
     before: Story | None = None,
-    ways: Iterable[Failure] = tuple(Failure),
+    failures: Iterable[Failure] = tuple(Failure),
     points: Callable[[int], Iterable[int]] = lambda total: range(1, total + 1),
     enough: int | None = None,
 ) -> Findings:
     """Run `story` (after a complete `before`) with every failure at every point, and recover from each."""
     verdicts = Verdicts()
 
-    def run(world: World, nth: int, way: Failure) -> Iterator[str]:
+    def run(world: World, nth: int, failure: Failure) -> Iterator[str]:
         witness = Witness()
         if before:
-            before(world.make_dying_store(0, way), witness)
-        yield from catch_failure(lambda: story(world.make_dying_store(nth, way), witness))
+            before(world.make_dying_store(0, failure), witness)
+        yield from catch_failure(lambda: story(world.make_dying_store(nth, failure), witness))
         if nth:
             session = Session(world.make_recovered_store(), witness, steps=STEPS, is_alone=True)
             yield from verdicts.find_broken_promises(session)
 
     whole = world()
     assert list(run(whole, 0, Failure.CRASH_BEFORE)) == []
-    tries = product(points(whole.points), tuple(ways))
-    return explore(((f"#{nth} {way.name}", partial(run, world(), nth, way)) for nth, way in tries), enough)
+    tries = product(points(whole.points), tuple(failures))
+    return explore(((f"#{nth} {failure.name}", partial(run, world(), nth, failure)) for nth, failure in tries), enough)
 
 
 def delay_every_write(story: Story, delays: Iterable[int | None], *, enough: int | None = None) -> Findings:

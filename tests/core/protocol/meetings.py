@@ -1,4 +1,4 @@
-"""Owners, attempts on other machines and guests that meet while trials clone each other's checkpoints."""
+"""Owners, attempts on other machines and other writers that meet while trials clone each other's checkpoints."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Attempt:
         return {"backbone": BACKBONE, "cycle": 24 * (b"A" if step % 3 == 1 else b"B"), "head": self.head}
 
     def upload(self, key: CheckpointKey, files: Files, *reports: StepReport) -> None:
-        """Publish files as a checkpoint, without a word to the journal."""
+        """Publish files as a checkpoint, without a journal entry."""
         self.chronicle.saved[key.folder] = files
         stamp = self.chronicle.stamp()
         metadata = CheckpointMetadata(
@@ -142,8 +142,7 @@ class Attempt:
         retry(lambda: self._commit(key, files, metadata))
 
     def _commit(self, key: CheckpointKey, files: Files, metadata: CheckpointMetadata) -> None:
-        newest = parent_of_next_save(self.key, self.trial)
-        parent = read_manifest_or_none(self.store, newest)
+        parent = read_manifest_or_none(self.store, parent_of_next_save(self.key, self.trial))
         reuse = find_reusable_bytes(self.store, self.key, parent, min_reusable_sequence(self.trial))
         commit_checkpoint(self.store, key, MemoryFiles(files), metadata, reuse=reuse)
 
@@ -207,7 +206,7 @@ class Search:
         self.state = retry(lambda: append_events(self.store, self.state, events, stamp))
 
     def open(self) -> None:
-        """Take the journal over, and adopt saves of attempts that ended with the last owner."""
+        """Acquire the experiment, and adopt saves of attempts that ended with the last owner."""
         stamp, owner = self.chronicle.stamp(), Owner(name=self.owner, host="here", pid=1)
         self.state = retry(lambda: acquire_ownership(self.store, self.journal, owner, stamp))
         self.append(*retry(lambda: make_adoption_events(self.store, self.state)))
@@ -232,7 +231,7 @@ class Search:
         self.delete_checkpoints(self.save_only(name))
 
     def save_only(self, name: str) -> Sequence[CheckpointKey]:
-        """Train a step, publish and journal, again if it was overtaken; return the keys that this made collectable."""
+        """Train a step, publish and journal, again if it was overtaken; return the keys that may now be deleted."""
         attempt = self.attempts[name]
         attempt.trial = self.trial(name)
         reported = attempt.train()
@@ -290,8 +289,7 @@ class Search:
         if (outbox := trial.outbox) is None:
             return []
         if closes:
-            closed = retry(lambda: close_outbox(self.store, key, outbox, trial.last_post, self.owner, stamp))
-            posts = closed.posts
+            posts = retry(lambda: close_outbox(self.store, key, outbox, trial.last_post, self.owner, stamp)).posts
         else:
             posts = retry(lambda: read_posts(self.store, key, outbox, trial.last_post))
         events: list[Event] = []
@@ -376,12 +374,12 @@ def check_recovery(
     `tidy`: no write arrived late; a late write after the deletion of its checkpoint leaves an orphan.
     """
     try:
-        return list(_check_twice(store, chronicle, journal, tidy=tidy))
+        return list(_iter_violations(store, chronicle, journal, tidy=tidy))
     except TuneError as error:
         return [f"I4: recovery failed: {type(error).__name__}: {error}"]
 
 
-def _check_twice(store: ObjectStore, chronicle: Chronicle, journal: JournalKey, *, tidy: bool) -> Iterator[str]:
+def _iter_violations(store: ObjectStore, chronicle: Chronicle, journal: JournalKey, *, tidy: bool) -> Iterator[str]:
     yield from find_broken_promises(store, chronicle, journal)
     search = Search(store, chronicle, journal, owner="late")
     search.open()
@@ -409,7 +407,7 @@ def _check_twice(store: ObjectStore, chronicle: Chronicle, journal: JournalKey, 
 
 
 def _find_leaks(store: ObjectStore, search: Search, name: str) -> Iterator[str]:
-    """Unreachable objects are found as leftovers or as orphans."""
+    """Check that unreachable objects are found as leftovers or as orphans."""
     trial, key = search.trial(name), search.key(name)
     refs = (*trial.checkpoints, *(quarantined.checkpoint for quarantined in trial.quarantined_checkpoints))
     keys = {key.checkpoint_key(ref) for ref in refs}
@@ -428,7 +426,7 @@ def _find_leaks(store: ObjectStore, search: Search, name: str) -> Iterator[str]:
 
 
 def _find_undeleted(store: ObjectStore, search: Search, name: str, *, tidy: bool) -> Iterator[str]:
-    """Without a live clone, every retired checkpoint is deleted."""
+    """Check that every retired checkpoint is deleted when no clone is live."""
     trial, key = search.trial(name), search.key(name)
     if trial.clones:
         yield f"I7: {name}: held without a live clone: {trial.clones}"
@@ -439,7 +437,7 @@ def _find_undeleted(store: ObjectStore, search: Search, name: str, *, tidy: bool
 
 
 def _quarantine_paths(store: ObjectStore, key: TrialKey, trial: Trial) -> set[str]:
-    """Quarantined checkpoints are kept for inspection."""
+    """Return the manifests of quarantined checkpoints, which are kept for inspection."""
     keys = (
         (listed.path, CheckpointKey.from_manifest_path(key, listed.path))
         for listed in store.list(key.checkpoints_folder)

@@ -90,7 +90,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule()
     def start_elsewhere(self) -> None:
-        """A new owner opens the experiment, while the present one runs or after it died."""
+        """Open the experiment by a new owner, while the present one runs or after it died."""
         if self.owner:
             self.zombies.append(self.owner)
         self.owner = Session(self.store, self.witness, owner=f"owner {self.witness.stamps}")
@@ -133,14 +133,14 @@ class Trial(RuleBasedStateMachine):
         self.owner = None
 
     def _ensure_owner(self) -> Session:
-        """The owner; a dead owner is replaced first."""
+        """Return the owner; replace a dead owner first."""
         if self.owner is None:
             self.start_elsewhere()
         assert self.owner
         return self.owner
 
     def _ensure_running(self) -> Session:
-        """The owner, with a running trial."""
+        """Return the owner, with a running trial."""
         owner = self._ensure_owner()
         if self.model.status in ("finished", "errored"):
             self._apply_event("requeued")
@@ -150,12 +150,12 @@ class Trial(RuleBasedStateMachine):
             self._start_attempt()
         return owner
 
-    @rule(which=st.integers(0, 9))
-    def turn(self, which: int) -> None:
-        """An event that changes the trial's status but not its checkpoints."""
+    @rule(index=st.integers(0, 9))
+    def turn(self, index: int) -> None:
+        """Append an event that changes the trial's status but not its checkpoints."""
         self._ensure_owner()
         possible = sorted(NEXT_STATUS[self.model.status])
-        self._apply_event(possible[which % len(possible)])
+        self._apply_event(possible[index % len(possible)])
 
     def _apply_event(self, kind: str) -> None:
         assert self.owner
@@ -190,7 +190,7 @@ class Trial(RuleBasedStateMachine):
         self.model.files[save] = self.witness.saved[save]
 
     def _check_inheritance(self) -> None:
-        """Found damage is quarantined; the newest checkpoint has no damage older than the reverification period."""
+        """Check that found damage is quarantined, and that a save inherits none older than its period."""
         owner, live = self.owner, self.model.last_two()
         assert owner
         self.model.live = [(ref.step, ref.sequence) for ref in owner.trial.checkpoints]
@@ -201,10 +201,10 @@ class Trial(RuleBasedStateMachine):
         self.model.saves_since.update(self.model.damaged)
         assert all(self.model.saves_since[piece.path] < owner.reverify_every for piece in read_ranges if piece)
 
-    @rule(nth=st.integers(1, 16), way=st.sampled_from([Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]))
-    def die_in_a_save(self, nth: int, way: Failure) -> None:
+    @rule(nth=st.integers(1, 16), failure=st.sampled_from([Failure.CRASH_BEFORE, Failure.CRASH_AFTER, Failure.TORN]))
+    def die_in_a_save(self, nth: int, failure: Failure) -> None:
         owner = self._train(1)
-        owner.store = DyingStore(self.store, nth, way)
+        owner.store = DyingStore(self.store, nth, failure)
         count = len(self.witness.acknowledged)
         unsure = (self.model.step, owner.trial.next_sequence)
         with suppress(Crash):
@@ -219,7 +219,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule(cause=st.sampled_from([Cause.MACHINE, Cause.TRAINABLE, Cause.PREEMPTED]), gives_up_on_a_save=st.booleans())
     def fail_and_go_on(self, cause: Cause, *, gives_up_on_a_save: bool) -> None:
-        """Another attempt of the same owner; the unsettled save of the last attempt does not count."""
+        """Start another attempt of the same owner; the unsettled save of the last attempt does not count."""
         owner = self._ensure_running()
         if gives_up_on_a_save:
             self._train(1).publish()
@@ -250,9 +250,9 @@ class Trial(RuleBasedStateMachine):
     # ---------------------------------------------------------------------------- superseded owners and damage
 
     @precondition(lambda self: self.zombies)
-    @rule(which=st.integers(0, 5), what=st.sampled_from(["save", "publish", "collect", "append"]))
-    def a_zombie_wakes_up(self, which: int, operation: str) -> None:
-        zombie = self.zombies[which % len(self.zombies)]
+    @rule(index=st.integers(0, 5), what=st.sampled_from(["save", "publish", "collect", "append"]))
+    def a_zombie_wakes_up(self, index: int, operation: str) -> None:
+        zombie = self.zombies[index % len(self.zombies)]
         if operation == "collect":
             zombie.delete_checkpoints(zombie.to_delete)
             return
@@ -269,10 +269,10 @@ class Trial(RuleBasedStateMachine):
         assert len(self.witness.acknowledged) == count
 
     @precondition(lambda self: self.model.live)
-    @rule(which=st.integers(0, 5), at=st.integers(0, 10**6))
-    def a_disk_rots(self, which: int, offset: int) -> None:
+    @rule(index=st.integers(0, 5), at=st.integers(0, 10**6))
+    def a_disk_rots(self, index: int, offset: int) -> None:
         """Alter one byte of a blob, which damages every checkpoint that shares it."""
-        save = self.model.live[which % len(self.model.live)]
+        save = self.model.live[index % len(self.model.live)]
         paths = sorted(self._manifest(save).blob_paths())
         path = paths[offset % len(paths)]
         data = bytearray(self.store.objects[path])

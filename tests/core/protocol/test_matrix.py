@@ -47,36 +47,39 @@ def test_no_failure_of_an_object_store_breaks_a_promise(
 def test_no_power_cut_at_any_call_of_a_file_store_breaks_a_promise(
     before: Story | None, story: Story, record_property: Record
 ) -> None:
-    explored = fail_everywhere(PosixWorld, story, before=before, ways=ENDS)
+    explored = fail_everywhere(PosixWorld, story, before=before, failures=ENDS)
     explored.require_kept(record_property, "points explored, file store")
     assert explored.points > 100
 
 
 @pytest.mark.parametrize("seed", [1])
 def test_whatever_a_disk_keeps_of_its_cache_breaks_no_promise(seed: int, record_property: Record) -> None:
-    explored = fail_everywhere(lambda: PosixWorld(seed=seed), run_fresh, ways=[Failure.CRASH_AFTER], points=every_fifth)
+    explored = fail_everywhere(
+        lambda: PosixWorld(seed=seed), run_fresh, failures=[Failure.CRASH_AFTER], points=every_fifth
+    )
     explored.require_kept(record_property, "points explored, file store")
 
 
 @pytest.mark.long
 def test_a_save_that_was_given_up_is_never_mixed_into_the_next_attempt(record_property: Record) -> None:
-    explored = fail_everywhere(ObjectWorld, run_resumed, before=start_after_unknown_save, ways=[Failure.CRASH_AFTER])
+    explored = fail_everywhere(
+        ObjectWorld, run_resumed, before=start_after_unknown_save, failures=[Failure.CRASH_AFTER]
+    )
     explored.require_kept(record_property, "points explored, object store")
 
 
-@pytest.mark.parametrize("way", long_after(1, [Failure.CRASH_AFTER, Failure.REPLY_LOST, Failure.UNAVAILABLE]))
+@pytest.mark.parametrize("failure", long_after(1, [Failure.CRASH_AFTER, Failure.REPLY_LOST, Failure.UNAVAILABLE]))
 def test_no_failure_of_a_file_store_that_keeps_its_power_breaks_a_promise(
-    way: Failure, record_property: Record
+    failure: Failure, record_property: Record
 ) -> None:
-    explored = fail_everywhere(lambda: PosixWorld(loses_power=False), run_fresh, ways=[way], points=every_fifth)
+    explored = fail_everywhere(lambda: PosixWorld(loses_power=False), run_fresh, failures=[failure], points=every_fifth)
     explored.require_kept(record_property, "points explored, file store")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("story", [run_fresh, die_before_entry, start_after_unknown_save])
 def test_no_write_that_arrives_late_or_never_breaks_a_promise(story: Story, record_property: Record) -> None:
-    explored = delay_every_write(story, [None, 0, 2, 10, 30])
-    explored.require_kept(record_property, "points explored, late writes")
+    delay_every_write(story, [None, 0, 2, 10, 30]).require_kept(record_property, "points explored, late writes")
 
 
 @pytest.mark.deep

@@ -17,7 +17,6 @@ from prefect_tune.core.journal.journal import write_snapshot
 from prefect_tune.core.operations import trial_gc
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage import object_store
-from prefect_tune.core.storage.layout import CheckpointKey
 from prefect_tune.core.storage.object_store import Buffer
 from prefect_tune.stores.posix_store import PosixStore
 from tests.core.driver import JOURNAL, KEY, NAME, Session, Witness, check_recovery
@@ -58,7 +57,7 @@ def crash_second_attempt_everywhere() -> Sequence[str]:
 
 
 def cut_power_everywhere() -> Sequence[str]:
-    return fail_everywhere(PosixWorld, run_fresh, ways=[Failure.CRASH_AFTER], enough=1).broken
+    return fail_everywhere(PosixWorld, run_fresh, failures=[Failure.CRASH_AFTER], enough=1).broken
 
 
 def delay_every_save() -> Sequence[str]:
@@ -74,7 +73,7 @@ def delay_every_deletion() -> Sequence[str]:
 
 
 def clean_carelessly() -> Sequence[str]:
-    """An owner that deletes leftovers without journaling it first, while the next owner reuses them."""
+    """Let an owner delete leftovers without journaling it first, while the next owner reuses them."""
     acts = [partial(take_over, cleanup="careless"), partial(take_over_and_save, cleanup="none")]
     return run_random(make_late_uploader(), acts, range(100), enough=1).broken
 
@@ -108,22 +107,21 @@ def flip_every_blob() -> Sequence[str]:
     session = make_old_owner()
     newest = newest_checkpoint(session.trial)
     assert newest
-    assert isinstance(session.store, MemoryStore)
-    manifest = read_manifest(session.store, CheckpointKey(trial=KEY, step=newest.step, sequence=newest.sequence))
+    manifest = read_manifest(session.store, KEY.checkpoint_key(newest))
     for path in manifest.blob_paths():
-        whole = session.store.objects[path]
-        session.store.objects[path] = bytes([whole[0] ^ 1, *whole[1:]])
+        whole = session.objects[path]
+        session.objects[path] = bytes([whole[0] ^ 1, *whole[1:]])
         try:
             load_files(session.store, manifest)
         except CheckpointCorrupt:
-            session.store.objects[path] = whole
+            session.objects[path] = whole
         else:
             return [f"I2: {path} was altered, and was restored"]
     return []
 
 
 def make_snapshot_store(entries: int, number: int, *trials: str) -> MemoryStore:
-    """A history with this number of entries, and a snapshot of it after entry `number`."""
+    """Return a journal of so many entries, with a snapshot after entry `number`."""
     store = MemoryStore()
     state = open_experiment(store)
     while state.entry_count < entries:
@@ -154,7 +152,7 @@ def compare_torn_snapshot() -> Sequence[str]:
 
 
 def compare_stale_snapshots() -> Sequence[str]:
-    """A snapshot of a deleted journal, at the last entry of the one that has its name now, and before it."""
+    """Put a snapshot of a deleted journal at, and before, the last entry of its namesake."""
     store, old = make_snapshot_store(27, 0, "new"), make_snapshot_store(27, 27, "old")
     store.objects[JOURNAL.snapshot_path(27)] = old.objects[JOURNAL.snapshot_path(27)]
     broken = compare_with_entries(store)
@@ -163,7 +161,7 @@ def compare_stale_snapshots() -> Sequence[str]:
 
 
 def run_test(test: Callable[[], object]) -> Sequence[str]:
-    """Return how a test fails, or nothing."""
+    """Run a test; return its failure, if any."""
     try:
         test()
     except (AssertionError, TuneError, pytest.fail.Exception) as failure:

@@ -54,8 +54,7 @@ def test_a_guest_is_refused_and_told_why_and_nothing_is_written(write: Act) -> N
 
 def test_a_guest_who_has_nothing_to_say_is_not_refused() -> None:
     scene = final_scene()
-    store = OneWriterStore.holding(scene.store.objects)
-    assert quarantine(store, SEARCH, {}, STAMP) == []
+    assert quarantine(OneWriterStore.holding(scene.store.objects), SEARCH, {}, STAMP) == []
 
 
 def test_a_fork_needs_no_second_writer_of_its_origin() -> None:

@@ -188,13 +188,13 @@ FAULTS: Sequence[Failure | int | None] = (*Failure, None, 0, 3)
 """How a request fails, or how many requests later a write arrives; None is never."""
 
 
-def fail_request(who: str, nth: int, fault: Failure | int | None) -> int:
+def fail_request(process: str, nth: int, fault: Failure | int | None) -> int:
     """Let a request of the attempt or of the owner fail, and check what is kept; return the number of requests."""
     world = World()
     slow = SlowStore(world.store, *((0, None) if isinstance(fault, Failure) else (nth, fault)))
     store = DyingStore(slow, *((nth, fault) if isinstance(fault, Failure) else (0,)))
     with suppress(Crash, StoreUnavailable):
-        if who == "attempt":
+        if process == "attempt":
             world.attempt(store)
         else:
             world.attempt(world.store)
@@ -203,13 +203,15 @@ def fail_request(who: str, nth: int, fault: Failure | int | None) -> int:
     return store.total
 
 
-REQUESTS = [(who, nth) for who in ("attempt", "owner") for nth in range(1, fail_request(who, 0, Failure.TORN) + 1)]
+REQUESTS = [
+    (process, nth) for process in ("attempt", "owner") for nth in range(1, fail_request(process, 0, Failure.TORN) + 1)
+]
 
 
-@pytest.mark.parametrize(("who", "nth"), REQUESTS)
-def test_a_process_that_fails_at_any_request_loses_no_acknowledged_post(who: str, nth: int) -> None:
+@pytest.mark.parametrize(("process", "nth"), REQUESTS)
+def test_a_process_that_fails_at_any_request_loses_no_acknowledged_post(process: str, nth: int) -> None:
     for fault in FAULTS:
-        fail_request(who, nth, fault)
+        fail_request(process, nth, fault)
 
 
 @pytest.mark.parametrize(("received", "journaled"), [(0, 2), (1, 2), (1, 0)], ids=["twice", "again", "with a gap"])

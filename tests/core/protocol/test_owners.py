@@ -63,8 +63,7 @@ def test_an_unreadable_foreign_manifest_with_a_huge_sequence_does_not_end_the_co
 
 @pytest.mark.long
 def test_three_owners_in_every_order_break_no_promise(record_property: Record) -> None:
-    acts = [save, take_over, take_over]
-    explored = run_all_orders(make_old_owner(1), acts, at_creates, limit=20_000)
+    explored = run_all_orders(make_old_owner(1), [save, take_over, take_over], at_creates, limit=20_000)
     explored.require_kept(record_property, "orders of three owners, every one")
 
 
