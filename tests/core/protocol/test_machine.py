@@ -250,7 +250,7 @@ class Trial(RuleBasedStateMachine):
     # ---------------------------------------------------------------------------- superseded owners and damage
 
     @precondition(lambda self: self.zombies)
-    @rule(index=st.integers(0, 5), what=st.sampled_from(["save", "publish", "collect", "append"]))
+    @rule(index=st.integers(0, 5), operation=st.sampled_from(["save", "publish", "collect", "append"]))
     def a_zombie_wakes_up(self, index: int, operation: str) -> None:
         zombie = self.zombies[index % len(self.zombies)]
         if operation == "collect":
@@ -269,7 +269,7 @@ class Trial(RuleBasedStateMachine):
         assert len(self.witness.acknowledged) == count
 
     @precondition(lambda self: self.model.live)
-    @rule(index=st.integers(0, 5), at=st.integers(0, 10**6))
+    @rule(index=st.integers(0, 5), offset=st.integers(0, 10**6))
     def a_disk_rots(self, index: int, offset: int) -> None:
         """Alter one byte of a blob, which damages every checkpoint that shares it."""
         save = self.model.live[index % len(self.model.live)]
