@@ -21,7 +21,7 @@ from tests.fakes.trial_processes import (
     supervised_process,
     wait_until,
 )
-from tests.flows.forked_programs import preloaded
+from tests.flows.forked_programs import get_preloaded_context
 from tests.trainables.processes.forked import leave_children
 from tests.trainables.witness import Act, acts_of
 
@@ -81,7 +81,7 @@ def supervise_trial(folder: Path, way: str, *, stubborn: bool = False) -> Iterat
     """
     folder.mkdir(exist_ok=True)
     family = Family()
-    supervisor = preloaded().Process(target=_supervise, args=(str(folder), way, stubborn, family.variable))
+    supervisor = get_preloaded_context().Process(target=_supervise, args=(str(folder), way, stubborn, family.variable))
     supervisor.start()
     try:
         trial = SupervisedTrial(supervisor, folder, family)

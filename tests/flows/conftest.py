@@ -23,7 +23,7 @@ from tests.fakes.servers.moto_server import aws_client
 from tests.fakes.servers.processes import free_port, running_server
 from tests.fakes.trial_processes import PORTABLE
 from tests.flows.driver import Drivers
-from tests.flows.interruptions.trouble import Trouble, listening
+from tests.flows.interruptions.trouble import Trouble, recording_logs
 
 BUCKET = "durable"
 POOL = "tune-test"
@@ -31,23 +31,23 @@ _REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def booked_seconds(tmp_path: Path) -> Iterator[None]:
-    """Check after each test that each second of the slots of its searches is booked once, killed searches too."""
+def slot_seconds(tmp_path: Path) -> Iterator[None]:
+    """After a test, require that each slot's seconds are booked once, also in killed searches."""
     yield
     require_booked_seconds(tmp_path)
 
 
 @pytest.fixture
 def drivers(prefect_server: str, tmp_path: Path) -> Iterator[Drivers]:
-    """Starts calls of the flow in child processes, against the session's server."""
-    started = Drivers(prefect_server, tmp_path)
-    yield started
-    started.close()
+    """Run flows in child processes against the session's server."""
+    drivers = Drivers(prefect_server, tmp_path)
+    yield drivers
+    drivers.close()
 
 
 @pytest.fixture(params=["forked", "started"])
-def each_process_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of trials are forked, as on Linux, or started, as on other systems."""
+def process_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of trials, like on Linux, or start them, like on other systems."""
     if request.param == "started":
         monkeypatch.setenv(*PORTABLE)
 
@@ -59,18 +59,16 @@ def local_target(tmp_path: Path) -> LocalTarget:
 
 @pytest.fixture
 def trouble(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trouble]:
-    """An experiment that fails as its configuration says, in this process."""
-    request.getfixturevalue("prefect_server" if "left_run" in request.fixturenames else "no_prefect_server")
-    made = Trouble(tmp_path)
-    with listening(made.said):
-        yield made
+    """An experiment in this process that fails like its configuration says."""
+    request.getfixturevalue("prefect_server" if "waiting_run" in request.fixturenames else "no_prefect_server")
+    with recording_logs() as records:
+        yield Trouble(tmp_path, records)
 
 
 @pytest.fixture(scope="session")
 def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Return the port of a moto server, a process of its own, with one bucket."""
-    port = free_port()
-    log = tmp_path_factory.mktemp("moto") / "log"
+    """The port of a moto server in another process, with one bucket."""
+    port, log = free_port(), tmp_path_factory.mktemp("moto") / "log"
     command = [sys.executable, "-m", "tests.fakes.servers.moto_server", "-H", "127.0.0.1", "-p", str(port)]
     with running_server(command, port, log):
         aws_client(f"http://127.0.0.1:{port}").create_bucket(Bucket=BUCKET)
@@ -79,12 +77,11 @@ def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @pytest.fixture
 def s3_target(s3_port: int) -> S3Target:
-    """Return a prefix of its own in the session's bucket."""
     return s3_at(s3_port)
 
 
 def s3_at(port: int, *, request_timeout_seconds: float = 60) -> S3Target:
-    """Return a new prefix in the bucket, reached through `port`."""
+    """Return a new prefix in the bucket, through `port`."""
     return S3Target(
         bucket=BUCKET,
         prefix=uuid4().hex,
@@ -108,27 +105,27 @@ def environment(prefect_server: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def deployed(environment: dict[str, str]) -> None:
-    """`prefect-tune deploy`, to a pool without a worker."""
+def deployment(environment: dict[str, str]) -> None:
+    """The flows, deployed to a pool without a worker."""
     with get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process"), overwrite=True)
     command = [*PROGRAM, "deploy", "--work-pool", POOL, "--no-automations"]
-    done = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, env=environment, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.fixture
-def worker(deployed: None, environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process worker on that pool."""
-    del deployed
+def worker(deployment: None, environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process worker of the pool."""
+    del deployment
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--limit", "2"]
     with (tmp_path / "worker.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
     yield process
     process.terminate()
-    with suppress(subprocess.TimeoutExpired):  # it waits for its runs, however long they take
+    with suppress(subprocess.TimeoutExpired):  # the worker waits for its runs
         process.wait(60)
         return
-    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-        each.kill()
+    for survivor in [*psutil.Process(process.pid).children(recursive=True), process]:
+        survivor.kill()
     process.wait(60)

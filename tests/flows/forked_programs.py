@@ -1,4 +1,4 @@
-"""Processes of tests that are forked from one that has imported everything already, and are alone like programs."""
+"""Processes of tests that are forked from a process with all imports, each in its own session."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from unittest.mock import patch
 from tests.fakes.trial_processes import PORTABLE
 
 
-def preloaded() -> ForkServerContext:
-    """Return the context of processes that have the modules of `tests.flows.preloaded` when they begin."""
+def get_preloaded_context() -> ForkServerContext:
+    """Return the context of processes that start with the modules of `tests.flows.preloaded`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.flows.preloaded"])
     with patch.dict(os.environ):
-        os.environ.pop(PORTABLE[0], None)  # all processes have the environment in which the first one is started
+        os.environ.pop(PORTABLE[0], None)  # all processes have the environment of the first one
         multiprocessing.forkserver.ensure_running()
     return context
 
 
-def in_own_session(log: Path) -> None:
-    """Give this process a session of its own, and append all of its output to `log`."""
+def start_own_session(log: Path) -> None:
+    """Move this process to a new session, and append all of its output to `log`."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

@@ -1,10 +1,10 @@
-"""Modules imported by the process that drivers are forked from, so that a driver starts without import time."""
+"""Imports of the process that drivers are forked from, so that a driver starts at once."""
 
 from __future__ import annotations
 
 import importlib
 
-# No threads and no event loop may exist before the fork; importing makes none.
+# No thread or event loop may exist before the fork: these imports start none.
 for _name in (
     "prefect.client.orchestration",
     "prefect.flow_engine",

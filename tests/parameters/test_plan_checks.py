@@ -30,7 +30,7 @@ from prefect_tune.parameters.plan_checks import require_same_training, require_s
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.stores.memory_store import MemoryStore
-from tests.flows.searching.test_tune import searched
+from tests.flows.searching.test_tune import run_search
 from tests.flows.training import statuses, trial_at
 
 
@@ -40,7 +40,7 @@ def target(tmp_path: Path) -> FsspecTarget:
 
 
 def _train_in_deployments(folder: Path, target: FsspecTarget) -> None:
-    searched(folder, "tests.trainables.moody:Moody", target=target, trials="deployment")
+    run_search(folder, "tests.trainables.moody:Moody", target=target, trials="deployment")
 
 
 def _train_on_other_processes(_: Path, target: FsspecTarget) -> None:
@@ -73,7 +73,7 @@ def test_a_search_whose_trials_clone_each_other_runs_since_one_process_writes_it
     tmp_path: Path, target: FsspecTarget
 ) -> None:
     scheduler = pt.PBT(1, {"x": pt.uniform(0, 1)}, quantile_fraction=0.5, resample_probability=1)
-    results = searched(tmp_path, target=target, scheduler=scheduler, space={"x": pt.grid_search([1.0, 100.0])})
+    results = run_search(tmp_path, target=target, scheduler=scheduler, space={"x": pt.grid_search([1.0, 100.0])})
     assert statuses(results) == ["completed", "completed"]
     exploited = read_experiment_to_resume(target, "e").trial("00001")
     assert exploited.config["x"] <= 1

@@ -23,7 +23,7 @@ import pytest
 from prefect_tune.attempt import graceful_stop
 from prefect_tune.attempt.graceful_stop import run_interruptible
 from tests.fakes.trial_processes import wait_until
-from tests.flows.forked_programs import in_own_session, preloaded
+from tests.flows.forked_programs import get_preloaded_context, start_own_session
 from tests.long_cases import long_after
 
 _PERIOD = timedelta(seconds=5)
@@ -142,7 +142,7 @@ _PROGRAMS: Mapping[str, Callable[[], None]] = {
 
 
 def _run_program(program: str, log: str) -> None:
-    in_own_session(Path(log))
+    start_own_session(Path(log))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     setattr(graceful_stop, "get_run_logger", logging.getLogger)  # noqa: B010 - mypy; there is no run
     (_PROGRAMS.get(program) or _never_stop)()
@@ -151,7 +151,7 @@ def _run_program(program: str, log: str) -> None:
 @contextmanager
 def _running_program(name: str, log: Path) -> Iterator[BaseProcess]:
     log.touch()
-    process = preloaded().Process(target=_run_program, args=(name, str(log)))
+    process = get_preloaded_context().Process(target=_run_program, args=(name, str(log)))
     process.start()
     try:
         yield process

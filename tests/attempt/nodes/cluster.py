@@ -40,7 +40,7 @@ from prefect_tune.journal_access import (
 from prefect_tune.tasks.checkpoints import download_checkpoint
 from prefect_tune.testing import without_server
 from tests.attempt.direct_tasks import DirectTasks
-from tests.flows.forked_programs import in_own_session, preloaded
+from tests.flows.forked_programs import get_preloaded_context, start_own_session
 
 JOURNAL = JournalKey(experiment="e", generation=1)
 TRIAL = JOURNAL.trial_key("00000")
@@ -78,7 +78,7 @@ class Cluster:
         self._launch(attempt, config or {})
         log = self.folder / f"node-{node}-{attempt}.log"
         args = (log, self.folder, node, self.launched[attempt], options)
-        process = preloaded().Process(target=run_node_process, args=args, daemon=False)
+        process = get_preloaded_context().Process(target=run_node_process, args=args, daemon=False)
         process.start()
         self.nodes.append(process)
         return log
@@ -220,7 +220,7 @@ def _fail_first_upload(fault: str) -> None:
 
 def run_node_process(log: Path, folder: Path, node: int, trial: Trial, options: Any) -> None:
     """Run a node in its own session; write its output to `log`."""
-    in_own_session(log)
+    start_own_session(log)
     os.environ["OF_TEST"] = str(folder)
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout, force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)

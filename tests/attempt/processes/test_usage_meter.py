@@ -29,7 +29,7 @@ from prefect_tune.executors.trial_executor import get_local_machine
 from prefect_tune.linux import MemoryLimit, available_cpu_count
 from tests.attempt.test_supervisor import supervise
 from tests.fakes.trial_processes import make_start, supervised_process
-from tests.flows.forked_programs import preloaded
+from tests.flows.forked_programs import get_preloaded_context
 
 LIMIT_BYTES = 1 << 30
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
@@ -197,7 +197,7 @@ def _run_in_control_group(group: str, folder: str) -> None:
 def test_a_trial_that_its_control_group_kills_says_the_peak_the_limit_and_the_process(
     control_group: Path, tmp_path: Path
 ) -> None:
-    supervisor = preloaded().Process(target=_run_in_control_group, args=(str(control_group), str(tmp_path)))
+    supervisor = get_preloaded_context().Process(target=_run_in_control_group, args=(str(control_group), str(tmp_path)))
     supervisor.start()
     supervisor.join(120)
     outcome = (tmp_path / "outcome").read_text()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -52,19 +52,20 @@ REPOSITORY = Path(__file__).parents[3]
 POOL = "comes-back"
 
 
-def found() -> dict[str, Any]:
-    """All automations on the server, by name."""
+def read_automations() -> dict[str, Any]:
+    """Return all automations on the server, by name."""
     with get_client(sync_client=True) as client:
-        every = client.request("POST", "/automations/filter", json={"limit": 200}).json()
-    return {each["name"]: each for each in every}
+        automations = client.request("POST", "/automations/filter", json={"limit": 200}).json()
+    return {automation["name"]: automation for automation in automations}
 
 
-def actions_of(name: str) -> list[str]:
-    return [each["type"] for each in found()[name]["actions"]]
+def action_types_of(name: str) -> list[str]:
+    return [action["type"] for action in read_automations()[name]["actions"]]
 
 
 @pytest.fixture
-def clean(prefect_server: str) -> Iterator[str]:
+def server_url(prefect_server: str) -> Iterator[str]:
+    """A server without our automations."""
     uninstall_automations()
     yield prefect_server
     uninstall_automations()
@@ -73,19 +74,19 @@ def clean(prefect_server: str) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------- installing
 
 
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("server_url")
 class TestInstalled:
     """The automations on the server after `install_automations`."""
 
     def test_all_are_installed_by_their_names_and_taken_away_again_and_nobody_elses_are_touched(self) -> None:
         trigger = EventTrigger(expect={"prefect-tune.trial-finished"}, posture="Reactive", threshold=1)
         own = Automation(name="prefect-tune: the user's own", trigger=trigger, actions=[DoNothing()]).create()
-        before = found()
+        before = read_automations()
         assert install_automations() == automation_names()
-        assert set(found()) == {*before, *automation_names()}
+        assert set(read_automations()) == {*before, *automation_names()}
         assert set(uninstall_automations()) == set(automation_names())
         assert uninstall_automations() == []
-        assert found() == before
+        assert read_automations() == before
         own.delete()
 
     def test_an_alert_that_was_switched_on_without_an_action_is_switched_off(self) -> None:
@@ -93,33 +94,34 @@ class TestInstalled:
         old.enabled = True
         old.update()
         install_automations()
-        assert not found()[BEST]["enabled"]
-        assert found()["prefect-tune: restart a crashed run"]["enabled"]
+        assert not read_automations()[BEST]["enabled"]
+        assert read_automations()["prefect-tune: restart a crashed run"]["enabled"]
 
     def test_installing_twice_changes_nothing_and_another_window_is_brought_up_to_date(self) -> None:
         install_automations(heartbeat_window_seconds=90)
-        first = found()
+        first = read_automations()
         install_automations(heartbeat_window_seconds=90)
-        assert found() == first
+        assert read_automations() == first
         install_automations(heartbeat_window_seconds=120)
-        changed = {name for name, each in found().items() if each["updated"] != first[name]["updated"]}
-        assert changed == {"prefect-tune: mark a run without heartbeats as crashed"}
-        assert found()[changed.pop()]["trigger"]["within"] == 120
+        second = read_automations()
+        [changed] = [name for name in second if second[name]["updated"] != first[name]["updated"]]
+        assert changed == "prefect-tune: mark a run without heartbeats as crashed"
+        assert second[changed]["trigger"]["within"] == 120
 
     def test_one_that_another_process_deletes_at_the_same_time_is_no_error(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         install_automations()
-        look = automations._find_installed
+        find_installed = automations._find_installed
 
-        def deleted_by_another(client: Any, wanted: Any) -> Any:
-            for each in (seen := look(client, wanted)):
-                client.delete_automation(each.id)
-            return seen
+        def find_and_delete(client: Any, wanted: Any) -> Any:
+            for automation in (installed := find_installed(client, wanted)):
+                client.delete_automation(automation.id)
+            return installed
 
-        monkeypatch.setattr(automations, "_find_installed", deleted_by_another)
+        monkeypatch.setattr(automations, "_find_installed", find_and_delete)
         assert set(uninstall_automations()) == set(automation_names())
-        assert not set(found()) & set(automation_names())
+        assert not set(read_automations()) & set(automation_names())
 
     def test_of_two_with_one_name_the_one_with_actions_stays(self) -> None:
         block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
@@ -132,7 +134,7 @@ class TestInstalled:
         install_automations()
         with get_client(sync_client=True) as client:
             assert len(client.read_automations_by_name(BEST)) == 1
-        assert (actions_of(BEST), found()[BEST]["enabled"]) == (["send-notification"], True)
+        assert (action_types_of(BEST), read_automations()[BEST]["enabled"]) == (["send-notification"], True)
 
     def test_what_somebody_has_changed_in_the_ui_stays(self) -> None:
         block = CustomWebhookNotificationBlock(name="hook", url="http://127.0.0.1:9/")
@@ -142,11 +144,11 @@ class TestInstalled:
         mine.enabled = False  # although it has an action
         mine.update()
         install_automations()
-        assert (found()[BEST]["actions"][0]["body"], found()[BEST]["enabled"]) == ("mine", False)
+        assert (read_automations()[BEST]["actions"][0]["body"], read_automations()[BEST]["enabled"]) == ("mine", False)
         install_automations(notify="custom-webhook/tune-alerts")
-        assert "{{ event.payload.trial }}" in found()[BEST]["actions"][0]["body"]
-        assert actions_of("prefect-tune: restart a crashed run") == ["change-flow-run-state"]
-        assert not found()[BEST]["enabled"]
+        assert "{{ event.payload.trial }}" in read_automations()[BEST]["actions"][0]["body"]
+        assert action_types_of("prefect-tune: restart a crashed run") == ["change-flow-run-state"]
+        assert not read_automations()[BEST]["enabled"]
 
     @pytest.mark.parametrize(
         ("options", "complaint"),
@@ -163,36 +165,36 @@ class TestInstalled:
     ) -> None:
         with pytest.raises(InvalidInput, match=complaint):
             install_automations(**options)
-        assert not set(found()) & set(automation_names())
+        assert not set(read_automations()) & set(automation_names())
 
 
 @pytest.mark.parametrize("act", [install_automations, uninstall_automations])
 def test_a_server_that_does_not_answer_or_is_not_set_up_is_said(
     act: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silent = "automations: the Prefect server at http://127.0.0.1:9/api did not answer"
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), pytest.raises(TuneError, match=silent):
+    message = "automations: the Prefect server at http://127.0.0.1:9/api did not answer"
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}), pytest.raises(TuneError, match=message):
         act()
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    absent = "automations: no Prefect server is configured"
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(InvalidInput, match=absent):
+    message = "automations: no Prefect server is configured"
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(InvalidInput, match=message):
         act()
 
 
 def test_a_run_is_started_again_by_itself_unless_it_goes_on_or_somebody_wanted_its_end() -> None:
-    again, silent = list(make_automation_specs(timedelta(seconds=90)).values())[:2]
-    assert again.trigger.expect >= {"prefect.flow-run.Cancelled", "prefect.flow-run.Failed", "prefect.flow-run.Running"}
-    assert again.trigger.after == {"prefect.flow-run.Crashed"}
-    assert not again.trigger.expect & again.trigger.after
-    assert silent.trigger.expect >= {"prefect.flow-run.heartbeat", "prefect.flow-run.Suspended"}
+    restart, heartbeat = (spec.trigger for spec in list(make_automation_specs(timedelta(seconds=90)).values())[:2])
+    assert restart.expect >= {"prefect.flow-run.Cancelled", "prefect.flow-run.Failed", "prefect.flow-run.Running"}
+    assert restart.after == {"prefect.flow-run.Crashed"}
+    assert not restart.expect & restart.after
+    assert heartbeat.expect >= {"prefect.flow-run.heartbeat", "prefect.flow-run.Suspended"}
 
 
 def test_a_damaged_checkpoint_is_alerted_and_one_that_attempts_die_from_is_not() -> None:
     trigger = make_automation_specs(timedelta(seconds=90))[CORRUPT].trigger
-    for kills in (False, True):
-        event = CheckpointQuarantined(trial="00000", sequence=3, reason="it is bad", crashes_trainable=kills)
+    for crashes in (False, True):
+        event = CheckpointQuarantined(trial="00000", sequence=3, reason="it is bad", crashes_trainable=crashes)
         resource = {"prefect.resource.id": "prefect-tune.trial.s3://b/e/00000", **event_labels(event_payload(event))}
-        assert trigger.match.matches(Resource(resource)) is not kills
+        assert trigger.match.matches(Resource(resource)) is not crashes
 
 
 # ------------------------------------------------------------------------------------------------------- firing
@@ -200,17 +202,17 @@ def test_a_damaged_checkpoint_is_alerted_and_one_that_attempts_die_from_is_not()
 
 @flow
 def evaluate(experiment: str, trial: str) -> None:
-    """Never run: the tests check only that it is scheduled, and its parameters."""
+    """A flow whose runs are scheduled, but never start."""
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(clean: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(server_url: str, tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path / "target"))
     with get_client(sync_client=True) as client:
-        deployment = deployed(client, "evaluate-best")
+        deployment = create_deployment(client, "evaluate-best")
         parameters = {"experiment": "{{ event.payload.experiment }}", "trial": "{{ event.payload.trial }}"}
         install_automations(names=[BEST], run="evaluate/evaluate-best", parameters=parameters)
-        deployed(client, "look-at-the-target")
+        create_deployment(client, "look-at-the-target")
         install_automations(names=[CORRUPT], run="evaluate/look-at-the-target", parameters=parameters)
 
         train(target, 2)
@@ -218,25 +220,26 @@ def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(cl
         train(target, 3)
         pt.tune(Moody, {}, target=target, experiment="searched", metric="loss", num_samples=1, stop={"step": 1})
 
-        corrupt = Feed(clean, f"{target.uri}/alone").wait_until(
-            lambda events: any(each["event"] == "prefect-tune.checkpoint-quarantined" for each in events),
-            "prefect-tune.",
+        def count_quarantines(events: Sequence[Mapping[str, Any]]) -> int:
+            return [event["event"] for event in events].count("prefect-tune.checkpoint-quarantined")
+
+        assert (
+            count_quarantines(Feed(server_url, f"{target.uri}/alone").wait_until(count_quarantines, "prefect-tune."))
+            == 1
         )
-        assert [each["event"] for each in corrupt].count("prefect-tune.checkpoint-quarantined") == 1
-        automation = found()[CORRUPT]["id"]
-        Feed(clean, automation).wait_until(len, "prefect.automation.action.executed")
-        wait_until(lambda: runs_of(client, deployment), seconds=60, what=lambda: "a run of the deployment")
-    assert runs_of_parameters == {"experiment": "searched", "trial": "00000"}
+        Feed(server_url, read_automations()[CORRUPT]["id"]).wait_until(len, "prefect.automation.action.executed")
+        wait_until(lambda: read_runs(client, deployment), seconds=60, what=lambda: "a run of the deployment")
+        assert read_runs(client, deployment)[0]["parameters"] == {"experiment": "searched", "trial": "00000"}
 
 
 @flow(name="nightly")
 def nightly(target: str) -> None:
-    """A flow of a user's own that calls a search."""
+    """A user's flow that calls a search."""
     pt.tune(Moody, {}, target=target, experiment="e", metric="loss", num_samples=1, stop={"step": 1})
 
 
 @pytest.mark.long
-def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str, tmp_path: Path) -> None:
+def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(server_url: str, tmp_path: Path) -> None:
     with canned_server(200) as hook:
         block = CustomWebhookNotificationBlock(name="hook", url=hook.url, json_data={"text": "{{body}}"})
         block.save("failed-runs", overwrite=True)
@@ -247,8 +250,8 @@ def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str,
                 nightly(target)
         with pytest.raises(pt.SearchFailed):
             pt.tune(Moody, {"fails": "raise"}, target=str(tmp_path), experiment="e", metric="loss", num_samples=1)
-        automation = found()[FAILED]["id"]
-        Feed(clean, automation).wait_until(lambda events: len(events) >= 3, "prefect.automation.action.executed")
+        feed = Feed(server_url, read_automations()[FAILED]["id"])
+        feed.wait_until(lambda events: len(events) >= 3, "prefect.automation.action.executed")
     texts = [json.loads(body)["text"] for body in hook.bodies]
     assert len(texts) == 3
     assert all(re.match(r"Run [a-z-]+ of the flow tune failed: .+", text) for text in texts), texts
@@ -256,35 +259,23 @@ def test_a_run_that_fails_before_it_opens_its_experiment_alerts_once(clean: str,
     assert "s3-target/nowhere" in texts[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "payload", "text"),
-    [
-        (
-            BEST,
-            {"trial": "00002", "step": 82, "metrics": {"accuracy": 0.9577777777777777, "epoch": 3}},
-            "accuracy 0.957778, epoch 3",
-        ),
-    ],
-)
-def test_the_text_of_an_alert_has_readable_numbers(name: str, payload: Mapping[str, Any], text: str) -> None:
-    says = make_automation_specs(timedelta(seconds=90))[name].message
-    validate_user_template(says)
-    shown = render_user_template_sync(says, {"event": {"payload": {"experiment": "e", "target": "s3://b", **payload}}})
-    assert shown.startswith("Experiment e at s3://b: ")
-    assert shown.endswith(text)
+def test_the_text_of_an_alert_has_readable_numbers() -> None:
+    template = make_automation_specs(timedelta(seconds=90))[BEST].message
+    validate_user_template(template)
+    trial = {"trial": "00002", "step": 82, "metrics": {"accuracy": 0.9577777777777777, "epoch": 3}}
+    context = {"event": {"payload": {"experiment": "e", "target": "s3://b", **trial}}}
+    text = render_user_template_sync(template, context)
+    assert text.startswith("Experiment e at s3://b: ")
+    assert text.endswith("accuracy 0.957778, epoch 3")
 
 
-runs_of_parameters: dict[str, Any] = {}
-
-
-def deployed(client: SyncPrefectClient, name: str) -> UUID:
+def create_deployment(client: SyncPrefectClient, name: str) -> UUID:
     return client.create_deployment(client.create_flow(evaluate), name)
 
 
-def runs_of(client: SyncPrefectClient, deployment: UUID) -> bool:
-    runs = client.request("POST", "/flow_runs/filter", json={"deployments": {"id": {"any_": [str(deployment)]}}}).json()
-    runs_of_parameters.update(runs[0]["parameters"] if runs else {})
-    return bool(runs)
+def read_runs(client: SyncPrefectClient, deployment: UUID) -> Any:
+    run_filter = {"deployments": {"id": {"any_": [str(deployment)]}}}
+    return client.request("POST", "/flow_runs/filter", json=run_filter).json()
 
 
 def train(target: LocalTarget, steps: int) -> None:
@@ -303,8 +294,8 @@ def damage(target: LocalTarget, *, step: int) -> None:
 
 
 @contextmanager
-def a_server(folder: Path) -> Iterator[dict[str, str]]:
-    """A whole Prefect server: the test harness's server evaluates no proactive triggers."""
+def prefect_server_process(folder: Path) -> Iterator[dict[str, str]]:
+    """A full Prefect server: that of the test harness evaluates no proactive triggers."""
     home = folder / "home"
     home.mkdir()
     environment = {
@@ -326,14 +317,14 @@ def a_server(folder: Path) -> Iterator[dict[str, str]]:
             server.terminate()
 
 
-def prefect(environment: Mapping[str, str], *arguments: str) -> None:
-    command = [sys.executable, "-m", "prefect", *arguments]
-    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run_prefect(environment: Mapping[str, str], *args: str) -> None:
+    command = [sys.executable, "-m", "prefect", *args]
+    process = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @contextmanager
-def a_worker(environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def worker_process(environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
     with log.open("ab") as output:
         process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=output, stderr=output)
@@ -369,7 +360,7 @@ class Run:
         return int(str(self._client.read_flow_run(self.id).infrastructure_pid).rpartition(":")[2])
 
     @property
-    def committed(self) -> int:
+    def checkpoint_count(self) -> int:
         try:
             return len(self.trial.checkpoints)
         except (KeyError, AssertionError):
@@ -379,19 +370,25 @@ class Run:
     def trial(self) -> Any:
         return trial_at(self._target, self._experiment)
 
-    def wait_until(self, what: str, holds: Callable[[], object], seconds: float = 180) -> float:
-        """Wait for the condition; return how long it took."""
-        began = time.monotonic()
-        wait_until(holds, seconds=seconds, what=lambda: f"{what}: {self.state}, {self.committed} committed")
-        return time.monotonic() - began
+    def wait_until(self, goal: str, condition: Callable[[], object], seconds: float = 180) -> float:
+        """Wait for the condition; return the seconds that it takes."""
+        start = time.monotonic()
+        wait_until(condition, seconds=seconds, what=lambda: f"{goal}: {self.state}, {self.checkpoint_count} commits")
+        return time.monotonic() - start
+
+    def require_end(self) -> None:
+        """Require that the second attempt completes, and that it recomputes at most an interval."""
+        self.wait_until("it is done", lambda: self.state == "Completed", 300)
+        assert (self.trial.status, self.trial.attempt, self.trial.step) == (Status.COMPLETED, 2, 300)
+        assert self.trial.recomputed_steps <= 5
 
 
 @contextmanager
-def looked_after(tmp_path: Path) -> Iterator[tuple[dict[str, str], SyncPrefectClient]]:
-    """A server with the automations, on which `durable_trainable` is deployed; no worker yet."""
-    with a_server(tmp_path) as environment, get_client(sync_client=True) as client:
-        prefect(environment, "work-pool", "create", POOL, "--type", "process")
-        prefect(environment, "--no-prompt", "deploy", "--name", "durable-trainable")
+def automation_server(tmp_path: Path) -> Iterator[tuple[dict[str, str], SyncPrefectClient]]:
+    """A server with our automations and a deployment of `durable_trainable`, without a worker."""
+    with prefect_server_process(tmp_path) as environment, get_client(sync_client=True) as client:
+        run_prefect(environment, "work-pool", "create", POOL, "--type", "process")
+        run_prefect(environment, "--no-prompt", "deploy", "--name", "durable-trainable")
         install_automations(heartbeat_window_seconds=90)
         yield environment, client
 
@@ -399,63 +396,58 @@ def looked_after(tmp_path: Path) -> Iterator[tuple[dict[str, str], SyncPrefectCl
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 def test_what_is_killed_comes_back_once_with_its_machine_or_without(tmp_path: Path) -> None:
-    """How long it takes is printed: on a quiet machine some 45 s, and the window of 90 s and 60 s more."""
+    """It prints how long a restart takes: some 45 s on a quiet machine, or the window of 90 s and 60 s more."""
     target = LocalTarget(path=str(tmp_path / "target"))
-    with looked_after(tmp_path) as (environment, client):
+    with automation_server(tmp_path) as (environment, client):
         log = tmp_path / "worker.log"
-        with a_worker(environment, log):
+        with worker_process(environment, log):
             run = Run(client, target, "crashed")
-            run.wait_until("three commits", lambda: run.committed >= 3)
+            run.wait_until("three commits", lambda: run.checkpoint_count >= 3)
             os.kill(run.pid, signal.SIGKILL)
             run.wait_until("the crash is known", lambda: run.state == "Crashed")
-            took = run.wait_until("it runs again", lambda: run.trial.attempt == 2, 300)
-            print(f"back {took:.0f} s after the crash was known")
-            run.wait_until("it is done", lambda: run.state == "Completed", 300)
-            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
-            assert run.trial.recomputed_steps <= 5
-        with a_worker(environment, log) as worker:
+            seconds = run.wait_until("it runs again", lambda: run.trial.attempt == 2, 300)
+            print(f"back {seconds:.0f} s after the crash was known")
+            run.require_end()
+        with worker_process(environment, log) as worker:
             run = Run(client, target, "vanished")
-            run.wait_until("three commits", lambda: run.committed >= 3)
+            run.wait_until("three commits", lambda: run.checkpoint_count >= 3)
             time.sleep(2)
             os.kill(worker.pid, signal.SIGKILL)
             os.kill(run.pid, signal.SIGKILL)
-        with a_worker(environment, log):
-            took = run.wait_until("it runs again", lambda: run.trial.attempt == 2, 420)
-            print(f"back {took:.0f} s after its machine was gone")
-            run.wait_until("it is done", lambda: run.state == "Completed", 300)
-            assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
-            assert run.trial.recomputed_steps <= 5
+        with worker_process(environment, log):
+            seconds = run.wait_until("it runs again", lambda: run.trial.attempt == 2, 420)
+            print(f"back {seconds:.0f} s after its machine was gone")
+            run.require_end()
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
 def test_a_false_alarm_about_a_machine_that_was_only_silent_hurts_nothing(tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path / "target"))
-    with looked_after(tmp_path) as (environment, client), a_worker(environment, tmp_path / "silent.log") as silent:
+    log = tmp_path / "silent.log"
+    with automation_server(tmp_path) as (environment, client), worker_process(environment, log) as silent:
         run = Run(client, target, "silent")
-        run.wait_until("three commits", lambda: run.committed >= 3)
+        run.wait_until("three commits", lambda: run.checkpoint_count >= 3)
         first = psutil.Process(run.pid)
-        with stopped(psutil.Process(silent.pid), first), a_worker(environment, tmp_path / "other.log"):
+        with suspending(psutil.Process(silent.pid), first), worker_process(environment, tmp_path / "other.log"):
             run.wait_until("it runs again, elsewhere", lambda: run.trial.attempt == 2, 420)
-            before = run.committed
-            run.wait_until("the other owner commits", lambda: run.committed >= before + 2)
-            for each in (psutil.Process(silent.pid), first):
-                each.resume()
+            before = run.checkpoint_count
+            run.wait_until("the other owner commits", lambda: run.checkpoint_count >= before + 2)
+            for process in (psutil.Process(silent.pid), first):
+                process.resume()
             run.wait_until("the first one leaves", lambda: not first.is_running(), 120)
-            run.wait_until("it is done", lambda: run.state == "Completed", 300)
-        assert (run.trial.status, run.trial.attempt, run.trial.step) == (Status.COMPLETED, 2, 300)
-        assert run.trial.recomputed_steps <= 5
-        assert [each.step for each in run.trial.checkpoints] == list(range(5, 301, 5)), "every commit is there, once"
+            run.require_end()
+        assert [checkpoint.step for checkpoint in run.trial.checkpoints] == list(range(5, 301, 5))
 
 
 @contextmanager
-def stopped(*processes: psutil.Process) -> Iterator[None]:
-    """Stop the processes within the block: they neither run nor end, as on a machine that has lost its network."""
-    for each in processes:
-        each.suspend()
+def suspending(*processes: psutil.Process) -> Iterator[None]:
+    """Stop the processes in the block, like on a machine without a network: they neither run nor end."""
+    for process in processes:
+        process.suspend()
     try:
         yield
     finally:
-        for each in processes:
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
-                each.resume()
+                process.resume()

@@ -40,19 +40,21 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
         yield client
 
 
-def deployed(flow: str, name: str, parameters: Mapping[str, Any]) -> str:
+def make_deployment(flow: str, name: str, parameters: Mapping[str, Any]) -> str:
     """Make a deployment for one experiment; return its full name."""
-    (made,) = deploy([make_experiment_spec(find_deployable_flows([flow])[0], name, parameters, None)], Pool(name=POOL))
-    return made.name
+    (deployment,) = deploy(
+        [make_experiment_spec(find_deployable_flows([flow])[0], name, parameters, None)], Pool(name=POOL)
+    )
+    return deployment.name
 
 
-def begun(client: SyncPrefectClient, name: str, **parameters: Any) -> FlowRun:
+def create_run(client: SyncPrefectClient, name: str, **parameters: Any) -> FlowRun:
     """A run of a deployment as a schedule or a form creates it."""
     deployment = client.read_deployment_by_name(name)
     return client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
 
 
-def ended(client: SyncPrefectClient, name: str, flow_run: FlowRun) -> State[Any]:
+def execute_run(client: SyncPrefectClient, name: str, flow_run: FlowRun) -> State[Any]:
     """Execute the run as a worker's process would, and return its final state."""
     module, _, attribute = str(client.read_deployment_by_name(name).entrypoint).rpartition(".")
     flow: Flow[..., Any] = getattr(import_module(module), attribute)
@@ -81,17 +83,17 @@ def vault(client: SyncPrefectClient, s3_port: int) -> S3Target:
     return block
 
 
-def everything(client: SyncPrefectClient) -> str:
+def read_everything(client: SyncPrefectClient) -> str:
     """Return everything that a user can read on the server."""
     APILogWorker.drain_all(timeout=30)
-    found: list[Any] = [*client.read_deployments(limit=200), *client.read_flow_runs(limit=200)]
-    found += client.read_artifacts(limit=200)
+    records: list[Any] = [*client.read_deployments(limit=200), *client.read_flow_runs(limit=200)]
+    records += client.read_artifacts(limit=200)
     for offset in range(0, 1000, 200):
-        found += client.read_logs(limit=200, offset=offset)
-    return "\n".join(each.model_dump_json() for each in found)
+        records += client.read_logs(limit=200, offset=offset)
+    return "\n".join(record.model_dump_json() for record in records)
 
 
-def ways(client: SyncPrefectClient) -> Mapping[str, Any]:
+def block_references(client: SyncPrefectClient) -> Mapping[str, Any]:
     """Return all ways to refer to the block."""
     document = client.read_block_document_by_name("vault", "s3-target")
     return {
@@ -103,16 +105,16 @@ def ways(client: SyncPrefectClient) -> Mapping[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("vault")
-@pytest.mark.parametrize("way", ["slug", "reference", "form"])
-def test_a_secret_is_used_and_never_told(client: SyncPrefectClient, way: str) -> None:
-    target = ways(client)[way]
-    asked = {"trainable": TRAINABLE, "config": {"row": 1}, "stop": {"step": 2}, "isolation": "thread"}
-    name = deployed("durable-trainable", f"vault-{way}", {**asked, "target": target})
+@pytest.mark.parametrize("reference", ["slug", "reference", "form"])
+def test_a_secret_is_used_and_never_told(client: SyncPrefectClient, reference: str) -> None:
+    target = block_references(client)[reference]
+    parameters = {"trainable": TRAINABLE, "config": {"row": 1}, "stop": {"step": 2}, "isolation": "thread"}
+    name = make_deployment("durable-trainable", f"vault-{reference}", {**parameters, "target": target})
     assert client.read_deployment_by_name(name).parameters["target"] == "s3-target/vault"
-    flow_run = begun(client, name, target=target)
+    flow_run = create_run(client, name, target=target)
     assert flow_run.parameters["target"] == target
-    assert ended(client, name, flow_run).is_completed()
-    assert SECRET not in everything(client)
+    assert execute_run(client, name, flow_run).is_completed()
+    assert SECRET not in read_everything(client)
 
 
 @pytest.mark.long
@@ -121,32 +123,32 @@ def test_a_script_that_passes_the_block_itself_tells_nothing_either(client: Sync
         pt.durable_trainable(
             TRAINABLE, {"row": 1}, target=target, experiment="script", stop={"step": 1}, isolation="thread"
         )
-    assert SECRET not in everything(client)
+    assert SECRET not in read_everything(client)
 
 
 @pytest.mark.long
 def test_a_deployment_of_resume_runs_what_it_trusts_and_a_retry_of_its_run_nothing_else(
     client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    untrusted = make_untrusted_target(tmp_path, monkeypatch)
+    attacker = make_untrusted_target(tmp_path, monkeypatch)
     settings = {"trainable": TRAINABLE, "space": {"row": 1}, "num_samples": 1, "metric": "error", "stop": {"step": 2}}
-    write_settings(untrusted.target, "theirs", {**settings, "isolation": "thread"})
+    write_settings(attacker.target, "theirs", {**settings, "isolation": "thread"})
 
-    def end_of(flow_run: FlowRun) -> State[Any]:
+    def execute(flow_run: FlowRun) -> State[Any]:
         client.set_flow_run_state(flow_run.id, Pending(), force=True)  # as *Retry* does
-        return ended(client, name, flow_run)
+        return execute_run(client, name, flow_run)
 
-    name = deployed("resume", "theirs", {"target": untrusted.target.uri})
-    distrusting = begun(client, name)
-    assert "no package is trusted" in str(end_of(distrusting).message)
-    deployed("resume", "theirs", {"target": untrusted.target.uri, "trusted_packages": ["tests"]})
-    trusting = begun(client, name)
-    assert end_of(trusting).is_completed()
-    assert "no package is trusted" in str(end_of(distrusting).message)  # a run keeps its own parameters
-    untrusted.forge("trainable", "theirs")
-    for each in (trusting, begun(client, name)):
-        assert f"{untrusted.module} is not in a trusted package" in str(end_of(each).message)
-    assert not untrusted.marker.exists()
+    name = make_deployment("resume", "theirs", {"target": attacker.target.uri})
+    distrusting = create_run(client, name)
+    assert "no package is trusted" in str(execute(distrusting).message)
+    make_deployment("resume", "theirs", {"target": attacker.target.uri, "trusted_packages": ["tests"]})
+    trusting = create_run(client, name)
+    assert execute(trusting).is_completed()
+    assert "no package is trusted" in str(execute(distrusting).message)  # a run keeps its own parameters
+    attacker.forge("trainable", "theirs")
+    for flow_run in (trusting, create_run(client, name)):
+        assert f"{attacker.module} is not in a trusted package" in str(execute(flow_run).message)
+    assert not attacker.marker.exists()
 
 
 # Option objects in the parameters of `run_deployment`: a real server stores their JSON form, and the run uses it.
@@ -164,11 +166,11 @@ class Pair(NamedTuple):
     second: str
 
 
-def echoing(flow: str, experiment: str, target: StorageTarget) -> str:
-    return deployed(flow, experiment, {"trainable": ECHO, "target": target.uri, "isolation": "thread"})
+def deploy_echo(flow: str, experiment: str, target: StorageTarget) -> str:
+    return make_deployment(flow, experiment, {"trainable": ECHO, "target": target.uri, "isolation": "thread"})
 
 
-def sent(client: SyncPrefectClient, name: str, **parameters: object) -> FlowRun:
+def send_run(client: SyncPrefectClient, name: str, **parameters: object) -> FlowRun:
     """Create a run as a user does, and return it as the server has it."""
     created = cast("FlowRun", run_deployment(name, parameters=parameters, timeout=0))
     return client.read_flow_run(created.id)
@@ -177,8 +179,8 @@ def sent(client: SyncPrefectClient, name: str, **parameters: object) -> FlowRun:
 def test_objects_in_the_parameters_of_a_run_are_stored_as_json_and_used_as_they_were_meant(
     client: SyncPrefectClient, local_target: LocalTarget
 ) -> None:
-    name = echoing("tune", "sent", local_target)
-    run = sent(
+    name = deploy_echo("tune", "sent", local_target)
+    run = send_run(
         client,
         name,
         space={
@@ -205,7 +207,7 @@ def test_objects_in_the_parameters_of_a_run_are_stored_as_json_and_used_as_they_
     assert run.parameters["scheduler"] == {"ASHA": {"max_t": 2}}
     assert run.parameters["search"] == {"RandomSearch": {"num_samples": 3, "points_to_evaluate": [{"lr": 0.5}]}}
     assert run.parameters["stop"] == [{"MaxSteps": {"steps": 2}}, {"MaxFailures": {"failures": 3}}]
-    assert ended(client, name, run).is_completed()
+    assert execute_run(client, name, run).is_completed()
     state = experiment_at(local_target, "sent")
     assert len(state.trials) == 3
     assert len({trial.config["lr"] for trial in state.trials.values()}) == 3
@@ -219,15 +221,15 @@ def test_objects_in_the_parameters_of_a_run_are_stored_as_json_and_used_as_they_
 def test_objects_that_lost_their_classes_fail_the_run_before_anything_is_written(
     client: SyncPrefectClient, local_target: LocalTarget
 ) -> None:
-    name = echoing("tune", "lost", local_target)
-    wrong: list[Mapping[str, Any]] = [
+    name = deploy_echo("tune", "lost", local_target)
+    invalid: list[Mapping[str, Any]] = [
         {"space": {"x": {"options": ["adam", "sgd"], "weights": None}}},
         {"space": {"a": [{"x": {"low": 0.0, "high": 1.0, "scale": "log", "q": None}}]}},
         {"space": {"x": {"uniform": [0, 1]}}, "stop": {"steps": 3}},
         {"space": {"x": {"uniform": [0, 1]}}, "scheduler": {"max_t": 9, "grace_period": 1}},
     ]
-    for parameters in wrong:
-        state = ended(client, name, begun(client, name, **parameters))
+    for parameters in invalid:
+        state = execute_run(client, name, create_run(client, name, **parameters))
         assert state.is_failed()
         assert "InvalidInput" in str(state.message), state.message
     assert not experiment_at(local_target, "lost").entry_count
@@ -236,10 +238,10 @@ def test_objects_that_lost_their_classes_fail_the_run_before_anything_is_written
 def test_a_distribution_in_the_config_of_a_single_training_fails_the_run(
     client: SyncPrefectClient, local_target: LocalTarget
 ) -> None:
-    name = echoing("durable-trainable", "single", local_target)
-    run = sent(client, name, config={"optimizer": pt.choice(["adam", "sgd"])})
+    name = deploy_echo("durable-trainable", "single", local_target)
+    run = send_run(client, name, config={"optimizer": pt.choice(["adam", "sgd"])})
     assert run.parameters["config"] == {"optimizer": {"choice": ["adam", "sgd"]}}
-    state = ended(client, name, run)
+    state = execute_run(client, name, run)
     assert state.is_failed()
     assert "config: expected values, found distribution" in str(state.message)
     assert not experiment_at(local_target, "single").entry_count
@@ -249,19 +251,19 @@ def test_a_distribution_in_the_config_of_a_single_training_fails_the_run(
 def test_a_target_is_passed_by_a_reference_and_its_object_is_an_error_of_the_client(
     client: SyncPrefectClient, local_target: LocalTarget
 ) -> None:
-    name = echoing("tune", "target", local_target)
+    name = deploy_echo("tune", "target", local_target)
     secret = pt.S3Target(bucket="durable", access_key_id="k", secret_access_key="never shown")
     for target in (local_target, secret):
         with pytest.raises(PrefectHTTPStatusError, match="Validation failed for field 'target'") as refused:
-            sent(client, name, target=target, space={"x": pt.randint(0, 9)})
+            send_run(client, name, target=target, space={"x": pt.randint(0, 9)})
         assert "never shown" not in str(refused.value)
     secret.save("sent-bucket", overwrite=True)
-    run = sent(client, name, target="s3-target/sent-bucket", space={"x": pt.randint(0, 9)})
+    run = send_run(client, name, target="s3-target/sent-bucket", space={"x": pt.randint(0, 9)})
     assert run.parameters["target"] == "s3-target/sent-bucket"
 
 
 def test_what_has_no_json_form_is_an_error_of_the_client(client: SyncPrefectClient, local_target: LocalTarget) -> None:
-    name = echoing("tune", "refused", local_target)
+    name = deploy_echo("tune", "refused", local_target)
     with pytest.raises(ValueError, match="cannot be imported by name"):
-        sent(client, name, space={"x": pt.sample_from(lambda config: config["y"]), "y": 1})
+        send_run(client, name, space={"x": pt.sample_from(lambda config: config["y"]), "y": 1})
     assert not experiment_at(local_target, "refused").entry_count

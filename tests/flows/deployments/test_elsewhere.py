@@ -46,7 +46,7 @@ if True:  # only with torch
     from tests.integrations.ranks.test_torch_ranks import STEPS as RANK_STEPS
 
 
-class Slow(StruckDDP):
+class SlowDDP(StruckDDP):
     """The example with DDP, whose steps leave time to end a machine."""
 
     def step(self) -> dict[str, float]:
@@ -58,8 +58,8 @@ _BRIDGE, _NETWORK = "ptune0", "10.203.0"
 _ROUTER = f"{_NETWORK}.1"
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _run_ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -68,15 +68,15 @@ def network() -> Iterator[str]:
     if os.geteuid():
         pytest.skip("namespaces take root")
     try:
-        _ip("link", "add", "name", _BRIDGE, "type", "bridge")
+        _run_ip("link", "add", "name", _BRIDGE, "type", "bridge")
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no network between namespaces: {error}")
     try:
-        _ip("addr", "add", f"{_ROUTER}/24", "dev", _BRIDGE)
-        _ip("link", "set", _BRIDGE, "up")
+        _run_ip("addr", "add", f"{_ROUTER}/24", "dev", _BRIDGE)
+        _run_ip("link", "set", _BRIDGE, "up")
         yield _ROUTER
     finally:
-        _ip("link", "del", _BRIDGE)
+        _run_ip("link", "del", _BRIDGE)
 
 
 class Machine:
@@ -99,17 +99,17 @@ class Machine:
         }
 
     def start(self) -> None:
-        _ip("netns", "add", self._network)
+        _run_ip("netns", "add", self._network)
         outside = f"veth-{self.name}"
-        _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", self._network)
-        _ip("link", "set", outside, "master", _BRIDGE, "up")
-        for words in (
+        _run_ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", self._network)
+        _run_ip("link", "set", outside, "master", _BRIDGE, "up")
+        for args in (
             ("addr", "add", f"{self._address}/24", "dev", "eth0"),
             ("link", "set", "eth0", "up"),
             ("link", "set", "lo", "up"),
             ("route", "add", "default", "via", _ROUTER),
         ):
-            _ip("-n", self._network, *words)
+            _run_ip("-n", self._network, *args)
         worker = f"{sys.executable} -m prefect worker start --pool {POOL} --limit 1"
         own_files = f"mount -t tmpfs tmpfs {self._folder}/own && mount -t tmpfs tmpfs /dev/shm && cd {self._folder}/own"
         inside = f"hostname {self.name} && {own_files} && exec {worker}"
@@ -126,8 +126,8 @@ class Machine:
     def lose_power(self) -> None:
         self._process.kill()  # the first process of its own, and with it all
         self._process.wait()
-        _ip("link", "del", f"veth-{self.name}")  # the network lasts until its last process has ended
-        _ip("netns", "del", self._network)
+        _run_ip("link", "del", f"veth-{self.name}")  # the network lasts until its last process has ended
+        _run_ip("netns", "del", self._network)
 
     def log(self) -> str:
         return (self._folder / f"{self.name}.log").read_text(errors="replace")
@@ -136,43 +136,43 @@ class Machine:
 @contextmanager
 def machines(api: str, folder: Path) -> Iterator[list[Machine]]:
     (folder / "own").mkdir()  # each machine has other files there
-    started = [Machine(number, api, folder) for number in range(2)]
+    machines = [Machine(number, api, folder) for number in range(2)]
     with ExitStack() as at_end:
-        for each in started:
-            each.start()
-            at_end.callback(each.lose_power)
-        yield started
+        for machine in machines:
+            machine.start()
+            at_end.callback(machine.lose_power)
+        yield machines
 
 
-def _checkpoints(target: S3Target) -> list[str]:
+def _list_manifests(target: S3Target) -> list[str]:
     with target.open(timeout=timedelta(seconds=60)) as store:
-        return [each.path for each in store.list("apart/") if each.path.endswith("/manifest.json")]
+        return [item.path for item in store.list("apart/") if item.path.endswith("/manifest.json")]
 
 
 @pytest.mark.integrations
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("deployed")
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.usefixtures("deployment")
+@pytest.mark.parametrize("victim", [0, 1])
 def test_two_machines_train_and_after_one_has_lost_its_power_they_go_on_bit_for_bit(
-    dies: int, network: str, prefect_server: str, s3_port: int, tmp_path: Path
+    victim: int, network: str, prefect_server: str, s3_port: int, tmp_path: Path
 ) -> None:
     with without_server():
-        _, undisturbed = trained(tmp_path / "undisturbed", "ddp", 2)
+        _, reference = trained(tmp_path / "reference", "ddp", 2)
     api = urlsplit(prefect_server)
     with TcpProxy(s3_port, network) as store, TcpProxy(int(api.port or 0), network) as server:
         target = s3_at(s3_port).model_copy(update={"endpoint_url": store.url})
         target.save("apart", overwrite=True)
         with machines(f"{server.url}/api", tmp_path) as nodes:
 
-            def strike() -> None:
-                wait_until(lambda: _checkpoints(target), seconds=300, what=nodes[dies].log)
-                nodes[dies].lose_power()
-                nodes[dies].start()
+            def restart_victim() -> None:
+                wait_until(lambda: _list_manifests(target), seconds=300, what=nodes[victim].log)
+                nodes[victim].lose_power()
+                nodes[victim].start()
 
-            striking = threading.Thread(target=strike)
-            striking.start()
+            thread = threading.Thread(target=restart_victim)
+            thread.start()
             results = pt.tune(
-                f"{Slow.__module__}:{Slow.__name__}",
+                f"{SlowDDP.__module__}:{SlowDDP.__name__}",
                 {"lr": 0.1, "width": 16},
                 target="s3-target/apart",
                 experiment="apart",
@@ -182,13 +182,13 @@ def test_two_machines_train_and_after_one_has_lost_its_power_they_go_on_bit_for_
                 trials="deployment",
                 nodes_per_trial=2,
             )
-            striking.join()
+            thread.join()
         [trial] = results.trials.values()
-        assert (trial.status, trial.step, trial.attempt) == ("completed", RANK_STEPS, 2), [each.log() for each in nodes]
+        assert (trial.status, trial.step, trial.attempt) == ("completed", RANK_STEPS, 2), [node.log() for node in nodes]
         checkpoint = results.checkpoint(trial.id)
         assert checkpoint is not None
         with checkpoint.as_directory() as directory:
-            assert CASES["ddp"][1](Path(directory)) == undisturbed
+            assert CASES["ddp"][1](Path(directory)) == reference
 
 
 # Trials on other machines: they outlive the search that started them, and the next run of it finds them.
@@ -219,11 +219,11 @@ class _Search:
             **self._options,
         )
 
-    def trained(self) -> int:
-        return sum(each.act == "trained" for each in acts_of(self._witness))
+    def count_steps(self) -> int:
+        return sum(act.act == "trained" for act in acts_of(self._witness))
 
-    def processes(self) -> int:
-        return len({each.pid for each in acts_of(self._witness)})
+    def count_processes(self) -> int:
+        return len({act.pid for act in acts_of(self._witness)})
 
 
 @pytest.mark.long
@@ -234,15 +234,19 @@ def test_trials_that_outlive_their_search_are_found_by_the_next_one_and_not_run_
 ) -> None:
     search = _Search(drivers, local_target, tmp_path, trials="deployment")
     killed = search.start()
-    wait_until(lambda: search.processes() == 2 and search.trained() > 4, seconds=240, what=lambda: killed.log[-3000:])
+    wait_until(
+        lambda: search.count_processes() == 2 and search.count_steps() > 4, seconds=240, what=lambda: killed.log[-3000:]
+    )
     killed.kill()
-    before = search.trained()
+    before = search.count_steps()
     outcome = search.start().wait(seconds=200)
     assert outcome.get("trials") == {"00000": "completed", "00001": "completed"}, outcome
     trials = experiment_at(local_target, _NAME).trials
-    assert [(each.status, each.step, each.attempt) for each in trials.values()] == [(Status.COMPLETED, _STEPS, 1)] * 2
-    assert before < search.trained() == 2 * _STEPS
-    assert search.processes() == 2
+    assert [(trial.status, trial.step, trial.attempt) for trial in trials.values()] == [
+        (Status.COMPLETED, _STEPS, 1)
+    ] * 2
+    assert before < search.count_steps() == 2 * _STEPS
+    assert search.count_processes() == 2
 
 
 # Trials on several nodes, each a flow run of a process worker: the nodes share the target only.
@@ -293,7 +297,7 @@ _NODE_STEPS = 6
 _ROWS = [3, 5, 8]
 
 
-def kill_the_first_worker(witness: Path, killed: list[int]) -> None:
+def kill_first_worker(witness: Path, killed: list[int]) -> None:
     wait_until(lambda: len(acts_of(witness)) > 3, seconds=240, what=lambda: "a trial that trains")
     with suppress(ProcessLookupError, FileNotFoundError):
         worker = worker_of(acts_of(witness)[-1].pid)
@@ -311,7 +315,7 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_nothing_else(
 ) -> None:
     search = tune.with_options(task_runner=runner())  # first: where the runner is not installed, no thread is left
     witness, killed = tmp_path / "witness", list[int]()
-    killer = threading.Thread(target=kill_the_first_worker, args=(witness, killed))
+    killer = threading.Thread(target=kill_first_worker, args=(witness, killed))
     killer.start()
     results = search(
         "tests.trainables.digits_table:DigitsTable",
@@ -327,10 +331,10 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_nothing_else(
     killer.join()
     assert killed
     trials = experiment_at(local_target, "there").trials
-    assert [(each.status, each.step) for each in trials.values()] == [(Status.COMPLETED, _ROW_STEPS)] * len(_ROWS)
-    assert sum(each.attempt for each in trials.values()) <= len(_ROWS) + 2, "a neighbour lost an attempt"
+    assert [(trial.status, trial.step) for trial in trials.values()] == [(Status.COMPLETED, _ROW_STEPS)] * len(_ROWS)
+    assert sum(trial.attempt for trial in trials.values()) <= len(_ROWS) + 2, "a neighbour lost an attempt"
     assert results.best.metrics["error"] == min(curves()[row][_ROW_STEPS - 1] for row in _ROWS)
-    trained = sum(each.act == "trained" for each in acts_of(witness))
+    trained = sum(act.act == "trained" for act in acts_of(witness))
     assert trained <= len(_ROWS) * _ROW_STEPS + 2
 
 
@@ -338,15 +342,15 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_nothing_else(
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "dies", [{}, {"rank": 3, "at": 5, "does": "die", "others": "hang"}], ids=["undisturbed", "killed"]
+    "config", [{}, {"rank": 3, "at": 5, "does": "die", "others": "hang"}], ids=["undisturbed", "killed"]
 )
 @pytest.mark.parametrize("runner", [dask, ray], ids=["Dask", "Ray"])
 def test_two_tasks_train_a_trial_as_two_nodes(
-    runner: Callable[[], TaskRunner], dies: dict[str, object], local_target: LocalTarget
+    runner: Callable[[], TaskRunner], config: dict[str, object], local_target: LocalTarget
 ) -> None:
     results = tune.with_options(task_runner=runner())(
         "tests.trainables.grouped:Sharded",
-        dies,
+        config,
         target=local_target,
         experiment="nodes",
         num_samples=1,
@@ -356,7 +360,7 @@ def test_two_tasks_train_a_trial_as_two_nodes(
         nodes_per_trial=2,
         max_concurrent_trials=1,
     )
-    require_trained_by_two_nodes(results, local_target, steps=_NODE_STEPS, attempts=1 + bool(dies))
+    require_trained_by_two_nodes(results, local_target, steps=_NODE_STEPS, attempts=1 + bool(config))
 
 
 @pytest.mark.long
@@ -369,7 +373,7 @@ def test_after_the_death_of_a_nodes_worker_all_nodes_begin_again(
 ) -> None:
     search = tune.with_options(task_runner=runner())
     witness, killed = tmp_path / "witness", list[int]()
-    killer = threading.Thread(target=kill_the_worker_of_a_node, args=(witness, node, killed))
+    killer = threading.Thread(target=kill_worker_of_node, args=(witness, node, killed))
     killer.start()
     results = search(
         "tests.trainables.grouped:Witnessed",
@@ -389,11 +393,9 @@ def test_after_the_death_of_a_nodes_worker_all_nodes_begin_again(
     assert 2 <= trial.attempt <= 3  # a task that its runner repeats ends at once
 
 
-def kill_the_worker_of_a_node(witness: Path, node: int, killed: list[int]) -> None:
-    wait_until(
-        lambda: any(each.step == 5 for each in acts_of(witness)), seconds=240, what=lambda: "a trial that trains"
-    )
-    [trial] = {each.pid for each in acts_of(witness) if each.act == f"rank-{node}"}
+def kill_worker_of_node(witness: Path, node: int, killed: list[int]) -> None:
+    wait_until(lambda: any(act.step == 5 for act in acts_of(witness)), seconds=240, what=lambda: "a trial that trains")
+    [trial] = {act.pid for act in acts_of(witness) if act.act == f"rank-{node}"}
     worker = worker_of(trial)
     assert worker != os.getpid()
     os.kill(worker, signal.SIGKILL)
@@ -403,11 +405,11 @@ def kill_the_worker_of_a_node(witness: Path, node: int, killed: list[int]) -> No
 # Many concurrent trials on Dask workers, with a Prefect server on PostgreSQL; a worker and a machine are killed.
 
 
-_TRIALS, _AT_ONCE, _CLUSTER_STEPS, _SAVE_EVERY = 100, 16, 10, 5
+_TRIALS, _MAX_CONCURRENT, _CLUSTER_STEPS, _SAVE_INTERVAL = 100, 16, 10, 5
 
 
 @pytest.fixture
-def environment_of_a_search(tmp_path: Path) -> Iterator[Mapping[str, str]]:
+def search_environment(tmp_path: Path) -> Iterator[Mapping[str, str]]:
     """The environment of a process that searches, with a Prefect server on PostgreSQL."""
     if not is_installed():
         pytest.skip("apt-get install postgresql")
@@ -422,16 +424,16 @@ def environment_of_a_search(tmp_path: Path) -> Iterator[Mapping[str, str]]:
 @pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_a_killed_worker_and_a_killed_machine_lose_nothing_of_a_search_on_a_cluster(
-    environment_of_a_search: Mapping[str, str], tmp_path: Path
+    search_environment: Mapping[str, str], tmp_path: Path
 ) -> None:
     """The killed machine runs the search and Dask's scheduler."""
     folder = tmp_path / "search"
     folder.mkdir()
-    work = Work(_TRIALS, _AT_ONCE, _CLUSTER_STEPS, 0.2, _SAVE_EVERY, str(folder))
-    with dask_cluster(environment_of_a_search, tmp_path) as cluster:
-        found = disturbed(cluster, work)
-    committed = _TRIALS * _CLUSTER_STEPS // _SAVE_EVERY
-    assert found.outcome == Outcome(complete=_TRIALS, reported=_TRIALS, checkpoints=committed, unreadable=0)
-    assert found.most_of_one <= 3, "two kills interrupt a step twice"
+    work = Work(_TRIALS, _MAX_CONCURRENT, _CLUSTER_STEPS, 0.2, _SAVE_INTERVAL, str(folder))
+    with dask_cluster(search_environment, tmp_path) as cluster:
+        result = disturbed(cluster, work)
+    committed = _TRIALS * _CLUSTER_STEPS // _SAVE_INTERVAL
+    assert result.outcome == Outcome(complete=_TRIALS, reported=_TRIALS, checkpoints=committed, unreadable=0)
+    assert result.most_of_one <= 3, "two kills interrupt a step twice"
     # A worker has a quarter of the trials, the machine all; each repeats what it trained since its newest checkpoint.
-    assert found.trained <= _TRIALS * _CLUSTER_STEPS + (_AT_ONCE // 4 + _AT_ONCE) * _SAVE_EVERY
+    assert result.trained <= _TRIALS * _CLUSTER_STEPS + (_MAX_CONCURRENT // 4 + _MAX_CONCURRENT) * _SAVE_INTERVAL

@@ -35,7 +35,7 @@ from tests.core.small_search import SmallSearch, load_trial
 from tests.fakes.checkpoints import read_files
 from tests.fakes.searches.experiments import write_experiment
 from tests.fakes.trial_processes import wait_until
-from tests.flows.training import flip, own_blobs, trial_at
+from tests.flows.training import flip_bit, own_blobs, trial_at
 from tests.long_cases import long_after
 from tests.trainables.counting import Counting
 
@@ -51,31 +51,31 @@ def target(no_prefect_server: None, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def shown_target(prefect_server: str, tmp_path: Path) -> Path:
+def server_target(prefect_server: str, tmp_path: Path) -> Path:
     """The same, of which a Prefect server gets the reports."""
     assert prefect_server
     write_experiment(tmp_path / "target", "digits", _STEPS, size=_SIZE)
     return tmp_path / "target"
 
 
-def live(target: Path, experiment: str = "digits") -> list[int]:
-    return [each.step for each in trial_at(pt.LocalTarget(path=str(target)), experiment).checkpoints]
+def live_steps(target: Path, experiment: str = "digits") -> list[int]:
+    return [checkpoint.step for checkpoint in trial_at(pt.LocalTarget(path=str(target)), experiment).checkpoints]
 
 
 # ------------------------------------------------------------------------------------------------ findings
 
 
 def test_damage_is_found_put_aside_and_reported(target: Path) -> None:
-    flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
+    flip_bit(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
     with pytest.raises(
         pt.DamageFound, match=r"digits/1/trials/trial/checkpoints/0000000004.* damaged.*quarantined"
-    ) as found:
+    ) as damage:
         pt.maintain(str(target), verify="all")
-    report = found.value.report
+    report = damage.value.report
     assert isinstance(report, MaintenanceReport)
-    assert [(each.step, each.is_quarantined) for each in report.damaged_checkpoints] == [(4, True)]
+    assert [(checkpoint.step, checkpoint.is_quarantined) for checkpoint in report.damaged_checkpoints] == [(4, True)]
     assert (report.experiments[0].live_count, report.verified_count) == (6, 6)
-    assert live(target) == [1, 2, 3, 5, 6]
+    assert live_steps(target) == [1, 2, 3, 5, 6]
 
     again = pt.maintain(str(target), verify="all")
     assert (again.damaged_checkpoints, again.verified_count) == ([], 5)
@@ -86,21 +86,21 @@ class Killed(BaseException):
 
 
 def test_damage_is_in_a_published_report_before_it_is_quarantined(
-    shown_target: Path, monkeypatch: pytest.MonkeyPatch
+    server_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip(own_blobs(pt.LocalTarget(path=shown_target), "digits", 4)[0])
+    flip_bit(own_blobs(pt.LocalTarget(path=server_target), "digits", 4)[0])
 
-    def dies(*given: Any) -> None:
-        quarantine_checkpoints(*given)
+    def quarantine_and_die(*args: Any) -> None:
+        quarantine_checkpoints(*args)
         raise Killed
 
-    with monkeypatch.context() as dying:
-        dying.setattr(maintenance, "quarantine_checkpoints", dies)
+    with monkeypatch.context() as patch:
+        patch.setattr(maintenance, "quarantine_checkpoints", quarantine_and_die)
         with pytest.raises(Killed):
-            maintain(str(shown_target), verify="all")
-    assert live(shown_target) == [1, 2, 3, 5, 6]
-    assert "| digits | trial trial, step 4 | damaged: " in published(shown_target)[-1]
-    assert maintain(str(shown_target), verify="all").damaged_checkpoints == []
+            maintain(str(server_target), verify="all")
+    assert live_steps(server_target) == [1, 2, 3, 5, 6]
+    assert "| digits | trial trial, step 4 | damaged: " in report_texts(server_target)[-1]
+    assert maintain(str(server_target), verify="all").damaged_checkpoints == []
 
 
 def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: Path) -> None:
@@ -111,29 +111,31 @@ def test_one_object_that_cannot_be_read_keeps_no_run_from_anything_else(target: 
         for _ in range(3):
             search.train_step(name)
         search.finish_trial(name)
-    manifest = unreadable_manifest(target, "b")
+    manifest = break_manifest(target, "b")
     report = maintain(str(target), verify="all", retention=pt.Retention(last=1))
-    small = next(each for each in report.experiments if each.experiment == "small")
+    small = next(experiment for experiment in report.experiments if experiment.experiment == "small")
     assert (small.damaged, small.verified_count, small.pruned_count) == ([], 8, 6)
-    assert [each.work for each in small.skipped] == [manifest]
-    assert next(each for each in report.experiments if each.experiment == "digits").verified_count == 6
+    assert [skipped.work for skipped in small.skipped] == [manifest]
+    assert (
+        next(experiment for experiment in report.experiments if experiment.experiment == "digits").verified_count == 6
+    )
 
 
 @pytest.mark.long
 def test_a_checkpoint_of_a_newer_release_is_refused_and_never_quarantined(target: Path) -> None:
     (newest,) = target.glob("digits/1/trials/trial/checkpoints/0000000006-*/manifest.json")
-    written = newest.read_bytes()
+    manifest = newest.read_bytes()
     newest.chmod(0o644)
-    newest.write_bytes(written.replace(b'"version":2', b'"version":3'))
+    newest.write_bytes(manifest.replace(b'"version":2', b'"version":3'))
     report = maintain(str(target), verify="all")
     assert report.damaged_checkpoints == []
-    assert {"upgrade prefect-tune" in each.reason for each in report.skipped} == {True}
-    newest.write_bytes(written)
+    assert {"upgrade prefect-tune" in skipped.reason for skipped in report.skipped} == {True}
+    newest.write_bytes(manifest)
     assert maintain(str(target), verify="all").verified_count == 6
-    assert live(target) == _STEPS
+    assert live_steps(target) == _STEPS
 
 
-def unreadable_manifest(target: Path, trial: str) -> str:
+def break_manifest(target: Path, trial: str) -> str:
     """Make the oldest manifest of the trial unreadable; return its folder."""
     path = min(
         (target / TrialKey(experiment="small", generation=1, trial=trial).checkpoints_folder).glob("*/manifest.json")
@@ -145,18 +147,18 @@ def unreadable_manifest(target: Path, trial: str) -> str:
 
 def test_a_damaged_journal_is_reported_each_time_and_the_others_are_looked_after(target: Path) -> None:
     write_experiment(target, "other", [2], size=_SIZE)
-    flip(target / JournalKey(experiment="digits", generation=1).entry_path(3))
+    flip_bit(target / JournalKey(experiment="digits", generation=1).entry_path(3))
     for folder in target.glob("digits/1/segments"):
         for path in folder.iterdir():
             path.unlink()
     for _ in range(2):
-        with pytest.raises(pt.DamageFound, match="digits/1/journal") as found:
+        with pytest.raises(pt.DamageFound, match="digits/1/journal") as damage:
             pt.maintain(str(target), verify="all")
-    again = found.value.report
-    assert isinstance(again, MaintenanceReport)
-    assert [each.folder for each in again.damaged_checkpoints] == ["digits/1/journal"]
-    assert {each.experiment for each in again.skipped} == {"digits"}
-    assert again.verified_count == 1
+    report = damage.value.report
+    assert isinstance(report, MaintenanceReport)
+    assert [checkpoint.folder for checkpoint in report.damaged_checkpoints] == ["digits/1/journal"]
+    assert {skipped.experiment for skipped in report.skipped} == {"digits"}
+    assert report.verified_count == 1
 
 
 class Clock(datetime):
@@ -174,19 +176,21 @@ def test_a_run_on_each_day_reads_everything_in_as_many_days_as_the_share_says(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.import_module("prefect_tune.flows.maintain"), "datetime", Clock)
-    first, read = Clock.moment - timedelta(days=Clock.moment.toordinal() % 3), list[int]()
+    first, counts = Clock.moment - timedelta(days=Clock.moment.toordinal() % 3), list[int]()
     for day in range(3):
         monkeypatch.setattr(Clock, "moment", first + timedelta(days=day))
-        read.append(maintain(str(target), share="1/3", collect=False).verified_count)
-    assert sum(read) == 6
+        counts.append(maintain(str(target), share="1/3", collect=False).verified_count)
+    assert sum(counts) == 6
 
 
 def test_what_the_limits_leave_is_in_the_report(target: Path) -> None:
     report = maintain(str(target), verify="all", max_verify_bytes=1)
     assert report.verified_count == 1
-    assert [each.work for each in report.skipped] == ["5 checkpoints of this sample"]
-    none = maintain(str(target), time_budget_seconds=1e-9)
-    assert [(each.work, each.reason) for each in none.skipped] == [("everything", "the time budget was spent")]
+    assert [skipped.work for skipped in report.skipped] == ["5 checkpoints of this sample"]
+    empty = maintain(str(target), time_budget_seconds=1e-9)
+    assert [(skipped.work, skipped.reason) for skipped in empty.skipped] == [
+        ("everything", "the time budget was spent")
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- repairs
@@ -196,7 +200,7 @@ def test_a_finished_experiment_is_pruned_and_what_nobody_needs_is_deleted(target
     before = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     report = maintain(str(target), verify="none", retention=pt.Retention(last=2))
     assert (report.experiments[0].pruned_count, report.verified_count) == (4, 0)
-    assert live(target) == [5, 6]
+    assert live_steps(target) == [5, 6]
     after = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     assert report.collected_bytes > 3 * _SIZE
     assert before - after > 3 * _SIZE
@@ -217,16 +221,16 @@ def test_the_best_checkpoint_of_all_stays_also_if_its_trial_is_not_the_best_at_t
     dry = maintain(str(target), experiments=["small"], verify="none", retention=pt.Retention(last=1), dry_run=True)
     report = maintain(str(target), experiments=["small"], verify="none", retention=pt.Retention(last=1))
     assert (dry.experiments[0].pruned_count, report.experiments[0].pruned_count) == (2, 2)
-    assert [each.step for each in load_trial(search.store, "small", "long").checkpoints] == [1, 4]
+    assert [checkpoint.step for checkpoint in load_trial(search.store, "small", "long").checkpoints] == [1, 4]
     assert len(load_trial(search.store, "small", "short").checkpoints) == 2, "the best trial by the last report"
 
 
 def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
-    flip(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
+    flip_bit(own_blobs(pt.LocalTarget(path=target), "digits", 4)[0])
     before = read_files(target)
-    with pytest.raises(pt.DamageFound) as found:
+    with pytest.raises(pt.DamageFound) as damage:
         maintain(str(target), verify="all", retention=pt.Retention(last=2), dry_run=True)
-    report = found.value.report
+    report = damage.value.report
     assert isinstance(report, MaintenanceReport)
     assert (report.experiments[0].pruned_count, len(report.damaged_checkpoints), report.dry_run) == (4, 1, True)
     assert report.summary.startswith("1 experiment: ")
@@ -237,12 +241,12 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be(target: Path) -> None:
 def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> None:
     write_experiment(target, "nightly-1", [2], size=_SIZE)
     write_experiment(target, "nightly-2", [2], size=_SIZE)
-    found = maintain(str(target), experiments=["nightly-*"], verify="none", collect=False)
-    assert sorted(each.experiment for each in found.experiments) == ["nightly-1", "nightly-2"]
+    report = maintain(str(target), experiments=["nightly-*"], verify="none", collect=False)
+    assert sorted(experiment.experiment for experiment in report.experiments) == ["nightly-1", "nightly-2"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "what"),
+    ("options", "message"),
     long_after(
         2,
         [
@@ -253,21 +257,23 @@ def test_only_the_experiments_that_are_named_are_looked_after(target: Path) -> N
         ],
     ),
 )
-def test_what_cannot_be_is_refused_before_anything_is_begun(target: Path, asked: dict[str, Any], what: str) -> None:
-    with pytest.raises(pt.InvalidInput, match=what):
-        maintain(str(target), **asked)
+def test_what_cannot_be_is_refused_before_anything_is_begun(
+    target: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(pt.InvalidInput, match=message):
+        maintain(str(target), **options)
 
 
 # ------------------------------------------------------------------------------------- beside running searches
 
 
-class Slow(Counting):
+class SlowCounting(Counting):
     """Steps of some milliseconds; its checkpoints have bytes that change and bytes that do not."""
 
     def step(self) -> Mapping[str, Any]:
         self.count += 1
         time.sleep(0.05)
-        while self.count == 20 and not Path(self.config["looked_after"]).exists():
+        while self.count == 20 and not Path(self.config["gate"]).exists():
             time.sleep(0.05)
         return {"loss": self.config["x"] / self.count}
 
@@ -279,23 +285,23 @@ class Slow(Counting):
 @pytest.mark.deep
 @pytest.mark.usefixtures("prefect_server")
 def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_deleted(tmp_path: Path) -> None:
-    target, reports, over = tmp_path / "target", list[MaintenanceReport](), threading.Event()
-    twice = tmp_path / "looked-after-twice"
+    target, reports, stop = tmp_path / "target", list[MaintenanceReport](), threading.Event()
+    gate = tmp_path / "looked-after-twice"
 
-    def looks_after() -> None:
-        while not over.is_set():
+    def maintain_repeatedly() -> None:
+        while not stop.is_set():
             if (target / "running" / "1" / "journal").is_dir():
                 reports.append(maintain(str(target), verify="all", retention=pt.Retention(last=1)))
             if len(reports) > 1:
-                twice.touch()
-            over.wait(0.2)
+                gate.touch()
+            stop.wait(0.2)
 
-    beside = threading.Thread(target=_or_kept(looks_after, errors := []))
-    beside.start()
+    thread = threading.Thread(target=_collect_errors(maintain_repeatedly, errors := []))
+    thread.start()
     try:
         results = pt.tune(
-            Slow,
-            {"x": pt.grid_search([1.0, 2.0]), "looked_after": str(twice)},
+            SlowCounting,
+            {"x": pt.grid_search([1.0, 2.0]), "gate": str(gate)},
             target=str(target),
             experiment="running",
             metric="loss",
@@ -306,60 +312,67 @@ def test_beside_a_running_search_nothing_is_lost_and_nothing_that_lives_is_delet
             max_concurrent_trials=2,
         )
     finally:
-        over.set()
-        beside.join(120)
+        stop.set()
+        thread.join(120)
     assert errors == []
     assert len(reports) > 1
-    assert not any(each.damaged_checkpoints for each in reports)
+    assert not any(report.damaged_checkpoints for report in reports)
     assert [trial.step for trial in results.trials.values()] == [24] * 2
     for name in results.trials:
-        found = results.checkpoint(name).to_directory(str(tmp_path / name))
-        assert read_files(found)["count"] == b"24"
+        folder = results.checkpoint(name).to_directory(str(tmp_path / name))
+        assert read_files(folder)["count"] == b"24"
     last = maintain(str(target), verify="all", retention=pt.Retention(last=1))
     assert (last.damaged_checkpoints, last.experiments[0].undecided_count) == ([], 0)
-    more = pt.resume("running", target=str(target), trainable=Slow, stop={"step": 28})
-    assert [trial.step for trial in more.trials.values()] == [28] * 2
+    resumed = pt.resume("running", target=str(target), trainable=SlowCounting, stop={"step": 28})
+    assert [trial.step for trial in resumed.trials.values()] == [28] * 2
 
 
-def _or_kept(act: Callable[[], None], errors: list[BaseException]) -> Callable[[], None]:
-    def kept() -> None:
+def _collect_errors(act: Callable[[], None], errors: list[BaseException]) -> Callable[[], None]:
+    def call() -> None:
         try:
             act()
         except BaseException as error:  # noqa: BLE001 - the thread's edge: the test looks at it
             errors.append(error)
 
-    return kept
+    return call
 
 
 # --------------------------------------------------------------------------------------- the page in the UI
 
 
-def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(shown_target: Path) -> None:
-    maintain(str(shown_target), verify="all", retention=pt.Retention(last=3))
-    [page] = pages(shown_target)
+def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(server_target: Path) -> None:
+    maintain(str(server_target), verify="all", retention=pt.Retention(last=3))
+    [page] = read_reports(server_target)
     assert "| digits |" in str(page.data)
     assert page.flow_run_id is not None
     acts = {"verify digits", "prune digits", "collect digits"}
-    wait_until(lambda: acts <= _task_runs(page.flow_run_id), seconds=60, what=lambda: str(_task_runs(page.flow_run_id)))
+    wait_until(
+        lambda: acts <= _read_task_run_names(page.flow_run_id),
+        seconds=60,
+        what=lambda: str(_read_task_run_names(page.flow_run_id)),
+    )
 
 
-def pages(target: Path) -> list[Artifact]:
+def read_reports(target: Path) -> list[Artifact]:
     """The published reports of the target, oldest first."""
-    only = ArtifactFilter(key=ArtifactFilterKey(like_="maintenance-"))
+    key_filter = ArtifactFilter(key=ArtifactFilterKey(like_="maintenance-"))
     with get_client(sync_client=True) as client:
-        found = client.read_artifacts(artifact_filter=only, sort=ArtifactSort.ID_DESC)
-    return sorted((each for each in found if str(target) in str(each.data)), key=lambda each: str(each.created))
+        artifacts = client.read_artifacts(artifact_filter=key_filter, sort=ArtifactSort.ID_DESC)
+    return sorted(
+        (artifact for artifact in artifacts if str(target) in str(artifact.data)),
+        key=lambda artifact: str(artifact.created),
+    )
 
 
-def published(target: Path) -> list[str]:
-    return [str(each.data) for each in pages(target)]
+def report_texts(target: Path) -> list[str]:
+    return [str(artifact.data) for artifact in read_reports(target)]
 
 
-def _task_runs(flow_run: UUID) -> set[str]:
+def _read_task_run_names(flow_run: UUID) -> set[str]:
     """Return the names of the run's task runs on the server, which learns of them from events, after the run."""
-    only = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    run_filter = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
     with get_client(sync_client=True) as client:
-        return {run.name for run in client.read_task_runs(flow_run_filter=only, limit=200)}
+        return {run.name for run in client.read_task_runs(flow_run_filter=run_filter, limit=200)}
 
 
 def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:

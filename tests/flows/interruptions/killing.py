@@ -1,4 +1,4 @@
-"""Kill a training at seeded random moments until it completes, and count the steps that were lost."""
+"""Kill a training at seeded random moments until it completes, and count the lost steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,18 +17,18 @@ from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
 from prefect_tune.core.experiment.retention import Cadence, Retention
 from tests.flows.driver import Driver, Drivers
-from tests.flows.training import Undisturbed, bytes_of_checkpoint, trial_at, undisturbed, violations
+from tests.flows.training import ReferenceTraining, digest_of_checkpoint, find_violations, reference_training, trial_at
 from tests.trainables.witness import Act, acts_of
 
 Victim = Literal["flow", "trial", "machine"]
 STEPS, INTERVAL = 60, 5
 _KILLS_PER_TRAINING = 5
-_ENOUGH_VIOLATIONS = 5
+_MAX_VIOLATIONS = 5
 
 
 @dataclass
 class Campaign:
-    """Trains again and again, killing `victim`, until `kills` kills have struck."""
+    """Trainings whose `victim` is killed at random moments."""
 
     drivers: Drivers
     target: StorageTarget
@@ -44,47 +44,44 @@ class Campaign:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.truth: Undisturbed = undisturbed(STEPS)
+        self.reference: ReferenceTraining = reference_training(STEPS)
 
     def run(self, kills: int) -> str:
-        """Strike `kills` times; return the figures as one line."""
-        started = time.monotonic()
-        while self.kills < kills and len(self.violations) < _ENOUGH_VIOLATIONS:
+        """Kill `kills` times; return the figures as one line."""
+        start = time.monotonic()
+        while self.kills < kills and len(self.violations) < _MAX_VIOLATIONS:
             self._train(min(_KILLS_PER_TRAINING, kills - self.kills))
         lost = self.steps_lost or [0]
         return (
             f"kill -9 of the {self.victim} on {self.target.uri.partition('://')[0]}, commit={self.commit!r}: "
             f"{self.kills} kills in {self.trainings} trainings of {STEPS} steps, saved every {INTERVAL}: "
             f"{len(self.violations)} violations; steps lost a kill: median {median(lost):g}, max {max(lost)}; "
-            f"{(time.monotonic() - started) / max(self.kills, 1):.1f} s a kill"
+            f"{(time.monotonic() - start) / max(self.kills, 1):.1f} s a kill"
         )
 
     def _train(self, kills: int) -> None:
-        """Run one training to its end, killing it on the way."""
+        """Run one training to its end, and kill it on the way."""
         name = f"{self.victim}-{self.trainings}"
         self.trainings += 1
         witness = self.folder / f"{name}.witness"
-        struck = 0
+        kill_count = 0
         while True:
             driver = self._start(name, witness)
-            while struck < kills and self._strike(driver, witness):
-                struck += 1
+            while kill_count < kills and self._kill_at_random_moment(driver, witness):
+                kill_count += 1
                 self.kills += 1
                 if self.victim != "trial":
                     break
             if driver.process.exitcode != -signal.SIGKILL:
                 break
             driver.require_no_leftovers()
-            self._note(name, violations(self.target, name, self.truth))
-        self._note(name, self._judged(name, driver))
-        lost, wrong = redone(acts_of(witness), uncertain=0 if self.commit == "sync" else 1)
+            self._add_violations(name, find_violations(self.target, name, self.reference))
+        self._add_violations(name, self._check_end(name, driver))
+        uncertain = 0 if self.commit == "sync" else 1
+        lost, errors = find_lost_steps(acts_of(witness), uncertain=uncertain)
         self.steps_lost += lost
-        self._note(name, wrong)
-        self._note(name, [f"{each} steps lost" for each in lost if each > self._allowed])
-
-    @property
-    def _allowed(self) -> int:
-        return INTERVAL if self.commit == "sync" else 2 * INTERVAL
+        max_lost = (1 + uncertain) * INTERVAL
+        self._add_violations(name, [*errors, *(f"{count} steps lost" for count in lost if count > max_lost)])
 
     def _start(self, name: str, witness: Path) -> Driver:
         return self.drivers.start(
@@ -99,104 +96,83 @@ class Campaign:
             failures=FailurePolicy(max_machine_failures=1000, quarantine_after=1000),
         )
 
-    def _strike(self, driver: Driver, witness: Path) -> bool:
-        """Wait for a random moment and kill; False when it ended before."""
-        aim = self.random.choices([self._any_time, self._in_training, self._in_a_commit], [1, 2, 3])[0]
-        if not aim(driver, witness):
+    def _kill_at_random_moment(self, driver: Driver, witness: Path) -> bool:
+        """Wait for a random moment and kill; return False if the driver ended before."""
+        moment = self.random.choices(["any", "begin", "saving"], [1, 2, 3])[0]
+        count = self.random.randint(1, 4) if moment == "saving" else 1
+        if moment != "any" and not _wait_for_acts(driver, witness, moment, count):
+            return False
+        driver.process.join(self.random.uniform(0, {"any": 3, "begin": 1, "saving": 0.12}[moment]))
+        if not driver.is_alive():
             return False
         if self.victim == "trial":
-            return _killed_trial(driver)
+            return _kill_trial(driver)
         if self.victim == "flow":
             driver.kill()
         else:
             driver.kill_everything()
         return driver.process.exitcode == -signal.SIGKILL
 
-    def _any_time(self, driver: Driver, witness: Path) -> bool:
-        del witness
-        return _lived(driver, self.random.uniform(0, 3))
-
-    def _in_training(self, driver: Driver, witness: Path) -> bool:
-        return _wait_for_act(driver, witness, "begin", 1) and _lived(driver, self.random.uniform(0, 1))
-
-    def _in_a_commit(self, driver: Driver, witness: Path) -> bool:
-        nth = self.random.randint(1, 4)
-        return _wait_for_act(driver, witness, "saving", nth) and _lived(driver, self.random.uniform(0, 0.12))
-
-    def _judged(self, name: str, driver: Driver) -> Sequence[str]:
-        """Return what is wrong with the end of a training."""
+    def _check_end(self, name: str, driver: Driver) -> Sequence[str]:
+        """Compare the end of a training with an undisturbed one."""
         outcome = driver.wait()
         if outcome.get("status") != "completed":
             return [f"it ended as {outcome}:\n{driver.log[-3000:]}"]
-        found = list(violations(self.target, name, self.truth))
-        if outcome["metrics"]["state"] != self.truth.state[STEPS]:
-            found.append("the final state differs from the undisturbed training's")
+        errors = list(find_violations(self.target, name, self.reference))
+        if outcome["metrics"]["state"] != self.reference.state[STEPS]:
+            errors.append("the final state differs from the undisturbed training's")
         last = trial_at(self.target, name).checkpoints[-1]
-        if bytes_of_checkpoint(self.target, name, last.step, last.sequence) != self.truth.files[STEPS]:
-            found.append("the final checkpoint differs from the undisturbed training's")
+        if digest_of_checkpoint(self.target, name, last.step, last.sequence) != self.reference.files[STEPS]:
+            errors.append("the final checkpoint differs from the undisturbed training's")
         driver.require_no_leftovers()
-        return found
+        return errors
 
-    def _note(self, name: str, found: Sequence[str]) -> None:
-        self.violations += [f"{name} (seed {self.seed}): {each}" for each in found]
+    def _add_violations(self, name: str, errors: Sequence[str]) -> None:
+        self.violations += [f"{name} (seed {self.seed}): {error}" for error in errors]
 
 
-def _killed_trial(driver: Driver) -> bool:
-    for pid in driver.trials():
+def _kill_trial(driver: Driver) -> bool:
+    for pid in driver.find_trial_pids():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             return True
     return False
 
 
-def _lived(driver: Driver, seconds: float) -> bool:
-    """Wait for these seconds; False as soon as the driver has ended."""
-    driver.process.join(seconds)
-    return driver.is_alive()
-
-
-def _wait_for_act(driver: Driver, witness: Path, act: str, nth: int) -> bool:
-    """Wait until the witness has `nth` more entries of `act`; False if the driver ends before."""
-    before = _count(witness, act)
-    return _until(driver, lambda: _count(witness, act) >= before + nth)
-
-
-def _until(driver: Driver, condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 60
-    while not condition():
+def _wait_for_acts(driver: Driver, witness: Path, act: str, count: int) -> bool:
+    """Wait until the witness has `count` more acts of this kind; return False if the driver ends before."""
+    end, before = time.monotonic() + 60, _count_acts(witness, act)
+    while _count_acts(witness, act) < before + count:
         if not driver.is_alive() or time.monotonic() > end:
             return False
         time.sleep(0.003)
     return True
 
 
-def _count(witness: Path, act: str) -> int:
-    return sum(each.act == act for each in acts_of(witness))
+def _count_acts(witness: Path, act: str) -> int:
+    return sum(event.act == act for event in acts_of(witness))
 
 
-def redone(acts: Sequence[Act], *, uncertain: int) -> tuple[Sequence[int], Sequence[str]]:
-    """Return the steps that each restart lost, and each acknowledged commit from which no restart continued.
+def find_lost_steps(acts: Sequence[Act], *, uncertain: int) -> tuple[Sequence[int], Sequence[str]]:
+    """Return the steps that each restart lost, and an error for each restart before an acknowledged commit.
 
-    A save is known to be acknowledged when the process that made it trains on; with uploads that overlap
-    training, the `uncertain` last ones are not.
+    A save is acknowledged once its process trains on, except for the last `uncertain` saves.
     """
-    lost: list[int] = []
-    wrong: list[str] = []
+    lost, errors, saved = list[int](), list[str](), list[int]()
     acknowledged = trained = 0
-    saved: list[int] = []
     pid: Any = None
-    for each in acts:
-        if each.pid != pid and each.act in ("loaded", "begin"):
-            at = each.step if each.act == "loaded" else each.step - 1
+    for act in acts:
+        if act.pid != pid and act.act in ("loaded", "begin"):
+            step = act.step if act.act == "loaded" else act.step - 1
             if pid is not None:
-                lost.append(trained - at)
-            if at < acknowledged:
-                wrong.append(f"resumed from step {at}, and step {acknowledged} was acknowledged")
-            pid, saved, trained = each.pid, [], at
-        if each.act == "saving":
-            saved.append(each.step)
-        if each.act == "begin" and len(saved) > uncertain:
+                lost.append(trained - step)
+            if step < acknowledged:
+                errors.append(f"resumed from step {step}, and step {acknowledged} was acknowledged")
+            pid, saved, trained = act.pid, [], step
+        if act.act == "saving":
+            saved.append(act.step)
+        if act.act == "begin" and len(saved) > uncertain:
             acknowledged = max(acknowledged, saved[-1 - uncertain])
-        if each.act == "trained":
-            trained = each.step
-    return lost, wrong
+        if act.act == "trained":
+            trained = act.step
+    return lost, errors

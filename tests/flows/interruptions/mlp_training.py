@@ -1,4 +1,4 @@
-"""A training that is interrupted: drivers that call it again and again, and its end, which no interruption changes."""
+"""A training that tests interrupt and resume, and its end, which no interruption changes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
 from tests.fakes.trial_processes import wait_until
 from tests.flows.driver import Driver, Drivers
-from tests.flows.training import TRIAL, bytes_of_checkpoint, experiment_at, trial_at, undisturbed, violations
+from tests.flows.training import (
+    TRIAL,
+    digest_of_checkpoint,
+    experiment_at,
+    find_violations,
+    reference_training,
+    trial_at,
+)
 from tests.trainables.witness import acts_of
 
 
 class MlpTraining:
-    """One experiment of a training that saves every 5 steps."""
+    """One experiment that trains an MLP and saves every 5 steps."""
 
     def __init__(
         self, drivers: Drivers, target: StorageTarget, folder: Path, name: str, steps: int, **options: Any
@@ -32,33 +39,34 @@ class MlpTraining:
         self.options: dict[str, Any] = {"checkpoint": Cadence(every_steps=5), **options}
 
     def hold_at(self, step: int) -> None:
-        """Have every attempt wait before `step` until the gate is opened."""
+        """Hold every attempt before `step` until the file `gate` exists."""
         self.config |= {"gate": str(self.gate), "gate_step": step}
 
     def start(self) -> Driver:
-        where = {"target": self.target, "experiment": self.name, "stop": {"step": self.steps}}
-        return self.drivers.start(self.trainable, self.config, **where, **self.options)
+        options = {"target": self.target, "experiment": self.name, "stop": {"step": self.steps}, **self.options}
+        return self.drivers.start(self.trainable, self.config, **options)
 
-    def acts(self, act: str) -> Sequence[int]:
-        """Return the steps at which an attempt has done this."""
-        return [each.step for each in acts_of(self.witness) if each.act == act]
+    def steps_of(self, act: str) -> Sequence[int]:
+        """Return the steps of all acts of this kind."""
+        return [event.step for event in acts_of(self.witness) if event.act == act]
 
     def wait_until(self, condition: Callable[[], object], *, seconds: float = 90) -> None:
-        log = self.drivers.last
-        wait_until(condition, seconds=seconds, what=lambda: f"{self.committed()} committed\n{log.log[-3000:]}")
+        driver = self.drivers.last
+        wait_until(condition, seconds=seconds, what=lambda: f"{self.newest_step()} committed\n{driver.log[-3000:]}")
 
-    def committed(self) -> int:
-        """Return the step of the newest checkpoint."""
+    def newest_step(self) -> int:
         trial = experiment_at(self.target, self.name).trials.get(TRIAL)
         newest = newest_checkpoint(trial) if trial else None
         return newest.step if newest else 0
 
-    def require_identical_end(self, outcome: Mapping[str, Any] | None = None, at: StorageTarget | None = None) -> None:
-        """Fail if the training has not ended as one that was not interrupted; `at` reads the target in another way."""
-        truth, target = undisturbed(self.steps), at or self.target
+    def require_identical_end(
+        self, outcome: Mapping[str, Any] | None = None, target: StorageTarget | None = None
+    ) -> None:
+        """Compare the end with that of an undisturbed training; `target` is another way to read the experiment."""
+        reference, target = reference_training(self.steps), target or self.target
         assert outcome is None or outcome.get("status") == "completed", outcome
         trial = trial_at(target, self.name)
-        assert (trial.status, trial.metrics["state"]) == (Status.COMPLETED, truth.state[self.steps])
-        assert violations(target, self.name, truth) == []
+        assert (trial.status, trial.metrics["state"]) == (Status.COMPLETED, reference.state[self.steps])
+        assert find_violations(target, self.name, reference) == []
         last = trial.checkpoints[-1]
-        assert bytes_of_checkpoint(target, self.name, last.step, last.sequence) == truth.files[self.steps]
+        assert digest_of_checkpoint(target, self.name, last.step, last.sequence) == reference.files[self.steps]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # the package has no types
@@ -22,34 +22,34 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Scheduler
 from prefect_tune.core.search.domains import randint
 from tests.fakes.task_runners import worker_of
-from tests.fakes.trial_processes import wait_until
+from tests.fakes.trial_processes import read_proc, wait_until
 from tests.flows.driver import Driver, Drivers, Flow, Write
-from tests.flows.interruptions.killing import Campaign, Victim, redone
+from tests.flows.interruptions.killing import Campaign, Victim, find_lost_steps
 from tests.flows.training import experiment_at
 from tests.long_cases import deep_count, long_after
 from tests.trainables.digits_table import EPOCHS, ROWS
 from tests.trainables.witness import Act, acts_of
 
-Struck = Callable[[Campaign, int], None]
+RunCampaign = Callable[[Campaign, int], None]
 
 
 @pytest.fixture
-def struck(capsys: pytest.CaptureFixture[str]) -> Struck:
-    """Run a campaign, print its figures, and require that nothing was violated."""
+def campaign_runner(capsys: pytest.CaptureFixture[str]) -> RunCampaign:
+    """Run a campaign, print its figures, and require that it has no violations."""
 
-    def strike(campaign: Campaign, kills: int) -> None:
+    def run(campaign: Campaign, kills: int) -> None:
         figures = campaign.run(kills)
         with capsys.disabled():
             print(f"\n  {figures}")
         assert not campaign.violations, "\n".join(campaign.violations)
 
-    return strike
+    return run
 
 
 @pytest.fixture(params=["local", "s3"])
 def target(request: pytest.FixtureRequest) -> StorageTarget:
-    chosen: StorageTarget = request.getfixturevalue(f"{request.param}_target")
-    return chosen
+    target: StorageTarget = request.getfixturevalue(f"{request.param}_target")
+    return target
 
 
 @pytest.mark.timeout(400)
@@ -59,27 +59,27 @@ def target(request: pytest.FixtureRequest) -> StorageTarget:
     indirect=["target"],
 )
 def test_a_training_that_is_killed_ends_bit_identical_and_loses_at_most_an_interval(
-    victim: Victim, kills: int, target: StorageTarget, drivers: Drivers, tmp_path: Path, struck: Struck
+    victim: Victim, kills: int, target: StorageTarget, drivers: Drivers, tmp_path: Path, campaign_runner: RunCampaign
 ) -> None:
-    struck(Campaign(drivers, target, tmp_path, victim, seed=1), kills)
+    campaign_runner(Campaign(drivers, target, tmp_path, victim, seed=1), kills)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.usefixtures("each_process_model")
-@pytest.mark.parametrize("each_process_model", long_after(1, ["started", "forked"]), indirect=True)
+@pytest.mark.usefixtures("process_model")
+@pytest.mark.parametrize("process_model", long_after(1, ["started", "forked"]), indirect=True)
 def test_a_kill_during_an_overlapping_upload_loses_only_that_upload(
-    drivers: Drivers, local_target: StorageTarget, tmp_path: Path, struck: Struck
+    drivers: Drivers, local_target: StorageTarget, tmp_path: Path, campaign_runner: RunCampaign
 ) -> None:
-    struck(Campaign(drivers, local_target, tmp_path, "flow", seed=2, commit="async"), 2)
+    campaign_runner(Campaign(drivers, local_target, tmp_path, "flow", seed=2, commit="async"), 2)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_a_function_trainable_that_is_killed_ends_bit_identical(
-    drivers: Drivers, local_target: StorageTarget, tmp_path: Path, struck: Struck
+    drivers: Drivers, local_target: StorageTarget, tmp_path: Path, campaign_runner: RunCampaign
 ) -> None:
     train = "tests.trainables.numpy_mlp:train"
-    struck(Campaign(drivers, local_target, tmp_path, "flow", seed=3, trainable=train), 2)
+    campaign_runner(Campaign(drivers, local_target, tmp_path, "flow", seed=3, trainable=train), 2)
 
 
 @pytest.mark.deep
@@ -87,32 +87,32 @@ def test_a_function_trainable_that_is_killed_ends_bit_identical(
 @pytest.mark.parametrize("victim", ["flow", "trial", "machine"])
 @pytest.mark.parametrize("commit", ["sync", "async"])
 def test_many_kills_change_nothing_either(
-    commit: str, victim: Victim, target: StorageTarget, drivers: Drivers, tmp_path: Path, struck: Struck
+    commit: str, victim: Victim, target: StorageTarget, drivers: Drivers, tmp_path: Path, campaign_runner: RunCampaign
 ) -> None:
     assert commit in ("sync", "async")
-    struck(Campaign(drivers, target, tmp_path, victim, seed=100, commit=commit), deep_count(5))  # type: ignore[arg-type]  # checked above
+    campaign_runner(Campaign(drivers, target, tmp_path, victim, seed=100, commit=commit), deep_count(5))  # type: ignore[arg-type]  # checked above
 
 
-def _acts(*lines: str) -> list[Act]:
+def _parse_acts(*lines: str) -> list[Act]:
     return [Act(int(pid), act, int(step)) for pid, act, step in (line.split() for line in lines)]
 
 
 def test_the_judge_sees_an_acknowledged_save_that_was_not_gone_on_from() -> None:
-    before = _acts("1 begin 1", "1 trained 1", "1 saving 1", "1 begin 2", "1 trained 2")
-    assert redone([*before, *_acts("2 loaded 1", "2 begin 2")], uncertain=0) == ([1], [])
-    lost, wrong = redone([*before, *_acts("2 begin 1")], uncertain=0)
+    before = _parse_acts("1 begin 1", "1 trained 1", "1 saving 1", "1 begin 2", "1 trained 2")
+    assert find_lost_steps([*before, *_parse_acts("2 loaded 1", "2 begin 2")], uncertain=0) == ([1], [])
+    lost, errors = find_lost_steps([*before, *_parse_acts("2 begin 1")], uncertain=0)
     assert lost == [2]
-    assert wrong == ["resumed from step 0, and step 1 was acknowledged"]
-    assert redone([*before, *_acts("2 begin 1")], uncertain=1) == ([2], [])
+    assert errors == ["resumed from step 0, and step 1 was acknowledged"]
+    assert find_lost_steps([*before, *_parse_acts("2 begin 1")], uncertain=1) == ([2], [])
 
 
 # `kill -9` of whole searches at random moments: the table of trials equals that of an undisturbed search.
 
 
-Record = Callable[[str, object], None]
+Recorder = Callable[[str, object], None]
 _SEED = 17
 _INTERVAL = 2
-_SLOWEST_KILL_SECONDS = 3.0
+_MAX_DELAY_SECONDS = 3.0
 _KILLS_AMONG_DEPLOYMENTS = deep_count(8)
 
 
@@ -130,7 +130,7 @@ class _Search:
     trials: str = "tasks"
     step_seconds: float = 0.02
 
-    def start(self, name: str, dies_at: Write | None = None) -> Driver:
+    def start(self, name: str, crash_at: Write | None = None) -> Driver:
         space = {
             "row": randint(0, ROWS),
             "witness": str(self.folder / f"{name}-witness"),
@@ -151,49 +151,27 @@ class _Search:
             checkpoint=Cadence(every_steps=_INTERVAL),
             isolation=self.isolation,
             trials=self.trials,
-            dies_at=dies_at,
+            crash_at=crash_at,
         )
 
-    def trained(self, name: str) -> int:
-        return sum(each.act == "trained" for each in acts_of(self.folder / f"{name}-witness"))
+    def count_steps(self, name: str) -> int:
+        return sum(act.act == "trained" for act in acts_of(self.folder / f"{name}-witness"))
 
     def table(self, name: str) -> Mapping[str, Any]:
         trials = experiment_at(self.target, name).trials.values()
-        return {each.id: (each.config["row"], str(each.status), each.step, dict(each.metrics)) for each in trials}
+        return {trial.id: (trial.config["row"], str(trial.status), trial.step, dict(trial.metrics)) for trial in trials}
 
+    def wait_at_random(self, driver: Driver, rng: Random, *, seconds: float = 90) -> None:
+        """Wait until the search `killed` trains a further step or ends, and then a random time."""
+        before = self.count_steps("killed")
+        driver.wait_until(lambda: self.count_steps("killed") > before or not driver.is_alive(), seconds=seconds)
+        time.sleep(rng.uniform(0, _MAX_DELAY_SECONDS))
 
-def _killed_until_done(search: _Search, name: str, *, kills: int, seed: int) -> int:
-    """Kill the search so many times, at random moments of its work; return the number of kills."""
-    chance = random.Random(seed)
-    for kill in range(kills):
-        driver = search.start(name)
-        before = search.trained(name)
-        wait_until(
-            lambda: search.trained(name) > before or not driver.is_alive(),  # noqa: B023  used within this round
-            seconds=90,
-            what=lambda: driver.log[-3000:],  # noqa: B023  used within this round
-        )
-        time.sleep(chance.uniform(0, _SLOWEST_KILL_SECONDS))
-        if not driver.is_alive():
-            return kill
-        if chance.random() < 0.5:
-            driver.kill()
-        else:
-            driver.kill_everything()
-        driver.require_no_leftovers()
-    return kills
-
-
-def _require_same_in_the_end(search: _Search, kills: int, seed: int) -> int:
-    undisturbed = search.start("undisturbed").wait(seconds=200)
-    assert "error" not in undisturbed, undisturbed
-    struck = _killed_until_done(search, "killed", kills=kills, seed=seed)
-    outcome = search.start("killed").wait(seconds=200)
-    assert "error" not in outcome, outcome
-    assert search.table("killed") == search.table("undisturbed")
-    wasted = search.trained("killed") - search.trained("undisturbed")
-    assert 0 <= wasted <= _INTERVAL * search.slots * struck
-    return struck
+    def require_same_table(self, kill_count: int) -> None:
+        """Compare the search `killed` with the search `undisturbed`."""
+        assert self.table("killed") == self.table("undisturbed")
+        recomputed = self.count_steps("killed") - self.count_steps("undisturbed")
+        assert 0 <= recomputed <= _INTERVAL * self.slots * kill_count
 
 
 _MANY = deep_count(14)
@@ -224,10 +202,26 @@ def test_a_search_that_is_killed_ends_with_the_table_of_an_undisturbed_one(
     drivers: Drivers,
     local_target: StorageTarget,
     tmp_path: Path,
-    record_property: Record,
+    record_property: Recorder,
 ) -> None:
-    search = _Search(drivers, local_target, tmp_path, _SCHEDULERS[name], slots, samples)
-    record_property("figure: kills of whole searches", _require_same_in_the_end(search, kills, seed=3))
+    search, rng, kill_count = _Search(drivers, local_target, tmp_path, _SCHEDULERS[name], slots, samples), Random(3), 0
+    reference = search.start("undisturbed").wait(seconds=200)
+    assert "error" not in reference, reference
+    while kill_count < kills:
+        driver = search.start("killed")
+        search.wait_at_random(driver, rng)
+        if not driver.is_alive():
+            break
+        if rng.random() < 0.5:
+            driver.kill()
+        else:
+            driver.kill_everything()
+        driver.require_no_leftovers()
+        kill_count += 1
+    outcome = search.start("killed").wait(seconds=200)
+    assert "error" not in outcome, outcome
+    search.require_same_table(kill_count)
+    record_property("figure: kills of whole searches", kill_count)
 
 
 @pytest.mark.deep
@@ -237,127 +231,106 @@ def test_a_search_and_its_deployment_runs_are_killed_and_the_table_is_the_same(
     drivers: Drivers,
     local_target: StorageTarget,
     tmp_path: Path,
-    record_property: Record,
+    record_property: Recorder,
 ) -> None:
     search = _Search(drivers, local_target, tmp_path, FIFO(), slots=2, samples=6, trials="deployment", step_seconds=0.3)
     assert "error" not in search.start("undisturbed").wait(seconds=400)
-    chance, kills, driver = random.Random(23), 0, search.start("killed")
+    rng, kills, driver = Random(23), 0, search.start("killed")
     while kills < _KILLS_AMONG_DEPLOYMENTS and driver.is_alive():
-        before = search.trained("killed")
-        wait_until(
-            lambda: search.trained("killed") > before or not driver.is_alive(),  # noqa: B023  used within this round
-            seconds=180,
-            what=lambda: driver.log[-3000:],  # noqa: B023  used within this round
-        )
-        time.sleep(chance.uniform(0, _SLOWEST_KILL_SECONDS))
-        kills += _struck(driver, worker, chance)
-        if not driver.is_alive() and not driver.outcome():
+        search.wait_at_random(driver, rng, seconds=180)
+        kills += _kill_victim(driver, worker, rng)
+        if not driver.is_alive() and not driver.read_outcome():
             driver = search.start("killed")
     outcome = driver.wait(seconds=400)
     assert "error" not in outcome, outcome
-    assert search.table("killed") == search.table("undisturbed")
-    assert 0 <= search.trained("killed") - search.trained("undisturbed") <= _INTERVAL * search.slots * kills
+    search.require_same_table(kills)
     record_property("figure: kills of searches and their deployment runs", kills)
 
 
-def _struck(driver: Driver, worker: subprocess.Popen[bytes], chance: random.Random) -> bool:
-    """Kill the search, a run of the deployment with its trial, or the trial alone; return whether there was one."""
-    victim = chance.choice(["search", "prefect.engine", "trial"])
+def _kill_victim(driver: Driver, worker: subprocess.Popen[bytes], rng: Random) -> bool:
+    """Kill the search, a flow run of the deployment with its trial, or the trial; return whether there was one."""
+    victim = rng.choice(["search", "prefect.engine", "trial"])
     if victim == "search":
         driver.kill()
         return True
-    below = psutil.Process(worker.pid).children(recursive=True)
-    found = [each for each in below if each.name() == victim or any(victim == word for word in each.cmdline())][:1]
-    for each in [below for top in found for below in [*top.children(recursive=True), top]]:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    return bool(found)
-
-
-def _require_same_after(search: _Search, deaths: int, seed: int) -> None:
-    """Die so many times at one write or another, each time with a new owner; then run to the end."""
-    chance, undisturbed = random.Random(seed), search.start("undisturbed").wait(seconds=300)
-    writes = undisturbed["writes"]
-    for death in range(deaths):
-        name = f"died-{death}"
-        for _ in range(chance.randint(1, 3)):
-            where = Write(chance.randint(3, writes), is_done=chance.random() < 0.5)
-            search.start(name, where).process.join(300)
-        outcome = search.start(name).wait(seconds=300)
-        assert "error" not in outcome, (where, outcome)
-        assert search.table(name) == search.table("undisturbed"), where
+    for process in psutil.Process(worker.pid).children(recursive=True):
+        if process.name() == victim or victim in process.cmdline():
+            for killed in [*process.children(recursive=True), process]:
+                with suppress(psutil.NoSuchProcess):
+                    killed.kill()
+            return True
+    return False
 
 
 @pytest.mark.parametrize("name", ["stopping", "promotion"])
 @pytest.mark.parametrize(
-    ("deaths", "seed"), [pytest.param(1, 5, marks=_DEEP), pytest.param(50, 11, marks=_LONG)], ids=["one", "many"]
+    ("crashes", "seed"), [pytest.param(1, 5, marks=_DEEP), pytest.param(50, 11, marks=_LONG)], ids=["one", "many"]
 )
 def test_wherever_it_dies_between_two_writes_a_search_ends_with_the_same_table(
-    name: str, deaths: int, seed: int, drivers: Drivers, local_target: StorageTarget, tmp_path: Path
+    name: str, crashes: int, seed: int, drivers: Drivers, local_target: StorageTarget, tmp_path: Path
 ) -> None:
-    search = _Search(drivers, local_target, tmp_path, _SCHEDULERS[name], 1, isolation="thread")
-    _require_same_after(search, deaths, seed)
+    """A search crashes at one to three writes, each time with a new owner, and then runs to its end."""
+    search, rng = _Search(drivers, local_target, tmp_path, _SCHEDULERS[name], 1, isolation="thread"), Random(seed)
+    writes = search.start("undisturbed").wait(seconds=300)["writes"]
+    for number in range(crashes):
+        name = f"died-{number}"
+        for _ in range(rng.randint(1, 3)):
+            crash = Write(rng.randint(3, writes), is_done=rng.random() < 0.5)
+            search.start(name, crash).process.join(300)
+        outcome = search.start(name).wait(seconds=300)
+        assert "error" not in outcome, (crash, outcome)
+        assert search.table(name) == search.table("undisturbed"), crash
 
 
 # Processes that a trial started end before its next attempt and with its run, on every flow and task runner.
 
 
-_PATIENCE_SECONDS = 240  # the machine may be busy with other tests
 _STARTED = 3
 
 
 class Attempts:
-    """The witness of one trial's attempts: which processes trained, and which processes each of them started."""
+    """The processes of one trial's attempts, and the processes that each of them started."""
 
     def __init__(self, folder: Path) -> None:
         self.witness = folder / "witness"
         self.gate = folder / "gate"
-        self.begun = 0
+        self.count = 0
 
-    def next(self, driver: Driver) -> tuple[int, set[int]]:
-        """Wait for an attempt that has begun since; return its process, and what it has started."""
-        self.begun += 1
-        wait_until(
-            lambda: len(self._acts("begin")) >= self.begun, seconds=_PATIENCE_SECONDS, what=lambda: driver.log[-3000:]
-        )
-        left = [each.step for each in self._acts("child", "orphan")][_STARTED * (self.begun - 1) :]
-        assert len(left) == _STARTED
-        return self._acts("begin")[-1].pid, set(left)
+    def wait_for_next(self, driver: Driver) -> tuple[int, set[int]]:
+        """Wait until the next attempt begins; return its process and those that it started."""
+        self.count += 1
+        driver.wait_until(lambda: len(self._acts_of("begin")) >= self.count, seconds=240)
+        started = [act.step for act in self._acts_of("child", "orphan")][_STARTED * (self.count - 1) :]
+        assert len(started) == _STARTED
+        return self._acts_of("begin")[-1].pid, set(started)
 
-    def _acts(self, *acts: str) -> list[Act]:
-        return [each for each in acts_of(self.witness) if each.act in acts]
+    def _acts_of(self, *acts: str) -> list[Act]:
+        return [act for act in acts_of(self.witness) if act.act in acts]
 
 
 @pytest.fixture
 def attempts(tmp_path: Path) -> Iterator[Attempts]:
-    made = Attempts(tmp_path)
-    yield made
-    made.gate.touch()  # runs of deployments outlive their search
+    attempts = Attempts(tmp_path)
+    yield attempts
+    attempts.gate.touch()  # runs of deployments outlive their search
 
 
-def started(drivers: Drivers, flow: Flow, target: LocalTarget, attempts: Attempts, **options: object) -> Driver:
+def start_flow(drivers: Drivers, flow: Flow, target: LocalTarget, attempts: Attempts, **options: object) -> Driver:
     config = {"witness": str(attempts.witness), "gate": str(attempts.gate), "seconds": 1000}
     options |= {} if flow == "durable_trainable" else {"num_samples": 1, "max_concurrent_trials": 1}
     trainable = "tests.trainables.processes.forked:leave_children"
     return drivers.start(trainable, config, flow=flow, target=target, experiment="orphans", **options)
 
 
-def living(pids: set[int]) -> set[int]:
-    """Return the running processes: a zombie has no command line."""
-
-    def runs(pid: int) -> bool:
-        try:
-            return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-
-    return {pid for pid in pids if runs(pid)}
+def running_pids(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if read_proc(pid, "cmdline")}  # a zombie has no command line
 
 
-def seconds_until_none_lives(pids: set[int]) -> float:
-    began = time.monotonic()
-    wait_until(lambda: not living(pids), seconds=60, what=lambda: f"the end of {living(pids)}")
-    return round(time.monotonic() - began, 2)
+def measure_end(pids: set[int]) -> float:
+    """Wait until none of the processes runs; return the seconds that it takes."""
+    start = time.monotonic()
+    wait_until(lambda: not running_pids(pids), seconds=60, what=lambda: f"the end of {running_pids(pids)}")
+    return round(time.monotonic() - start, 2)
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -372,36 +345,36 @@ def seconds_until_none_lives(pids: set[int]) -> float:
     ],
 )
 def test_what_a_trial_has_started_ends_before_the_next_attempt_and_with_the_run(
-    drivers: Drivers, local_target: LocalTarget, attempts: Attempts, flow: Flow, record_property: Record
+    drivers: Drivers, local_target: LocalTarget, attempts: Attempts, flow: Flow, record_property: Recorder
 ) -> None:
     if flow == "tune on Ray":
         pytest.importorskip("prefect_ray")
-    driver = started(drivers, flow, local_target, attempts)
-    trial, left = attempts.next(driver)
+    driver = start_flow(drivers, flow, local_target, attempts)
+    trial, old_pids = attempts.wait_for_next(driver)
     os.kill(trial, signal.SIGKILL)
-    trial, new = attempts.next(driver)
-    assert not living(left), "they train beside the next attempt"
+    trial, new_pids = attempts.wait_for_next(driver)
+    assert not running_pids(old_pids), "they train beside the next attempt"
     if (worker := worker_of(trial)) != driver.pid:
         os.kill(worker, signal.SIGKILL)
-        record_property(f"seconds until nothing lived: {flow}, worker killed", seconds_until_none_lives({trial, *new}))
-        trial, new = attempts.next(driver)
+        record_property(f"seconds until nothing lived: {flow}, worker killed", measure_end({trial, *new_pids}))
+        trial, new_pids = attempts.wait_for_next(driver)
     driver.kill()
-    record_property(f"seconds until nothing lived: {flow}, run killed", seconds_until_none_lives({trial, *new}))
+    record_property(f"seconds until nothing lived: {flow}, run killed", measure_end({trial, *new_pids}))
 
 
 @pytest.mark.deep
 @pytest.mark.usefixtures("prefect_server", "worker")
 @pytest.mark.timeout(900)
 def test_what_a_trial_of_a_deployment_has_started_ends_with_its_process_and_with_its_run(
-    drivers: Drivers, local_target: LocalTarget, attempts: Attempts, record_property: Record
+    drivers: Drivers, local_target: LocalTarget, attempts: Attempts, record_property: Recorder
 ) -> None:
-    driver = started(drivers, "tune", local_target, attempts, trials="deployment")
-    trial, left = attempts.next(driver)
+    driver = start_flow(drivers, "tune", local_target, attempts, trials="deployment")
+    trial, old_pids = attempts.wait_for_next(driver)
     os.kill(trial, signal.SIGKILL)
-    trial, new = attempts.next(driver)
-    assert not living(left), "they train beside the next attempt"
+    trial, new_pids = attempts.wait_for_next(driver)
+    assert not running_pids(old_pids), "they train beside the next attempt"
     driver.kill()
     time.sleep(1)
-    assert living({trial, *new}) == {trial, *new}  # they outlive their search
+    assert running_pids({trial, *new_pids}) == {trial, *new_pids}  # they outlive their search
     os.kill(worker_of(trial), signal.SIGKILL)
-    record_property("seconds until nothing lived: deployment, run killed", seconds_until_none_lives({trial, *new}))
+    record_property("seconds until nothing lived: deployment, run killed", measure_end({trial, *new_pids}))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -26,7 +27,6 @@ from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.flows.durable_trainable import TrialResult
 from prefect_tune.tasks.checkpoints import publish_checkpoint
 from tests.fakes.servers.rotating_s3 import RotatingS3, write_profile
 from tests.fakes.servers.tcp_proxy import TcpProxy
@@ -55,18 +55,18 @@ def test_a_hung_store_ends_the_save_at_its_deadline_and_leaves_no_writer(
     with TcpProxy(s3_port) as proxy:
         training = _training_on_s3(drivers, target := s3_at(proxy.port), tmp_path)
         driver = training.start()
-        training.wait_until(lambda: max(training.acts("saving"), default=0) >= 10)
+        training.wait_until(lambda: max(training.steps_of("saving"), default=0) >= 10)
         proxy.swallow()
-        wait_until(lambda: "Retry 1/" in driver.log, seconds=_DEADLINE_SECONDS + 8, what=lambda: driver.log[-3000:])
+        driver.wait_until(lambda: "Retry 1/" in driver.log, seconds=_DEADLINE_SECONDS + 8)
         # No connection is open between two tries; a leaked writer would keep its own for a minute.
         wait_until(lambda: proxy.connection_count == 0, seconds=8, what=lambda: f"{proxy.connection_count} connections")
         assert "DeadlineExceeded" in driver.log
         proxy.restore()
-        training.require_identical_end(driver.wait(seconds=120), s3_at_same(target, s3_port))
+        training.require_identical_end(driver.wait(seconds=120), redirect_target(target, s3_port))
         driver.require_no_leftovers()
 
 
-def s3_at_same(target: S3Target, port: int) -> S3Target:
+def redirect_target(target: S3Target, port: int) -> S3Target:
     return S3Target(**{**target.model_dump(), "endpoint_url": f"http://127.0.0.1:{port}"})
 
 
@@ -77,54 +77,53 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
     with TcpProxy(s3_port) as proxy:
         training = _training_on_s3(drivers, target := s3_at(proxy.port), tmp_path)
         driver = training.start()
-        training.wait_until(lambda: max(training.acts("saving"), default=0) >= 10)
+        training.wait_until(lambda: max(training.steps_of("saving"), default=0) >= 10)
         proxy.refuse()
         time.sleep(5)
         assert driver.is_alive()
         proxy.restore()
-        training.require_identical_end(driver.wait(seconds=120), s3_at_same(target, s3_port))
+        training.require_identical_end(driver.wait(seconds=120), redirect_target(target, s3_port))
 
 
 # --------------------------------------------------------------------------------- stores with false replies
 
 
 class _Liar(StoreWrapper):
-    """A store whose client reports success for writes that stored nothing, or half of the bytes."""
+    """A store whose client reports success for writes of no byte, or of half of them."""
 
-    def __init__(self, honest: ObjectStore, kept: float) -> None:
-        super().__init__(honest)
-        self._kept = kept
+    def __init__(self, store: ObjectStore, kept_share: float) -> None:
+        super().__init__(store)
+        self._kept_share = kept_share
 
     def put(self, path: str, data: Buffer) -> None:
-        if self._kept:
-            super().put(path, memoryview(data)[: int(len(data) * self._kept)])
+        if self._kept_share:
+            super().put(path, memoryview(data)[: int(len(data) * self._kept_share)])
 
 
 class LyingTarget(LocalTarget):
-    """A local target whose client reports success for lost writes, as `pyarrow.fs.copy_files` does."""
+    """A local target whose client reports success for lost writes, like `pyarrow.fs.copy_files`."""
 
     _block_type_slug = "lying-target"
-    kept: float = 0
+    kept_share: float = 0
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
-        with super().open(timeout=timeout) as honest:
-            yield _Liar(honest, self.kept)
+        with super().open(timeout=timeout) as store:
+            yield _Liar(store, self.kept_share)
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.5])
+@pytest.mark.parametrize("kept_share", [0.0, 0.5])
 def test_bytes_that_a_client_only_claims_to_have_written_never_yield_a_manifest(
-    prefect_server: str, tmp_path: Path, kept: float
+    prefect_server: str, tmp_path: Path, kept_share: float
 ) -> None:
     assert prefect_server
     (tmp_path / "staged").mkdir()
     (tmp_path / "staged" / "weights").write_bytes(b"w" * 10_000)
     key = CheckpointKey(trial=TrialKey(experiment=_HUNG, generation=1, trial="trial"), step=1, sequence=1)
-    target = LyingTarget(path=str(tmp_path / "target"), kept=kept)
-    save = publish_checkpoint.with_options(retries=0)
-    about = CheckpointMetadata(attempt=1, term=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
+    target = LyingTarget(path=str(tmp_path / "target"), kept_share=kept_share)
+    metadata = CheckpointMetadata(attempt=1, term=1, write_id=uuid4().hex, created_at="2026-01-01T00:00:00Z")
     with pytest.raises(StoreUnavailable, match="client reported success"):
-        save(target, key, tmp_path / "staged", about)
+        publish_checkpoint.with_options(retries=0)(target, key, tmp_path / "staged", metadata)
     assert list((tmp_path / "target").rglob("manifest.json")) == []
 
 
@@ -137,7 +136,7 @@ EXPIRED = ("403 Forbidden", "ExpiredToken")
 
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that credentials are rotated in."""
+    """The file with the credentials, which are rotated."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     path = tmp_path / "credentials"
@@ -147,11 +146,10 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@contextmanager
-def rotating(
+def make_server(
     profile: Path, refusal: tuple[str, str], seconds: float, *, trials: int = TRIALS, renews_key: bool = True
-) -> Iterator[RotatingS3]:
-    with RotatingS3(
+) -> RotatingS3:
+    return RotatingS3(
         refusal,
         trials=trials,
         count_waiting=lambda: len(list(profile.parent.glob("expired.waits-*"))),
@@ -159,42 +157,26 @@ def rotating(
         expired=lambda: profile.with_name("expired").touch(),
         renew=lambda key: write_profile(profile, key),
         renews_key=renews_key,
-    ) as server:
-        yield server
-
-
-def at(server: RotatingS3) -> S3Target:
-    return S3Target(bucket="bucket", region="us-east-1", endpoint_url=server.endpoint, allow_http=True)
-
-
-def searched(server: RotatingS3, profile: Path) -> pt.Results:
-    return pt.tune(
-        "tests.trainables.counting:Patient",
-        {"until": str(profile.with_name("expired")), "x": pt.uniform(0, 1)},
-        target=at(server),
-        experiment="e",
-        metric="loss",
-        num_samples=TRIALS,
-        max_concurrent_trials=TRIALS,
-        stop={"step": 5},
-        checkpoint=pt.Cadence(every_steps=1),
-        sync=pt.SyncConfig(sync_artifacts=False),
     )
 
 
-def trained(server: RotatingS3, profile: Path) -> TrialResult:
-    return pt.durable_trainable(
-        "tests.trainables.counting:Patient",
-        {"until": str(profile.with_name("expired"))},
-        target=at(server),
-        experiment="e",
-        stop={"step": 5},
-        checkpoint=pt.Cadence(every_steps=1),
-        sync=pt.SyncConfig(sync_artifacts=False),
-    )
+def make_options(server: RotatingS3) -> dict[str, Any]:
+    return {
+        "target": S3Target(bucket="bucket", region="us-east-1", endpoint_url=server.endpoint, allow_http=True),
+        "experiment": "e",
+        "stop": {"step": 5},
+        "checkpoint": pt.Cadence(every_steps=1),
+        "sync": pt.SyncConfig(sync_artifacts=False),
+    }
 
 
-_FOR_LONGER_OR_OTHERWISE = [
+def run_search(server: RotatingS3, profile: Path) -> pt.Results:
+    space = {"until": str(profile.with_name("expired")), "x": pt.uniform(0, 1)}
+    options = {"metric": "loss", "num_samples": TRIALS, "max_concurrent_trials": TRIALS, **make_options(server)}
+    return pt.tune("tests.trainables.counting:Patient", space, **options)
+
+
+_DEEP_REFUSALS = [
     (EXPIRED, 30, True),
     (("400 Bad Request", "ExpiredToken"), 3, True),
     (("400 Bad Request", "RequestTimeout"), 3, False),
@@ -208,21 +190,22 @@ _FOR_LONGER_OR_OTHERWISE = [
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("refusal", "seconds", "renews_key"),
-    [(EXPIRED, 1, True), *(pytest.param(*each, marks=pytest.mark.deep) for each in _FOR_LONGER_OR_OTHERWISE)],
+    [(EXPIRED, 1, True), *(pytest.param(*case, marks=pytest.mark.deep) for case in _DEEP_REFUSALS)],
 )
 def test_no_trial_ends_whatever_a_search_is_refused_with_for_a_while(
     profile: Path, refusal: tuple[str, str], seconds: float, *, renews_key: bool
 ) -> None:
-    with rotating(profile, refusal, seconds, renews_key=renews_key) as server:
-        trials = searched(server, profile).trials
+    with make_server(profile, refusal, seconds, renews_key=renews_key) as server:
+        trials = run_search(server, profile).trials
     assert server.refused >= set(trials), "each trial has met a refusal"
-    assert [(each.status, each.attempt, each.step) for each in trials.values()] == [(Status.COMPLETED, 1, 5)] * TRIALS
+    assert [(t.status, t.attempt, t.step) for t in trials.values()] == [(Status.COMPLETED, 1, 5)] * TRIALS
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_target_that_refuses_from_the_start_is_one_error_and_nothing_is_begun(profile: Path) -> None:
-    with rotating(profile, EXPIRED, seconds=3600, trials=0) as server, pytest.raises(StoreRefused, match="expired"):
-        trained(server, profile)
+    config = {"until": str(profile.with_name("expired"))}
+    with make_server(profile, EXPIRED, seconds=3600, trials=0) as server, pytest.raises(StoreRefused, match="expired"):
+        pt.durable_trainable("tests.trainables.counting:Patient", config, **make_options(server))
     assert server.names() == []
     assert server.refusals < 20, "it is not retried"
 
@@ -234,14 +217,14 @@ def test_a_search_that_was_refused_for_too_long_goes_on_with_every_trial_when_it
 ) -> None:
     monkeypatch.setattr(storage_retries, "_PAUSES_SECONDS", (0.05, 0.05))
     monkeypatch.setattr(publish_checkpoint, "retry_delay_seconds", [0.05] * 7)
-    with rotating(profile, EXPIRED, seconds=3600) as server:
+    with make_server(profile, EXPIRED, seconds=3600) as server:
         with pytest.raises(StoreRefused, match="expired"):
-            searched(server, profile)
+            run_search(server, profile)
         server.accept("KEY2")
-        results = searched(server, profile)
-    assert {each.status for each in results.trials.values()} == {Status.COMPLETED}
+        results = run_search(server, profile)
+    assert {trial.status for trial in results.trials.values()} == {Status.COMPLETED}
     assert results.errors == {}
-    assert all(each.attempt >= 2 for each in results.trials.values()), "each resumes from its last commit"
+    assert all(trial.attempt >= 2 for trial in results.trials.values()), "each resumes from its last commit"
 
 
 # The Prefect API goes away: training continues, commits stay valid, and the flow completes once the API is back.
@@ -254,20 +237,20 @@ _NAME = "api"
 def proxy(prefect_server: str) -> Iterator[TcpProxy]:
     port = urlsplit(prefect_server).port
     assert port is not None
-    with TcpProxy(port) as passing:
-        yield passing
+    with TcpProxy(port) as proxy:
+        yield proxy
 
 
 def _training_through_proxy(
     drivers: Drivers, proxy: TcpProxy, target: LocalTarget, folder: Path, *, gate_step: int
 ) -> MlpTraining:
-    """Return a training whose flow reaches its server through the proxy; it waits before step `gate_step`."""
+    """Return a training that reaches its server through the proxy and waits before step `gate_step`."""
     training = MlpTraining(drivers, target, folder, _NAME, _STEPS, api_url=f"{proxy.url}/api")
     training.hold_at(gate_step)
     return training
 
 
-_WAYS: dict[str, Callable[[TcpProxy], None]] = {
+_OUTAGES: dict[str, Callable[[TcpProxy], None]] = {
     "down": TcpProxy.refuse,
     "hung": TcpProxy.swallow,
     "failing": TcpProxy.answer_503,
@@ -275,19 +258,19 @@ _WAYS: dict[str, Callable[[TcpProxy], None]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["down", pytest.param("hung", marks=pytest.mark.deep), "failing"])
+@pytest.mark.parametrize("outage", ["down", pytest.param("hung", marks=pytest.mark.deep), "failing"])
 def test_training_goes_on_while_the_server_is_away_and_the_run_completes_when_it_is_back(
-    drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path, way: str
+    drivers: Drivers, proxy: TcpProxy, local_target: LocalTarget, tmp_path: Path, outage: str
 ) -> None:
     training = _training_through_proxy(drivers, proxy, local_target, tmp_path, gate_step=38)
     driver = training.start()
-    training.wait_until(lambda: training.committed() >= 5)
-    _WAYS[way](proxy)
-    training.wait_until(lambda: training.committed() == 35)
+    training.wait_until(lambda: training.newest_step() >= 5)
+    _OUTAGES[outage](proxy)
+    training.wait_until(lambda: training.newest_step() == 35)
     proxy.restore()
     training.gate.touch()
     training.require_identical_end(driver.wait())
-    assert training.acts("begin") == list(range(1, _STEPS + 1))
+    assert training.steps_of("begin") == list(range(1, _STEPS + 1))
     assert state_of_flow_run(owners_at(local_target, _NAME)[driver.pid])[0] == "Completed"
     assert "Exception in thread" not in driver.log
 
@@ -297,7 +280,7 @@ def test_a_server_that_is_away_at_the_end_costs_no_step(
 ) -> None:
     training = _training_through_proxy(drivers, proxy, local_target, tmp_path, gate_step=30)
     driver = training.start()
-    training.wait_until(lambda: training.committed() == 25)
+    training.wait_until(lambda: training.newest_step() == 25)
     proxy.refuse()
     training.gate.touch()
     training.wait_until(lambda: trial_at(local_target, _NAME).status is Status.COMPLETED)
@@ -328,30 +311,29 @@ def test_a_search_goes_on_while_the_server_is_away_and_the_ui_is_complete_afterw
         api_url=f"{proxy.url}/api",
     )
 
-    def trained() -> int:
-        return sum(each.act == "trained" for each in acts_of(witness))
+    def count_steps() -> int:
+        return sum(act.act == "trained" for act in acts_of(witness))
 
-    wait_until(lambda: trained() >= 3, seconds=90, what=lambda: driver.log[-3000:])
-    began, before = time.monotonic(), trained()
+    driver.wait_until(lambda: count_steps() >= 3)
+    start, before = time.monotonic(), count_steps()
     proxy.refuse()
-    wait_until(lambda: time.monotonic() - began >= seconds, seconds=seconds + 30, what=lambda: "the outage")
-    during = trained() - before
+    wait_until(lambda: time.monotonic() - start >= seconds, seconds=seconds + 30)
+    during = count_steps() - before
     proxy.restore()
     outcome = driver.wait(seconds=240)
     assert outcome.get("trials") == {f"{number:05d}": "completed" for number in range(len(rows))}, outcome
-    assert during >= steps, driver.log[-3000:]  # some trial was begun and ended meanwhile
-    assert trained() == len(rows) * steps  # none twice
-    state, _ = state_of_flow_run(run := owners_at(local_target, _NAME)[driver.pid])
+    assert during >= steps, driver.log[-3000:]  # a trial began and ended during the outage
+    assert count_steps() == len(rows) * steps  # none twice
+    state, _ = state_of_flow_run(owner := owners_at(local_target, _NAME)[driver.pid])
     assert state == "Completed"
-    wait_until(
-        lambda: _task_runs_of(run) == (len(rows), {"Completed"}), seconds=60, what=lambda: str(_task_runs_of(run))
-    )
+    expected = (len(rows), {"Completed"})
+    wait_until(lambda: _read_task_runs(owner) == expected, seconds=60, what=lambda: str(_read_task_runs(owner)))
 
 
-def _task_runs_of(flow_run: Owner) -> tuple[int, set[str]]:
-    """Return how many trials completed by the server's records, and the states of all task runs."""
-    only = FlowRunFilter.model_validate({"id": {"any_": [str(flow_run.flow_run)]}})
+def _read_task_runs(owner: Owner) -> tuple[int, set[str]]:
+    """Return the number of completed trials on the server, and the states of all task runs."""
+    run_filter = FlowRunFilter.model_validate({"id": {"any_": [str(owner.flow_run)]}})
     with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(flow_run_filter=only, limit=200)
-    trained = sum(run.name.startswith("train ") and run.state_name == "Completed" for run in runs)
-    return trained, {str(run.state_name) for run in runs}
+        runs = client.read_task_runs(flow_run_filter=run_filter, limit=200)
+    completed = sum(run.name.startswith("train ") and run.state_name == "Completed" for run in runs)
+    return completed, {str(run.state_name) for run in runs}

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,9 @@ from prefect_tune.journal_access import (
     write_entry_directly,
 )
 from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, make_remote_experiment
-from tests.fakes.trial_processes import PORTABLE, wait_until
 from tests.flows.driver import Driver, Drivers
 from tests.flows.interruptions.mlp_training import MlpTraining
-from tests.flows.training import (
-    entries_at,
-    experiment_at,
-    objects_at,
-    owners_at,
-    state_of_flow_run,
-    trial_at,
-)
+from tests.flows.training import entries_at, experiment_at, objects_at, owners_at, state_of_flow_run, trial_at
 from tests.long_cases import deep_count
 from tests.trainables.digits_table import EPOCHS
 from tests.trainables.witness import acts_of
@@ -58,10 +50,10 @@ class _Contest(MlpTraining):
         sync = SyncConfig(sync_period_seconds=0.05)
         super().__init__(drivers, target, folder, _NAME, _STEPS, retention=Retention(last=2), sync=sync)
 
-    def until_saved(self, times: int) -> None:
-        """Wait until so many further saves have begun."""
-        wanted = len(self.acts("saving")) + times
-        self.wait_until(lambda: len(self.acts("saving")) >= wanted)
+    def wait_for_saves(self, times: int) -> None:
+        """Wait until so many further saves begin."""
+        total = len(self.steps_of("saving")) + times
+        self.wait_until(lambda: len(self.steps_of("saving")) >= total)
 
 
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.deep)])
@@ -84,15 +76,15 @@ def _thaw(*pids: int) -> None:
 def test_of_two_runs_of_one_trial_one_goes_on_and_the_other_ends_superseded(contest: _Contest) -> None:
     contest.hold_at(18)
     first = contest.start()
-    contest.until_saved(3)
+    contest.wait_for_saves(3)
     second = contest.start()
-    wait_until(lambda: len(owners_at(contest.target, _NAME)) == 2, seconds=60, what=lambda: second.log)
+    second.wait_until(lambda: len(owners_at(contest.target, _NAME)) == 2, seconds=60)
     contest.gate.touch()
-    ended = first.wait()
+    outcome = first.wait()
     contest.require_identical_end(second.wait())
-    assert ended["error"] == "Superseded"
+    assert outcome["error"] == "Superseded"
     owners = owners_at(contest.target, _NAME)
-    assert f"pid {second.pid}" in ended["message"]
+    assert f"pid {second.pid}" in outcome["message"]
     first.require_no_leftovers()
     name, message = state_of_flow_run(owners[first.pid])
     assert name == "Failed"
@@ -107,10 +99,10 @@ def test_two_runs_that_resume_at_the_same_moment_leave_one_owner(
     contest = _Contest(drivers, local_target, tmp_path)
     contest.hold_at(28)
     dead = contest.start()
-    contest.until_saved(2)
+    contest.wait_for_saves(2)
     dead.kill_everything()
     both = (contest.start(), contest.start())
-    wait_until(lambda: len(owners_at(local_target, _NAME)) == 3, seconds=60, what=lambda: both[0].log)
+    both[0].wait_until(lambda: len(owners_at(local_target, _NAME)) == 3, seconds=60)
     contest.gate.touch()
     outcomes = [driver.wait() for driver in both]
     (winner,) = (outcome for outcome in outcomes if "status" in outcome)
@@ -125,67 +117,58 @@ def test_two_runs_that_resume_at_the_same_moment_leave_one_owner(
 def test_an_owner_that_was_paused_past_the_takeover_commits_and_deletes_nothing(
     contest: _Contest, frozen: str, wakes: str
 ) -> None:
-    _woken_owner_is_harmless(contest, frozen, wakes, random.Random(f"{frozen} {wakes}"))
+    _require_harmless_wakeup(contest, frozen, wakes, random.Random(f"{frozen} {wakes}"))
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(deep_count(5)))
 def test_an_owner_that_was_paused_at_any_moment_commits_and_deletes_nothing(contest: _Contest, seed: int) -> None:
-    chance = random.Random(seed)
-    _woken_owner_is_harmless(contest, chance.choice(["flow", "machine"]), chance.choice(["during", "after"]), chance)
+    rng = random.Random(seed)
+    _require_harmless_wakeup(contest, rng.choice(["flow", "machine"]), rng.choice(["during", "after"]), rng)
 
 
-def _woken_owner_is_harmless(contest: _Contest, frozen: str, wakes: str, chance: random.Random) -> None:
+def _require_harmless_wakeup(contest: _Contest, frozen: str, wakes: str, rng: random.Random) -> None:
     contest.hold_at(48)
     if wakes == "after":
         contest.gate.touch()
     zombie = contest.start()
-    contest.until_saved(chance.randint(1, 5))
-    time.sleep(chance.uniform(0, 0.15))
-    pids = (zombie.pid, *(zombie.trials() if frozen == "machine" else ()))
+    contest.wait_for_saves(rng.randint(1, 5))
+    time.sleep(rng.uniform(0, 0.15))
+    pids = (zombie.pid, *(zombie.find_trial_pids() if frozen == "machine" else ()))
     _freeze(*pids)
     owner = contest.start()
     if wakes == "during":
-        contest.until_saved(2)
+        contest.wait_for_saves(2)
     else:
         contest.require_identical_end(owner.wait())
-    epochs_before = {entry.number: entry.term for entry in entries_at(contest.target, _NAME)}
+    before = {entry.number: entry.term for entry in entries_at(contest.target, _NAME)}
     _thaw(*pids)
-    ended = zombie.wait()
+    outcome = zombie.wait()
     contest.gate.touch()
     contest.require_identical_end(owner.wait())
-    assert ended.get("error") == "Superseded", ended
-    assert str(owner.pid) in ended["message"]
+    assert outcome.get("error") == "Superseded", outcome
+    assert str(owner.pid) in outcome["message"]
     zombie.require_no_leftovers()
-    _require_no_entry_of_the_old_epoch(contest.target, epochs_before)
-    _require_that_foreign_manifests_do_not_count(contest.target)
-
-
-def _require_no_entry_of_the_old_epoch(target: StorageTarget, before: Mapping[int, int]) -> None:
-    after = {entry.number: entry.term for entry in entries_at(target, _NAME)}
+    after = {entry.number: entry.term for entry in entries_at(contest.target, _NAME)}
     assert {number: after[number] for number in before} == before
     assert all(term == max(before.values()) for number, term in after.items() if number not in before)
-
-
-def _require_that_foreign_manifests_do_not_count(target: StorageTarget) -> None:
-    """Require that the next owner adopts no manifest that the zombie wrote after it was superseded."""
     trial = TrialKey(experiment=_NAME, generation=1, trial="trial")
-    keys = (CheckpointKey.from_manifest_path(trial, path) for path in objects_at(target, trial.checkpoints_folder))
-    live = {(each.step, each.sequence) for each in trial_at(target, _NAME).checkpoints}
-    assert live <= {(key.step, key.sequence) for key in keys if key}
+    paths = objects_at(contest.target, trial.checkpoints_folder)
+    keys = [key for path in paths if (key := CheckpointKey.from_manifest_path(trial, path))]
+    live = {(checkpoint.step, checkpoint.sequence) for checkpoint in trial_at(contest.target, _NAME).checkpoints}
+    assert live <= {(key.step, key.sequence) for key in keys}, "every live checkpoint has its manifest"
 
 
-@pytest.mark.parametrize("way", [pytest.param("forked", marks=pytest.mark.deep), "started"])
+@pytest.mark.usefixtures("process_model")
+@pytest.mark.parametrize("process_model", [pytest.param("forked", marks=pytest.mark.deep), "started"], indirect=True)
 def test_a_paused_trial_whose_flow_was_killed_dies_as_soon_as_it_wakes(
-    drivers: Drivers, local_target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
-    if way == "started":
-        monkeypatch.setenv(*PORTABLE)
     contest = _Contest(drivers, local_target, tmp_path)
     dead = contest.start()
-    contest.until_saved(2)
-    (trial,) = dead.trials()
+    contest.wait_for_saves(2)
+    (trial,) = dead.find_trial_pids()
     _freeze(trial)
     dead.kill()
     outcome = contest.start().wait()
@@ -196,7 +179,7 @@ def test_a_paused_trial_whose_flow_was_killed_dies_as_soon_as_it_wakes(
     contest.require_identical_end(outcome)
 
 
-@pytest.mark.usefixtures("each_process_model")
+@pytest.mark.usefixtures("process_model")
 def test_a_trial_in_the_middle_of_a_long_step_dies_with_its_flow(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
@@ -204,7 +187,7 @@ def test_a_trial_in_the_middle_of_a_long_step_dies_with_its_flow(
     contest.hold_at(8)
     dead = contest.start()
     contest.wait_until(lambda: acts_of(contest.witness)[-1:] and acts_of(contest.witness)[-1].step == 7)
-    assert dead.trials()
+    assert dead.find_trial_pids()
     dead.kill()
     dead.require_no_leftovers()
 
@@ -212,8 +195,8 @@ def test_a_trial_in_the_middle_of_a_long_step_dies_with_its_flow(
 # When the process of a search cannot continue, it stops all trials: none waits for an answer.
 
 
-class WritesUntil:
-    """A journal's writer whose target fails after so many entries."""
+class FailingWriter:
+    """A writer of a journal whose target fails after so many entries."""
 
     def __init__(self, number: int) -> None:
         self._left = number
@@ -228,7 +211,7 @@ class WritesUntil:
 
 
 class Stoppable(UnreliableExecutor):
-    """Records that it was stopped: its trials then send no further message."""
+    """Records that it was stopped; its trials then send no further message."""
 
     is_stopped = False
 
@@ -245,7 +228,7 @@ STOPPING = ASHA(max_t=9, grace_period=3, variant="stopping")
 def test_a_search_that_cannot_write_its_journal_has_its_trials_end(entries: int, local_target: LocalTarget) -> None:
     executor = Stoppable()
     with pytest.raises(StoreUnavailable, match="the target is away"):
-        PlannedSearch(local_target, executor=executor).run(scheduler=STOPPING, write=WritesUntil(entries))
+        PlannedSearch(local_target, executor=executor).run(scheduler=STOPPING, write=FailingWriter(entries))
     assert executor.is_stopped
     assert len(executor) == 0
 
@@ -254,7 +237,7 @@ def test_what_outlives_its_search_is_left_to_the_next_owner(local_target: LocalT
     executor = Stoppable()
     executor.is_detached = True
     with pytest.raises(StoreUnavailable):
-        PlannedSearch(local_target, executor=executor).run(scheduler=STOPPING, write=WritesUntil(2))
+        PlannedSearch(local_target, executor=executor).run(scheduler=STOPPING, write=FailingWriter(2))
     assert not executor.is_stopped
     assert len(executor) == 3
 
@@ -265,21 +248,21 @@ def test_what_keeps_trials_from_ending_does_not_hide_why_the_search_ended(local_
             raise StoreUnavailable("no trial can be reached")
 
     with pytest.raises(StoreUnavailable, match="the target is away"):
-        PlannedSearch(local_target, executor=Unreachable()).run(write=WritesUntil(2))
+        PlannedSearch(local_target, executor=Unreachable()).run(write=FailingWriter(2))
 
 
 def test_an_outbox_that_cannot_be_read_at_once_is_read_again(
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote_experiment(local_target, TrialFinished(trial="00000", reason="done"))
-    refusals, real = iter([False, True]), LocalTarget.open
+    refusals, open_target = iter([False, True]), LocalTarget.open
 
-    def away_once(target: LocalTarget, **options: Any) -> Any:
+    def fail_once(target: LocalTarget, **options: Any) -> Any:
         if next(refusals, False):  # opening the search's journal comes first
             raise StoreUnavailable("away for a moment")
-        return real(target, **options)
+        return open_target(target, **options)
 
-    monkeypatch.setattr(LocalTarget, "open", away_once)
+    monkeypatch.setattr(LocalTarget, "open", fail_once)
     monkeypatch.setattr("prefect_tune.storage_retries.time.sleep", lambda _: None)
     state = PlannedSearch(local_target).run(num_samples=1)
     assert state.trial("00000").status is Status.COMPLETED
@@ -307,12 +290,12 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
         )
 
     driver = start(0.5)
-    wait_until(lambda: len(acts_of(witness)) >= 2, seconds=90, what=lambda: driver.log[-3000:])
+    driver.wait_until(lambda: len(acts_of(witness)) >= 2)
     acquire_and_adopt_with_retries(
         local_target, JournalKey(experiment="e", generation=1), OwnershipRequest(current_owner(), new_write_stamp())
     )
     assert driver.wait(seconds=45)["error"] == "Superseded"
     driver.require_no_leftovers()
     assert "error" not in start(0).wait(seconds=90)
-    ended = experiment_at(local_target, "e")
-    assert all(each.status in {Status.COMPLETED, Status.PRUNED} for each in ended.trials.values())
+    experiment = experiment_at(local_target, "e")
+    assert all(trial.status in {Status.COMPLETED, Status.PRUNED} for trial in experiment.trials.values())

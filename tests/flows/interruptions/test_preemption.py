@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import State, StateType
 import prefect_tune as pt
 from prefect_tune.blocks import StorageTarget, SyncConfig
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal_events import AttemptStarted
+from prefect_tune.core.journal_events import AttemptStarted, Event
 from prefect_tune.prefect_api import flow_with_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.fakes.trial_processes import wait_until
@@ -31,12 +31,12 @@ from tests.flows.interruptions.mlp_training import MlpTraining
 from tests.flows.training import (
     entries_at,
     experiment_at,
+    find_violations,
     log_of_flow_run,
     owners_at,
+    reference_training,
     state_of_flow_run,
     trial_at,
-    undisturbed,
-    violations,
 )
 from tests.long_cases import long_after
 from tests.trainables.moody import train
@@ -47,72 +47,72 @@ _INTERVAL = 5
 _SLACK_SECONDS = 8  # a busy machine, and the end of a flow run
 
 
-class _Preempted(MlpTraining):
-    """One experiment that is asked to stop."""
+class _StoppedTraining(MlpTraining):
+    """A training that is asked to stop."""
 
     def __init__(self, drivers: Drivers, target: StorageTarget, folder: Path) -> None:
         super().__init__(drivers, target, folder, _NAME, _STEPS)
         self.config["step_seconds"] = 0.05
 
-    def until_at(self, act: str, step: int) -> None:
-        self.wait_until(lambda: max(self.acts(act), default=0) >= step)
+    def wait_for_act(self, act: str, step: int) -> None:
+        self.wait_until(lambda: max(self.steps_of(act), default=0) >= step)
 
     def require_resumable(self) -> None:
         assert trial_at(self.target, _NAME).status is Status.INTERRUPTED
-        assert violations(self.target, _NAME, undisturbed(_STEPS)) == []
+        assert find_violations(self.target, _NAME, reference_training(_STEPS)) == []
 
     def require_continued(self, *, from_step: int) -> None:
-        """Start again; it resumes from `from_step` and ends like an undisturbed run."""
+        """Start again, and require that it resumes from `from_step` and ends like an undisturbed training."""
         self.require_identical_end(self.start().wait())
-        assert self.acts("loaded") == ([from_step] if from_step else [])
+        assert self.steps_of("loaded") == ([from_step] if from_step else [])
 
 
 @pytest.fixture
-def preempted(drivers: Drivers, local_target: StorageTarget, tmp_path: Path) -> _Preempted:
-    return _Preempted(drivers, local_target, tmp_path)
+def training(drivers: Drivers, local_target: StorageTarget, tmp_path: Path) -> _StoppedTraining:
+    return _StoppedTraining(drivers, local_target, tmp_path)
 
 
-def _ended_by(driver: Driver, number: signal.Signals, *, within: float) -> Mapping[str, Any]:
-    """Send the signal; return the result of the driver, which must end within so many seconds."""
-    sent = time.monotonic()
-    driver.signal(number)
+def _signal_and_wait(driver: Driver, number: signal.Signals, *, within: float) -> Mapping[str, Any]:
+    """Send the signal; return the result of the driver, which has to end in time."""
+    start = time.monotonic()
+    driver.send_signal(number)
     outcome = driver.wait(seconds=within + _SLACK_SECONDS)
     driver.require_no_leftovers()
     if number == signal.SIGTERM:
-        assert driver.process.exitcode == -signal.SIGTERM  # as every program that is terminated
-    assert time.monotonic() - sent < within + _SLACK_SECONDS
+        assert driver.process.exitcode == -signal.SIGTERM
+    assert time.monotonic() - start < within + _SLACK_SECONDS
     return outcome
 
 
 @pytest.mark.parametrize(("grace_seconds", "commit"), [pytest.param(2, "async", marks=pytest.mark.deep), (30, "sync")])
 def test_a_terminated_flow_saves_its_last_step_and_ends_resumable(
-    preempted: _Preempted, grace_seconds: float, commit: Literal["sync", "async"]
+    training: _StoppedTraining, grace_seconds: float, commit: Literal["sync", "async"]
 ) -> None:
-    preempted.options |= {"grace_period_seconds": grace_seconds, "sync": SyncConfig(commit=commit)}
-    preempted.config["save_seconds"] = 0.2
-    driver = preempted.start()
-    preempted.until_at("trained", 7)
-    _ended_by(driver, signal.SIGTERM, within=2)
-    assert preempted.committed() == max(preempted.acts("trained")) >= 7  # not one step is lost
-    preempted.require_resumable()
-    owner = owners_at(preempted.target, _NAME)[driver.pid]
+    training.options |= {"grace_period_seconds": grace_seconds, "sync": SyncConfig(commit=commit)}
+    training.config["save_seconds"] = 0.2
+    driver = training.start()
+    training.wait_for_act("trained", 7)
+    _signal_and_wait(driver, signal.SIGTERM, within=2)
+    assert training.newest_step() == max(training.steps_of("trained")) >= 7  # not one step is lost
+    training.require_resumable()
+    owner = owners_at(training.target, _NAME)[driver.pid]
     assert state_of_flow_run(owner)[0] == "Crashed"
-    assert f"experiment {_NAME!r}: resumable at step {preempted.committed()}; " in log_of_flow_run(owner)
-    preempted.require_continued(from_step=preempted.committed())
+    assert f"experiment {_NAME!r}: resumable at step {training.newest_step()}; " in log_of_flow_run(owner)
+    training.require_continued(from_step=training.newest_step())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("grace_seconds", "save_seconds"), [(0, 0.0), (2, 60.0)])
 def test_a_trial_that_cannot_save_within_the_grace_is_ended_and_loses_at_most_an_interval(
-    preempted: _Preempted, grace_seconds: float, save_seconds: float
+    training: _StoppedTraining, grace_seconds: float, save_seconds: float
 ) -> None:
-    preempted.options["grace_period_seconds"] = grace_seconds
-    preempted.config |= {"save_seconds": save_seconds, "slow_from_step": 8}
-    driver = preempted.start()
-    preempted.until_at("trained", 8)
-    _ended_by(driver, signal.SIGTERM, within=grace_seconds)
-    assert max(preempted.acts("trained")) - preempted.committed() <= _INTERVAL
-    preempted.require_resumable()
+    training.options["grace_period_seconds"] = grace_seconds
+    training.config |= {"save_seconds": save_seconds, "slow_from_step": 8}
+    driver = training.start()
+    training.wait_for_act("trained", 8)
+    _signal_and_wait(driver, signal.SIGTERM, within=grace_seconds)
+    assert max(training.steps_of("trained")) - training.newest_step() <= _INTERVAL
+    training.require_resumable()
 
 
 @pytest.mark.deep
@@ -120,66 +120,64 @@ def test_a_terminated_flow_does_not_wait_for_a_hung_target_beyond_its_grace(
     drivers: Drivers, s3_port: int, tmp_path: Path
 ) -> None:
     with TcpProxy(s3_port) as proxy:
-        preempted = _Preempted(drivers, s3_at(proxy.port), tmp_path)
-        preempted.options |= {"grace_period_seconds": 3, "sync": SyncConfig(commit="async")}
-        preempted.config |= {"save_seconds": 1.0, "slow_from_step": 8}  # time to cut the line before step 10 is sent
-        driver = preempted.start()
-        preempted.until_at("begin", 8)
-        wait_until(lambda: preempted.committed() == 5, seconds=30, what=lambda: driver.log)
+        training = _StoppedTraining(drivers, s3_at(proxy.port), tmp_path)
+        training.options |= {"grace_period_seconds": 3, "sync": SyncConfig(commit="async")}
+        training.config |= {"save_seconds": 1.0, "slow_from_step": 8}  # time to cut the line before step 10 is sent
+        driver = training.start()
+        training.wait_for_act("begin", 8)
+        driver.wait_until(lambda: training.newest_step() == 5, seconds=30)
         proxy.swallow()
-        preempted.until_at("saving", 10)
-        _ended_by(driver, signal.SIGTERM, within=3)
+        training.wait_for_act("saving", 10)
+        _signal_and_wait(driver, signal.SIGTERM, within=3)
         wait_until(
             lambda: proxy.connection_count == 0, seconds=5, what=lambda: f"{proxy.connection_count} connections left"
         )
         proxy.restore()
-        assert preempted.committed() == 5
-        preempted.require_continued(from_step=5)
+        assert training.newest_step() == 5
+        training.require_continued(from_step=5)
 
 
 @pytest.mark.long
-def test_a_group_wide_termination_still_lets_the_trial_save(preempted: _Preempted) -> None:
-    driver = preempted.start()
-    preempted.until_at("trained", 7)
-    for pid in driver.trials():
+def test_a_group_wide_termination_still_lets_the_trial_save(training: _StoppedTraining) -> None:
+    driver = training.start()
+    training.wait_for_act("trained", 7)
+    for pid in driver.find_trial_pids():
         os.kill(pid, signal.SIGTERM)
-    _ended_by(driver, signal.SIGTERM, within=25)
-    assert preempted.committed() == max(preempted.acts("trained"))
-    preempted.require_resumable()
+    _signal_and_wait(driver, signal.SIGTERM, within=25)
+    assert training.newest_step() == max(training.steps_of("trained"))
+    training.require_resumable()
 
 
 @pytest.mark.deep
-def test_a_function_trainable_hears_of_the_termination_and_saves(preempted: _Preempted) -> None:
-    preempted.trainable = "tests.trainables.numpy_mlp:train"
-    driver = preempted.start()
-    preempted.until_at("trained", 7)
-    _ended_by(driver, signal.SIGTERM, within=25)
-    assert preempted.committed() == max(preempted.acts("trained"))
-    preempted.require_continued(from_step=preempted.committed())
+def test_a_function_trainable_hears_of_the_termination_and_saves(training: _StoppedTraining) -> None:
+    training.trainable = "tests.trainables.numpy_mlp:train"
+    driver = training.start()
+    training.wait_for_act("trained", 7)
+    _signal_and_wait(driver, signal.SIGTERM, within=25)
+    assert training.newest_step() == max(training.steps_of("trained"))
+    training.require_continued(from_step=training.newest_step())
 
 
 @pytest.mark.deep
-def test_a_termination_before_the_first_step_ends_resumable_too(preempted: _Preempted) -> None:
-    def has_begun() -> bool:  # its process is there before
-        return any(
-            isinstance(event, AttemptStarted) for entry in entries_at(preempted.target, _NAME) for event in entry.events
-        )
+def test_a_termination_before_the_first_step_ends_resumable_too(training: _StoppedTraining) -> None:
+    def events() -> list[Event]:
+        return [event for entry in entries_at(training.target, _NAME) for event in entry.events]
 
-    driver = preempted.start()
-    wait_until(has_begun, seconds=60, what=lambda: driver.log)
-    _ended_by(driver, signal.SIGTERM, within=25)
-    preempted.require_resumable()
-    preempted.require_continued(from_step=preempted.committed())
+    driver = training.start()
+    driver.wait_until(lambda: any(isinstance(event, AttemptStarted) for event in events()), seconds=60)
+    _signal_and_wait(driver, signal.SIGTERM, within=25)
+    training.require_resumable()
+    training.require_continued(from_step=training.newest_step())
 
 
-def test_a_second_ctrl_c_does_not_wait_for_a_slow_save(preempted: _Preempted) -> None:
-    preempted.config |= {"save_seconds": 60.0, "slow_from_step": 8}
-    driver = preempted.start()
-    preempted.until_at("trained", 8)
-    driver.signal(signal.SIGINT)
-    preempted.until_at("saving", 8)
-    assert _ended_by(driver, signal.SIGINT, within=1)["error"] == "KeyboardInterrupt"
-    assert preempted.committed() == 5
+def test_a_second_ctrl_c_does_not_wait_for_a_slow_save(training: _StoppedTraining) -> None:
+    training.config |= {"save_seconds": 60.0, "slow_from_step": 8}
+    driver = training.start()
+    training.wait_for_act("trained", 8)
+    driver.send_signal(signal.SIGINT)
+    training.wait_for_act("saving", 8)
+    assert _signal_and_wait(driver, signal.SIGINT, within=1)["error"] == "KeyboardInterrupt"
+    assert training.newest_step() == 5
 
 
 # What a script prints when it is interrupted or fails: one message, how to resume, and no traceback of Prefect.
@@ -193,13 +191,6 @@ from tests.trainables.counting import Fragile
 space = {"x": pt.grid_search([1, 2]), "step_seconds": 0.1}
 pt.tune(Fragile, space, target=sys.argv[1], experiment="e", metric="loss", stop={"step": 1000}, num_samples=1)
 """
-
-
-def interrupt_of(call: object) -> KeyboardInterrupt:
-    assert callable(call)
-    with pytest.raises(KeyboardInterrupt) as interrupt:
-        call()
-    return interrupt.value
 
 
 def raise_interrupt(*_args: object, **_options: object) -> object:
@@ -216,34 +207,35 @@ def test_the_last_line_says_what_is_committed_and_how_to_resume(prefect_server: 
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_until(
-        lambda: list(tmp_path.glob("runs/e/1/journal/0000000004.json")), seconds=150, what=lambda: f"{process.poll()}"
-    )
+    entry = tmp_path / "runs/e/1/journal/0000000004.json"
+    wait_until(entry.exists, seconds=150, what=lambda: f"{process.poll()}")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, output = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT
-    last = said.splitlines()[-1]
+    last = output.splitlines()[-1]
     assert last.startswith("KeyboardInterrupt: experiment 'e': ")
     assert last.endswith("; run it again under the same experiment name, to resume")
-    assert "Crash" not in said
-    assert "Finished in state Interrupted(" in said
+    assert "Crash" not in output
+    assert "Finished in state Interrupted(" in output
 
 
 def test_before_the_run_begins_it_is_said_that_nothing_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flow_with_server, "validate_arguments", raise_interrupt)
-    interrupt = interrupt_of(lambda: pt.tune(train, {}, target=tmp_path))
-    assert str(interrupt) == "tune was interrupted before it began: run it again"
-    assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt))
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        pt.tune(train, {}, target=tmp_path)
+    assert str(interrupt.value) == "tune was interrupted before it began: run it again"
+    assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt.value))
 
 
 def test_during_the_import_of_the_package_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(pt), "tune", raising=False)
     monkeypatch.setattr(pt, "import_module", raise_interrupt)
-    interrupt = interrupt_of(lambda: pt.tune)
-    assert str(interrupt) == "interrupted while prefect_tune.tune was imported: nothing was started"
-    assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt))
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        _ = pt.tune
+    assert str(interrupt.value) == "interrupted while prefect_tune.tune was imported: nothing was started"
+    assert "raise_interrupt" not in "".join(traceback.format_exception(interrupt.value))
 
 
 # SIGTERM, Ctrl-C and Cancel reach a search in any thread, and without a worker: it saves, then its process ends.
@@ -263,11 +255,11 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
 
 
 @contextmanager
-def _process(*arguments: str, url: str, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    everything = {**os.environ, "PREFECT_API_URL": url, "PYTHONPATH": str(_FLOWS.parents[3]), **environment}
+def _python_process(*arguments: str, url: str, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    variables = {**os.environ, "PREFECT_API_URL": url, "PYTHONPATH": str(_FLOWS.parents[3]), **environment}
     with log.open("wb") as output:
         command = [sys.executable, *arguments]
-        process = subprocess.Popen(command, env=everything, cwd=log.parent, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=variables, cwd=log.parent, stdout=output, stderr=output)
     try:
         yield process
     finally:
@@ -276,24 +268,23 @@ def _process(*arguments: str, url: str, log: Path, **environment: str) -> Iterat
 
 
 def _cancel(client: SyncPrefectClient, run: UUID) -> None:
-    """Do as the button *Cancel* does."""
+    """Cancel a flow run like the button *Cancel*."""
     client.set_flow_run_state(run, State(type=StateType.CANCELLING, name="Cancelling"), force=True)
 
 
-def _until_training(target: pt.LocalTarget, log: Path, *names: str, count: int = 2) -> None:
-    def trains(name: str) -> bool:
+def _wait_until_training(target: pt.LocalTarget, log: Path, *names: str, count: int = 2) -> None:
+    def is_training(name: str) -> bool:
         trials = experiment_at(target, name).trials.values()
         return [trial.status for trial in trials] == [Status.RUNNING] * count
 
-    wait_until(lambda: all(map(trains, names)), seconds=200, what=log.read_text)
+    wait_until(lambda: all(map(is_training, names)), seconds=200, what=log.read_text)
 
 
 def _require_saved(target: pt.LocalTarget, *names: str) -> None:
-    """Each trial has saved when it was asked to stop, and at no other time."""
+    """Require that each trial saved once: when it was asked to stop."""
     for name in names:
-        trials = list(experiment_at(target, name).trials.values())
-        assert [trial.status for trial in trials] == [Status.INTERRUPTED] * 2
-        assert [len(trial.checkpoints) for trial in trials] == [1, 1]
+        trials = experiment_at(target, name).trials.values()
+        assert [(trial.status, len(trial.checkpoints)) for trial in trials] == [(Status.INTERRUPTED, 1)] * 2
 
 
 @pytest.mark.long
@@ -321,21 +312,21 @@ def test_a_search_in_another_thread_saves_and_its_process_ends_as_by_the_signal(
     target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
     names = ["e", "f"] if program == "waiting" else ["e"]
     earlier = {run.id for run in client.read_flow_runs()}
-    with _process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
-        _until_training(target, log, *names)
+    with _python_process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
+        _wait_until_training(target, log, *names)
         process.send_signal(number)
         assert process.wait(120) == code, log.read_text()
     _require_saved(target, *names)
     assert log.read_text().count("; run it again under the same experiment name, to resume") >= len(names)
-    ended = sorted(str(run.state and run.state.name) for run in client.read_flow_runs() if run.id not in earlier)
-    assert ended == states, log.read_text()
+    state_names = sorted(str(run.state and run.state.name) for run in client.read_flow_runs() if run.id not in earlier)
+    assert state_names == states, log.read_text()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_signal_before_the_search_has_begun_ends_it(prefect_server: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with _process(str(_FLOWS), "checking", str(tmp_path / "runs"), url=prefect_server, log=log) as process:
+    with _python_process(str(_FLOWS), "checking", str(tmp_path / "runs"), url=prefect_server, log=log) as process:
         assert process.wait(120) == -_INT, log.read_text()
     assert not (tmp_path / "runs").exists()
 
@@ -348,8 +339,8 @@ def test_a_script_whose_run_is_cancelled_saves_and_says_so(
 ) -> None:
     target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
     earlier = {run.id for run in client.read_flow_runs()}
-    with _process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
-        _until_training(target, log, "e", count=1 if program == "training" else 2)
+    with _python_process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
+        _wait_until_training(target, log, "e", count=1 if program == "training" else 2)
         (run,) = [run.id for run in client.read_flow_runs() if run.id not in earlier]
         _cancel(client, run)
         assert process.wait(120) == 1, log.read_text()
@@ -365,16 +356,16 @@ def test_a_cancelled_run_saves_although_its_worker_was_killed(
     program: str, prefect_server: str, client: SyncPrefectClient, tmp_path: Path
 ) -> None:
     target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
-    run = _run_of_deployment(client, program, target)
-    with _process("-m", "prefect.engine", str(run), url=prefect_server, log=log, **_NO_WORKER) as process:
-        _until_training(target, log, "e")
+    run = _create_run(client, program, target)
+    with _python_process("-m", "prefect.engine", str(run), url=prefect_server, log=log, **_NO_WORKER) as process:
+        _wait_until_training(target, log, "e")
         _cancel(client, run)
         assert process.wait(120) == 0, log.read_text()
     _require_saved(target, "e")
     assert client.read_flow_run(run).state_type is StateType.CANCELLED, log.read_text()
 
 
-def _run_of_deployment(client: SyncPrefectClient, program: str, target: pt.LocalTarget) -> UUID:
+def _create_run(client: SyncPrefectClient, program: str, target: pt.LocalTarget) -> UUID:
     entrypoint, parameters = f"{_FLOWS.name}:{program}", dict[str, Any](target=target.path)
     if program == "tune":
         entrypoint = "prefect_tune.flows.tune.tune"
@@ -387,7 +378,6 @@ def _run_of_deployment(client: SyncPrefectClient, program: str, target: pt.Local
             "num_samples": 1,
             "checkpoint": {"every_steps": 4000, "every_seconds": None},
         }
-    flow = client.create_flow_from_name(program)
-    name = f"{program}-threads"
+    flow, name = client.create_flow_from_name(program), f"{program}-threads"
     deployment = client.create_deployment(flow, name, entrypoint=entrypoint, path=str(_FLOWS.parent))
     return client.create_flow_run_from_deployment(deployment, parameters=parameters).id

@@ -1,10 +1,12 @@
-"""An experiment that fails as its configuration says, in this process, with its log."""
+"""An experiment in this process that fails like its configuration says, and its log."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,12 @@ from tests.flows.training import trial_at
 from tests.trainables.witness import acts_of
 
 _NAME = "troubled"
-_COUNTER = "tests.trainables.troublesome:Counter"
 
 
 class Trouble:
-    """One experiment of a trainable that fails as its configuration says, run in this process."""
+    """One experiment of a trainable that fails like its configuration says."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, records: Sequence[logging.LogRecord]) -> None:
         self.folder = folder
         self.target = LocalTarget(path=str(folder / "target"))
         self.witness = folder / "witness"
@@ -33,49 +34,38 @@ class Trouble:
             "poison": str(folder / "poison"),
         }
         self.options: dict[str, Any] = {"checkpoint": Cadence(every_steps=5)}
-        self.trainable: Any = _COUNTER
-        self.said: list[logging.LogRecord] = []
+        self.trainable: Any = "tests.trainables.troublesome:Counter"
+        self.records = records
 
-    def run(self, *, steps: int | None = 20, **more: Any) -> TrialResult:
-        """Call the flow; it may be called several times."""
-        options = {"stop": {"step": steps} if steps else None, **self.options, **more}
+    def run(self, *, steps: int | None = 20, **overrides: Any) -> TrialResult:
+        options = {"stop": {"step": steps} if steps else None, **self.options, **overrides}
         return durable_trainable(self.trainable, self.config, target=self.target, experiment=_NAME, **options)
 
-    def plan(self, stop: object) -> SearchPlan:
-        """Return the flow's plan for its parameters."""
+    def make_plan(self, stop: object) -> SearchPlan:
         return SearchPlan(trainable=self.trainable, target=self.target, experiment=_NAME, stop=stop)
 
-    def poison(self, step: int, way: str) -> None:
-        """From now on every attempt that loads the checkpoint of `step` fails before its next step."""
-        (self.folder / "poison").write_text(f"{step} {way}")
+    def poison(self, step: int, failure: str) -> None:
+        """Make every attempt that loads the checkpoint of `step` fail before its next step."""
+        (self.folder / "poison").write_text(f"{step} {failure}")
 
     @property
     def trial(self) -> Trial:
         return trial_at(self.target, _NAME)
 
-    def acts(self, act: str) -> Sequence[int]:
-        return [each.step for each in acts_of(self.witness) if each.act == act]
+    def steps_of(self, act: str) -> Sequence[int]:
+        return [event.step for event in acts_of(self.witness) if event.act == act]
 
-    def loudly(self) -> str:
+    def warning_text(self) -> str:
         """Return the logged errors and warnings."""
-        return "\n".join(each.getMessage() for each in self.said if each.levelno >= logging.WARNING)
-
-
-class _Listening(logging.Handler):
-    def __init__(self, records: list[logging.LogRecord]) -> None:
-        super().__init__()
-        self.records = records
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
+        return "\n".join(record.getMessage() for record in self.records if record.levelno >= logging.WARNING)
 
 
 @contextmanager
-def listening(records: list[logging.LogRecord]) -> Iterator[None]:
-    """Record what Prefect's loggers log within the block."""
-    handler = _Listening(records)
+def recording_logs() -> Iterator[list[logging.LogRecord]]:
+    """Record what Prefect's loggers log in the block."""
+    handler = BufferingHandler(capacity=sys.maxsize)
     logging.getLogger("prefect").addHandler(handler)
     try:
-        yield
+        yield handler.buffer
     finally:
         logging.getLogger("prefect").removeHandler(handler)

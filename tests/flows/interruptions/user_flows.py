@@ -1,4 +1,4 @@
-"""Flows that search outside of the main thread of their process: a script, and what a worker runs."""
+"""Flows and scripts that search in the main thread or in another thread of their process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ONLY_ON_REQUEST = pt.Cadence(every_steps=4000, every_seconds=None)
 
 
 def search(target: str, experiment: str) -> None:
-    """Search with two trials, which save when they are asked to stop and at no other time."""
+    """Search with two trials that save only when they are asked to stop."""
     pt.tune(
         Fragile,
         {"step_seconds": 0.2, "x": pt.grid_search([1, 2])},
@@ -39,7 +39,7 @@ def search(target: str, experiment: str) -> None:
 
 @flow
 async def awaiting(target: str) -> None:
-    """Search in a thread of the event loop, as docs/own-flows.md says."""
+    """Search in a thread of the event loop, like in docs/own-flows.md."""
     await asyncio.to_thread(search, target, "e")
 
 
@@ -51,25 +51,23 @@ def submitting(target: str) -> None:
 
 @flow
 def checking(target: str) -> None:
-    """Be interrupted while the arguments of a search in a submitted task are checked."""
+    """Interrupt the check of the arguments of a search in a submitted task."""
     check = validate_arguments
 
-    def interrupt(*arguments: Any) -> Mapping[str, Any]:
+    def interrupt(*args: Any) -> Mapping[str, Any]:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.5)
-        return check(*arguments)
+        return check(*args)
 
     with patch.object(flow_with_server, "validate_arguments", interrupt):
         task(search).submit(target, "e").result()
 
 
 def main_thread(target: str) -> None:
-    """Search in the main thread."""
     search(target, "e")
 
 
 def training(target: str) -> None:
-    """Train a single trial in the main thread."""
     pt.durable_trainable(
         Fragile,
         {"step_seconds": 0.2, "x": 1},
@@ -83,9 +81,8 @@ def training(target: str) -> None:
 def waiting(target: str) -> None:
     """Run two searches in threads, without a flow around them."""
     with ThreadPoolExecutor() as threads:
-        searches = [threads.submit(search, target, name) for name in ("e", "f")]
-        for each in searches:
-            each.result()
+        for future in [threads.submit(search, target, name) for name in ("e", "f")]:
+            future.result()
 
 
 async def running(target: str) -> None:

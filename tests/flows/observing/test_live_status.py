@@ -1,4 +1,4 @@
-"""Output of `show`, `ls` and `report` about a running search, and about a killed one, from another process."""
+"""Output of `show`, `ls` and `report` about a search that runs or was killed in another process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from prefect_tune.blocks import LocalTarget, SyncConfig
 from tests.fakes.trial_processes import wait_until
 from tests.flows.driver import Driver, Drivers, Flow
 
-_PATIENT = "tests.trainables.counting:Patient"
-_SOON_SECONDS = 240
-"""Far less than the period in which reports are journaled, which is the default of 300 s here."""
+_TIMEOUT_SECONDS = 240
+"""Less than 300 s, the default of `sync_period_seconds`, after which reports are journaled."""
 
 
-def looked(*arguments: object) -> str:
-    """Return what the command line prints; the search runs in another process."""
+def run_cli(*args: object) -> str:
+    """Return the output of the command line."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
-        patch.setattr(sys, "argv", ["prefect-tune", *map(str, arguments)])
+        patch.setattr(sys, "argv", ["prefect-tune", *map(str, args)])
         patch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as ended:
             cli.main()
@@ -33,20 +32,17 @@ def looked(*arguments: object) -> str:
     return printed.getvalue()
 
 
-def shown(target: LocalTarget, *options: str) -> dict[str, Any]:
-    """Return the output of `show`; empty while there is no experiment yet."""
+def show(target: LocalTarget, *options: str) -> dict[str, Any]:
+    """Return the output of `show`, or {} if there is no experiment yet."""
     if not list(Path(target.path, "e", "1", "journal").glob("*.json")):
         return {}
-    found: dict[str, Any] = json.loads(looked("show", target.path, "e", "--json", *options))
-    return found
+    return dict(json.loads(run_cli("show", target.path, "e", "--json", *options)))
 
 
-def started(
-    drivers: Drivers, target: LocalTarget, until_there: Path, period: float | None, flow: Flow = "tune"
-) -> Driver:
+def start_search(drivers: Drivers, target: LocalTarget, gate: Path, flow: Flow = "tune") -> Driver:
     return drivers.start(
-        _PATIENT,
-        {"until": str(until_there)},
+        "tests.trainables.counting:Patient",
+        {"until": str(gate)},
         flow=flow,
         target=target,
         experiment="e",
@@ -54,13 +50,13 @@ def started(
         num_samples=2,
         max_concurrent_trials=2,
         stop={"step": 4},
-        sync=SyncConfig(live_period_seconds=period),
+        sync=SyncConfig(live_period_seconds=1),
     )
 
 
-def steps(target: LocalTarget) -> list[tuple[str, int]]:
-    """Return status and step of each trial, as `show` prints them."""
-    return [(each["status"], each["step"]) for each in shown(target).get("trials", ())]
+def is_at_step_2(target: LocalTarget) -> bool:
+    """Return whether both trials run and have trained two steps, by the output of `show`."""
+    return [(trial["status"], trial["step"]) for trial in show(target).get("trials", ())] == [("running", 2)] * 2
 
 
 @pytest.mark.long
@@ -68,55 +64,45 @@ def steps(target: LocalTarget) -> list[tuple[str, int]]:
 def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_before_any_of_it_is_due(
     flow: Flow, drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
-    driver = started(drivers, local_target, tmp_path / "go", 1, flow)
-    wait_until(
-        lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:]
-    )
-    found = shown(local_target)
-    assert found["trials_by_status"] == {"running": 2}
-    wait_until(lambda: not shown(local_target)["is_stale"], seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:])
-    for each in found["trials"]:
-        assert (each["host"], each["attempts"], each["metrics"]) == (socket.gethostname(), 1, {"loss": 0.5})
-        assert each["attempt_began_at"] < each["reported_at"]
-    of_trial = shown(local_target, "--trial", "00001")
-    assert (of_trial["step"], of_trial["host"]) == (2, socket.gethostname())
-    (listed,) = json.loads(looked("ls", local_target.path, "--json"))
-    assert (listed["trials"], listed["best"]) == ({"running": 2}, {"loss": 0.5})
-    assert listed["as_of"] > listed["written_at"][:19]
-    report = json.loads(looked("report", local_target.path, "e", "--json"))
-    assert [(each["step"], each["host"]) for each in report["trials"]] == [(2, socket.gethostname())] * 2
+    driver = start_search(drivers, local_target, tmp_path / "go", flow)
+    driver.wait_until(lambda: is_at_step_2(local_target), seconds=_TIMEOUT_SECONDS)
+    state = show(local_target)
+    assert state["trials_by_status"] == {"running": 2}
+    driver.wait_until(lambda: not show(local_target)["is_stale"], seconds=_TIMEOUT_SECONDS)
+    for trial in state["trials"]:
+        assert (trial["host"], trial["attempts"], trial["metrics"]) == (socket.gethostname(), 1, {"loss": 0.5})
+        assert trial["attempt_began_at"] < trial["reported_at"]
+    trial = show(local_target, "--trial", "00001")
+    assert (trial["step"], trial["host"]) == (2, socket.gethostname())
+    (row,) = json.loads(run_cli("ls", local_target.path, "--json"))
+    assert (row["trials"], row["best"]) == ({"running": 2}, {"loss": 0.5})
+    assert row["as_of"] > row["written_at"][:19]
+    report = json.loads(run_cli("report", local_target.path, "e", "--json"))
+    assert [(trial["step"], trial["host"]) for trial in report["trials"]] == [(2, socket.gethostname())] * 2
     (tmp_path / "go").touch()
     driver.wait()
-    assert shown(local_target)["trials_by_status"] == {"completed": 2}
-    left = [*Path(local_target.path).glob("e/1/live/*"), *Path(local_target.path).glob("e/1/trials/*/live/*")]
-    assert not left, "it is of no use any more"
+    assert show(local_target)["trials_by_status"] == {"completed": 2}
+    assert not [*Path(local_target.path).glob("e/1/live/*"), *Path(local_target.path).glob("e/1/trials/*/live/*")]
 
 
 @pytest.mark.long
 def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
     drivers: Drivers, local_target: LocalTarget, tmp_path: Path
 ) -> None:
-    driver = started(drivers, local_target, tmp_path / "go", period=1)
-    wait_until(
-        lambda: steps(local_target) == [("running", 2)] * 2, seconds=_SOON_SECONDS, what=lambda: driver.log[-3000:]
-    )
+    driver = start_search(drivers, local_target, tmp_path / "go")
+    driver.wait_until(lambda: is_at_step_2(local_target), seconds=_TIMEOUT_SECONDS)
     driver.kill_everything()
-    wait_until(
-        lambda: shown(local_target)["is_stale"], seconds=120, what=lambda: looked("show", local_target.path, "e")
-    )
-    assert shown(local_target)["age_seconds"] > 3
-    said = looked("show", local_target.path, "e")
-    assert " s ago; updates every 1 s are missing: its process has probably ended" in said
-    assert f"resume with  prefect-tune resume {local_target.path} e\n" in said.replace(" \n", "\n")
-    assert "the process has probably ended: e\n" in looked("ls", local_target.path)
-    assert "its process has probably ended" in looked("report", local_target.path, "e")
+    wait_until(lambda: show(local_target)["is_stale"], seconds=120, what=lambda: str(show(local_target)))
+    assert show(local_target)["age_seconds"] > 3
+    text = run_cli("show", local_target.path, "e")
+    assert " s ago; updates every 1 s are missing: its process has probably ended" in text
+    assert f"resume with  prefect-tune resume {local_target.path} e\n" in text.replace(" \n", "\n")
+    assert "the process has probably ended: e\n" in run_cli("ls", local_target.path)
+    assert "its process has probably ended" in run_cli("report", local_target.path, "e")
     (tmp_path / "go").touch()
-    started(drivers, local_target, tmp_path / "go", period=1).wait()
-    assert shown(local_target)["trials_by_status"] == {"completed": 2}
+    start_search(drivers, local_target, tmp_path / "go").wait()
+    state = show(local_target)
+    assert state["trials_by_status"] == {"completed": 2}
     assert not list(Path(local_target.path).glob("e/1/live/*"))
-    assert _wasted(local_target) == [(2, True)] * 2
-
-
-def _wasted(target: LocalTarget) -> list[tuple[int, bool]]:
-    found = shown(target)
-    return [(each["recomputed_steps"], each["recomputed_is_lower_bound"]) for each in found.get("trials", [found])]
+    recomputed = [(trial["recomputed_steps"], trial["recomputed_is_lower_bound"]) for trial in state["trials"]]
+    assert recomputed == [(2, True)] * 2

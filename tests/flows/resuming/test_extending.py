@@ -25,36 +25,36 @@ from tests.trainables.digits_table import ROWS
 DIGITS = "tests.trainables.digits_table:DigitsTable"
 
 
-def planned(**options: Any) -> SearchPlan:
+def make_plan(**options: Any) -> SearchPlan:
     return SearchPlan(trainable=DIGITS, target="/runs", metric="error", **options)
 
 
-def begun(**options: Any) -> Experiment:
+def begin_experiment(**options: Any) -> Experiment:
     """An experiment as a run without `samples_per_run` describes it."""
     return apply_events(
-        empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=planned(**options).settings)]
+        empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=make_plan(**options).settings)]
     )
 
 
-def run(state: Experiment, number: str, **options: Any) -> Experiment:
+def add_run(state: Experiment, run_id: str, **options: Any) -> Experiment:
     """The experiment by its journal after a run with this id has opened it."""
-    now, added = with_added_samples(planned(**options), state, lambda: number)
-    return apply_events(state, [ExperimentConfigured(settings=now.settings, extensions=added)])
+    plan, extensions = with_added_samples(make_plan(**options), state, lambda: run_id)
+    return apply_events(state, [ExperimentConfigured(settings=plan.settings, extensions=extensions)])
 
 
-def _unexpected() -> str:
+def _fail_on_request() -> str:
     raise AssertionError("the name of the run was requested without need: that costs requests")
 
 
-def total(state: Experiment) -> object:
+def num_samples_of(state: Experiment) -> object:
     return state.settings["num_samples"]
 
 
 def test_each_run_adds_its_samples_and_a_run_that_starts_again_adds_none() -> None:
     state = empty_experiment(first_generation("nightly"))
-    for number, expected in (("a", 5), ("a", 5), ("b", 10), ("a", 10), ("b", 10), ("c", 15)):
-        state = run(state, number, samples_per_run=5)
-        assert total(state) == expected
+    for run_id, expected in (("a", 5), ("a", 5), ("b", 10), ("a", 10), ("b", 10), ("c", 15)):
+        state = add_run(state, run_id, samples_per_run=5)
+        assert num_samples_of(state) == expected
     assert state.extensions == {"a": 5, "b": 5, "c": 5}
 
 
@@ -68,80 +68,87 @@ def test_each_run_adds_its_samples_and_a_run_that_starts_again_adds_none() -> No
     ],
 )
 def test_what_was_begun_by_hand_is_extended_from_there(before: Mapping[str, Any], samples: int) -> None:
-    assert total(run(begun(**before), "a", samples_per_run=5)) == samples
+    assert num_samples_of(add_run(begin_experiment(**before), "a", samples_per_run=5)) == samples
 
 
 GRID = {"space": {"row": pt.grid_search([1, 2, 3])}}
-OPEN = [None, "RandomSearch", {"RandomSearch": {"constant_grid_search": True}}, pt.RandomSearch(points_to_evaluate=[])]
+UNLIMITED_SEARCHES = [
+    None,
+    "RandomSearch",
+    {"RandomSearch": {"constant_grid_search": True}},
+    pt.RandomSearch(points_to_evaluate=[]),
+]
 
 
-def samples_of(state: Experiment, **options: Any) -> int | None:
+def trial_count_of(state: Experiment, **options: Any) -> int | None:
     """Return the total number of trials to run."""
-    now, _ = with_added_samples(planned(**options), state, _unexpected)
-    return now.trial_count
+    plan, _ = with_added_samples(make_plan(**options), state, _fail_on_request)
+    return plan.trial_count
 
 
-@pytest.mark.parametrize("search", OPEN)
+@pytest.mark.parametrize("search", UNLIMITED_SEARCHES)
 def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: object) -> None:
     state = empty_experiment(first_generation("grid"))
-    for number in ("a", "b", "c"):
-        assert samples_of(state, search=search, **GRID) == 3
-        state = run(state, number, search=search, **GRID)
-        assert total(state) == 1
+    for run_id in ("a", "b", "c"):
+        assert trial_count_of(state, search=search, **GRID) == 3
+        state = add_run(state, run_id, search=search, **GRID)
+        assert num_samples_of(state) == 1
     resumed = plan_from_settings(state.settings, {"target": "/runs"}, {})
     assert resumed.trial_count == 3
-    assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 6
+    assert num_samples_of(add_run(state, "d", samples_per_run=5, search=search, **GRID)) == 6
 
 
-@pytest.mark.parametrize("search", OPEN)
+@pytest.mark.parametrize("search", UNLIMITED_SEARCHES)
 def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_goes_on(search: object) -> None:
-    written = planned(search=search, **GRID).settings
+    written = make_plan(search=search, **GRID).settings
     assert "num_samples" not in written
     state = apply_events(empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=written)])
-    resumed, _ = with_added_samples(plan_from_settings(state.settings, {"target": "/runs"}, {}), state, _unexpected)
+    resumed, _ = with_added_samples(
+        plan_from_settings(state.settings, {"target": "/runs"}, {}), state, _fail_on_request
+    )
     assert resumed.trial_count == 30
-    assert total(run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
-    for number in ("a", "b", "c"):
-        assert samples_of(state, search=search, **GRID) == 30
-        state = run(state, number, search=search, **GRID)
+    assert num_samples_of(add_run(state, "d", samples_per_run=5, search=search, **GRID)) == 15
+    for run_id in ("a", "b", "c"):
+        assert trial_count_of(state, search=search, **GRID) == 30
+        state = add_run(state, run_id, search=search, **GRID)
 
 
 @pytest.mark.parametrize("options", [{"num_samples": 4}, {"search": {"RandomSearch": {"num_samples": 4}}}])
 def test_a_number_that_is_given_holds_for_a_grid_alone(options: Any) -> None:
     old = apply_events(
-        empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=planned(**GRID).settings)]
+        empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=make_plan(**GRID).settings)]
     )
     for state in (empty_experiment(first_generation("grid")), old):
-        assert samples_of(state, **GRID, **options) == 12
+        assert trial_count_of(state, **GRID, **options) == 12
 
 
 def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
     space = {"row": pt.grid_search([1, 2, 3]), "x": pt.uniform(0, 1)}
-    state = run(empty_experiment(first_generation("grid")), "a", space=space)
+    state = add_run(empty_experiment(first_generation("grid")), "a", space=space)
     assert "num_samples" not in state.settings
-    assert samples_of(state, space=space) == 30
+    assert trial_count_of(state, space=space) == 30
 
 
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
-    state = run(empty_experiment(first_generation("nightly")), "a", samples_per_run=5)
-    same, added = with_added_samples(planned(num_samples=3), state, _unexpected)
-    assert (same.num_samples, added) == (3, {})
+    state = add_run(empty_experiment(first_generation("nightly")), "a", samples_per_run=5)
+    plan, extensions = with_added_samples(make_plan(num_samples=3), state, _fail_on_request)
+    assert (plan.num_samples, extensions) == (3, {})
 
 
 @pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
     state = apply_events(empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' has no fixed number of samples"):
-        with_added_samples(planned(samples_per_run=5), state, lambda: "a")
+        with_added_samples(make_plan(samples_per_run=5), state, lambda: "a")
 
 
-@pytest.mark.parametrize(("options", "said"), [({"num_samples": 3}, "pass only one of them"), ({}, "found -2")])
+@pytest.mark.parametrize(("options", "message"), [({"num_samples": 3}, "pass only one of them"), ({}, "found -2")])
 @pytest.mark.usefixtures("no_prefect_server")
-def test_how_many_there_are_to_be_is_said_once(options: Any, said: str, local_target: LocalTarget) -> None:
+def test_how_many_there_are_to_be_is_said_once(options: Any, message: str, local_target: LocalTarget) -> None:
     count = {"samples_per_run": 3} if options else {"samples_per_run": -2}
-    with pytest.raises(pt.InvalidInput, match=said):
+    with pytest.raises(pt.InvalidInput, match=message):
         pt.tune(DIGITS, {"row": 1}, target=local_target, **count, **options)
-    with pytest.raises(pt.InvalidInput, match=said):
+    with pytest.raises(pt.InvalidInput, match=message):
         pt.resume("nightly", target=local_target, **count, **options)
     assert not Path(local_target.path).exists()
 
@@ -149,7 +156,7 @@ def test_how_many_there_are_to_be_is_said_once(options: Any, said: str, local_ta
 # --------------------------------------------------------------------------------------------------- real searches
 
 
-def search(target: LocalTarget, **options: Any) -> pt.Results:
+def run_search(target: LocalTarget, **options: Any) -> pt.Results:
     common: dict[str, Any] = {
         "space": {"row": pt.randint(0, ROWS)},
         "target": target,
@@ -162,62 +169,62 @@ def search(target: LocalTarget, **options: Any) -> pt.Results:
     return pt.tune(DIGITS, **{**common, **options})
 
 
-def rows(results: pt.Results) -> Sequence[object]:
-    return [each.config["row"] for each in results.trials.values()]
+def rows_of(results: pt.Results) -> Sequence[object]:
+    return [trial.config["row"] for trial in results.trials.values()]
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_three_runs_try_what_one_would_have_tried(local_target: LocalTarget, tmp_path: Path) -> None:
-    counts = [len(search(local_target, samples_per_run=2).trials) for _ in range(2)]
+    counts = [len(run_search(local_target, samples_per_run=2).trials) for _ in range(2)]
     third = pt.resume("nightly", target=local_target, samples_per_run=2)
     assert [*counts, len(third.trials)] == [2, 4, 6]
     assert list(third.experiment.extensions.values()) == [2, 2, 2]
-    at_once = search(LocalTarget(path=str(tmp_path / "at-once")), num_samples=6)
-    assert rows(third) == rows(at_once)
+    single = run_search(LocalTarget(path=str(tmp_path / "at-once")), num_samples=6)
+    assert rows_of(third) == rows_of(single)
 
 
-class _Dies(Exception):
+class _RunDied(Exception):
     """The error of a flow run before a Retry."""
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_what_a_run_left_over_comes_first_in_the_next_one(local_target: LocalTarget) -> None:
-    assert len(search(local_target, samples_per_run=3, stop={"step": 2, "TrialBudget": {"trials": 1}}).trials) == 1
-    assert len(search(local_target, samples_per_run=2).trials) == 5
+    assert len(run_search(local_target, samples_per_run=3, stop={"step": 2, "TrialBudget": {"trials": 1}}).trials) == 1
+    assert len(run_search(local_target, samples_per_run=2).trials) == 5
     assert sorted(experiment_at(local_target, "nightly").extensions.values()) == [2, 3]
 
 
 @flow
-def _search_run() -> str:
+def _read_call_path() -> str:
     return current_call_path().key
 
 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_task_that_calls_the_search_is_tried_again_in_the_same_place() -> None:
-    places: list[str] = []
+    paths: list[str] = []
 
     @task(retries=1)
-    def calling() -> None:
-        places.append(_search_run())
-        if len(places) == 1:
-            raise _Dies
+    def read_path() -> None:
+        paths.append(_read_call_path())
+        if len(paths) == 1:
+            raise _RunDied
 
     @flow
     def parent() -> None:
-        calling()
+        read_path()
 
     parent()
-    assert places[0] == places[1]
+    assert paths[0] == paths[1]
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_run_that_reads_the_journal_just_before_another_one_adds_to_what_both_have_added(
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search(local_target, samples_per_run=1)
+    run_search(local_target, samples_per_run=1)
     read_before = read_experiment_to_resume(local_target, "nightly")
-    search(local_target, samples_per_run=1)
-    with monkeypatch.context() as reads:
-        reads.setattr("prefect_tune.tuner.run_search.read_experiment_to_resume", lambda *_: read_before)
-        assert len(search(local_target, samples_per_run=1).trials) == 3
+    run_search(local_target, samples_per_run=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("prefect_tune.tuner.run_search.read_experiment_to_resume", lambda *_: read_before)
+        assert len(run_search(local_target, samples_per_run=1).trials) == 3
     assert experiment_at(local_target, "nightly").settings["num_samples"] == 3

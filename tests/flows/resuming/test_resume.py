@@ -35,7 +35,7 @@ ASHA = {"ASHA": {"max_t": EPOCHS, "reduction_factor": 3, "variant": "stopping"}}
 TPE = {"OptunaSearch": {"num_samples": 6}}
 
 
-def searched(target: LocalTarget, experiment: str = "old", trainable: Any = DIGITS, **options: Any) -> pt.Results:
+def run_search(target: LocalTarget, experiment: str = "old", trainable: Any = DIGITS, **options: Any) -> pt.Results:
     """Search with the common options of these tests: one trial after the other, in this process."""
     common: dict[str, Any] = {
         "space": SPACE,
@@ -51,16 +51,16 @@ def searched(target: LocalTarget, experiment: str = "old", trainable: Any = DIGI
     return pt.tune(trainable, **{**common, **options})
 
 
-def objects(target: LocalTarget, below: str = "") -> Mapping[str, bytes]:
+def read_objects(target: LocalTarget, below: str = "") -> Mapping[str, bytes]:
     return {path: data for path, data in read_files(target.path).items() if path.startswith(below)}
 
 
-def table(experiment: Experiment) -> Sequence[tuple[object, ...]]:
-    return [(each.id, each.config, str(each.status), each.step) for each in experiment.trials.values()]
+def table_of(experiment: Experiment) -> Sequence[tuple[object, ...]]:
+    return [(trial.id, trial.config, str(trial.status), trial.step) for trial in experiment.trials.values()]
 
 
-def configs(results: pt.Results) -> Sequence[Mapping[str, object]]:
-    return [each.config for each in results.trials.values()]
+def configs_of(results: pt.Results) -> Sequence[Mapping[str, object]]:
+    return [trial.config for trial in results.trials.values()]
 
 
 # ------------------------------------------------------------------------------------------------------- fork
@@ -69,42 +69,42 @@ def configs(results: pt.Results) -> Sequence[Mapping[str, object]]:
 @pytest.mark.deep
 @pytest.mark.timeout(3000)
 def test_and_that_from_whichever_entry(local_target: LocalTarget) -> None:
-    old = searched(local_target, search=TPE, scheduler=ASHA, stop={"step": 9}, num_samples=6)
-    described = next(
+    old = run_search(local_target, search=TPE, scheduler=ASHA, stop={"step": 9}, num_samples=6)
+    first = next(
         entry.number for entry in entries_at(local_target, "old") if isinstance(entry.events[0], ExperimentConfigured)
     )
-    for number in range(described, old.experiment.entry_count + 1):
+    for number in range(first, old.experiment.entry_count + 1):
         new = pt.resume("old", target=local_target, fork=f"new-{number}", at=number)
-        assert table(new.experiment) == table(old.experiment), number
+        assert table_of(new.experiment) == table_of(old.experiment), number
 
 
 def test_a_fork_goes_on_with_other_settings_and_a_retry_of_it_goes_on_too(local_target: LocalTarget) -> None:
-    old = searched(local_target)
+    old = run_search(local_target)
     wider = {"row": pt.randint(0, 2)}
     fork = {"target": local_target, "fork": "new", "space": wider, "num_samples": 5, "stop": {"step": 5}}
     new = pt.resume("old", **fork)
-    assert configs(new)[:3] == configs(old)
-    assert all(config["row"] in (0, 1) for config in configs(new)[3:])
-    assert [each.step for each in new.trials.values()] == [5] * 5
-    assert [each.attempt for each in new.trials.values()] == [2, 2, 2, 1, 1]
-    assert [each.step for each in experiment_at(local_target, "old").trials.values()] == [3] * 3
+    assert configs_of(new)[:3] == configs_of(old)
+    assert all(config["row"] in (0, 1) for config in configs_of(new)[3:])
+    assert [trial.step for trial in new.trials.values()] == [5] * 5
+    assert [trial.attempt for trial in new.trials.values()] == [2, 2, 2, 1, 1]
+    assert [trial.step for trial in experiment_at(local_target, "old").trials.values()] == [3] * 3
     again = pt.resume("old", **fork)
-    assert table(again.experiment) == table(new.experiment)
-    assert configs(searched(local_target, num_samples=4))[:3] == configs(old)
+    assert table_of(again.experiment) == table_of(new.experiment)
+    assert configs_of(run_search(local_target, num_samples=4))[:3] == configs_of(old)
 
 
 @pytest.mark.long
 def test_what_the_origin_has_deleted_since_is_said_and_refused_where_that_is_asked(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
-    searched(local_target, num_samples=1, retention=pt.Retention(last=1))
+    run_search(local_target, num_samples=1, retention=pt.Retention(last=1))
     number = experiment_at(local_target, "old").entry_count
-    searched(local_target, num_samples=1, retention=pt.Retention(last=1), stop={"step": 6})
-    before = objects(local_target)
+    run_search(local_target, num_samples=1, retention=pt.Retention(last=1), stop={"step": 6})
+    before = read_objects(local_target)
     fork = {"target": local_target, "fork": "new", "at": number, "stop": {"step": 4}}
     with pytest.raises(CheckpointNotFound, match=r"as of entry \d+: deleted since: trial 00000, step 3"):
         pt.resume("old", strict_fork=True, **fork)
-    assert objects(local_target) == before
+    assert read_objects(local_target) == before
     new = pt.resume("old", **fork)
     assert "trial 00000: the origin has deleted trial 00000, step 3 since" in caplog.text
     (trial,) = new.trials.values()
@@ -114,20 +114,20 @@ def test_what_the_origin_has_deleted_since_is_said_and_refused_where_that_is_ask
 def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
     local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
-    searched(local_target, num_samples=1, callbacks=[Diary()])
+    run_search(local_target, num_samples=1, callbacks=[Diary()])
     (trial,) = (state := experiment_at(local_target, "old")).trials.values()
     damaged = dict.fromkeys(live_checkpoint_keys(state.trial_key(trial.id), trial), "damaged")
     with local_target.open(timeout=READ_TIMEOUT) as store:
         quarantine(store, state.key, damaged, new_write_stamp())
     new = pt.resume("old", target=local_target, fork="new", stop={"step": 4})
-    assert [each.step for each in new.trials.values()] == [4]
-    said = f"trial {trial.id}: all {len(damaged)} of its checkpoints are quarantined\n"  # it has ended
-    assert caplog.text.count(said) == 1
+    assert [trial.step for trial in new.trials.values()] == [4]
+    message = f"trial {trial.id}: all {len(damaged)} of its checkpoints are quarantined\n"  # it has ended
+    assert caplog.text.count(message) == 1
     assert "the journal cannot store callback objects" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "message"),
     [
         ({"fork": "new"}, pt.ResumeFailed, "there is no experiment 'old'"),
         ({"at": 3}, pt.InvalidInput, "pass fork="),
@@ -135,11 +135,11 @@ def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
     ],
 )
 def test_what_cannot_be_forked_is_said_and_nothing_is_written(
-    options: Mapping[str, Any], error: type[Exception], said: str, local_target: LocalTarget
+    options: Mapping[str, Any], error: type[Exception], message: str, local_target: LocalTarget
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         pt.resume("old", target=local_target, **options)
-    assert not objects(local_target)
+    assert not read_objects(local_target)
 
 
 # ---------------------------------------------------------------------------------- existing and missing experiments
@@ -147,32 +147,32 @@ def test_what_cannot_be_forked_is_said_and_nothing_is_written(
 
 def test_what_must_be_there_is_not_begun_and_what_must_not_is_not_gone_on_with(local_target: LocalTarget) -> None:
     with pytest.raises(pt.ResumeFailed, match="there is no experiment 'old'"):
-        searched(local_target, resume=True)
-    assert not objects(local_target)
-    searched(local_target, resume=False, num_samples=1)
-    before = objects(local_target)
+        run_search(local_target, resume=True)
+    assert not read_objects(local_target)
+    run_search(local_target, resume=False, num_samples=1)
+    before = read_objects(local_target)
     with pytest.raises(pt.InvalidInput, match="already exists, with 1 trials"):
-        searched(local_target, resume="never")
-    assert objects(local_target) == before
-    assert len(searched(local_target, resume="LOCAL", num_samples=2).trials) == 2
+        run_search(local_target, resume="never")
+    assert read_objects(local_target) == before
+    assert len(run_search(local_target, resume="LOCAL", num_samples=2).trials) == 2
 
 
 @pytest.mark.parametrize("resume", ["auto", pytest.param("must", marks=pytest.mark.deep)])
 def test_a_journal_that_does_not_hold_together_is_an_error_and_no_fresh_start(
     resume: str, local_target: LocalTarget
 ) -> None:
-    searched(local_target, num_samples=1)
+    run_search(local_target, num_samples=1)
     entry = Path(local_target.path, "old/1/journal/0000000003.json")
     entry.write_bytes(entry.read_bytes().replace(b'"term":1', b'"term":2'))
     shutil.rmtree(Path(local_target.path, "old/1/segments"), ignore_errors=True)
-    before = objects(local_target, "old")
+    before = read_objects(local_target, "old")
     with pytest.raises(pt.ResumeFailed, match="Nothing was started"):
-        searched(local_target, resume=resume)
+        run_search(local_target, resume=resume)
     for fork in (None, "new"):
         with pytest.raises(pt.ResumeFailed, match="Nothing was started"):
             pt.resume("old", target=local_target, fork=fork)
-    assert objects(local_target, "old") == before
-    assert not objects(local_target, "new")
+    assert read_objects(local_target, "old") == before
+    assert not read_objects(local_target, "new")
 
 
 # --------------------------------------------------------------------------------------------- errored trials
@@ -181,12 +181,12 @@ def test_a_journal_that_does_not_hold_together_is_an_error_and_no_fresh_start(
 def test_only_what_errored_is_tried_again(local_target: LocalTarget, tmp_path: Path) -> None:
     space = {"fails": pt.grid_search(["raise", "not", "neither"]), "until": str(tmp_path / "mended")}
     options: dict[str, Any] = {"space": space, "metric": "loss", "num_samples": 1}
-    first = results_of_failed(lambda: searched(local_target, trainable=Moody, fail_fast=True, **options))
+    first = results_of_failed(lambda: run_search(local_target, trainable=Moody, fail_fast=True, **options))
     assert statuses(first) == ["errored"]
     (tmp_path / "mended").touch()
-    again = searched(local_target, trainable=Moody, resume="ERRORED_ONLY", **options)
+    again = run_search(local_target, trainable=Moody, resume="ERRORED_ONLY", **options)
     assert statuses(again) == ["completed"]
-    rest = searched(local_target, trainable=Moody, **options)
+    rest = run_search(local_target, trainable=Moody, **options)
     assert statuses(rest) == ["completed"] * 3
 
 
@@ -198,51 +198,51 @@ def test_a_search_learns_from_earlier_experiments_once_and_remembers_when_they_a
     local_target: LocalTarget, tmp_path: Path
 ) -> None:
     space = {"row": pt.randint(0, ROWS), "note": "x"}
-    searched(local_target, "first", space=space, num_samples=12)
+    run_search(local_target, "first", space=space, num_samples=12)
     pt.resume("first", target=local_target, fork="copy")
     elsewhere = LocalTarget(path=str(tmp_path / "elsewhere"))
-    searched(elsewhere, "second", space={"row": 9999 % ROWS, "more": pt.uniform(0, 1)}, num_samples=1)
+    run_search(elsewhere, "second", space={"row": 9999 % ROWS, "more": pt.uniform(0, 1)}, num_samples=1)
     warm: dict[str, Any] = {
         "space": space,
         "search": TPE,
         "seed": 3,
         "warm_start": ["first", f"{elsewhere.path}/second", "copy", "first"],
     }
-    whole = searched(local_target, "whole", **warm)
+    whole = run_search(local_target, "whole", **warm)
     assert len(whole.trials) == 6
     folders = [f"{local_target.uri}/first", f"{elsewhere.uri}/second", f"{local_target.uri}/copy"]
     assert list(whole.experiment.warm_start_locations) == folders
     assert sorted(whole.experiment.warm_starts) == sorted(["first", "copy", f"{elsewhere.path}/second"])
-    cut = searched(local_target, "cut", **{**warm, "search": {"OptunaSearch": {"num_samples": 2}}})
+    cut = run_search(local_target, "cut", **{**warm, "search": {"OptunaSearch": {"num_samples": 2}}})
     for name in ("first", "copy"):
         shutil.rmtree(Path(local_target.path, name))
     shutil.rmtree(elsewhere.path)
     rest = pt.resume("cut", target=local_target, search=TPE)
-    assert configs(cut) == configs(whole)[:2]
-    assert configs(rest) == configs(whole)
-    cold = searched(local_target, "cold", **{**warm, "warm_start": None})
-    assert configs(cold) != configs(whole)
+    assert configs_of(cut) == configs_of(whole)[:2]
+    assert configs_of(rest) == configs_of(whole)
+    cold = run_search(local_target, "cold", **{**warm, "warm_start": None})
+    assert configs_of(cold) != configs_of(whole)
 
 
 @pytest.mark.parametrize(
-    ("warm_start", "said"),
+    ("warm_start", "message"),
     [
         (["gone"], "there is no experiment 'gone'"),
         (["old"], "is the search itself, which has its own trials"),
         (["s4/nothing/first"], "'s4' is not a type of target block"),
     ],
 )
-def test_what_cannot_be_learned_from_is_said(warm_start: list[Any], said: str, local_target: LocalTarget) -> None:
-    with pytest.raises(pt.InvalidInput, match=said):
-        searched(local_target, warm_start=warm_start)
-    assert not objects(local_target)
+def test_what_cannot_be_learned_from_is_said(warm_start: list[Any], message: str, local_target: LocalTarget) -> None:
+    with pytest.raises(pt.InvalidInput, match=message):
+        run_search(local_target, warm_start=warm_start)
+    assert not read_objects(local_target)
 
 
 def test_points_to_evaluate_come_first(local_target: LocalTarget) -> None:
     search = {"RandomSearch": {"num_samples": 3, "points_to_evaluate": [{"row": 17}, {"row": 3}]}}
-    found = searched(local_target, search=search)
-    assert [config["row"] for config in configs(found)][:2] == [17, 3]
-    assert len(found.trials) == 3
+    results = run_search(local_target, search=search)
+    assert [config["row"] for config in configs_of(results)][:2] == [17, 3]
+    assert len(results.trials) == 3
 
 
 # ----------------------------------------------------------------------------------------------- changed code
@@ -250,11 +250,11 @@ def test_points_to_evaluate_come_first(local_target: LocalTarget) -> None:
 
 def test_a_changed_trainable_is_refused_where_that_is_asked(local_target: LocalTarget) -> None:
     options: dict[str, Any] = {"space": {"x": 1.0}, "metric": "loss", "stop": None, "on_code_change": "refuse"}
-    searched(local_target, num_samples=1, trainable=train, **options)
-    before = objects(local_target)
+    run_search(local_target, num_samples=1, trainable=train, **options)
+    before = read_objects(local_target)
     with pytest.raises(pt.InvalidInput, match=r"the trainable has changed .* on_code_change='refuse'"):
-        searched(local_target, num_samples=2, trainable=report_accuracy, **options)
-    assert objects(local_target) == before
+        run_search(local_target, num_samples=2, trainable=report_accuracy, **options)
+    assert read_objects(local_target) == before
 
 
 def test_the_source_is_the_same_by_name_and_by_object() -> None:
@@ -267,7 +267,7 @@ def test_the_source_is_the_same_by_name_and_by_object() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     long_after(
         1,
         [
@@ -278,13 +278,13 @@ def test_the_source_is_the_same_by_name_and_by_object() -> None:
     ),
 )
 def test_another_metric_mode_or_seed_is_refused_before_anybody_is_superseded(
-    local_target: LocalTarget, changed: dict[str, Any], said: str
+    local_target: LocalTarget, changed: dict[str, Any], message: str
 ) -> None:
-    searched(local_target, num_samples=1)
-    before = objects(local_target)
-    with pytest.raises(pt.InvalidInput, match=said):
-        searched(local_target, **changed)
-    assert objects(local_target) == before
+    run_search(local_target, num_samples=1)
+    before = read_objects(local_target)
+    with pytest.raises(pt.InvalidInput, match=message):
+        run_search(local_target, **changed)
+    assert read_objects(local_target) == before
 
 
 class Diary(pt.Callback):
@@ -297,10 +297,10 @@ class Diary(pt.Callback):
 
 
 def test_what_is_before_the_first_entry_cannot_be_forked(local_target: LocalTarget) -> None:
-    searched(local_target, num_samples=1)
+    run_search(local_target, num_samples=1)
     with pytest.raises(pt.InvalidInput, match="0"):
         pt.resume("old", target=local_target, fork="new", at=0)
-    assert not objects(local_target, "new")
+    assert not read_objects(local_target, "new")
 
 
 @pytest.mark.long
@@ -308,13 +308,13 @@ def test_a_fork_that_cannot_be_resumed_with_its_arguments_is_not_made(local_targ
     def no_journal_names_it(_config: object) -> None:
         pt.report({"error": 1.0})
 
-    searched(local_target, num_samples=2)
-    searched(local_target, "unnamed", no_journal_names_it, num_samples=1)
+    run_search(local_target, num_samples=2)
+    run_search(local_target, "unnamed", no_journal_names_it, num_samples=1)
     with pytest.raises(pt.InvalidInput, match="has 2 already"):
         pt.resume("old", target=local_target, fork="new", num_samples=1)
     with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):
         pt.resume("unnamed", target=local_target, fork="new")
-    assert not objects(local_target, "new")
+    assert not read_objects(local_target, "new")
 
 
 def test_a_search_that_counts_for_itself_takes_no_number_of_samples() -> None:
@@ -322,11 +322,11 @@ def test_a_search_that_counts_for_itself_takes_no_number_of_samples() -> None:
         pt.tune(Moody, SPACE, target="./nowhere", search=pt.Repeated(pt.RandomSearch(2), 2), num_samples=3)
 
 
-def enough(metrics: Mapping[str, Any]) -> bool:
+def has_two_steps(metrics: Mapping[str, Any]) -> bool:
     return metrics["step"] >= 2
 
 
-def row(_config: Mapping[str, Any]) -> int:
+def choose_row(_config: Mapping[str, Any]) -> int:
     return 3
 
 
@@ -334,26 +334,30 @@ def row(_config: Mapping[str, Any]) -> int:
 def test_objects_with_an_import_path_are_resumed_by_name(
     local_target: LocalTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options: dict[str, Any] = {"stop": enough, "space": {"row": pt.sample_from(row)}, "callbacks": [Diary]}
-    searched(local_target, num_samples=1, trainable=DigitsTable, **options)
+    options: dict[str, Any] = {
+        "stop": has_two_steps,
+        "space": {"row": pt.sample_from(choose_row)},
+        "callbacks": [Diary],
+    }
+    run_search(local_target, num_samples=1, trainable=DigitsTable, **options)
     here = __name__
-    paths = {"trainable": DIGITS, "stop": f"{here}:enough", "callbacks": [f"{here}:Diary"]}
+    paths = {"trainable": DIGITS, "stop": f"{here}:has_two_steps", "callbacks": [f"{here}:Diary"]}
     settings = experiment_at(local_target, "old").settings
     assert {name: settings[name] for name in paths} == paths
-    assert settings["space"] == {"row": {"sample_from": f"{here}:row"}}
+    assert settings["space"] == {"row": {"sample_from": f"{here}:choose_row"}}
     assert len(pt.resume("old", target=local_target, num_samples=2).trials) == 2
     # The object and its name are the same trainable: the journal takes the second call for no change.
-    searched(local_target, num_samples=3, trainable=DigitsTable, on_code_change="refuse", **options)
-    searched(local_target, num_samples=4, trainable=DIGITS, on_code_change="refuse", **options)
+    run_search(local_target, num_samples=3, trainable=DigitsTable, on_code_change="refuse", **options)
+    run_search(local_target, num_samples=4, trainable=DIGITS, on_code_change="refuse", **options)
     resumed = pt.resume("old", target=local_target, num_samples=5, on_code_change="refuse")
     assert dict(resumed.experiment.settings) == {**settings, "num_samples": 5}
-    assert [(each.status, each.step) for each in resumed.trials.values()] == [("completed", 2)] * 5
-    assert not any("has changed" in each.message for each in caplog.records)
+    assert [(trial.status, trial.step) for trial in resumed.trials.values()] == [("completed", 2)] * 5
+    assert not any("has changed" in record.message for record in caplog.records)
     # An experiment that was begun with an object without a path resumes with the object, and then by name.
     monkeypatch.setattr("prefect_tune.parameters.search_plan.importable_name_of", lambda _: None)
-    searched(local_target, "earlier", num_samples=1, trainable=DigitsTable)
+    run_search(local_target, "earlier", num_samples=1, trainable=DigitsTable)
     monkeypatch.undo()
     with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):
         pt.resume("earlier", target=local_target)
-    searched(local_target, "earlier", num_samples=2, trainable=DigitsTable)
+    run_search(local_target, "earlier", num_samples=2, trainable=DigitsTable)
     assert len(pt.resume("earlier", target=local_target, num_samples=3).trials) == 3

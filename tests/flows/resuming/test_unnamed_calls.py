@@ -27,11 +27,11 @@ from tests.trainables.witness import acts_of
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
-def trained(config: Mapping[str, Any]) -> None:
+def report_loss(config: Mapping[str, Any]) -> None:
     pt.report({"loss": float(config["data"])})
 
 
-def search(folder: Path, data: int = 1, trainable: Callable[[Mapping[str, Any]], None] = trained) -> pt.Results:
+def run_search(folder: Path, data: int = 1, trainable: Callable[[Mapping[str, Any]], None] = report_loss) -> pt.Results:
     options: dict[str, Any] = {"metric": "loss", "num_samples": 1, "isolation": "thread"}
     return pt.tune(trainable, {"data": data}, target=str(folder), **options)
 
@@ -41,22 +41,22 @@ def loss_of(results: pt.Results) -> float:
     return float(trial.metrics["loss"])
 
 
-def names_below(folder: Path) -> set[str]:
+def experiment_names(folder: Path) -> set[str]:
     return {path.parts[-4] for path in folder.glob("*/1/journal/0000000001.json")}
 
 
 def test_the_first_call_has_the_id_of_the_run_and_all_calls_have_experiments_of_their_own(tmp_path: Path) -> None:
     @flow
     def several() -> tuple[str, list[float], str]:
-        results = [search(tmp_path, data) for data in (1, 2, 3)]
-        training = pt.durable_trainable(trained, {"data": 4}, target=str(tmp_path), isolation="thread")
+        results = [run_search(tmp_path, data) for data in (1, 2, 3)]
+        training = pt.durable_trainable(report_loss, {"data": 4}, target=str(tmp_path), isolation="thread")
         assert training.metrics == {"loss": 4}
-        assert len({each.experiment.name for each in results} | {training.experiment}) == 4
-        return results[0].experiment.name, [loss_of(each) for each in results], str(flow_run.id)
+        assert len({result.experiment.name for result in results} | {training.experiment}) == 4
+        return results[0].experiment.name, [loss_of(result) for result in results], str(flow_run.id)
 
     first, losses, run = several()
     assert (first, losses) == (run, [1, 2, 3])
-    assert len(names_below(tmp_path)) == 4
+    assert len(experiment_names(tmp_path)) == 4
 
 
 def test_calls_by_tasks_are_found_again_when_the_flow_is_retried(tmp_path: Path) -> None:
@@ -64,20 +64,20 @@ def test_calls_by_tasks_are_found_again_when_the_flow_is_retried(tmp_path: Path)
 
     @task
     def searching(data: int) -> pt.Results:
-        return search(tmp_path, data)
+        return run_search(tmp_path, data)
 
     @flow(retries=1)
     def several() -> None:
         order = [1, 2, 3] if not tries else [3, 1, 2]  # as threads may run them
-        found = [each.result() for each in searching.map(order)]
-        tries.append({loss_of(each): each.experiment.name for each in found})
+        results = [future.result() for future in searching.map(order)]
+        tries.append({loss_of(result): result.experiment.name for result in results})
         if len(tries) == 1:
             raise ConnectionError
 
     several()
     assert tries[0] == tries[1]
     assert set(tries[0]) == {1, 2, 3}
-    assert len(names_below(tmp_path)) == 3
+    assert len(experiment_names(tmp_path)) == 3
 
 
 @pytest.mark.long
@@ -86,7 +86,7 @@ def test_a_task_that_is_retried_finds_its_experiment_and_may_call_twice(tmp_path
 
     @task(retries=1)
     def searching() -> None:
-        tries.append([search(tmp_path, data).experiment.name for data in (1, 2)])
+        tries.append([run_search(tmp_path, data).experiment.name for data in (1, 2)])
         if len(tries) == 1:
             raise ConnectionError
 
@@ -97,7 +97,7 @@ def test_a_task_that_is_retried_finds_its_experiment_and_may_call_twice(tmp_path
 
     calling()
     assert tries[0] == tries[1]
-    assert len({name for each in tries for name in each}) == len(names_below(tmp_path)) == 4
+    assert len({name for names in tries for name in names}) == len(experiment_names(tmp_path)) == 4
 
 
 def test_a_retried_task_without_a_flow_finds_its_experiment(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_retried_task_without_a_flow_finds_its_experiment(tmp_path: Path) -> N
 
     @task(retries=1)
     def searching() -> None:
-        names.append(search(tmp_path).experiment.name)
+        names.append(run_search(tmp_path).experiment.name)
         if len(names) == 1:
             raise ConnectionError
 
@@ -116,39 +116,39 @@ def test_a_retried_task_without_a_flow_finds_its_experiment(tmp_path: Path) -> N
 _is_running, _may_end = threading.Event(), threading.Event()
 
 
-def waiting(config: Mapping[str, Any]) -> None:
+def wait_and_report(config: Mapping[str, Any]) -> None:
     _is_running.set()
     assert _may_end.wait(120)
-    trained(config)
+    report_loss(config)
 
 
 def test_calls_at_the_same_time_that_only_their_order_tells_apart_are_refused(tmp_path: Path) -> None:
     def second() -> None:
         assert _is_running.wait(120)
         try:
-            search(tmp_path, 1, trainable=waiting)
+            run_search(tmp_path, 1, trainable=wait_and_report)
         finally:
             _may_end.set()
 
     @flow
     async def both() -> Sequence[Any]:
-        first = partial(search, tmp_path, 1, trainable=waiting)
+        first = partial(run_search, tmp_path, 1, trainable=wait_and_report)
         return await asyncio.gather(asyncio.to_thread(first), asyncio.to_thread(second), return_exceptions=True)
 
     results, error = asyncio.run(both())
     assert isinstance(error, InvalidInput)
     assert "Pass experiment=" in str(error)
-    assert names_below(tmp_path) == {results.experiment.name}
+    assert experiment_names(tmp_path) == {results.experiment.name}
 
 
-def _search_of_data(folder: Path, data: str) -> pt.Results:
+def _search_with_closure(folder: Path, data: str) -> pt.Results:
     """Search with a trainable that has the data in its closure."""
 
-    def training(config: Mapping[str, Any]) -> None:
+    def train(config: Mapping[str, Any]) -> None:
         pt.report({"loss": 0.0, "data": data, "space": str(sorted(config))})
 
     options: dict[str, Any] = {"metric": "loss", "num_samples": 1, "isolation": "thread"}
-    return pt.tune(training, {"rate": pt.uniform(0, 1)}, target=str(folder), **options)
+    return pt.tune(train, {"rate": pt.uniform(0, 1)}, target=str(folder), **options)
 
 
 def test_a_retry_that_calls_in_another_order_finds_the_experiment_of_each_call(tmp_path: Path) -> None:
@@ -157,17 +157,17 @@ def test_a_retry_that_calls_in_another_order_finds_the_experiment_of_each_call(t
     @flow(retries=1)
     def several() -> None:
         order = ["small", "large"] if not tries else ["new", "large", "small"]
-        tries.append({data: _search_of_data(tmp_path, data).experiment.name for data in order})
+        tries.append({data: _search_with_closure(tmp_path, data).experiment.name for data in order})
         if len(tries) == 1:
             raise ConnectionError
 
     several()
     first, second = tries
     assert {data: second[data] for data in first} == first
-    assert len(names_below(tmp_path)) == 3
+    assert len(experiment_names(tmp_path)) == 3
 
 
-def _failing(config: Mapping[str, Any]) -> None:
+def _report_and_fail(config: Mapping[str, Any]) -> None:
     pt.report({"loss": float(config["data"])})
     raise ConnectionError
 
@@ -176,11 +176,11 @@ def test_a_retry_whose_first_call_is_another_one_does_not_take_over_an_unfinishe
     @flow(retries=1)
     def several() -> None:
         data = 1 if flow_run.run_count == 1 else 2
-        search(tmp_path, data, _failing)
+        run_search(tmp_path, data, _report_and_fail)
 
     with pytest.raises(InvalidInput, match=r"an earlier try of this run began '.*' by a call without a name.*pass"):
         several()
-    assert len(names_below(tmp_path)) == 1
+    assert len(experiment_names(tmp_path)) == 1
 
 
 @pytest.mark.long
@@ -198,7 +198,7 @@ def test_a_run_that_is_killed_and_retried_by_another_process_finds_the_experimen
         first = subprocess.Popen([*command, *SIZES], env={**environment, "PYTHONHASHSEED": "1"}, stdout=log, stderr=log)
     try:
         wait_until(
-            lambda: "held" in {each.act for each in acts_of(tmp_path / "witness-large")},
+            lambda: "held" in {act.act for act in acts_of(tmp_path / "witness-large")},
             seconds=120,
             what=(tmp_path / "log").read_text,
         )
@@ -218,6 +218,6 @@ def test_a_run_that_is_killed_and_retried_by_another_process_finds_the_experimen
     )
     assert second.returncode == 0, second.stderr
     assert before == {"experiment-small": (tmp_path / "experiment-small").read_text()}
-    assert len(names_below(tmp_path / "runs")) == 2
-    assert [each.step for each in acts_of(tmp_path / "witness-small") if each.act == "begin"] == [1]
-    assert [each.step for each in acts_of(tmp_path / "witness-large") if each.act == "begin"] == [1, 2]
+    assert len(experiment_names(tmp_path / "runs")) == 2
+    assert [act.step for act in acts_of(tmp_path / "witness-small") if act.act == "begin"] == [1]
+    assert [act.step for act in acts_of(tmp_path / "witness-large") if act.act == "begin"] == [1, 2]

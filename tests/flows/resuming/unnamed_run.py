@@ -38,10 +38,10 @@ def train(config: Mapping[str, Any]) -> None:
             record_act(folder / f"witness-{size}", "held", step)
             hold(folder / "gate")
         state = json.dumps({"step": step, "size": size})
-        pt.report_step({"loss": float(step)}, partial(_write, state))
+        pt.report_step({"loss": float(step)}, partial(_write_state, state))
 
 
-def _write(state: str, directory: str) -> None:
+def _write_state(state: str, directory: str) -> None:
     Path(directory, "state.json").write_text(state)
 
 

@@ -19,7 +19,7 @@ from tests.trainables import faulty
 Arguments = dict[str, Any]
 
 
-def _holds_a_generator() -> Callable[[dict[str, object]], None]:
+def _capture_generator() -> Callable[[dict[str, object]], None]:
     numbers = (number for number in range(3))
 
     def train(config: dict[str, object]) -> None:
@@ -37,7 +37,7 @@ BEFORE_ANYTHING: list[tuple[str, Callable[[], Arguments], type[Exception], tuple
     ("class without step", lambda: {"trainable": faulty.NoStep}, InvalidInput, ("NoStep", "`step`")),
     ("trainable without step", lambda: {"trainable": faulty.Stepless}, InvalidInput, ("Stepless", "no `step`")),
     ("module that is not there", lambda: {"trainable": "no_such_module:Model"}, InvalidInput, ("no_such_module",)),
-    ("trainable with a generator", lambda: {"trainable": _holds_a_generator()}, InvalidInput, ("numbers", "generator")),
+    ("trainable with a generator", lambda: {"trainable": _capture_generator()}, InvalidInput, ("numbers", "generator")),
     ("function of two", lambda: {"trainable": faulty.of_two}, InvalidInput, ("of_two(_config: ", "_data: ")),
     ("setup without a config", lambda: {"trainable": faulty.NoConfig}, InvalidInput, ("setup(self, config)",)),
     ("stop without metrics", lambda: {"stop": lambda: True}, InvalidInput, ("stop", "one argument", "<lambda>()")),
@@ -49,18 +49,18 @@ BEFORE_ANYTHING: list[tuple[str, Callable[[], Arguments], type[Exception], tuple
 ]
 
 
-def _rows(table: Sequence[tuple[Any, ...]]) -> list[Any]:
+def _make_params(table: Sequence[tuple[Any, ...]]) -> list[Any]:
     return [pytest.param(*row[1:], id=row[0]) for row in table]
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.parametrize(("arguments", "error", "names"), long_after(8, _rows(BEFORE_ANYTHING)))
+@pytest.mark.parametrize(("arguments", "error", "names"), long_after(8, _make_params(BEFORE_ANYTHING)))
 def test_bad_input_gives_one_clear_error_before_anything_is_touched(
     arguments: Callable[[], Arguments], error: type[Exception], names: tuple[str, ...], tmp_path: Path
 ) -> None:
     target = tmp_path / "target"
     with pytest.raises(error) as raised:
-        _train(target, tmp_path / "trained", **arguments())
+        _run_training(target, tmp_path / "trained", **arguments())
     for name in names:
         assert name in str(raised.value)
     assert not (tmp_path / "trained").exists()
@@ -71,7 +71,7 @@ def test_bad_input_gives_one_clear_error_before_anything_is_touched(
 def test_a_file_in_the_place_of_the_target_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("mine")
     with pytest.raises(StoreRefused, match="target"):
-        _train(tmp_path / "target", tmp_path / "trained")
+        _run_training(tmp_path / "target", tmp_path / "trained")
     assert (tmp_path / "target").read_text() == "mine"
     assert not (tmp_path / "trained").exists()
 
@@ -87,12 +87,12 @@ WHILE_TRAINING: list[tuple[str, Callable[[dict[str, object]], object], tuple[str
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.parametrize(("trainable", "names"), long_after(2, _rows(WHILE_TRAINING)))
+@pytest.mark.parametrize(("trainable", "names"), long_after(2, _make_params(WHILE_TRAINING)))
 def test_what_a_trainable_does_wrong_is_told_once_and_not_tried_again(
     trainable: Callable[[dict[str, object]], object], names: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises((TrialFailed, InvalidInput)) as raised:
-        _train(tmp_path / "target", tmp_path / "trained", trainable=trainable)
+        _run_training(tmp_path / "target", tmp_path / "trained", trainable=trainable)
     for name in names:
         assert name in str(raised.value)
 
@@ -100,23 +100,23 @@ def test_what_a_trainable_does_wrong_is_told_once_and_not_tried_again(
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_metric_that_stop_waits_for_in_vain_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrialFailed, match="accuracy"):
-        _train(tmp_path / "target", tmp_path / "trained", stop={"accuracy": 0.9}, isolation="thread")
+        _run_training(tmp_path / "target", tmp_path / "trained", stop={"accuracy": 0.9}, isolation="thread")
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_another_config_under_the_same_name_is_refused_and_says_both(tmp_path: Path) -> None:
-    _train(tmp_path / "target", tmp_path / "first", config={"lr": 0.1}, isolation="thread")
+    _run_training(tmp_path / "target", tmp_path / "first", config={"lr": 0.1}, isolation="thread")
     with pytest.raises(InvalidInput, match=r"0\.1.*0\.2"):
-        _train(tmp_path / "target", tmp_path / "second", config={"lr": 0.2})
+        _run_training(tmp_path / "target", tmp_path / "second", config={"lr": 0.2})
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_journal_that_cannot_be_read_is_never_started_over(tmp_path: Path) -> None:
-    _train(tmp_path / "target", tmp_path / "first", isolation="thread")
+    _run_training(tmp_path / "target", tmp_path / "first", isolation="thread")
     entry = next((tmp_path / "target" / "bad" / "1" / "journal").iterdir())
     entry.write_bytes(entry.read_bytes()[:-9])
     with pytest.raises(ResumeFailed, match="Nothing was started"):
-        _train(tmp_path / "target", tmp_path / "second")
+        _run_training(tmp_path / "target", tmp_path / "second")
 
 
 def test_reporting_where_no_trial_runs_says_where_to_call_it() -> None:
@@ -124,12 +124,12 @@ def test_reporting_where_no_trial_runs_says_where_to_call_it() -> None:
         pt.report({"loss": 1.0})
 
 
-def _train(place: Path | S3Target, touch: Path, **arguments: Any) -> None:
-    given: Arguments = {
+def _run_training(target: Path | S3Target, touch_path: Path, **arguments: Any) -> None:
+    options: Arguments = {
         "trainable": faulty.fine,
-        "target": LocalTarget(path=str(place)) if isinstance(place, Path) else place,
+        "target": LocalTarget(path=str(target)) if isinstance(target, Path) else target,
         "experiment": "bad",
         **arguments,
     }
-    given["config"] = {"touch": "x", **given.get("config", {})} | {"touch": str(touch)}
-    durable_trainable(**given)
+    options["config"] = {"touch": "x", **options.get("config", {})} | {"touch": str(touch_path)}
+    durable_trainable(**options)

@@ -14,14 +14,14 @@ from tests.trainables.witness import acts_of
 # ------------------------------------------------------------------------------------------- causes of failures
 
 
-@pytest.mark.parametrize("place", long_after(1, ["step", "setup", "save"]))
-def test_a_failure_of_the_users_code_is_tried_again_within_its_budget(trouble: Trouble, place: str) -> None:
-    at = 0 if place == "setup" else 10
-    trouble.config |= {"fails": "raise", "place": place, "at": at, "times": 2}
+@pytest.mark.parametrize("phase", long_after(1, ["step", "setup", "save"]))
+def test_a_failure_of_the_users_code_is_tried_again_within_its_budget(trouble: Trouble, phase: str) -> None:
+    step = 0 if phase == "setup" else 10
+    trouble.config |= {"fails": "raise", "place": phase, "at": step, "times": 2}
     result = trouble.run(failures=FailurePolicy(max_failures=2))
     assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 20, 3)
-    assert trouble.acts("loaded") == ([] if place == "setup" else [5, 5])
-    assert "the user's own trouble" in trouble.loudly()
+    assert trouble.steps_of("loaded") == ([] if phase == "setup" else [5, 5])
+    assert "the user's own trouble" in trouble.warning_text()
 
 
 def test_beyond_its_budget_it_fails_and_a_later_run_goes_on_from_the_last_commit(trouble: Trouble) -> None:
@@ -31,7 +31,7 @@ def test_beyond_its_budget_it_fails_and_a_later_run_goes_on_from_the_last_commit
     assert trouble.trial.status is Status.ERRORED
     result = trouble.run(isolation="thread")
     assert (result.status, result.step, result.attempts) == (Status.COMPLETED, 20, 3)
-    assert trouble.acts("loaded") == [10, 10]
+    assert trouble.steps_of("loaded") == [10, 10]
 
 
 def test_what_was_reported_before_a_failure_is_on_record_with_it(trouble: Trouble) -> None:
@@ -54,8 +54,8 @@ def test_a_trial_that_falls_silent_is_ended_and_started_again(trouble: Trouble) 
     trouble.config |= {"fails": "hang", "at": 7}
     result = trouble.run(silence_timeout_seconds=4)
     assert (result.step, result.attempts) == (20, 2)
-    assert trouble.acts("loaded") == [5]
-    assert "presumed hung" in trouble.loudly()
+    assert trouble.steps_of("loaded") == [5]
+    assert "presumed hung" in trouble.warning_text()
 
 
 # --------------------------------------------------------------------------------------------------- cleanup
@@ -65,7 +65,7 @@ def test_a_trial_that_falls_silent_is_ended_and_started_again(trouble: Trouble) 
 def test_cleanup_is_called_when_a_trial_ends_in_order_and_when_it_raises(trouble: Trouble) -> None:
     trouble.config |= {"fails": "raise", "at": 7}
     trouble.run(failures=FailurePolicy(max_failures=1))
-    assert trouble.acts("cleanup") == [7, 20]
+    assert trouble.steps_of("cleanup") == [7, 20]
 
 
 @pytest.mark.long
@@ -74,7 +74,7 @@ def test_a_trial_that_is_done_and_committed_stays_so_whatever_its_cleanup_does(t
     trouble.config |= {"place": "cleanup", "fails": way, "at": 20}
     assert trouble.run().step == 20
     assert (trouble.trial.status, trouble.trial.attempt) == (Status.COMPLETED, 1)
-    assert "error after the trial finished and committed its last checkpoint" in trouble.loudly()
+    assert "error after the trial finished and committed its last checkpoint" in trouble.warning_text()
 
 
 # ----------------------------------------------------------------------------------------------- calling again

@@ -62,13 +62,13 @@ def test_a_metric_that_nobody_reports_is_each_trials_error_and_the_search_goes_o
     options = {"space": SPACE, "num_samples": 3, "metric": "lsos", "scheduler": scheduler}
     search = PlannedSearch(local_target, slots=2)
     state = search.run(**options)
-    assert phases(state) == ["errored"] * 3
-    assert all("'lsos'" in each.reason for each in state.trials.values())
-    assert phases(search.run(**options)) == ["errored"] * 3
+    assert phases_of(state) == ["errored"] * 3
+    assert all("'lsos'" in trial.reason for trial in state.trials.values())
+    assert phases_of(search.run(**options)) == ["errored"] * 3
 
 
-def phases(state: Experiment) -> Sequence[str]:
-    return [str(each.phase) for each in state.trials.values()]
+def phases_of(state: Experiment) -> Sequence[str]:
+    return [str(trial.phase) for trial in state.trials.values()]
 
 
 @pytest.mark.parametrize("scheduler", [FIFO(), *SCHEDULERS.values()], ids=["fifo", *SCHEDULERS])
@@ -79,52 +79,51 @@ def test_a_trial_that_paused_without_a_decision_goes_on(scheduler: Scheduler, lo
         TrialPaused(trial="00000", reason="expected a number for metric 'loss'"),
     )
     state = PlannedSearch(local_target, slots=1).run(space=SPACE, num_samples=2, scheduler=scheduler)
-    assert set(phases(state)) == {"finished"}
+    assert set(phases_of(state)) == {"finished"}
 
 
-PAUSING = {name: each for name, each in SCHEDULERS.items() if name not in ("asha stopping", "pruner")}
+PAUSING = {name: scheduler for name, scheduler in SCHEDULERS.items() if name not in ("asha stopping", "pruner")}
 OTHERS = {**SCHEDULERS, "fifo": FIFO(), "smaller": Hyperband(max_t=1), "larger": Hyperband(max_t=27)}
 CHANGES = [(one, other) for one in PAUSING for other in OTHERS if one != other]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("started", [7, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 5, 9))])
+@pytest.mark.parametrize("min_starts", [7, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 5, 9))])
 @pytest.mark.parametrize(("one", "other"), CHANGES)
 def test_whatever_paused_goes_on_where_another_scheduler_decides_from_now_on(
-    one: str, other: str, started: int, local_target: LocalTarget
+    one: str, other: str, min_starts: int, local_target: LocalTarget
 ) -> None:
     executor = UnreliableExecutor()
     search = PlannedSearch(local_target, slots=1, executor=executor)
     before = search.run(
-        lambda: executor.start_count >= started and not len(executor), space=SPACE, scheduler=PAUSING[one]
+        lambda: executor.start_count >= min_starts and not len(executor), space=SPACE, scheduler=PAUSING[one]
     )
-    assert "paused" in phases(before)
+    assert "paused" in phases_of(before)
     after = search.run(space=SPACE, scheduler=OTHERS[other])
-    assert phases(after) == ["finished"] * 9
+    assert phases_of(after) == ["finished"] * 9
     assert search.run(space=SPACE, scheduler=OTHERS[other]).trials == after.trials
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_a_pause_that_was_decided_and_not_done_does_not_outlast_its_scheduler(
-    is_saved: bool,
-    local_target: LocalTarget,
+    is_saved: bool, local_target: LocalTarget
 ) -> None:
     reported = StepReported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0}))
     committed = [CheckpointCommitted(trial="00000", checkpoint=SAVED)] if is_saved else []
     pause = DecisionMade(trial="00000", report=reported.report, decision=Pause(reason="waits for others"))
     write_entry_directly(local_target, make_remote_experiment(local_target, reported, *committed), [pause])
     state = PlannedSearch(local_target, slots=1).run(space=SPACE, num_samples=2)
-    assert [(str(each.status), each.step) for each in state.trials.values()] == [("completed", 9)] * 2
+    assert [(str(trial.status), trial.step) for trial in state.trials.values()] == [("completed", 9)] * 2
 
 
 def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_now(local_target: LocalTarget) -> None:
-    began = make_remote_experiment(
+    experiment = make_remote_experiment(
         local_target,
         StepReported(trial="00000", report=StepReport(step=3, metrics={"loss": 1.0})),
         CheckpointCommitted(trial="00000", checkpoint=SAVED),
         TrialFinished(trial="00000", reason="step 3 of 3"),
     )
-    assert began.trial("00000").status is Status.PENDING
+    assert experiment.trial("00000").status is Status.PENDING
     executor = UnreliableExecutor()
     for _ in range(2):
         state = PlannedSearch(local_target, slots=1, executor=executor).run(
@@ -134,7 +133,7 @@ def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_n
         assert (state.trial("00000").attempt, executor.start_count) == (2, 1)
 
 
-class _Requests(UnreliableExecutor):
+class _ExploitRecorder(UnreliableExecutor):
     """Keeps the requests that follow an exploit, each with the milestone."""
 
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
@@ -150,22 +149,22 @@ def test_after_an_exploit_a_trial_is_compared_an_interval_after_its_sources_last
     local_target: LocalTarget,
 ) -> None:
     """With one slot the source is behind: the trial does not wait until its own old step is passed again."""
-    executor = _Requests()
+    executor = _ExploitRecorder()
     executor.exploits = []
     state = PlannedSearch(local_target, slots=1, executor=executor).run(
         space=SPACE, num_samples=2, scheduler=SCHEDULERS["pbt"]
     )
-    past = [each for trial in state.trials.values() for each in trial.policy_events if each.report is not None]
-    compared: dict[str, int] = {}
-    decided = []
-    for each in sorted(past, key=lambda each: each.order):
-        trial = next(name for name, known in state.trials.items() if each in known.policy_events)
-        if each.kind == "decided" and each.report is not None:
-            exploit = each.decision if isinstance(each.decision, Exploit) else None
-            compared[trial] = compared[exploit.source] if exploit else each.report.step
-            decided += [(trial, exploit.source, compared[trial] + 2)] if exploit else []
-    assert executor.exploits == decided
-    assert any(milestone == 4 for *_, milestone in decided)
+    events = [event for trial in state.trials.values() for event in trial.policy_events if event.report is not None]
+    compared_steps: dict[str, int] = {}
+    expected = []
+    for event in sorted(events, key=lambda event: event.order):
+        trial = next(name for name, other in state.trials.items() if event in other.policy_events)
+        if event.kind == "decided" and event.report is not None:
+            exploit = event.decision if isinstance(event.decision, Exploit) else None
+            compared_steps[trial] = compared_steps[exploit.source] if exploit else event.report.step
+            expected += [(trial, exploit.source, compared_steps[trial] + 2)] if exploit else []
+    assert executor.exploits == expected
+    assert any(milestone == 4 for *_, milestone in expected)
 
 
 # Events that a search algorithm receives about trials stopped by the scheduler, and their effect; without a server.
@@ -179,16 +178,16 @@ STOPPING = {
 
 
 @dataclass(frozen=True)
-class Noting(Search):
+class RecordingSearch(Search):
     """Random search that records the events that it receives."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        return _NotingProposals(RandomSearch(9).begin(space, objective, seed), self.events)
+        return _RecordingState(RandomSearch(9).begin(space, objective, seed), self.events)
 
 
-class _NotingProposals(SearchState):
+class _RecordingState(SearchState):
     def __init__(self, proposals: SearchState, events: list[tuple[str, int]]) -> None:
         self._proposals = proposals
         self._events = events
@@ -212,60 +211,60 @@ class _NotingProposals(SearchState):
 def test_the_search_hears_of_whom_the_scheduler_stops_before_his_time_now_and_after_a_resume(
     name: str, local_target: LocalTarget
 ) -> None:
-    searched = PlannedSearch(local_target, slots=1, executor=UnreliableExecutor(12))
+    planned_search = PlannedSearch(local_target, slots=1, executor=UnreliableExecutor(12))
     options = {"space": SPACE, "num_samples": None, "stop": {"step": 12}, "scheduler": STOPPING[name]}
-    live, again = Noting(), Noting()
-    state = searched.run(search=live, **options)
-    steps = {number: each.step for number, each in enumerate(state.trials.values())}
-    assert {number for what, number in live.events if what == "stopped"} == {
+    first, again = RecordingSearch(), RecordingSearch()
+    state = planned_search.run(search=first, **options)
+    steps = {number: trial.step for number, trial in enumerate(state.trials.values())}
+    assert {number for kind, number in first.events if kind == "stopped"} == {
         number for number, step in steps.items() if step < 9
     }
     assert 0 < sum(step == 9 for step in steps.values()) < 9
-    before = [live.events[index - 1] for index, (what, _) in enumerate(live.events) if what.startswith("ended")]
-    assert [number for what, number in before if what == "stopped"] == [
-        number for what, number in live.events if what == "stopped"
+    before = [first.events[index - 1] for index, (kind, _) in enumerate(first.events) if kind.startswith("ended")]
+    assert [number for kind, number in before if kind == "stopped"] == [
+        number for kind, number in first.events if kind == "stopped"
     ]
-    assert searched.run(search=again, **options).trials == state.trials
-    assert again.events == live.events
+    assert planned_search.run(search=again, **options).trials == state.trials
+    assert again.events == first.events
 
 
 def test_who_is_asked_to_stop_or_ends_by_himself_at_a_rung_is_not_stopped_by_the_scheduler() -> None:
     stop, pause = Stop(reason="too bad"), Pause(reason="waits")
     ended = {
-        "stopped": [decided(stop), TrialFinished(trial="t", reason="too bad", kind=FinishKind.PRUNED)],
+        "stopped": [make_decision(stop), TrialFinished(trial="t", reason="too bad", kind=FinishKind.PRUNED)],
         "stopped while it waits": [
-            decided(pause),
+            make_decision(pause),
             TrialPaused(trial="t", reason=""),
             TrialFinished(trial="t", reason="", kind=FinishKind.PRUNED),
         ],
         "trained all": [
-            decided(Stop(reason="", early=False)),
+            make_decision(Stop(reason="", early=False)),
             TrialFinished(trial="t", reason="", kind=FinishKind.ALL_STEPS),
         ],
-        "its own stopper": [decided(stop), TrialFinished(trial="t", reason="step 3 of 3")],
+        "its own stopper": [make_decision(stop), TrialFinished(trial="t", reason="step 3 of 3")],
         "asked": [
-            decided(pause),
+            make_decision(pause),
             StopRequested(trial="t", reason=""),
             TrialFinished(trial="t", reason="", kind=FinishKind.STOPPED),
         ],
         "errored": [
-            decided(pause),
+            make_decision(pause),
             TrialPaused(trial="t", reason=""),
             TrialErrored(trial="t", cause=Cause.TRAINABLE, reason=""),
         ],
-        "continued": [decided(Continue()), TrialFinished(trial="t", reason="", kind=FinishKind.STOPPED)],
+        "continued": [make_decision(Continue()), TrialFinished(trial="t", reason="", kind=FinishKind.STOPPED)],
     }
-    assert {name for name, events in ended.items() if after(*events)} == {"stopped", "stopped while it waits"}
+    assert {name for name, events in ended.items() if is_stopped(*events)} == {"stopped", "stopped while it waits"}
 
 
-def decided(decision: Decision) -> DecisionMade:
+def make_decision(decision: Decision) -> DecisionMade:
     return DecisionMade(trial="t", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
 
 
-def after(*events: Event) -> bool:
+def is_stopped(*events: Event) -> bool:
     """Return whether the trial counts as stopped after these."""
     state = reduce(
-        lambda found, event: apply_event(found, event, 1), (TrialAdded(trial="t", config={}), *events), EMPTY
+        lambda state, event: apply_event(state, event, 1), (TrialAdded(trial="t", config={}), *events), EMPTY
     )
     return state.trial("t").policy_events[-1].stopped
 
@@ -274,12 +273,12 @@ EMPTY = empty_experiment(first_generation("e"))
 
 
 def test_what_optuna_proposes_beside_a_scheduler_is_the_same_in_one_run_and_in_three(tmp_path: Path) -> None:
-    def configs(name: str, *counts: int) -> Sequence[object]:
-        searched = PlannedSearch(LocalTarget(path=str(tmp_path / name)), slots=1, executor=UnreliableExecutor(12))
+    def propose_configs(name: str, *counts: int) -> Sequence[object]:
+        search = PlannedSearch(LocalTarget(path=str(tmp_path / name)), slots=1, executor=UnreliableExecutor(12))
         options = {"space": SPACE, "num_samples": None, "stop": {"step": 12}, "scheduler": STOPPING["asha stopping"]}
         for count in counts:
             sampler = optuna.samplers.TPESampler(n_startup_trials=3)
-            state = searched.run(search=OptunaSearch(sampler, count), **options)
-        return [each.config for each in state.trials.values()]
+            state = search.run(search=OptunaSearch(sampler, count), **options)
+        return [trial.config for trial in state.trials.values()]
 
-    assert configs("at once", 18) == configs("in three", 5, 12, 18)
+    assert propose_configs("at once", 18) == propose_configs("in three", 5, 12, 18)

@@ -38,14 +38,14 @@ def target(tmp_path: Path) -> pt.LocalTarget:
     return pt.LocalTarget(path=str(tmp_path / "target"))
 
 
-class Slow:
+class SlowSearch:
     """A search of two slow trials, and the steps that they trained."""
 
     def __init__(self, target: pt.LocalTarget, folder: Path) -> None:
         self.target = target
         self.witness = folder / "witness"
 
-    def search(self, *, step_seconds: float = 0.2, **options: Any) -> pt.Results:
+    def run(self, *, step_seconds: float = 0.2, **options: Any) -> pt.Results:
         common: dict[str, Any] = {
             "space": {"row": pt.grid_search([3, 5]), "witness": str(self.witness), "step_seconds": step_seconds},
             "target": self.target,
@@ -58,29 +58,29 @@ class Slow:
         }
         return pt.tune(TABLE, **{**common, **options})
 
-    def trained(self) -> int:
-        return sum(each.act == "trained" for each in acts_of(self.witness))
+    def count_steps(self) -> int:
+        return sum(act.act == "trained" for act in acts_of(self.witness))
 
-    def search_while(self, ask_for_it: Callable[[], StopOutcome]) -> tuple[pt.Results, StopOutcome]:
+    def run_while(self, request_stop: Callable[[], StopOutcome]) -> tuple[pt.Results, StopOutcome]:
         """Search, and call a function as soon as both trials train."""
         outcomes: list[StopOutcome] = []
 
-        def asking() -> None:
+        def ask_when_training() -> None:
             wait_until(
-                lambda: len({each.pid for each in acts_of(self.witness)}) == 2, seconds=120, what=lambda: "two trials"
+                lambda: len({act.pid for act in acts_of(self.witness)}) == 2, seconds=120, what=lambda: "two trials"
             )
-            outcomes.append(ask_for_it())
+            outcomes.append(request_stop())
 
-        thread = threading.Thread(target=asking)
+        thread = threading.Thread(target=ask_when_training)
         thread.start()
-        results = self.search()
+        results = self.run()
         thread.join(120)
         return results, outcomes[0]
 
 
 @pytest.fixture
-def slow(target: pt.LocalTarget, tmp_path: Path) -> Slow:
-    return Slow(target, tmp_path)
+def search(target: pt.LocalTarget, tmp_path: Path) -> SlowSearch:
+    return SlowSearch(target, tmp_path)
 
 
 def require_stop_request(reason: AnyReason, text: str) -> None:
@@ -88,13 +88,13 @@ def require_stop_request(reason: AnyReason, text: str) -> None:
     assert (reason.code, reason.arguments["text"]) == ("stop-request", text)
 
 
-def saved_step(results: pt.Results, trial: str) -> int:
+def step_of_checkpoint(results: pt.Results, trial: str) -> int:
     return results.trials[trial].checkpoints[-1].step
 
 
 @pytest.mark.long
-def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_other_notices(slow: Slow) -> None:
-    results, outcome = slow.search_while(lambda: stop("e", target=slow.target, trial="00000", reason="bad curve"))
+def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_other_notices(search: SlowSearch) -> None:
+    results, outcome = search.run_while(lambda: stop("e", target=search.target, trial="00000", reason="bad curve"))
     stopped, other = results.trials.values()
     assert (outcome.status, stopped.status, stopped.attempt, stopped.finish_kind) == (
         "stopped",
@@ -103,39 +103,41 @@ def test_a_trial_that_is_stopped_from_outside_saves_and_is_interrupted_and_no_ot
         FinishKind.STOPPED,
     )
     require_stop_request(stopped.end_reason, "bad curve")
-    assert 0 < stopped.step == saved_step(results, "00000") < 20
+    assert 0 < stopped.step == step_of_checkpoint(results, "00000") < 20
     assert (other.status, other.step) == (Status.COMPLETED, 20)
-    again = slow.search(step_seconds=0, stop={"step": 22})
-    assert [(each.step, each.attempt) for each in again.trials.values()] == [(stopped.step, 1), (22, 2)]
-    with slow.target.open(timeout=timedelta(seconds=9)) as store:
+    again = search.run(step_seconds=0, stop={"step": 22})
+    assert [(trial.step, trial.attempt) for trial in again.trials.values()] == [(stopped.step, 1), (22, 2)]
+    with search.target.open(timeout=timedelta(seconds=9)) as store:
         assert read_stop_request(store, first_generation("e"), 1) is None  # it was collected
 
 
-def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without_loss(slow: Slow) -> None:
-    results, outcome = slow.search_while(lambda: stop("e", target=slow.target, reason="the machine is needed"))
+def test_an_experiment_that_is_stopped_from_outside_saves_and_is_resumed_without_loss(search: SlowSearch) -> None:
+    results, outcome = search.run_while(lambda: stop("e", target=search.target, reason="the machine is needed"))
     assert outcome.status == "stopped"
     assert outcome.message == "experiment 'e' has ended; 2 of its 2 trials can be resumed"
     require_stop_request(results.experiment.stop_reason, "the machine is needed")
-    assert {each.status for each in results.trials.values()} == {Status.INTERRUPTED}
-    assert all(0 < each.step == saved_step(results, name) < 20 for name, each in results.trials.items())
-    resumed = slow.search(step_seconds=0)
-    assert [(each.status, each.step, each.recomputed_steps) for each in resumed.trials.values()] == [
+    assert {trial.status for trial in results.trials.values()} == {Status.INTERRUPTED}
+    assert all(0 < trial.step == step_of_checkpoint(results, name) < 20 for name, trial in results.trials.items())
+    resumed = search.run(step_seconds=0)
+    assert [(trial.status, trial.step, trial.recomputed_steps) for trial in resumed.trials.values()] == [
         (Status.COMPLETED, 20, 0)
     ] * 2
-    assert (slow.trained(), resumed.experiment.stop_reason) == (40, "")
+    assert (search.count_steps(), resumed.experiment.stop_reason) == (40, "")
 
 
 @pytest.mark.long
-def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_experiment_is_not(slow: Slow) -> None:
-    slow.search(step_seconds=0, stop={"step": 2})
-    trial = stop("e", target=slow.target, trial="00000", wait_seconds=0)
+def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_experiment_is_not(
+    search: SlowSearch,
+) -> None:
+    search.run(step_seconds=0, stop={"step": 2})
+    trial = stop("e", target=search.target, trial="00000", wait_seconds=0)
     assert (trial.status, "is completed at step 2" in trial.message) == ("had-ended", True)
-    slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001)
-    one = stop("e", target=slow.target, trial="00000", wait_seconds=0)
-    whole = stop("e", target=slow.target, wait_seconds=0.3)
+    search.run(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001)
+    one = stop("e", target=search.target, trial="00000", wait_seconds=0)
+    whole = stop("e", target=search.target, wait_seconds=0.3)
     assert (one.status, whole.status) == ("unanswered", "unanswered")
     assert "a run that begins later is not stopped by this" in whole.message
-    results = slow.search(step_seconds=0, stop={"step": 27})
+    results = search.run(step_seconds=0, stop={"step": 27})
     stopped, other = results.trials.values()
     assert (stopped.status, stopped.finish_kind) == (Status.INTERRUPTED, FinishKind.STOPPED)
     assert stopped.step < 27  # the smallest budget may allow it a step
@@ -144,30 +146,30 @@ def test_where_nobody_runs_it_a_trial_is_stopped_at_the_next_opening_and_an_expe
 
 
 @pytest.mark.long
-def test_what_an_owner_that_died_had_journaled_is_done_by_the_next_one(slow: Slow) -> None:
-    slow.search(step_seconds=0, stop={"step": 2})
-    before = slow.search(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001).experiment
-    _journal(slow.target, before, StopRequested(trial="00001", reason="enough", request="w"))
-    results = slow.search(step_seconds=0, stop={"step": 27})
+def test_what_an_owner_that_died_had_journaled_is_done_by_the_next_one(search: SlowSearch) -> None:
+    search.run(step_seconds=0, stop={"step": 2})
+    before = search.run(step_seconds=0, stop={"step": 27}, time_budget_seconds=0.001).experiment
+    _append_event(search.target, before, StopRequested(trial="00001", reason="enough", request="w"))
+    results = search.run(step_seconds=0, stop={"step": 27})
     assert results.trials["00001"].reason == "enough"
     assert results.trials["00001"].step < 27
 
 
-def _journal(target: pt.LocalTarget, experiment: Experiment, event: StopRequested) -> None:
+def _append_event(target: pt.LocalTarget, experiment: Experiment, event: StopRequested) -> None:
     with target.open(timeout=timedelta(seconds=9)) as store:
         append_events(store, experiment, [event], WriteStamp(write_id="by-hand", at="now"))
 
 
 @pytest.mark.long
-def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(slow: Slow) -> None:
-    slow.search(step_seconds=0, stop={"step": 1})
-    with slow.target.open(timeout=timedelta(seconds=9)) as store:
+def test_a_request_that_the_owner_cannot_read_is_told_and_holds_up_nothing(search: SlowSearch) -> None:
+    search.run(step_seconds=0, stop={"step": 1})
+    with search.target.open(timeout=timedelta(seconds=9)) as store:
         store.create("e/1/requests/0000000001.json", b"junk")
-        state = experiment_at(slow.target, "e")
+        state = experiment_at(search.target, "e")
         request = StopRequest(write_id="w", at="now", reason="stop", term=state.term + 1, trial="unknown")
         assert write_stop_request(store, state, request) == 2
-    results = slow.search(step_seconds=0, stop={"step": 2})
-    assert [each.step for each in results.trials.values()] == [2, 2]
+    results = search.run(step_seconds=0, stop={"step": 2})
+    assert [trial.step for trial in results.trials.values()] == [2, 2]
     assert results.experiment.stop_requests == ("unreadable-1", "w")
 
 
@@ -182,7 +184,7 @@ def test_the_training_of_one_trial_is_no_search_to_be_stopped(target: pt.LocalTa
 # ------------------------------------------------------------------------------------------ its own stoppers
 
 
-def moody(target: pt.LocalTarget, **options: Any) -> pt.Results:
+def run_moody_search(target: pt.LocalTarget, **options: Any) -> pt.Results:
     common: dict[str, Any] = {"target": target, "experiment": "e", "metric": "loss", "max_concurrent_trials": 1}
     common |= {"isolation": "thread"}
     return pt.tune(MOODY, **{**common, **options})
@@ -190,14 +192,14 @@ def moody(target: pt.LocalTarget, **options: Any) -> pt.Results:
 
 def test_a_trial_budget_is_spent_once_however_often_it_is_resumed(target: pt.LocalTarget) -> None:
     budget: dict[str, Any] = {"step": 1, "TrialBudget": {"trials": 3}}
-    first = moody(target, space={"x": pt.uniform(0, 1)}, num_samples=9, stop=budget)
+    first = run_moody_search(target, space={"x": pt.uniform(0, 1)}, num_samples=9, stop=budget)
     assert statuses(first) == statuses(pt.resume("e", target=target)) == ["completed"] * 3
     more = pt.resume("e", target=target, stop=[MaxSteps(1), TrialBudget(5)])
-    assert [(str(each.status), each.attempt) for each in more.trials.values()] == [("completed", 1)] * 5
+    assert [(str(trial.status), trial.attempt) for trial in more.trials.values()] == [("completed", 1)] * 5
 
 
 @pytest.mark.parametrize(
-    ("stopper", "said"),
+    ("stopper", "message"),
     long_after(
         2,
         [
@@ -210,8 +212,8 @@ def test_a_trial_budget_is_spent_once_however_often_it_is_resumed(target: pt.Loc
     ),
 )
 def test_a_stopper_that_is_none_is_said_before_anything_is_written(
-    stopper: Any, said: str, target: pt.LocalTarget
+    stopper: Any, message: str, target: pt.LocalTarget
 ) -> None:
-    with pytest.raises(pt.InvalidInput, match=said):
-        moody(target, stop=stopper, metric=None)
+    with pytest.raises(pt.InvalidInput, match=message):
+        run_moody_search(target, stop=stopper, metric=None)
     assert not Path(target.path).exists()

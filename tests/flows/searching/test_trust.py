@@ -36,40 +36,40 @@ KEY = SecretStr("a key that is hard to guess")
 
 
 @pytest.fixture
-def untrusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
+def attacker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
     return make_untrusted_target(tmp_path, monkeypatch)
 
 
-def from_code(target: StorageTarget, **options: Any) -> object:
+def resume_from_code(target: StorageTarget, **options: Any) -> object:
     """Resume as a script does; a refusal comes before any request to Prefect."""
     return resume.fn("e", target=target, **options)
 
 
-def from_a_form(target: StorageTarget, **options: Any) -> object:
+def resume_from_form(target: StorageTarget, **options: Any) -> object:
     """Resume with JSON parameters, as a form, a schedule and an automation do."""
     parameters = json.loads(json.dumps({"experiment": "e", "target": target.uri, **options}))
     return resume.fn(**resume.validate_parameters(parameters))
 
 
-def named(road: str) -> Mapping[str, str]:
+def arguments_for(road: str) -> Mapping[str, str]:
     """The arguments that the user passes: all except those of the tested road."""
     return {} if "trainable" in road else {"trainable": TRAIN}
 
 
-def require_untouched(untrusted: Untrusted) -> None:
-    assert not untrusted.marker.exists()
-    assert untrusted.module not in sys.modules
+def require_untouched(attacker: Untrusted) -> None:
+    assert not attacker.marker.exists()
+    assert attacker.module not in sys.modules
 
 
-@pytest.mark.parametrize("call", [from_code, from_a_form])
+@pytest.mark.parametrize("call", [resume_from_code, resume_from_form])
 @pytest.mark.parametrize("road", [road for road in VECTORS if road not in ("scheduler", "search")])
 def test_what_a_journal_chooses_is_neither_imported_nor_opened(
-    road: str, call: Callable[..., object], untrusted: Untrusted
+    road: str, call: Callable[..., object], attacker: Untrusted
 ) -> None:
-    untrusted.forge(road)
+    attacker.forge(road)
     with pytest.raises((UnsafePayload, pt.InvalidInput)):
-        call(untrusted.target, **named(road))
-    require_untouched(untrusted)
+        call(attacker.target, **arguments_for(road))
+    require_untouched(attacker)
 
 
 _LATE = ("trainable", "trainable of the standard library", "syncer", "place of artifacts", "scheduler", "search")
@@ -80,150 +80,150 @@ _LATE = ("trainable", "trainable of the standard library", "syncer", "place of a
 @pytest.mark.parametrize(
     "road", long_after(2, [pytest.param(road, marks=[] if road in _LATE else pytest.mark.deep) for road in VECTORS])
 )
-def test_a_flow_run_runs_nothing_that_a_journal_chooses(road: str, untrusted: Untrusted) -> None:
-    untrusted.forge(road)
+def test_a_flow_run_runs_nothing_that_a_journal_chooses(road: str, attacker: Untrusted) -> None:
+    attacker.forge(road)
     with pytest.raises((UnsafePayload, pt.InvalidInput)):
-        pt.resume("e", target=untrusted.target, **named(road))
-    require_untouched(untrusted)
+        pt.resume("e", target=attacker.target, **arguments_for(road))
+    require_untouched(attacker)
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize("road", ["trainable", pytest.param("sample_from", marks=pytest.mark.deep)])
-def test_a_fork_of_such_a_journal_runs_nothing_either(road: str, untrusted: Untrusted) -> None:
-    untrusted.forge(road)
+def test_a_fork_of_such_a_journal_runs_nothing_either(road: str, attacker: Untrusted) -> None:
+    attacker.forge(road)
     with pytest.raises(UnsafePayload, match="experiment 'e'"):  # refused before the fork is written
-        pt.resume("e", target=untrusted.target, fork="copy")
-    assert not untrusted.marker.exists()
-    require_untouched(untrusted)
+        pt.resume("e", target=attacker.target, fork="copy")
+    assert not attacker.marker.exists()
+    require_untouched(attacker)
 
 
-def everything(untrusted: Untrusted) -> Mapping[str, Any]:
+def settings_of_all_roads(attacker: Untrusted) -> Mapping[str, Any]:
     """Settings that take all roads at once."""
     roads = ("trainable", "sample_from", "stop", "callbacks", "syncer", "command of a worker")
-    return {name: value for road in roads for name, value in VECTORS[road](untrusted.module, "x").items()}
+    return {name: value for road in roads for name, value in VECTORS[road](attacker.module, "x").items()}
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-def test_a_search_that_is_called_again_or_learns_takes_nothing_from_a_journal(untrusted: Untrusted) -> None:
+def test_a_search_that_is_called_again_or_learns_takes_nothing_from_a_journal(attacker: Untrusted) -> None:
     for name in ("mine", "theirs"):
-        write_settings(untrusted.target, name, everything(untrusted))
-    assert count(begun(untrusted.target, experiment="mine", warm_start=["theirs"])) == 1
-    require_untouched(untrusted)
+        write_settings(attacker.target, name, settings_of_all_roads(attacker))
+    assert count_completed(begin_search(attacker.target, experiment="mine", warm_start=["theirs"])) == 1
+    require_untouched(attacker)
 
 
-def refused(target: StorageTarget, **options: Any) -> str:
+def refusal_message(target: StorageTarget, **options: Any) -> str:
     """Resume `e`, require a refusal, and return its message."""
     with pytest.raises(UnsafePayload) as caught:
         resume.fn("e", target=target, **options)
     return str(caught.value)
 
 
-def test_the_refusal_says_what_was_found_and_the_call_that_allows_it(untrusted: Untrusted) -> None:
+def test_the_refusal_says_what_was_found_and_the_call_that_allows_it(attacker: Untrusted) -> None:
     space = {"x": {"sample_from": "theirs.spaces:width"}}
-    write_settings(untrusted.target, "e", {"trainable": "theirs.train:Net", "space": space, "num_samples": 1})
-    said = refused(untrusted.target)
-    assert f"experiment 'e' at {untrusted.target.uri}" in said
-    assert "can be written by others (drwxrwxrwx" in said
-    assert "  trainable: 'theirs.train:Net'" in said
-    assert "  space: sample_from 'theirs.spaces:width'" in said
-    call = f"pt.resume('e', target={untrusted.target.uri!r}, trainable='theirs.train:Net', space={space!r})"
-    assert call in said
-    assert f"trusted_packages=['theirs'], or {TRUSTED_PACKAGES}=theirs" in said
-    assert "trainable" not in refused(untrusted.target, trainable=train)
+    write_settings(attacker.target, "e", {"trainable": "theirs.train:Net", "space": space, "num_samples": 1})
+    message = refusal_message(attacker.target)
+    assert f"experiment 'e' at {attacker.target.uri}" in message
+    assert "can be written by others (drwxrwxrwx" in message
+    assert "  trainable: 'theirs.train:Net'" in message
+    assert "  space: sample_from 'theirs.spaces:width'" in message
+    call = f"pt.resume('e', target={attacker.target.uri!r}, trainable='theirs.train:Net', space={space!r})"
+    assert call in message
+    assert f"trusted_packages=['theirs'], or {TRUSTED_PACKAGES}=theirs" in message
+    assert "trainable" not in refusal_message(attacker.target, trainable=train)
 
 
 def test_the_refusal_on_the_page_is_the_one_that_is_raised() -> None:
-    (shown,) = [each.code for each in blocks_of(ROOT / "docs" / "trust.md")]
-    known = Experiment(
+    (example,) = [block.code for block in blocks_of(ROOT / "docs" / "trust.md")]
+    experiment = Experiment(
         key=JournalKey(experiment="digits", generation=1), settings={"trainable": "my_project.train:Net"}
     )
     with pytest.raises(UnsafePayload) as caught:
-        require_trusted_code(S3Target(bucket="bucket", prefix="runs"), known, (), ())
-    assert shown.split() == str(caught.value).split()
+        require_trusted_code(S3Target(bucket="bucket", prefix="runs"), experiment, (), ())
+    assert example.split() == str(caught.value).split()
 
 
-def test_a_refusal_does_not_repeat_the_variables_of_a_job(untrusted: Untrusted) -> None:
-    untrusted.forge("command of a worker", trial_job_variables={})
-    said = refused(untrusted.target, trainable=train)
-    assert "'command'" in said
-    assert "touch" not in said
+def test_a_refusal_does_not_repeat_the_variables_of_a_job(attacker: Untrusted) -> None:
+    attacker.forge("command of a worker", trial_job_variables={})
+    message = refusal_message(attacker.target, trainable=train)
+    assert "'command'" in message
+    assert "touch" not in message
 
 
-def test_what_the_person_passes_is_not_asked_of_the_journal(untrusted: Untrusted) -> None:
-    write_settings(untrusted.target, "e", everything(untrusted))
-    passed: dict[str, Any] = {"trainable": train, "space": {}, "stop": {}, "callbacks": [], "sync": pt.SyncConfig()}
-    assert "trial_job_variables" in refused(untrusted.target, **passed)
-    for name in passed:
-        rest = {each: value for each, value in passed.items() if each != name}
-        assert f"  {name}: " in refused(untrusted.target, **rest)
-    assert not untrusted.marker.exists()
+def test_what_the_person_passes_is_not_asked_of_the_journal(attacker: Untrusted) -> None:
+    write_settings(attacker.target, "e", settings_of_all_roads(attacker))
+    arguments: dict[str, Any] = {"trainable": train, "space": {}, "stop": {}, "callbacks": [], "sync": pt.SyncConfig()}
+    assert "trial_job_variables" in refusal_message(attacker.target, **arguments)
+    for name in arguments:
+        rest = {other: value for other, value in arguments.items() if other != name}
+        assert f"  {name}: " in refusal_message(attacker.target, **rest)
+    assert not attacker.marker.exists()
 
 
 @pytest.mark.parametrize("name", ["subprocess:call", "$(touch x):y", "a\nb:c"])
-def test_a_refusal_proposes_no_trust_in_all_of_python_and_no_words_for_a_shell(name: str, untrusted: Untrusted) -> None:
-    write_settings(untrusted.target, "e", {"trainable": name, "num_samples": 1})
-    said = refused(untrusted.target)
-    assert f"  trainable: {name!r}" in said
-    assert "trusted_packages" not in said
-    assert f"{TRUSTED_PACKAGES}=" not in said
+def test_a_refusal_proposes_no_trust_in_all_of_python_and_no_words_for_a_shell(name: str, attacker: Untrusted) -> None:
+    write_settings(attacker.target, "e", {"trainable": name, "num_samples": 1})
+    message = refusal_message(attacker.target)
+    assert f"  trainable: {name!r}" in message
+    assert "trusted_packages" not in message
+    assert f"{TRUSTED_PACKAGES}=" not in message
 
 
-def forked(target: StorageTarget, name: str, into: str) -> None:
+def fork_experiment(target: StorageTarget, name: str, copy: str) -> None:
     """Fork as the task does."""
     with target.open(timeout=timedelta(seconds=60)) as store:
-        past = load_fork_point(store, first_generation(name), None)
+        fork_point = load_fork_point(store, first_generation(name), None)
         owner = Owner(name="a person", host="here", pid=1)
-        begun_here = begin_fork(
-            store, first_generation(into), past.origin, owner, stamp := WriteStamp(write_id=into, at="")
+        fork = begin_fork(
+            store, first_generation(copy), fork_point.origin, owner, stamp := WriteStamp(write_id=copy, at="")
         )
-        complete_fork(store, past, begun_here, stamp)
+        complete_fork(store, fork_point, fork, stamp)
 
 
-def test_a_fork_is_no_more_ones_own_than_what_it_was_forked_from(untrusted: Untrusted) -> None:
-    untrusted.forge("stop")
-    root = Path(untrusted.target.path)
+def test_a_fork_is_no_more_ones_own_than_what_it_was_forked_from(attacker: Untrusted) -> None:
+    attacker.forge("stop")
+    root = Path(attacker.target.path)
     root.chmod(0o755)
     (root / "e" / "1" / "journal").chmod(0o777)
-    forked(untrusted.target, "e", "copy")
-    forked(untrusted.target, "copy", "copy-of-copy")
+    fork_experiment(attacker.target, "e", "copy")
+    fork_experiment(attacker.target, "copy", "copy-of-copy")
     for name in ("copy", "copy-of-copy"):
         with pytest.raises(UnsafePayload, match=r"e/1/journal can be written by others"):
-            resume.fn(name, target=untrusted.target, trainable=TRAIN)
-    require_untouched(untrusted)
+            resume.fn(name, target=attacker.target, trainable=TRAIN)
+    require_untouched(attacker)
 
 
-def test_what_was_learned_from_is_not_opened_when_the_journal_says_so_no_more(untrusted: Untrusted) -> None:
-    untrusted.forge("warm start")
-    (place,) = VECTORS["warm start"](untrusted.module, str(untrusted.marker))["warm_start"]
-    known = Experiment(key=JournalKey(experiment="e", generation=1), warm_starts={place: 1})
-    assert not read_warm_starts([place], untrusted.target, "e", known)
-    require_untouched(untrusted)
+def test_what_was_learned_from_is_not_opened_when_the_journal_says_so_no_more(attacker: Untrusted) -> None:
+    attacker.forge("warm start")
+    (location,) = VECTORS["warm start"](attacker.module, str(attacker.marker))["warm_start"]
+    experiment = Experiment(key=JournalKey(experiment="e", generation=1), warm_starts={location: 1})
+    assert not read_warm_starts([location], attacker.target, "e", experiment)
+    require_untouched(attacker)
 
 
-def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(untrusted: Untrusted) -> None:
-    settings = {"trainable": TRAIN, "warm_start": [place := "s3://theirs/first"], "num_samples": 1}
-    known = Experiment(key=JournalKey(experiment="e", generation=1), settings=settings, warm_starts={place: 1})
-    require_trusted_code(untrusted.target, known, ["trainable"], ())
+def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(attacker: Untrusted) -> None:
+    settings = {"trainable": TRAIN, "warm_start": [location := "s3://theirs/first"], "num_samples": 1}
+    experiment = Experiment(key=JournalKey(experiment="e", generation=1), settings=settings, warm_starts={location: 1})
+    require_trusted_code(attacker.target, experiment, ["trainable"], ())
     with pytest.raises(UnsafePayload, match="warm_start: 's3://theirs/first'"):
-        require_trusted_code(keyed(untrusted), known, ["trainable"], ())
+        require_trusted_code(target_with_key(attacker), experiment, ["trainable"], ())
     key = KEY.get_secret_value().encode()
     require_trusted_code(
-        keyed(untrusted), known.model_copy(update={"settings": add_signature(settings, "e", key)}), (), ()
+        target_with_key(attacker), experiment.model_copy(update={"settings": add_signature(settings, "e", key)}), (), ()
     )
 
 
 # ---------------------------------------------------------------------------------------- accepted resumes
 
 
-def begun(target: StorageTarget, **options: Any) -> pt.Results:
+def begin_search(target: StorageTarget, **options: Any) -> pt.Results:
     common: dict[str, Any] = {"num_samples": 1, "metric": "loss", "isolation": "thread"}
     space = {"x": {"sample_from": "tests.fakes.untrusted:two"}} if options.pop("computes", False) else {"x": 1.0}
     results: pt.Results = pt.tune(TRAIN, space, target=target, **{"experiment": "e", **common, **options})
     return results
 
 
-def count(results: pt.Results) -> int:
-    finished = [each for each in results.trials.values() if each.status is Status.COMPLETED]
+def count_completed(results: pt.Results) -> int:
+    finished = [trial for trial in results.trials.values() if trial.status is Status.COMPLETED]
     assert len(finished) == len(results.trials)
     return len(finished)
 
@@ -231,11 +231,11 @@ def count(results: pt.Results) -> int:
 @pytest.mark.long
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_bucket_is_resumed_with_the_trainable_that_the_person_names(s3_target: S3Target) -> None:
-    begun(s3_target)
+    begin_search(s3_target)
     with pytest.raises(UnsafePayload, match="the target is not a local folder"):
         pt.resume("e", target=s3_target, num_samples=2)
-    assert count(pt.resume("e", target=s3_target, num_samples=2, trainable=TRAIN)) == 2
-    assert count(pt.resume("e", target=s3_target, num_samples=3, trainable=train)) == 3
+    assert count_completed(pt.resume("e", target=s3_target, num_samples=2, trainable=TRAIN)) == 2
+    assert count_completed(pt.resume("e", target=s3_target, num_samples=3, trainable=train)) == 3
 
 
 @pytest.mark.long
@@ -243,35 +243,35 @@ def test_a_bucket_is_resumed_with_the_trainable_that_the_person_names(s3_target:
 def test_a_bucket_is_resumed_where_the_deployment_trusts_the_package(
     s3_target: S3Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun(s3_target)
+    begin_search(s3_target)
     with pytest.raises(UnsafePayload, match=r"tests\.trainables\.moody is not in a trusted package"):
         pt.resume("e", target=s3_target, trusted_packages=["test", "tests.trainables.mood"])
-    assert count(pt.resume("e", target=s3_target, num_samples=2, trusted_packages=["tests"])) == 2
+    assert count_completed(pt.resume("e", target=s3_target, num_samples=2, trusted_packages=["tests"])) == 2
     monkeypatch.setenv(TRUSTED_PACKAGES, "another, tests.trainables")
-    assert count(pt.resume("e", target=s3_target, num_samples=3)) == 3
+    assert count_completed(pt.resume("e", target=s3_target, num_samples=3)) == 3
     with pytest.raises(UnsafePayload):
         pt.resume("e", target=s3_target, trusted_packages=[])
 
 
-def test_a_trusted_package_covers_code_and_neither_places_nor_commands(untrusted: Untrusted) -> None:
+def test_a_trusted_package_covers_code_and_neither_places_nor_commands(attacker: Untrusted) -> None:
     for road in ("place of artifacts", "warm start", "command of a worker", "deployment"):
-        untrusted.forge(road)
-        said = refused(untrusted.target, trusted_packages=["tests", untrusted.module])
-        assert "(no package)" in said
-        assert "  trainable: " not in said
+        attacker.forge(road)
+        message = refusal_message(attacker.target, trusted_packages=["tests", attacker.module])
+        assert "(no package)" in message
+        assert "  trainable: " not in message
 
 
 @pytest.mark.parametrize("name", ["", "my-project", "a..b", "*", "a:b", 3])
-def test_a_name_that_no_package_can_have_is_no_trust_in_everything(name: Any, untrusted: Untrusted) -> None:
-    untrusted.forge("trainable")
+def test_a_name_that_no_package_can_have_is_no_trust_in_everything(name: Any, attacker: Untrusted) -> None:
+    attacker.forge("trainable")
     with pytest.raises(pt.InvalidInput, match="trusted_packages: expected names of packages"):
-        resume.fn("e", target=untrusted.target, trusted_packages=[name])
+        resume.fn("e", target=attacker.target, trusted_packages=[name])
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_folder_of_ones_own_is_resumed_by_name_alone(local_target: LocalTarget) -> None:
-    begun(local_target)
-    assert count(pt.resume("e", target=local_target, num_samples=2)) == 2
+    begin_search(local_target)
+    assert count_completed(pt.resume("e", target=local_target, num_samples=2)) == 2
 
 
 @pytest.mark.parametrize("below", ["", "e", "e/1/journal", "e/1/journal/0000000001.json"])
@@ -283,42 +283,51 @@ def test_a_folder_that_others_can_write_to_is_not_ones_own(
     with pytest.raises(pt.InvalidInput, match="there is no module 'theirs'"):  # it is looked for
         resume.fn("e", target=local_target)
     for bits in (0o020, 0o002):
-        place = Path(local_target.path, below)
-        before = place.stat().st_mode
-        place.chmod(before | bits)
-        assert f"{place} can be written by others" in refused(local_target)
-        place.chmod(before)
+        path = Path(local_target.path, below)
+        mode = path.stat().st_mode
+        path.chmod(mode | bits)
+        assert f"{path} can be written by others" in refusal_message(local_target)
+        path.chmod(mode)
 
 
 def test_a_mount_that_may_hang_is_shared(local_target: LocalTarget) -> None:
     write_settings(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
-    assert "the target is a network mount" in refused(local_target.model_copy(update={"may_hang": True}))
+    assert "the target is a network mount" in refusal_message(local_target.model_copy(update={"may_hang": True}))
 
 
 # ---------------------------------------------------------------------------------------------- signatures
 
 
-def keyed(untrusted: Untrusted, key: SecretStr | None = KEY) -> LocalTarget:
-    return LocalTarget(path=untrusted.target.path, signing_key=key)
+def target_with_key(attacker: Untrusted, key: SecretStr | None = KEY) -> LocalTarget:
+    return LocalTarget(path=attacker.target.path, signing_key=key)
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-def test_a_signed_journal_is_resumed_by_name_alone_with_all_that_it_chooses(untrusted: Untrusted) -> None:
-    begun(keyed(untrusted), computes=True, stop={"loss": 9.0}, scheduler={"ASHA": {"max_t": 9, "variant": "stopping"}})
-    assert count(pt.resume("e", target=keyed(untrusted), num_samples=2)) == 2
-    assert count(pt.resume("e", target=keyed(untrusted), num_samples=3, stop={"step": 4})) == 3  # it was signed again
-    assert count(pt.resume("e", target=keyed(untrusted), fork="copy", num_samples=4)) == 4
-    assert count(pt.resume("copy", target=keyed(untrusted), num_samples=5)) == 5
-    assert "does not match the target's signing_key" in refused(keyed(untrusted, SecretStr("another user's long key")))
+def test_a_signed_journal_is_resumed_by_name_alone_with_all_that_it_chooses(attacker: Untrusted) -> None:
+    begin_search(
+        target_with_key(attacker),
+        computes=True,
+        stop={"loss": 9.0},
+        scheduler={"ASHA": {"max_t": 9, "variant": "stopping"}},
+    )
+    assert count_completed(pt.resume("e", target=target_with_key(attacker), num_samples=2)) == 2
+    assert (
+        count_completed(pt.resume("e", target=target_with_key(attacker), num_samples=3, stop={"step": 4})) == 3
+    )  # it was signed again
+    assert count_completed(pt.resume("e", target=target_with_key(attacker), fork="copy", num_samples=4)) == 4
+    assert count_completed(pt.resume("copy", target=target_with_key(attacker), num_samples=5)) == 5
+    assert "does not match the target's signing_key" in refusal_message(
+        target_with_key(attacker, SecretStr("another user's long key"))
+    )
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-def test_a_signature_survives_a_run_without_the_key_that_changes_nothing(untrusted: Untrusted) -> None:
-    begun(keyed(untrusted))
-    begun(untrusted.target)
-    assert count(pt.resume("e", target=keyed(untrusted), num_samples=2)) == 2
-    begun(untrusted.target, num_samples=3)
-    assert "the signature of its settings is missing" in refused(keyed(untrusted))
+def test_a_signature_survives_a_run_without_the_key_that_changes_nothing(attacker: Untrusted) -> None:
+    begin_search(target_with_key(attacker))
+    begin_search(attacker.target)
+    assert count_completed(pt.resume("e", target=target_with_key(attacker), num_samples=2)) == 2
+    begin_search(attacker.target, num_samples=3)
+    assert "the signature of its settings is missing" in refusal_message(target_with_key(attacker))
 
 
 _SETTINGS: Mapping[str, Any] = {"trainable": TRAIN, "space": {"x": 1.0}, "num_samples": 1}
@@ -326,7 +335,7 @@ _GOOD = add_signature(_SETTINGS, "e", KEY.get_secret_value().encode())
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "problem"),
     [
         (_SETTINGS, "is missing"),
         ({**_GOOD, "trainable": "subprocess:call"}, "does not match"),
@@ -337,13 +346,13 @@ _GOOD = add_signature(_SETTINGS, "e", KEY.get_secret_value().encode())
     ],
 )
 def test_a_signature_that_is_wrong_or_missing_or_of_another_experiment_is_refused(
-    settings: Mapping[str, Any], said: str, untrusted: Untrusted
+    settings: Mapping[str, Any], problem: str, attacker: Untrusted
 ) -> None:
-    write_settings(untrusted.target, "e", settings)
-    found = refused(keyed(untrusted), trusted_packages=["tests"])  # with a key these are not enough
-    assert f"the signature of its settings {said}" in found
-    assert "trusted_packages" not in found
-    assert "trainable" in found
+    write_settings(attacker.target, "e", settings)
+    message = refusal_message(target_with_key(attacker), trusted_packages=["tests"])  # with a key these are not enough
+    assert f"the signature of its settings {problem}" in message
+    assert "trusted_packages" not in message
+    assert "trainable" in message
 
 
 def test_a_key_that_is_short_is_none() -> None:

@@ -18,7 +18,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import AttemptEnded, Cause
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import FarSearch
-from tests.flows.resuming.test_resume import objects, searched
+from tests.flows.resuming.test_resume import read_objects, run_search
 from tests.long_cases import long_after
 
 _MODELS = """
@@ -82,23 +82,14 @@ _NO_TRAINABLES = [
     ("models_here:Nett", r"module 'models_here' \(.*models_here.py\) has no 'Nett'; did you mean 'Net'\?"),
     ("models_here:Net.Deep", r"has no 'Deep'"),
     ("models_here:Xyz", r"has no 'Xyz'; it has Dynamic, Net, OfRay, Plain"),
-    (
-        "models_here:size",
-        r"trainable 'models_here:size': expected a function of the configuration, .* found int",
-    ),
-    (
-        "models_here:Plain",
-        r"trainable Plain: expected a subclass of pt.Trainable .* write class Plain\(pt.Train",
-    ),
+    ("models_here:size", r"trainable 'models_here:size': expected a function of the configuration, .* found int"),
+    ("models_here:Plain", r"trainable Plain: expected a subclass of pt.Trainable .* write class Plain\(pt.Train"),
     ("models_here:OfRay", r"trainable OfRay: expected a subclass of pt.Trainable"),
     (
         "leaves:Net",
         r"module 'leaves' .*: SystemExit: no data set \(raised in .*leaves.py, line 2\)\. Run .* `if __name__ == ",
     ),
-    (
-        "needs_more:Nett",
-        r"module 'needs_more' cannot be imported: ModuleNotFoundError: No module named 'not_there'",
-    ),
+    ("needs_more:Nett", r"module 'needs_more' cannot be imported: ModuleNotFoundError: No module named 'not_there'"),
     ("model_here:Net", r"there is no module 'model_here'; is its project installed here"),
 ]
 
@@ -106,11 +97,7 @@ _NO_TRAINABLES = [
 @pytest.mark.parametrize(("trainable", "message"), long_after(4, _NO_TRAINABLES))
 @pytest.mark.parametrize("flow", long_after(1, [pt.tune, pt.durable_trainable]), ids=["search", "training"])
 def test_what_is_no_trainable_is_refused_before_anything_is_written(
-    importers: Callable[[], set[int]],
-    tmp_path: Path,
-    flow: Callable[..., object],
-    trainable: str,
-    message: str,
+    importers: Callable[[], set[int]], tmp_path: Path, flow: Callable[..., object], trainable: str, message: str
 ) -> None:
     with pytest.raises(InvalidInput, match=message):
         flow(trainable, {}, target=str(tmp_path / "target"), experiment="e")
@@ -137,10 +124,7 @@ def test_with_threads_it_is_imported_here(importers: Callable[[], set[int]], tmp
 @pytest.mark.parametrize(
     ("trainable", "message"),
     [
-        (
-            "needs_more:Net",
-            r"ModuleNotFoundError: No module named 'not_there' \(raised in .*needs_more.py, line 1\)",
-        ),
+        ("needs_more:Net", r"ModuleNotFoundError: No module named 'not_there' \(raised in .*needs_more.py, line 1\)"),
         ("leaves:train", r"SystemExit: no data set \(raised in .*leaves.py, line 2\)"),
     ],
 )
@@ -151,17 +135,17 @@ def test_an_import_that_fails_in_the_first_attempts_ends_the_search_which_the_sa
     with pytest.raises(TrialFailed, match=f"nothing was trained.*cannot be imported: {message}"):
         pt.tune(trainable, {"x": pt.uniform(0, 1)}, target=target, experiment="e", num_samples=9)
     before = pt.load_results(target, "e").trials
-    assert {each.status for each in before.values()} == {Status.INTERRUPTED}
+    assert {trial.status for trial in before.values()} == {Status.INTERRUPTED}
     assert len(before) <= (os.cpu_count() or 1), "only the first attempts were begun"
 
     module, _, _ = trainable.partition(":")
     file = tmp_path / "project" / f"{module}.py"
-    mended = file.read_text().replace("import not_there\n", "").replace("sys.exit('no data set')\n", "")
-    file.write_text(mended.replace("def train(config): pass", "def train(config): return {'loss': config['x']}"))
+    source = file.read_text().replace("import not_there\n", "").replace("sys.exit('no data set')\n", "")
+    file.write_text(source.replace("def train(config): pass", "def train(config): return {'loss': config['x']}"))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         again = pt.tune(trainable, {"x": pt.uniform(0, 1)}, target=target, experiment="e", num_samples=9)
-    assert [each.status for each in again.trials.values()] == [Status.COMPLETED] * 9
+    assert [trial.status for trial in again.trials.values()] == [Status.COMPLETED] * 9
     assert "space" not in caplog.text
 
 
@@ -170,40 +154,40 @@ def test_an_import_that_fails_elsewhere_ends_the_search_and_is_tried_again_by_th
     search = FarSearch(target, samples=9)
     attempts: list[FarAttempt] = []
 
-    def fails() -> None:
+    def fail_import() -> None:
         attempts.append(attempt := FarAttempt(target))
         attempt.start()
-        ended = AttemptEnded(trial="00000", cause=Cause.IMPORT, reason="No module named 'torch'\nTraceback")
-        attempt.post(ended)
+        event = AttemptEnded(trial="00000", cause=Cause.IMPORT, reason="No module named 'torch'\nTraceback")
+        attempt.post(event)
         search.machines.end("00000")
         search.machines.end("00001")
 
     with pytest.raises(TrialFailed, match=r"nothing was trained: .*trial 00000: No module named 'torch'$"):
-        search.simulate(lambda: None, fails, *[lambda: None] * 50)
+        search.simulate(lambda: None, fail_import, *[lambda: None] * 50)
 
     later = FarSearch(target, samples=9)
-    known = later.simulate(lambda: None, lambda: None)
+    state = later.simulate(lambda: None, lambda: None)
     assert ("00000", 2, None) in later.machines.started
-    assert {each.status for each in known.trials.values()} <= {Status.PENDING, Status.INTERRUPTED, Status.RUNNING}
+    assert {trial.status for trial in state.trials.values()} <= {Status.PENDING, Status.INTERRUPTED, Status.RUNNING}
 
 
 def test_an_import_that_fails_after_a_step_was_trained_costs_its_trial_only(tmp_path: Path) -> None:
     target = pt.LocalTarget(path=str(tmp_path))
     search = FarSearch(target, samples=2)
 
-    def trains() -> None:
+    def train_one_step() -> None:
         first = FarAttempt(target, "00000")
         first.start()
         first.report(1)
 
-    def fails() -> None:
+    def fail_import() -> None:
         second = FarAttempt(target, "00001")
         second.start()
         second.post(AttemptEnded(trial="00001", cause=Cause.IMPORT, reason="No module named 'lion'"))
         search.machines.end("00001")
 
-    known = search.simulate(lambda: None, trains, *[lambda: None] * 5, fails, *[lambda: None] * 20)
-    assert known.trial("00001").status is Status.ERRORED
+    state = search.simulate(lambda: None, train_one_step, *[lambda: None] * 5, fail_import, *[lambda: None] * 20)
+    assert state.trial("00001").status is Status.ERRORED
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -214,15 +198,15 @@ def test_a_resume_where_its_module_cannot_be_imported_is_one_error_without_a_tra
     (tmp_path / "elsewhere_nets" / "train.py").write_text("def train(config):\n    return {'error': 1.0}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     function = importlib.import_module("elsewhere_nets.train").train
-    searched(local_target, num_samples=1, trainable=function, stop=None)
-    before = objects(local_target)
-    for each in ("elsewhere_nets", "elsewhere_nets.train"):
-        monkeypatch.delitem(sys.modules, each)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+    run_search(local_target, num_samples=1, trainable=function, stop=None)
+    before = read_objects(local_target)
+    for module in ("elsewhere_nets", "elsewhere_nets.train"):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
     expected = "trainable 'elsewhere_nets.train:train': there is no module 'elsewhere_nets'; is its project installed"
     with pytest.raises(pt.InvalidInput, match=expected) as raised:
         pt.resume("old", target=local_target)
     assert raised.value.__cause__ is None
-    assert not [each for each in raised.traceback if "/prefect/" in str(each.path)]
-    assert [each.levelname for each in caplog.records if "Encountered exception" in each.message] == ["ERROR"]
-    assert objects(local_target) == before
+    assert not [entry for entry in raised.traceback if "/prefect/" in str(entry.path)]
+    assert [record.levelname for record in caplog.records if "Encountered exception" in record.message] == ["ERROR"]
+    assert read_objects(local_target) == before
