@@ -331,7 +331,7 @@ def test_a_local_link_cannot_lead_a_sync_down_astray(bucket: Bucket, tmp_path: P
     (back / "plots").symlink_to(outside)
     with pytest.raises(InvalidInput, match="leads out"):
         ArtifactMirror(back).download(bucket, REMOTE, ())
-    assert list(outside.iterdir()) == []  # not even a folder
+    assert list(outside.iterdir()) == []  # no folder either
 
 
 def test_a_local_link_is_replaced_and_not_written_through(bucket: Bucket, tmp_path: Path) -> None:
@@ -424,8 +424,10 @@ def test_the_options_of_a_target_are_no_part_of_the_folder_on_it(options: str, l
 # ----------------------------------------------------------------------------------------------- crashes
 
 
-@pytest.mark.parametrize("way", Failure)
-def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Failure, local: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", Failure)
+def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(
+    failure: Failure, local: Path, tmp_path: Path
+) -> None:
     (local / "big.bin").unlink()
     first = read_files(local)
     points = 0
@@ -435,7 +437,7 @@ def test_a_sync_that_dies_at_any_operation_leaves_every_file_whole(way: Failure,
         mirror.upload(store, REMOTE, ())
         write_files(local, {"log.txt": b"changed", "new.txt": b"new"})
         (local / "empty").unlink()
-        dying = DyingStore(store, nth, way)
+        dying = DyingStore(store, nth, failure)
         try:
             mirror.upload(dying, REMOTE, ())
         except (Crash, TuneError):

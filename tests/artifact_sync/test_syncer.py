@@ -139,7 +139,7 @@ def test_each_retry_is_waited_for_and_none_is_begun_for_nothing(clock: Clock) ->
         syncer.wait_or_retry(max_retries=3, backoff_s=2)
     assert str(failed.value.__cause__) == "failure 3"
     assert syncer.calls == [("retry",)] * 3
-    assert len(clock.pauses) == 3  # none after the last failure
+    assert len(clock.pauses) == 3  # no pause after the last failure
     assert len(syncer.failures) == 5
 
 

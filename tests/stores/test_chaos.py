@@ -80,10 +80,10 @@ def _operations(store: ObjectStore) -> dict[str, Callable[[], object]]:
 
 
 def _run_all(store: ObjectStore) -> dict[str, BaseException | None]:
-    """Run all acts concurrently, and return the error of each."""
+    """Run all operations concurrently, and return the error of each."""
     operations = _operations(store)
     with ThreadPoolExecutor(len(operations)) as pool:
-        calls = {name: pool.submit(act) for name, act in operations.items()}
+        calls = {name: pool.submit(operation) for name, operation in operations.items()}
         return {name: call.exception() for name, call in calls.items()}
 
 
@@ -93,9 +93,9 @@ def _put_object(chaos: ChaosS3) -> None:
 
 
 def _check_unavailable(outcomes: dict[str, BaseException | None], fault: Fault) -> None:
-    for act, error in outcomes.items():
-        expected = (StoreUnavailable, CommitUnknown) if act == "create" else (StoreUnavailable,)
-        assert isinstance(error, expected), f"{act}: {fault.name} was reported as {error!r}"
+    for operation, error in outcomes.items():
+        expected = (StoreUnavailable, CommitUnknown) if operation == "create" else (StoreUnavailable,)
+        assert isinstance(error, expected), f"{operation}: {fault.name} was reported as {error!r}"
 
 
 # ------------------------------------------------------------------------------------ transient faults
@@ -111,13 +111,13 @@ def test_what_does_not_pass_is_unavailable_in_time_and_never_absent(chaos: Chaos
     with _open_obstore(chaos.endpoint, seconds=1.5) as store:
         outcomes = _run_all(store)
     assert time.monotonic() - start < 2.5
-    outcomes = {act: error for act, error in outcomes.items() if not _is_own_object(act, error, fault)}
+    outcomes = {name: error for name, error in outcomes.items() if not _is_own_object(name, error, fault)}
     _check_unavailable(outcomes, fault)
 
 
-def _is_own_object(act: str, error: BaseException | None, fault: Fault) -> bool:
+def _is_own_object(operation: str, error: BaseException | None, fault: Fault) -> bool:
     """A create that succeeded before the server failed finds its own object at the retry."""
-    return act == "create" and fault in (Fault.LOSE_REPLY, Fault.DONE_500) and isinstance(error, AlreadyExists)
+    return operation == "create" and fault in (Fault.LOSE_REPLY, Fault.DONE_500) and isinstance(error, AlreadyExists)
 
 
 @pytest.mark.parametrize("fault", [Fault.HALF_BODY, Fault.STALL_BODY], ids=lambda fault: fault.name)
@@ -126,8 +126,8 @@ def test_half_a_body_is_never_an_answer(chaos: ChaosS3, fault: Fault) -> None:
     chaos.always(fault, only=lambda request: request.method == "GET")
     with _open_obstore(chaos.endpoint, seconds=1.5) as store:
         outcomes = _run_all(store)
-    for act in ("read", "range", "list"):
-        assert isinstance(outcomes[act], StoreUnavailable), f"{act}: {outcomes[act]!r}"
+    for operation in ("read", "range", "list"):
+        assert isinstance(outcomes[operation], StoreUnavailable), f"{operation}: {outcomes[operation]!r}"
 
 
 @pytest.mark.parametrize("fault", TRANSIENT, ids=lambda fault: fault.name)
@@ -135,11 +135,11 @@ def test_what_passes_is_not_noticed(chaos: ChaosS3, fault: Fault) -> None:
     _put_object(chaos)
     expected = {"read": DATA, "range": DATA[10:110], "size": len(DATA), "list": [ListedObject("there", len(DATA))]}
     with _open_obstore(chaos.endpoint, seconds=60, request_seconds=0.8) as store:
-        for count, act in enumerate(("read", "range", "size", "list", "put", "replace", "delete"), 1):
+        for count, operation in enumerate(("read", "range", "size", "list", "put", "replace", "delete"), 1):
             chaos.script([fault])
-            result = _operations(store)[act]()
-            assert chaos.injected == {fault: count}, act
-            assert (bytes(result) if act in ("read", "range") else result) == expected.get(act), act  # type: ignore[call-overload]  # a buffer then
+            result = _operations(store)[operation]()
+            assert chaos.injected == {fault: count}, operation
+            assert (bytes(result) if operation in ("read", "range") else result) == expected.get(operation), operation  # type: ignore[call-overload]  # a buffer then
 
 
 @pytest.mark.parametrize("fault", TRANSIENT, ids=lambda fault: fault.name)
@@ -203,10 +203,10 @@ def test_a_listing_in_small_pages_is_whole_and_sorted() -> None:
 # ---------------------------------------------------------------------------------------------- storms
 
 
-def _retry(act: Callable[[], object]) -> object:
+def _retry(operation: Callable[[], object]) -> object:
     for _ in range(50):
         with suppress(StoreUnavailable, CommitUnknown):
-            return act()
+            return operation()
     raise AssertionError("50 times in a row")
 
 

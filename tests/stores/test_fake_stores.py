@@ -11,10 +11,10 @@ from tests.stores.contract import StoreContract
 
 
 @pytest.mark.parametrize(
-    ("way", "survives"), [(Failure.CRASH_BEFORE, False), (Failure.TORN, False), (Failure.CRASH_AFTER, True)]
+    ("failure", "survives"), [(Failure.CRASH_BEFORE, False), (Failure.TORN, False), (Failure.CRASH_AFTER, True)]
 )
-def test_a_crash_leaves_what_its_way_says_and_a_dead_process(way: Failure, *, survives: bool) -> None:
-    store = DyingStore(MemoryStore(), nth=2, way=way)
+def test_a_crash_leaves_what_its_way_says_and_a_dead_process(failure: Failure, *, survives: bool) -> None:
+    store = DyingStore(MemoryStore(), nth=2, way=failure)
     store.put("a", b"1")
 
     with pytest.raises(Crash):

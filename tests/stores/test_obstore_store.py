@@ -116,18 +116,18 @@ def test_wrong_credentials_are_refused(moto: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_refusal_is_final(sink: S3Sink) -> None:
     sink.fault = lambda _request: Fault.REFUSE_403
-    for act, call in _operations(object_store(sink.endpoint)).items():
+    for operation, call in _operations(object_store(sink.endpoint)).items():
         before = len(sink.log)
         with pytest.raises(StoreRefused, match="permission"):
             call()
         # The answer to a HEAD has no body: a listing says why.
-        assert len(sink.log) - before == (2 if act == "size" else 1), act
+        assert len(sink.log) - before == (2 if operation == "size" else 1), operation
 
 
 def test_what_does_not_pass_is_tried_so_many_times(sink: S3Sink) -> None:
     sink.fault = lambda _request: Fault.FAIL_503
-    for act, call in _operations(object_store(sink.endpoint)).items():
-        with pytest.raises(CommitUnknown if act == "create" else StoreUnavailable, match="4 times"):
+    for operation, call in _operations(object_store(sink.endpoint)).items():
+        with pytest.raises(CommitUnknown if operation == "create" else StoreUnavailable, match="4 times"):
             call()
 
 
@@ -152,14 +152,15 @@ def test_a_refusal_after_a_lost_reply_leaves_a_create_unknown(sink: S3Sink) -> N
         object_store(sink.endpoint).create("a", b"1")
 
 
-@pytest.mark.parametrize("act", _OPERATIONS)
-def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind(sink: S3Sink, act: str) -> None:
+@pytest.mark.parametrize("operation", _OPERATIONS)
+def test_a_server_that_never_answers_is_left_at_the_deadline_with_nothing_behind(sink: S3Sink, operation: str) -> None:
     sink.fault = lambda _request: Fault.STALL
     store = object_store(sink.endpoint, seconds=1)
     before = threading.active_count()
     start = time.monotonic()
-    with pytest.raises({"create": CommitUnknown, "replace by parts": StoreUnavailable}.get(act, DeadlineExceeded)):
-        _operations(store)[act]()
+    expected = {"create": CommitUnknown, "replace by parts": StoreUnavailable}.get(operation, DeadlineExceeded)
+    with pytest.raises(expected):
+        _operations(store)[operation]()
     assert time.monotonic() - start < 10  # it never answers
     wait_until(lambda: not sink.connections)
     wait_until(lambda: threading.active_count() <= before)  # the server's threads end with their connections
@@ -204,9 +205,9 @@ def test_many_writers_into_a_hung_store_all_end_and_none_is_left(sink: S3Sink) -
 def test_after_the_deadline_nothing_is_asked(sink: S3Sink) -> None:
     store = object_store(sink.endpoint, seconds=0.05)
     time.sleep(0.1)
-    for act in _OPERATIONS:
+    for operation in _OPERATIONS:
         with pytest.raises(DeadlineExceeded):
-            _operations(store)[act]()
+            _operations(store)[operation]()
     assert not sink.log
 
 
@@ -224,7 +225,7 @@ def test_a_listing_that_fails_in_the_middle_goes_on_where_it_was(sink: S3Sink) -
 
 def test_one_request_is_made_for_each_act(sink: S3Sink) -> None:
     store = object_store(sink.endpoint)
-    acts = [
+    operations = [
         lambda: store.put("a", bytes(16 << 20)),
         lambda: store.create("b", b"1"),
         lambda: store.replace("b", [b"2"]),
@@ -234,8 +235,8 @@ def test_one_request_is_made_for_each_act(sink: S3Sink) -> None:
         lambda: store.list(""),
         lambda: store.delete(["a", "b"]),
     ]
-    for number, act in enumerate(acts, 1):
-        act()
+    for number, operation in enumerate(operations, 1):
+        operation()
         assert len(sink.log) == number
 
 
@@ -365,9 +366,9 @@ def _set_answer(server: CannedServer, vendor: str, status: int, code: str) -> No
         server.headers = {"content-type": "application/xml", "x-ms-error-code": code}
 
 
-def _catch_error(act: Callable[[], object]) -> TuneError:
+def _catch_error(operation: Callable[[], object]) -> TuneError:
     with pytest.raises(TuneError) as raised:
-        act()
+        operation()
     return raised.value
 
 

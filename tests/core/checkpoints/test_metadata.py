@@ -26,16 +26,16 @@ def add_key(
     return revise_metadata(store, folder, lambda metadata: {**metadata, key: 1}, initial=initial, write_id=key)
 
 
-@pytest.mark.parametrize("way", Failure)
+@pytest.mark.parametrize("failure", Failure)
 @pytest.mark.parametrize("nth", [1, 2, 3, 4, 5, 6])
 def test_an_update_that_dies_at_any_operation_is_there_or_not_and_the_next_one_loses_nothing(
-    nth: int, way: Failure
+    nth: int, failure: Failure
 ) -> None:
     store = MemoryStore()
     add_key(store, "first", {"zeroth": 1})
     acknowledged: dict[str, object] = {"zeroth": 1, "first": 1}
     try:
-        acknowledged = add_key(DyingStore(store, nth, way), "second")
+        acknowledged = add_key(DyingStore(store, nth, failure), "second")
     except (Crash, CommitUnknown, StoreUnavailable):
         assert read_newest_metadata(store, FOLDER) in (acknowledged, {**acknowledged, "second": 1})
     else:
@@ -45,11 +45,11 @@ def test_an_update_that_dies_at_any_operation_is_there_or_not_and_the_next_one_l
 
 def test_who_comes_second_changes_what_the_first_one_wrote() -> None:
     store = MemoryStore()
-    faster = ["first", "second"]
+    other_writers = ["first", "second"]
 
     def change(metadata: Mapping[str, object]) -> Mapping[str, object]:
-        if faster:
-            add_key(store, faster.pop())
+        if other_writers:
+            add_key(store, other_writers.pop())
         return {**metadata, "mine": 1}
 
     revise_metadata(store, FOLDER, change, initial={}, write_id="mine")

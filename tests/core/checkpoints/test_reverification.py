@@ -249,10 +249,10 @@ def start_corrupted_session() -> Session:
     return session
 
 
-def fail_save_at(nth: int, way: Failure) -> tuple[Session, DyingStore]:
+def fail_save_at(nth: int, failure: Failure) -> tuple[Session, DyingStore]:
     """Return the owner and its store after a save that finds damage and fails at operation `nth`."""
     session = start_corrupted_session()
-    dying = DyingStore(session.store, nth, way)
+    dying = DyingStore(session.store, nth, failure)
     healthy, session.store = session.store, dying
     with suppress(Crash):
         session.save()
@@ -260,22 +260,22 @@ def fail_save_at(nth: int, way: Failure) -> tuple[Session, DyingStore]:
     return session, dying
 
 
-@pytest.mark.parametrize("way", list(Failure))
+@pytest.mark.parametrize("failure", list(Failure))
 def test_a_save_that_finds_damage_may_fail_at_any_operation_in_any_way(
-    way: Failure, record_property: Callable[[str, object], None]
+    failure: Failure, record_property: Callable[[str, object], None]
 ) -> None:
-    total = fail_save_at(0, way)[1].total
+    total = fail_save_at(0, failure)[1].total
     for nth in range(1, total + 1):
-        session, _ = fail_save_at(nth, way)
+        session, _ = fail_save_at(nth, failure)
         acknowledged = session.witness.acknowledged[-1]
         after = Session(session.store, session.witness, owner="next", retention=Retention(last=2), reverify_every=1)
         after.open()
         after.start()
         key = newest_checkpoint_key(KEY, after.trial)
-        assert key is None or is_newest_intact(after), (nth, way)
+        assert key is None or is_newest_intact(after), (nth, failure)
         if acknowledged[0] == 4:  # the new checkpoint, which is undamaged
             assert key
             assert (key.step, key.sequence) == acknowledged
         save_steps(after, 2)
-        assert is_newest_intact(after), (nth, way)
-    record_property(f"figure: points of a save that finds damage, {way.name.lower()}", total)
+        assert is_newest_intact(after), (nth, failure)
+    record_property(f"figure: points of a save that finds damage, {failure.name.lower()}", total)

@@ -37,7 +37,7 @@ from tests.fakes.stores.memory_files import MemoryFiles, load_files
 from tests.fakes.stores.memory_store import MemoryStore
 
 METADATA = CheckpointMetadata(attempt=1, term=1, write_id="w1", created_at="now")
-CHUNK = 8  # of `tiny_blobs`
+CHUNK = 8  # the sizes of `tiny_blobs`
 BLOB = 24
 
 tiny = pytest.mark.usefixtures("tiny_blobs")
@@ -153,7 +153,7 @@ def test_chunks_that_are_identical_inside_one_checkpoint_are_kept_apart_and_sent
     saved = save(store, files)
 
     assert load_files(store, saved.manifest) == files
-    assert saved.sent_bytes == BLOB + 9  # of a and b, which are the same blob, and of c
+    assert saved.sent_bytes == BLOB + 9  # a and b share a blob
 
     again = save(store, {**files, "d": b"A" * 8}, key(2, 4), parent=saved.manifest, write_id="w2")
     assert again.sent_bytes == 0

@@ -28,7 +28,7 @@ DECIDED = DecisionMade(trial="t", report=StepReport(step=1, metrics={}, trained_
 
 
 class _Experiment:
-    """An experiment that is opened several times."""
+    """An experiment that several flow runs open."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -53,22 +53,22 @@ def start_experiment() -> _Experiment:
     return experiment
 
 
-def restarts(experiment: _Experiment, *opened_by: str | None) -> list[int]:
+def count_restarts(experiment: _Experiment, *opened_by: str | None) -> list[int]:
     return [experiment.open(flow_run).restarts for flow_run in opened_by]
 
 
 def test_starts_of_one_run_are_counted_until_it_is_another_or_a_persons() -> None:
     experiment = start_experiment()
-    assert restarts(experiment, "run", "run", "run", "other", "other", None, None) == [1, 2, 3, 0, 1, 0, 0]
-    assert restarts(experiment, "run", "run") == [0, 1]
+    assert count_restarts(experiment, "run", "run", "run", "other", "other", None, None) == [1, 2, 3, 0, 1, 0, 0]
+    assert count_restarts(experiment, "run", "run") == [0, 1]
     assert experiment.open("run", is_manual=True).restarts == 0
-    assert restarts(experiment, "run") == [1]
+    assert count_restarts(experiment, "run") == [1]
     assert load_experiment(experiment.store, JOURNAL).restarts == 1
 
 
 @pytest.mark.parametrize("progress", [[COMMITTED], [DECIDED], [TrialFinished(trial="t", reason="done")]])
 def test_what_comes_of_a_start_ends_the_count(progress: Sequence[Event]) -> None:
     experiment = start_experiment()
-    assert restarts(experiment, "run", "run") == [1, 2]
+    assert count_restarts(experiment, "run", "run") == [1, 2]
     assert experiment.write(AttemptStarted(trial="t", attempt=1, from_step=0)).restarts == 2
     assert experiment.write(*progress).restarts == 0

@@ -27,7 +27,7 @@ def golden_run() -> MemoryStore:
         first.train()
         first.save()
     first.train()
-    first.publish()  # then the first owner dies
+    first.publish()  # the first owner crashes here
     second = Session(store, witness, owner="second")
     second.open()
     second.start()

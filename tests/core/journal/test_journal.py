@@ -282,13 +282,13 @@ def test_a_take_over_that_only_ever_loses_ends() -> None:
 
 
 def test_an_outcome_that_stays_unknown_is_said_to_be() -> None:
-    class Mute(MemoryStore):
+    class NeverAnswers(MemoryStore):
         def create(self, path: str, data: Buffer) -> None:
             del data
             raise CommitUnknown(f"{path}: no answer")
 
     with pytest.raises(CommitUnknown, match="may still arrive"):
-        acquire_ownership(Mute())
+        acquire_ownership(NeverAnswers())
 
 
 # --------------------------------------------------------------------------------- listings and snapshots
@@ -513,11 +513,11 @@ def test_a_journal_that_is_not_empty_after_all_is_read_by_its_snapshot() -> None
 
 
 def test_a_first_entry_that_a_listing_hides_is_found() -> None:
-    class Lags(MemoryStore):
+    class HidesEntries(MemoryStore):
         def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
             return super().list(f"{prefix}/nothing", after=after)
 
-    store = Lags()
+    store = HidesEntries()
     first = open_experiment(store)
     after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=empty_experiment(JOURNAL))
     assert (after.entry_count, after.term) == (2, first.term + 1)

@@ -65,7 +65,7 @@ def test_that_of_a_process_stays_while_it_lives_and_goes_when_the_next_one_start
         child, path = process.stdout.readline().split()
         try:
             for file in tmp_path.rglob("*"):
-                os.utime(file, (0, 0))  # a training of weeks
+                os.utime(file, (0, 0))  # as if it trained for weeks
             with ScratchDirectory():
                 assert Path(path, "staging").is_dir()
             process.kill()
@@ -73,7 +73,7 @@ def test_that_of_a_process_stays_while_it_lives_and_goes_when_the_next_one_start
             scratch._make_process_folder.cache_clear()  # as in another process
             with ScratchDirectory():
                 assert not Path(path).parent.exists()
-                assert len([*tmp_path.glob("*/*.lock")]) == 2  # of this process, twice
+                assert len([*tmp_path.glob("*/*.lock")]) == 2  # this process has two
         finally:
             os.kill(int(child), signal.SIGKILL)
 
@@ -179,8 +179,8 @@ def shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def call_as_nobody(shared_folder: Path, act: Callable[[], object]) -> None:
-    """Call the function in a process of the Unix user `nobody`, whose working directory is `shared`."""
+def call_as_nobody(shared_folder: Path, operation: Callable[[], object]) -> None:
+    """Call the function in a process of the Unix user `nobody`, whose working directory is `shared_folder`."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -190,7 +190,7 @@ def call_as_nobody(shared_folder: Path, act: Callable[[], object]) -> None:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             os.umask(0)
-            act()
+            operation()
             code = 0
         finally:
             os._exit(code)

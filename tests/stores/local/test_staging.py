@@ -233,9 +233,9 @@ def test_a_directory_that_changed_while_it_was_saved_is_not_committed(tmp_path: 
 
 
 @pytest.mark.parametrize("deleted", ["deep/weights", "deep"])
-@pytest.mark.parametrize("act", [StagedFiles, lambda source: copy_directory(source, source.with_name("copy"))])
+@pytest.mark.parametrize("operation", [StagedFiles, lambda source: copy_directory(source, source.with_name("copy"))])
 def test_a_file_that_vanishes_while_a_directory_is_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object], deleted: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: Callable[[Path], object], deleted: str
 ) -> None:
     """Another process deletes the file between the listing of its folder and its opening."""
     write_files(source := tmp_path / "source", {"deep/weights": b"1"})
@@ -259,4 +259,4 @@ def test_a_file_that_vanishes_while_a_directory_is_read_is_named(
     monkeypatch.setattr(os, "scandir", scan_and_delete)
     monkeypatch.setattr(Path, "iterdir", list_and_delete)
     with pytest.raises(StagedFilesChanged, match=rf"source/{deleted}.*: .*deleted while it was being saved"):
-        act(source)
+        operation(source)

@@ -15,7 +15,7 @@ from tests.long_cases import long_after
 from tests.stores.contract import StoreContract
 
 NEW = b"the new bytes, whole"
-Act = Callable[[PosixStore], None]
+Operation = Callable[[PosixStore], None]
 LOSSES: list[int | str | None] = ["only the process dies", None, *range(6)]
 
 
@@ -57,29 +57,29 @@ def _make_disk() -> MemoryPosix:
     return disk
 
 
-def _iter_failures(act: Act) -> Iterator[tuple[int, Failure]]:
-    """Yield every system call of `act` with every way to fail."""
+def _iter_failures(operation: Operation) -> Iterator[tuple[int, Failure]]:
+    """Yield every system call of the operation with every way to fail."""
     calls = DyingCalls(_make_disk(), nth=0)
-    act(posix_store(calls))
+    operation(posix_store(calls))
     for nth in range(1, calls.total + 1):
-        for way in Failure:
-            yield nth, way
+        for failure in Failure:
+            yield nth, failure
 
 
-def _iter_disks(act: Act) -> Iterator[tuple[str, MemoryPosix, bool]]:
-    """Run `act` with every failure and loss; yield a label, the disk, and whether it was acknowledged."""
-    for nth, way in _iter_failures(act):
+def _iter_disks(operation: Operation) -> Iterator[tuple[str, MemoryPosix, bool]]:
+    """Run the operation with every failure and loss; yield a label, the disk, and whether it was acknowledged."""
+    for nth, failure in _iter_failures(operation):
         for loss in LOSSES:
             disk = _make_disk()
-            calls = DyingCalls(disk, nth, way)
+            calls = DyingCalls(disk, nth, failure)
             acknowledged = False
             with suppress(Crash, StoreUnavailable, CommitUnknown):
-                act(posix_store(calls))
+                operation(posix_store(calls))
                 acknowledged = True
             disk.die_with_process()
             if not isinstance(loss, str):
                 disk.lose_power(loss)
-            yield f"{calls.failed_at} #{nth}, {way.name}, {loss}", disk, acknowledged
+            yield f"{calls.failed_at} #{nth}, {failure.name}, {loss}", disk, acknowledged
 
 
 def _read(disk: MemoryPosix, path: str) -> bytes | None:
@@ -89,22 +89,22 @@ def _read(disk: MemoryPosix, path: str) -> bytes | None:
         return None
 
 
-@pytest.mark.parametrize("act", [_create, _put])
-def test_a_write_that_fails_anywhere_leaves_the_whole_object_or_none(act: Act) -> None:
+@pytest.mark.parametrize("operation", [_create, _put])
+def test_a_write_that_fails_anywhere_leaves_the_whole_object_or_none(operation: Operation) -> None:
     points = 0
-    for label, disk, acknowledged in _iter_disks(act):
+    for label, disk, acknowledged in _iter_disks(operation):
         points += 1
         data = _read(disk, "a/b/object")
         assert data in (None, NEW), label
         assert data == NEW or not acknowledged, label
         assert _read(disk, "old/object") == b"old", label
-    print(f"{act.__name__}: {points} points")
+    print(f"{operation.__name__}: {points} points")
     assert points > 170
 
 
-@pytest.mark.parametrize("act", [_create, _put])
-def test_what_was_once_read_survives_the_next_power_cut(act: Act) -> None:
-    for label, disk, _ in _iter_disks(act):
+@pytest.mark.parametrize("operation", [_create, _put])
+def test_what_was_once_read_survives_the_next_power_cut(operation: Operation) -> None:
+    for label, disk, _ in _iter_disks(operation):
         data = _read(disk, "a/b/object")
         size = posix_store(disk).size("a/b/object")
         disk.lose_power()
@@ -112,22 +112,22 @@ def test_what_was_once_read_survives_the_next_power_cut(act: Act) -> None:
         assert posix_store(disk).size("a/b/object") == size, label
 
 
-@pytest.mark.parametrize("act", [_create, _put])
-def test_what_a_second_write_found_survives_the_next_power_cut(act: Act) -> None:
-    for label, disk, _ in _iter_disks(act):
+@pytest.mark.parametrize("operation", [_create, _put])
+def test_what_a_second_write_found_survives_the_next_power_cut(operation: Operation) -> None:
+    for label, disk, _ in _iter_disks(operation):
         with suppress(AlreadyExists):
-            act(posix_store(disk))
+            operation(posix_store(disk))
         disk.lose_power()
         assert _read(disk, "a/b/object") == NEW, label
 
 
-@pytest.mark.parametrize("act", [_heal, _replace])
-def test_healing_or_replacing_that_fails_anywhere_leaves_the_old_bytes_or_the_new_ones(act: Act) -> None:
-    for label, disk, acknowledged in _iter_disks(act):
+@pytest.mark.parametrize("operation", [_heal, _replace])
+def test_healing_or_replacing_that_fails_anywhere_leaves_the_old_bytes_or_the_new_ones(operation: Operation) -> None:
+    for label, disk, acknowledged in _iter_disks(operation):
         data = _read(disk, "spoilt/object")
         assert data in (b"short", NEW), label
         assert data == NEW or not acknowledged, label
-        act(posix_store(disk))
+        operation(posix_store(disk))
         disk.lose_power()
         assert _read(disk, "spoilt/object") == NEW, label
 
@@ -141,9 +141,9 @@ def test_a_delete_that_fails_anywhere_can_be_repeated_and_then_holds() -> None:
         assert (_read(disk, "old/object"), _read(disk, "old/other")) == (None, None), label
 
 
-@pytest.mark.parametrize("act", long_after(1, [_create, _put, _heal, _replace]))
-def test_hidden_files_of_the_dead_are_swept_by_a_later_writer(act: Act) -> None:
-    for label, disk, _ in _iter_disks(act):
+@pytest.mark.parametrize("operation", long_after(1, [_create, _put, _heal, _replace]))
+def test_hidden_files_of_the_dead_are_swept_by_a_later_writer(operation: Operation) -> None:
+    for label, disk, _ in _iter_disks(operation):
         disk.clock_ns += 90_000 * 10**9
         posix_store(disk).put("later", b"1")
         assert [path for path in disk.tree() if path.startswith(".tmp/")] == [], label
@@ -160,11 +160,11 @@ def test_sweeping_a_published_object_that_is_not_safe_yet_makes_it_safe() -> Non
     assert _read(disk, "a/b/object") == NEW
 
 
-def _find_call(act: Act, call: str) -> int:
-    for nth, _ in _iter_failures(act):
+def _find_call(operation: Operation, call: str) -> int:
+    for nth, _ in _iter_failures(operation):
         calls = DyingCalls(MemoryPosix(), nth, Failure.CRASH_BEFORE)
         with suppress(Crash):
-            act(posix_store(calls))
+            operation(posix_store(calls))
         if calls.failed_at == call:
             return nth
     raise LookupError(call)

@@ -66,11 +66,11 @@ def _operations(store: ObjectStore, path: str) -> dict[str, Callable[[], object]
 # -------------------------------------------------------------------------------------------- absent objects
 
 
-@pytest.mark.parametrize("act", ["create", "put", "replace", "read", "size", "list", "delete"])
-def test_a_missing_root_is_not_an_empty_one(tmp_path: Path, act: str) -> None:
+@pytest.mark.parametrize("operation", ["create", "put", "replace", "read", "size", "list", "delete"])
+def test_a_missing_root_is_not_an_empty_one(tmp_path: Path, operation: str) -> None:
     store = PosixStore(tmp_path / "unmounted")
     with pytest.raises(StoreUnavailable, match="the root does not exist"):
-        _operations(store, "a")[act]()
+        _operations(store, "a")[operation]()
     assert not (tmp_path / "unmounted").exists()
 
 
@@ -132,10 +132,10 @@ def outside(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("path", ["folder/secret", "folder/new", "folder/deep/new", "object", "dangling"])
-@pytest.mark.parametrize("act", ["create", "put", "replace", "read", "size"])
-def test_a_symbolic_link_leads_nowhere(store: PosixStore, outside: Path, act: str, path: str) -> None:
+@pytest.mark.parametrize("operation", ["create", "put", "replace", "read", "size"])
+def test_a_symbolic_link_leads_nowhere(store: PosixStore, outside: Path, operation: str, path: str) -> None:
     with pytest.raises((StoreRefused, AlreadyExists)):
-        _operations(store, path)[act]()
+        _operations(store, path)[operation]()
     assert [path.name for path in outside.iterdir()] == ["secret"]
     assert (outside / "secret").read_bytes() == b"secret"
 
@@ -320,18 +320,18 @@ def test_a_read_only_file_system_refuses(small_disk: Path) -> None:
     store = PosixStore(small_disk)
     store.put("a", b"1")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    for act in ("create", "put", "replace", "delete"):
+    for operation in ("create", "put", "replace", "delete"):
         with pytest.raises(StoreRefused, match="read-only"):
-            _operations(PosixStore(small_disk), "b" if act != "delete" else "a")[act]()
+            _operations(PosixStore(small_disk), "b" if operation != "delete" else "a")[operation]()
     assert store.read("a") == b"1"
 
 
 @NEEDS_ROOT
 def test_another_file_system_below_the_root_is_refused_for_writing(small_disk: Path) -> None:
     store = PosixStore(small_disk.parent)
-    for act in ("create", "put", "replace"):
+    for operation in ("create", "put", "replace"):
         with pytest.raises(StoreRefused, match="another file system"):
-            _operations(store, "small/a")[act]()
+            _operations(store, "small/a")[operation]()
     assert list((small_disk.parent / ".tmp").iterdir()) == []
 
 
@@ -413,30 +413,34 @@ def _operations_on_old(store: PosixStore) -> dict[str, Callable[[], object]]:
     }
 
 
-def _run_to_error(root: Path, act: str, calls: FileSystemCalls) -> TuneError:
+def _run_to_error(root: Path, operation: str, calls: FileSystemCalls) -> TuneError:
     if not root.exists():
         root.mkdir()
         PosixStore(root).put("old/object", b"old")
     with pytest.raises(TuneError) as raised:
-        _operations_on_old(PosixStore(root, calls=calls))[act]()
+        _operations_on_old(PosixStore(root, calls=calls))[operation]()
     return raised.value
 
 
-@pytest.mark.parametrize(("act", "call"), [(act, call) for act, calls in NEEDED_CALLS.items() for call in calls])
-def test_what_a_file_system_cannot_do_is_answered_at_once_with_the_reason(tmp_path: Path, act: str, call: str) -> None:
+@pytest.mark.parametrize(
+    ("operation", "call"), [(name, call) for name, calls in NEEDED_CALLS.items() for call in calls]
+)
+def test_what_a_file_system_cannot_do_is_answered_at_once_with_the_reason(
+    tmp_path: Path, operation: str, call: str
+) -> None:
     for number in UNSUPPORTED_ERRNOS:
         calls = FailingCall(call, number)
-        error = _run_to_error(tmp_path / "root", act, calls)
+        error = _run_to_error(tmp_path / "root", operation, calls)
         assert type(error) is StoreRefused, f"{call} {errno.errorcode[number]}: {error!r}"
         assert "use a local disk, NFS" in str(error)
         assert os.strerror(number) in str(error)
         assert calls.tries == 1
 
 
-@pytest.mark.parametrize("act", ["create", "put"])
+@pytest.mark.parametrize("operation", ["create", "put"])
 @pytest.mark.parametrize("number", [*UNSUPPORTED_ERRNOS, errno.EPERM])
-def test_a_file_system_without_hard_links_is_told_as_that(tmp_path: Path, act: str, number: int) -> None:
-    error = _run_to_error(tmp_path / "root", act, FailingCall("link", number))
+def test_a_file_system_without_hard_links_is_told_as_that(tmp_path: Path, operation: str, number: int) -> None:
+    error = _run_to_error(tmp_path / "root", operation, FailingCall("link", number))
     assert type(error) is StoreRefused
     assert "has no hard links, which create-if-absent needs: use a local disk" in str(error)
     assert [listed.path for listed in PosixStore(tmp_path / "root").list("")] == ["old/object"]

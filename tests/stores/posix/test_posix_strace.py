@@ -50,15 +50,15 @@ os._exit(0)
 """
 
 
-def _run_strace(root: Path, act: str, *options: str) -> subprocess.CompletedProcess[str]:
+def _run_strace(root: Path, operation: str, *options: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = ["strace", "-f", "-qq", *options, sys.executable, "-c", CHILD, str(root), act]
+    command = ["strace", "-f", "-qq", *options, sys.executable, "-c", CHILD, str(root), operation]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def _inject(root: Path, act: str, call: str, fault: str) -> subprocess.CompletedProcess[str]:
-    """Run the act with this fault at the system call."""
-    return _run_strace(root, act, "-o", os.devnull, "-e", f"trace={call}", "-e", f"inject={call}:{fault}")
+def _inject(root: Path, operation: str, call: str, fault: str) -> subprocess.CompletedProcess[str]:
+    """Run the operation with this fault at the system call."""
+    return _run_strace(root, operation, "-o", os.devnull, "-e", f"trace={call}", "-e", f"inject={call}:{fault}")
 
 
 def _make_root(root: Path) -> Path:
@@ -69,11 +69,11 @@ def _make_root(root: Path) -> Path:
     return root
 
 
-def _list_calls(tmp_path: Path, act: str) -> list[tuple[str, int]]:
-    """Return the name of each system call of the act, and its ordinal in the process."""
-    log = tmp_path / f"trace of {act}"
+def _list_calls(tmp_path: Path, operation: str) -> list[tuple[str, int]]:
+    """Return the name of each system call of the operation, and its ordinal in the process."""
+    log = tmp_path / f"trace of {operation}"
     traced = f"trace=access,{','.join({*CALLS, *REPLACED})}"
-    process = _run_strace(_make_root(tmp_path / f"count {act}"), act, "-e", traced, "-o", str(log))
+    process = _run_strace(_make_root(tmp_path / f"count {operation}"), operation, "-e", traced, "-o", str(log))
     assert process.returncode == 0, process.stderr
     seen: Counter[str] = Counter()
     calls: list[tuple[str, int]] = []
@@ -93,18 +93,18 @@ def _read(root: Path, path: str) -> bytes | None:
         return None
 
 
-def _check_survivors(root: Path, act: str, label: str, *, acknowledged: bool) -> None:
+def _check_survivors(root: Path, operation: str, label: str, *, acknowledged: bool) -> None:
     """Require that every object is whole, that acknowledged writes persist, and that a retry succeeds."""
     store = PosixStore(root)
     listed = {entry.path for entry in store.list("")}
     assert listed <= {"old/object", "old/other", "a/b/object"}, label
     old = [_read(root, "old/object"), _read(root, "old/other")]
-    if act == "delete":
+    if operation == "delete":
         assert set(old) <= ({None} if acknowledged else {None, b"old"}), label
         store.delete(["old/object", "old/other"])
         assert store.list("") == [], label
         return
-    if act == "replace":
+    if operation == "replace":
         assert old[0] in ((NEW,) if acknowledged else (NEW, b"old")), label
         store.replace("old/object", [NEW])
         assert [_read(root, "old/object"), _read(root, "old/other")] == [NEW, b"old"], label
@@ -112,30 +112,30 @@ def _check_survivors(root: Path, act: str, label: str, *, acknowledged: bool) ->
     assert old == [b"old", b"old"], label
     assert _read(root, "a/b/object") in ((NEW,) if acknowledged else (NEW, None)), label
     try:
-        (store.create if act == "create" else store.put)("a/b/object", NEW)
+        (store.create if operation == "create" else store.put)("a/b/object", NEW)
     except AlreadyExists:
-        assert act == "create", label
+        assert operation == "create", label
     assert _read(root, "a/b/object") == NEW, label
 
 
 @pytest.mark.parametrize(
-    "act", [*long_after(1, ["create", "replace", "delete"]), pytest.param("put", marks=pytest.mark.deep)]
+    "operation", [*long_after(1, ["create", "replace", "delete"]), pytest.param("put", marks=pytest.mark.deep)]
 )
-def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path, act: str) -> None:
-    points = _list_calls(tmp_path, act)
+def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path, operation: str) -> None:
+    points = _list_calls(tmp_path, operation)
     for number, (call, nth) in enumerate(points):
         root = _make_root(tmp_path / f"killed {number}")
-        process = _inject(root, act, call, f"signal=KILL:when={nth}")
+        process = _inject(root, operation, call, f"signal=KILL:when={nth}")
         assert process.returncode != 0, f"{call} {nth} was not reached"
-        _check_survivors(root, act, f"killed at {call} {nth}", acknowledged=False)
-    print(f"{act}: killed at {len(points)} system calls")
+        _check_survivors(root, operation, f"killed at {call} {nth}", acknowledged=False)
+    print(f"{operation}: killed at {len(points)} system calls")
     needed = {"delete": {"unlinkat", "fsync"}, "replace": set(REPLACED)}
-    assert {call for call, _ in points} >= needed.get(act, set(CALLS))
+    assert {call for call, _ in points} >= needed.get(operation, set(CALLS))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("act", "error"),
+    ("operation", "error"),
     [
         ("create", "ENOSPC"),
         ("delete", "EIO"),
@@ -146,21 +146,21 @@ def test_a_process_killed_at_any_system_call_leaves_whole_objects(tmp_path: Path
         pytest.param("delete", "ENOSPC", marks=pytest.mark.deep),
     ],
 )
-def test_a_system_call_that_fails_is_told_and_leaves_whole_objects(tmp_path: Path, act: str, error: str) -> None:
-    points = _list_calls(tmp_path, act)
+def test_a_system_call_that_fails_is_told_and_leaves_whole_objects(tmp_path: Path, operation: str, error: str) -> None:
+    points = _list_calls(tmp_path, operation)
     for index, (call, nth) in enumerate(points):
         root = _make_root(tmp_path / f"failed {index}")
-        process = _inject(root, act, call, f"error={error}:when={nth}")
+        process = _inject(root, operation, call, f"error={error}:when={nth}")
         label = f"{error} at {call} {nth}: exit {process.returncode} {process.stderr}"
         # Only the removal of the hidden name may fail without an error: the object exists by then.
-        allowed = [EXIT_NOT_DONE, *[EXIT_UNKNOWN] * (act == "create"), *[0] * (call == "unlinkat")]
+        allowed = [EXIT_NOT_DONE, *[EXIT_UNKNOWN] * (operation == "create"), *[0] * (call == "unlinkat")]
         assert process.returncode in allowed, label
-        _check_survivors(root, act, label, acknowledged=process.returncode == 0)
-    print(f"{act}: {error} at {len(points)} system calls")
+        _check_survivors(root, operation, label, acknowledged=process.returncode == 0)
+    print(f"{operation}: {error} at {len(points)} system calls")
 
 
 @pytest.mark.parametrize(
-    ("act", "call"),
+    ("operation", "call"),
     [
         ("create", "linkat"),
         pytest.param("put", "linkat", marks=pytest.mark.deep),
@@ -169,11 +169,13 @@ def test_a_system_call_that_fails_is_told_and_leaves_whole_objects(tmp_path: Pat
     ],
 )
 @pytest.mark.parametrize("error", ["ENOSYS", pytest.param("EOPNOTSUPP", marks=pytest.mark.deep)])
-def test_a_system_call_that_the_file_system_lacks_is_a_refusal(tmp_path: Path, act: str, call: str, error: str) -> None:
-    for index, nth in enumerate(nth for name, nth in _list_calls(tmp_path, act) if name == call):
+def test_a_system_call_that_the_file_system_lacks_is_a_refusal(
+    tmp_path: Path, operation: str, call: str, error: str
+) -> None:
+    for index, nth in enumerate(nth for name, nth in _list_calls(tmp_path, operation) if name == call):
         root = _make_root(tmp_path / f"lacking {index}")
-        process = _inject(root, act, call, f"error={error}:when={nth}+")
+        process = _inject(root, operation, call, f"error={error}:when={nth}+")
         assert process.returncode == EXIT_REFUSED, (
             f"{error} at {call} {nth}: exit {process.returncode} {process.stderr}"
         )
-        _check_survivors(root, act, f"{error} at {call} {nth}", acknowledged=False)
+        _check_survivors(root, operation, f"{error} at {call} {nth}", acknowledged=False)
