@@ -1,4 +1,4 @@
-"""Fixtures: examples that run against the session's server, and modules that are trained in a pool."""
+"""Fixtures: examples that run against the session's server, and modules whose trials run in a pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integrations.examples import Example
 
 @pytest.fixture
 def example(prefect_server: str, tmp_path: Path) -> Callable[[str, str], Example]:
-    def made(framework: str, trainable: str) -> Example:
+    def make_example(framework: str, trainable: str) -> Example:
         return Example(f"{framework}_digits.py", f"{framework}-digits", trainable, tmp_path, prefect_server)
 
-    return made
+    return make_example

@@ -1,4 +1,4 @@
-"""Run an example as a user does, kill its trials, and compare them with undisturbed trainings."""
+"""Run an example like a user, kill its trials, and compare them with undisturbed trainings."""
 
 from __future__ import annotations
 
@@ -18,36 +18,31 @@ _STRIKES = ROOT / "tests" / "integrations" / "strikes"
 
 
 @dataclass(frozen=True)
-class Struck:
+class KilledRun:
     """The result of an example whose trials were killed."""
 
     results: pt.Results
-    witness: Sequence[Mapping[str, Any]]
+    records: Sequence[Mapping[str, Any]]
 
     @property
-    def kills(self) -> int:
-        return sum(each["at"] != "started" for each in self.witness)
+    def kill_count(self) -> int:
+        return sum(record["event"] != "started" for record in self.records)
 
     @property
     def steps_lost(self) -> Sequence[int]:
-        """For each kill, the steps trained by then and trained again."""
-        return [
-            each["step"] - start
-            for place, each in enumerate(self.witness)
-            if each["at"] != "started"
-            for start in [self._next_start(each["trial"], place)]
-            if start is not None
-        ]
-
-    def _next_start(self, trial: str, place: int) -> int | None:
-        """Return the step from which the trial resumed; None if it was killed after its last commit."""
-        starts = (each["step"] for each in self.witness[place:] if (each["trial"], each["at"]) == (trial, "started"))
-        return next(starts, None)
+        """For each kill after which the trial resumed, the number of steps that were trained again."""
+        lost, killed_at = [], dict[str, int]()
+        for record in self.records:
+            if record["event"] != "started":
+                killed_at[record["trial"]] = record["step"]
+            elif record["trial"] in killed_at:
+                lost.append(killed_at.pop(record["trial"]) - record["step"])
+        return lost
 
 
 @dataclass(frozen=True)
 class Example:
-    """A file in `examples/`, and the name of its trainable."""
+    """A file in `examples/`, and its trainable."""
 
     file: str
     experiment: str
@@ -60,8 +55,8 @@ class Example:
     def path(self) -> Path:
         return ROOT / "examples" / self.file
 
-    def struck(self, *, kills: int, seed: int, reach: int) -> Struck:
-        """Run the example to its end; `kills` times a trial's process dies at most `reach` steps after its start."""
+    def run_with_kills(self, *, kills: int, seed: int, reach: int) -> KilledRun:
+        """Run the example; kill a trial's process `kills` times, each at most `reach` steps after its start."""
         strikes = self.folder / "strikes"
         strikes.mkdir()
         for number in range(kills):
@@ -74,52 +69,53 @@ class Example:
         }
         self._python([str(self.path), str(self.folder / "runs")], environment, "")
         witness = [json.loads(line) for line in (strikes / "witness").read_text().splitlines()]
-        return Struck(pt.load_results(str(self.folder / "runs"), self.experiment), witness)
+        return KilledRun(pt.load_results(str(self.folder / "runs"), self.experiment), witness)
 
-    def undisturbed(self, results: pt.Results) -> Mapping[str, Path]:
-        """Train each trial once more, as far as its newest checkpoint; return where its state lies."""
-        asked = {
-            each.id: {
+    def train_undisturbed(self, results: pt.Results) -> Mapping[str, Path]:
+        """Train each trial again up to its newest checkpoint; return the directory of each state."""
+        directories = {trial: self.folder / "undisturbed" / trial for trial in results.trials}
+        trainings = [
+            {
                 "trainable": self.trainable,
-                "config": dict(each.config),
-                "steps": each.checkpoints[-1].step,
-                "directory": str(self.folder / "undisturbed" / each.id),
+                "config": dict(trial.config),
+                "steps": trial.checkpoints[-1].step,
+                "directory": str(directories[trial.id]),
             }
-            for each in results.trials.values()
-        }
+            for trial in results.trials.values()
+        ]
         command = ["-m", "tests.integrations.undisturbed", str(self.path)]
-        self._python(command, {"PYTHONPATH": str(ROOT)}, json.dumps(list(asked.values())))
-        return {trial: Path(str(each["directory"])) for trial, each in asked.items()}
+        self._python(command, {"PYTHONPATH": str(ROOT)}, json.dumps(trainings))
+        return directories
 
-    def ends_as_undisturbed(
-        self, learned: Callable[[Path], Mapping[str, object]], *, reach: int, interval: int, steps: set[int]
+    def require_undisturbed_end(
+        self, read_state: Callable[[Path], Mapping[str, object]], *, reach: int, interval: int, steps: set[int]
     ) -> int:
-        """Kill three of its trials; their states are then those of undisturbed ones. Return how many were killed.
+        """Kill three trials; require the states of undisturbed trials. Return the number of kills.
 
         Args:
-            learned: returns the state in a checkpoint's directory.
-            reach: the most steps from a start to a kill.
-            interval: the most steps from one checkpoint to the next.
-            steps: at which the trials end.
+            read_state: returns the state in a checkpoint's directory.
+            reach: the maximum number of steps from a start to a kill.
+            interval: the maximum number of steps between two checkpoints.
+            steps: the last steps of the trials.
         """
-        struck = self.struck(kills=3, seed=1, reach=reach)
-        assert struck.kills == 3
-        assert all(0 <= lost <= interval for lost in struck.steps_lost), struck.witness
-        for trial, truth in self.undisturbed(struck.results).items():
-            assert learned(Path(struck.results.checkpoint(trial).to_directory())) == learned(truth)
-        assert {each.step for each in struck.results.trials.values()} == steps
-        return struck.kills
+        run = self.run_with_kills(kills=3, seed=1, reach=reach)
+        assert run.kill_count == 3
+        assert all(0 <= lost <= interval for lost in run.steps_lost), run.records
+        for trial, directory in self.train_undisturbed(run.results).items():
+            assert read_state(Path(run.results.checkpoint(trial).to_directory())) == read_state(directory)
+        assert {trial.step for trial in run.results.trials.values()} == steps
+        return run.kill_count
 
-    def _python(self, arguments: Sequence[str], environment: Mapping[str, str], said: str) -> None:
-        done = subprocess.run(
+    def _python(self, arguments: Sequence[str], environment: Mapping[str, str], stdin: str) -> None:
+        process = subprocess.run(
             [sys.executable, *arguments],
             cwd=self.folder,
             env={**os.environ, "PREFECT_API_URL": self.api_url, "OMP_NUM_THREADS": "1", **environment},
-            input=said,
+            input=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=self.timeout_seconds,
             check=False,
         )
-        assert done.returncode == 0, done.stdout[-6000:]
+        assert process.returncode == 0, process.stdout[-6000:]

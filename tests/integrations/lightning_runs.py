@@ -19,10 +19,9 @@ import prefect_tune as pt
 from prefect_tune.integrations.lightning import TuneReportCheckpointCallback, get_checkpoint_path
 from prefect_tune.integrations.torch import ResumableLoader
 from prefect_tune.runtime.trainable import activate_session
-from tests.integrations.undisturbed import Reports
+from tests.integrations.undisturbed import RecordingSession
 
-BATCHES = 6
-"""In an epoch."""
+BATCHES = 6  # in an epoch
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "validation each second epoch": {"check_val_every_n_epoch": 2},
     "validation within an epoch": {"val_check_interval": 3},
@@ -34,11 +33,11 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Module(lightning.LightningModule):
-    """Logs all that a checkpoint may miss: its examples, the learning rate, how often a hook was called."""
+    """Logs what a checkpoint may miss: the examples, the learning rate, the number of calls of each hook."""
 
-    def __init__(self, kind: str, kill_at: int | None = None, sent: int = signal.SIGKILL) -> None:
+    def __init__(self, kind: str, kill_at: int | None = None, signal_number: int = signal.SIGKILL) -> None:
         super().__init__()
-        self.kind, self.kill_at, self.sent = kind, kill_at, sent
+        self.kind, self.kill_at, self.signal_number = kind, kill_at, signal_number
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
         self.register_buffer("calls", torch.zeros(5))
 
@@ -47,7 +46,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch: Any, number: int) -> Any:
         if self.trainer.global_step == self.kill_at and pt.get_trial().attempt == 1:
-            os.kill(os.getpid(), self.sent)
+            os.kill(os.getpid(), self.signal_number)
         loss = self.loss(batch)
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.log_dict({"loss": loss, "example": batch[1][0], "rate": rate, "number": float(number)})
@@ -71,7 +70,7 @@ class Module(lightning.LightningModule):
         self.calls[4] += torch.rand(())
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.log_dict({f"calls {place}": count.clone() for place, count in enumerate(self.calls)})
+        self.log_dict({f"calls {index}": count.clone() for index, count in enumerate(self.calls)})
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -89,7 +88,7 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "epoch"}}
 
 
-def callbacks_of(kind: str) -> Sequence[Any]:
+def make_callbacks(kind: str) -> Sequence[Any]:
     if kind == "averaged weights":
         return [EMAWeightAveraging(decay=0.9)]
     if kind.startswith("early stopping"):
@@ -104,7 +103,7 @@ def fit(
     every_steps: int | None,
     directory: Path,
     kill_at: int | None = None,
-    sent: int = signal.SIGKILL,
+    signal_number: int = signal.SIGKILL,
 ) -> Mapping[str, Any]:
     """Train to the end, or to the pause; return the state then."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -114,7 +113,7 @@ def fit(
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(1))
     trainer = lightning.Trainer(
         accelerator="cpu",
-        callbacks=[TuneReportCheckpointCallback(every_steps=every_steps), *callbacks_of(kind)],
+        callbacks=[TuneReportCheckpointCallback(every_steps=every_steps), *make_callbacks(kind)],
         default_root_dir=str(directory),
         logger=False,
         enable_checkpointing=False,
@@ -122,15 +121,15 @@ def fit(
         enable_model_summary=False,
         **{**limit, **OPTIONS.get(kind, {})},
     )
-    module = Module(kind, kill_at, sent)
+    module = Module(kind, kill_at, signal_number)
     validation = ResumableLoader(data, batch_size=16)
     path = get_checkpoint_path()
     trainer.fit(module, ResumableLoader(data, batch_size=8), validation, ckpt_path=path, weights_only=True)
     return {**module.state_dict(), "epoch": torch.tensor(trainer.current_epoch), "random": torch.get_rng_state()}
 
 
-def run(kind: str, limit: Mapping[str, int], every_steps: int | None, reports: Reports) -> Mapping[str, Any]:
-    """`fit` as the only trial of a context, as a new process would."""
+def run(kind: str, limit: Mapping[str, int], every_steps: int | None, reports: RecordingSession) -> Mapping[str, Any]:
+    """Call `fit` as the only trial of a context, like a new process."""
 
     def train() -> Mapping[str, Any]:
         activate_session(reports, whole_process=False)
@@ -140,7 +139,7 @@ def run(kind: str, limit: Mapping[str, int], every_steps: int | None, reports: R
     return copy_context().run(train)
 
 
-def killed(config: Mapping[str, Any]) -> None:
-    """A trainable whose first attempt is sent a signal before the batch after step `kill_at`."""
-    directory, sent = pt.get_trial().directory, config["signal"]
-    fit("plateau", {"max_epochs": 4}, config["every_steps"], directory, config["kill_at"], sent)
+def train_and_kill(config: Mapping[str, Any]) -> None:
+    """Train; send a signal to the first attempt before the batch after step `kill_at`."""
+    directory, signal_number = pt.get_trial().directory, config["signal"]
+    fit("plateau", {"max_epochs": 4}, config["every_steps"], directory, config["kill_at"], signal_number)

@@ -11,7 +11,7 @@ import prefect_tune as pt
 
 
 class Line(lightning.LightningModule):
-    """One weight; reports its loss itself if its options say so."""
+    """One weight; `reports` says whether it reports its loss itself."""
 
     def __init__(self, *, reports: bool) -> None:
         super().__init__()

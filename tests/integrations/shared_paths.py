@@ -1,4 +1,4 @@
-"""Trainables that give every trial the same paths, relative or absolute, as an example of its framework does."""
+"""Trainables that give every trial the same paths, relative or absolute, like the examples of frameworks."""
 
 from __future__ import annotations
 
@@ -23,24 +23,17 @@ def hugging_face(config: dict[str, Any]) -> None:
         def forward(self, inputs: Any) -> Any:
             return {"loss": self.layer(inputs).square().mean()}
 
-    path = _path(config)
-    chosen = {} if path is None else {"output_dir": path}
-    arguments = TrainingArguments(
-        max_steps=8,
-        save_strategy="steps",
-        save_steps=4,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        learning_rate=config["lr"],
-        **chosen,
-    )
+    path = _get_path(config)
+    output = {} if path is None else {"output_dir": path}
+    saving: Any = {"save_strategy": "steps", "save_steps": 4}
+    plain: Any = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(max_steps=8, learning_rate=config["lr"], **saving, **plain, **output)
     data = [{"inputs": torch.ones(300)} for _ in range(64)]
     callback = TuneReportCheckpointCallback("loss", every_steps=1)
     trainer = Trainer(Model(), arguments, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=get_checkpoint_path())
     trainer.save_model()
-    _note(trainer.args.output_dir)
+    _record_path(trainer.args.output_dir)
 
 
 def lightning(config: dict[str, Any]) -> None:
@@ -53,9 +46,9 @@ def lightning(config: dict[str, Any]) -> None:
     from prefect_tune.integrations.torch import ResumableLoader
     from tests.integrations.line import Line
 
-    path = _path(config)
-    own = [] if path is None else [ModelCheckpoint(f"{path}/best", save_top_k=-1, every_n_train_steps=1)]
-    chosen = {} if path is None else {"default_root_dir": path}
+    path = _get_path(config)
+    savers = [] if path is None else [ModelCheckpoint(f"{path}/best", save_top_k=-1, every_n_train_steps=1)]
+    root = {} if path is None else {"default_root_dir": path}
     logger = CSVLogger(path or ".", flush_logs_every_n_steps=1)
     trainer = Trainer(
         accelerator="cpu",
@@ -64,15 +57,15 @@ def lightning(config: dict[str, Any]) -> None:
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*own, TuneReportCheckpointCallback("loss", every_steps=1)],
-        **chosen,
+        callbacks=[*savers, TuneReportCheckpointCallback("loss", every_steps=1)],
+        **root,
     )
     data = ResumableLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
     trainer.fit(Line(reports=False), data, ckpt_path=get_checkpoint_path(), weights_only=True)
     assert len(Path(logger.log_dir, "metrics.csv").read_text().splitlines()) == 1 + 8
     assert trainer.checkpoint_callback is not None
-    for place in (trainer.default_root_dir, logger.log_dir, str(trainer.checkpoint_callback.dirpath)):
-        _note(place)
+    for path in (trainer.default_root_dir, logger.log_dir, str(trainer.checkpoint_callback.dirpath)):
+        _record_path(path)
 
 
 def keras(config: dict[str, Any]) -> None:
@@ -84,7 +77,7 @@ def keras(config: dict[str, Any]) -> None:
 
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    folder = _path(config) or "."
+    folder = _get_path(config) or "."
     Path(folder).mkdir(exist_ok=True)
     others = [
         keras.callbacks.BackupAndRestore(f"{folder}/backup"),
@@ -99,8 +92,8 @@ def keras(config: dict[str, Any]) -> None:
         verbose=0,
         callbacks=[others[0], TuneReportCheckpointCallback(), *others[1:]],
     )
-    for place in (others[0].backup_dir, others[1].filepath, others[2].filename):
-        _note(place)
+    for path in (others[0].backup_dir, others[1].filepath, others[2].filename):
+        _record_path(path)
     assert Path(others[1].filepath.format(epoch=4)).exists()
 
 
@@ -111,20 +104,20 @@ def xgboost(config: dict[str, Any]) -> None:
     from prefect_tune.integrations.xgboost import TuneReportCheckpointCallback, remaining_rounds
 
     data = xgb.DMatrix(np.arange(16).reshape(8, 2), np.arange(8))
-    saving = xgb.callback.TrainingCheckPoint(_path(config) or ".", interval=1)
+    saving = xgb.callback.TrainingCheckPoint(_get_path(config) or ".", interval=1)
     callbacks = [saving, TuneReportCheckpointCallback()]
     xgb.train({"nthread": 1}, data, **remaining_rounds(4), evals=[(data, "t")], callbacks=callbacks, verbose_eval=False)
     assert list(Path(saving._path).glob("model_*"))
-    _note(saving._path)
+    _record_path(saving._path)
 
 
-def _path(config: dict[str, Any]) -> str | None:
+def _get_path(config: dict[str, Any]) -> str | None:
     return config["path"] and config["path"].replace("{trial}", pt.get_trial().id)
 
 
-def _note(place: str) -> None:
-    """Report where it writes: only this trial does."""
+def _record_path(path: str) -> None:
+    """Require that only this trial writes to the path, and record it."""
     trial = pt.get_trial()
-    assert Path(place).absolute().is_relative_to(trial.directory) or trial.id in place, place
+    assert Path(path).absolute().is_relative_to(trial.directory) or trial.id in path, path
     with Path(trial.directory, "places").open("a") as file:
-        file.write(f"{place}\n")
+        file.write(f"{path}\n")

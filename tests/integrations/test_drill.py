@@ -1,4 +1,4 @@
-"""The drill: what a training has forgotten is named with its step and place, and each example passes its drill."""
+"""The drill: it names what a training did not restore, and the step; each example passes its drill."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU o
 MODULE = "tests.trainables.forgetful"
 
 
-def drilled(trainable: str, config: dict[str, object], api: str, folder: Path, steps: int = 6) -> pt.DrillReport:
-    """Kill the trial once, after half of the steps; a save follows each second one."""
-    plan = DrillPlan(trainable, config, steps, 2, kills=((steps // 2, "trial"),))
+def run_plan(plan: DrillPlan, api: str, folder: Path) -> pt.DrillReport:
     return run_drill(plan, pt.LocalTarget(path=str(folder)), {**os.environ, "PREFECT_API_URL": api})
+
+
+def run_drill_once(trainable: str, config: dict[str, object], api: str, folder: Path) -> pt.DrillReport:
+    """Train six steps, save every second step, and kill the trial once after step 3."""
+    return run_plan(DrillPlan(trainable, config, 6, 2, kills=((3, "trial"),)), api, folder)
 
 
 @pytest.mark.parametrize("trainable", ["Whole", "train"])
 def test_a_training_that_saves_everything_is_exact(trainable: str, prefect_server: str, tmp_path: Path) -> None:
-    found = drilled(f"{MODULE}:{trainable}", {}, prefect_server, tmp_path)
-    assert found.is_exact, list(found.lines())
+    report = run_drill_once(f"{MODULE}:{trainable}", {}, prefect_server, tmp_path)
+    assert report.is_exact, list(report.lines())
 
 
 @pytest.mark.parametrize(
@@ -50,11 +53,11 @@ def test_a_training_that_saves_everything_is_exact(trainable: str, prefect_serve
 def test_what_it_forgets_is_named(
     trainable: str, forgets: str, kind: str, name: str, prefect_server: str, tmp_path: Path
 ) -> None:
-    found = drilled(f"{MODULE}:{trainable}", {"forgets": forgets}, prefect_server, tmp_path)
-    assert found.verdict == "not exact", list(found.lines())
-    assert found.differences[0].step in {3, 4, 5}, "the steps after the resume, until the first save"
-    first = found.unrestored[0]
-    assert first.kind == kind, list(found.lines())
+    report = run_drill_once(f"{MODULE}:{trainable}", {"forgets": forgets}, prefect_server, tmp_path)
+    assert report.verdict == "not exact", list(report.lines())
+    assert report.differences[0].step in {3, 4, 5}, "the steps after the resume, until the first save"
+    first = report.unrestored[0]
+    assert first.kind == kind, list(report.lines())
     assert first.name.removeprefix("made.").startswith(name)
 
 
@@ -76,17 +79,17 @@ def test_the_examples_with_ranks_are_exact_whichever_rank_is_killed(
     trainable: str, config: dict[str, object], prefect_server: str, tmp_path: Path
 ) -> None:
     plan = DrillPlan(f"examples.{trainable}", config, 6, 2, kills=((2, "rank"), (4, "trial")), processes=2)
-    found = run_drill(plan, pt.LocalTarget(path=str(tmp_path)), {**os.environ, "PREFECT_API_URL": prefect_server})
-    assert found.is_exact, list(found.lines())
-    assert [each.victim for each in found.kills] == ["rank", "trial"]
+    report = run_plan(plan, prefect_server, tmp_path)
+    assert report.is_exact, list(report.lines())
+    assert [kill.victim for kill in report.kills] == ["rank", "trial"]
 
 
 def test_the_example_with_ddp_is_exact_after_twenty_kills_of_all_kinds(prefect_server: str, tmp_path: Path) -> None:
     kills = plan_kills(41, 20, (), 0, processes=2)
     plan = DrillPlan("examples.torch_ddp_digits:Digits", {"lr": 0.1, "width": 16}, 41, 2, kills, processes=2)
-    found = run_drill(plan, pt.LocalTarget(path=str(tmp_path)), {**os.environ, "PREFECT_API_URL": prefect_server})
-    assert found.is_exact, list(found.lines())
-    assert {each.victim for each in found.kills} == {"trial", "rank", "search", "upload"}
+    report = run_plan(plan, prefect_server, tmp_path)
+    assert report.is_exact, list(report.lines())
+    assert {kill.victim for kill in report.kills} == {"trial", "rank", "search", "upload"}
 
 
 # ------------------------------------------------------------------------------------------------------------- GPUs
@@ -97,16 +100,16 @@ def test_the_example_with_ddp_is_exact_after_twenty_kills_of_all_kinds(prefect_s
 def test_a_training_on_a_gpu_that_saves_everything_is_exact(
     trainable: str, prefect_server: str, tmp_path: Path
 ) -> None:
-    found = drilled(f"{MODULE}:{trainable}", {"device": "cuda"}, prefect_server, tmp_path)
-    assert found.is_exact, list(found.lines())
+    report = run_drill_once(f"{MODULE}:{trainable}", {"device": "cuda"}, prefect_server, tmp_path)
+    assert report.is_exact, list(report.lines())
 
 
 @on_gpu
 @pytest.mark.parametrize("trainable", ["Whole", "train"])
 def test_the_generator_of_a_gpu_is_named(trainable: str, prefect_server: str, tmp_path: Path) -> None:
-    found = drilled(f"{MODULE}:{trainable}", {"device": "cuda", "forgets": "cuda"}, prefect_server, tmp_path)
-    assert found.verdict == "not exact", list(found.lines())
-    assert str(found.unrestored[0]).startswith("torch's generator of cuda:0, after step "), list(found.lines())
+    report = run_drill_once(f"{MODULE}:{trainable}", {"device": "cuda", "forgets": "cuda"}, prefect_server, tmp_path)
+    assert report.verdict == "not exact", list(report.lines())
+    assert str(report.unrestored[0]).startswith("torch's generator of cuda:0, after step "), list(report.lines())
 
 
 @on_gpu
@@ -144,22 +147,21 @@ def test_each_example_passes_its_drill(
 ) -> None:
     examples = Path(__file__).parents[2] / "examples"
     monkeypatch.setenv("PYTHONPATH", f"{examples}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    found = drilled(trainable, config, prefect_server, tmp_path)
-    assert found.is_exact, list(found.lines())
+    report = run_drill_once(trainable, config, prefect_server, tmp_path)
+    assert report.is_exact, list(report.lines())
 
 
 def test_the_part_of_this_rank_is_read_of_a_distributed_tensor() -> None:
-    """In a process of its own: the group of ranks is one for each process."""
     code = """
 from torch import distributed, ones
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from prefect_tune.drills.probe import collect_states
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-first, second = (distribute_tensor(ones(4) * each, init_device_mesh("cpu", (1,)), [Shard(0)]) for each in (1, 2))
-found = dict(collect_states({"first": first, "second": second, "like_first": ones(4)}))
-assert found["state first"] == found["state like_first"] != found["state second"], found
+first, second = (distribute_tensor(ones(4) * factor, init_device_mesh("cpu", (1,)), [Shard(0)]) for factor in (1, 2))
+states = dict(collect_states({"first": first, "second": second, "like_first": ones(4)}))
+assert states["state first"] == states["state like_first"] != states["state second"], states
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)  # a process has only one group of ranks
 
 
 # ---------------------------------------------------------------------------------------------- the examples of others
@@ -174,19 +176,19 @@ KERAS = {"lr": 0.05, "momentum": 0.5, "hidden": 64}
     ("trainable", "config", "verdict", "first"),
     [
         ("ray_xgboost:train_breast_cancer", XGBOOST, "not deterministic", "differ without a kill, at step "),
-        ("ray_xgboost:seeded", XGBOOST, "not exact", "first difference at step 3: metric `test-logloss`"),
+        ("ray_xgboost:train_with_seed", XGBOOST, "not exact", "first difference at step 3: metric `test-logloss`"),
         ("ray_lightgbm:train_breast_cancer", LIGHTGBM, "not deterministic", "differ without a kill, at step "),
-        ("ray_lightgbm:seeded", LIGHTGBM, "not exact", "first difference at step 4: `model.txt`, `line "),
+        ("ray_lightgbm:train_with_seed", LIGHTGBM, "not exact", "first difference at step 4: `model.txt`, `line "),
         ("ray_lightning:train_mnist_tune", LIGHTNING, "not deterministic", "differ without a kill, at step "),
-        ("ray_lightning:seeded", LIGHTNING, "exact", ""),
+        ("ray_lightning:train_with_seed", LIGHTNING, "exact", ""),
         ("ray_keras:train_mnist", KERAS, "not deterministic", "differ without a kill, at step "),
-        ("ray_keras:seeded", KERAS, "exact", ""),
+        ("ray_keras:train_with_seed", KERAS, "exact", ""),
         ("ray_transformers:tune_transformer", {}, "exact", ""),
     ],
 )
 def test_what_it_finds_in_the_examples_of_ray_is_as_documented(
     trainable: str, config: dict[str, object], verdict: str, first: str, prefect_server: str, tmp_path: Path
 ) -> None:
-    found = drilled(f"tests.integrations.foreign.{trainable}", config, prefect_server, tmp_path)
-    assert found.verdict == verdict, list(found.lines())
-    assert first in next(found.lines())
+    report = run_drill_once(f"tests.integrations.foreign.{trainable}", config, prefect_server, tmp_path)
+    assert report.verdict == verdict, list(report.lines())
+    assert first in next(report.lines())

@@ -23,7 +23,7 @@ torch_trainable = pytest.importorskip("tests.integrations.torch_trainable")
 _TRIALS = 1000
 
 
-def trained(folder: Path, log: logging.Logger) -> Sequence[Mapping[str, Any]]:
+def train_trials(folder: Path, log: logging.Logger) -> Sequence[Mapping[str, Any]]:
     """Train `_TRIALS` trials, two at a time; return the metrics of each."""
     start = make_start(os.getcwd, folder, {"lr": 0.1}, steps=1).model_copy(
         update={"trainable": "tests.integrations.torch_trainable:train", "import_path": absolute_sys_path()}
@@ -45,9 +45,9 @@ def test_trials_draw_different_numbers_of_torch_unless_the_module_seeds_it(
     module.write(body.format(""))
     assert count_distinct(train_trials(3, reuse), "drawn") == 3
     module.write(body.format("torch.manual_seed(7)"))
-    seeded = torch.Generator().manual_seed(7)
-    torch.rand(3, generator=seeded)
-    assert {each["drawn"] for each in train_trials(3, reuse)} == {torch.rand(1, generator=seeded).item()}
+    generator = torch.Generator().manual_seed(7)
+    torch.rand(3, generator=generator)
+    assert {metrics["drawn"] for metrics in train_trials(3, reuse)} == {torch.rand(1, generator=generator).item()}
     assert recorder.reasons == []
 
 
@@ -60,8 +60,8 @@ def test_a_process_that_has_computed_with_jax_is_not_forked_and_each_trial_impor
         one = jax.numpy.ones(3)
         def measure(config): return {"sum": float((one * 2).sum())}
     """)
-    found = train_trials(3)
-    assert (count_distinct(found), {each["sum"] for each in found}) == (3, {6.0})
+    results = train_trials(3)
+    assert (count_distinct(results), {metrics["sum"] for metrics in results}) == (3, {6.0})
     assert "it imports JAX, which cannot be forked" in recorder.reasons[0]
 
 
@@ -69,17 +69,17 @@ def test_a_process_that_has_computed_with_jax_is_not_forked_and_each_trial_impor
 def test_a_thousand_forks_of_a_process_that_has_imported_torch_train_alike(
     tmp_path: Path, recorder: LogRecorder
 ) -> None:
-    found = trained(tmp_path, make_log(recorder))
+    results = train_trials(tmp_path, make_log(recorder))
     assert recorder.reasons == []
-    assert len({each["pid"] for each in found}) == _TRIALS
-    assert {(each["before"], each["product"]) for each in found} == {(found[0]["before"], 256.0**3)}
-    assert len({each["drawn"] for each in found}) > _TRIALS - 10  # of 2**24 numbers
+    assert len({metrics["pid"] for metrics in results}) == _TRIALS
+    assert {(metrics["before"], metrics["product"]) for metrics in results} == {(results[0]["before"], 256.0**3)}
+    assert len({metrics["drawn"] for metrics in results}) > _TRIALS - 10  # of 2**24 numbers
     for process in ("resident", "server", "supervisor"):
-        require_flat([each[process] for each in found])
+        require_flat([metrics[process] for metrics in results])
 
 
 def require_flat(resident: Sequence[int]) -> None:
-    """The last tenth of the trials takes at most 8 MiB more than the second tenth, however few there are."""
+    """Require that the last tenth of the trials takes at most 8 MiB more than the second tenth."""
     tenth = max(1, len(resident) // 10)
     early, late = resident[tenth : 2 * tenth] or resident[:1], resident[-tenth:]
     assert max(late) < max(early) + (8 << 20), resident[:: max(1, len(resident) // 20)]

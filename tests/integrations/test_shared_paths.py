@@ -1,4 +1,4 @@
-"""Two trials that are given the same path by a framework do not write to it."""
+"""Two trials that get the same path from a framework do not write to it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from prefect_tune.integrations.common import make_trial_path
 from prefect_tune.runtime.trainable import activate_session
 from prefect_tune.testing import without_server
 from tests.integrations import shared_paths
-from tests.integrations.undisturbed import Undisturbed
+from tests.integrations.undisturbed import StepCountingSession
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports Keras
 
 
-def path_in_trial(name: str, directory: Path, path: str) -> str:
-    session: Any = Undisturbed({}, 0, directory)
-    given = session.make_trial_info()
-    session.make_trial_info = lambda: type(given)(name, "e", 1, directory, {}, 0, 1, 0, session)
+def make_path_in_trial(name: str, directory: Path, path: str) -> str:
+    session: Any = StepCountingSession({}, 0, directory)
+    info = session.make_trial_info()
+    session.make_trial_info = lambda: type(info)(name, "e", 1, directory, {}, 0, 1, 0, session)
 
-    def in_trial() -> str:
+    def make_path() -> str:
         activate_session(session, whole_process=False)
         return make_trial_path(path)
 
-    return copy_context().run(in_trial)
+    return copy_context().run(make_path)
 
 
 @pytest.mark.parametrize("trial", ["00001", "alpha"])
@@ -53,7 +53,7 @@ def test_a_path_that_other_trials_have_too_becomes_one_below_the_trials_director
         str(own / "logs"): str(own / "logs"),
         "~/out": str(own.joinpath(*Path.home().parts[1:], "out")),
     }
-    assert {path: path_in_trial(trial, own, path) for path in expected} == expected
+    assert {path: make_path_in_trial(trial, own, path) for path in expected} == expected
 
 
 @pytest.fixture

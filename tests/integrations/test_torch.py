@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import prefect_tune as pt
 from tests.integrations.examples import Example
-from tests.integrations.states import flat
+from tests.integrations.states import DirectoryMaker, to_plain
 
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")
+if True:  # only with torch
+    from prefect_tune.integrations import torch as integration
+    from prefect_tune.integrations.torch import ResumableLoader, load_state, save_state
 
 
-def learned(directory: Path) -> Mapping[str, Any]:
-    """Return the whole state: weights, momenta, schedule, place in the data, and the generator that dropout uses."""
+def read_state(directory: Path) -> Mapping[str, Any]:
+    """Return the whole state: weights, momenta, schedule, position in the data, and the generator of dropout."""
     saved = torch.load(directory / "state.pt", weights_only=True)
-    return {"parts": flat(saved["parts"]), "torch": flat(saved["random"]["torch"])}
+    return {"parts": to_plain(saved["parts"]), "torch": to_plain(saved["random"]["torch"])}
 
 
 @pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
-    example("torch", "Digits").ends_as_undisturbed(learned, reach=13, interval=10, steps={18, 54})
+    example("torch", "Digits").require_undisturbed_end(read_state, reach=13, interval=10, steps={18, 54})
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""As many modules do, this one looks for a GPU when it is imported."""
+"""This module looks for a GPU when it is imported, like many modules."""
 GIB = 1 << 30
 
 
@@ -59,38 +62,20 @@ class Holding(pt.Trainable):
 def test_a_module_that_looks_for_a_gpu_is_not_forked_and_its_use_of_the_gpu_is_measured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    results = pt.tune(
-        Holding,
-        {"value": pt.grid_search([1.0, 2.0])},
-        target=str(tmp_path),
-        experiment="e",
-        metric="sum",
-        stop={"step": 20},
-    )
-    assert [(each.status, each.metrics["sum"]) for each in results.trials.values()] == [
-        ("completed", 2.0),
-        ("completed", 3.0),
-    ]
-    (why_not,) = (each for each in caplog.messages if "cannot be forked" in each)
-    # The driver has its files open; where it also starts a thread, that is the reason.
-    assert "/dev/nvidia" in why_not or "a library's cuda" in why_not
+    space = {"value": pt.grid_search([1.0, 2.0])}
+    results = pt.tune(Holding, space, target=str(tmp_path), experiment="e", metric="sum", stop={"step": 20})
+    assert [trial.status for trial in results.trials.values()] == ["completed"] * 2
+    assert [trial.metrics["sum"] for trial in results.trials.values()] == [2.0, 3.0]
+    (reason,) = (message for message in caplog.messages if "cannot be forked" in message)
+    # The driver of the GPU has files open; if it also starts a thread, the thread is the reason.
+    assert "/dev/nvidia" in reason or "a library's cuda" in reason
     for attempt in results.to_arrow("attempts").to_pylist():
         assert attempt["peak_gpu_memory_bytes"] > GIB
         assert 0 < attempt["mean_gpu_utilization"] <= 1
 
 
-class Evil:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.folder),))
-
-
 def test_a_checkpoint_of_somebody_else_runs_no_code(tmp_path: Path) -> None:
-    from prefect_tune.integrations.torch import load_state
-
-    torch.save({"parts": {}, "random": Evil(tmp_path / "ran"), "extra": {}}, tmp_path / "state.pt")
+    torch.save({"parts": {}, "random": DirectoryMaker(tmp_path / "ran"), "extra": {}}, tmp_path / "state.pt")
     with pytest.raises(pickle.UnpicklingError):
         load_state(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -98,20 +83,15 @@ def test_a_checkpoint_of_somebody_else_runs_no_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batches_done", [0, 1, 3, 4, 6])
 def test_a_loader_goes_on_with_the_batches_that_come_next(batches_done: int) -> None:
-    from prefect_tune.integrations.torch import ResumableLoader
-
-    def loader() -> Any:
-        return ResumableLoader(list(range(10)), 3)
-
-    def batches(data: Any) -> Iterator[Any]:
+    def iter_batches(data: Any) -> Iterator[Any]:
         while True:
-            yield from (each.tolist() for each in data)
+            yield from (batch.tolist() for batch in data)
 
-    undisturbed, first, second = loader(), loader(), loader()
-    expected = list(islice(batches(undisturbed), 12))
-    begun = list(islice(batches(first), batches_done))
+    undisturbed, first, second = (ResumableLoader(list(range(10)), 3) for _ in range(3))
+    expected = list(islice(iter_batches(undisturbed), 12))
+    first_batches = list(islice(iter_batches(first), batches_done))
     second.load_state_dict(first.state_dict())
-    assert begun + list(islice(batches(second), 12 - batches_done)) == expected
+    assert first_batches + list(islice(iter_batches(second), 12 - batches_done)) == expected
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -119,35 +99,31 @@ def test_a_loader_goes_on_with_the_batches_that_come_next(batches_done: int) -> 
 def test_ranks_divide_an_epoch_and_another_number_of_them_goes_on_with_what_none_has_had(
     size: int, drop_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefect_tune.integrations import torch as integration
-
-    def next_batch(rank: int, ranks: int, place: Mapping[str, int]) -> tuple[list[int], Mapping[str, int]]:
+    def next_batch(rank: int, ranks: int, position: Mapping[str, int]) -> tuple[list[int], Mapping[str, int]]:
         monkeypatch.setattr(integration, "_rank_and_world_size", lambda: (rank, ranks))
         loader = integration.ResumableLoader(list(range(size)), 3, drop_last=drop_last)
-        loader.load_state_dict(place)
+        loader.load_state_dict(position)
         return next(iter(loader)).tolist(), loader.state_dict()
 
     seen: dict[int, list[int]] = {}
-    place: Mapping[str, int] = {"epoch": 0, "examples_done": 0}
+    position: Mapping[str, int] = {"epoch": 0, "examples_done": 0}
     for ranks in (2, 4, 1, 3, 2, 2, 4, *[1] * 8):
         if drop_last and size < 3 * ranks:
             continue
-        drawn = [next_batch(rank, ranks, place) for rank in range(ranks)]
-        (place,) = {tuple(after.items()): after for _, after in drawn}.values()
+        drawn = [next_batch(rank, ranks, position) for rank in range(ranks)]
+        (position,) = {tuple(after.items()): after for _, after in drawn}.values()
         assert all(batch for batch, _ in drawn)
-        epoch = place["epoch"] - (place["examples_done"] == 0)
+        epoch = position["epoch"] - (position["examples_done"] == 0)
         seen.setdefault(epoch, []).extend(example for batch, _ in drawn for example in batch)
-    assert place["epoch"] > 0
-    for epoch in range(place["epoch"]):
-        again = len(seen[epoch]) - len(set(seen[epoch]))
-        assert again == 0 if drop_last else again < 4
+    assert position["epoch"] > 0
+    for epoch in range(position["epoch"]):
+        repeated = len(seen[epoch]) - len(set(seen[epoch]))
+        assert repeated == 0 if drop_last else repeated < 4
         assert drop_last or set(seen[epoch]) == set(range(size))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_loader_shuffles_unless_it_is_told_not_to(shuffle: bool) -> None:
-    from prefect_tune.integrations.torch import ResumableLoader
-
     loader, default = ResumableLoader(list(range(20)), 4, shuffle=shuffle), ResumableLoader(list(range(20)), 4)
     first, second = (torch.cat(list(loader)).tolist() for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(20))
@@ -168,7 +144,7 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[name-defined]  #
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"sampler": torch.utils.data.SequentialSampler(range(4))}, r"sampler=...\): expected no sampler"),
         ({"batch_sampler": [[0], [1]]}, r"batch_sampler=...\): expected no batch_sampler"),
@@ -188,18 +164,12 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[name-defined]  #
         ({"dataset": iter([1])}, "a dataset with a length"),
     ],
 )
-def test_a_loader_refuses_what_would_leave_the_order_to_another(options: Mapping[str, Any], said: str) -> None:
-    from prefect_tune.integrations.torch import ResumableLoader
-
-    with pytest.raises(pt.InvalidInput, match=said):
+def test_a_loader_refuses_what_would_leave_the_order_to_another(options: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(pt.InvalidInput, match=message):
         ResumableLoader(**{"dataset": list(range(4)), **options})
 
 
 def test_a_loader_takes_all_other_options() -> None:
-    import numpy as np
-
-    from prefect_tune.integrations.torch import ResumableLoader
-
     options = {
         "sampler": None,
         "batch_sampler": None,
@@ -213,9 +183,7 @@ def test_a_loader_takes_all_other_options() -> None:
         ResumableLoader(list(range(10)), shufle=True)
 
 
-def plain_values() -> Mapping[str, Any]:
-    import numpy as np
-
+def make_values() -> Mapping[str, Any]:
     return {
         "float": 0.5,
         "int": 3,
@@ -246,48 +214,40 @@ def plain_values() -> Mapping[str, Any]:
     }
 
 
-def same(left: Any, right: Any) -> bool:
-    import numpy as np
-
+def is_same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor | np.ndarray):
         return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(is_same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
+        return len(left) == len(right) and all(map(is_same, left, right))
     return bool(left == right)
 
 
-@pytest.mark.parametrize("name", plain_values())
+@pytest.mark.parametrize("name", make_values())
 def test_a_plain_value_among_the_parts_is_restored_by_value(name: str, tmp_path: Path) -> None:
-    from prefect_tune.integrations.torch import load_state, save_state
-
-    value, model = plain_values()[name], torch.nn.Linear(2, 2)
+    value, model = make_values()[name], torch.nn.Linear(2, 2)
     save_state(tmp_path, model=model, value=value, extra={"same": value})
     other = torch.nn.Linear(2, 2)
-    for found in (load_state(tmp_path, model=other), load_state(tmp_path, model=other, value=plain_values()[name])):
-        assert same(found, {"same": value, "value": value})
-    assert same(other.state_dict(), model.state_dict())
+    for loaded in (load_state(tmp_path, model=other), load_state(tmp_path, model=other, value=make_values()[name])):
+        assert is_same(loaded, {"same": value, "value": value})
+    assert is_same(other.state_dict(), model.state_dict())
 
 
 def test_containers_and_tensors_among_the_parts_are_changed_in_place(tmp_path: Path) -> None:
-    import numpy as np
-
-    from prefect_tune.integrations.torch import load_state, save_state
-
-    def parts(number: float) -> dict[str, Any]:
+    def make_parts(number: float) -> dict[str, Any]:
         weight = torch.nn.Parameter(torch.full((2,), number))
         return {"history": [number], "seen": {"a": number}, "mean": np.full(2, number), "weight": weight}
 
-    before, after = parts(1.0), parts(2.0)
+    before, after = make_parts(1.0), make_parts(2.0)
     save_state(tmp_path, **before)
     load_state(tmp_path, **after)
-    assert same(after, before)
+    assert is_same(after, before)
 
 
-class WithState:
+class Stateful:
     def __init__(self, state: object) -> None:
         self.state = state
 
@@ -299,32 +259,28 @@ class WithState:
 
 
 def test_a_state_may_hold_what_a_plain_value_may(tmp_path: Path) -> None:
-    from prefect_tune.integrations.torch import load_state, save_state
-
-    save_state(tmp_path, part=WithState(dict(plain_values())))
-    loaded = WithState(None)
+    save_state(tmp_path, part=Stateful(dict(make_values())))
+    loaded = Stateful(None)
     assert load_state(tmp_path, part=loaded) == {}
-    assert same(loaded.state, dict(plain_values()))
+    assert is_same(loaded.state, dict(make_values()))
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "message"),
     [
         ({"best": Path("best")}, r"save_state\(best=...\): .* found a value of type pathlib.PosixPath at best"),
         ({"best": [1, {"a": object()}]}, r"save_state\(best=...\): .* builtins.object at best\[1\]\['a'\]"),
         ({"best": lambda: 1}, r"save_state\(best=...\): .* builtins.function at best"),
         ({"model": torch.nn.Linear}, r"save_state\(model=...\): .* builtins.type at model"),
-        ({"part": WithState({"a": Path("a")})}, r"save_state\(part=...\): .*PosixPath at part\['a'\]"),
+        ({"part": Stateful({"a": Path("a")})}, r"save_state\(part=...\): .*PosixPath at part\['a'\]"),
         ({"extra": {"a": Path("a")}}, r"save_state\(a=...\): .*PosixPath at a"),
         ({"extra": {"a": 1}, "a": 2}, r"expected each name once, found \['a'\]"),
     ],
 )
 def test_a_part_that_could_not_be_loaded_is_refused_by_name_when_it_is_saved(
-    parts: Mapping[str, Any], said: str, tmp_path: Path
+    parts: Mapping[str, Any], message: str, tmp_path: Path
 ) -> None:
-    from prefect_tune.integrations.torch import save_state
-
-    with pytest.raises(pt.InvalidInput, match=said):
+    with pytest.raises(pt.InvalidInput, match=message):
         save_state(tmp_path / "new", **{"model": torch.nn.Linear(1, 1), **parts})
     assert not (tmp_path / "new").exists()
 
@@ -335,21 +291,17 @@ def test_a_part_that_could_not_be_loaded_is_refused_by_name_when_it_is_saved(
         {},
         {"best": 0.0},
         {"model": 1.0},
-        {"model": WithState({}), "other": 1},
-        {"model": WithState({}), "best": WithState({})},
+        {"model": Stateful({}), "other": 1},
+        {"model": Stateful({}), "best": Stateful({})},
     ],
 )
 def test_other_parts_than_those_saved_are_refused(parts: Mapping[str, Any], tmp_path: Path) -> None:
-    from prefect_tune.integrations.torch import load_state, save_state
-
-    save_state(tmp_path, model=WithState({}), best=0.5)
+    save_state(tmp_path, model=Stateful({}), best=0.5)
     with pytest.raises(pt.InvalidInput, match="expected the parts"):
         load_state(tmp_path, **parts)
 
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
-    from prefect_tune.integrations.torch import load_state, save_state
-
     save_state(tmp_path, mean=torch.ones(2))
     with pytest.raises(pt.InvalidInput, match=r"mean=...\): expected Tensor of shape \(3,\)"):
         load_state(tmp_path, mean=torch.ones(3))

@@ -12,25 +12,25 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.runtime.trainable import activate_session
 from tests.integrations.examples import Example
-from tests.integrations.states import flat
-from tests.integrations.undisturbed import Reports
+from tests.integrations.states import to_plain
+from tests.integrations.undisturbed import RecordingSession
 
 pytestmark = pytest.mark.integrations
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 
-def learned(directory: Path) -> Mapping[str, Any]:
-    """Return weights, moments, schedule, and the generator that dropout uses."""
+def read_state(directory: Path) -> Mapping[str, Any]:
+    """Return weights, moments, schedule, and the generator of dropout."""
     states = {name: torch.load(directory / name, weights_only=True) for name in ("optimizer.pt", "scheduler.pt")}
     with safe_numpy():
         random = torch.load(directory / "rng_state.pth", weights_only=True)
     weights = (directory / "model.safetensors").read_bytes()
-    return {**flat(states), "torch": flat(random["cpu"]), "weights": weights}
+    return {**to_plain(states), "torch": to_plain(random["cpu"]), "weights": weights}
 
 
 def safe_numpy() -> Any:
-    """Allow what the file of a generator's state holds, besides tensors."""
+    """Allow the types in the file of a generator's state."""
     import numpy as np
 
     names = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]  # type: ignore[attr-defined]  # pickles name it
@@ -39,11 +39,11 @@ def safe_numpy() -> Any:
 
 @pytest.mark.timeout(2000)
 def test_the_example_ends_with_the_state_of_an_undisturbed_one(example: Callable[[str, str], Example]) -> None:
-    example("transformers", "train").ends_as_undisturbed(learned, reach=3, interval=1, steps={4, 12})
+    example("transformers", "train").require_undisturbed_end(read_state, reach=3, interval=1, steps={4, 12})
 
 
-def module() -> Any:
-    """A model that is none of Hugging Face's, though it has a `from_pretrained`, like PEFT's."""
+def make_plain_model() -> Any:
+    """Return a model that is not Hugging Face's, but has a `from_pretrained`, like PEFT's."""
 
     class Line(torch.nn.Module):  # type: ignore[name-defined,misc]  # torch is imported if it is there
         def __init__(self) -> None:
@@ -60,26 +60,26 @@ def module() -> Any:
     return Line()
 
 
-def language_model() -> Any:
+def make_language_model() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
 
 
-def with_lora() -> Any:
+def make_lora_model() -> Any:
     import peft
 
-    return peft.get_peft_model(language_model(), lora())
+    return peft.get_peft_model(make_language_model(), make_lora_config())
 
 
-def lora() -> Any:
+def make_lora_config() -> Any:
     import peft
 
     return peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
 
 
-def train(model: Callable[[], Any], reports: Reports, **options: Any) -> None:
-    """Train ten steps as the only trial of a context; evaluate after the fifth, and report each second."""
+def train(model: Callable[[], Any], reports: RecordingSession, **options: Any) -> None:
+    """Train ten steps as the only trial of a context; evaluate after the fifth, and report every second step."""
     from transformers import Trainer, TrainingArguments, set_seed
 
     from prefect_tune.integrations.transformers import TuneReportCheckpointCallback, get_checkpoint_path
@@ -87,9 +87,9 @@ def train(model: Callable[[], Any], reports: Reports, **options: Any) -> None:
     def fit() -> None:
         activate_session(reports, whole_process=False)
         set_seed(0)
-        made = model()
+        network = model()
         tokens = [{"input_ids": row, "labels": row} for row in torch.randint(0, 8, (24, 4))]
-        data = [{"inputs": row, "labels": row} for row in torch.randn(24, 2)] if hasattr(made, "layers") else tokens
+        data = [{"inputs": row, "labels": row} for row in torch.randn(24, 2)] if hasattr(network, "layers") else tokens
         arguments = TrainingArguments(
             output_dir=str(reports.directory / "out"),
             max_steps=10,
@@ -104,31 +104,31 @@ def train(model: Callable[[], Any], reports: Reports, **options: Any) -> None:
             **options,
         )
         callback = TuneReportCheckpointCallback(every_steps=2)
-        trainer = Trainer(made, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[callback])
+        trainer = Trainer(network, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[callback])
         trainer.train(resume_from_checkpoint=get_checkpoint_path())
 
     copy_context().run(fit)
 
 
-@pytest.mark.parametrize("model", [module, language_model, with_lora])
+@pytest.mark.parametrize("model", [make_plain_model, make_language_model, make_lora_model])
 def test_a_training_resumed_from_any_of_its_checkpoints_reports_as_undisturbed(
     model: Callable[[], Any], tmp_path: Path
 ) -> None:
-    def learned_by(reports: Reports) -> Mapping[int, Mapping[str, float]]:
-        measured = ("runtime", "per_second")  # times
+    def select_metrics(reports: RecordingSession) -> Mapping[int, Mapping[str, float]]:
+        measurements = ("runtime", "per_second")  # times
         return {
-            step: {name: value for name, value in metrics.items() if not any(part in name for part in measured)}
+            step: {name: value for name, value in metrics.items() if not any(part in name for part in measurements)}
             for step, metrics in reports.metrics.items()
         }
 
-    undisturbed = Reports({}, 0, tmp_path)
+    undisturbed = RecordingSession({}, 0, tmp_path)
     train(model, undisturbed)
-    expected = learned_by(undisturbed)
+    expected = select_metrics(undisturbed)
     assert ["eval_loss" in metrics for metrics in expected.values()] == [False, False, True, True, True]
     assert [*undisturbed.allow_missing.values()] == [True, True, False, False, False]
     for step in (1, 3):
-        train(model, resumed := Reports({}, 0, tmp_path, restored_step=step))
-        assert learned_by(resumed) == {later: expected[later] for later in expected if later > step}
+        train(model, resumed := RecordingSession({}, 0, tmp_path, restored_step=step))
+        assert select_metrics(resumed) == {later: expected[later] for later in expected if later > step}
         assert resumed.allow_missing == {later: undisturbed.allow_missing[later] for later in expected if later > step}
 
 
@@ -144,14 +144,14 @@ def test_options_with_which_a_resumed_training_would_differ_are_refused(
     options: Mapping[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(pt.InvalidInput, match=rf"{next(iter(options))}.*\): expected False"):
-        train(module, Reports({}, 0, tmp_path), **options)
+        train(make_plain_model, RecordingSession({}, 0, tmp_path), **options)
 
 
 def test_an_adapter_whose_checkpoints_the_trainer_cannot_load_is_refused(tmp_path: Path) -> None:
     def model() -> Any:
-        made = language_model()
-        made.add_adapter(lora())
-        return made
+        network = make_language_model()
+        network.add_adapter(make_lora_config())
+        return network
 
     with pytest.raises(pt.InvalidInput, match="get_peft_model"):
-        train(model, Reports({}, 0, tmp_path))
+        train(model, RecordingSession({}, 0, tmp_path))

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 network = torch.nn.Linear(16, 1)
-"""One network for the module: each fork has a copy, so that every trial begins with the same weights."""
+"""Each fork has a copy, so every trial starts with the same weights."""
 
 
 def train(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take a step, with as many threads as PyTorch wants; `server` is the memory of what forked this process."""
+    """Take a step with PyTorch's default threads; `server` is the memory of the process that forked this one."""
     before = network.weight.sum().item()
     optimizer = torch.optim.Adam(network.parameters(), lr=config["lr"])
     x = torch.ones(4096, 16)

@@ -1,7 +1,7 @@
 """`python -m tests.integrations.undisturbed EXAMPLE`: train an example's trainable without flow, target and kills.
 
-It reads from its input, for each training, the configuration, the number of steps, and the directory for the state
-after the last of them. Nothing is saved before that, and nothing is restored.
+Its input is a JSON list of trainings: the trainable, the configuration, the number of steps, and the directory for the
+state after the last step. It saves only once, and restores nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prefect_tune.runtime.trainable import StopTraining, Trainable, TrialInfo, a
 
 
 @dataclass
-class Undisturbed:
+class StepCountingSession:
     """A session that only counts steps, and saves once."""
 
     config: Mapping[str, object]
@@ -45,7 +45,7 @@ class Undisturbed:
         self.report_step(metrics, lambda directory: Path(checkpoint.path).rename(directory))
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
-        """The last step is saved already."""
+        """Do nothing: the last step is saved already."""
 
     def get_restored_directory(self) -> None:
         return None
@@ -63,8 +63,8 @@ class Undisturbed:
 
 
 @dataclass
-class Reports(Undisturbed):
-    """Keeps what is reported, and a checkpoint of each step."""
+class RecordingSession(StepCountingSession):
+    """Keeps the reports, and a checkpoint of each step."""
 
     restored_step: int = 0
     pause_at: int | None = None
@@ -81,9 +81,9 @@ class Reports(Undisturbed):
         self.step += 1
         self.allow_missing[self.step] = allow_missing
         self.metrics[self.step] = {name: float(value) for name, value in metrics.items()}
-        place = self.directory / str(self.step)
-        place.mkdir(parents=True, exist_ok=True)
-        save(str(place))
+        directory = self.directory / str(self.step)
+        directory.mkdir(parents=True, exist_ok=True)
+        save(str(directory))
         if self.step == self.pause_at:
             raise StopTraining(TrialPaused(trial="trial", reason="paused"))
 
@@ -91,8 +91,8 @@ class Reports(Undisturbed):
         return str(self.directory / str(self.restored_step)) if self.restored_step else None
 
 
-def train(trainable: Any, session: Undisturbed) -> None:
-    """Train as far as the session allows; a function returns after its framework's loop has ended."""
+def train(trainable: Any, session: StepCountingSession) -> None:
+    """Train until the session stops it; a function returns when its framework's loop has ended."""
     activate_session(session, whole_process=True)
     session.directory.mkdir(parents=True)
     try:
@@ -109,8 +109,11 @@ def train(trainable: Any, session: Undisturbed) -> None:
 
 def main() -> None:
     example = runpy.run_path(sys.argv[1])
-    for asked in json.load(sys.stdin):
-        train(example[asked["trainable"]], Undisturbed(asked["config"], asked["steps"], Path(asked["directory"])))
+    for training in json.load(sys.stdin):
+        train(
+            example[training["trainable"]],
+            StepCountingSession(training["config"], training["steps"], Path(training["directory"])),
+        )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Tenant(pt.Trainable):
             raise RuntimeError(f"started on {self.devices}, but the step runs on {devices}")
         with ExitStack() as held:
             for device in devices.split(","):
-                held.enter_context(_locked_device(Path(self.config["house"]), device, int(self.config.get("share", 1))))
+                held.enter_context(_device_lock(Path(self.config["house"]), device, int(self.config.get("share", 1))))
             time.sleep(0.05)
         return {"loss": 1.0, "gpus": devices, "threads": os.environ.get("OMP_NUM_THREADS", ""), "pid": os.getpid()}
 
@@ -42,7 +42,7 @@ class Tenant(pt.Trainable):
 
 
 @contextmanager
-def _locked_device(folder: Path, device: str, share: int) -> Iterator[None]:
+def _device_lock(folder: Path, device: str, share: int) -> Iterator[None]:
     for slot in range(share):
         with (folder / f"{device}-{slot}").open("w") as lock:
             try:

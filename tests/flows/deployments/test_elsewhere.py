@@ -42,11 +42,11 @@ from tests.trainables.witness import acts_of
 
 pytest.importorskip("torch")
 if True:  # only with torch
-    from tests.integrations.ranks.test_torch_ranks import CASES, StruckDDP, trained
+    from tests.integrations.ranks.test_torch_ranks import CASES, KilledDDP, train_case
     from tests.integrations.ranks.test_torch_ranks import STEPS as RANK_STEPS
 
 
-class SlowDDP(StruckDDP):
+class SlowDDP(KilledDDP):
     """The example with DDP, whose steps leave time to end a machine."""
 
     def step(self) -> dict[str, float]:
@@ -157,7 +157,7 @@ def test_two_machines_train_and_after_one_has_lost_its_power_they_go_on_bit_for_
     victim: int, network: str, prefect_server: str, s3_port: int, tmp_path: Path
 ) -> None:
     with without_server():
-        _, reference = trained(tmp_path / "reference", "ddp", 2)
+        _, reference = train_case(tmp_path / "reference", "ddp", 2)
     api = urlsplit(prefect_server)
     with TcpProxy(s3_port, network) as store, TcpProxy(int(api.port or 0), network) as server:
         target = s3_at(s3_port).model_copy(update={"endpoint_url": store.url})

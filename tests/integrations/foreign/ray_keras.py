@@ -54,6 +54,6 @@ def train_mnist(config):
     )
 
 
-def seeded(config):
+def train_with_seed(config):
     keras.utils.set_random_seed(0)
     train_mnist(config)

@@ -83,6 +83,6 @@ def train_mnist_tune(config, num_epochs=10):
     trainer.fit(model, dm, ckpt_path=get_checkpoint_path(), weights_only=True)
 
 
-def seeded(config):
+def train_with_seed(config):
     pl.seed_everything(0)
     train_mnist_tune(config)

@@ -18,7 +18,7 @@ from prefect_tune.integrations.transformers import TuneReportCheckpointCallback,
 
 def sentences():
     tokens = torch.randint(5, 100, (256, 16), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": each, "labels": int(each[0] > each[1])} for each in tokens]
+    return [{"input_ids": row, "labels": int(row[0] > row[1])} for row in tokens]
 
 
 def tune_transformer(config):

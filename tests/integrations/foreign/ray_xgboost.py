@@ -36,6 +36,6 @@ def train_breast_cancer(config: dict[str, object]):
     )
 
 
-def seeded(config: dict[str, object]):
+def train_with_seed(config: dict[str, object]):
     np.random.seed(0)  # noqa: NPY002 - the generator that the example draws from
     train_breast_cancer(config)

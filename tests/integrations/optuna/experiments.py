@@ -1,4 +1,4 @@
-"""A simulated search: three concurrent trials that end out of order, and a history to resume from."""
+"""A simulated search: three concurrent trials that end out of order, and a history to resume."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Config = Mapping[str, Any]
 LOSS = Objective(metrics=("loss",), modes=("min",))
 LOSS_AND_SCORE = Objective(metrics=("loss", "score"), modes=("min", "max"))
 SEED = 7
-AT_ONCE = 3
+CONCURRENT_TRIALS = 3
 
 
 @dataclass
 class Experiment:
-    """The calls of a search so far, which a resume repeats on the next one."""
+    """The calls of a search, which a resume repeats on a new search."""
 
     search: Search
     space: Mapping[str, object]
@@ -31,20 +31,20 @@ class Experiment:
     configs: list[Config] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
 
-    def run(self, count: int, *, sittings: int = 1) -> list[Config]:
-        """Propose so many trials, with kills and resumes in between."""
-        for _ in range(sittings):
-            proposals = self.resumed()
-            for _ in range(count // sittings):
+    def run(self, count: int, *, sessions: int = 1) -> list[Config]:
+        """Propose `count` trials in several sessions, with a resume before each session."""
+        for _ in range(sessions):
+            proposals = self.resume()
+            for _ in range(count // sessions):
                 if not self._propose(proposals):
                     return self.configs
         return self.configs
 
-    def resumed(self) -> SearchState:
-        """Begin a new search, and repeat the journal's calls: from JSON, with its keys in another order."""
-        proposals = self.search.begin(_turned(self.space), self.objective, SEED)
-        for act, arguments in self.events:
-            _tell(proposals, act, arguments)
+    def resume(self) -> SearchState:
+        """Begin a new search and repeat the calls, with the keys of the space in another order."""
+        proposals = self.search.begin(_reverse_keys(self.space), self.objective, SEED)
+        for method, arguments in self.events:
+            _apply_call(proposals, method, arguments)
         return proposals
 
     def _propose(self, proposals: SearchState) -> bool:
@@ -56,43 +56,42 @@ class Experiment:
         self.configs.append(suggestion.config)
         self.events.append(("restore_trial", (number, json.loads(json.dumps(suggestion.config, sort_keys=True)))))
         self.running.append(number)
-        if len(self.running) >= AT_ONCE:
-            self._end(proposals, self.running.pop(random.Random(number).randrange(AT_ONCE)))
+        if len(self.running) >= CONCURRENT_TRIALS:
+            self._end(proposals, self.running.pop(random.Random(number).randrange(CONCURRENT_TRIALS)))
         return True
 
     def _end(self, proposals: SearchState, number: int) -> None:
-        """Report twice, then finish; each seventh trial fails, and each fifth is stopped after its first report."""
-        one, two = [StepReport(step=step, metrics=metrics(self.configs[number], step)) for step in (1, 2)]
-        acts: list[tuple[str, tuple[Any, ...]]]
+        """Report twice, then finish; every seventh trial fails, every fifth is stopped after its first report."""
+        one, two = [StepReport(step=step, metrics=make_metrics(self.configs[number], step)) for step in (1, 2)]
+        calls: list[tuple[str, tuple[Any, ...]]]
         if number % 7 == 6:
-            acts = [("failed", (number, None))]
+            calls = [("failed", (number, None))]
         elif number % 5 == 4:
-            acts = [("on_report", (number, one)), ("on_trial_stopped", (number,)), ("on_trial_ended", (number, one))]
+            calls = [("on_report", (number, one)), ("on_trial_stopped", (number,)), ("on_trial_ended", (number, one))]
         else:
-            acts = [("on_report", (number, one)), ("on_trial_ended", (number, two))]
-        for act, arguments in acts:
-            self.events.append((act, arguments))
-            _tell(proposals, act, arguments)
+            calls = [("on_report", (number, one)), ("on_trial_ended", (number, two))]
+        for method, arguments in calls:
+            self.events.append((method, arguments))
+            _apply_call(proposals, method, arguments)
 
 
-def metrics(config: Config, step: int = 1) -> dict[str, object]:
-    """The metrics of a trial: best near the middle of every range, and for the first of all options."""
+def make_metrics(config: Config, step: int = 1) -> dict[str, object]:
+    """Return the metrics of a trial: best near the middle of each range, and for the first options."""
     loss = sum(_distance(value) for value in _values(config)) / step
     return {"loss": loss, "score": -abs(loss - 1), "size": loss - 0.5}
 
 
-def _tell(proposals: SearchState, act: str, arguments: tuple[Any, ...]) -> None:
-    match act:
-        case "on_trial_ended" | "failed":
-            proposals.on_trial_ended(*arguments, failed=act == "failed")
-        case _:
-            getattr(proposals, act)(*arguments)
+def _apply_call(proposals: SearchState, method: str, arguments: tuple[Any, ...]) -> None:
+    if method in ("on_trial_ended", "failed"):
+        proposals.on_trial_ended(*arguments, failed=method == "failed")
+    else:
+        getattr(proposals, method)(*arguments)
 
 
 def _values(node: object) -> list[object]:
     if isinstance(node, Mapping):
-        return [each for key in sorted(node) for each in _values(node[key])]
-    return [each for part in node for each in _values(part)] if isinstance(node, list) else [node]
+        return [value for key in sorted(node) for value in _values(node[key])]
+    return [value for item in node for value in _values(item)] if isinstance(node, list) else [node]
 
 
 def _distance(value: object) -> float:
@@ -101,10 +100,10 @@ def _distance(value: object) -> float:
     return 0.0 if value is None else abs(float(value) - 0.5)  # type: ignore[arg-type]  # numbers are left
 
 
-def _turned(node: object) -> Any:
+def _reverse_keys(node: object) -> Any:
     """Return the space with its keys in reverse order."""
     if isinstance(node, dict):
-        return {key: _turned(node[key]) for key in reversed(node)}
+        return {key: _reverse_keys(node[key]) for key in reversed(node)}
     if isinstance(node, Choice):
-        return Choice(tuple(map(_turned, node.options)), node.weights)
+        return Choice(tuple(map(_reverse_keys, node.options)), node.weights)
     return node

@@ -1,4 +1,4 @@
-"""Pruners decide as in Optuna itself; a resumed search makes the decisions that an uninterrupted one would make."""
+"""Pruners decide like in Optuna itself; a resumed search makes the decisions of an uninterrupted search."""
 
 from __future__ import annotations
 
@@ -38,75 +38,74 @@ PRUNERS: dict[str, Callable[[], pruners.BasePruner]] = {
 }
 
 
-def accuracy(trial: int, step: int) -> float:
-    """A learning curve with noise; trials differ in quality."""
-    chance = random.Random(f"{trial}")
-    best = chance.random()
+def compute_accuracy(trial: int, step: int) -> float:
+    """Return a point of a learning curve with noise; trials differ in quality."""
+    best = random.Random(f"{trial}").random()
     return best * (1 - 0.8**step) + random.Random(f"{trial} {step}").uniform(-0.05, 0.05)
 
 
 @dataclass
 class RecordedSchedule:
-    """A schedule with a record of its calls, which a resume repeats on the next one."""
+    """A schedule with a record of its calls, which a resume repeats on a new schedule."""
 
     pruner: pruners.BasePruner
     objective: Objective = ACCURACY
     events: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.schedule = self.resumed()
+        self.schedule = self.resume()
 
-    def resumed(self) -> Schedule:
+    def resume(self) -> Schedule:
         schedule = OptunaPruner(self.pruner).begin(self.objective, SEED)
-        for act, arguments in self.events:
-            getattr(schedule, act)(*arguments)
+        for method, arguments in self.events:
+            getattr(schedule, method)(*arguments)
         return schedule
 
-    def call(self, act: str, *arguments: object) -> str:
-        self.events.append((act, arguments))
-        decision = getattr(self.schedule, act)(*arguments)
+    def call(self, method: str, *arguments: object) -> str:
+        self.events.append((method, arguments))
+        decision = getattr(self.schedule, method)(*arguments)
         return "" if decision is None else str(decision.type)
 
-    def says(self, trial: int, step: int) -> str:
-        report = StepReport(step=step, metrics={"accuracy": accuracy(trial, step)})
+    def decide(self, trial: int, step: int) -> str:
+        report = StepReport(step=step, metrics={"accuracy": compute_accuracy(trial, step)})
         return self.call("decide", TrialReport(f"{trial}", report))
 
 
-def stopped_at(recorded: RecordedSchedule, trial: int) -> Iterator[int]:
-    """Train a trial to its end, and yield the steps at which the schedule stops it."""
+def iter_stop_steps(recorded: RecordedSchedule, trial: int) -> Iterator[int]:
+    """Train a trial; yield the step at which the schedule stops it, if any."""
     step = 0
-    while (asked := recorded.schedule.next_milestone(f"{trial}", step)) is not None and asked <= STEPS:
-        assert asked > step
-        step = asked
-        if recorded.says(trial, step) == "stop":
+    while (milestone := recorded.schedule.next_milestone(f"{trial}", step)) is not None and milestone <= STEPS:
+        assert milestone > step
+        step = milestone
+        if recorded.decide(trial, step) == "stop":
             yield step
             return
 
 
-def lengths(recorded: RecordedSchedule) -> list[int]:
-    found = []
+def run_trials(recorded: RecordedSchedule) -> list[int]:
+    lengths = []
     for trial in range(TRIALS):
         recorded.call("on_trial_added", f"{trial}", {})
-        found.append(next(stopped_at(recorded, trial), STEPS))
+        lengths.append(next(iter_stop_steps(recorded, trial), STEPS))
         recorded.call("on_trial_ended", f"{trial}")
-    return found
+    return lengths
 
 
-def lengths_in_optuna(pruner: pruners.BasePruner) -> list[int]:
-    found = []
+def run_trials_in_optuna(pruner: pruners.BasePruner) -> list[int]:
+    lengths = []
 
     def train(trial: optuna.Trial) -> float:
         for step in range(1, STEPS + 1):
-            trial.report(accuracy(trial.number, step), step)
+            trial.report(compute_accuracy(trial.number, step), step)
             if trial.should_prune():
-                found.append(step)
+                lengths.append(step)
                 raise optuna.TrialPruned
-        found.append(STEPS)
-        return accuracy(trial.number, STEPS)
+        lengths.append(STEPS)
+        return compute_accuracy(trial.number, STEPS)
 
     study = optuna.create_study(direction="maximize", pruner=pruner, study_name=f"prefect-tune-{SEED}")
     study.optimize(train, n_trials=TRIALS)
-    return found
+    return lengths
 
 
 pytestmark = pytest.mark.filterwarnings(
@@ -116,9 +115,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("name", long_after(3, PRUNERS))
 def test_trials_are_as_long_as_optuna_itself_makes_them(name: str) -> None:
-    found = lengths(RecordedSchedule(PRUNERS[name]()))
-    assert found == lengths_in_optuna(PRUNERS[name]())
-    assert (min(found) < STEPS) == (name != "none")  # each prunes
+    lengths = run_trials(RecordedSchedule(PRUNERS[name]()))
+    assert lengths == run_trials_in_optuna(PRUNERS[name]())
+    assert (min(lengths) < STEPS) == (name != "none")  # each prunes
 
 
 @pytest.mark.long
@@ -128,10 +127,10 @@ def test_a_resumed_schedule_decides_what_the_first_would_have(name: str) -> None
     for trial in range(TRIALS):
         recorded.call("on_trial_added", f"{trial}", {})
         if trial % 10 == 9:
-            recorded.schedule = recorded.resumed()
-        decisions.append(next(stopped_at(recorded, trial), STEPS))
+            recorded.schedule = recorded.resume()
+        decisions.append(next(iter_stop_steps(recorded, trial), STEPS))
         recorded.call("on_trial_ended", f"{trial}")
-    assert decisions == lengths(RecordedSchedule(PRUNERS[name]()))
+    assert decisions == run_trials(RecordedSchedule(PRUNERS[name]()))
 
 
 def test_trials_side_by_side_are_compared_as_they_come() -> None:
@@ -146,12 +145,12 @@ def test_a_step_that_is_trained_again_is_answered_the_same_and_not_counted_twice
     recorded = RecordedSchedule(pruners.ThresholdPruner(upper=0.5))
     recorded.call("on_trial_added", "trial", {})
 
-    def says(step: int, value: float) -> str:
+    def decide(step: int, value: float) -> str:
         return recorded.call("decide", TrialReport("trial", StepReport(step=step, metrics={"accuracy": value})))
 
-    assert [says(1, 0.1), says(2, 0.2)] == ["continue", "continue"]
-    assert [says(1, 0.9), says(2, 0.9)] == ["continue", "continue"]  # other numbers, after a crash
-    assert [says(3, 0.9), says(3, 0.1)] == ["stop", "stop"]
+    assert [decide(1, 0.1), decide(2, 0.2)] == ["continue", "continue"]
+    assert [decide(1, 0.9), decide(2, 0.9)] == ["continue", "continue"]  # other numbers, after a crash
+    assert [decide(3, 0.9), decide(3, 0.1)] == ["stop", "stop"]
 
 
 def test_a_stopped_trial_that_is_to_go_on_goes_on() -> None:
@@ -172,25 +171,25 @@ def test_the_reason_names_the_pruner_and_the_value_as_it_was_reported() -> None:
 
 
 def test_trials_are_asked_only_where_the_pruner_looks() -> None:
-    def asked(pruner: pruners.BasePruner) -> list[int]:
+    def list_milestones(pruner: pruners.BasePruner) -> list[int]:
         schedule, steps = OptunaPruner(pruner).begin(LOSS, SEED), [0]
         schedule.on_trial_added("trial", {})
         while (step := schedule.next_milestone("trial", steps[-1])) is not None and step <= STEPS:
             steps.append(step)
         return steps[1:]
 
-    assert asked(PRUNERS["halving"]()) == [6, 18]
-    assert asked(PRUNERS["Hyperband"]()) == [1, 3, 9, 27]
-    assert asked(PRUNERS["threshold"]()) == [4, 9, 14, 19, 24, 29]
-    assert asked(PRUNERS["none"]()) == []
+    assert list_milestones(PRUNERS["halving"]()) == [6, 18]
+    assert list_milestones(PRUNERS["Hyperband"]()) == [1, 3, 9, 27]
+    assert list_milestones(PRUNERS["threshold"]()) == [4, 9, 14, 19, 24, 29]
+    assert list_milestones(PRUNERS["none"]()) == []
     for name in ("median", "patient", "Hyperband, resources found out", "halving, resources found out"):
-        assert asked(PRUNERS[name]()) == list(range(1, STEPS + 1))
+        assert list_milestones(PRUNERS[name]()) == list(range(1, STEPS + 1))
 
 
 def test_the_pruner_of_the_user_is_not_touched() -> None:
     pruner = pruners.HyperbandPruner()
     before = dict(vars(pruner))
-    lengths(RecordedSchedule(pruner))
+    run_trials(RecordedSchedule(pruner))
     assert vars(pruner) == before
 
 
@@ -206,7 +205,7 @@ def test_a_trial_that_ends_without_a_report_is_no_measure_for_others() -> None:
     recorded.call("on_trial_added", "silent", {})
     recorded.call("on_trial_ended", "silent")
     recorded.call("on_trial_added", "0", {})
-    assert recorded.says(0, 1) == "continue"
+    assert recorded.decide(0, 1) == "continue"
 
 
 def test_wilcoxon_says_that_it_misses_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +215,8 @@ def test_wilcoxon_says_that_it_misses_scipy(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "found"), [("MedianPruner", "'MedianPruner'"), (pruners.MedianPruner, "the class MedianPruner")]
+    ("pruner", "message"), [("MedianPruner", "'MedianPruner'"), (pruners.MedianPruner, "the class MedianPruner")]
 )
-def test_what_is_no_pruner_is_refused_at_construction(given: Any, found: str) -> None:
-    with pytest.raises(InvalidInput, match=rf"as in pt\.OptunaPruner\(optuna\.pruners.*found {found}"):
-        OptunaPruner(given)
+def test_what_is_no_pruner_is_refused_at_construction(pruner: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"as in pt\.OptunaPruner\(optuna\.pruners.*found {message}"):
+        OptunaPruner(pruner)

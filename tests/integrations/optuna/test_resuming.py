@@ -1,4 +1,4 @@
-"""40 seeded trials equal 20 + 20 and 8 times 5: for every sampler, also where Optuna itself differs."""
+"""40 seeded trials equal 20 + 20 and 8 * 5 trials, for every sampler, also if Optuna itself differs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from prefect_tune.integrations.optuna import OptunaSearch
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, Experiment
 from tests.long_cases import long_after
 
-pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # half of it is
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::optuna.exceptions.ExperimentalWarning"
+)  # half of Optuna is experimental
 
 NUMBERS = {"x": uniform(-1, 2), "y": loguniform(1e-3, 1), "n": randint(0, 20), "q": quniform(0.1, 0.9, 0.1)}
 FINITE = {"a": choice([1, 2, 3, 4]), "b": randint(0, 5), "c": quniform(0, 1, 0.5)}
@@ -53,10 +55,10 @@ CONDITIONAL = {
 
 
 class RunningSampler(samplers.BaseSampler):
-    """A user's sampler: three random generators, an attribute of the study, and state in memory."""
+    """A sampler of a user: three random generators, an attribute of the study, and state in memory."""
 
     def __init__(self) -> None:
-        self.chances: list[Any] = [random.Random(), np.random.default_rng(), np.random.RandomState()]
+        self.generators: list[Any] = [random.Random(), np.random.default_rng(), np.random.RandomState()]
         self.call_count = 0
 
     def infer_relative_search_space(self, *_: object) -> dict[str, BaseDistribution]:
@@ -65,11 +67,11 @@ class RunningSampler(samplers.BaseSampler):
     def sample_relative(self, study: optuna.Study, *_: object) -> dict[str, Any]:
         count = study._storage.get_study_system_attrs(study._study_id).get("count", 0)
         study._storage.set_study_system_attr(study._study_id, "count", count + 1)
-        return {"x": -1 + count * 0.01 + self.chances[0].random() * 0.01}
+        return {"x": -1 + count * 0.01 + self.generators[0].random() * 0.01}
 
     def sample_independent(self, _study: object, _trial: object, name: str, domain: Any) -> Any:
         self.call_count += 1
-        shift = sum(chance.random() for chance in self.chances[1:]) / 2
+        shift = sum(generator.random() for generator in self.generators[1:]) / 2
         middle = domain.low + shift * (domain.high - domain.low) / self.call_count
         return int(middle) if name == "n" else round(middle, 1) if name == "q" else middle
 
@@ -77,7 +79,7 @@ class RunningSampler(samplers.BaseSampler):
         self.call_count += 1
 
 
-def crossed(crossover: samplers.nsgaii.BaseCrossover) -> samplers.NSGAIISampler:
+def make_nsga2(crossover: samplers.nsgaii.BaseCrossover) -> samplers.NSGAIISampler:
     return samplers.NSGAIISampler(population_size=6, crossover=crossover)
 
 
@@ -105,8 +107,8 @@ CASES: dict[str, Case] = {
         LOSS,
     ),
     "NSGA-II": (lambda: samplers.NSGAIISampler(population_size=6), CONDITIONAL, LOSS_AND_SCORE),
-    "NSGA-II, simulated binary": (lambda: crossed(samplers.nsgaii.SBXCrossover()), NUMBERS, LOSS),
-    "NSGA-II, unimodal": (lambda: crossed(samplers.nsgaii.UNDXCrossover()), NUMBERS, LOSS_AND_SCORE),
+    "NSGA-II, simulated binary": (lambda: make_nsga2(samplers.nsgaii.SBXCrossover()), NUMBERS, LOSS),
+    "NSGA-II, unimodal": (lambda: make_nsga2(samplers.nsgaii.UNDXCrossover()), NUMBERS, LOSS_AND_SCORE),
     "NSGA-III": (lambda: samplers.NSGAIIISampler(population_size=6), CONDITIONAL, LOSS_AND_SCORE),
     "some parameters fixed": (
         lambda: samplers.PartialFixedSampler({"optimizer": "sgd"}, samplers.TPESampler()),
@@ -118,11 +120,7 @@ CASES: dict[str, Case] = {
         NUMBERS,
         LOSS,
     ),
-    "grid": (
-        lambda: samplers.GridSampler({"a": [1, 2, 3, 4], "b": [0, 1, 2, 3, 4], "c": [0, 0.5, 1]}),
-        FINITE,
-        LOSS,
-    ),
+    "grid": (lambda: samplers.GridSampler({"a": [1, 2, 3, 4], "b": [0, 1, 2, 3, 4], "c": [0, 0.5, 1]}), FINITE, LOSS),
     "brute force": (samplers.BruteForceSampler, FINITE, LOSS),
     "a user's own": (RunningSampler, NUMBERS, LOSS),
 }
@@ -132,45 +130,45 @@ GAUSS: dict[str, Case] = {
 }
 
 
-def experiment(case: Case) -> Experiment:
+def make_experiment(case: Case) -> Experiment:
     make, space, objective = case
     constraints = ["size"] if objective == LOSS_AND_SCORE else None
     return Experiment(OptunaSearch(make(), 40, constraints=constraints), space, objective)
 
 
-@pytest.mark.parametrize("case", long_after(1, [(each,) for each in CASES.values()]), ids=CASES)
+@pytest.mark.parametrize("case", long_after(1, [(case,) for case in CASES.values()]), ids=CASES)
 def test_forty_trials_are_twenty_and_twenty_and_eight_times_five(case: Case) -> None:
-    whole = experiment(case).run(40)
+    whole = make_experiment(case).run(40)
     assert len(whole) == 40
-    assert experiment(case).run(40, sittings=2) == whole
-    assert experiment(case).run(40, sittings=8) == whole
+    assert make_experiment(case).run(40, sessions=2) == whole
+    assert make_experiment(case).run(40, sessions=8) == whole
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("case", GAUSS.values(), ids=GAUSS)
 def test_forty_trials_of_a_gaussian_process_are_twenty_and_twenty_too(case: Case) -> None:
     pytest.importorskip("torch")
-    whole = experiment(case).run(40)
-    assert experiment(case).run(40, sittings=2) == whole
-    assert experiment(case).run(40, sittings=8) == whole
+    whole = make_experiment(case).run(40)
+    assert make_experiment(case).run(40, sessions=2) == whole
+    assert make_experiment(case).run(40, sessions=8) == whole
 
 
 def test_no_two_trials_share_their_chance() -> None:
-    assert len({config["lr"] for config in experiment(CASES["random"]).run(40)}) == 40
+    assert len({config["lr"] for config in make_experiment(CASES["random"]).run(40)}) == 40
 
 
 @pytest.mark.parametrize("name", ["TPE", "CMA-ES", "NSGA-II", "NSGA-III", "some fixed for CMA-ES"])
 def test_what_is_proposed_follows_from_what_was_reported(name: str) -> None:
     make, space, objective = CASES[name]
     opposite = Objective(metrics=objective.metrics, modes=("max", *objective.modes[1:]))
-    assert experiment(CASES[name]).run(40) != experiment((make, space, opposite)).run(40)
+    assert make_experiment(CASES[name]).run(40) != make_experiment((make, space, opposite)).run(40)
 
 
 ROOT = Path(__file__).resolve().parents[3]
 PROPOSING = """
-from tests.integrations.optuna.test_resuming import CASES, experiment
+from tests.integrations.optuna.test_resuming import CASES, make_experiment
 for name in ("TPE, grouped", "NSGA-III", "Sobol"):
-    print(experiment(CASES[name]).run(40))
+    print(make_experiment(CASES[name]).run(40))
 """
 
 
@@ -191,12 +189,12 @@ def test_another_process_proposes_the_same() -> None:
 
 
 def test_optuna_itself_differs_after_a_resume() -> None:
-    def studied(trials: list[FrozenTrial], count: int) -> list[FrozenTrial]:
+    def run_study(trials: list[FrozenTrial], count: int) -> list[FrozenTrial]:
         study = optuna.create_study(sampler=samplers.TPESampler(seed=7))
         study.add_trials(trials)
         study.optimize(lambda trial: (trial.suggest_float("x", -1, 2) - 0.5) ** 2, n_trials=count)
         return study.trials
 
-    whole, portioned = studied([], 40), studied(studied([], 20), 20)
-    assert [trial.params for trial in whole[:20]] == [trial.params for trial in portioned[:20]]
-    assert [trial.params for trial in whole[20:]] != [trial.params for trial in portioned[20:]]
+    whole, resumed = run_study([], 40), run_study(run_study([], 20), 20)
+    assert [trial.params for trial in whole[:20]] == [trial.params for trial in resumed[:20]]
+    assert [trial.params for trial in whole[20:]] != [trial.params for trial in resumed[20:]]

@@ -1,4 +1,4 @@
-"""The calls that an Optuna sampler receives from a search, and the use of its suggestions."""
+"""The calls that an Optuna sampler gets from a search, and the use of its suggestions."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, regret
 from tests.fakes.searches.spaces import spaces
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, SEED, Experiment
 
-warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # half of it is, said while tests are collected
+warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # half of Optuna is experimental
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 SPACE = {"x": uniform(0, 1)}
 
 
-class Witness(samplers.RandomSampler):
+class RecordingSampler(samplers.RandomSampler):
     """Records the trials that Optuna shows it at each call."""
 
     seen: list[list[FrozenTrial]] = []  # noqa: RUF012 - of the class: each use gets a fresh copy
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any]:
-        self.seen.append([each for each in study.get_trials() if each.number != trial.number])
+        self.seen.append([other for other in study.get_trials() if other.number != trial.number])
         return {}
 
 
 @pytest.fixture(autouse=True)
-def unseen() -> None:
-    Witness.seen = []
+def clean_record() -> None:
+    RecordingSampler.seen = []
 
 
-def begun(search: OptunaSearch, space: Mapping[str, object] = SPACE, objective: Objective = LOSS) -> SearchState:
+def begin_search(search: OptunaSearch, space: Mapping[str, object] = SPACE, objective: Objective = LOSS) -> SearchState:
     return search.begin(space, objective, SEED)
 
 
-def proposed(proposals: SearchState, number: int) -> Mapping[str, Any]:
+def propose(proposals: SearchState, number: int) -> Mapping[str, Any]:
     suggestion = proposals.suggest(number)
     assert isinstance(suggestion, Proposed)
     return suggestion.config
@@ -78,30 +78,25 @@ def report(step: int = 1, **metrics: object) -> StepReport:
     return StepReport(step=step, metrics=metrics)
 
 
-def shown_last(proposals: SearchState, number: int) -> list[FrozenTrial]:
-    proposed(proposals, number)
-    return Witness.seen[-1]
+def propose_and_get_seen(proposals: SearchState, number: int) -> list[FrozenTrial]:
+    propose(proposals, number)
+    return RecordingSampler.seen[-1]
 
 
 # --------------------------------------------------------------------------------------- the calls that it receives
 
 
 def test_a_sampler_sees_states_values_and_what_was_reported_on_the_way() -> None:
-    proposals = begun(OptunaSearch(Witness(), UNLIMITED))
+    proposals = begin_search(OptunaSearch(RecordingSampler(), UNLIMITED))
     for number in range(4):
-        proposed(proposals, number)
+        propose(proposals, number)
     proposals.on_report(0, report(1, loss=3.0))
     proposals.on_trial_ended(0, report(2, loss=2.0), failed=False)
     proposals.on_trial_stopped(1)
     proposals.on_trial_ended(1, report(1, loss=5.0), failed=False)
     proposals.on_trial_ended(2, report(1, loss=1.0), failed=True)
-    seen = shown_last(proposals, 4)
-    assert [trial.state for trial in seen] == [
-        TrialState.COMPLETE,
-        TrialState.PRUNED,
-        TrialState.FAIL,
-        TrialState.RUNNING,
-    ]
+    seen = propose_and_get_seen(proposals, 4)
+    assert [trial.state.name for trial in seen] == ["COMPLETE", "PRUNED", "FAIL", "RUNNING"]
     assert [trial.values for trial in seen] == [[2.0], [5.0], None, None]
     assert [trial.intermediate_values for trial in seen] == [{1: 3.0, 2: 2.0}, {1: 5.0}, {}, {}]
     assert seen[0].user_attrs == {"loss": 2.0}
@@ -110,17 +105,17 @@ def test_a_sampler_sees_states_values_and_what_was_reported_on_the_way() -> None
 def test_a_sampler_sees_metrics_as_they_were_reported_and_which_way_is_better() -> None:
     directions: list[object] = []
 
-    class Asking(Witness):
+    class DirectionSampler(RecordingSampler):
         def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any]:
             directions.append([direction.name for direction in study.directions])
             return super().infer_relative_search_space(study, trial)
 
-    proposals = begun(OptunaSearch(Asking(), UNLIMITED), objective=LOSS_AND_SCORE)
-    proposed(proposals, 0)
+    proposals = begin_search(OptunaSearch(DirectionSampler(), UNLIMITED), objective=LOSS_AND_SCORE)
+    propose(proposals, 0)
     proposals.on_report(0, report(1, loss=1.0, score=0.5))
     proposals.on_trial_stopped(0)
     proposals.on_trial_ended(0, report(1, loss=1.0, score=0.5), failed=False)
-    (trial,) = shown_last(proposals, 1)
+    (trial,) = propose_and_get_seen(proposals, 1)
     assert (trial.values, trial.state, trial.intermediate_values) == ([1.0, 0.5], TrialState.COMPLETE, {})
     assert directions[-1] == ["MINIMIZE", "MAXIMIZE"]
 
@@ -129,21 +124,21 @@ def test_a_sampler_sees_metrics_as_they_were_reported_and_which_way_is_better() 
     "constraints", [["size", "cost"], lambda config, metrics: (metrics["size"], config["x"] * 0 - 2.0)]
 )
 def test_a_sampler_sees_how_far_a_trial_is_from_feasible(constraints: Any) -> None:
-    proposals = begun(OptunaSearch(Witness(), UNLIMITED, constraints=constraints))
-    proposed(proposals, 0)
+    proposals = begin_search(OptunaSearch(RecordingSampler(), UNLIMITED, constraints=constraints))
+    propose(proposals, 0)
     proposals.on_trial_ended(0, report(loss=0.0, size=1.5, cost=-2.0), failed=False)
-    (trial,) = shown_last(proposals, 1)
+    (trial,) = propose_and_get_seen(proposals, 1)
     assert list(trial.constraints.values()) == [1.5, -2.0]
 
 
 def test_constraints_change_what_is_proposed() -> None:
     def median_x(constraints: Sequence[str] | None) -> float:
         search = OptunaSearch(samplers.TPESampler(n_startup_trials=5), UNLIMITED, constraints=constraints)
-        proposals = begun(search)
+        proposals = begin_search(search)
         for number in range(40):
-            x = proposed(proposals, number)["x"]
+            x = propose(proposals, number)["x"]
             proposals.on_trial_ended(number, report(loss=x, infeasible=0.5 - x), failed=False)
-        return sorted(proposed(proposals, number)["x"] for number in range(40, 61))[10]
+        return sorted(propose(proposals, number)["x"] for number in range(40, 61))[10]
 
     assert median_x(None) < 0.2
     assert median_x(["infeasible"]) > 0.4
@@ -153,28 +148,28 @@ def test_constraints_change_what_is_proposed() -> None:
 def test_a_trial_that_lacks_a_metric_has_failed_for_the_search_which_goes_on_and_says_so(
     constraints: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    proposals = begun(OptunaSearch(Witness(), UNLIMITED, constraints=constraints))
+    proposals = begin_search(OptunaSearch(RecordingSampler(), UNLIMITED, constraints=constraints))
     for number in range(3):
-        proposed(proposals, number)
+        propose(proposals, number)
     proposals.on_trial_ended(0, report(accuracy=1.0, size=0.0), failed=False)
     proposals.on_trial_ended(1, report(loss=1.0), failed=False)
     proposals.on_trial_ended(2, report(loss=1.0, size=0.0), failed=False)
-    seen = shown_last(proposals, 3)
+    seen = propose_and_get_seen(proposals, 3)
     assert [trial.state for trial in seen] == [TrialState.FAIL, TrialState.FAIL, TrialState.COMPLETE]
     assert "trial 0, step 1: expected a number for metric 'loss'" in caplog.text
     assert "trial 1, step 1: constraints: " in caplog.text
     proposals.on_trial_ended(1, report(2, loss=1.0, size=0.0), failed=False)
-    assert shown_last(proposals, 4)[1].state == TrialState.COMPLETE
+    assert propose_and_get_seen(proposals, 4)[1].state == TrialState.COMPLETE
 
 
 def test_a_trial_that_ended_may_go_on_and_end_again() -> None:
-    proposals = begun(OptunaSearch(Witness(), UNLIMITED))
-    proposed(proposals, 0)
+    proposals = begin_search(OptunaSearch(RecordingSampler(), UNLIMITED))
+    propose(proposals, 0)
     proposals.on_trial_ended(0, report(1, loss=3.0), failed=False)
     proposals.on_report(0, report(2, loss=2.5))
-    assert shown_last(proposals, 1)[0].state == TrialState.RUNNING
+    assert propose_and_get_seen(proposals, 1)[0].state == TrialState.RUNNING
     proposals.on_trial_ended(0, report(3, loss=2.0), failed=False)
-    again = shown_last(proposals, 2)[0]
+    again = propose_and_get_seen(proposals, 2)[0]
     assert (again.state, again.values) == (TrialState.COMPLETE, [2.0])
     assert again.intermediate_values == {1: 3.0, 2: 2.5, 3: 2.0}
 
@@ -182,8 +177,10 @@ def test_a_trial_that_ended_may_go_on_and_end_again() -> None:
 # --------------------------------------------------------------------------------------------------- another space
 
 
-def recalled(sampler: samplers.BaseSampler, space: Mapping[str, object], *configs: Mapping[str, object]) -> SearchState:
-    proposals = begun(OptunaSearch(sampler, UNLIMITED), space)
+def restore_trials(
+    sampler: samplers.BaseSampler, space: Mapping[str, object], *configs: Mapping[str, object]
+) -> SearchState:
+    proposals = begin_search(OptunaSearch(sampler, UNLIMITED), space)
     for number, config in enumerate(configs):
         proposals.restore_trial(number, config)
         proposals.on_trial_ended(number, report(loss=float(number)), failed=False)
@@ -193,81 +190,74 @@ def recalled(sampler: samplers.BaseSampler, space: Mapping[str, object], *config
 def test_what_other_experiments_found_is_seen_and_counts_as_no_sample() -> None:
     seen: list[list[FrozenTrial]] = []
 
-    class Looking(samplers.RandomSampler):
+    class StudySampler(samplers.RandomSampler):
         def sample_relative(self, study: Any, trial: FrozenTrial, search_space: Any) -> dict[str, Any]:
             seen.append(study.get_trials(deepcopy=False))
             return super().sample_relative(study, trial, search_space)
 
     space = {"x": uniform(0, 1), "note": "here"}
-    constraints = ["over"]
-    proposals = OptunaSearch(Looking(), 2, constraints=constraints).begin(space, LOSS, SEED)
-    last = StepReport(step=3, metrics={"loss": 0.25, "over": -1.0})
+    proposals = begin_search(OptunaSearch(StudySampler(), 2, constraints=["over"]), space)
+    last = report(3, loss=0.25, over=-1.0)
     assert proposals.add_prior_trial({"x": 0.5, "note": "here"}, last, stopped=False)
     assert proposals.add_prior_trial({"x": 0.75, "note": "here"}, last, stopped=True)
-    bare = StepReport(step=3, metrics={"loss": 0.5})
-    assert proposals.add_prior_trial({"x": 0.25, "note": "here"}, bare, stopped=False)
+    assert proposals.add_prior_trial({"x": 0.25, "note": "here"}, report(3, loss=0.5), stopped=False)
     assert not proposals.add_prior_trial({"x": 7.0, "note": "here"}, last, stopped=False)
-    assert not proposals.add_prior_trial(
-        {"x": 0.5, "note": "here"}, StepReport(step=1, metrics={"other": 1}), stopped=False
-    )
+    assert not proposals.add_prior_trial({"x": 0.5, "note": "here"}, report(1, other=1), stopped=False)
     suggestions = [proposals.suggest(number) for number in range(3)]
-    assert [type(each) for each in suggestions] == [Proposed, Proposed, Exhausted]
-    first, second, third = seen[0][:3]
-    assert [(each.params, each.state) for each in (first, second, third)] == [
-        ({"x": 0.5}, TrialState.COMPLETE),
-        ({"x": 0.75}, TrialState.PRUNED),
-        ({"x": 0.25}, TrialState.COMPLETE),
-    ]
+    assert [type(suggestion) for suggestion in suggestions] == [Proposed, Proposed, Exhausted]
+    first, second, _ = trials = seen[0][:3]
+    assert [trial.params for trial in trials] == [{"x": 0.5}, {"x": 0.75}, {"x": 0.25}]
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "PRUNED", "COMPLETE"]
     assert (first.value, second.intermediate_values) == (0.25, {3: 0.25})
     proposals.on_trial_ended(0, last, failed=False)
 
 
 def test_a_trial_of_another_space_is_data_where_it_lies_in_this_one() -> None:
     space = {"x": uniform(0, 1), "kind": choice(["a", "b"], [1, 0]), "epochs": 20}
-    proposals = recalled(
-        Witness(),
+    proposals = restore_trials(
+        RecordingSampler(),
         space,
         {"x": 0.5, "kind": "a", "epochs": 10, "gone": 1},
         {"x": 2.0, "kind": "a", "epochs": 10},  # x is smaller today
         {"x": 0.5, "kind": "c", "epochs": 10},  # the option is gone
         {"x": 0.5, "kind": "b", "epochs": 10},  # or is not to be drawn any more
     )
-    assert [trial.values for trial in shown_last(proposals, 4)] == [[0.0]]
-    assert [trial.params for trial in Witness.seen[-1]] == [{"x": 0.5, "kind": "a"}]
+    assert [trial.values for trial in propose_and_get_seen(proposals, 4)] == [[0.0]]
+    assert [trial.params for trial in RecordingSampler.seen[-1]] == [{"x": 0.5, "kind": "a"}]
 
 
 def test_only_who_can_use_part_of_a_configuration_sees_it() -> None:
     space = {"x": uniform(0, 1), "y": uniform(0, 1)}
     old = [{"x": 0.5}] * 20
     for sampler in (samplers.CmaEsSampler(popsize=4), samplers.NSGAIISampler(population_size=4)):
-        untouched = begun(OptunaSearch(sampler, UNLIMITED), space)
-        proposals = recalled(sampler, space, *old)
-        assert [proposed(proposals, number) for number in range(20, 23)] == [
-            proposed(untouched, number) for number in range(20, 23)
+        untouched = begin_search(OptunaSearch(sampler, UNLIMITED), space)
+        proposals = restore_trials(sampler, space, *old)
+        assert [propose(proposals, number) for number in range(20, 23)] == [
+            propose(untouched, number) for number in range(20, 23)
         ]
-    taught = recalled(samplers.TPESampler(), space, *old)
-    assert proposed(taught, 20) != proposed(begun(OptunaSearch(None, UNLIMITED), space), 20)
+    taught = restore_trials(samplers.TPESampler(), space, *old)
+    assert propose(taught, 20) != propose(begin_search(OptunaSearch(None, UNLIMITED), space), 20)
 
 
 def test_what_somebody_else_proposed_takes_the_place_of_no_point_of_a_grid() -> None:
     space = {"a": choice([1, 2]), "b": choice([3, 4])}
     for earlier in ({"a": 9, "b": 9}, {"a": 1, "b": 3}):
-        proposals = recalled(samplers.GridSampler({"a": [1, 2], "b": [3, 4]}), space, earlier, earlier)
-        assert {*_everything(proposals, first=2), tuple(earlier.values())} >= {(a, b) for a in (1, 2) for b in (3, 4)}
+        proposals = restore_trials(samplers.GridSampler({"a": [1, 2], "b": [3, 4]}), space, earlier, earlier)
+        assert {*_propose_all(proposals, first=2), tuple(earlier.values())} >= {(a, b) for a in (1, 2) for b in (3, 4)}
 
 
 # ------------------------------------------------------------------------------------------------------- proposals
 
 
-def _everything(proposals: SearchState, first: int = 0) -> Counter[tuple[object, ...]]:
+def _propose_all(proposals: SearchState, first: int = 0) -> Counter[tuple[object, ...]]:
     """Propose until the search is exhausted, with three trials running."""
-    found: Counter[tuple[object, ...]] = Counter()
+    counts: Counter[tuple[object, ...]] = Counter()
     for number in range(first, 1000):
         suggestion = proposals.suggest(number)
         if isinstance(suggestion, Exhausted):
             assert proposals.suggest(number) == suggestion
-            return found
-        found[tuple(suggestion.config.values())] += 1
+            return counts
+        counts[tuple(suggestion.config.values())] += 1
         if number - 3 >= first:
             proposals.on_trial_ended(number - 3, report(loss=0.0), failed=False)
     raise AssertionError("the search never ends")
@@ -283,30 +273,30 @@ def _everything(proposals: SearchState, first: int = 0) -> Counter[tuple[object,
     ids=["grid", "brute force", "brute force to the end"],
 )
 def test_a_finite_space_is_proposed_once_and_wholly_while_trials_run(sampler: samplers.BaseSampler) -> None:
-    proposals = begun(OptunaSearch(sampler), {"a": choice([1, 2, 3]), "b": randint(0, 4)})
-    assert _everything(proposals) == Counter({(a, b): 1 for a in (1, 2, 3) for b in range(4)})
+    proposals = begin_search(OptunaSearch(sampler), {"a": choice([1, 2, 3]), "b": randint(0, 4)})
+    assert _propose_all(proposals) == Counter({(a, b): 1 for a in (1, 2, 3) for b in range(4)})
 
 
 def test_brute_force_goes_down_every_branch() -> None:
     space = {"model": choice([{"depth": randint(1, 3)}, {"width": choice(["s", "m", "l"])}])}
-    found = Experiment(OptunaSearch(samplers.BruteForceSampler()), space).run(99)
-    assert sorted(str(config["model"]) for config in found) == [
+    configs = Experiment(OptunaSearch(samplers.BruteForceSampler()), space).run(99)
+    assert sorted(str(config["model"]) for config in configs) == [
         "{'depth': 1}", "{'depth': 2}", "{'width': 'l'}", "{'width': 'm'}", "{'width': 's'}"
     ]  # fmt: skip
 
 
 def test_points_come_first_and_what_they_leave_out_is_sampled() -> None:
-    space = {"x": uniform(0, 1), "z": randn(0, 1), "kind": choice(["a", "b"]), "twice": sample_from(_twice)}
+    space = {"x": uniform(0, 1), "z": randn(0, 1), "kind": choice(["a", "b"]), "twice": sample_from(_double)}
     points = [{"x": 0.25, "z": 1.1, "kind": "b", "twice": 7}, {"x": 0.75}]
     for sampler in (None, samplers.NSGAIISampler(population_size=2), samplers.CmaEsSampler()):
-        found = Experiment(OptunaSearch(sampler, 6, points), space).run(6)
-        assert found[0] == points[0]
-        assert (found[1]["x"], found[1]["twice"]) == (0.75, 1.5)
-        assert found[2]["x"] not in (0.25, 0.75)
-        assert Experiment(OptunaSearch(sampler, 6, points), space).run(6, sittings=6) == found
+        configs = Experiment(OptunaSearch(sampler, 6, points), space).run(6)
+        assert configs[0] == points[0]
+        assert (configs[1]["x"], configs[1]["twice"]) == (0.75, 1.5)
+        assert configs[2]["x"] not in (0.25, 0.75)
+        assert Experiment(OptunaSearch(sampler, 6, points), space).run(6, sessions=6) == configs
 
 
-def _twice(config: Mapping[str, Any]) -> object:
+def _double(config: Mapping[str, Any]) -> object:
     return 2 * config["x"]
 
 
@@ -318,7 +308,7 @@ def test_a_grid_is_tried_whole_besides_its_points() -> None:
 def test_there_are_as_many_trials_as_samples_and_more_after_more_samples() -> None:
     first = Experiment(OptunaSearch(None, 3), SPACE)
     assert len(first.run(10)) == 3
-    assert first.resumed().suggest(3) == Exhausted("3 samples")
+    assert first.resume().suggest(3) == Exhausted("3 samples")
     longer = Experiment(OptunaSearch(None, 5), SPACE, events=first.events, configs=first.configs, running=first.running)
     assert longer.run(10) == Experiment(OptunaSearch(None, 5), SPACE).run(5)
 
@@ -328,7 +318,7 @@ def test_there_are_as_many_trials_as_samples_and_more_after_more_samples() -> No
 def test_a_proposal_is_json_of_the_space_and_is_read_back_as_it_was(space: dict[str, Any], seed: int) -> None:
     proposals = OptunaSearch(samplers.TPESampler(n_startup_trials=1), 3).begin(space, LOSS, seed)
     for number in range(3):
-        config = proposed(proposals, number)
+        config = propose(proposals, number)
         assert json.loads(json.dumps(config, allow_nan=False)) == config
         assert all(isinstance(reading, ParameterFound) for reading in read_config(space, config))
         proposals.on_trial_ended(number, report(loss=float(number)), failed=False)
@@ -336,7 +326,7 @@ def test_a_proposal_is_json_of_the_space_and_is_read_back_as_it_was(space: dict[
 
 def test_the_seed_of_the_experiment_counts_and_not_that_of_the_sampler() -> None:
     def first(seed: int, sampler: samplers.BaseSampler) -> Mapping[str, object]:
-        return proposed(OptunaSearch(sampler, 1).begin(SPACE, LOSS, seed), 0)
+        return propose(OptunaSearch(sampler, 1).begin(SPACE, LOSS, seed), 0)
 
     assert first(1, samplers.TPESampler(seed=1)) == first(1, samplers.TPESampler(seed=2))
     assert first(1, samplers.TPESampler(seed=1)) != first(2, samplers.TPESampler(seed=1))
@@ -410,18 +400,18 @@ def test_without_optuna_the_import_says_what_to_install() -> None:
 
 
 def test_optuna_says_nothing_and_is_as_talkative_afterwards_as_before() -> None:
-    said: list[str] = []
-    listener, before = logging.Handler(), optuna.logging.get_verbosity()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # as short as can be
-    logging.getLogger("optuna").addHandler(listener)
+    messages: list[str] = []
+    handler, before = logging.Handler(), optuna.logging.get_verbosity()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]  # as short as can be
+    logging.getLogger("optuna").addHandler(handler)
     optuna.logging.set_verbosity(optuna.logging.INFO)
     try:
         space = {"x": uniform(0, 1), "kind": choice([1, 2])}  # of which CMA-ES says each time that it cannot learn it
         Experiment(OptunaSearch(samplers.CmaEsSampler(), 9), space).run(9)
-        assert (said, optuna.logging.get_verbosity()) == ([], optuna.logging.INFO)
+        assert (messages, optuna.logging.get_verbosity()) == ([], optuna.logging.INFO)
     finally:
         optuna.logging.set_verbosity(before)
-        logging.getLogger("optuna").removeHandler(listener)
+        logging.getLogger("optuna").removeHandler(handler)
 
 
 MANY = {"x": uniform(-1, 1), "y": loguniform(1e-3, 1), "q": quniform(0, 1, 0.1), "n": randint(0, 50)}
@@ -429,16 +419,16 @@ MANY = {"x": uniform(-1, 1), "y": loguniform(1e-3, 1), "q": quniform(0, 1, 0.1),
 
 @pytest.mark.parametrize(
     "sampler",
-    [None, *(pytest.param(each, marks=pytest.mark.deep) for each in ("CmaEsSampler", "NSGAIISampler", "QMCSampler"))],
+    [None, *(pytest.param(name, marks=pytest.mark.deep) for name in ("CmaEsSampler", "NSGAIISampler", "QMCSampler"))],
 )
 def test_a_thousand_trials_are_recalled_in_seconds(sampler: str | None, record_property: Any) -> None:
     search = OptunaSearch(getattr(samplers, sampler)() if sampler else None, UNLIMITED)
     configs = [{"x": i / 1000, "y": 1 / (i + 1), "q": i % 11 / 10, "n": i % 50} for i in range(1000)]
     before = time.process_time()
-    proposals = recalled(search.sampler or samplers.TPESampler(), MANY, *configs)
+    proposals = restore_trials(search.sampler or samplers.TPESampler(), MANY, *configs)
     seconds = time.process_time() - before
     record_property(f"figure: CPU seconds to recall 1,000 trials, {sampler or 'TPESampler'}", round(seconds, 2))
-    assert len(proposed(proposals, 1000)) == 4
+    assert len(propose(proposals, 1000)) == 4
     assert seconds < 10
 
 
@@ -447,17 +437,17 @@ def test_a_thousand_trials_are_recalled_in_seconds(sampler: str | None, record_p
 
 @pytest.mark.parametrize("sampler", ["RandomSampler", {"TPESampler": {"n_startup_trials": 3, "multivariate": True}}])
 def test_a_sampler_that_is_named_proposes_what_the_object_does_and_can_be_journaled(sampler: Any) -> None:
-    given = {"OptunaSearch": {"sampler": sampler, "num_samples": 6}}
-    search = parse_search(given)
+    component = {"OptunaSearch": {"sampler": sampler, "num_samples": 6}}
+    search = parse_search(component)
     name, options = next(iter(sampler.items())) if isinstance(sampler, dict) else (sampler, {})
     same = OptunaSearch(getattr(samplers, name)(**options), num_samples=6)
-    assert component_to_json(search) == given
-    proposed = [[each.begin(SPACE, LOSS, SEED).suggest(number) for number in range(3)] for each in (search, same)]
-    assert proposed[0] == proposed[1]
+    assert component_to_json(search) == component
+    for number in range(3):
+        assert begin_search(search).suggest(number) == begin_search(same).suggest(number)
 
 
 @pytest.mark.parametrize(
-    ("sampler", "said"),
+    ("sampler", "message"),
     [
         ("TPE", "expected a sampler of Optuna, its name such as 'TPESampler'"),
         ("TPESamplr", "did you mean 'TPESampler'?"),
@@ -468,10 +458,10 @@ def test_a_sampler_that_is_named_proposes_what_the_object_does_and_can_be_journa
         (3, "found 3"),
     ],
 )
-def test_a_sampler_that_is_none_is_refused_before_anything_is_begun(sampler: Any, said: str) -> None:
-    with pytest.raises(InvalidInput) as refused:
+def test_a_sampler_that_is_none_is_refused_before_anything_is_begun(sampler: Any, message: str) -> None:
+    with pytest.raises(InvalidInput) as error:
         parse_search({"OptunaSearch": {"sampler": sampler, "num_samples": 3}})
-    assert said in str(refused.value)
+    assert message in str(error.value)
 
 
 # The regret of TPE after a hundred trials.
@@ -482,6 +472,6 @@ def test_a_sampler_that_is_none_is_refused_before_anything_is_begun(sampler: Any
 def test_the_median_regret_of_twenty_seeds_is_small(
     problem: Problem, limit: float, record_property: Callable[[str, object], None]
 ) -> None:
-    found = median(regret(OptunaSearch(None, 100), problem, seed).value for seed in range(20))
-    record_property(f"figure: median regret of TPE after 100 trials, {problem.name}", round(found, 4))
-    assert found <= limit
+    median_regret = median(regret(OptunaSearch(None, 100), problem, seed).value for seed in range(20))
+    record_property(f"figure: median regret of TPE after 100 trials, {problem.name}", round(median_regret, 4))
+    assert median_regret <= limit

@@ -1,4 +1,4 @@
-"""State dicts of several ranks, and a process group of each, for `torch.distributed.checkpoint`."""
+"""State dicts of several ranks, and process groups, for `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from prefect_tune.integrations.torch_distributed import CheckpointReader, CheckpointWriter
+from tests.integrations.states import to_plain
 
 LARGE = (31, 17)
 
 
-def whole() -> dict[str, Any]:
-    """Return the state of one process, with what other processes have a part of."""
+def make_state() -> dict[str, Any]:
+    """Return the state of one process, with the whole of the distributed tensors."""
     generator = torch.Generator().manual_seed(0)
     return {
         "rows": torch.rand(LARGE, generator=generator),
@@ -32,68 +33,65 @@ def whole() -> dict[str, Any]:
     }
 
 
-def device() -> str:
-    """Return where the ranks of this group hold their tensors: on GPUs if there is one for each."""
+def choose_device() -> str:
+    """Return the device of the group's tensors: GPUs if each rank has one."""
     return "cuda" if torch.cuda.device_count() >= distributed.get_world_size() else "cpu"
 
 
-def of_ranks() -> dict[str, Any]:
-    """Return the same state with three tensors distributed over all ranks."""
-    mesh = init_device_mesh(device(), (distributed.get_world_size(),))
-    state = whole()
+def make_distributed_state() -> dict[str, Any]:
+    """Return the state with three tensors distributed over all ranks."""
+    mesh = init_device_mesh(choose_device(), (distributed.get_world_size(),))
+    state = make_state()
     for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("all", Replicate())):
-        state[name] = distribute_tensor(state[name].to(device()), mesh, [placement])
+        state[name] = distribute_tensor(state[name].to(choose_device()), mesh, [placement])
     return state
 
 
-def zeroed(state: Any) -> Any:
-    """Return a state of the same form, to load into."""
+def zero_state(state: Any) -> Any:
+    """Return a state of the same structure, to load into."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     if isinstance(state, dict):
-        return {key: zeroed(each) for key, each in state.items()}
-    return [zeroed(each) for each in state] if isinstance(state, list) else None
+        return {key: zero_state(value) for key, value in state.items()}
+    return [zero_state(value) for value in state] if isinstance(state, list) else None
 
 
 def save(folder: Path) -> None:
-    dcp.save(of_ranks(), storage_writer=CheckpointWriter(_directory_in(folder)))
+    dcp.save(make_distributed_state(), storage_writer=CheckpointWriter(_make_directory(folder)))
 
 
 def save_in_thread(folder: Path) -> None:
-    _save_beside(folder, AsyncCheckpointerType.THREAD)
+    _save_async(folder, AsyncCheckpointerType.THREAD)
 
 
 def save_in_process(folder: Path) -> None:
-    _save_beside(folder, AsyncCheckpointerType.PROCESS)
+    _save_async(folder, AsyncCheckpointerType.PROCESS)
 
 
-def _save_beside(folder: Path, kind: AsyncCheckpointerType) -> None:
+def _save_async(folder: Path, kind: AsyncCheckpointerType) -> None:
     """Save with `dcp.async_save`, and change the state while it is written."""
-    state = of_ranks()
-    writer = CheckpointWriter(_directory_in(folder))
-    saved = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+    state, writer = make_distributed_state(), CheckpointWriter(_make_directory(folder))
+    future = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
     state["rows"].mul_(0)
-    saved.result()
+    future.result()
 
 
-def _directory_in(folder: Path) -> Path:
+def _make_directory(folder: Path) -> Path:
     directory = folder / f"rank-{distributed.get_rank()}"
     directory.mkdir()
     return directory
 
 
 def load(folder: Path) -> None:
-    from tests.integrations.states import flat
-
-    state = zeroed(of_ranks())
+    state = zero_state(make_distributed_state())
     dcp.load(state, storage_reader=CheckpointReader(folder))
     for name in ("rows", "columns", "all"):
-        assert state[name].device.type == device()
+        assert state[name].device.type == choose_device()
         state[name] = state[name].full_tensor().cpu()
-    assert flat(state) == flat(whole())
+    assert to_plain(state) == to_plain(make_state())
 
 
-def _rank(rank: int, ranks: int, folder: Path, act: Callable[[Path], None]) -> None:
+def _run_rank(rank: int, ranks: int, folder: Path, act: Callable[[Path], None]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     has_gpus = torch.cuda.device_count() >= ranks
     if has_gpus:
@@ -108,6 +106,6 @@ def _rank(rank: int, ranks: int, folder: Path, act: Callable[[Path], None]) -> N
     distributed.destroy_process_group()
 
 
-def on_ranks(ranks: int, act: Callable[[Path], None], folder: Path) -> None:
-    """Call `act` in as many processes."""
-    torch.multiprocessing.spawn(_rank, args=(ranks, folder, act), nprocs=ranks)
+def run_on_ranks(ranks: int, act: Callable[[Path], None], folder: Path) -> None:
+    """Call `act` in `ranks` processes."""
+    torch.multiprocessing.spawn(_run_rank, args=(ranks, folder, act), nprocs=ranks)

@@ -1,8 +1,9 @@
-"""Trainables of several processes: those that a framework starts, and examples one rank of which is killed."""
+"""Trainables with several processes: a framework starts them, or one rank of an example is killed."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import signal
 import tempfile
@@ -12,8 +13,8 @@ from typing import Any
 import prefect_tune as pt
 
 
-def trainer(config: Mapping[str, Any]) -> None:
-    """Fit with two processes, started as `config["strategy"]` does; report with or without the callback."""
+def fit_lightning(config: Mapping[str, Any]) -> None:
+    """Fit with two processes, started by `config["strategy"]`; report with or without the callback."""
     import lightning
     import torch
 
@@ -38,46 +39,41 @@ def trainer(config: Mapping[str, Any]) -> None:
     ).fit(Line(reports=not callbacks), loader(torch.utils.data.TensorDataset(torch.ones(8, 1)), batch_size=1))
 
 
-def fabric(_config: Mapping[str, Any]) -> None:
+def launch_fabric(_config: Mapping[str, Any]) -> None:
     import lightning
 
-    made = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    made.launch()
-    pt.report({"rank": made.global_rank})
+    launcher = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    launcher.launch()
+    pt.report({"rank": launcher.global_rank})
 
 
-def _rank() -> None:
+def _report_steps() -> None:
     for _ in range(4):
         pt.report({"loss": 1.0})
 
 
-def launches_ranks(_config: Mapping[str, Any]) -> None:
+def launch_ranks(_config: Mapping[str, Any]) -> None:
     accelerate: Any = importlib.import_module("accelerate")
-    accelerate.notebook_launcher(_rank, num_processes=2, use_port="0")
+    accelerate.notebook_launcher(_report_steps, num_processes=2, use_port="0")
 
 
-def killed(config: Mapping[str, Any]) -> None:
-    """Train `config["example"]` with the rest of the configuration; `strike` is a rank and a step, or None."""
-    kill_if_struck(config["strike"])
+def train_and_kill(config: Mapping[str, Any]) -> None:
+    """Train `config["example"]` with the other options; `strike` is a rank and a step, or None."""
+    maybe_kill(config["strike"])
     train: Callable[[Mapping[str, Any]], None] = importlib.import_module(f"examples.{config['example']}").train
-    train({name: each for name, each in config.items() if name not in ("example", "strike")})
+    train({name: value for name, value in config.items() if name not in ("example", "strike")})
 
 
-def kill_if_struck(strike: Sequence[int] | None) -> None:
-    """Kill this process after an optimizer's step of its first attempt, if `strike` names its rank and that step."""
+def maybe_kill(strike: Sequence[int] | None) -> None:
+    """Kill this process in its first attempt after an optimizer step, if `strike` is its rank and that step."""
     trial = pt.get_trial()
-    if trial.attempt == 1 and strike is not None and strike[0] == trial.rank:
-        _kill_after(strike[1])
-
-
-def _kill_after(steps: int) -> None:
+    if trial.attempt > 1 or strike is None or strike[0] != trial.rank:
+        return
     hooks: Any = importlib.import_module("torch.optim.optimizer")
-    taken = 0
+    steps = itertools.count(1)
 
-    def count(*_: object) -> None:
-        nonlocal taken
-        taken += 1
-        if taken == steps:
+    def kill_after_step(*_: object) -> None:
+        if next(steps) == strike[1]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    hooks.register_optimizer_step_post_hook(count)
+    hooks.register_optimizer_step_post_hook(kill_after_step)

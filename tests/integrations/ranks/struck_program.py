@@ -1,4 +1,4 @@
-"""The program of `examples/torchrun_digits.py`, one rank of which is killed in the first attempt, as `strike` says."""
+"""The program of `examples/torchrun_digits.py`; in the first attempt it kills one rank as `strike` says."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import prefect_tune as pt
 from examples import torchrun_digits
-from tests.integrations.ranks.several_ranks import kill_if_struck
+from tests.integrations.ranks.several_ranks import maybe_kill
 
 
 def train(config: dict[str, object]) -> None:
-    """Train as the example does, with this file as the program."""
+    """Train like the example, with this file as the program."""
     vars(torchrun_digits)["__file__"] = __file__
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[3])
     torchrun_digits.train(config)
 
 
 if __name__ == "__main__":
-    kill_if_struck(pt.get_trial().config["strike"])
+    maybe_kill(pt.get_trial().config["strike"])
     torchrun_digits.train_rank()

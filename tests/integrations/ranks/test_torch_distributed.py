@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint` with our writer and reader: any number of ranks reads what any other number wrote."""
+"""`torch.distributed.checkpoint` with our writer and reader: any number of ranks loads what any number saved."""
 
 from __future__ import annotations
 
@@ -13,94 +13,81 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.attempt.commit_worker import merge_rank_directories
-from tests.integrations.states import flat
+from tests.integrations.states import DirectoryMaker, to_plain
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
 torch = pytest.importorskip("torch")
+if True:  # only with torch
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from prefect_tune.integrations.torch_distributed import CheckpointReader, CheckpointWriter
+    from tests.integrations.ranks import saving
+    from tests.integrations.ranks.saving import make_state, run_on_ranks, zero_state
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint of one process."""
-    from torch.distributed import checkpoint as dcp
-
-    from prefect_tune.integrations.torch_distributed import CheckpointWriter
-    from tests.integrations.ranks.saving import whole
-
     directory = tmp_path / "saved"
     directory.mkdir()
-    dcp.save(whole(), storage_writer=CheckpointWriter(directory), no_dist=True)
+    dcp.save(make_state(), storage_writer=CheckpointWriter(directory), no_dist=True)
     return directory
 
 
-def loaded(checkpoint: Path | pt.Checkpoint) -> Any:
-    from torch.distributed import checkpoint as dcp
-
-    from prefect_tune.integrations.torch_distributed import CheckpointReader
-    from tests.integrations.ranks.saving import whole, zeroed
-
-    state = zeroed(whole())
+def load_state(checkpoint: Path | pt.Checkpoint) -> Any:
+    state = zero_state(make_state())
     dcp.load(state, storage_reader=CheckpointReader(checkpoint), no_dist=True)
     return state
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_number_of_ranks_loads_what_another_number_saved(ranks: int, tmp_path: Path) -> None:
-    from tests.integrations.ranks.saving import load, on_ranks, save
-
-    on_ranks(ranks, save, tmp_path)
-    merged(tmp_path, ranks)
+    run_on_ranks(ranks, saving.save, tmp_path)
+    merge_ranks(tmp_path, ranks)
     for readers in (1, 2, 3, 4):
-        on_ranks(readers, load, tmp_path)
+        run_on_ranks(readers, saving.load, tmp_path)
 
 
-@pytest.mark.parametrize("beside", ["thread", "process"])
-def test_an_asynchronous_save_holds_the_state_of_its_call(beside: str, tmp_path: Path) -> None:
-    from tests.integrations.ranks import saving
-
-    saving.on_ranks(2, getattr(saving, f"save_in_{beside}"), tmp_path)
-    merged(tmp_path, 2)
-    saving.on_ranks(2, saving.load, tmp_path)
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_an_asynchronous_save_holds_the_state_of_its_call(worker: str, tmp_path: Path) -> None:
+    run_on_ranks(2, getattr(saving, f"save_in_{worker}"), tmp_path)
+    merge_ranks(tmp_path, 2)
+    run_on_ranks(2, saving.load, tmp_path)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA, and PyTorch for CUDA")
 @pytest.mark.parametrize("save", ["save", "save_in_thread", "save_in_process"])
 def test_tensors_on_gpus_are_saved_and_loaded(save: str, tmp_path: Path) -> None:
-    from tests.integrations.ranks import saving
-
     ranks = torch.cuda.device_count()
-    saving.on_ranks(ranks, getattr(saving, save), tmp_path)
-    merged(tmp_path, ranks)
-    saving.on_ranks(ranks, saving.load, tmp_path)
+    run_on_ranks(ranks, getattr(saving, save), tmp_path)
+    merge_ranks(tmp_path, ranks)
+    run_on_ranks(ranks, saving.load, tmp_path)
 
 
-def merged(folder: Path, ranks: int) -> None:
-    """Merge the directories of all ranks into `folder`, as the supervisor of a trial does."""
+def merge_ranks(folder: Path, ranks: int) -> None:
+    """Merge the directories of all ranks into `folder`, like the supervisor of a trial."""
     first, *others = [folder / f"rank-{rank}" for rank in range(ranks)]
     merge_rank_directories(first, dict(enumerate(others, 1)))
     merge_rank_directories(folder, {0: first})
 
 
 def test_a_save_in_which_no_rank_knows_of_the_others_is_refused(tmp_path: Path) -> None:
-    from torch.distributed import checkpoint as dcp
-
-    from prefect_tune.integrations.torch_distributed import CheckpointWriter
-
     with pytest.raises(pt.InvalidInput, match="expected use_collectives=True"):
         dcp.save({"a": 1}, storage_writer=CheckpointWriter(tmp_path), no_dist=True, use_collectives=False)
     assert not list(tmp_path.iterdir())
 
 
-def test_one_process_saves_two_files_and_loads_them_from_a_directory_and_from_a_checkpoint(saved: Path) -> None:
-    from tests.integrations.ranks.saving import whole
+def test_one_process_saves_two_files_and_loads_them_from_a_directory_and_from_a_checkpoint(
+    checkpoint: Path,
+) -> None:
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["checkpoint.json", "shard-0.bin"]
+    assert to_plain(load_state(checkpoint)) == to_plain(make_state())
+    assert to_plain(load_state(pt.Checkpoint.from_directory(checkpoint))) == to_plain(make_state())
 
-    assert sorted(each.name for each in saved.iterdir()) == ["checkpoint.json", "shard-0.bin"]
-    assert flat(loaded(saved)) == flat(whole())
-    assert flat(loaded(pt.Checkpoint.from_directory(saved))) == flat(whole())
 
-
-def tensors_of_all_layouts() -> Mapping[str, Any]:
-    """Return tensors whose bytes are not those of their elements in a row, of one element, and of none."""
+def make_all_tensors() -> Mapping[str, Any]:
+    """Return tensors with strided bytes, with one element, and without elements."""
     rows = torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
     numbers = torch.view_as_complex(torch.arange(12, dtype=torch.float32).reshape(2, 3, 2))
     layouts = {
@@ -132,17 +119,13 @@ def tensors_of_all_layouts() -> Mapping[str, Any]:
     }
     types = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex128)
     more = (torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2)
-    of_types = {f"one {dtype}": torch.arange(6).reshape(2, 3).to(dtype)[:1, 1] for dtype in (*types, *more)}
-    return {**layouts, **of_types}
+    dtypes = {f"one {dtype}": torch.arange(6).reshape(2, 3).to(dtype)[:1, 1] for dtype in (*types, *more)}
+    return {**layouts, **dtypes}
 
 
-@pytest.mark.parametrize("name", [*tensors_of_all_layouts(), "all"])
+@pytest.mark.parametrize("name", [*make_all_tensors(), "all"])
 def test_every_tensor_that_the_writer_of_pytorch_saves_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
-    from torch.distributed import checkpoint as dcp
-
-    from prefect_tune.integrations.torch_distributed import CheckpointReader, CheckpointWriter
-
-    tensors = tensors_of_all_layouts()
+    tensors = make_all_tensors()
     state = dict(tensors) if name == "all" else {name: tensors[name]}
     dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     dcp.save(dict(state), storage_writer=CheckpointWriter(tmp_path / "ours"), no_dist=True)
@@ -154,66 +137,42 @@ def test_every_tensor_that_the_writer_of_pytorch_saves_is_saved_and_loaded(name:
             assert loaded[key].tolist() == tensor.tolist(), key
 
 
-def test_a_second_save_into_a_directory_is_refused_and_the_first_one_stays(saved: Path) -> None:
-    from torch.distributed import checkpoint as dcp
-
-    from prefect_tune.integrations.torch_distributed import CheckpointWriter
-    from tests.integrations.ranks.saving import whole
-
-    writer = CheckpointWriter(saved / "made" / "here")
+def test_a_second_save_into_a_directory_is_refused_and_the_first_one_stays(checkpoint: Path) -> None:
+    writer = CheckpointWriter(checkpoint / "made" / "here")
     dcp.save({"other": torch.ones(3)}, storage_writer=writer, no_dist=True)
-    for again in (CheckpointWriter(saved), writer):
-        with pytest.raises(refused(), match=r"expected a directory without an earlier dcp.save, found"):
+    for again in (CheckpointWriter(checkpoint), writer):
+        with pytest.raises(CheckpointException, match=r"expected a directory without an earlier dcp.save, found"):
             dcp.save({"other": torch.ones(3)}, storage_writer=again, no_dist=True)
-    (saved / "checkpoint.json").rename(saved / "away")  # as another rank's directory, or a save under way
-    with pytest.raises(refused(), match=r"found \['shard-0.bin'\]"):
-        dcp.save({"other": torch.ones(3)}, checkpoint_id=saved, storage_writer=writer, no_dist=True)
-    (saved / "away").rename(saved / "checkpoint.json")
-    assert flat(loaded(saved)) == flat(whole())
+    (checkpoint / "checkpoint.json").rename(checkpoint / "away")  # like a running save
+    with pytest.raises(CheckpointException, match=r"found \['shard-0.bin'\]"):
+        dcp.save({"other": torch.ones(3)}, checkpoint_id=checkpoint, storage_writer=writer, no_dist=True)
+    (checkpoint / "away").rename(checkpoint / "checkpoint.json")
+    assert to_plain(load_state(checkpoint)) == to_plain(make_state())
 
 
-def refused() -> type[BaseException]:
-    """Return what DCP raises on all ranks: no `Exception`."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    return CheckpointException
-
-
-class Evil:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.folder),))
-
-
-def test_a_pickle_in_place_of_a_value_runs_no_code(saved: Path, tmp_path: Path) -> None:
-    evil = pickle.dumps(Evil(tmp_path / "ran"))
-    document = json.loads((saved / "checkpoint.json").read_text())
-    (saved / "shard-9.bin").write_bytes(evil)
+def test_a_pickle_in_place_of_a_value_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
+    evil = pickle.dumps(DirectoryMaker(tmp_path / "ran"))
+    document = json.loads((checkpoint / "checkpoint.json").read_text())
+    (checkpoint / "shard-9.bin").write_bytes(evil)
     document["objects"]["step"] = {"file": "shard-9.bin", "start": 0, "length": len(evil)}
-    (saved / "checkpoint.json").write_text(json.dumps(document))
-    with pytest.raises(refused(), match="its pickle may run code, so it was not read"):
-        loaded(saved)
+    (checkpoint / "checkpoint.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointException, match="its pickle may run code, so it was not read"):
+        load_state(checkpoint)
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_value_that_only_a_pickle_can_hold_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    from torch.distributed import checkpoint as dcp
-
-    from prefect_tune.integrations.torch_distributed import CheckpointWriter
-
-    with pytest.raises(refused(), match=r"path: expected tensors, numbers, text, .* weights_only=True"):
-        dcp.save({"path": Evil(tmp_path / "ran")}, storage_writer=CheckpointWriter(tmp_path), no_dist=True)
+    with pytest.raises(CheckpointException, match=r"path: expected tensors, numbers, text, .* weights_only=True"):
+        dcp.save({"path": DirectoryMaker(tmp_path / "ran")}, storage_writer=CheckpointWriter(tmp_path), no_dist=True)
     assert not (tmp_path / "ran").exists()
 
 
-def changed(document: dict[str, Any], name: str, value: object) -> None:
+def change_chunk(document: dict[str, Any], name: str, value: object) -> None:
     document["tensors"]["rows"]["chunks"][0][name] = value
 
 
-def cut(document: dict[str, Any], name: str, *rows: Mapping[int, int]) -> None:
-    """Describe a tensor as parts of whole rows, `{first row: rows}`, each with bytes of its own."""
+def cut_rows(document: dict[str, Any], name: str, *rows: Mapping[int, int]) -> None:
+    """Describe a tensor as parts of whole rows, `{first row: rows}`, each with its own bytes."""
     cut_columns(document, *((first, 0, count, 17) for part in rows for first, count in part.items()), name=name)
 
 
@@ -226,7 +185,7 @@ def cut_columns(document: dict[str, Any], *parts: tuple[int, int, int, int], nam
     document["tensors"][name]["chunks"] = chunks
 
 
-def test_metadata_of_parts_that_make_up_a_tensor_is_accepted(saved: Path) -> None:
+def test_metadata_of_parts_that_make_up_a_tensor_is_accepted(checkpoint: Path) -> None:
     raw = bytes(31 * 17 * 4)
     for parts in (
         [(0, 0, 31, 17)],
@@ -234,52 +193,52 @@ def test_metadata_of_parts_that_make_up_a_tensor_is_accepted(saved: Path) -> Non
         [(0, column, 31, 1) for column in range(17)],
         [(0, 0, 20, 10), (0, 10, 20, 7), (20, 0, 11, 7), (20, 7, 11, 10)],
     ):
-        document = json.loads((saved / "checkpoint.json").read_text())
+        document = json.loads((checkpoint / "checkpoint.json").read_text())
         cut_columns(document, *parts)
         for number in range(len(parts)):
-            (saved / f"shard-{number + 7}.bin").write_bytes(raw)
-        (saved / "checkpoint.json").write_text(json.dumps(document))
-        assert not loaded(saved)["rows"].any()
+            (checkpoint / f"shard-{number + 7}.bin").write_bytes(raw)
+        (checkpoint / "checkpoint.json").write_text(json.dumps(document))
+        assert not load_state(checkpoint)["rows"].any()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda document: document.update(version=2), "version"),
         (lambda document: document.update(more=2), "more"),
-        (lambda document: changed(document, "file", "../shard-0.bin"), "file"),
-        (lambda document: changed(document, "start", -1), "start"),
-        (lambda document: changed(document, "length", 4), "expected a part of"),
-        (lambda document: changed(document, "offsets", [1, 0]), "expected a part of"),
-        (lambda document: changed(document, "sizes", [31]), "expected a part of"),
-        (lambda document: changed(document, "sizes", [1 << 70, 17]), "sizes"),
+        (lambda document: change_chunk(document, "file", "../shard-0.bin"), "file"),
+        (lambda document: change_chunk(document, "start", -1), "start"),
+        (lambda document: change_chunk(document, "length", 4), "expected a part of"),
+        (lambda document: change_chunk(document, "offsets", [1, 0]), "expected a part of"),
+        (lambda document: change_chunk(document, "sizes", [31]), "expected a part of"),
+        (lambda document: change_chunk(document, "sizes", [1 << 70, 17]), "sizes"),
         (lambda document: document["tensors"]["rows"].update(dtype="load"), "expected a tensor type"),
-        (lambda document: cut(document, "rows", {}), "leave elements out"),
-        (lambda document: cut(document, "rows", {0: 31}, {0: 31}), "with missing or repeated elements"),
-        (lambda document: cut(document, "rows", {0: 30}), "leave elements out"),
-        (lambda document: cut(document, "rows", {0: 16}, {17: 15}), "expected a part of"),
+        (lambda document: cut_rows(document, "rows", {}), "leave elements out"),
+        (lambda document: cut_rows(document, "rows", {0: 31}, {0: 31}), "with missing or repeated elements"),
+        (lambda document: cut_rows(document, "rows", {0: 30}), "leave elements out"),
+        (lambda document: cut_rows(document, "rows", {0: 16}, {17: 15}), "expected a part of"),
         (lambda document: document["objects"].update(all=document["objects"]["step"]), "found both of"),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(
-    change: Callable[[Mapping[str, Any]], None], said: str, saved: Path
+    change: Callable[[Mapping[str, Any]], None], message: str, checkpoint: Path
 ) -> None:
-    document = json.loads((saved / "checkpoint.json").read_text())
+    document = json.loads((checkpoint / "checkpoint.json").read_text())
     change(document)
-    (saved / "checkpoint.json").write_text(json.dumps(document))
-    with pytest.raises(pt.CheckpointCorrupt, match=said):
-        loaded(saved)
+    (checkpoint / "checkpoint.json").write_text(json.dumps(document))
+    with pytest.raises(pt.CheckpointCorrupt, match=message):
+        load_state(checkpoint)
 
 
-def test_an_object_of_other_bytes_is_refused(saved: Path) -> None:
-    document = json.loads((saved / "checkpoint.json").read_text())
+def test_an_object_of_other_bytes_is_refused(checkpoint: Path) -> None:
+    document = json.loads((checkpoint / "checkpoint.json").read_text())
     document["objects"]["step"]["length"] -= 8
-    (saved / "checkpoint.json").write_text(json.dumps(document))
-    with pytest.raises(refused(), match=r"step: expected the format of torch.save"):
-        loaded(saved)
+    (checkpoint / "checkpoint.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointException, match=r"step: expected the format of torch.save"):
+        load_state(checkpoint)
 
 
-def test_a_file_that_is_too_short_is_refused(saved: Path) -> None:
-    os.truncate(saved / "shard-0.bin", 100)
-    with pytest.raises(refused(), match="ends before byte"):
-        loaded(saved)
+def test_a_file_that_is_too_short_is_refused(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "shard-0.bin", 100)
+    with pytest.raises(CheckpointException, match="ends before byte"):
+        load_state(checkpoint)

@@ -19,7 +19,7 @@ from tests.fakes.trial_processes import wait_until
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900)]
 pytest.importorskip("torch")
 if True:  # only with torch
-    from tests.integrations.ranks.test_torch_ranks import CASES, STEPS, trained
+    from tests.integrations.ranks.test_torch_ranks import CASES, STEPS, train_case
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.kill()
 
 
-def _options(case: str) -> dict[str, object]:
+def _make_options(case: str) -> dict[str, object]:
     return {
         "trainable": f"{CASES[case][0].__module__}:{CASES[case][0].__name__}",
         "stopper": serialize_for_trial(as_stopper({"step": STEPS})),
@@ -43,21 +43,21 @@ def test_after_a_death_the_state_of_each_rank_is_that_of_two_ranks_of_one_machin
     case: str, dies: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     with without_server():
-        _, undisturbed = trained(tmp_path / "undisturbed", case, 2)
-    what, number = dies.split()
-    config = {"lr": 0.1, "width": 16, "strike": [int(number), 7] if what == "rank" else None}
-    if what == "rank":
-        first, _ = cluster.train(config=config, **_options(case))
+        _, undisturbed = train_case(tmp_path / "undisturbed", case, 2)
+    kind, number = dies.split()
+    config = {"lr": 0.1, "width": 16, "strike": [int(number), 7] if kind == "rank" else None}
+    if kind == "rank":
+        first, _ = cluster.train(config=config, **_make_options(case))
         assert end_reason(first) == make_reason("process-ended", signal="SIGKILL", rank=int(number))
     else:
         for node in range(2):
-            cluster.start(node, config=config, silence=5, **_options(case))
-        wait_until(cluster.list_manifests, seconds=300, what=lambda: "the first checkpoint")
+            cluster.start(node, config=config, silence=5, **_make_options(case))
+        wait_until(cluster.list_manifests, seconds=300, kind=lambda: "the first checkpoint")
         cluster.kill_node(cluster.nodes[int(number)])
         cluster.wait()
         if dies == "node 0":
             cluster.end_attempt()
-    cluster.train(attempt=2, config=config, **_options(case))
+    cluster.train(attempt=2, config=config, **_make_options(case))
     trial = cluster.load_trial()
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, STEPS, 2)
     assert CASES[case][1](cluster.download_newest_checkpoint()) == undisturbed

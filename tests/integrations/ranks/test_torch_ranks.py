@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from tests.integrations.states import flat
+from tests.integrations.states import to_plain
 
 pytestmark = [pytest.mark.usefixtures("no_prefect_server"), pytest.mark.integrations, pytest.mark.timeout(900)]
 torch = pytest.importorskip("torch")
 STEPS = 12
 
 
-def _example(name: str) -> Any:
+def _import_example(name: str) -> Any:
     return importlib.import_module(f"examples.{name}").Digits
 
 
-class Struck:
-    """Before its base: kills one rank at one step of its first attempt."""
+class RankKiller:
+    """A mixin that kills one rank at one step of the first attempt."""
 
     trial: pt.TrialInfo
 
@@ -40,48 +40,47 @@ class Struck:
         return dict(super().step())  # type: ignore[misc]  # of the base
 
 
-class StruckDDP(Struck, _example("torch_ddp_digits")):  # type: ignore[misc]  # its base is known only with torch
+class KilledDDP(RankKiller, _import_example("torch_ddp_digits")):  # type: ignore[misc]  # its base exists only with torch
     """The example with DDP."""
 
 
-class StruckFSDP(Struck, _example("torch_fsdp_digits")):  # type: ignore[misc]  # its base is known only with torch
+class KilledFSDP(RankKiller, _import_example("torch_fsdp_digits")):  # type: ignore[misc]  # its base exists only with torch
     """The example with FSDP2 and distributed checkpoints."""
 
 
-def of_ddp(directory: Path) -> Mapping[str, Any]:
-    loaded = {
-        path.parent.name: torch.load(path, weights_only=True, map_location="cpu") for path in directory.rglob("*.pt")
+def read_ddp_state(directory: Path) -> Mapping[str, Any]:
+    paths = {path.parent.name: path for path in directory.rglob("*.pt")}
+    states = {name: torch.load(path, weights_only=True, map_location="cpu") for name, path in paths.items()}
+    return {
+        name: to_plain([state["parts"], [state["random"]["torch"], *state["random"]["cuda"]]])
+        for name, state in states.items()
     }
-    generators = {name: [each["random"]["torch"], *each["random"]["cuda"]] for name, each in loaded.items()}
-    return {name: flat([each["parts"], generators[name]]) for name, each in loaded.items()}
 
 
-def of_fsdp(directory: Path) -> Mapping[str, Any]:
-    """Return the bytes of each rank."""
+def read_fsdp_state(directory: Path) -> Mapping[str, Any]:
     assert json.loads((directory / "checkpoint.json").read_text())["format"] == "prefect-tune-torch-distributed"
     return {path.name: path.read_bytes() for path in directory.glob("shard-*.bin")}
 
 
 CASES: dict[str, tuple[type[Any], Callable[[Path], Mapping[str, Any]]]] = {
-    "ddp": (StruckDDP, of_ddp),
-    "fsdp": (StruckFSDP, of_fsdp),
+    "ddp": (KilledDDP, read_ddp_state),
+    "fsdp": (KilledFSDP, read_fsdp_state),
 }
 if find_spec("deepspeed"):  # `pip install deepspeed`: it compiles a part of itself, for minutes
 
-    class StruckDeepSpeed(Struck, _example("deepspeed_digits")):  # type: ignore[misc]  # its base is known only then
+    class KilledDeepSpeed(RankKiller, _import_example("deepspeed_digits")):  # type: ignore[misc]  # like the others
         """The example with DeepSpeed."""
 
-    def of_deepspeed(directory: Path) -> Mapping[str, Any]:
-        """Return the files of all ranks."""
+    def read_deepspeed_state(directory: Path) -> Mapping[str, Any]:
         return {path.name: path.read_bytes() for path in directory.rglob("*.pt")}
 
-    CASES["deepspeed"] = (StruckDeepSpeed, of_deepspeed)
+    CASES["deepspeed"] = (KilledDeepSpeed, read_deepspeed_state)
 
 
-def trained(
+def train_case(
     target: Path, case: str, ranks: int, strike: list[int] | None = None, failures: pt.FailurePolicy | None = None
 ) -> tuple[pt.TrialResult, Mapping[str, Any]]:
-    trainable, learned = CASES[case]
+    trainable, read_state = CASES[case]
     result = pt.durable_trainable(
         trainable,
         {"lr": 0.1, "width": 16, "strike": strike},
@@ -94,17 +93,17 @@ def trained(
     )
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as directory:
-        return result, learned(Path(directory))
+        return result, read_state(Path(directory))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_after_the_death_of_any_rank_the_state_of_each_is_bit_for_bit_as_undisturbed(case: str, tmp_path: Path) -> None:
-    _, undisturbed = trained(tmp_path / "undisturbed", case, 2)
+    _, undisturbed = train_case(tmp_path / "undisturbed", case, 2)
     assert len(undisturbed) == (3 if case == "deepspeed" else 2)
     for rank, step in ((0, 7), (1, 7), (1, 2)):
-        result, found = trained(tmp_path / f"{rank}-{step}", case, 2, [rank, step])
+        result, state = train_case(tmp_path / f"{rank}-{step}", case, 2, [rank, step])
         assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
-        assert found == undisturbed
+        assert state == undisturbed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA, and PyTorch for CUDA")
@@ -114,26 +113,26 @@ def test_after_the_death_of_a_rank_the_state_on_each_gpu_is_bit_for_bit_as_undis
 ) -> None:
     """NCCL connects the ranks, one for each GPU."""
     ranks = torch.cuda.device_count()
-    _, undisturbed = trained(tmp_path / "undisturbed", case, ranks)
-    result, found = trained(tmp_path / "killed", case, ranks, [ranks - 1, 7])
+    _, undisturbed = train_case(tmp_path / "undisturbed", case, ranks)
+    result, state = train_case(tmp_path / "killed", case, ranks, [ranks - 1, 7])
     assert (result.status, result.step, result.attempts) == ("completed", STEPS, 2)
-    assert found == undisturbed
+    assert state == undisturbed
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_another_number_of_ranks_goes_on_from_a_distributed_checkpoint(ranks: int, tmp_path: Path) -> None:
     """The batches are the same, so only the order in which FSDP adds up gradients differs."""
-    undisturbed, _ = trained(tmp_path / "undisturbed", "fsdp", 2)
+    undisturbed, _ = train_case(tmp_path / "undisturbed", "fsdp", 2)
     with pytest.raises(pt.TrialFailed):
-        trained(tmp_path, "fsdp", 2, [1, 7], failures=pt.FailurePolicy(max_machine_failures=0))
-    trial, _ = trained(tmp_path, "fsdp", ranks, [1, 7])
+        train_case(tmp_path, "fsdp", 2, [1, 7], failures=pt.FailurePolicy(max_machine_failures=0))
+    trial, _ = train_case(tmp_path, "fsdp", ranks, [1, 7])
     assert (trial.step, trial.attempts) == (STEPS, 2)
     assert trial.metrics["loss"] != undisturbed.metrics["loss"]  # that of rank 0, which has another part of the batch
-    weights = [loaded_weights(each) for each in (trial.checkpoint, undisturbed.checkpoint)]
+    weights = [load_weights(checkpoint) for checkpoint in (trial.checkpoint, undisturbed.checkpoint)]
     assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(*weights, strict=True))
 
 
-def loaded_weights(checkpoint: pt.Checkpoint | None) -> list[Any]:
+def load_weights(checkpoint: pt.Checkpoint | None) -> list[Any]:
     """Read whole tensors in one process from the target, without a copy of the directory."""
     from torch.distributed import checkpoint as dcp
 

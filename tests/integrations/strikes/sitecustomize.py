@@ -1,7 +1,7 @@
-"""On the PYTHONPATH of an example, this kills its trials by SIGKILL; the example itself is unchanged.
+"""On the PYTHONPATH of an unchanged example, this kills its trials by SIGKILL.
 
-Each trial's process draws a step, and a moment in it: before the step is reported, when its state has been written, or
-after it was reported. There it dies, as long as there are strikes left in the folder.
+Each trial's process draws a step and an event of it: "trained", "written" (the checkpoint) or "reported". It kills
+itself there if a file `strike-*` is left in the folder.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from typing import Any
 _FOLDER = os.environ.get("PREFECT_TUNE_TEST_STRIKES")
 
 
-class _Striker:
-    """The step and the moment at which this process dies."""
+class _Killer:
+    """The step and the event at which this process kills itself."""
 
     def __init__(self, session: Any) -> None:
         info = session.make_trial_info()
         self.trial, self.attempt = info.id, info.attempt
-        self._note(at="started", step=session.step)
+        self._record(event="started", step=session.step)
         chance = random.Random(f"{os.environ['PREFECT_TUNE_TEST_SEED']} {self.trial} {self.attempt}")
         self.step = session.step + chance.randint(1, int(os.environ["PREFECT_TUNE_TEST_REACH"]))
-        self.moment = chance.choice(["trained", "written", "reported"])
+        self.event = chance.choice(["trained", "written", "reported"])
 
-    def strike(self, step: int, moment: str) -> None:
-        if step < self.step or (moment != self.moment and step == self.step):
+    def kill_at(self, step: int, event: str) -> None:
+        if step < self.step or (event != self.event and step == self.step):
             return
         for token in sorted(Path(str(_FOLDER)).glob("strike-*")):
             try:
                 token.unlink()
             except FileNotFoundError:
-                continue  # another trial's
-            self._note(at=moment, step=step)
+                continue  # another trial took it
+            self._record(event=event, step=step)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _note(self, *, at: str, step: int) -> None:
-        line = json.dumps({"trial": self.trial, "attempt": self.attempt, "at": at, "step": step})
+    def _record(self, *, event: str, step: int) -> None:
+        line = json.dumps({"trial": self.trial, "attempt": self.attempt, "event": event, "step": step})
         with Path(str(_FOLDER), "witness").open("a") as witness:
             witness.write(f"{line}\n")
 
 
-def _arm() -> None:
+def _patch_session() -> None:
     from prefect_tune.runtime.session import TrialSession
 
-    reported, written = TrialSession.report_step, TrialSession._write_checkpoint
-    strikers: dict[int, _Striker] = {}
+    original_report_step, original_write_checkpoint = TrialSession.report_step, TrialSession._write_checkpoint
+    killers: dict[int, _Killer] = {}
 
-    def striker_of(session: TrialSession) -> _Striker:
-        if id(session) not in strikers:
-            strikers.clear()
-            strikers[id(session)] = _Striker(session)
-        return strikers[id(session)]
+    def get_killer(session: TrialSession) -> _Killer:
+        if id(session) not in killers:
+            killers.clear()
+            killers[id(session)] = _Killer(session)
+        return killers[id(session)]
 
     def report_step(self: TrialSession, metrics: Any, save: Any, **options: Any) -> None:
-        striker = striker_of(self)
-        striker.strike(self.step + 1, "trained")
-        reported(self, metrics, save, **options)
-        striker.strike(self.step, "reported")
+        killer = get_killer(self)
+        killer.kill_at(self.step + 1, "trained")
+        original_report_step(self, metrics, save, **options)
+        killer.kill_at(self.step, "reported")
 
-    def written_by(self: TrialSession, save: Any) -> Path:
-        directory = written(self, save)
-        striker_of(self).strike(self.step, "written")
+    def write_checkpoint(self: TrialSession, save: Any) -> Path:
+        directory = original_write_checkpoint(self, save)
+        get_killer(self).kill_at(self.step, "written")
         return directory
 
-    TrialSession.report_step, TrialSession._write_checkpoint = report_step, written_by  # type: ignore[method-assign]  # what this file is for
+    TrialSession.report_step, TrialSession._write_checkpoint = report_step, write_checkpoint  # type: ignore[method-assign]  # what this file is for
 
 
 if _FOLDER:
-    _arm()
+    _patch_session()
