@@ -157,8 +157,8 @@ class CommitHarness:
         (directory / "weights").write_bytes(os.urandom(100))
         if backbone:
             (directory / "backbone").write_bytes(backbone)
-        done = StepDone(report=make_report(step), checkpoint=str(directory), finish_reason=finish_reason)
-        queue_step_save(commit_worker, done, self.committed.append)
+        step_done = StepDone(report=make_report(step), checkpoint=str(directory), finish_reason=finish_reason)
+        queue_step_save(commit_worker, step_done, self.committed.append)
         return directory
 
     def load_trial(self) -> Trial:
@@ -174,12 +174,12 @@ class CommitHarness:
         return [event.report.step for event in events if isinstance(event, StepReported)]
 
     def count_blobs(self) -> int:
-        return len(self._files(TRIAL.blobs_folder))
+        return len(self._list_files(TRIAL.blobs_folder))
 
     def count_manifests(self) -> int:
-        return len(self._files(TRIAL.checkpoints_folder))
+        return len(self._list_files(TRIAL.checkpoints_folder))
 
-    def _files(self, folder: str) -> list[Path]:
+    def _list_files(self, folder: str) -> list[Path]:
         return sorted(path for path in (self.folder / "target" / folder).rglob("*") if path.is_file())
 
     def list_live_keys(self) -> Sequence[CheckpointKey]:
@@ -192,7 +192,7 @@ class CommitHarness:
             quarantine(store, TRIAL.journal_key, {self.list_live_keys()[0]: "damaged"}, new_write_stamp())
 
     def rot_oldest_blob(self) -> None:
-        oldest = min(self._files(TRIAL.blobs_folder), key=lambda path: path.stat().st_mtime_ns)
+        oldest = min(self._list_files(TRIAL.blobs_folder), key=lambda path: path.stat().st_mtime_ns)
         oldest.chmod(0o644)
         oldest.write_bytes(b"X" * oldest.stat().st_size)
 
@@ -215,9 +215,9 @@ def before_final_retry(commit_worker: CommitWorker, act: Callable[[], None]) -> 
         yield
 
 
-def queue_step_save(commit_worker: CommitWorker, done: StepDone, committed: Callable[[int], None]) -> None:
-    commit_worker.queue_report(done.report)
-    commit_worker.queue_save(GroupSave(done, {}), committed, lambda _: None)
+def queue_step_save(commit_worker: CommitWorker, step_done: StepDone, committed: Callable[[int], None]) -> None:
+    commit_worker.queue_report(step_done.report)
+    commit_worker.queue_save(GroupSave(step_done, {}), committed, lambda _: None)
 
 
 def make_attempt_ended(cause: Cause, message: str) -> AttemptEnded:
@@ -245,11 +245,8 @@ def test_a_trial_that_is_done_with_a_checkpoint_ends_in_the_entry_after_its_comm
     harness.save(commit_worker, 1, finish_reason="enough")
     commit_worker.queue_end(TrialFinished(trial=TRIAL.trial, reason="enough"))
     commit_worker.close()
-    assert (harness.load_trial().phase, harness.load_trial().reason, harness.committed) == (
-        Phase.FINISHED,
-        "enough",
-        [1],
-    )
+    trial = harness.load_trial()
+    assert (trial.phase, trial.reason, harness.committed) == (Phase.FINISHED, "enough", [1])
     events = [[type(event) for event in entry.events] for entry in harness.load_entries()[before:]]
     assert events == [[StepReported, CheckpointCommitted], [TrialFinished]]
 
@@ -346,11 +343,8 @@ def test_a_save_beside_which_another_task_deletes_an_older_checkpoint_is_saved_a
     INJECTED.after_write = delete_first
     harness.save(commit_worker, 2)
     end_attempt(commit_worker)
-    assert (harness.committed, harness.read_reported_steps(), [key.step for key in harness.list_live_keys()]) == (
-        [1, 2],
-        [1, 2],
-        [2],
-    )
+    assert (harness.committed, harness.read_reported_steps()) == ([1, 2], [1, 2])
+    assert [key.step for key in harness.list_live_keys()] == [2]
     assert harness.count_manifests() == 2, "that of the overtaken save is deleted"
 
 

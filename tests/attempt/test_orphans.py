@@ -45,7 +45,7 @@ from tests.trainables.processes import parallel
 from tests.trainables.witness import acts_of
 
 
-def wait_until_all_have_ended(run: SupervisedTrial) -> None:
+def wait_for_all_ends(run: SupervisedTrial) -> None:
     """Wait for the end of all processes, without killing any."""
     wait_until(lambda: not run.living_pids(), seconds=TIMEOUT_SECONDS, what=lambda: f"the end of {run.living_pids()}")
 
@@ -58,7 +58,7 @@ def test_all_that_a_trial_has_started_ends_when_it_or_its_supervisor_is_killed_e
     with supervise_trial(tmp_path, way, stubborn=stubborn) as run:
         run.kill(killed)
         start_time = time.monotonic()
-        wait_until_all_have_ended(run)
+        wait_for_all_ends(run)
         record_property(f"seconds until nothing lived: {way}, {killed}", round(time.monotonic() - start_time, 3))
         if killed == "trial":
             wait_until((tmp_path / "ended").exists, seconds=TIMEOUT_SECONDS, what=lambda: "the supervisor's notice")
@@ -72,11 +72,8 @@ def test_of_a_started_process_what_is_in_its_process_group_ends_and_the_rest_liv
     with supervise_trial(tmp_path, "started", stubborn=True) as run:
         elsewhere = run.started_pids - {run.child_pid}
         run.kill(killed)
-        wait_until(
-            lambda: run.living_pids() == elsewhere,
-            seconds=TIMEOUT_SECONDS,
-            what=lambda: f"the end of {run.living_pids()}",
-        )
+        living = run.living_pids
+        wait_until(lambda: living() == elsewhere, seconds=TIMEOUT_SECONDS, what=lambda: f"the end of {living()}")
         for pid in elsewhere:
             os.kill(pid, signal.SIGKILL)
 
@@ -99,7 +96,7 @@ _KILLED = [
 def test_of_the_subreaper_and_the_fork_server_one_is_enough(tmp_path: Path, way: str, killed: tuple[str, ...]) -> None:
     with supervise_trial(tmp_path, way) as run:
         run.kill(*killed)
-        wait_until_all_have_ended(run)
+        wait_for_all_ends(run)
 
 
 def test_the_fork_server_stays_for_a_subreaper_that_is_killed_after_their_supervisor(tmp_path: Path) -> None:
@@ -109,7 +106,7 @@ def test_the_fork_server_stays_for_a_subreaper_that_is_killed_after_their_superv
         run.kill("supervisor")
         time.sleep(0.3)
         os.kill(subreaper, signal.SIGKILL)
-        wait_until_all_have_ended(run)
+        wait_for_all_ends(run)
 
 
 def test_a_fork_server_that_is_killed_takes_nothing_along(tmp_path: Path) -> None:
@@ -123,16 +120,14 @@ def test_a_kill_of_the_fork_servers_group_leaves_the_subreaper(tmp_path: Path) -
     with supervise_trial(tmp_path, "search") as run:
         os.killpg(run.family.wait_for_one("tune-forkserver"), signal.SIGKILL)
         run.kill("trial")
-        wait_until_all_have_ended(run)
+        wait_for_all_ends(run)
 
 
 def test_with_both_killed_at_once_the_trial_dies_and_what_it_has_started_lives_on(tmp_path: Path) -> None:
     """A limit of the guarantee."""
     with supervise_trial(tmp_path, "search") as run:
         run.kill("tune-forkserver", "tune-subreaper")
-        wait_until(
-            lambda: run.living_pids() == run.started_pids, seconds=TIMEOUT_SECONDS, what=lambda: "the end of the trial"
-        )
+        wait_until(lambda: run.living_pids() == run.started_pids, seconds=TIMEOUT_SECONDS, what=lambda: "its end")
         time.sleep(0.3)
         assert run.living_pids() == run.started_pids
         for pid in run.started_pids:
@@ -146,7 +141,7 @@ def test_what_a_trial_has_started_has_the_subreaper_for_its_parent_once_its_own_
 
 
 LOG = make_log(LogRecorder())
-_SLOW_SECONDS = 100.0  # the machine may be busy with other tests; some start many Python processes
+_TIMEOUT_SECONDS = 100.0  # the machine may be busy with other tests; some start many Python processes
 _WAYS = [name for name in parallel.WORKERS if name != "DataLoader"]
 
 Opener = Callable[[Start, Log], AbstractContextManager[TrialChannel]]
@@ -192,9 +187,8 @@ def test_a_forked_worker_ends_by_the_signals_that_end_it_outside_a_trial(open_pr
 
 
 def test_a_worker_that_is_terminated_as_it_is_forked_ends_too(tmp_path: Path) -> None:
-    assert train_and_measure(supervised_process, parallel.terminate_early, tmp_path, rounds=100)["codes"] == [
-        -signal.SIGTERM
-    ]
+    metrics = train_and_measure(supervised_process, parallel.terminate_early, tmp_path, rounds=100)
+    assert metrics["codes"] == [-signal.SIGTERM]
 
 
 def test_threads_of_a_trial_fork_side_by_side_and_no_signal_stays_blocked(tmp_path: Path) -> None:
@@ -209,23 +203,23 @@ def test_a_worker_of_a_trial_in_a_thread_of_the_flow_ends_as_well(tmp_path: Path
 # ------------------------------------------------------------------------------------- each end of the trial
 
 
-def train_and_end(open_process: Opener, folder: Path, ends: str, way: str) -> list[int]:
+def train_and_end(open_process: Opener, folder: Path, ending: str, way: str) -> list[int]:
     """Train with workers, and end the trial; return the processes that reported."""
     folder.mkdir()
     witness = folder / "witness"
-    config = {"witness": str(witness), "way": way, "steps": 3 if ends == "by itself" else 10_000}
+    config = {"witness": str(witness), "way": way, "steps": 3 if ending == "by itself" else 10_000}
     with open_process(make_start(parallel.train_with_workers, folder, config), LOG) as channel:
-        last = _receive_last_message(channel, lambda: _end_trial(ends, channel, witness))
+        last = _receive_last_message(channel, lambda: _end_trial(ending, channel, witness))
         assert isinstance(last, TrialEnded | None), (way, last)
         code = None if last is None else get_reason_code(last.outcome.reason)
-        assert code == {"killed": None, "asked to stop": "saved-as-requested"}.get(ends, "returned"), (way, last)
+        assert code == {"killed": None, "asked to stop": "saved-as-requested"}.get(ending, "returned"), (way, last)
         channel.end()
     return sorted(read_trial_pids(witness))
 
 
 def _receive_last_message(channel: TrialChannel, on_second_step: Callable[[], None]) -> FromTrial | None:
     """Acknowledge checkpoints until the trial ends; return its last message, or None if it died."""
-    deadline = time.monotonic() + _SLOW_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         try:
             message = channel.receive(timedelta(seconds=0.1))
@@ -237,18 +231,18 @@ def _receive_last_message(channel: TrialChannel, on_second_step: Callable[[], No
             if message.report.step == 2:
                 on_second_step()
             channel.send(CheckpointSaved(step=message.report.step))
-    raise AssertionError(f"not over within {_SLOW_SECONDS:g} s: a trial")
+    raise AssertionError(f"not over within {_TIMEOUT_SECONDS:g} s: a trial")
 
 
 def read_trial_pids(witness: Path) -> set[int]:
     return {act.pid for act in acts_of(witness) if act.act == "trained"}
 
 
-def _end_trial(ends: str, channel: TrialChannel, witness: Path) -> None:
-    if ends == "killed":
+def _end_trial(ending: str, channel: TrialChannel, witness: Path) -> None:
+    if ending == "killed":
         (pid,) = read_trial_pids(witness)
         os.kill(pid, signal.SIGKILL)
-    elif ends == "asked to stop":
+    elif ending == "asked to stop":
         channel.send(CheckpointAndStop())
 
 
@@ -259,10 +253,12 @@ def find_shared_memory(pids: list[int], folder: Path) -> list[str]:
     return [entry.name for entry in Path("/dev/shm").iterdir() if pattern.search(entry.name.replace("_", "-"))]
 
 
-def require_no_process_left(processes: Family, ends: str, open_process: Opener, folder: Path, ways: list[str]) -> None:
+def require_no_process_left(
+    processes: Family, ending: str, open_process: Opener, folder: Path, ways: list[str]
+) -> None:
     """Train in all ways in parallel; require that no process outlives its trial."""
     with ThreadPoolExecutor(4) as threads:
-        trials = threads.map(lambda way: train_and_end(open_process, folder / way, ends, way), ways)
+        trials = threads.map(lambda way: train_and_end(open_process, folder / way, ending, way), ways)
         pids = [pid for trial in trials for pid in trial]
     assert len(pids) == len(ways)
     assert processes.names() <= {"tune-forkserver", "tune-subreaper", "trial"}
@@ -272,13 +268,13 @@ def require_no_process_left(processes: Family, ends: str, open_process: Opener, 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ends", ["by itself", "killed", "asked to stop"])
+@pytest.mark.parametrize("ending", ["by itself", "killed", "asked to stop"])
 @pytest.mark.parametrize("pool_context", [search_pool, pytest.param(single_trial_pool, marks=pytest.mark.deep)])
 def test_processes_of_a_trainable_end_with_the_trial_by_whatever_way_they_were_started(
-    pool_context: Callable[[], AbstractContextManager[Opener]], ends: str, tmp_path: Path
+    pool_context: Callable[[], AbstractContextManager[Opener]], ending: str, tmp_path: Path
 ) -> None:
     with family() as processes, pool_context() as open_process:
-        require_no_process_left(processes, ends, open_process, tmp_path, _WAYS)
+        require_no_process_left(processes, ending, open_process, tmp_path, _WAYS)
 
 
 def _list_resource_trackers(processes: Family) -> list[int]:
@@ -290,9 +286,9 @@ def test_a_resource_tracker_that_is_slow_still_removes_what_its_trial_left_in_sh
     with family() as processes, single_trial_pool() as open_process:
         start = make_start(parallel.leave_shared_memory, tmp_path, {"witness": str(witness)})
         with open_process(start, LOG) as channel:
-            wait_until(lambda: acts_of(witness), seconds=_SLOW_SECONDS, what=lambda: "a trial")
+            wait_until(lambda: acts_of(witness), seconds=_TIMEOUT_SECONDS, what=lambda: "a trial")
             trial = acts_of(witness)[0].pid
-            wait_until(lambda: _list_resource_trackers(processes), seconds=_SLOW_SECONDS, what=lambda: "its tracker")
+            wait_until(lambda: _list_resource_trackers(processes), seconds=_TIMEOUT_SECONDS, what=lambda: "its tracker")
             (tracker,) = _list_resource_trackers(processes)
             os.kill(tracker, signal.SIGSTOP)
             os.kill(trial, signal.SIGKILL)
@@ -304,11 +300,11 @@ def test_a_resource_tracker_that_is_slow_still_removes_what_its_trial_left_in_sh
 
 @pytest.mark.integrations
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ends", ["by itself", "killed", "asked to stop"])
+@pytest.mark.parametrize("ending", ["by itself", "killed", "asked to stop"])
 @pytest.mark.parametrize("pool_context", [search_pool, single_trial_pool])
 def test_workers_of_a_data_loader_end_with_the_trial(
-    pool_context: Callable[[], AbstractContextManager[Opener]], ends: str, tmp_path: Path
+    pool_context: Callable[[], AbstractContextManager[Opener]], ending: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
     with family() as processes, pool_context() as open_process:
-        require_no_process_left(processes, ends, open_process, tmp_path, ["DataLoader"])
+        require_no_process_left(processes, ending, open_process, tmp_path, ["DataLoader"])

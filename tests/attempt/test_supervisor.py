@@ -338,19 +338,19 @@ def test_a_group_that_was_asked_to_stop_and_whose_last_save_failed_does_not_say_
 
 def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
     """Another thread may end it at once: as a failure, unless the newest save counts by then."""
-    counted: list[tuple[list[Reason], bool]] = []
+    states: list[tuple[list[Reason], bool]] = []
 
     class Channel(FakeChannel):
         def send(self, message: ToTrial) -> None:
             super().send(message)
-            counted.append(([*supervisor._failed_saves], supervisor._has_pending_saves))
+            states.append(([*supervisor._failed_saves], supervisor._has_pending_saves))
 
     group, worker = make_group(Channel([])), cast("CommitWorker", FakeCommitWorker())
     supervisor = attempt_supervisor._Supervisor(group, worker, spec, make_channel(), UsageMeter())
     supervisor._failed_saves.append(make_reason("not-committed", step=1, error="late"))
     supervisor._on_step(make_step(2, saves=True))
     supervisor._on_checkpoint_committed(2)
-    assert counted == [([], False)]
+    assert states == [([], False)]
 
 
 @pytest.mark.parametrize("received", range(4))

@@ -258,11 +258,11 @@ def test_events_after_the_end_of_a_search_are_refused(tmp_path: Path, monkeypatc
 
 def test_events_that_a_failed_search_has_received_and_lost_are_refused() -> None:
     executor = LocalExecutor(cast("TrialProcessPool", None), launch=lambda *_: None)
-    lost = EventsSubmitted(TRIAL.trial, (COMMITTED,), is_awaited=True)
-    executor._on_message(lost)
-    assert executor.poll_messages(timedelta(0)) == [lost]
+    events = EventsSubmitted(TRIAL.trial, (COMMITTED,), is_awaited=True)
+    executor._on_message(events)
+    assert executor.poll_messages(timedelta(0)) == [events]
     executor.reject_events()
-    assert isinstance(lost.entry_written.exception(0), CommitUnknown)
+    assert isinstance(events.entry_written.exception(0), CommitUnknown)
 
 
 def test_events_that_are_submitted_while_the_search_ends_are_refused_too() -> None:

@@ -312,7 +312,7 @@ class Deletions:
 
         monkeypatch.setattr(PosixStore, "delete", record_and_delete)
 
-    def in_folder(self, name: str) -> list[tuple[str, Trial]]:
+    def filter_by_folder(self, name: str) -> list[tuple[str, Trial]]:
         return [(Path(path).stem, trial) for path, trial in self.deleted if f"/{name}/" in path]
 
 
@@ -343,7 +343,7 @@ def test_posts_are_received_in_order_each_once_and_then_deleted_except_the_first
     FarSearch(target, period=NO_WAIT).simulate(nothing, lambda: attempt.report(4), nothing)
     wait_until(lambda: list_posts(target) == [1])
     assert read_received_posts(target) == [1, 2, 3, 4, 5]
-    assert all(int(name) <= trial.last_post for name, trial in deletions.in_folder("outbox"))
+    assert all(int(name) <= trial.last_post for name, trial in deletions.filter_by_folder("outbox"))
 
 
 def test_a_post_that_the_last_search_has_not_journaled_is_received_by_the_next(target: LocalTarget) -> None:
@@ -371,17 +371,17 @@ def test_what_a_remote_attempt_retires_is_deleted_once_that_is_journaled(
 
     FarSearch(target).simulate(nothing, attempt.start, lambda: attempt.save(1), nothing, retire_first, nothing, nothing)
     FarSearch(target, period=NO_WAIT).simulate(nothing, nothing)
-    wait_until(lambda: deletions.in_folder("0000000001-0000000001"))
-    (deleted,) = deletions.in_folder("0000000001-0000000001")
+    wait_until(lambda: deletions.filter_by_folder("0000000001-0000000001"))
+    (deleted,) = deletions.filter_by_folder("0000000001-0000000001")
     assert [checkpoint.sequence for checkpoint in deleted[1].checkpoints] == [2]
-    assert not deletions.in_folder("0000000002-0000000002")
+    assert not deletions.filter_by_folder("0000000002-0000000002")
 
 
 def test_deletions_that_fail_do_not_end_the_search(target: LocalTarget, deletions: Deletions) -> None:
     attempt, deletions.error = FarAttempt(target), StoreRefused("s3:DeleteObject")
 
     def wait_for_last_deletion() -> None:
-        wait_until(lambda: "0000000003" in dict(deletions.in_folder("outbox")))
+        wait_until(lambda: "0000000003" in dict(deletions.filter_by_folder("outbox")))
 
     actions = [partial(attempt.report, step) for step in (1, 2)]
     FarSearch(target, period=NO_WAIT).simulate(

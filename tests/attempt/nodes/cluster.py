@@ -189,14 +189,14 @@ def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> 
     request = AttemptRequest(search_term=1, trial=trial, secret=secret)
     attempt = request.attempt
     with without_server(), TrialProcessPool(slots=0) as pool:
-        link = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool).use_stop_event(threading.Event())
+        channel = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool).use_stop_event(threading.Event())
         try:
             if node:
-                return train_node(spec, request, node, link, DirectTasks(spec), log)
-            link.start_polling()
-            return Attempt(spec, request, link, DirectTasks(spec), log).run().outcome.reason
+                return train_node(spec, request, node, channel, DirectTasks(spec), log)
+            channel.start_polling()
+            return Attempt(spec, request, channel, DirectTasks(spec), log).run().outcome.reason
         finally:
-            link.close()
+            channel.close()
 
 
 def _fail_first_upload(fault: str) -> None:

@@ -46,7 +46,7 @@ from tests.trainables.processes.forked import AnotherKind, Leads, Resettable
 from tests.trainables.witness import acts_of
 
 LOG = make_log(LogRecorder())
-NOTHING: Mapping[str, str] = {}
+NO_VARIABLES: Mapping[str, str] = {}
 SLOTS = 2
 
 
@@ -68,7 +68,7 @@ def train_trial(pool: TrialProcessPool, tmp_path: Path, witness: Path) -> Traine
     """Train one step of a trial; return its metrics."""
 
     def train(
-        x: int = 0, kind: type = Resettable, environment: Mapping[str, str] = NOTHING, **config: object
+        x: int = 0, kind: type = Resettable, environment: Mapping[str, str] = NO_VARIABLES, **config: object
     ) -> Mapping[str, Any]:
         start = make_start(kind, tmp_path, {"x": x, "witness": str(witness), **config}, steps=1)
         with pool.open_process(start, LOG, environment) as channel:
@@ -171,9 +171,9 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
             last = receive_messages(channel)[-1]
             assert isinstance(last, TrainableLoaded if how == "is killed" else TrialEnded)
             assert (isinstance(last, TrialEnded) and last.raised) == (how == "raises")
-        served = set(processes.pids("trial"))
+        pids = set(processes.pids("trial"))
         channel.end()
-    assert served.isdisjoint(processes.pids("trial"))  # the one that is forked ahead for the next trial may be there
+    assert pids.isdisjoint(processes.pids("trial"))  # the one that is forked ahead for the next trial may be there
     assert train_trial(3)["pid"] != before
     assert read_acts(witness).count("setup 3") == 1
 

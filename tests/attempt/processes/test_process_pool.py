@@ -70,6 +70,13 @@ def find_acts(folder: Path, *names: str) -> list[Act]:
     return [act for act in acts_of(folder / "witness") if act.act in names]
 
 
+def wait_for_fork_server_only(processes: Family) -> int:
+    """Wait until only the fork server lives; return its pid."""
+    pid = processes.wait_for_one("tune-forkserver")
+    wait_until(lambda: processes.pids() == [pid], what=lambda: f"the end of all of {processes.pids()} but {pid}")
+    return pid
+
+
 def wait_for_trial(folder: Path) -> None:
     wait_until(lambda: find_acts(folder, "begin"), what=lambda: "the trial")
 
@@ -122,10 +129,10 @@ def test_the_temporary_files_of_a_killed_process_stay_until_its_save_is_over_and
 def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
     pool: TrialProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+    removed = tmp_path / "gone"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
     with pool.open_process(make_start(print_lines, tmp_path, {"lines": 1}), LOG) as channel:
         assert isinstance(receive_messages(channel)[-1], TrialEnded)
 
@@ -167,9 +174,7 @@ def test_nothing_is_started_before_it_is_needed(tmp_path: Path) -> None:
     with family() as processes, TrialProcessPool(slots=1) as pool:
         assert not processes.pids()
         pool.start_import("tests.trainables.processes.forked:inspect_process", LOG)
-        wait_until(
-            lambda: len(processes.pids()) == 1, what=lambda: f"one process, found {processes.names()}"
-        )  # /proc lags behind
+        wait_until(lambda: len(processes.pids()) == 1, what=lambda: f"one of {processes.names()}")  # /proc lags
         train_and_inspect(pool, tmp_path)
 
 
@@ -271,9 +276,8 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
         with no_leaks(), ThreadPoolExecutor(16) as threads:
             assert list(threads.map(train, range(200))) == list(range(200))
             pool.end_idle_processes()
-        alone = [processes.wait_for_one("tune-forkserver")]
-        wait_until(lambda: processes.pids() == alone, what=lambda: f"the end of all of {processes.pids()} but {alone}")
-        wait_until(lambda: not children_of(*alone), what=lambda: f"the end of {children_of(*alone)}: no zombies either")
+        zombies = partial(children_of, wait_for_fork_server_only(processes))
+        wait_until(lambda: not zombies(), what=lambda: f"the end of {zombies()}")
     record_property("figure: trials in forked processes, none of them left", 200)
 
 
@@ -347,10 +351,7 @@ def test_a_trial_that_is_stopped_or_whose_subreaper_is_can_be_ended(
         os.kill(processes.wait_for_one(stopped), signal.SIGSTOP)
         assert channel.end() == ProcessEnd(signal="SIGKILL")
     pool.end_idle_processes()
-    wait_until(
-        lambda: processes.pids() == [processes.wait_for_one("tune-forkserver")],
-        what=lambda: f"the end of {processes.pids()}",
-    )
+    wait_for_fork_server_only(processes)
 
 
 @pytest.mark.long
@@ -379,17 +380,17 @@ _NOT_TEXT = b"\xff\xfe odd) S"
 def running_process_with_undecodable_name() -> Iterator[None]:
     """Run a process whose name is no UTF-8: Linux cuts names to 15 bytes, even within a character."""
     context = multiprocessing.get_context("fork")
-    named = context.Event()
+    is_named = context.Event()
 
     def idle() -> None:
         ctypes.CDLL(None).prctl(15, _NOT_TEXT)
-        named.set()
+        is_named.set()
         time.sleep(600)
 
     process = context.Process(target=idle)
     process.start()
     try:
-        assert named.wait(60)
+        assert is_named.wait(60)
         assert Path(f"/proc/{process.pid}/comm").read_bytes() == _NOT_TEXT + b"\n"
         yield
     finally:
@@ -442,7 +443,7 @@ def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path
         assert time.monotonic() - start_time < 15  # one by one it takes 20
 
 
-_LOUD = {"PYTHONWARNINGS": "always::ResourceWarning", "PYTHONUNBUFFERED": "1"}
+_LOUD_ENVIRONMENT = {"PYTHONWARNINGS": "always::ResourceWarning", "PYTHONUNBUFFERED": "1"}
 
 
 def _end_new_fork(forks: ForkServer) -> None:
@@ -455,7 +456,7 @@ def _end_new_fork(forks: ForkServer) -> None:
 def test_a_fork_server_its_subreapers_and_their_trials_leave_no_socket_open(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in _LOUD.items():
+    for name, value in _LOUD_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     forks = ForkServer()
     _end_new_fork(forks)

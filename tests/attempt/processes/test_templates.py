@@ -265,7 +265,7 @@ def test_what_forks_bear_is_no_reason_against_them(
     assert (len(module.imports), count_distinct(results), sorted({*recorder.reasons})) == (1, 3, lines)
 
 
-MADE_BY_IMPORT = {
+IMPORT_EFFECTS = {
     "a folder that is first on the path": (
         """
         import importlib, sys
@@ -307,11 +307,11 @@ MADE_BY_IMPORT = {
 
 
 @pytest.mark.parametrize("reuse", long_after(1, ["auto", "never"]))
-@pytest.mark.parametrize("name", MADE_BY_IMPORT)
+@pytest.mark.parametrize("name", IMPORT_EFFECTS)
 def test_each_trial_has_what_the_import_has_made(
     train_trials: Trainer, module: Module, tmp_path: Path, name: str, reuse: Reuse
 ) -> None:
-    body, files, expected = MADE_BY_IMPORT[name]
+    body, files, expected = IMPORT_EFFECTS[name]
     write_files(tmp_path, {path: text.encode() for path, text in files.items()})
     module.write(body.replace("FOLDER", repr(str(tmp_path))))
     assert [metrics["origin"] for metrics in train_trials(2, reuse)] == [expected] * 2
@@ -533,7 +533,7 @@ def measure(config):
     torch.optim.SGD([0], lr=0.0).step()
     return {"late": late}
 """
-WITHOUT = """
+TRAIN_WITHOUT_OPTIMIZER = """
 import sys, torch
 def measure(config):
     return {"late": "torch._dynamo" in sys.modules}
@@ -561,7 +561,7 @@ def test_where_the_code_names_an_optimizer_one_process_imports_what_it_needs(
 
 
 def test_trials_without_an_optimizer_import_nothing_late(train_trials: Trainer, module: Module, imports: Path) -> None:
-    module.write(WITHOUT)
+    module.write(TRAIN_WITHOUT_OPTIMIZER)
     assert [metrics["late"] for metrics in train_trials(3)] == [False] * 3
     assert not imports.exists()
 

@@ -93,11 +93,11 @@ def test_the_memory_and_the_processor_time_are_those_of_the_process_and_its_chil
 
 
 def test_samples_take_less_than_a_thousandth_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    spent = [0.0]
-    monkeypatch.setattr(time, "thread_time", lambda: spent[0])
+    cpu_seconds = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: cpu_seconds[0])
 
     def walk_slowly(pid: int) -> Iterator[int]:
-        spent[0] += 0.05
+        cpu_seconds[0] += 0.05
         yield pid
 
     monkeypatch.setattr(usage_meter, "iter_process_tree", walk_slowly)
@@ -105,10 +105,10 @@ def test_samples_take_less_than_a_thousandth_of_a_processor(monkeypatch: pytest.
         meter = UsageMeter()
         meter.on_loaded(pid)
         meter.sample_if_due("training")
-        seconds_before = spent[0]
+        seconds_before = cpu_seconds[0]
         for _ in range(10):
             meter.sample_if_due("training")
-    assert spent[0] == seconds_before  # the next one is due in a minute
+    assert cpu_seconds[0] == seconds_before  # the next one is due in a minute
 
 
 def test_gpus_are_those_that_the_trial_sees(monkeypatch: pytest.MonkeyPatch) -> None:

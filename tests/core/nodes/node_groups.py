@@ -41,12 +41,10 @@ class GroupSession(Session):
 
     def node_files(self, node: int) -> Files:
         """Return the files of one node: its shard, and the shared ones."""
-        all_files = self.files(self.pending[-1].step)
-        shared = {"backbone": all_files["backbone"], f"shard-{node}": all_files[f"shard-{node}"]}
-        others = {f"shard-{other}" for other in range(self.node_count)}
-        return (
-            shared if node else {name: of for name, of in all_files.items() if name == "shard-0" or name not in others}
-        )
+        files, shard = self.files(self.pending[-1].step), f"shard-{node}"
+        if node:
+            return {"backbone": files["backbone"], shard: files[shard]}
+        return {name: data for name, data in files.items() if name == shard or not name.startswith("shard-")}
 
     def send(self, store: ObjectStore, node: int, key: CheckpointKey) -> None:
         """Send the part of another node."""

@@ -87,12 +87,12 @@ def send_node_part(store: MemoryStore, node: int, files: Files, nodes: NodesKey 
     send_part(store, SAVE, MemoryFiles(files), sender=(nodes, node, term), reuse=ReusableBytes())
 
 
-def join_parts(store: MemoryStore, first: Files, *of_nodes: int, **options: object) -> Files:
+def join_parts(store: MemoryStore, first: Files, *nodes: int, **options: object) -> Files:
     """Merge the parts of nodes with the files of node 0; return the files of the checkpoint."""
     metadata = CheckpointMetadata(attempt=2, term=TERM, write_id="w", created_at="")
     manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=ReusableBytes()), metadata=metadata)
     fields = {"lost_nodes": dict, **options}
-    expected = ExpectedParts(NODES, TERM, of_nodes, make_expired_deadline, **fields)  # type: ignore[arg-type]  # one field
+    expected = ExpectedParts(NODES, TERM, nodes, make_expired_deadline, **fields)  # type: ignore[arg-type]  # one field
     return load_files(store, merge_parts(store, expected, manifest))
 
 
