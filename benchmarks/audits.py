@@ -16,14 +16,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.measuring.own_process import measured_by
+from benchmarks.measuring.own_process import measure_in_process
 from benchmarks.measuring.resident import resident_bytes
-from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section
 
-_MOST_SECONDS = 30.0
+_MAX_SECONDS = 30.0
 
 
-def _search(target: str, trial_count: int) -> None:
+def _run_search(target: str, trial_count: int) -> None:
     import prefect_tune as pt
     from prefect_tune.blocks import LocalTarget
     from tests.fakes.searches.planned_search import STEPS, PlannedSearch
@@ -32,7 +32,7 @@ def _search(target: str, trial_count: int) -> None:
     search.run(scheduler=pt.ASHA(STEPS, variant="stopping"), num_samples=trial_count)
 
 
-def _audited(target: str) -> Mapping[str, Any]:
+def _run_audit(target: str) -> Mapping[str, Any]:
     """Audit the search in this process; the imports are not counted."""
     from prefect_tune.tuner.audit import audit
 
@@ -47,13 +47,13 @@ def _audited(target: str) -> Mapping[str, Any]:
     }
 
 
-def _measured(trial_count: int) -> Mapping[str, Any]:
-    room = tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm")
+def _measure(trial_count: int) -> Mapping[str, Any]:
+    folder = tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm")
     try:
-        _search(room, trial_count)
-        return measured_by("audits", "--audit", room)
+        _run_search(folder, trial_count)
+        return measure_in_process("audits", "--audit", folder)
     finally:
-        shutil.rmtree(room)
+        shutil.rmtree(folder)
 
 
 def _main() -> None:
@@ -61,21 +61,19 @@ def _main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
     parser.add_argument("--trials", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--audit", metavar="TARGET", help="audit the search there, in this process")
-    asked = parser.parse_args()
-    if asked.audit:
-        print(json.dumps(_audited(asked.audit)))
+    args = parser.parse_args()
+    if args.audit:
+        print(json.dumps(_run_audit(args.audit)))
         return
     rows = []
-    for count in asked.trials:
-        found = _measured(count)
-        kept = "yes" if found["seconds"] <= _MOST_SECONDS else "**no**"
-        seconds = f"{found['seconds']:.1f} / {found['cpu']:.1f}"
-        rows.append([f"{count:,}", f"{found['entries']:,}", found["summary"], seconds, str(found["mib"]), kept])
+    for count in args.trials:
+        measured = _measure(count)
+        verdict = "yes" if measured["seconds"] <= _MAX_SECONDS else "**no**"
+        seconds, mib = f"{measured['seconds']:.1f} / {measured['cpu']:.1f}", str(measured["mib"])
+        rows.append([f"{count:,}", f"{measured['entries']:,}", measured["summary"], seconds, mib, verdict])
     head = ["trials", "entries", "result", "s, wall (≤ 30) / CPU", "peak memory, MiB", "limit kept"]
-    text = f"{table(head, rows)}\n\n{circumstances('pydantic', 'rpds-py')}"
-    print(text)
-    if asked.write:
-        write("audits", text)
+    text = f"{format_table(head, rows)}\n\n{describe_setup('pydantic', 'rpds-py')}"
+    publish_section("audits", text, write=args.write)
 
 
 if __name__ == "__main__":

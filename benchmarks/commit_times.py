@@ -20,7 +20,7 @@ from pathlib import Path
 
 _SAVES = 10
 _BETWEEN_SECONDS = 0.5
-_BEGIN_WITHIN_SECONDS = 300
+_START_TIMEOUT_SECONDS = 300
 
 
 def train(config: Mapping[str, object]) -> None:
@@ -30,16 +30,16 @@ def train(config: Mapping[str, object]) -> None:
     folder, trial_count, seconds = Path(str(config["folder"])), int(str(config["trials"])), list[float]()
     name = pt.get_trial().id
     (folder / f"{name}.begun").touch()
-    until = time.monotonic() + _BEGIN_WITHIN_SECONDS
-    while len(list(folder.glob("*.begun"))) < trial_count and time.monotonic() < until:
+    end = time.monotonic() + _START_TIMEOUT_SECONDS
+    while len(list(folder.glob("*.begun"))) < trial_count and time.monotonic() < end:
         time.sleep(0.05)
     for step in range(_SAVES):
         time.sleep(_BETWEEN_SECONDS)
         directory = pt.get_trial().new_checkpoint_dir()
         Path(directory, "weights").write_bytes(f"{name} {step}".encode() * 256)
-        began = time.perf_counter()
+        start = time.perf_counter()
         pt.report({"loss": 1.0 / (step + 1)}, checkpoint=pt.Checkpoint.from_directory(directory))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     (folder / f"{name}.json").write_text(json.dumps(seconds))
 
 
@@ -63,8 +63,8 @@ def measure(trial_count: int, latency_ms: int) -> tuple[float, float, float]:
             experiment="commits",
             sync=SyncConfig(commit="sync"),
         )
-        requests = sink.counted()["requests"] / trial_count / _SAVES
-        seconds = [each for path in Path(folder).glob("*.json") for each in json.loads(path.read_text())]
+        requests = sink.take_counts()["requests"] / trial_count / _SAVES
+        seconds = [duration for path in Path(folder).glob("*.json") for duration in json.loads(path.read_text())]
     ranked = statistics.quantiles(seconds, n=20)
     return statistics.median(seconds) * 1000, ranked[-1] * 1000, requests
 
@@ -74,11 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--latency", type=int, nargs="+", default=[0, 25, 100])
-    chosen = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     print("| trials | latency, ms | commit, median ms | 95th percentile, ms | requests of a trial per commit |")
     print("|---|---|---|---|---|")
-    for trial_count in chosen.trials:
-        for latency_ms in chosen.latency:
+    for trial_count in args.trials:
+        for latency_ms in args.latency:
             median, slow, requests = measure(trial_count, latency_ms)
             print(f"| {trial_count} | {latency_ms} | {median:.0f} | {slow:.0f} | {requests:.1f} |", flush=True)
 

@@ -24,13 +24,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.measuring.cpu_group import cpu_group, sampling
-from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.measuring.tables import describe_setup, format_table, write_section
 from benchmarks.peers.real import Work
-from benchmarks.throughput import Peer, prefect_server, ray_cluster, surroundings
+from benchmarks.throughput import Peer, make_environment, prefect_server, ray_cluster
 
 _REPOSITORY = Path(__file__).parents[1]
-_PATIENCE_SECONDS = 900
-_SHORT = 20
+_TIMEOUT_SECONDS = 900
+_SHORT_SEARCH_TRIALS = 20
 """Trials of a search that every peer runs."""
 _PEERS = {
     "ours": "prefect-tune",
@@ -41,14 +41,14 @@ _PEERS = {
 
 
 WORKLOADS = tuple(
-    Work(trainable, scheduler, trials, epochs, room="")
+    Work(trainable, scheduler, trials, epochs, folder="")
     for trainable in ("torch_mlp", "torch_by_hand", "lightning_mlp", "sklearn_sgd", "xgboost_trees")
     for scheduler, trials, epochs in (("fifo", 20, 1), ("asha", 20, 16), ("fifo", 200, 1), ("asha", 200, 16))
 )
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     first_seconds: float
     """Until the first trial begins to train."""
     seconds: float
@@ -58,50 +58,50 @@ class Measured:
     """Of all its processes together; a page that several share counts once."""
 
 
-def _searched(peer: Peer, work: Work) -> Measured:
-    with tempfile.TemporaryDirectory() as room, cpu_group() as group, (Path(room) / "log").open("w+") as log:
+def _run_search(peer: Peer, work: Work) -> Measurement:
+    with tempfile.TemporaryDirectory() as folder, cpu_group() as group, (Path(folder) / "log").open("w+") as log:
         memory = [0.0]
-        own = replace(work, room=room)
+        own = replace(work, folder=folder)
         command = [peer.python, "-m", "benchmarks.peers.real", peer.name, json.dumps(asdict(own))]
-        served = peer.server.cpu_seconds() if peer.server else 0.0
-        began = time.monotonic()
+        server_cpu = peer.server.cpu_seconds() if peer.server else 0.0
+        start = time.monotonic()
         with sampling(lambda: memory.append(group.memory_mib()), every_seconds=0.5):
-            code = group.run(command, peer.environment, log, timeout_seconds=_PATIENCE_SECONDS, directory=_REPOSITORY)
-        ended = time.monotonic()
+            code = group.run(command, peer.environment, log, timeout_seconds=_TIMEOUT_SECONDS, directory=_REPOSITORY)
+        end = time.monotonic()
         group.require_empty()
         if code:
             log.seek(0)
             raise RuntimeError(f"{peer.name}, {work}: exited with code {code}: {log.read()[-3000:]}")
-        first = float(Path(own.first).read_text()) - began
-        cpu = group.cpu_seconds() + (peer.server.cpu_seconds() - served if peer.server else 0.0)
-        return Measured(first, ended - began, cpu, max(memory))
+        first = float(Path(own.first).read_text()) - start
+        cpu = group.cpu_seconds() + (peer.server.cpu_seconds() - server_cpu if peer.server else 0.0)
+        return Measurement(first, end - start, cpu, max(memory))
 
 
 def _rounds(work: Work, peer: str, rounds: int) -> int:
     """Return how often `peer` runs: long searches are rarer."""
-    if work.trials <= _SHORT:
+    if work.trials <= _SHORT_SEARCH_TRIALS:
         return 1 if peer == "ray" else rounds
     return 0 if peer == "ray" else 1
 
 
 def _rows(work: Work, peers: Sequence[Peer], rounds: int) -> Iterator[list[str]]:
-    found: dict[str, list[Measured]] = {peer.name: [] for peer in peers if _rounds(work, peer.name, rounds)}
+    measurements: dict[str, list[Measurement]] = {peer.name: [] for peer in peers if _rounds(work, peer.name, rounds)}
     for turn in range(rounds):
         for peer in peers:
             if turn < _rounds(work, peer.name, rounds):
-                found[peer.name].append(_searched(peer, work))
-                print(_named(work), peer.name, found[peer.name][-1], file=sys.stderr, flush=True)
-    for name, measured in found.items():
-        pairs = list(zip(measured, found["ours"], strict=False))
+                measurements[peer.name].append(_run_search(peer, work))
+                print(_describe(work), peer.name, measurements[peer.name][-1], file=sys.stderr, flush=True)
+    for name, measured in measurements.items():
+        pairs = list(zip(measured, measurements["ours"], strict=False))
         ratio = [statistics.median(theirs.seconds / ours.seconds for theirs, ours in pairs)]
         ratio.append(statistics.median(theirs.cpu_seconds / ours.cpu_seconds for theirs, ours in pairs))
         columns = ("first_seconds", "seconds", "cpu_seconds", "peak_mib")
         first, seconds, cpu, mib = (statistics.median(getattr(one, column) for one in measured) for column in columns)
-        shown = [f"{first:.1f}", f"{seconds:.1f}", f"{cpu:.1f}", f"{mib:,.0f}"]
-        yield [_named(work) if name == "ours" else "", _PEERS[name], *shown, *(f"{one:.2f}x" for one in ratio)]
+        figures = [f"{first:.1f}", f"{seconds:.1f}", f"{cpu:.1f}", f"{mib:,.0f}"]
+        yield [_describe(work) if name == "ours" else "", _PEERS[name], *figures, *(f"{one:.2f}x" for one in ratio)]
 
 
-def _named(work: Work) -> str:
+def _describe(work: Work) -> str:
     return f"{work.trials} trials of {work.trainable}, {work.scheduler.upper()}, {work.epochs} epochs"
 
 
@@ -128,36 +128,36 @@ def _main() -> None:
     parser.add_argument("--trials", type=int, nargs="+", default=[20, 200])
     parser.add_argument("--scheduler", nargs="+", default=["fifo", "asha"])
     parser.add_argument("--peer", nargs="+", default=list(_PEERS), help="which of them take turns")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     works = [
-        each
-        for each in WORKLOADS
-        if each.trainable in (asked.only or each.trainable)
-        and each.trials in asked.trials
-        and each.scheduler in asked.scheduler
+        work
+        for work in WORKLOADS
+        if work.trainable in (args.only or work.trainable)
+        and work.trials in args.trials
+        and work.scheduler in args.scheduler
     ]
-    names = [name for name in _PEERS if name in {"ours", *asked.peer} and not (asked.running and name == "optuna")]
+    names = [name for name in _PEERS if name in {"ours", *args.peer} and not (args.running and name == "optuna")]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
-        given = surroundings(Path(folder))
-        path = os.pathsep.join([str(_REPOSITORY), *filter(None, [given.get("PYTHONPATH")])])
-        environment = {**given, "PYTHONPATH": path, "BENCHMARK_PEER": "ray"}  # of the cluster: `real` sets its own
-        ours, ray = Peer("ours", sys.executable, "", environment), Peer("ray", asked.peers, "", environment)
-        if asked.running:
+        environment = make_environment(Path(folder))
+        path = os.pathsep.join([str(_REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])])
+        environment |= {"PYTHONPATH": path, "BENCHMARK_PEER": "ray"}  # of the cluster: `real` sets its own
+        ours, ray = Peer("ours", sys.executable, "", environment), Peer("ray", args.peers, "", environment)
+        if args.running:
             ours = servers.enter_context(prefect_server(ours.python, environment))
             ray = servers.enter_context(ray_cluster(ray.python, environment))
         peers = [replace(ours if name == "ours" else ray, name=name) for name in names]
-        once = Work("torch_mlp", "fifo", 2, 1, room="")
+        once = Work("torch_mlp", "fifo", 2, 1, folder="")
         for peer in peers:  # so that databases and compiled modules are there
-            _searched(peer, once)
-        rows = [row for work in works for row in _rows(work, peers, asked.rounds)]
+            _run_search(peer, once)
+        rows = [row for work in works for row in _rows(work, peers, args.rounds)]
     head = ["search", "", "s to the first trial", "seconds", "CPU s", "peak MiB", "seconds of ours", "CPU of ours"]
-    how = f"Medians of {asked.rounds} rounds in turns; Ray's default, and searches of 200 trials, ran once."
-    text = f"{table(head, rows)}\n\n{how} {circumstances('prefect', 'torch')}"
+    how = f"Medians of {args.rounds} rounds in turns; Ray's default, and searches of 200 trials, ran once."
+    text = f"{format_table(head, rows)}\n\n{how} {describe_setup('prefect', 'torch')}"
     print(text)
-    if asked.write:
-        write(asked.write, text)
-    if asked.write == "imports":
-        write("imports", _sentence(rows[: len(peers)]), _REPOSITORY / "README.md")
+    if args.write:
+        write_section(args.write, text)
+    if args.write == "imports":
+        write_section("imports", _sentence(rows[: len(peers)]), _REPOSITORY / "README.md")
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.measuring.own_process import measured_by
+from benchmarks.measuring.own_process import measure_in_process
 from benchmarks.measuring.resident import resident_bytes
-from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section
 
 _NAME = "long"
 _STEPS = 9
@@ -36,14 +36,14 @@ class _Meter:
 
     def __init__(self) -> None:
         self.operations: Counter[str] = Counter()
-        self.began = (time.perf_counter(), time.process_time())
+        self.start = (time.perf_counter(), time.process_time())
         self.at_first: dict[str, Any] = {}
         self.cpu_at: dict[str, float] = {}
 
-    def started(self, trial: str) -> None:
+    def on_trial_started(self, trial: str) -> None:
         self.cpu_at[trial] = time.thread_time()
         if not self.at_first:
-            wall, cpu = self.began
+            wall, cpu = self.start
             self.at_first = {
                 "seconds": time.perf_counter() - wall,
                 "cpu": time.process_time() - cpu,
@@ -55,17 +55,16 @@ class _Meter:
     def counting(self) -> Iterator[None]:
         from prefect_tune.stores.posix_store import PosixStore
 
-        def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def count_calls(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
                 self.operations[name] += 1
                 return real(*args, **options)
 
             return call
 
-        names = ("read", "list", "size", "create", "put", "replace", "delete")
-        with ExitStack() as patched:
-            for name in names:
-                patched.enter_context(patch.object(PosixStore, name, counted(name, getattr(PosixStore, name))))
+        with ExitStack() as stack:
+            for name in ("read", "list", "size", "create", "put", "replace", "delete"):
+                stack.enter_context(patch.object(PosixStore, name, count_calls(name, getattr(PosixStore, name))))
             yield
 
 
@@ -84,14 +83,14 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
     }
     space = {"lr": pt.loguniform(1e-4, 1e-1), "width": pt.choice([32, 64, 128]), "act": "relu", "betas": [0.9, 0.999]}
     meter = _Meter()
-    executor = InstantExecutor(_STEPS, meter.started)
+    executor = InstantExecutor(_STEPS, meter.on_trial_started)
     with (
         prefect_test_harness(server_startup_timeout=300),
         patch.object(run_search, "LocalExecutor", lambda *_args, **_options: executor),
         meter.counting(),
     ):
         before = resident_bytes("VmRSS") >> 20
-        meter.began = (time.perf_counter(), time.process_time())
+        meter.start = (time.perf_counter(), time.process_time())
         if act == "run":
             results = pt.tune(
                 "benchmarks.measuring.trivial:train",
@@ -107,7 +106,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
             )
         else:
             results = pt.resume(_NAME, target=target, num_samples=trial_count + 1)
-    wall, cpu = meter.began
+    wall, cpu = meter.start
     return {
         "trials": len(results.trials),
         "entries": results.experiment.entry_count,
@@ -115,7 +114,7 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
         "first": meter.at_first,
         "seconds": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,
-        "loop_cpu": _spans(meter.cpu_at),
+        "loop_cpu": _cpu_by_tenth(meter.cpu_at),
         "operations": dict(meter.operations),
         "before_mib": before,
         "peak_mib": resident_bytes("VmHWM") >> 20,
@@ -123,28 +122,28 @@ def _search(act: str, target: str, trial_count: int, scheduler: str) -> Mapping[
     }
 
 
-def _spans(cpu_at: Mapping[str, float]) -> list[float]:
+def _cpu_by_tenth(cpu_at: Mapping[str, float]) -> list[float]:
     """CPU seconds of the driver's thread for each trial, in tenths of the search."""
     times = list(cpu_at.values())
     if len(times) < 20:
         return []
     tenth = len(times) // 10
-    return [(times[at + tenth - 1] - times[at]) / (tenth - 1) for at in range(0, tenth * 10, tenth)]
+    return [(times[index + tenth - 1] - times[index]) / (tenth - 1) for index in range(0, tenth * 10, tenth)]
 
 
-def _measured(act: str, target: Path, trial_count: int, scheduler: str) -> dict[str, Any]:
-    where = ("--act", act, "--target", str(target))
-    return measured_by("long_search", *where, "--trials", str(trial_count), "--scheduler", scheduler)
+def _measure(act: str, target: Path, trial_count: int, scheduler: str) -> dict[str, Any]:
+    options = ("--act", act, "--target", str(target))
+    return measure_in_process("long_search", *options, "--trials", str(trial_count), "--scheduler", scheduler)
 
 
-def _both(trial_count: int, scheduler: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _measure_both(trial_count: int, scheduler: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return what the search and its resume measured, each in a process of its own."""
-    room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm"))
     try:
-        run = _measured("run", room, trial_count, scheduler)
-        return run, _measured("resume", room, trial_count, scheduler)
+        run = _measure("run", folder, trial_count, scheduler)
+        return run, _measure("resume", folder, trial_count, scheduler)
     finally:
-        shutil.rmtree(room)
+        shutil.rmtree(folder)
 
 
 _Row = tuple[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]]
@@ -153,8 +152,8 @@ _ROWS: list[_Row] = [
     ("reports", lambda run, _: f"{run['reports']:,}"),
     ("**search**: CPU, ms per trial", lambda run, _: f"{1e3 * run['cpu'] / run['trials']:.1f}"),
     ("of the driver's thread: in the first tenth → in the last", lambda run, _: _first_and_last(run["loop_cpu"])),
-    ("objects written per trial", lambda run, _: f"{_written(run) / run['trials']:.2f}"),
-    ("objects read and listed per trial", lambda run, _: f"{_looked(run['operations']) / run['trials']:.2f}"),
+    ("objects written per trial", lambda run, _: f"{_count_written(run) / run['trials']:.2f}"),
+    ("objects read and listed per trial", lambda run, _: f"{_count_read(run) / run['trials']:.2f}"),
     ("memory, MiB: before → peak", lambda run, _: f"{run['before_mib']} → {run['peak_mib']}"),
     ("**resume**: s until a trial starts (≤ 5)", lambda _, it: f"**{it['first']['seconds']:.2f}**"),
     (
@@ -170,12 +169,12 @@ def _first_and_last(spans: Sequence[float]) -> str:
     return f"{1e3 * spans[0]:.1f} → {1e3 * spans[-1]:.1f}" if spans else ""
 
 
-def _written(run: Mapping[str, Any]) -> int:
+def _count_written(run: Mapping[str, Any]) -> int:
     return sum(int(run["operations"].get(name, 0)) for name in ("create", "put", "replace"))
 
 
-def _looked(operations: Mapping[str, int]) -> int:
-    return operations.get("read", 0) + operations.get("list", 0)
+def _count_read(run: Mapping[str, Any]) -> int:
+    return sum(int(run["operations"].get(name, 0)) for name in ("read", "list"))
 
 
 def _main() -> None:
@@ -185,17 +184,15 @@ def _main() -> None:
     parser.add_argument("--scheduler", choices=("fifo", "asha", "promotion"), default="asha")
     parser.add_argument("--act", choices=("run", "resume"))
     parser.add_argument("--target")
-    asked = parser.parse_args()
-    if asked.act:
-        print(json.dumps(_search(asked.act, asked.target, asked.trials[0], asked.scheduler)))
+    args = parser.parse_args()
+    if args.act:
+        print(json.dumps(_search(args.act, args.target, args.trials[0], args.scheduler)))
         return
-    found = [_both(count, asked.scheduler) for count in asked.trials]
-    head = [f"trials, {asked.scheduler}", *(f"{run['trials']:,}" for run, _ in found)]
-    rows = [[what, *(shown(*both) for both in found)] for what, shown in _ROWS]
-    text = f"{table(head, rows)}\n\n{circumstances('prefect', 'pydantic')}"
-    print(text)
-    if asked.write:
-        write("long_search", text)
+    runs = [_measure_both(count, args.scheduler) for count in args.trials]
+    head = [f"trials, {args.scheduler}", *(f"{run['trials']:,}" for run, _ in runs)]
+    rows = [[name, *(show(*both) for both in runs)] for name, show in _ROWS]
+    text = f"{format_table(head, rows)}\n\n{describe_setup('prefect', 'pydantic')}"
+    publish_section("long_search", text, write=args.write)
 
 
 if __name__ == "__main__":

@@ -19,20 +19,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.messages.process_messages import FromTrial, StepDone, TrialEnded
 from tests.fakes.trial_processes import make_start, supervised_process
 
 FEW = 5
 _LOG = logging.getLogger("benchmarks.processes")
-_PATIENCE = timedelta(seconds=60)
-_NANNIES_LEAVE_SECONDS = 0.5
+_TIMEOUT = timedelta(seconds=60)
+_SUBREAPER_EXIT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ WAYS = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     wall_ms: float
     cpu_ms: float
     at_once_per_second: float
@@ -67,88 +67,84 @@ class Measured:
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     rows = []
     for way in WAYS:
-        found = _measured(way)
-        memory = "" if found.memory_mib is None else f"{found.memory_mib:.1f}"
-        per_second = f"{found.at_once_per_second:.0f}"
-        rows.append([way.name, f"{found.wall_ms:.1f}", f"{found.cpu_ms:.1f}", per_second, memory])
+        measured = _measure(way)
+        memory = "" if measured.memory_mib is None else f"{measured.memory_mib:.1f}"
+        per_second = f"{measured.at_once_per_second:.0f}"
+        rows.append([way.name, f"{measured.wall_ms:.1f}", f"{measured.cpu_ms:.1f}", per_second, memory])
     head = ["an attempt's process", "wall, ms", "CPU, ms", "attempts/s, 2 at once", "memory of its own, MiB"]
-    text = f"{table(head, rows)}\n\nWall times are medians. {circumstances('pydantic', 'cloudpickle')}"
-    print(text)
-    if asked.write:
-        write("processes", text)
+    text = f"{format_table(head, rows)}\n\nWall times are medians. {describe_setup('pydantic', 'cloudpickle')}"
+    publish_section("processes", text, write=args.write)
 
 
-def _measured(way: Way) -> Measured:
+def _measure(way: Way) -> Measurement:
     few_cpu, _, _ = _run(way, FEW)
     many_cpu, walls, _ = _run(way, FEW + way.attempts)
     _, _, per_second = _run(way, way.attempts, at_once=2)
     cpu_ms = (many_cpu - few_cpu) / way.attempts * 1e3
-    return Measured(statistics.median(walls[FEW:]) * 1e3, cpu_ms, per_second, _memory_mib(way))
+    return Measurement(statistics.median(walls[FEW:]) * 1e3, cpu_ms, per_second, _memory_mib(way))
 
 
 def _run(way: Way, attempts: int, *, at_once: int = 1) -> tuple[float, list[float], float]:
     """Return the CPU seconds, the seconds of each attempt, and how many there were in a second after the first."""
     before = _cpu_seconds()
-    with tempfile.TemporaryDirectory() as room, _opened(way, Path(room)) as attempt, ThreadPoolExecutor(at_once) as at:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        attempt = stack.enter_context(_Attempts(way, Path(folder))) if way.trainable else _run_empty_python
+        executor = stack.enter_context(ThreadPoolExecutor(at_once))
         attempt()
-        began = time.perf_counter()
-        walls = list(at.map(lambda _: attempt(), range(attempts - 1)))
-        seconds = time.perf_counter() - began
+        start = time.perf_counter()
+        walls = list(executor.map(lambda _: attempt(), range(attempts - 1)))
+        seconds = time.perf_counter() - start
     return _cpu_seconds() - before, walls, (attempts - 1) / seconds
 
 
 def _cpu_seconds() -> float:
     """Of this process, and of all those below it that have ended and were waited for."""
-    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    usages = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def _opened(way: Way, room: Path) -> AbstractContextManager[Callable[[], float]]:
-    return _Attempts(way, room) if way.trainable else nullcontext(_does_nothing)
-
-
-def _does_nothing() -> float:
-    began = time.perf_counter()
+def _run_empty_python() -> float:
+    start = time.perf_counter()
     subprocess.run([sys.executable, "-S", "-E", "-c", "pass"], check=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 class _Attempts:
     """Attempts of one way, one call each."""
 
-    def __init__(self, way: Way, room: Path) -> None:
+    def __init__(self, way: Way, folder: Path) -> None:
         self._way = way
-        self._room = room
+        self._folder = folder
         self._pool = TrialProcessPool(slots=2)
 
     def __enter__(self) -> Callable[[], float]:
-        return self._seconds
+        return self._time_attempt
 
     def __exit__(self, *_: object) -> None:
         self._pool.end_idle_processes()
-        time.sleep(_NANNIES_LEAVE_SECONDS)  # and what they used is counted
+        time.sleep(_SUBREAPER_EXIT_SECONDS)  # and what they used is counted
         self._pool.__exit__()
 
-    def _seconds(self) -> float:
-        began = time.perf_counter()
-        self.said(self._way.trainable)
-        return time.perf_counter() - began
+    def _time_attempt(self) -> float:
+        start = time.perf_counter()
+        self.run(self._way.trainable)
+        return time.perf_counter() - start
 
-    def said(self, trainable: str) -> list[FromTrial]:
+    def run(self, trainable: str) -> list[FromTrial]:
         """Run an attempt; return its output."""
         open_channel = self._pool.open_process if self._way.forks else supervised_process
         config = {"forks": self._way.forks}
-        start = make_start(trainable, self._room, config, steps=self._way.steps)
-        said: list[FromTrial] = []
+        start = make_start(trainable, self._folder, config, steps=self._way.steps)
+        messages: list[FromTrial] = []
         with open_channel(start, _LOG) as channel:
-            while not (said and isinstance(said[-1], TrialEnded)):
-                said += [message] if (message := channel.receive(_PATIENCE)) else []
-        if broken := [message for message in said if isinstance(message, TrialEnded) and message.raised]:
-            raise RuntimeError(f"{trainable}: {broken}")
-        return said
+            while not (messages and isinstance(messages[-1], TrialEnded)):
+                messages += [message] if (message := channel.receive(_TIMEOUT)) else []
+        if failures := [message for message in messages if isinstance(message, TrialEnded) and message.raised]:
+            raise RuntimeError(f"{trainable}: {failures}")
+        return messages
 
 
 def _memory_mib(way: Way) -> float | None:
@@ -156,12 +152,13 @@ def _memory_mib(way: Way) -> float | None:
     if not way.is_weighed:
         return None
     weights = []
-    with tempfile.TemporaryDirectory() as room:
-        attempts = _Attempts(way, Path(room))
+    with tempfile.TemporaryDirectory() as folder:
+        attempts = _Attempts(way, Path(folder))
         with attempts:
             for _ in range(FEW):
-                said = attempts.said("benchmarks.measuring.trivial:weigh")
-                weights += [float(str(each.report.metrics["mib"])) for each in said if isinstance(each, StepDone)]
+                messages = attempts.run("benchmarks.measuring.trivial:weigh")
+                reports = [message.report for message in messages if isinstance(message, StepDone)]
+                weights += [float(str(report.metrics["mib"])) for report in reports]
     return statistics.median(weights)
 
 

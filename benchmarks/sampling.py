@@ -21,13 +21,13 @@ _CHILDREN = f"import subprocess, sys, time; [subprocess.Popen([sys.executable, '
 KINDS = {"one process": _SLEEP, "100 threads": _THREADS, "8 children": f"{_CHILDREN}; {_SLEEP}"}
 
 
-def loop(act: Callable[[], None]) -> float:
+def loop(call: Callable[[], None]) -> float:
     """Return the processor time of a loop as the supervisor's, in seconds."""
-    began, until = time.process_time(), time.monotonic() + SECONDS
-    while time.monotonic() < until:
-        act()
+    start, end = time.process_time(), time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        call()
         time.sleep(0.1)
-    return time.process_time() - began
+    return time.process_time() - start
 
 
 def main() -> None:
@@ -41,9 +41,9 @@ def main() -> None:
         try:
             time.sleep(2)
             meter = UsageMeter()
-            began = time.process_time()
+            start = time.process_time()
             meter.on_loaded(trial.pid)
-            one = time.process_time() - began
+            one = time.process_time() - start
             share = (loop(partial(meter.sample_if_due, "training")) - loop(lambda: None)) / SECONDS
         finally:
             os.killpg(trial.pid, 9)

@@ -18,10 +18,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.measuring.long_history import History, write_history
-from benchmarks.measuring.opening import Measured
-from benchmarks.measuring.own_process import measured_by
+from benchmarks.measuring.opening import Measurement
+from benchmarks.measuring.own_process import measure_in_process
 from benchmarks.measuring.s3_process import S3SinkProcess
-from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section
 from tests.fakes.stores.object_stores import object_store
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -34,60 +34,58 @@ class Scale:
     """One size: the history, and what opening it cost."""
 
     history: History
-    local: Measured
-    owned: Measured
+    local: Measurement
+    owned: Measurement
     """Taken over on the disk: opened, and an entry written."""
-    remote: Measured
+    remote: Measurement
     remote_requests: int
-    distant: Measured
+    distant: Measurement
     """The same, each reply 10 ms late."""
 
     @property
-    def holds(self) -> bool:
+    def meets_limits(self) -> bool:
         """Whether the limits are kept."""
-        opened = (self.local, self.owned, self.remote, self.distant)
-        return all(
-            each.wall_seconds <= _MAX_SECONDS and each.objects_read <= self.history.tail + _MAX_OBJECTS
-            for each in opened
-        )
+        openings = (self.local, self.owned, self.remote, self.distant)
+        max_objects = self.history.tail + _MAX_OBJECTS
+        return all(it.wall_seconds <= _MAX_SECONDS and it.objects_read <= max_objects for it in openings)
 
 
 @contextmanager
-def _laid_out(history: History) -> Iterator[Path]:
-    room = Path(tempfile.mkdtemp(prefix="prefect-tune-"))
+def _history_folder(history: History) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="prefect-tune-"))
     try:
         for path, data in history.objects.items():
-            (room / path).parent.mkdir(parents=True, exist_ok=True)
-            (room / path).write_bytes(data)
-        yield room
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)
+        yield folder
     finally:
-        shutil.rmtree(room)
+        shutil.rmtree(folder)
 
 
 def _upload(history: History, endpoint: str) -> None:
     store = object_store(endpoint, prefix="runs", seconds=1800)
-    for _ in store.map(lambda each: store.put(*each), history.objects.items()):
+    for _ in store.map(lambda item: store.put(*item), history.objects.items()):
         pass
     store.close()
 
 
-def _opened(act: str, *where: str) -> Measured:
-    return Measured(**measured_by("measuring.opening", act, *where))
+def _measure_opening(act: str, *options: str) -> Measurement:
+    return Measurement(**measure_in_process("measuring.opening", act, *options))
 
 
 def measure(trial_count: int) -> Scale:
     """Write a history of so many trials, and open it on a disk and on an object store."""
     history = write_history(trial_count)
-    with _laid_out(history) as room:
-        local = _opened("load", "--directory", str(room))
-        owned = _opened("own", "--directory", str(room))
+    with _history_folder(history) as folder:
+        local = _measure_opening("load", "--directory", str(folder))
+        owned = _measure_opening("own", "--directory", str(folder))
     with S3SinkProcess() as sink:
         _upload(history, sink.endpoint)
-        sink.counted()
-        remote = _opened("load", "--endpoint", sink.endpoint)
-        requests = sink.counted()["requests"]
+        sink.take_counts()
+        remote = _measure_opening("load", "--endpoint", sink.endpoint)
+        requests = sink.take_counts()["requests"]
         sink.set_latency(_LATENCY)
-        distant = _opened("load", "--endpoint", sink.endpoint)
+        distant = _measure_opening("load", "--endpoint", sink.endpoint)
     return Scale(history, local, owned, remote, requests, distant)
 
 
@@ -113,14 +111,13 @@ _ROWS: Sequence[_Row] = [
 ]
 
 
-def _seconds(measured: Measured) -> str:
+def _seconds(measured: Measurement) -> str:
     return f"{measured.wall_seconds:.2f} / {measured.cpu_seconds:.2f}"
 
 
-def _memory(measured: Measured) -> str:
-    before, held, peak = (
-        size >> 20 for size in (measured.rss_before_bytes, measured.rss_bytes, measured.peak_rss_bytes)
-    )
+def _memory(measured: Measurement) -> str:
+    sizes = (measured.rss_before_bytes, measured.rss_bytes, measured.peak_rss_bytes)
+    before, held, peak = (size >> 20 for size in sizes)
     return f"{before} → {held} ({peak})"
 
 
@@ -128,15 +125,13 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
     parser.add_argument("--trials", type=int, nargs="+", default=[100, 1000, 10_000])
-    asked = parser.parse_args()
-    scales = [measure(count) for count in asked.trials]
+    args = parser.parse_args()
+    scales = [measure(count) for count in args.trials]
     head = ["trials", *(f"{scale.history.trials:,}" for scale in scales)]
-    rows = [[what, *(shown(scale) for scale in scales)] for what, shown in _ROWS]
-    rows.append(["limits kept", *("yes" if scale.holds else "**no**" for scale in scales)])
-    text = f"{table(head, rows)}\n\n{circumstances('rpds-py', 'pydantic', 'obstore')}"
-    print(text)
-    if asked.write:
-        write("scale", text)
+    rows = [[name, *(show(scale) for scale in scales)] for name, show in _ROWS]
+    rows.append(["limits kept", *("yes" if scale.meets_limits else "**no**" for scale in scales)])
+    text = f"{format_table(head, rows)}\n\n{describe_setup('rpds-py', 'pydantic', 'obstore')}"
+    publish_section("scale", text, write=args.write)
 
 
 if __name__ == "__main__":

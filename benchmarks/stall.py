@@ -31,13 +31,13 @@ def train(config: Mapping[str, object]) -> None:
 
     waits: list[float] = []
     for step in range(STEPS):
-        with tempfile.TemporaryDirectory() as own:
-            directory = Path(own) if config["directory"] == "own" else pt.get_trial().new_checkpoint_dir()
+        with tempfile.TemporaryDirectory() as user_directory:
+            directory = Path(user_directory) if config["directory"] == "own" else pt.get_trial().new_checkpoint_dir()
             for file in range(FILES):
                 Path(directory, f"shard-{file}").write_bytes(os.urandom(SIZE_BYTES // FILES))
-            began = time.perf_counter()
+            start = time.perf_counter()
             pt.report({"at": step}, checkpoint=pt.Checkpoint.from_directory(directory))
-            waits.append(time.perf_counter() - began)
+            waits.append(time.perf_counter() - start)
         time.sleep(float(str(config["compute_seconds"])))
     Path(str(config["results"])).write_text(json.dumps(waits))
 
@@ -56,7 +56,7 @@ def main() -> None:
             bucket="bench", endpoint_url=sink.endpoint, access_key_id="x", secret_access_key="x", allow_http=True
         )
 
-        def waited(commit: Literal["sync", "async"], directory: str) -> float:
+        def measure_wait(commit: Literal["sync", "async"], directory: str) -> float:
             out = Path(results, "waits.json")
             durable_trainable(
                 train,
@@ -71,7 +71,7 @@ def main() -> None:
 
         for milliseconds in (0, 25):
             sink.set_latency(timedelta(milliseconds=milliseconds))
-            sync, own, new = waited("sync", "own"), waited("async", "own"), waited("async", "new")
+            sync, own, new = measure_wait("sync", "own"), measure_wait("async", "own"), measure_wait("async", "new")
             shares = f"{own:.3f} s ({own / sync:.1%}) | {new:.3f} s ({new / sync:.1%})"
             print(f"| {milliseconds} ms | {sync:.3f} s | {shares} |", flush=True)
 

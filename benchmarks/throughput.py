@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.cpu_group import CpuGroup, cpu_group
-from benchmarks.measuring.tables import circumstances, table, version_in, write
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section, version_in
+from tests.fakes.servers.processes import free_port
 
 _REPOSITORY = Path(__file__).parents[1]
-_PATIENCE_SECONDS = 600
+_TIMEOUT_SECONDS = 600
 _QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -69,7 +70,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     trials_per_second: float
     """From the first trial's first step until the call returns."""
     reports_per_second: float
@@ -79,7 +80,7 @@ class Measured:
     cpu: float
 
 
-_FIGURES: Sequence[tuple[str, Callable[[Measured], float], str, bool]] = (
+_FIGURES: Sequence[tuple[str, Callable[[Measurement], float], str, bool]] = (
     ("trials/s", lambda it: it.trials_per_second, "{:.1f}", True),
     ("reports/s", lambda it: it.reports_per_second, "{:,.0f}", True),
     ("s to the first step, from the process's start", lambda it: it.first_after_start, "{:.1f}", False),
@@ -89,30 +90,30 @@ _FIGURES: Sequence[tuple[str, Callable[[Measured], float], str, bool]] = (
 )
 
 
-def _searched(peer: Peer, work: Workload, room: Path) -> Measured:
-    folder = tempfile.mkdtemp(dir=room)
+def _run_search(peer: Peer, work: Workload, parent: Path) -> Measurement:
+    folder = tempfile.mkdtemp(dir=parent)
     with cpu_group() as group, (Path(folder) / "log").open("w+") as log:
-        served = peer.server.cpu_seconds() if peer.server else 0.0
+        server_cpu = peer.server.cpu_seconds() if peer.server else 0.0
         command = [peer.python, str(_REPOSITORY / "benchmarks" / peer.script), work.kind]
-        began = time.monotonic()
+        start = time.monotonic()
         whole = [*command, str(work.trials), str(work.reports), folder]
-        code = group.run(whole, peer.environment, log, timeout_seconds=_PATIENCE_SECONDS)
-        ended = time.monotonic()
+        code = group.run(whole, peer.environment, log, timeout_seconds=_TIMEOUT_SECONDS)
+        end = time.monotonic()
         group.require_empty()
-        cpu = group.cpu_seconds() + (peer.server.cpu_seconds() - served if peer.server else 0.0)
-        measured = _measured(Path(folder), work, code)
+        cpu = group.cpu_seconds() + (peer.server.cpu_seconds() - server_cpu if peer.server else 0.0)
+        measured = _read_measurements(Path(folder), work, code)
     loop = measured["returned"] - measured["first"]
-    return Measured(
+    return Measurement(
         trials_per_second=work.trials / loop,
         reports_per_second=work.trials * work.reports / loop,
-        first_after_start=measured["first"] - began,
+        first_after_start=measured["first"] - start,
         first_after_call=measured["first"] - measured["called"],
-        whole=ended - began,
+        whole=end - start,
         cpu=cpu,
     )
 
 
-def _measured(folder: Path, work: Workload, code: int) -> Mapping[str, float]:
+def _read_measurements(folder: Path, work: Workload, code: int) -> Mapping[str, float]:
     try:
         measured: Mapping[str, float] = json.loads((folder / "measured.json").read_text())
     except FileNotFoundError:
@@ -122,22 +123,17 @@ def _measured(folder: Path, work: Workload, code: int) -> Mapping[str, float]:
     return measured
 
 
-# ------------------------------------------------------------------------------------------------- the surroundings
-
-
-def surroundings(prefect_home: Path) -> dict[str, str]:
+def make_environment(prefect_home: Path) -> dict[str, str]:
     """The environment of both: no user settings, and modules compiled once, as an installation has them."""
-    odd = ("PREFECT_", "RAY_", "PYTHONDONTWRITEBYTECODE")
-    given = {name: value for name, value in os.environ.items() if not name.startswith(odd)}
-    return {**given, **_QUIET, "PREFECT_HOME": str(prefect_home)}
+    excluded = ("PREFECT_", "RAY_", "PYTHONDONTWRITEBYTECODE")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(excluded)}
+    return {**inherited, **_QUIET, "PREFECT_HOME": str(prefect_home)}
 
 
 @contextmanager
 def prefect_server(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
     """A server as `prefect start server` runs it, on the same database."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with cpu_group() as group:
         command = [python, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
         with _running(group, command, environment):
@@ -148,9 +144,7 @@ def prefect_server(python: str, environment: Mapping[str, str]) -> Iterator[Peer
 
 @contextmanager
 def ray_cluster(python: str, environment: Mapping[str, str]) -> Iterator[Peer]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with cpu_group() as group:
         ray = str(Path(python).with_name("ray"))
         command = [ray, "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false", f"--port={port}"]
@@ -173,8 +167,8 @@ def _running(group: CpuGroup, command: Sequence[str], environment: Mapping[str, 
 
 
 def _wait_for(port: int) -> None:
-    until = time.monotonic() + 900  # the first start on a busy machine runs every migration
-    while time.monotonic() < until:
+    end = time.monotonic() + 900  # the first start on a busy machine runs every migration
+    while time.monotonic() < end:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
@@ -182,27 +176,24 @@ def _wait_for(port: int) -> None:
     raise RuntimeError(f"no process listens on port {port}")
 
 
-# ------------------------------------------------------------------------------------------------------- the tables
-
-
-def _compared(ours: Peer, ray: Peer, work: Workload, rounds: int, room: Path) -> list[list[str]]:
+def _compare(ours: Peer, ray: Peer, work: Workload, rounds: int, folder: Path) -> list[list[str]]:
     """One row for each figure: medians, and the median of the rounds' ratios."""
     mine, theirs = [], []
     for _ in range(rounds):
-        mine.append(_searched(ours, work, room))
-        theirs.append(_searched(ray, work, room))
+        mine.append(_run_search(ours, work, folder))
+        theirs.append(_run_search(ray, work, folder))
         print(work.name, mine[-1], theirs[-1], sep="\n", file=sys.stderr, flush=True)
     rows = []
     for name, figure, form, more_is_better in _FIGURES:
-        a, b = [figure(each) for each in mine], [figure(each) for each in theirs]
+        a, b = [figure(measured) for measured in mine], [figure(measured) for measured in theirs]
         ratio = statistics.median(x / y if more_is_better else y / x for x, y in zip(a, b, strict=True))
-        shown = [form.format(statistics.median(each)) for each in (a, b)]
-        rows.append([name, *shown, f"{ratio:.2f}x{'' if ratio >= 1 else ': **behind**'}"])
+        medians = [form.format(statistics.median(values)) for values in (a, b)]
+        rows.append([name, *medians, f"{ratio:.2f}x{'' if ratio >= 1 else ': **behind**'}"])
     return rows
 
 
 def _section(title: str, rows: Sequence[Sequence[str]]) -> str:
-    return f"**{title}**\n\n{table(['', 'prefect-tune', 'Ray Tune', 'ahead by'], rows)}"
+    return f"**{title}**\n\n{format_table(['', 'prefect-tune', 'Ray Tune', 'ahead by'], rows)}"
 
 
 def _main() -> None:
@@ -210,28 +201,25 @@ def _main() -> None:
     parser.add_argument("--ray", required=True, metavar="PYTHON", help="an interpreter that has ray[tune]")
     parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--only", type=int, nargs="+", default=range(len(WORKLOADS)), help="workloads by number, from 0"
-    )
-    asked = parser.parse_args()
-    works = [WORKLOADS[number] for number in asked.only]
-    with tempfile.TemporaryDirectory() as folder:
-        room = Path(folder)
-        environment = surroundings(room / "prefect")
+    numbers = range(len(WORKLOADS))
+    parser.add_argument("--only", type=int, nargs="+", default=numbers, help="workloads by number, from 0")
+    args = parser.parse_args()
+    works = [WORKLOADS[number] for number in args.only]
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        environment = make_environment(folder / "prefect")
         ours = Peer("ours", sys.executable, "peers/ours.py", environment)
-        ray = Peer("Ray", asked.ray, "peers/ray_tune.py", environment)
+        ray = Peer("Ray", args.ray, "peers/ray_tune.py", environment)
         for peer in (ours, ray):
-            _searched(peer, Workload("once, so that databases and compiled modules are there", "function", 2, 1), room)
-        parts = [_section(work.name, _compared(ours, ray, work, asked.rounds, room)) for work in works]
-        with prefect_server(sys.executable, environment) as served, ray_cluster(asked.ray, environment) as cluster:
-            rows = _compared(served, cluster, works[0], asked.rounds, room)
+            _run_search(peer, Workload("once, so that databases and modules are there", "function", 2, 1), folder)
+        parts = [_section(work.name, _compare(ours, ray, work, args.rounds, folder)) for work in works]
+        with prefect_server(sys.executable, environment) as server, ray_cluster(args.ray, environment) as cluster:
+            rows = _compare(server, cluster, works[0], args.rounds, folder)
         parts.append(_section(f"{works[0].name}; a Prefect server and a Ray cluster are running already", rows))
-    versions = f"{circumstances('prefect', 'pydantic')[:-1]}, ray {version_in(asked.ray, 'ray')}."
-    parts.append(f"Medians of {asked.rounds} rounds. {versions}")
+    versions = f"{describe_setup('prefect', 'pydantic')[:-1]}, ray {version_in(args.ray, 'ray')}."
+    parts.append(f"Medians of {args.rounds} rounds. {versions}")
     text = "\n\n".join(parts)
-    print(text)
-    if asked.write:
-        write("throughput", text)
+    publish_section("throughput", text, write=args.write)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from benchmarks.measuring.clients import VERIFY_EVERY, client_act
-from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.measuring.clients import VERIFY_INTERVAL, client_act
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section
 from prefect_tune.core.errors import StoreRefused
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
 
-__all__ = ["Traffic", "interrupted", "many_files", "one_of_ten", "unchanged"]
+__all__ = ["Traffic", "save_interrupted", "save_many_files", "save_one_of_ten", "save_unchanged"]
 
 MIB = 1 << 20
 
@@ -39,15 +39,15 @@ class Traffic:
 
 @contextmanager
 def _checkpoint(file_count: int, file_bytes: int) -> Iterator[tuple[S3Sink, Path]]:
-    room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     random = Random(0)
     try:
         for number in range(file_count):
-            (room / f"file-{number:05d}").write_bytes(random.randbytes(file_bytes))
+            (folder / f"file-{number:05d}").write_bytes(random.randbytes(file_bytes))
         with S3Sink() as sink:
-            yield sink, room
+            yield sink, folder
     finally:
-        shutil.rmtree(room)
+        shutil.rmtree(folder)
 
 
 def _save(sink: S3Sink, directory: Path, step: int, client: str = "ours") -> Traffic:
@@ -63,20 +63,20 @@ def is_blob(request: SinkRequest) -> bool:
     return request.method == "PUT" and not request.path.endswith("manifest.json")
 
 
-def many_files(client: str = "ours") -> Traffic:
+def save_many_files(client: str = "ours") -> Traffic:
     """Save 256 MiB as 2,000 files."""
     with _checkpoint(2000, 256 * MIB // 2000) as (sink, directory):
         return _save(sink, directory, 1, client)
 
 
-def unchanged(times: int = VERIFY_EVERY, file_count: int = 2000) -> Sequence[Traffic]:
+def save_unchanged(times: int = VERIFY_INTERVAL, file_count: int = 2000) -> Sequence[Traffic]:
     """Save files of 128 KiB, 256 MiB unless said otherwise, and save them again so many times."""
     with _checkpoint(file_count, 256 * MIB // 2000) as (sink, directory):
         _save(sink, directory, 1)
         return [_save(sink, directory, step) for step in range(2, 2 + times)]
 
 
-def one_of_ten() -> Traffic:
+def save_one_of_ten() -> Traffic:
     """Save ten files of 25.6 MiB, change one from end to end, and save them again."""
     with _checkpoint(10, 256 * MIB // 10) as (sink, directory):
         _save(sink, directory, 1)
@@ -84,7 +84,7 @@ def one_of_ten() -> Traffic:
         return _save(sink, directory, 2)
 
 
-def interrupted(after_blobs: int) -> tuple[Traffic, set[str]]:
+def save_interrupted(after_blobs: int) -> tuple[Traffic, set[str]]:
     """Save 256 MiB as 64 files, refuse everything after so many blobs, and save again.
 
     Return what the second try sent, and the paths that both of them sent.
@@ -113,28 +113,26 @@ def _refuse_after(blobs: int) -> Callable[[SinkRequest], Fault | None]:
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
-    asked = parser.parse_args()
-    rays, again, same = many_files("ray"), interrupted(10), unchanged()
-    most = max(same, key=lambda each: each.read_bytes)
-    fewest = min(same, key=lambda each: each.read_bytes)
+    args = parser.parse_args()
+    rays, again, same, count = save_many_files("ray"), save_interrupted(10), save_unchanged(), VERIFY_INTERVAL
+    most = max(same, key=lambda traffic: traffic.read_bytes)
+    fewest = min(same, key=lambda traffic: traffic.read_bytes)
     rows = [
         _row("256 MiB as 2,000 files, Ray's way", rays, ""),
-        _row("256 MiB as 2,000 files", many_files(), "at most 40 requests"),
-        _row(f"the same again, unchanged: the save of {VERIFY_EVERY} that reads least back", fewest, "no blob bytes"),
-        _row(f"the save of {VERIFY_EVERY} that reads most back", most, f"all {VERIFY_EVERY} together: each blob once"),
-        _row("one of ten files of 25.6 MiB changed", one_of_ten(), "at most 29.6 MiB: the file and one chunk"),
+        _row("256 MiB as 2,000 files", save_many_files(), "at most 40 requests"),
+        _row(f"the same again, unchanged: the save of {count} that reads least back", fewest, "no blob bytes"),
+        _row(f"the save of {count} that reads most back", most, f"all {count} together: each blob once"),
+        _row("one of ten files of 25.6 MiB changed", save_one_of_ten(), "at most 29.6 MiB: the file and one chunk"),
         _row("again after an upload that broke off behind 10 of 16 blobs", again[0], "at most 6 blobs"),
     ]
     head = ["saving", "requests", "blobs sent", "MiB of blobs sent", "MiB of blobs read", "limit"]
-    text = f"{table(head, rows)}\n\n{circumstances('pyarrow', 'obstore')}"
-    print(text)
-    if asked.write:
-        write("traffic", text)
+    text = f"{format_table(head, rows)}\n\n{describe_setup('pyarrow', 'obstore')}"
+    publish_section("traffic", text, write=args.write)
 
 
-def _row(what: str, sent: Traffic, limit: str) -> list[str]:
+def _row(name: str, sent: Traffic, limit: str) -> list[str]:
     sizes = (f"{size / MIB:.1f}" for size in (sent.blob_bytes, sent.read_bytes))
-    return [what, f"{sent.requests:,}", f"{sent.blobs:,}", *sizes, limit]
+    return [name, f"{sent.requests:,}", f"{sent.blobs:,}", *sizes, limit]
 
 
 if __name__ == "__main__":

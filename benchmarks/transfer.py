@@ -20,12 +20,12 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
-from benchmarks.measuring.clients import CLIENTS, Measured
-from benchmarks.measuring.own_process import measured_by
+from benchmarks.measuring.clients import CLIENTS, Measurement
+from benchmarks.measuring.own_process import measure_in_process
 from benchmarks.measuring.s3_process import S3SinkProcess
-from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section
 
-__all__ = ["CASES", "Case", "fill", "memory_room", "require_equal", "run_client"]
+__all__ = ["CASES", "Case", "fill", "memory_folder", "require_equal", "run_client"]
 
 _ACTS = ("save", "restore")
 
@@ -38,7 +38,7 @@ class Case:
     file_count: int
     file_bytes: int
     latency: timedelta
-    least_ratio: float
+    min_ratio: float
 
 
 CASES = (
@@ -53,7 +53,7 @@ CASES = (
 class Run:
     """One transfer as the client measured it and the store counted it."""
 
-    measured: Measured
+    measured: Measurement
     requests: int
 
 
@@ -61,14 +61,14 @@ Runs = Mapping[tuple[str, str], Sequence[Run]]
 
 
 @contextmanager
-def memory_room() -> Iterator[Path]:
+def memory_folder() -> Iterator[Path]:
     """A folder in memory, so that no disk is measured."""
     shared = Path("/dev/shm")
-    room = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir=shared if shared.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="prefect-tune-", dir=shared if shared.is_dir() else None))
     try:
-        yield room
+        yield folder
     finally:
-        shutil.rmtree(room)
+        shutil.rmtree(folder)
 
 
 def fill(directory: Path, file_count: int, file_bytes: int) -> None:
@@ -81,21 +81,21 @@ def fill(directory: Path, file_count: int, file_bytes: int) -> None:
                 left -= file.write(os.urandom(min(left, 1 << 24)))
 
 
-def run_client(client: str, act: str, endpoint: str, directory: Path, *options: str) -> Measured:
+def run_client(client: str, act: str, endpoint: str, directory: Path, *options: str) -> Measurement:
     """Run one transfer in a process of its own."""
-    where = ("--endpoint", endpoint, "--directory", str(directory))
-    return Measured(**measured_by("measuring.clients", client, act, *where, *options))
+    location = ("--endpoint", endpoint, "--directory", str(directory))
+    return Measurement(**measure_in_process("measuring.clients", client, act, *location, *options))
 
 
-def _rounds(sink: S3SinkProcess, room: Path, rounds: int) -> Runs:
+def _rounds(sink: S3SinkProcess, folder: Path, rounds: int) -> Runs:
     runs: dict[tuple[str, str], list[Run]] = {(client, act): [] for client in CLIENTS for act in _ACTS}
-    source, restored = room / "source", room / "restored"
+    source, restored = folder / "source", folder / "restored"
     for _ in range(rounds):
         for client in CLIENTS:
             for act, directory in (("save", source), ("restore", restored)):
-                sink.counted()
+                sink.take_counts()
                 measured = run_client(client, act, sink.endpoint, directory)
-                runs[client, act].append(Run(measured, sink.counted()["requests"]))
+                runs[client, act].append(Run(measured, sink.take_counts()["requests"]))
             require_equal(source, restored)
             shutil.rmtree(restored)
             sink.drop()
@@ -122,14 +122,14 @@ def _cpu(runs: Sequence[Run]) -> float:
 def _rows(case: Case, runs: Runs) -> Iterator[list[str]]:
     for act in _ACTS:
         ray, ours, raw = (runs[client, act] for client in CLIENTS)
-        seconds = [f"{_wall(each):.2f} / {_cpu(each):.2f}" for each in (ray, ours, raw)]
+        seconds = [f"{_wall(client_runs):.2f} / {_cpu(client_runs):.2f}" for client_runs in (ray, ours, raw)]
         faster, cpu = _wall(ray) / _wall(ours), _cpu(ours) / _cpu(ray)
-        good = faster >= case.least_ratio and cpu <= 1
-        peak = " → ".join(f"{max(run.measured.peak_rss_bytes for run in each) >> 20}" for each in (ray, ours))
+        peaks = (max(run.measured.peak_rss_bytes for run in client_runs) >> 20 for client_runs in (ray, ours))
         requests = f"{ray[0].requests:,} → {ours[0].requests:,}"
-        ratios = [f"**{faster:.1f}x** (≥ {case.least_ratio:g})", f"{cpu:.2f} (≤ 1)"]
+        ratios = [f"**{faster:.1f}x** (≥ {case.min_ratio:g})", f"{cpu:.2f} (≤ 1)"]
         limit = f"{_wall(ours) / _wall(raw):.1f}x / {_cpu(ours) / _cpu(raw):.1f}x"
-        yield [f"{act}, {case.name}", *seconds, *ratios, limit, requests, peak, "yes" if good else "**no**"]
+        verdict = "yes" if faster >= case.min_ratio and cpu <= 1 else "**no**"
+        yield [f"{act}, {case.name}", *seconds, *ratios, limit, requests, " → ".join(map(str, peaks)), verdict]
 
 
 _HEAD = [
@@ -152,18 +152,16 @@ def _main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[case.name for case in CASES])
     parser.add_argument("--divide", type=int, default=1, help="make every file this many times smaller")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     rows: list[list[str]] = []
     with S3SinkProcess() as sink:
-        for case in (case for case in CASES if case.name in asked.only):
-            with memory_room() as room:
-                fill(room / "source", case.file_count, case.file_bytes // asked.divide)
+        for case in (case for case in CASES if case.name in args.only):
+            with memory_folder() as folder:
+                fill(folder / "source", case.file_count, case.file_bytes // args.divide)
                 sink.set_latency(case.latency)
-                rows += _rows(case, _rounds(sink, room, asked.rounds))
-    text = f"{table(_HEAD, rows)}\n\nMedians of {asked.rounds}. {circumstances('pyarrow', 'obstore', 'blake3')}"
-    print(text)
-    if asked.write:
-        write("transfer", text)
+                rows += _rows(case, _rounds(sink, folder, args.rounds))
+    text = f"{format_table(_HEAD, rows)}\n\nMedians of {args.rounds}. {describe_setup('pyarrow', 'obstore', 'blake3')}"
+    publish_section("transfer", text, write=args.write)
 
 
 if __name__ == "__main__":

@@ -20,30 +20,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cluster.clusters import Cluster, dask_cluster, ray_cluster
-from benchmarks.cluster.measure import Disturbed, Measured, disturbed, undisturbed
+from benchmarks.cluster.measure import Measurement, Recovery, measure_recovery, measure_search
 from benchmarks.cluster.work import Work
 from benchmarks.measuring.cpu_group import CpuGroup, cpu_group
-from benchmarks.measuring.tables import circumstances, table, version_in, write
-from benchmarks.throughput import prefect_server, surroundings
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section, version_in
+from benchmarks.throughput import make_environment, prefect_server
 from prefect_tune.prefect_api.flow_with_server import LIGHT_SERVER_SETTINGS
 from tests.fakes.servers.postgres_server import postgres_server
 
-_STEPS, _STEP_SECONDS, _SAVE_EVERY = 10, 0.5, 5
+_STEPS, _STEP_SECONDS, _SAVE_INTERVAL = 10, 0.5, 5
 _PARTS = ("driver", "Dask scheduler", "workers", "Prefect server", "PostgreSQL")
 _BATCHES = {name: value for name, value in LIGHT_SERVER_SETTINGS.items() if "TASK_RUN_RECORDER" in name}
 
 
 @dataclass(frozen=True)
-class Found:
+class PeerResult:
     """Both searches of one peer."""
 
     work: Work
-    whole: Measured
+    whole: Measurement
     lossy: Work
-    killed: Disturbed
+    killed: Recovery
 
 
-_Figure = tuple[str, Callable[[Found], str]]
+_Figure = tuple[str, Callable[[PeerResult], str]]
 
 
 def _percentiles(seconds: Sequence[float]) -> str:
@@ -65,12 +65,12 @@ def _cpu(part: str) -> _Figure:
 
 
 def _memory(part: str) -> _Figure:
-    def shown(it: Found) -> str:
+    def show(it: PeerResult) -> str:
         if part not in it.whole.memory.mib:
             return ""
         return f"{max(it.whole.memory.mib[part]):,.0f} ({it.whole.memory.slope(part):+.1f})"
 
-    return f"MiB of memory at most (its slope in the second half, MiB a minute): {part}", shown
+    return f"MiB of memory at most (its slope in the second half, MiB a minute): {part}", show
 
 
 _FIGURES: Sequence[_Figure] = (
@@ -91,7 +91,7 @@ _FIGURES: Sequence[_Figure] = (
     ("trials whose learning curve has each step once", lambda it: f"{it.killed.outcome.reported}"),
     ("checkpoints, unreadable ones", lambda it: f"{it.killed.outcome.checkpoints}, {it.killed.outcome.unreadable}"),
     ("steps that were trained again", lambda it: f"{it.killed.trained - it.lossy.trials * it.lossy.steps:,}"),
-    ("a step was trained at most, times", lambda it: f"{it.killed.most_of_one}"),
+    ("a step was trained at most, times", lambda it: f"{it.killed.max_repeats}"),
     ("s from the search's new start to the next step's end", lambda it: f"{it.killed.seconds_to_resume:.0f}"),
 )
 
@@ -101,29 +101,29 @@ def _servers(environment: Mapping[str, str]) -> Iterator[tuple[Mapping[str, str]
     """Yield the environment of a search with a Prefect server on PostgreSQL, and the groups of both."""
     with cpu_group() as database, postgres_server(database.inside) as url:
         settings = {**environment, **_BATCHES, "PREFECT_API_DATABASE_CONNECTION_URL": url}
-        with prefect_server(sys.executable, settings) as served:
-            assert served.server is not None
-            yield served.environment, {"Prefect server": served.server, "PostgreSQL": database}
+        with prefect_server(sys.executable, settings) as server:
+            assert server.server is not None
+            yield server.environment, {"Prefect server": server.server, "PostgreSQL": database}
 
 
-def _searched(cluster: Cluster, works: Sequence[Work], servers: Mapping[str, CpuGroup]) -> Found:
-    undisturbed_work, lossy = works
-    whole = undisturbed(cluster, undisturbed_work, servers)
+def _measure_peer(cluster: Cluster, works: Sequence[Work], servers: Mapping[str, CpuGroup]) -> PeerResult:
+    work, lossy = works
+    whole = measure_search(cluster, work, servers)
     print(cluster.module, whole.seconds, whole.cpu_seconds, whole.outcome, file=sys.stderr, flush=True)
     cluster.end()
-    found = Found(undisturbed_work, whole, lossy, disturbed(cluster, lossy))
-    print(cluster.module, found.killed, file=sys.stderr, flush=True)
-    return found
+    result = PeerResult(work, whole, lossy, measure_recovery(cluster, lossy))
+    print(cluster.module, result.killed, file=sys.stderr, flush=True)
+    return result
 
 
-def _works(asked: argparse.Namespace, room: Path) -> Sequence[Work]:
+def _works(args: argparse.Namespace, parent: Path) -> Sequence[Work]:
     """Return the undisturbed search and the disturbed one."""
-    made = []
-    for name, trials in (("whole", asked.trials), ("killed", asked.killed_trials)):
-        folder = room / name
+    works = []
+    for name, trials in (("whole", args.trials), ("killed", args.killed_trials)):
+        folder = parent / name
         folder.mkdir(parents=True)
-        made.append(Work(trials, asked.concurrent, _STEPS, _STEP_SECONDS, _SAVE_EVERY, str(folder)))
-    return made
+        works.append(Work(trials, args.concurrent, _STEPS, _STEP_SECONDS, _SAVE_INTERVAL, str(folder)))
+    return works
 
 
 def _main() -> None:
@@ -133,33 +133,32 @@ def _main() -> None:
     parser.add_argument("--trials", type=int, default=2000, help="of the undisturbed search")
     parser.add_argument("--killed-trials", type=int, default=320, help="of the search that is killed and resumed")
     parser.add_argument("--concurrent", type=int, default=64, help="trials at a time")
-    asked = parser.parse_args()
-    if asked.write and not asked.ray:
+    args = parser.parse_args()
+    if args.write and not args.ray:
         parser.error("--write needs --ray")
-    found: dict[str, Found] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        room = Path(folder)
-        environment = surroundings(room / "prefect")
-        with _servers(environment) as (served, servers), dask_cluster(served, room) as cluster:
-            found["prefect-tune on Dask"] = _searched(cluster, _works(asked, room / "ours"), servers)
-        if asked.ray:
-            with ray_cluster(asked.ray, environment, room) as cluster:
-                found["Ray Tune"] = _searched(cluster, _works(asked, room / "theirs"), {})
-    text = f"{table(['', *found], [[name, *map(shown, found.values())] for name, shown in _FIGURES])}\n\n{_said(asked)}"
-    print(text)
-    if asked.write:
-        write("cluster", text)
+    results: dict[str, PeerResult] = {}
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        environment = make_environment(folder / "prefect")
+        with _servers(environment) as (settings, servers), dask_cluster(settings, folder) as cluster:
+            results["prefect-tune on Dask"] = _measure_peer(cluster, _works(args, folder / "ours"), servers)
+        if args.ray:
+            with ray_cluster(args.ray, environment, folder) as cluster:
+                results["Ray Tune"] = _measure_peer(cluster, _works(args, folder / "theirs"), {})
+    rows = [[name, *map(show, results.values())] for name, show in _FIGURES]
+    text = f"{format_table(['', *results], rows)}\n\n{_describe_work(args)}"
+    publish_section("cluster", text, write=args.write)
 
 
-def _said(asked: argparse.Namespace) -> str:
+def _describe_work(args: argparse.Namespace) -> str:
     work = (
-        f"{asked.concurrent} trials at a time, {asked.trials:,} in all ({asked.killed_trials} in the search that is "
-        f"killed), {_STEPS} steps of {_STEP_SECONDS:g} s each, a checkpoint every {_SAVE_EVERY}"
+        f"{args.concurrent} trials at a time, {args.trials:,} in all ({args.killed_trials} in the search that is "
+        f"killed), {_STEPS} steps of {_STEP_SECONDS:g} s each, a checkpoint every {_SAVE_INTERVAL}"
     )
-    said = f"{work}. {circumstances('prefect', 'distributed')[:-1]}"
-    if not asked.ray:
-        return f"{said}."
-    return f"{said}, ray {version_in(asked.ray, 'ray')}."
+    text = f"{work}. {describe_setup('prefect', 'distributed')[:-1]}"
+    if not args.ray:
+        return f"{text}."
+    return f"{text}, ray {version_in(args.ray, 'ray')}."
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from benchmarks.cluster.work import RAY_CPUS, Work, steps_of
 from benchmarks.measuring.cpu_group import CpuGroup, cpu_group
@@ -31,16 +32,19 @@ _DASK = {  # as docs/recipes/dask.md advises for many trials
 }
 
 
+Groups: TypeAlias = Mapping[str, CpuGroup]
+
+
 class Cluster(ABC):
     """Runs searches as a process of its own, on a cluster that runs already."""
 
     module: str
     """The search: `benchmarks.cluster.<module>`."""
 
-    def __init__(self, python: str, environment: Mapping[str, str], room: Path, groups: Mapping[str, CpuGroup]) -> None:
+    def __init__(self, python: str, environment: Mapping[str, str], folder: Path, groups: Groups) -> None:
         self.groups = groups
-        self.log = room / "log"
-        self.room = room
+        self.log = folder / "log"
+        self.folder = folder
         self._python = python
         # Compiled modules, and the trainable, as an installation has them.
         self._environment = {**environment, "PYTHONPATH": str(_REPOSITORY)}
@@ -65,14 +69,14 @@ class Cluster(ABC):
 
     def search(self, work: Work, act: str) -> subprocess.Popen[bytes]:
         """Start the search: `new`, or the `resume` of one that was killed."""
-        command = [self._python, "-m", f"benchmarks.cluster.{self.module}", work.at(self.address).json(), act]
-        return self._started("driver", command)
+        command = [self._python, "-m", f"benchmarks.cluster.{self.module}", work.with_address(self.address).json(), act]
+        return self._start_part("driver", command)
 
     def end(self) -> None:
         for group in self.groups.values():
             group.kill()
 
-    def _started(self, part: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _start_part(self, part: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 self.groups[part].inside(command),
@@ -83,12 +87,12 @@ class Cluster(ABC):
                 stderr=log,
             )
 
-    def _wait_for(self, what: str, is_there: Sequence[str]) -> None:
+    def _wait_for(self, name: str, command: Sequence[str]) -> None:
         """Wait until the command succeeds."""
-        until = time.monotonic() + _START_SECONDS
-        while subprocess.run(is_there, env=self._environment, capture_output=True, check=False).returncode:
-            if time.monotonic() > until:
-                raise RuntimeError(f"{what} did not start: {self.log.read_text()[-3000:]}")
+        end = time.monotonic() + _START_SECONDS
+        while subprocess.run(command, env=self._environment, capture_output=True, check=False).returncode:
+            if time.monotonic() > end:
+                raise RuntimeError(f"{name} did not start: {self.log.read_text()[-3000:]}")
             time.sleep(0.5)
 
 
@@ -102,13 +106,13 @@ class _Dask(Cluster):
     def start(self, work: Work) -> None:
         scheduler = [self._python, "-m", "distributed.cli.dask_scheduler", "--no-dashboard", *_PRELOAD]
         if not self.groups["Dask scheduler"].pids():
-            self._started("Dask scheduler", [*scheduler, "--host", "127.0.0.1", "--port", str(self._port)])
+            self._start_part("Dask scheduler", [*scheduler, "--host", "127.0.0.1", "--port", str(self._port)])
         threads = str(-(-work.concurrent // _WORKERS))
         worker = [self._python, "-m", "distributed.cli.dask_worker", self.address, "--no-dashboard"]
         if not self.groups["workers"].pids():
             sizes = ["--nworkers", str(_WORKERS), "--nthreads", threads, "--memory-limit", "0"]
-            options = [*_PRELOAD, "--local-directory", str(self.room / "dask")]
-            self._started("workers", [*worker, *sizes, *options])
+            options = [*_PRELOAD, "--local-directory", str(self.folder / "dask")]
+            self._start_part("workers", [*worker, *sizes, *options])
         connected = (
             f"from distributed import Client; Client('{self.address}').wait_for_workers({_WORKERS}, timeout=120)"
         )
@@ -139,7 +143,7 @@ class _Ray(Cluster):
         ray = str(Path(self._python).with_name("ray"))
         head = [ray, "start", "--head", "--block", f"--num-cpus={RAY_CPUS}", "--include-dashboard=false"]
         if not self.groups["workers"].pids():
-            self._started("workers", [*head, f"--port={self._port}", f"--temp-dir={self.room / 'ray'}"])
+            self._start_part("workers", [*head, f"--port={self._port}", f"--temp-dir={self.folder / 'ray'}"])
         self._wait_for("the Ray cluster", [ray, "status", f"--address={self.address}"])
         time.sleep(5)  # it answers before its node takes work
 
@@ -151,7 +155,7 @@ class _Ray(Cluster):
 
 
 @contextmanager
-def _groups(*parts: str) -> Iterator[Mapping[str, CpuGroup]]:
+def _groups(*parts: str) -> Iterator[Groups]:
     """Yield a group for each part; in the end, kill what lives in them."""
     with ExitStack() as stack:
         groups = {part: stack.enter_context(cpu_group()) for part in parts}
@@ -161,14 +165,14 @@ def _groups(*parts: str) -> Iterator[Mapping[str, CpuGroup]]:
 
 
 @contextmanager
-def dask_cluster(environment: Mapping[str, str], room: Path) -> Iterator[Cluster]:
+def dask_cluster(environment: Mapping[str, str], folder: Path) -> Iterator[Cluster]:
     """Yield a cluster of Dask that is not started yet; `environment` says which Prefect server."""
     with _groups("driver", "Dask scheduler", "workers") as groups:
-        yield _Dask(sys.executable, {**environment, **_DASK}, room, groups)
+        yield _Dask(sys.executable, {**environment, **_DASK}, folder, groups)
 
 
 @contextmanager
-def ray_cluster(python: str, environment: Mapping[str, str], room: Path) -> Iterator[Cluster]:
+def ray_cluster(python: str, environment: Mapping[str, str], folder: Path) -> Iterator[Cluster]:
     """Yield a cluster of Ray that is not started yet."""
     with _groups("driver", "workers") as groups:
-        yield _Ray(python, environment, room, groups)
+        yield _Ray(python, environment, folder, groups)

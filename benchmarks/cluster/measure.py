@@ -20,9 +20,9 @@ from prefect_tune.core.journal.journal import read_entries
 from prefect_tune.core.journal_events import DecisionMade
 from prefect_tune.core.storage.layout import JournalKey
 
-__all__ = ["Disturbed", "Measured", "Memory", "disturbed", "undisturbed"]
+__all__ = ["Measurement", "Memory", "Recovery", "measure_recovery", "measure_search"]
 
-_PATIENCE_SECONDS = 3600
+_TIMEOUT_SECONDS = 3600
 _SAMPLE_SECONDS = 5.0
 
 
@@ -33,28 +33,28 @@ _SAMPLE_SECONDS = 5.0
 class Memory:
     """The memory of the processes of each part in MiB, every few seconds; a page that several share counts once."""
 
-    at: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     """Seconds of the monotonic clock."""
     mib: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def sample(self, parts: Mapping[str, CpuGroup]) -> None:
-        self.at.append(time.monotonic())
+        self.times.append(time.monotonic())
         for name, group in parts.items():
             self.mib[name].append(group.memory_mib())
 
     def slope(self, part: str) -> float:
         """MiB a minute in the second half of the search."""
-        half = len(self.at) // 2
-        if len(self.at) - half < 3:
+        half = len(self.times) // 2
+        if len(self.times) - half < 3:
             return float("nan")
-        return 60 * statistics.linear_regression(self.at[half:], self.mib[part][half:]).slope
+        return 60 * statistics.linear_regression(self.times[half:], self.mib[part][half:]).slope
 
 
 # ---------------------------------------------------------------------------------------------------- undisturbed
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """An undisturbed search."""
 
     seconds: float
@@ -69,7 +69,7 @@ class Measured:
     outcome: Outcome
 
 
-def undisturbed(cluster: Cluster, work: Work, servers: Mapping[str, CpuGroup]) -> Measured:
+def measure_search(cluster: Cluster, work: Work, servers: Mapping[str, CpuGroup]) -> Measurement:
     """Run the search to its end, and measure it.
 
     Args:
@@ -81,21 +81,21 @@ def undisturbed(cluster: Cluster, work: Work, servers: Mapping[str, CpuGroup]) -
     memory = Memory()
     with sampling(lambda: memory.sample(parts), every_seconds=_SAMPLE_SECONDS):
         process = cluster.search(work, "new")
-        _trained(cluster, process, work, work.trials * work.steps)
+        _wait_for_steps(cluster, process, work, work.trials * work.steps)
     cpu = {name: group.cpu_seconds() - before[name] for name, group in parts.items()}
-    _ended(cluster, process, work)
+    _wait_for_end(cluster, process, work)
     steps = list(steps_of(work.record))
-    ends = [each.at for each in steps]
-    lags = _journaled_lags(work) if cluster.module == "ours" else _recorded_lags(work)
-    return Measured(max(ends) - min(ends), len(steps), lags, _waits(steps, work), cpu, memory, Outcome.of(work))
+    ends = [step.at for step in steps]
+    lags = _lags_in_journal(work) if cluster.module == "ours" else _lags_in_record(work)
+    return Measurement(max(ends) - min(ends), len(steps), lags, _waits(steps, work), cpu, memory, Outcome.read(work))
 
 
 def _waits(steps: Sequence[Step], work: Work) -> Mapping[str, Sequence[float]]:
-    found: dict[str, list[float]] = defaultdict(list)
-    for each in steps:
-        if each.waited is not None:
-            found[_between(each.step - 1, work)].append(each.waited)
-    return found
+    waits: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        if step.waited is not None:
+            waits[_between(step.step - 1, work)].append(step.waited)
+    return waits
 
 
 def _between(step: int, work: Work) -> str:
@@ -105,7 +105,7 @@ def _between(step: int, work: Work) -> str:
     return "a decision" if step in work.rungs else "a report"
 
 
-def _journaled_lags(work: Work) -> Sequence[float]:
+def _lags_in_journal(work: Work) -> Sequence[float]:
     """From a report to the journal's entry with the decision, which is written before the trial receives it."""
     with LocalTarget(path=work.target).open(timeout=timedelta(minutes=5)) as store:
         entries = read_entries(store, JournalKey(experiment=NAME, generation=1))
@@ -117,7 +117,7 @@ def _journaled_lags(work: Work) -> Sequence[float]:
     ]
 
 
-def _recorded_lags(work: Work) -> Sequence[float]:
+def _lags_in_record(work: Work) -> Sequence[float]:
     """From a report to Ray's decision. It decides at every report: those at the rungs are compared."""
     lines = map(json.loads, work.decisions.read_text().splitlines())
     return [line["lag"] for line in lines if line["step"] in work.rungs]
@@ -127,44 +127,44 @@ def _recorded_lags(work: Work) -> Sequence[float]:
 
 
 @dataclass(frozen=True)
-class Disturbed:
+class Recovery:
     """A search whose worker was killed after a quarter of its steps, and whose machine after a half."""
 
     outcome: Outcome
     trained: int
     """Steps, those that were trained again included."""
-    most_of_one: int
+    max_repeats: int
     """How often one step of one trial was trained at most."""
     seconds_to_resume: float
     """From the new start of the search to the end of the next step, of a new process."""
 
 
-def disturbed(cluster: Cluster, work: Work) -> Disturbed:
+def measure_recovery(cluster: Cluster, work: Work) -> Recovery:
     """Run the search, kill a worker, kill the machine, resume, and return the result."""
     cluster.start(work)
     process, all_steps = cluster.search(work, "new"), work.trials * work.steps
-    _trained(cluster, process, work, all_steps // 4)
+    _wait_for_steps(cluster, process, work, all_steps // 4)
     cluster.kill_worker(work)
-    _trained(cluster, process, work, all_steps // 2)
+    _wait_for_steps(cluster, process, work, all_steps // 2)
     cluster.kill_machine()
     process.wait()
     print(f"{cluster.module}: killed after {_count(work)} steps", file=sys.stderr, flush=True)
     cluster.start(work)
-    again = time.time()
-    _ended(cluster, cluster.search(work, "resume"), work)
+    restarted_at = time.time()
+    _wait_for_end(cluster, cluster.search(work, "resume"), work)
     steps = list(steps_of(work.record))
-    earlier = {each.pid for each in steps if each.at < again}
-    resumed = next(each.at for each in steps if each.at > again and each.pid not in earlier)
-    counted = Counter((each.x, each.step) for each in steps)
-    return Disturbed(Outcome.of(work), len(steps), max(counted.values()), resumed - again)
+    earlier = {step.pid for step in steps if step.at < restarted_at}
+    resumed = next(step.at for step in steps if step.at > restarted_at and step.pid not in earlier)
+    counts = Counter((step.x, step.step) for step in steps)
+    return Recovery(Outcome.read(work), len(steps), max(counts.values()), resumed - restarted_at)
 
 
 # ------------------------------------------------------------------------------------------------------ the process
 
 
-def _trained(cluster: Cluster, process: subprocess.Popen[bytes], work: Work, count: int) -> None:
+def _wait_for_steps(cluster: Cluster, process: subprocess.Popen[bytes], work: Work, count: int) -> None:
     """Wait until so many steps are trained."""
-    end = time.monotonic() + _PATIENCE_SECONDS
+    end = time.monotonic() + _TIMEOUT_SECONDS
     while _count(work) < count:
         if time.monotonic() > end or (process.poll() is not None and _count(work) < count):
             raise RuntimeError(f"{cluster.module}: {_count(work)} steps of {count} when it ended: {_tail(cluster)}")
@@ -175,9 +175,9 @@ def _count(work: Work) -> int:
     return work.record.read_bytes().count(b"\n") if work.record.exists() else 0
 
 
-def _ended(cluster: Cluster, process: subprocess.Popen[bytes], work: Work) -> None:
+def _wait_for_end(cluster: Cluster, process: subprocess.Popen[bytes], work: Work) -> None:
     """Wait for the end of the search."""
-    if process.wait(_PATIENCE_SECONDS) or not work.outcome.exists():
+    if process.wait(_TIMEOUT_SECONDS) or not work.outcome.exists():
         raise RuntimeError(f"{cluster.module}: exited with {process.returncode}: {_tail(cluster)}")
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import prefect_tune as pt
-from benchmarks.cluster.work import NAME, Outcome, Sleeping, Work, holds
+from benchmarks.cluster.work import NAME, Outcome, Sleeping, Work, has_state
 
 
 class Steps(Sleeping, pt.Trainable):
@@ -32,15 +32,15 @@ def _main(work: Work, act: str) -> None:
         max_concurrent_trials=work.concurrent,
         resume="must" if act == "resume" else "never",
     )
-    _outcome(results, work).leave(work)
+    _outcome(results, work).write(work)
 
 
 def _outcome(results: pt.Results, work: Work) -> Outcome:
     trials = results.trials.values()
-    complete = [each for each in trials if each.step == work.steps and each.id not in results.errors]
-    wanted = list(range(1, work.steps + 1))
-    reported = [each for each in trials if [report.step for report in results.curve(each)] == wanted]
-    readable = [is_good for each in trials for is_good in _readable(results, each.id)]
+    complete = [trial for trial in trials if trial.step == work.steps and trial.id not in results.errors]
+    all_steps = list(range(1, work.steps + 1))
+    reported = [trial for trial in trials if [report.step for report in results.curve(trial)] == all_steps]
+    readable = [is_good for trial in trials for is_good in _readable(results, trial.id)]
     return Outcome(len(complete), len(reported), len(readable), readable.count(False))
 
 
@@ -51,7 +51,7 @@ def _readable(results: pt.Results, trial: str) -> Iterator[bool]:
     key = TrialKey(experiment=NAME, generation=1, trial=trial)
     for ref in results.trials[trial].checkpoints:
         with results.target.checkpoint(key.checkpoint_key(ref)).as_directory() as folder:
-            yield holds(str(folder), ref.step)
+            yield has_state(str(folder), ref.step)
 
 
 if __name__ == "__main__":

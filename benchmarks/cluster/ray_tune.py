@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.work import NAME, RAY_CPUS, Outcome, Sleeping, Work, append, holds
+from benchmarks.cluster.work import NAME, RAY_CPUS, Outcome, Sleeping, Work, append, has_state
 
 
 def _main(work: Work, act: str) -> None:
@@ -26,7 +26,7 @@ def _main(work: Work, act: str) -> None:
         tuner = tune.Tuner.restore(str(Path(work.target, NAME)), trainable, resume_errored=True)
     else:
         tuner = _tuner(tune, trainable, work)
-    _outcome(tuner.fit(), work).leave(work)
+    _outcome(tuner.fit(), work).write(work)
 
 
 def _tuner(tune: Any, trainable: object, work: Work) -> Any:
@@ -65,14 +65,14 @@ def _scheduler(tune: Any, work: Work) -> Any:
 
 def _outcome(results: Any, work: Work) -> Outcome:
     complete, reported, readable = 0, 0, list[bool]()
-    for each in results:
-        last = (each.metrics or {}).get("training_iteration")
-        complete += each.error is None and last == work.steps
-        steps = [] if each.metrics_dataframe is None else list(each.metrics_dataframe["training_iteration"])
+    for result in results:
+        last = (result.metrics or {}).get("training_iteration")
+        complete += result.error is None and last == work.steps
+        steps = [] if result.metrics_dataframe is None else list(result.metrics_dataframe["training_iteration"])
         reported += steps == list(range(1, work.steps + 1))
-        for checkpoint, metrics in each.best_checkpoints:
+        for checkpoint, metrics in result.best_checkpoints:
             with checkpoint.as_directory() as folder:
-                readable.append(holds(folder, metrics["training_iteration"]))
+                readable.append(has_state(folder, metrics["training_iteration"]))
     return Outcome(complete, reported, len(readable), readable.count(False))
 
 

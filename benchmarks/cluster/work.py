@@ -54,13 +54,13 @@ class Work:
     @property
     def rungs(self) -> frozenset[int]:
         """The steps at which ASHA decides, with its defaults; it ends the trial at the last one."""
-        rung, found = 1, {self.steps}
+        rung, rungs = 1, {self.steps}
         while rung < self.steps:
-            found.add(rung)
+            rungs.add(rung)
             rung *= 3
-        return frozenset(found)
+        return frozenset(rungs)
 
-    def at(self, address: str) -> Work:
+    def with_address(self, address: str) -> Work:
         return replace(self, address=address)
 
     def config(self, x: object) -> dict[str, object]:
@@ -84,14 +84,14 @@ class Sleeping:
         return True
 
     def step(self) -> Mapping[str, object]:
-        began = time.time()
+        start = time.time()
         time.sleep(self._config["step_seconds"])
         self._step += 1
-        at = time.time()
-        line = {"x": self._config["x"], "step": self._step, "pid": os.getpid(), "at": at}
-        append(self._config["record"], {**line, "waited": None if self._before is None else began - self._before})
-        self._before = at
-        return {"loss": 1.0, "at": at}  # all are equal, so that no scheduler ends a trial early
+        end = time.time()
+        line = {"x": self._config["x"], "step": self._step, "pid": os.getpid(), "at": end}
+        append(self._config["record"], {**line, "waited": None if self._before is None else start - self._before})
+        self._before = end
+        return {"loss": 1.0, "at": end}  # all are equal, so that no scheduler ends a trial early
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         state = {"x": self._config["x"], "step": self._step}
@@ -143,15 +143,15 @@ class Outcome:
     unreadable: int
     """Checkpoints that do not hold what the trial saved at their step."""
 
-    def leave(self, work: Work) -> None:
+    def write(self, work: Work) -> None:
         work.outcome.write_text(json.dumps(asdict(self)))
 
     @staticmethod
-    def of(work: Work) -> Outcome:
+    def read(work: Work) -> Outcome:
         return Outcome(**json.loads(work.outcome.read_text()))
 
 
-def holds(checkpoint: str, step: int) -> bool:
+def has_state(checkpoint: str, step: int) -> bool:
     """Whether the files of a checkpoint are those of `step`."""
     try:
         return bool(json.loads(Path(checkpoint, "state.json").read_text())["step"] == step)

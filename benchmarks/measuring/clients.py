@@ -27,12 +27,12 @@ from urllib.parse import urlsplit
 
 from benchmarks.measuring.resident import resident_bytes
 
-__all__ = ["BUCKET", "CLIENTS", "VERIFY_EVERY", "Measured", "client_act"]
+__all__ = ["BUCKET", "CLIENTS", "VERIFY_INTERVAL", "Measurement", "client_act"]
 
 BUCKET = "bucket"
 KEYS = ("AKIAIOSFODNN7EXAMPLE", "x" * 40)
 CLIENTS = ("ray", "ours", "raw")
-VERIFY_EVERY = 16
+VERIFY_INTERVAL = 16
 """As `SyncConfig.verify_reused_every` is, unless it is set."""
 _TIMEOUT = timedelta(minutes=10)
 _BLOB_BYTES = 16 << 20
@@ -42,7 +42,7 @@ Act = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """What one transfer cost."""
 
     wall_seconds: float
@@ -52,13 +52,13 @@ class Measured:
     """Peak before the transfer began: the memory of imports."""
 
 
-def _measure(act: Act) -> Measured:
+def _measure(act: Act) -> Measurement:
     loaded = resident_bytes("VmHWM")
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     act()
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Measured(wall, cpu, resident_bytes("VmHWM"), loaded)
+    return Measurement(wall, cpu, resident_bytes("VmHWM"), loaded)
 
 
 def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
@@ -76,11 +76,11 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
     trial = TrialKey(experiment="experiment", generation=1, trial="trial")
     key = CheckpointKey(trial=trial, step=step, sequence=step)
     parent = CheckpointKey(trial=trial, step=step - 1, sequence=step - 1) if step > 1 else None
-    about = CheckpointMetadata(attempt=1, term=1, write_id=f"write-{step}", created_at="2026-11-02T10:00:00+00:00")
+    metadata = CheckpointMetadata(attempt=1, term=1, write_id=f"write-{step}", created_at="2026-11-02T10:00:00+00:00")
 
     @contextmanager
-    def opened() -> Iterator[ObstoreStore]:
-        made: Any = partial(
+    def open_store() -> Iterator[ObstoreStore]:
+        make_store: Any = partial(
             S3Store,
             BUCKET,
             endpoint=endpoint,
@@ -91,21 +91,21 @@ def _ours(endpoint: str, act: str, directory: Path, step: int) -> Act:
         )
 
         def connect(limit: timedelta) -> Any:
-            return make_client(made, limit, {"allow_http": True})
+            return make_client(make_store, limit, {"allow_http": True})
 
         store = ObstoreStore(connect, deadline=Deadline.after(_TIMEOUT))
         yield store
         store.close()
 
     def save() -> None:
-        with opened() as store:
+        with open_store() as store:
             reuse = find_reusable_bytes(store, trial, read_manifest(store, parent) if parent else None, 0)
-            turn = Reverification(step - 1, VERIFY_EVERY)
+            reverification = Reverification(step - 1, VERIFY_INTERVAL)
             staged = StagedFiles(directory)
-            commit_checkpoint(store, key, staged, about, reuse=reuse, reverification=turn)
+            commit_checkpoint(store, key, staged, metadata, reuse=reuse, reverification=reverification)
 
     def fetch() -> None:
-        with opened() as store:
+        with open_store() as store:
             manifest = read_manifest(store, key)
             with restoring_directory(manifest, directory) as sink:
                 restore_files(store, manifest, sink)
@@ -232,10 +232,10 @@ def _main() -> None:
     parser.add_argument("--directory", required=True, type=Path)
     parser.add_argument("--step", default=1, type=int)
     parser.add_argument("--with-prefect", action="store_true", help="load what a task has loaded")
-    asked = parser.parse_args()
-    if asked.with_prefect:
+    args = parser.parse_args()
+    if args.with_prefect:
         import_module("prefect_tune.tasks.checkpoints")
-    measured = _measure(client_act(asked.client, asked.act, asked.endpoint, asked.directory, asked.step))
+    measured = _measure(client_act(args.client, args.act, args.endpoint, args.directory, args.step))
     print(json.dumps(asdict(measured)))
 
 

@@ -71,9 +71,9 @@ class CpuGroup:
 
     def require_empty(self, *, seconds: float = 30) -> None:
         """Give the remaining processes time to end, then kill them: all were started here."""
-        until = time.monotonic() + seconds
+        end = time.monotonic() + seconds
         while pids := self.pids():
-            if time.monotonic() >= until:
+            if time.monotonic() >= end:
                 for pid in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -88,20 +88,20 @@ def _proportional_kib(pid: int) -> int:
 
 
 @contextmanager
-def sampling(look: Callable[[], object], *, every_seconds: float) -> Iterator[None]:
-    """Call `look` every so often, in a thread, for the time of the block."""
-    over = threading.Event()
+def sampling(sample: Callable[[], object], *, every_seconds: float) -> Iterator[None]:
+    """Call `sample` every so often, in a thread, for the time of the block."""
+    stopped = threading.Event()
 
     def run() -> None:
-        while not over.wait(every_seconds):
-            look()
+        while not stopped.wait(every_seconds):
+            sample()
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
 
 

@@ -31,11 +31,11 @@ __all__ = ["NAME", "OWNER", "History", "new_stamp", "next_report", "write_histor
 
 NAME = "long"
 OWNER = Owner(name="driver", host="here", pid=1)
-_AT_ONCE = 16
+_CONCURRENT_TRIALS = 16
 _ENTRIES_OF_A_TRIAL = 6
 _BATCH = 100
 
-_Say = Callable[[Experiment], Sequence[Event]]
+_MakeEvents = Callable[[Experiment], Sequence[Event]]
 _Result = TypeVar("_Result")
 
 
@@ -67,12 +67,12 @@ def write_history(trial_count: int) -> History:
 
     So opening reads as many entries as it can.
     """
-    entries, snapshots = _Watched(), _Watched()
+    entries, snapshots = _MeteredStore(), _MeteredStore()
     state = journal.acquire_ownership(entries.store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(0))
-    for say in _search(trial_count):
-        state = entries.watch(partial(_next, entries.store, state, say(state)))
+    for make_events in _search(trial_count):
+        state = entries.measure(partial(_append, entries.store, state, make_events(state)))
         if is_snapshot_due(state, state.entry_count - 1):
-            snapshots.watch(partial(write_snapshot, snapshots.store, state))
+            snapshots.measure(partial(write_snapshot, snapshots.store, state))
         interval, last = snapshot_interval(state), _ENTRIES_OF_A_TRIAL * trial_count
         if (state.entry_count + 1) % interval == 0 and state.entry_count + interval >= last:
             break
@@ -87,7 +87,7 @@ def write_history(trial_count: int) -> History:
         late_bytes=snapshots.store.bytes_in / count,
         snapshot_bytes=sum(map(len, snapshots.store.objects.values())),
         tail=count % snapshot_interval(state),
-        append_microseconds=entries.lately() * 1e6,
+        append_microseconds=entries.mean_seconds() * 1e6,
         late_microseconds=sum(snapshots.seconds) / count * 1e6,
     )
 
@@ -112,50 +112,45 @@ def next_report(experiment: Experiment, trial: str) -> Sequence[Event]:
     return [StepReported(trial=trial, report=report), CheckpointCommitted(trial=trial, checkpoint=saved)]
 
 
-class _Watched:
+class _MeteredStore:
     """A store that measures the CPU time of its calls."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.seconds: list[float] = []
 
-    def watch(self, act: Callable[[], _Result]) -> _Result:
-        started = time.thread_time()
+    def measure(self, act: Callable[[], _Result]) -> _Result:
+        start = time.thread_time()
         result = act()
-        self.seconds.append(time.thread_time() - started)
+        self.seconds.append(time.thread_time() - start)
         return result
 
-    def lately(self) -> float:
+    def mean_seconds(self) -> float:
         """CPU seconds of one act: the mean of the quickest batch in the last tenth."""
         last = self.seconds[-max(_BATCH, len(self.seconds) // 10) :]
-        return min(sum(last[at : at + _BATCH]) / _BATCH for at in range(0, len(last) - _BATCH + 1, _BATCH))
+        return min(sum(last[index : index + _BATCH]) / _BATCH for index in range(0, len(last) - _BATCH + 1, _BATCH))
 
 
-def _next(store: MemoryStore, state: Experiment, events: Sequence[Event]) -> Experiment:
+def _append(store: MemoryStore, state: Experiment, events: Sequence[Event]) -> Experiment:
     return journal.append_events(store, state, events, new_stamp(state.entry_count + 1))
 
 
-def _search(trial_count: int) -> Iterator[_Say]:
+def _search(trial_count: int) -> Iterator[_MakeEvents]:
     yield lambda _: [CheckpointsAdopted()]
-    waiting = (_life(f"trial-{number:05d}", number) for number in range(trial_count))
-    running = deque(life for _, life in zip(range(_AT_ONCE), waiting, strict=False))
+    waiting = (_trial_events(f"trial-{number:05d}", number) for number in range(trial_count))
+    running = deque(trial for _, trial in zip(range(_CONCURRENT_TRIALS), waiting, strict=False))
     while running:
-        life = running.popleft()
-        if say := next(life, None):
-            yield say
-            running.append(life)
-        elif later := next(waiting, None):
-            running.append(later)
+        trial = running.popleft()
+        if make_events := next(trial, None):
+            yield make_events
+            running.append(trial)
+        elif next_trial := next(waiting, None):
+            running.append(next_trial)
 
 
-def _life(trial: str, number: int) -> Iterator[_Say]:
-    config: dict[str, object] = {
-        "lr": 10 ** -(1 + number % 40 / 10),
-        "layers": number % 7,
-        "width": 32 << number % 5,
-        "seed": number,
-    }
-    config |= {"activation": "relu", "optimizer": {"name": "adam", "betas": [0.9, 0.999]}}
+def _trial_events(trial: str, number: int) -> Iterator[_MakeEvents]:
+    config: dict[str, object] = {"lr": 10 ** -(1 + number % 40 / 10), "layers": number % 7, "width": 32 << number % 5}
+    config |= {"seed": number, "activation": "relu", "optimizer": {"name": "adam", "betas": [0.9, 0.999]}}
     yield lambda _: [TrialAdded(trial=trial, config=config)]
     yield lambda _: [AttemptStarted(trial=trial, attempt=1, from_step=0)]
     for _ in range(_ENTRIES_OF_A_TRIAL - 3):

@@ -27,11 +27,11 @@ from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.stores.memory_store import StoreWrapper
 from tests.fakes.stores.object_stores import object_store
 
-__all__ = ["Measured"]
+__all__ = ["Measurement"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """What one act cost."""
 
     wall_seconds: float
@@ -45,7 +45,7 @@ class Measured:
     trials: int
 
 
-class _Counted(StoreWrapper):
+class _CountingStore(StoreWrapper):
     """A store that counts its reads."""
 
     def __init__(self, inner: ObjectStore) -> None:
@@ -65,10 +65,10 @@ def _load(store: ObjectStore) -> Experiment:
 
 
 def _own(store: ObjectStore) -> Experiment:
-    opened = journal.acquire_ownership(store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99))
-    if is_snapshot_due(opened, opened.entry_count - 1):
-        write_snapshot(store, opened)
-    return opened
+    experiment = journal.acquire_ownership(store, JournalKey(experiment=NAME, generation=1), OWNER, new_stamp(1 << 99))
+    if is_snapshot_due(experiment, experiment.entry_count - 1):
+        write_snapshot(store, experiment)
+    return experiment
 
 
 def _main() -> None:
@@ -76,26 +76,18 @@ def _main() -> None:
     parser.add_argument("act", choices=("load", "own"))
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--endpoint")
-    asked = parser.parse_args()
-    inner = object_store(asked.endpoint, prefix="runs") if asked.endpoint else PosixStore(asked.directory)
-    store = _Counted(inner)
+    args = parser.parse_args()
+    inner = object_store(args.endpoint, prefix="runs") if args.endpoint else PosixStore(args.directory)
+    store = _CountingStore(inner)
     gc.collect()
     before = resident_bytes("VmRSS")
-    started, cpu = time.perf_counter(), time.process_time()
-    experiment = (_load if asked.act == "load" else _own)(store)
-    wall, cpu = time.perf_counter() - started, time.process_time() - cpu
+    start, cpu = time.perf_counter(), time.process_time()
+    experiment = (_load if args.act == "load" else _own)(store)
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     gc.collect()
-    reads = store.operations["read"]
-    measured = Measured(
-        wall,
-        cpu,
-        reads,
-        store.bytes_read,
-        before,
-        resident_bytes("VmRSS"),
-        resident_bytes("VmHWM"),
-        len(experiment.trials),
-    )
+    reads = (store.operations["read"], store.bytes_read)
+    memory = (before, resident_bytes("VmRSS"), resident_bytes("VmHWM"))
+    measured = Measurement(wall, cpu, *reads, *memory, len(experiment.trials))
     print(json.dumps(asdict(measured)))
 
 

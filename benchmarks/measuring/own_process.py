@@ -12,15 +12,15 @@ _REPOSITORY = Path(__file__).parents[2]
 _TAIL = 3000
 
 
-def measured_by(module: str, *arguments: str) -> dict[str, Any]:
+def measure_in_process(module: str, *arguments: str) -> dict[str, Any]:
     """Run a module of the benchmarks, and return the JSON object that is the last line it prints.
 
     Raises:
         RuntimeError: it failed; the message is the end of its errors.
     """
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, check=False, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-_TAIL:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, check=False, text=True)
+    if process.returncode:
+        raise RuntimeError(process.stderr[-_TAIL:])
+    measured: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return measured

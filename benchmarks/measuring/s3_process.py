@@ -27,7 +27,7 @@ class S3SinkProcess:
             text=True,
             bufsize=1,
         )
-        self.endpoint = str(self._hear())
+        self.endpoint = str(self._read_reply())
         return self
 
     def __exit__(
@@ -39,41 +39,41 @@ class S3SinkProcess:
         if self._process.stdout:
             self._process.stdout.close()
 
-    def counted(self) -> dict[str, int]:
+    def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call: requests, bytes_in, bytes_out and one per method."""
-        return dict(self._ask("counted"))
+        return dict(self._request("counts"))
 
     def set_latency(self, latency: timedelta) -> None:
         """Add `latency` to every reply from now on."""
-        self._ask(f"latency {latency.total_seconds()}")
+        self._request(f"latency {latency.total_seconds()}")
 
     def drop(self, prefix: str = "") -> None:
         """Remove the objects whose `bucket/key` starts with `prefix`."""
-        self._ask(f"drop {prefix}")
+        self._request(f"drop {prefix}")
 
-    def _ask(self, command: str) -> dict[str, int]:
+    def _request(self, command: str) -> dict[str, int]:
         if self._process.stdin is None:
             raise RuntimeError("the sink was started without a pipe")
         self._process.stdin.write(command + "\n")
-        answer = self._hear()
+        answer = self._read_reply()
         if not isinstance(answer, dict):
             raise TypeError(answer)
         return answer
 
-    def _hear(self) -> object:
+    def _read_reply(self) -> object:
         if self._process.stdout is None:
             raise RuntimeError("the sink was started without a pipe")
         return json.loads(self._process.stdout.readline())
 
 
-def _obey(sink: S3Sink, command: str) -> dict[str, int]:
+def _run_command(sink: S3Sink, command: str) -> dict[str, int]:
     verb, _, argument = command.strip().partition(" ")
     match verb:
         case "latency":
             sink.latency = timedelta(seconds=float(argument))
         case "drop":
             sink.drop(argument)
-        case "counted":
+        case "counts":
             counts = {"requests": len(sink.log), "bytes_in": sink.bytes_in, "bytes_out": sink.bytes_out}
             counts |= dict(sink.requests)
             sink.reset()
@@ -89,7 +89,7 @@ def _main() -> None:
         sys.stdout.write(json.dumps(sink.endpoint) + "\n")
         sys.stdout.flush()
         for command in sys.stdin:
-            sys.stdout.write(json.dumps(_obey(sink, command)) + "\n")
+            sys.stdout.write(json.dumps(_run_command(sink, command)) + "\n")
             sys.stdout.flush()
 
 

@@ -11,18 +11,18 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["README", "circumstances", "extras_in", "table", "version_in", "write"]
+__all__ = ["README", "describe_setup", "extras_in", "format_table", "publish_section", "version_in", "write_section"]
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def circumstances(*packages: str) -> str:
+def describe_setup(*packages: str) -> str:
     """Return when, where and with what was measured, and how busy the machine was."""
     when = datetime.now(tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
@@ -41,10 +41,10 @@ def version_in(python: str, package: str) -> str:
 _EXTRAS = """
 import re
 from importlib.metadata import distributions, metadata
-found = metadata("prefect-tune")
-present = {re.sub("[-_.]+", "-", each.name).lower() for each in distributions()}
-needed = {extra: set() for extra in found.get_all("Provides-Extra")}
-for requirement in found.get_all("Requires-Dist"):
+package = metadata("prefect-tune")
+present = {re.sub("[-_.]+", "-", distribution.name).lower() for distribution in distributions()}
+needed = {extra: set() for extra in package.get_all("Provides-Extra")}
+for requirement in package.get_all("Requires-Dist"):
     for extra in re.findall("extra == .([a-z]+)", requirement):
         needed[extra].add(re.match("[A-Za-z0-9-]+", requirement)[0])
 print(*sorted(extra for extra, names in needed.items() if names <= present))
@@ -56,12 +56,19 @@ def extras_in(python: str) -> Sequence[str]:
     return subprocess.run([python, "-c", _EXTRAS], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
-def write(section: str, text: str, readme: Path = README) -> None:
+def publish_section(section: str, text: str, *, write: bool) -> None:
+    """Print the text; with `write`, put it into `benchmarks/README.md` too."""
+    print(text)
+    if write:
+        write_section(section, text)
+
+
+def write_section(section: str, text: str, readme: Path = README) -> None:
     """Put `text` between the markers of `section` in `readme`."""
     page = readme.read_text()
     begin, end = f"<!-- {section}: written by its script -->\n", f"<!-- end of {section} -->"
-    before, found, rest = page.partition(begin)
+    before, opened, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
-    if not (found and closed):
+    if not (opened and closed):
         raise ValueError(f"{readme}: expected the markers of {section!r}")
     readme.write_text(f"{before}{begin}{text}\n{end}{after}")

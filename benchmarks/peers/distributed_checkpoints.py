@@ -29,8 +29,8 @@ from typing import Any
 
 from benchmarks.measuring.clients import BUCKET, KEYS, client_act
 from benchmarks.measuring.s3_process import S3SinkProcess
-from benchmarks.measuring.tables import circumstances, table, write
-from benchmarks.transfer import memory_room
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section
+from benchmarks.transfer import memory_folder
 
 _RANKS = 2
 _TENSORS = 16
@@ -65,7 +65,7 @@ class _Act:
     writer: str
     act: str
     endpoint: str
-    room: Path
+    folder: Path
     mib: int
 
     @property
@@ -75,7 +75,7 @@ class _Act:
 
     def part(self, rank: int) -> Path:
         """The folder into which a rank writes, if its writer is ours."""
-        return self.room / f"part-{self.step}-{rank}"
+        return self.folder / f"part-{self.step}-{rank}"
 
 
 # ------------------------------------------------------------------------------------------------ one rank
@@ -86,70 +86,68 @@ def _state(mib: int, *, changed: bool) -> dict[str, Any]:
     torch: Any = import_module("torch")
     placement: Any = import_module("torch.distributed.tensor")
     mesh = import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (_RANKS,))
-    rows = (mib << 20) // _TENSORS // 4 // 1024
+    row_count = (mib << 20) // _TENSORS // 4 // 1024
     torch.manual_seed(0)
-    whole = [torch.rand(rows, 1024) for _ in range(_TENSORS)]
+    whole = [torch.rand(row_count, 1024) for _ in range(_TENSORS)]
     if changed:
         whole[0] += 1
-    return {
-        f"weight.{at}": placement.distribute_tensor(each, mesh, [placement.Shard(0)]) for at, each in enumerate(whole)
-    }
+    rows = [placement.Shard(0)]
+    return {f"weight.{index}": placement.distribute_tensor(tensor, mesh, rows) for index, tensor in enumerate(whole)}
 
 
-def _writer_and_reader(asked: _Act, rank: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _writer_and_reader(act: _Act, rank: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return what makes the writer of the checkpoint, and its reader."""
-    where = f"s3://{BUCKET}/{asked.writer}/{asked.step}"
-    for each in _IMPORTED_FIRST[asked.writer]:  # no import is measured
-        import_module(each)
-    match asked.writer:
+    url = f"s3://{BUCKET}/{act.writer}/{act.step}"
+    for module in _IMPORTED_FIRST[act.writer]:  # no import is measured
+        import_module(module)
+    match act.writer:
         case "ours":
             ours: Any = import_module("prefect_tune.integrations.torch_distributed")
-            asked.part(rank).mkdir(exist_ok=True)
-            stored = _stored(asked)
-            return partial(ours.CheckpointWriter, asked.part(rank)), partial(ours.CheckpointReader, stored)
+            act.part(rank).mkdir(exist_ok=True)
+            stored = _open_checkpoint(act)
+            return partial(ours.CheckpointWriter, act.part(rank)), partial(ours.CheckpointReader, stored)
         case "FsspecWriter":
             fsspec: Any = import_module("torch.distributed.checkpoint._fsspec_filesystem")
-            client = {"endpoint_url": asked.endpoint, "region_name": "us-east-1"}
+            client = {"endpoint_url": act.endpoint, "region_name": "us-east-1"}
             options = {"key": KEYS[0], "secret": KEYS[1], "client_kwargs": client}
-            return partial(fsspec.FsspecWriter, where, **options), partial(fsspec.FsspecReader, where, **options)
+            return partial(fsspec.FsspecWriter, url, **options), partial(fsspec.FsspecReader, url, **options)
         case "S3StorageWriter":
             dcp: Any = import_module("s3torchconnector.dcp")
-            return partial(_connector, dcp.S3StorageWriter, where, asked), partial(
-                _connector, dcp.S3StorageReader, where, asked
-            )
+            make_writer = partial(_connector, dcp.S3StorageWriter, url, act)
+            return make_writer, partial(_connector, dcp.S3StorageReader, url, act)
         case _:
             plain: Any = import_module("torch.distributed.checkpoint")
-            folder = asked.room / f"shared-{asked.step}"
+            folder = act.folder / f"shared-{act.step}"
             return partial(plain.FileSystemWriter, folder), partial(plain.FileSystemReader, folder)
 
 
-def _connector(kind: Any, where: str, asked: _Act) -> Any:
+def _connector(kind: Any, url: str, act: _Act) -> Any:
     """Return a writer or reader of s3torchconnector for a server of our own."""
     package: Any = import_module("s3torchconnector")
     client: Any = import_module("s3torchconnector._s3client")
     settings = package.S3ClientConfig(force_path_style=True)
-    made = kind("us-east-1", where, s3client_config=settings)
-    made.fs._client = client.S3Client("us-east-1", endpoint=asked.endpoint, s3client_config=settings)  # noqa: SLF001  neither takes an address
-    return made
+    connector = kind("us-east-1", url, s3client_config=settings)
+    connector.fs._client = client.S3Client("us-east-1", endpoint=act.endpoint, s3client_config=settings)  # noqa: SLF001  neither takes an address
+    return connector
 
 
-def _stored(asked: _Act) -> Any:
+def _open_checkpoint(act: _Act) -> Any:
     """Return the committed checkpoint, on the store."""
     checkpoint, blocks = import_module("prefect_tune.runtime.checkpoint"), import_module("prefect_tune.blocks")
     layout: Any = import_module("prefect_tune.core.storage.layout")
     keys = {"access_key_id": KEYS[0], "secret_access_key": KEYS[1]}
-    target = blocks.S3Target(bucket=BUCKET, endpoint_url=asked.endpoint, region="us-east-1", allow_http=True, **keys)
+    target = blocks.S3Target(bucket=BUCKET, endpoint_url=act.endpoint, region="us-east-1", allow_http=True, **keys)
     trial = layout.TrialKey(experiment="experiment", generation=1, trial="trial")
-    key = layout.CheckpointKey(trial=trial, step=asked.step, sequence=asked.step)
+    key = layout.CheckpointKey(trial=trial, step=act.step, sequence=act.step)
     return checkpoint.Checkpoint._on_target(target.open, target.uri, key)  # noqa: SLF001  as results.checkpoint does
 
 
-def _rank_main(asked: _Act, rank: int) -> None:
+def _rank_main(act: _Act, rank: int) -> None:
     distributed = import_module("torch.distributed")
     import_module("torch").set_num_threads(1)
     distributed.init_process_group("gloo", rank=rank, world_size=_RANKS)
-    state = _state(asked.mib, changed=asked.act == "save again")
-    make_writer, make_reader = _writer_and_reader(asked, rank)
+    state = _state(act.mib, changed=act.act == "save again")
+    make_writer, make_reader = _writer_and_reader(act, rank)
     dcp: Any = import_module("torch.distributed.checkpoint")
 
     def load() -> None:
@@ -157,37 +155,37 @@ def _rank_main(asked: _Act, rank: int) -> None:
 
     def save() -> None:
         dcp.save(state, storage_writer=make_writer())
-        if asked.writer == "ours" and rank == 0:
+        if act.writer == "ours" and rank == 0:
             commit()
 
     def commit() -> None:
         merge: Any = import_module("prefect_tune.attempt.commit_worker").merge_rank_directories
-        merge(asked.part(0), {other: asked.part(other) for other in range(1, _RANKS)})
-        client_act("ours", "save", asked.endpoint, asked.part(0), asked.step)()
+        merge(act.part(0), {other: act.part(other) for other in range(1, _RANKS)})
+        client_act("ours", "save", act.endpoint, act.part(0), act.step)()
 
-    if asked.act == "load":
-        for each in state.values():
-            each.to_local().zero_()
+    if act.act == "load":
+        for tensor in state.values():
+            tensor.to_local().zero_()
     distributed.barrier()
-    cost = _measured(load if asked.act == "load" else save, distributed.barrier)
-    if asked.act == "load":
-        _require_same(state, _state(asked.mib, changed=False))
+    cost = _measure(load if act.act == "load" else save, distributed.barrier)
+    if act.act == "load":
+        _require_same(state, _state(act.mib, changed=False))
     print(json.dumps(asdict(cost)), flush=True)
     distributed.destroy_process_group()
 
 
-def _measured(act: Callable[[], None], together: Callable[[], object]) -> _Cost:
+def _measure(act: Callable[[], None], together: Callable[[], object]) -> _Cost:
     """Measure until all ranks are done."""
-    before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     act()
     together()
-    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
     return _Cost(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
-def _require_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _require_same(restored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     torch: Any = import_module("torch")
-    wrong = [name for name in expected if not torch.equal(found[name].to_local(), expected[name].to_local())]
+    wrong = [name for name in expected if not torch.equal(restored[name].to_local(), expected[name].to_local())]
     if wrong:
         raise AssertionError(f"did not come back as they were: {', '.join(wrong)}")
 
@@ -195,65 +193,49 @@ def _require_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None
 # ------------------------------------------------------------------------------------------------ all ranks
 
 
-def _run(asked: _Act, port: int) -> _Cost:
+def _run(act: _Act, port: int) -> _Cost:
     """Run one act on all ranks, each a process of its own."""
-    named = {name: str(value) for name, value in asdict(asked).items()}
-    command = [sys.executable, "-m", "benchmarks.peers.distributed_checkpoints", "--asked", json.dumps(named)]
+    fields = {name: str(value) for name, value in asdict(act).items()}
+    command = [sys.executable, "-m", "benchmarks.peers.distributed_checkpoints", "--act", json.dumps(fields)]
     keys = {"AWS_ACCESS_KEY_ID": KEYS[0], "AWS_SECRET_ACCESS_KEY": KEYS[1], "AWS_EC2_METADATA_DISABLED": "true"}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(_RANKS)}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(_RANKS)}
+    environments = [{**os.environ, **keys, **rendezvous, "RANK": str(rank)} for rank in range(_RANKS)]
     ranks = [
-        subprocess.Popen(
-            command,
-            cwd=_REPOSITORY,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **keys, **place, "RANK": str(rank)},
-        )
-        for rank in range(_RANKS)
+        subprocess.Popen(command, cwd=_REPOSITORY, stdout=subprocess.PIPE, text=True, env=environment)
+        for environment in environments
     ]
-    printed = [each.communicate()[0] for each in ranks]
-    if failed := [rank for rank, each in enumerate(ranks) if each.returncode]:
-        raise RuntimeError(f"{asked.writer}, {asked.act}: ranks {failed} failed")
-    costs = [_Cost(**json.loads(each.splitlines()[-1])) for each in printed]
-    return _Cost(max(each.wall_seconds for each in costs), sum(each.cpu_seconds for each in costs))
+    outputs = [process.communicate()[0] for process in ranks]
+    if failed := [rank for rank, process in enumerate(ranks) if process.returncode]:
+        raise RuntimeError(f"{act.writer}, {act.act}: ranks {failed} failed")
+    costs = [_Cost(**json.loads(output.splitlines()[-1])) for output in outputs]
+    return _Cost(max(cost.wall_seconds for cost in costs), sum(cost.cpu_seconds for cost in costs))
 
 
 _HEAD = ["S3 at", "act", "writer", "s", "CPU s", "requests", "MiB sent", "MiB read", "s of ours"]
 
 
 def _rows(latency: timedelta, rounds: int, mib: int) -> Iterator[list[str]]:
-    found: dict[tuple[str, str], list[tuple[_Cost, dict[str, int]]]] = {}
+    costs_by_act: dict[tuple[str, str], list[tuple[_Cost, dict[str, int]]]] = {}
     with S3SinkProcess() as sink:
         sink.set_latency(latency)
-        for at in range(rounds):
+        for round_index in range(rounds):
             for number, writer in enumerate(_WRITERS):
-                with memory_room() as room:
+                with memory_folder() as folder:
                     for turn, act in enumerate(_ACTS):
-                        sink.counted()
-                        port = 21_000 + (at * len(_WRITERS) + number) * len(_ACTS) + turn
-                        cost = _run(_Act(writer, act, sink.endpoint, room, mib), port)
-                        found.setdefault((act, writer), []).append((cost, sink.counted()))
+                        sink.take_counts()
+                        port = 21_000 + (round_index * len(_WRITERS) + number) * len(_ACTS) + turn
+                        cost = _run(_Act(writer, act, sink.endpoint, folder, mib), port)
+                        costs_by_act.setdefault((act, writer), []).append((cost, sink.take_counts()))
                 sink.drop()
     for act in _ACTS:
-        ours = median(cost.wall_seconds for cost, _ in found[act, "ours"])
+        ours = median(cost.wall_seconds for cost, _ in costs_by_act[act, "ours"])
         for writer in _WRITERS:
-            costs = found[act, writer]
+            costs = costs_by_act[act, writer]
             wall, cpu = (median(getattr(cost, name) for cost, _ in costs) for name in ("wall_seconds", "cpu_seconds"))
-            counted = costs[0][1]
-            sent, read = (f"{counted[name] / (1 << 20):.1f}" for name in ("bytes_in", "bytes_out"))
-            milliseconds = f"{latency.total_seconds() * 1000:g} ms"
-            times = f"{wall / ours:.1f}"
-            yield [
-                milliseconds,
-                act,
-                writer,
-                f"{wall:.2f}",
-                f"{cpu:.2f}",
-                f"{counted['requests']:,}",
-                sent,
-                read,
-                times,
-            ]
+            counts = costs[0][1]
+            sent, read = (f"{counts[name] / (1 << 20):.1f}" for name in ("bytes_in", "bytes_out"))
+            case = [f"{latency.total_seconds() * 1000:g} ms", act, writer, f"{wall:.2f}", f"{cpu:.2f}"]
+            yield [*case, f"{counts['requests']:,}", sent, read, f"{wall / ours:.1f}"]
 
 
 def _main() -> None:
@@ -261,19 +243,17 @@ def _main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mib", type=int, default=256, help="of tensors")
-    parser.add_argument("--asked", type=json.loads, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.asked:
-        named = asked.asked
-        act = _Act(named["writer"], named["act"], named["endpoint"], Path(named["room"]), int(named["mib"]))
+    parser.add_argument("--act", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.act:
+        fields = args.act
+        act = _Act(fields["writer"], fields["act"], fields["endpoint"], Path(fields["folder"]), int(fields["mib"]))
         _rank_main(act, int(os.environ["RANK"]))
         return
-    rows = [row for ms in (0, 25) for row in _rows(timedelta(milliseconds=ms), asked.rounds, asked.mib)]
-    about = f"{_RANKS} ranks, {asked.mib} MiB in {_TENSORS} tensors; medians of {asked.rounds}."
-    text = f"{table(_HEAD, rows)}\n\n{about} {circumstances('torch', 's3fs', 's3torchconnector', 'obstore')}"
-    print(text)
-    if asked.write:
-        write("distributed checkpoints", text)
+    rows = [row for ms in (0, 25) for row in _rows(timedelta(milliseconds=ms), args.rounds, args.mib)]
+    about = f"{_RANKS} ranks, {args.mib} MiB in {_TENSORS} tensors; medians of {args.rounds}."
+    text = f"{format_table(_HEAD, rows)}\n\n{about} {describe_setup('torch', 's3fs', 's3torchconnector', 'obstore')}"
+    publish_section("distributed checkpoints", text, write=args.write)
 
 
 if __name__ == "__main__":

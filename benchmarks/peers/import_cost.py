@@ -15,21 +15,21 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from benchmarks.measuring.tables import circumstances, extras_in, table, version_in, write
+from benchmarks.measuring.tables import describe_setup, extras_in, format_table, publish_section, version_in
 
 _ROUNDS = 5
 
 
-def _costs(python: str, named: str, codes: Sequence[str]) -> Iterator[list[str]]:
+def _costs(python: str, label: str, codes: Sequence[str]) -> Iterator[list[str]]:
     """Yield CPU seconds and peak memory of each code beyond those of an empty interpreter: the least of the rounds."""
-    empty = _least(python, "pass")
+    empty = _measure_least(python, "pass")
     for code in codes:
-        cpu, memory = (whole - least for whole, least in zip(_least(python, code), empty, strict=True))
-        yield [f"`{code}`", named, f"{max(cpu, 0):.2f}", f"{memory:.0f}"]
+        cpu, memory = (whole - least for whole, least in zip(_measure_least(python, code), empty, strict=True))
+        yield [f"`{code}`", label, f"{max(cpu, 0):.2f}", f"{memory:.0f}"]
 
 
-def _least(python: str, code: str) -> Sequence[float]:
-    return [min(each) for each in zip(*(_run(python, code) for _ in range(_ROUNDS)), strict=True)]
+def _measure_least(python: str, code: str) -> Sequence[float]:
+    return [min(values) for values in zip(*(_run(python, code) for _ in range(_ROUNDS)), strict=True)]
 
 
 def _run(python: str, code: str) -> tuple[float, float]:
@@ -45,16 +45,16 @@ def _main() -> None:
     parser.add_argument("--others", nargs="+", default=[], metavar="PYTHON", help="interpreters with other extras")
     parser.add_argument("--ray", metavar="PYTHON", help="an interpreter that has ray[tune]")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     ours = ("import prefect_tune", "import prefect_tune; prefect_tune.tune", "import prefect")
-    rows = [row for each in (sys.executable, *asked.others) for row in _costs(each, ", ".join(extras_in(each)), ours)]
-    if asked.ray:
-        rows += _costs(asked.ray, version_in(asked.ray, "ray"), ["from ray import tune"])
-    made = f"The least of {_ROUNDS}. {circumstances('prefect', 'pydantic')}"
-    text = f"{table(['import', 'extras, or version', 'CPU s', 'MiB'], rows)}\n\n{made}"
-    print(text)
-    if asked.write:
-        write("import_cost", text)
+    rows: list[list[str]] = []
+    for python in (sys.executable, *args.others):
+        rows += _costs(python, ", ".join(extras_in(python)), ours)
+    if args.ray:
+        rows += _costs(args.ray, version_in(args.ray, "ray"), ["from ray import tune"])
+    note = f"The least of {_ROUNDS}. {describe_setup('prefect', 'pydantic')}"
+    text = f"{format_table(['import', 'extras, or version', 'CPU s', 'MiB'], rows)}\n\n{note}"
+    publish_section("import_cost", text, write=args.write)
 
 
 if __name__ == "__main__":

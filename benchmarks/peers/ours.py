@@ -17,7 +17,7 @@ import prefect_tune as pt
 
 def train(config: Mapping[str, object]) -> None:
     """Report as often as the configuration says."""
-    begun(config)
+    record_start(config)
     for _ in range(int(str(config["reports"]))):
         pt.report({"loss": config["x"]})
 
@@ -26,7 +26,7 @@ class Steps(pt.Trainable):
     """The same as a class, with a state of a few bytes."""
 
     def setup(self, config: Mapping[str, object]) -> None:
-        begun(config)
+        record_start(config)
         self._config = config
 
     def step(self) -> Mapping[str, object]:
@@ -43,7 +43,7 @@ class Steps(pt.Trainable):
         return True
 
 
-def begun(config: Mapping[str, object]) -> None:
+def record_start(config: Mapping[str, object]) -> None:
     """Leave the time of the first trial's first step."""
     try:
         descriptor = os.open(str(config["first"]), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -53,14 +53,14 @@ def begun(config: Mapping[str, object]) -> None:
     os.close(descriptor)
 
 
-def _main(workload: str, trials: int, reports: int, room: Path) -> None:
-    first = room / "first"
+def _main(workload: str, trials: int, reports: int, folder: Path) -> None:
+    first = folder / "first"
     tune = pt.tune  # comes when it is asked for; the peer's modules, too, are loaded before its call
     called = time.monotonic()
     results = tune(
         train if workload == "function" else Steps,
         {"x": pt.uniform(0, 1), "reports": reports, "first": str(first)},
-        target=str(room / "target"),
+        target=str(folder / "target"),
         experiment="throughput",
         metric="loss",
         num_samples=trials,
@@ -68,9 +68,9 @@ def _main(workload: str, trials: int, reports: int, room: Path) -> None:
         max_concurrent_trials=2,
     )
     returned = time.monotonic()
-    done = [each.step for each in results.trials.values() if not results.errors]
-    measured = {"called": called, "first": float(first.read_text()), "returned": returned, "trials": len(done)}
-    (room / "measured.json").write_text(json.dumps({**measured, "reports": sum(done), "cpu": time.process_time()}))
+    steps = [trial.step for trial in results.trials.values() if not results.errors]
+    measured = {"called": called, "first": float(first.read_text()), "returned": returned, "trials": len(steps)}
+    (folder / "measured.json").write_text(json.dumps({**measured, "reports": sum(steps), "cpu": time.process_time()}))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ tune: Any = import_module("ray.tune")
 
 def train(config: Mapping[str, object]) -> None:
     """Report as often as the configuration says."""
-    begun(config)
+    record_start(config)
     for _ in range(int(str(config["reports"]))):
         tune.report({"loss": config["x"]})
 
@@ -29,7 +29,7 @@ class Steps(tune.Trainable):  # type: ignore[misc]  # of no known type
     """The same as a class, with a state of a few bytes."""
 
     def setup(self, config: Mapping[str, object]) -> None:
-        begun(config)
+        record_start(config)
         self._config = config
 
     def step(self) -> Mapping[str, object]:
@@ -46,7 +46,7 @@ class Steps(tune.Trainable):  # type: ignore[misc]  # of no known type
         return True
 
 
-def begun(config: Mapping[str, object]) -> None:
+def record_start(config: Mapping[str, object]) -> None:
     """Leave the time of the first trial's first step."""
     try:
         descriptor = os.open(str(config["first"]), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -56,13 +56,13 @@ def begun(config: Mapping[str, object]) -> None:
     os.close(descriptor)
 
 
-def _main(workload: str, trials: int, reports: int, room: Path) -> None:
-    first = room / "first"
+def _main(workload: str, trials: int, reports: int, folder: Path) -> None:
+    first = folder / "first"
     is_function = workload == "function"
     called = time.monotonic()
-    alone = {"address": "local", "num_cpus": 2, "include_dashboard": False}  # and in no cluster that was left behind
-    own: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else alone
-    ray.init(log_to_driver=False, **own)
+    local = {"address": "local", "num_cpus": 2, "include_dashboard": False}  # and in no cluster that was left behind
+    address: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else local
+    ray.init(log_to_driver=False, **address)
     tuner = tune.Tuner(
         train if is_function else Steps,
         param_space={"x": tune.uniform(0, 1), "reports": reports, "first": str(first)},
@@ -75,7 +75,7 @@ def _main(workload: str, trials: int, reports: int, room: Path) -> None:
         ),
         run_config=tune.RunConfig(
             name="throughput",
-            storage_path=str(room / "target"),
+            storage_path=str(folder / "target"),
             stop=None if is_function else {"training_iteration": reports},
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=not is_function),
             verbose=0,
@@ -83,9 +83,9 @@ def _main(workload: str, trials: int, reports: int, room: Path) -> None:
     )
     results = tuner.fit()
     returned = time.monotonic()
-    done = [each.metrics["training_iteration"] for each in results if not results.errors]
-    measured = {"called": called, "first": float(first.read_text()), "returned": returned, "trials": len(done)}
-    (room / "measured.json").write_text(json.dumps({**measured, "reports": sum(done)}))
+    steps = [trial.metrics["training_iteration"] for trial in results if not results.errors]
+    measured = {"called": called, "first": float(first.read_text()), "returned": returned, "trials": len(steps)}
+    (folder / "measured.json").write_text(json.dumps({**measured, "reports": sum(steps)}))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-_LEAST, _MOST = 1e-4, 1e-1
+_MIN_LR, _MAX_LR = 1e-4, 1e-1
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Work:
     scheduler: str
     trials: int
     epochs: int
-    room: str
+    folder: str
 
     @property
     def first(self) -> str:
         """The file that receives the time at which the first trial begins to train."""
-        return f"{self.room}/first"
+        return f"{self.folder}/first"
 
 
 def _ours(work: Work) -> int:
@@ -41,8 +41,8 @@ def _ours(work: Work) -> int:
 
     results = pt.tune(
         f"benchmarks.real.{work.trainable}:train",
-        {"lr": pt.loguniform(_LEAST, _MOST), "epochs": work.epochs, "first": work.first},
-        target=f"{work.room}/target",
+        {"lr": pt.loguniform(_MIN_LR, _MAX_LR), "epochs": work.epochs, "first": work.first},
+        target=f"{work.folder}/target",
         experiment="real",
         metric="loss",
         num_samples=work.trials,
@@ -60,12 +60,12 @@ def _ray(work: Work, *, reuse: bool = False) -> int:
     def train(config: Mapping[str, object]) -> None:
         import_module(trainable).train(config)
 
-    alone = {"address": "local", "num_cpus": 2, "include_dashboard": False}  # and in no cluster that was left behind
-    own: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else alone
-    ray.init(log_to_driver=False, **own)
+    local = {"address": "local", "num_cpus": 2, "include_dashboard": False}  # and in no cluster that was left behind
+    address: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else local
+    ray.init(log_to_driver=False, **address)
     results = tune.Tuner(
         train,
-        param_space={"lr": tune.loguniform(_LEAST, _MOST), "epochs": work.epochs, "first": work.first},
+        param_space={"lr": tune.loguniform(_MIN_LR, _MAX_LR), "epochs": work.epochs, "first": work.first},
         tune_config=tune.TuneConfig(
             metric="loss",
             mode="min",
@@ -76,7 +76,7 @@ def _ray(work: Work, *, reuse: bool = False) -> int:
             if work.scheduler == "asha"
             else None,
         ),
-        run_config=tune.RunConfig(name="real", storage_path=f"{work.room}/target", verbose=0),
+        run_config=tune.RunConfig(name="real", storage_path=f"{work.folder}/target", verbose=0),
     ).fit()
     return len(results) - len(results.errors)
 
@@ -86,7 +86,7 @@ def _optuna(work: Work) -> int:
     command = [sys.executable, "-m", "benchmarks.peers.real", "optuna-worker"]
     shares = [replace(work, trials=work.trials // 2), replace(work, trials=work.trials - work.trials // 2)]
     workers = [subprocess.Popen([*command, json.dumps(asdict(share))]) for share in shares]
-    failed = [each.wait() for each in workers]
+    failed = [worker.wait() for worker in workers]
     return 0 if any(failed) else len(_study(work).trials)
 
 
@@ -97,7 +97,7 @@ def _optuna_worker(work: Work) -> int:
 
     def objective(trial: Any) -> float:
         reporting = OptunaTrial(trial)
-        lr = trial.suggest_float("lr", _LEAST, _MOST, log=True)
+        lr = trial.suggest_float("lr", _MIN_LR, _MAX_LR, log=True)
         train({"lr": lr, "epochs": work.epochs, "first": work.first})
         return reporting.loss
 
@@ -109,7 +109,7 @@ def _study(work: Work) -> Any:
     optuna: Any = import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     halving = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=4)
-    backend: Any = import_module("optuna.storages.journal").JournalFileBackend(f"{work.room}/study")
+    backend: Any = import_module("optuna.storages.journal").JournalFileBackend(f"{work.folder}/study")
     return optuna.create_study(
         study_name="real",
         storage=optuna.storages.JournalStorage(backend),
@@ -130,9 +130,9 @@ _PEERS: Mapping[str, Callable[[Work], int]] = {
 
 def _main(peer: str, work: Work) -> None:
     os.environ["BENCHMARK_PEER"] = peer.partition("-")[0]
-    done = _PEERS[peer](work)
-    if done != work.trials:
-        raise SystemExit(f"{peer}: {done} of {work.trials} trials are done")
+    completed = _PEERS[peer](work)
+    if completed != work.trials:
+        raise SystemExit(f"{peer}: {completed} of {work.trials} trials are done")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def empty(number: int) -> int:
 
 
 @flow
-def submitted(count: int) -> None:
+def run_submitted(count: int) -> None:
     """Run the tasks as Prefect's users do."""
     running: deque[PrefectFuture[int]] = deque()
     for number in range(count):
@@ -39,7 +39,7 @@ def submitted(count: int) -> None:
 
 
 @flow
-def short(count: int) -> None:
+def run_inline(count: int) -> None:
     """Run the tasks as a search runs its attempts."""
     with ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(_run_in, copy_context(), number) for number in range(count)]:
@@ -51,5 +51,5 @@ def _run_in(context: Context, number: int) -> int:
 
 
 if __name__ == "__main__":
-    {"submitted": submitted, "short": short}[sys.argv[1]](int(sys.argv[2]))
+    {"submitted": run_submitted, "short": run_inline}[sys.argv[1]](int(sys.argv[2]))
     Path(sys.argv[3], "measured.json").write_text(json.dumps({"cpu": time.process_time()}))

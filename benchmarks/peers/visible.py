@@ -58,17 +58,17 @@ def _show_nothing(run_search: ModuleType) -> None:
     run_search.showing = showing_nothing  # type: ignore[attr-defined]  # a module's own name
 
 
-def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:  # noqa: FBT001  a command line
+def _main(is_visible: bool, units: int, trials: int, steps: int, folder: Path) -> None:  # noqa: FBT001  a command line
     from prefect_tune.core.experiment.retention import Cadence
     from prefect_tune.tuner import run_search  # with most of Prefect: both load it before their call
 
-    if not shown:
+    if not is_visible:
         _show_nothing(run_search)
     called = time.monotonic()
     results = pt.tune(
         Computes,
         {"rate": pt.loguniform(1e-4, 1), "width": pt.choice([16, 32, 64]), "units": units},
-        target=str(room / "target"),
+        target=str(folder / "target"),
         experiment="visible",
         metric="loss",
         num_samples=trials,
@@ -76,8 +76,8 @@ def _main(shown: bool, units: int, trials: int, steps: int, room: Path) -> None:
         checkpoint=Cadence(every_steps=10),
         max_concurrent_trials=2,
     )
-    done = sum(each.step for each in results.trials.values())
-    (room / "measured.json").write_text(json.dumps({"seconds": time.monotonic() - called, "steps": done}))
+    step_count = sum(trial.step for trial in results.trials.values())
+    (folder / "measured.json").write_text(json.dumps({"seconds": time.monotonic() - called, "steps": step_count}))
 
 
 if __name__ == "__main__":

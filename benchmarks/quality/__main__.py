@@ -24,14 +24,14 @@ from pathlib import Path
 
 import optuna
 
-from benchmarks.measuring.tables import README, circumstances, table, write
+from benchmarks.measuring.tables import README, describe_setup, format_table, write_section
 from benchmarks.quality.optuna_alone import OPTUNA
 from benchmarks.quality.ours import OURS
-from benchmarks.quality.picture import Panel, Point, drawn
+from benchmarks.quality.picture import Panel, Point, draw_panels
 from benchmarks.quality.problems import Problem, functions_and_digits, lcbench
 from benchmarks.quality.ray_tune import ray_tuners
 from benchmarks.quality.regret import Trajectory, quartiles, trajectory
-from benchmarks.quality.simulation import Tuner, simulated
+from benchmarks.quality.simulation import Tuner, simulate
 
 _SLOTS = 4
 _BUDGETS = (5, 15)
@@ -39,7 +39,7 @@ _BUDGETS = (5, 15)
 _TASKS = ("167168", "189906")
 _PICTURE = README.parents[1] / "docs" / "quality.svg"
 _POINTS, _FIRST = 80, 2.0
-_SHOWN = (
+_PICTURED = (
     "ours: OptunaSearch, ASHA promotion",
     "Optuna: TPE, MedianPruner",
     "Ray: OptunaSearch, ASHAScheduler",
@@ -47,64 +47,66 @@ _SHOWN = (
     "ours: no search or scheduler named",
 )
 
+Problems = Mapping[str, Problem]
 Tuners = Mapping[str, Callable[[Problem, int], Tuner]]
-Found = Mapping[str, Sequence[Trajectory]]
+Trajectories = Mapping[str, Sequence[Trajectory]]
 
 
-def _found(problem: Problem, tuners: Tuners, seeds: int) -> Found:
+def _run_searches(problem: Problem, tuners: Tuners, seeds: int) -> Trajectories:
     """Return what each search found with each seed."""
-    found: dict[str, Sequence[Trajectory]] = {}
+    trajectories: dict[str, Sequence[Trajectory]] = {}
     for name, begin in tuners.items():
-        begun = time.process_time()
+        start = time.process_time()
         seconds = _BUDGETS[-1] * problem.full_seconds
-        found[name] = [
-            trajectory(simulated(begin(problem, seed), problem, seed, _SLOTS, seconds)) for seed in range(seeds)
+        trajectories[name] = [
+            trajectory(simulate(begin(problem, seed), problem, seed, _SLOTS, seconds)) for seed in range(seeds)
         ]
-        spent = time.process_time() - begun
+        spent = time.process_time() - start
         print(f"{problem.name}, {name}: {spent:.1f} CPU s", file=sys.stderr, flush=True)
-    return found
+    return trajectories
 
 
-def _least(problem: Problem, found: Found) -> float:
+def _least(problem: Problem, trajectories: Trajectories) -> float:
     if problem.least is not None:
         return problem.least
-    return min(final for each in found.values() for one in each for _, final in one)
+    return min(final for runs in trajectories.values() for run in runs for _, final in run)
 
 
-def _tables(problems: Mapping[str, Problem], found: Mapping[str, Found], names: Sequence[str]) -> Iterator[str]:
+def _tables(problems: Problems, trajectories: Mapping[str, Trajectories], names: Sequence[str]) -> Iterator[str]:
     for budget in _BUDGETS:
-        columns = [_column(problems[problem], found[problem], budget) for problem in problems]
+        columns = [_column(problem, trajectories[name], budget) for name, problem in problems.items()]
         rows = [[name, *(column[name] for column in columns)] for name in names]
         title = f"**Regret after the seconds of {budget} trainings to the end**: median (quartiles)"
-        yield f"{title}\n\n{table(['', *(each.title for each in problems.values())], rows)}"
+        yield f"{title}\n\n{format_table(['', *(problem.title for problem in problems.values())], rows)}"
 
 
-def _column(problem: Problem, found: Found, budget: int) -> Mapping[str, str]:
+def _column(problem: Problem, trajectories: Trajectories, budget: int) -> Mapping[str, str]:
     """Return the cells of a problem; the least median is bold."""
-    least = _least(problem, found)
-    reached = {name: quartiles(each, budget * problem.full_seconds, least) for name, each in found.items()}
-    best = min(each[1] for each in reached.values() if each)
-    return {name: _cell(each, best) for name, each in reached.items()}
+    least = _least(problem, trajectories)
+    reached = {name: quartiles(runs, budget * problem.full_seconds, least) for name, runs in trajectories.items()}
+    best = min(regrets[1] for regrets in reached.values() if regrets)
+    return {name: _cell(regrets, best) for name, regrets in reached.items()}
 
 
-def _cell(found: tuple[float, float, float] | None, best: float) -> str:
-    if found is None:
+def _cell(regrets: tuple[float, float, float] | None, best: float) -> str:
+    if regrets is None:
         return ""
-    low, middle, high = (f"{each:#.3g}" if each else "0" for each in found)
-    return f"{f'**{middle}**' if found[1] == best else middle} ({low} to {high})"
+    low, middle, high = (f"{regret:#.3g}" if regret else "0" for regret in regrets)
+    return f"{f'**{middle}**' if regrets[1] == best else middle} ({low} to {high})"
 
 
-def _panel(problem: Problem, found: Found) -> Panel:
+def _panel(problem: Problem, trajectories: Trajectories) -> Panel:
     ratio = (_BUDGETS[-1] / _FIRST) ** (1 / (_POINTS - 1))
     shares = [_FIRST * ratio**point for point in range(_POINTS)]
-    least = _least(problem, found)
-    bands = {name: list(_band(found[name], problem, shares, least)) for name in _SHOWN if name in found}
+    least = _least(problem, trajectories)
+    pictured = [name for name in _PICTURED if name in trajectories]
+    bands = {name: list(_band(trajectories[name], problem, shares, least)) for name in pictured}
     return Panel(problem.title, bands, problem.full_seconds)
 
 
-def _band(found: Sequence[Trajectory], problem: Problem, shares: Sequence[float], least: float) -> Iterator[Point]:
+def _band(runs: Sequence[Trajectory], problem: Problem, shares: Sequence[float], least: float) -> Iterator[Point]:
     for share in shares:
-        reached = quartiles(found, share * problem.full_seconds, least)
+        reached = quartiles(runs, share * problem.full_seconds, least)
         if reached is not None:
             yield share, reached
 
@@ -119,30 +121,31 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--only", nargs="+", metavar="PROBLEM", help="such as digits, hartmann3, branin")
     parser.add_argument("--searches", nargs="+", metavar="NAME", help="parts of the names of searches")
-    asked = parser.parse_args()
-    if asked.write and not asked.peers:
+    args = parser.parse_args()
+    if args.write and not args.peers:
         parser.error("--write: expected --peers, too: without Ray the tables would lose their rows")
-    return asked
+    return args
 
 
 def _main() -> None:
-    asked = _arguments()
+    args = _arguments()
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    tasks = [lcbench(asked.yahpo / "lcbench", task) for task in _TASKS] if asked.yahpo else []
-    problems = {
-        each.name: each for each in (*functions_and_digits(), *tasks) if each.name in (asked.only or [each.name])
-    }
+    tasks = [lcbench(args.yahpo / "lcbench", task) for task in _TASKS] if args.yahpo else []
+    problems = {problem.name: problem for problem in (*functions_and_digits(), *tasks)}
+    problems = {name: problem for name, problem in problems.items() if name in (args.only or problems)}
     with ExitStack() as stack:
-        tuners: Tuners = {**OURS, **OPTUNA, **(stack.enter_context(ray_tuners(asked.peers)) if asked.peers else {})}
-        tuners = {name: each for name, each in tuners.items() if any(part in name for part in asked.searches or [name])}
-        found = {name: _found(each, tuners, asked.seeds) for name, each in problems.items()}
-    note = f"{asked.seeds} seeds, {_SLOTS} trials at a time. {circumstances('optuna', 'numpy')}"
-    text = "\n\n".join([*_tables(problems, found, list(tuners)), note])
+        tuners: Tuners = {**OURS, **OPTUNA, **(stack.enter_context(ray_tuners(args.peers)) if args.peers else {})}
+        names = [name for name in tuners if any(part in name for part in args.searches or [name])]
+        tuners = {name: tuners[name] for name in names}
+        trajectories = {name: _run_searches(problem, tuners, args.seeds) for name, problem in problems.items()}
+    note = f"{args.seeds} seeds, {_SLOTS} trials at a time. {describe_setup('optuna', 'numpy')}"
+    text = "\n\n".join([*_tables(problems, trajectories, names), note])
     print(text)
-    if asked.write:
-        _PICTURE.write_text(drawn([_panel(each, found[name]) for name, each in problems.items()]) + "\n")
-        write("quality", text)
+    if args.write:
+        panels = [_panel(problem, trajectories[name]) for name, problem in problems.items()]
+        _PICTURE.write_text(draw_panels(panels) + "\n")
+        write_section("quality", text)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class OptunaTuner:
         self._study = optuna.create_study(
             study_name=f"quality-{seed}", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner
         )
-        self._distributions = {name: _distribution(each) for name, each in problem.parameters.items()}
+        self._distributions = {name: _distribution(parameter) for name, parameter in problem.parameters.items()}
         self._max_t = problem.max_t
         self._trials: list[optuna.Trial] = []
 
@@ -31,13 +31,13 @@ class OptunaTuner:
         return Start(len(self._trials) - 1, trial.params)
 
     def report(self, trial: int, step: int, loss: float) -> Answer:
-        asked = self._trials[trial]
-        asked.report(loss, step)
-        if asked.should_prune():
-            self._study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+        optuna_trial = self._trials[trial]
+        optuna_trial.report(loss, step)
+        if optuna_trial.should_prune():
+            self._study.tell(optuna_trial, state=optuna.trial.TrialState.PRUNED)
             return Answer.STOP
         if step >= self._max_t:
-            self._study.tell(asked, loss)
+            self._study.tell(optuna_trial, loss)
         return Answer.CONTINUE
 
 

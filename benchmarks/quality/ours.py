@@ -25,7 +25,7 @@ class OurTuner:
     """Trials report at their milestones, and after their last step."""
 
     def __init__(self, search: Search, scheduler: Scheduler, problem: Problem, seed: int) -> None:
-        space = {name: _domain(each) for name, each in problem.parameters.items()}
+        space = {name: _domain(parameter) for name, parameter in problem.parameters.items()}
         self._proposals = search.begin(space, _LOSS, seed)
         self._schedule = scheduler.begin(_LOSS, seed)
         self._max_t = problem.max_t
@@ -34,12 +34,12 @@ class OurTuner:
         self._last: dict[str, StepReport] = {}
 
     def start(self) -> Start | None:
-        while (found := self._schedule.next_trial_to_stop()) is not None:
-            self._end(found[0], found[1])
+        while (stopped := self._schedule.next_trial_to_stop()) is not None:
+            self._end(stopped[0], stopped[1])
         paused = self._schedule.next_trial_to_resume()
         if paused is not None:
             self._schedule.on_trial_resumed(paused)
-            return self._started(paused)
+            return self._start_trial(paused)
         if self._schedule.is_waiting():
             return None
         proposed = self._proposals.suggest(len(self._configs))
@@ -47,7 +47,7 @@ class OurTuner:
         trial = str(len(self._configs))
         self._configs.append(proposed.config)
         self._schedule.on_trial_added(trial, proposed.config)
-        return self._started(trial)
+        return self._start_trial(trial)
 
     def report(self, trial: int, step: int, loss: float) -> Answer:
         name, milestone = str(trial), self._milestones[str(trial)]
@@ -66,7 +66,7 @@ class OurTuner:
         self._milestones[name] = self._schedule.next_milestone(name, step)
         return Answer.CONTINUE
 
-    def _started(self, trial: str) -> Start:
+    def _start_trial(self, trial: str) -> Start:
         step = self._last[trial].step if trial in self._last else 0
         self._milestones[trial] = self._schedule.next_milestone(trial, step)
         return Start(int(trial), self._configs[int(trial)])

@@ -20,7 +20,7 @@ from prefect_tune.reporting.svg import (
     draw_axes,
 )
 
-__all__ = ["Panel", "Point", "drawn"]
+__all__ = ["Panel", "Point", "draw_panels"]
 
 Point = tuple[float, tuple[float, float, float]]
 """A share of a training to the end, and the quartiles of the regret there."""
@@ -49,14 +49,14 @@ class Panel:
     """Average seconds of a complete training."""
 
 
-def drawn(panels: Sequence[Panel], columns: int = 2) -> str:
+def draw_panels(panels: Sequence[Panel], columns: int = 2) -> str:
     """Return the SVG."""
     rows = math.ceil(len(panels) / columns)
     (width, height), names = _PANEL, list(panels[0].bands)
     drawing = Drawing(columns * width, _legend_height(names) + rows * (height + _GAP + _HEAD) + 8)
     _draw_legend(drawing, names)
-    for place, panel in enumerate(panels):
-        row, column = divmod(place, columns)
+    for index, panel in enumerate(panels):
+        row, column = divmod(index, columns)
         left, top = column * width + 46, _legend_height(names) + row * (height + _GAP + _HEAD) + _HEAD
         _draw_panel(drawing, panel, Frame(left, top, left + width - 66, top + height))
     return drawing.to_svg()
@@ -67,8 +67,8 @@ def _legend_height(names: Sequence[str]) -> float:
 
 
 def _draw_legend(drawing: Drawing, names: Sequence[str]) -> None:
-    for place, (name, pen) in enumerate(zip(names, _PENS, strict=True)):
-        left, y = 46 + (place % 2) * _PANEL[0], 18 + 20.0 * (place // 2)
+    for index, (name, pen) in enumerate(zip(names, _PENS, strict=True)):
+        left, y = 46 + (index % 2) * _PANEL[0], 18 + 20.0 * (index // 2)
         drawing.line([(left, y), (left + 40, y)], pen)
         drawing.text((left + 48, y + 4), name)
 
@@ -76,7 +76,7 @@ def _draw_legend(drawing: Drawing, names: Sequence[str]) -> None:
 def _draw_panel(drawing: Drawing, panel: Panel, frame: Frame) -> None:
     begin = min(band[0][0] for band in panel.bands.values()) * panel.seconds
     end = max(band[-1][0] for band in panel.bands.values()) * panel.seconds
-    values = [value for band in panel.bands.values() for _, each in band for value in each if value > 0]
+    values = [value for band in panel.bands.values() for _, quartiles in band for value in quartiles if value > 0]
     x = Scale(begin, end, frame.left, frame.right, is_log=True)
     most = max(values)
     least = max(min(values), most / 1e4)
@@ -92,4 +92,5 @@ def _draw_panel(drawing: Drawing, panel: Panel, frame: Frame) -> None:
 
 def _line(panel: Panel, name: str, quartile: int, scales: tuple[Scale, Scale]) -> Sequence[tuple[float, float]]:
     x, y = scales
-    return [(x.position_of(share * panel.seconds), y.position_of(each[quartile])) for share, each in panel.bands[name]]
+    points = panel.bands[name]
+    return [(x.position_of(share * panel.seconds), y.position_of(values[quartile])) for share, values in points]

@@ -39,7 +39,7 @@ class Parameter:
     is_whole: bool = False
     options: Sequence[str] = ()
 
-    def at(self, value: Any) -> float:
+    def position(self, value: Any) -> float:
         """Return the place of a number between its ends, from 0 to 1."""
         if self.scale == "log":
             return math.log(value / self.low) / math.log(self.high / self.low)
@@ -82,7 +82,7 @@ def functions_and_digits() -> Sequence[Problem]:
                 f"Hartmann, {size} dimensions",
                 {f"x{index}": unit for index in range(size)},
                 _STEPS,
-                _straggling(hartmann),
+                _make_train(hartmann),
                 _STEPS * slowness,
                 least,
             )
@@ -93,7 +93,7 @@ def functions_and_digits() -> Sequence[Problem]:
             "Branin, 2 dimensions",
             {"x": Parameter(-5, 10), "y": Parameter(0, 15)},
             _STEPS,
-            _straggling(_branin),
+            _make_train(_branin),
             _STEPS * slowness,
             0.397887,
         ),
@@ -116,23 +116,24 @@ _DIGITS = {
 
 def _digits() -> Problem:
     recorded = json.loads(gzip.decompress(_RECORDED.read_bytes()))
-    places = [_place(each["cfg"]) for each in recorded]
+    points = [_coordinates_of(row["cfg"]) for row in recorded]
 
     def train(config: Config, seed: int) -> Curve:
         del seed
-        place = _place(config)
-        nearest = min(range(len(places)), key=lambda row: math.dist(places[row], place))
+        point = _coordinates_of(config)
+        nearest = min(range(len(points)), key=lambda row: math.dist(points[row], point))
         return Curve(recorded[nearest]["err"], recorded[nearest]["sec"] / _STEPS)
 
-    seconds = sum(each["sec"] for each in recorded) / len(recorded)
-    least = min(each["err"][-1] for each in recorded)
+    seconds = sum(row["sec"] for row in recorded) / len(recorded)
+    least = min(row["err"][-1] for row in recorded)
     return Problem("digits", "Digits, recorded trainings", _DIGITS, _STEPS, train, seconds, least)
 
 
-def _place(config: Config) -> Sequence[float]:
+def _coordinates_of(config: Config) -> Sequence[float]:
     """Return the numbers from 0 to 1, and one number for each option, 1 for the one that is taken."""
-    numbers = [each.at(config[name]) for name, each in _DIGITS.items() if not each.options]
-    return numbers + [float(config[name] == option) for name, each in _DIGITS.items() for option in each.options]
+    numbers = [parameter.position(config[name]) for name, parameter in _DIGITS.items() if not parameter.options]
+    options = [(name, option) for name, parameter in _DIGITS.items() for option in parameter.options]
+    return numbers + [float(config[name] == option) for name, option in options]
 
 
 # -------------------------------------------------------------------------------------------- functions
@@ -151,7 +152,7 @@ _P6 = (
 _BIAS, _NOISE = 2.5, 2.0
 
 
-def _straggling(function: Callable[[_Point, int, random.Random], float]) -> Callable[[Config, int], Curve]:
+def _make_train(function: Callable[[_Point, int, random.Random], float]) -> Callable[[Config, int], Curve]:
     """Return trainings by a function of a point and a step.
 
     A step takes 1 s, and a configuration's steps 1 + |z| times that, z normal with a deviation of 0.5: the stragglers
@@ -181,8 +182,8 @@ def _hartmann(
     lacking = 1 - math.log(step) / math.log(_STEPS)
     value = -sum(
         (alpha - _BIAS * lacking)
-        * math.exp(-sum(a * (x - c / 1e4) ** 2 for a, x, c in zip(row, point, at, strict=True)))
-        for alpha, row, at in zip(_ALPHA, slopes, centres, strict=True)
+        * math.exp(-sum(a * (x - c / 1e4) ** 2 for a, x, c in zip(row, point, centre, strict=True)))
+        for alpha, row, centre in zip(_ALPHA, slopes, centres, strict=True)
     )
     return value + abs(chance.gauss(0, 1)) * _NOISE * lacking
 
@@ -223,28 +224,28 @@ def lcbench(folder: Path, task: str) -> Problem:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     session = runtime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
-    categories, numbers = (each.name for each in session.get_inputs())
+    categories, numbers = (session_input.name for session_input in session.get_inputs())
     code = json.loads((folder / "encoding.json").read_text())["OpenML_task_id"][task]
 
     def train(config: Config, seed: int) -> Curve:
         del seed
         rows = [[epoch, *(config[name] for name in _LCBENCH)] for epoch in range(1, _LCBENCH_EPOCHS + 1)]
-        given = {
+        inputs = {
             categories: numpy.full((_LCBENCH_EPOCHS, 1), code, dtype=numpy.int32),
             numbers: numpy.array(rows, dtype=numpy.float32),
         }
-        predicted = session.run([session.get_outputs()[0].name], given)[0]
+        predicted = session.run([session.get_outputs()[0].name], inputs)[0]
         seconds, accuracy = float(predicted[-1, 0]), predicted[:, 1]
-        return Curve([1 - float(each) / 100 for each in accuracy], max(seconds, 1.0) / _LCBENCH_EPOCHS)
+        return Curve([1 - float(percent) / 100 for percent in accuracy], max(seconds, 1.0) / _LCBENCH_EPOCHS)
 
     chance = random.Random(0)
-    drawn = [{name: _drawn(each, chance) for name, each in _LCBENCH.items()} for _ in range(_AVERAGED)]
-    seconds = sum(train(each, 0).step_seconds for each in drawn) / _AVERAGED * _LCBENCH_EPOCHS
+    configs = [{name: _draw_value(parameter, chance) for name, parameter in _LCBENCH.items()} for _ in range(_AVERAGED)]
+    seconds = sum(train(config, 0).step_seconds for config in configs) / _AVERAGED * _LCBENCH_EPOCHS
     title = f"LCBench (YAHPO Gym), task {task}"
     return Problem(f"lcbench-{task}", title, _LCBENCH, _LCBENCH_EPOCHS, train, seconds, None)
 
 
-def _drawn(parameter: Parameter, chance: random.Random) -> float:
+def _draw_value(parameter: Parameter, chance: random.Random) -> float:
     share = chance.random()
     if parameter.scale == "log":
         value: float = parameter.low * (parameter.high / parameter.low) ** share

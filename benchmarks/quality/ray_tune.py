@@ -20,12 +20,12 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _SEARCHES = {"Ray: random, ASHAScheduler": "random", "Ray: OptunaSearch, ASHAScheduler": "optuna"}
 
 
-class WorkersTuner:
+class RayTuner:
     """A search in the process of `worker`, which serves one at a time."""
 
     def __init__(self, worker: Worker, problem: Problem, seed: int, searcher: str) -> None:
         self._worker = worker
-        parameters = {name: asdict(each) for name, each in problem.parameters.items()}
+        parameters = {name: asdict(parameter) for name, parameter in problem.parameters.items()}
         worker.ask("begin", {"parameters": parameters, "max_t": problem.max_t, "seed": seed, "searcher": searcher})
 
     def start(self) -> Start:
@@ -41,13 +41,13 @@ class Worker:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def ask(self, what: str, arguments: object) -> Any:
+    def ask(self, method: str, arguments: object) -> Any:
         assert self._process.stdin
         assert self._process.stdout
-        print(json.dumps([what, arguments]), file=self._process.stdin, flush=True)
+        print(json.dumps([method, arguments]), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process with Ray ended at {what!r}, with code {self._process.wait()}")
+            raise RuntimeError(f"the process with Ray ended at {method!r}, with code {self._process.wait()}")
         return json.loads(answer)
 
 
@@ -66,4 +66,4 @@ def ray_tuners(python: str) -> Iterator[Mapping[str, Callable[[Problem, int], Tu
 
 
 def _tuner(worker: Worker, searcher: str) -> Callable[[Problem, int], Tuner]:
-    return lambda problem, seed: WorkersTuner(worker, problem, seed, searcher)
+    return lambda problem, seed: RayTuner(worker, problem, seed, searcher)

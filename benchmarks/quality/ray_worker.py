@@ -34,11 +34,11 @@ class RayTuner:
         random.seed(seed)
         import_module("numpy").random.seed(seed)
         self._max_t = max_t
-        self._space = {name: _domain(tune, each) for name, each in parameters.items()}
+        self._space = {name: _domain(tune, parameter) for name, parameter in parameters.items()}
         self._searcher: Any = None
         if searcher == "optuna":
-            found: Any = import_module("ray.tune.search.optuna")
-            self._searcher = found.OptunaSearch(seed=seed)
+            module: Any = import_module("ray.tune.search.optuna")
+            self._searcher = module.OptunaSearch(seed=seed)
             self._searcher.set_search_properties("loss", "min", self._space)  # as `Tuner` does
         self._scheduler = schedulers.ASHAScheduler(metric="loss", mode="min", max_t=max_t)
         self._continue = schedulers.TrialScheduler.CONTINUE
@@ -57,10 +57,10 @@ class RayTuner:
 
     def report(self, number: int, step: int, loss: float) -> str:
         trial, result = self._trials[number], {"loss": loss, "training_iteration": step}
-        goes_on = self._scheduler.on_trial_result(None, trial, result) == self._continue
-        if goes_on and self._searcher is not None:
+        continues = self._scheduler.on_trial_result(None, trial, result) == self._continue
+        if continues and self._searcher is not None:
             self._searcher.on_trial_result(trial.trial_id, result)
-        if goes_on and step < self._max_t:
+        if continues and step < self._max_t:
             return "continue"
         self._scheduler.on_trial_complete(None, trial, result)
         if self._searcher is not None:
@@ -88,12 +88,12 @@ def _main() -> None:
     import_module("optuna").logging.set_verbosity(40)
     tuner: RayTuner | None = None
     for line in sys.stdin:
-        what, arguments = json.loads(line)
-        if what == "begin":
+        method, arguments = json.loads(line)
+        if method == "begin":
             tuner = RayTuner(**arguments)
             answer: object = None
         else:
-            answer = getattr(tuner, what)(*arguments)
+            answer = getattr(tuner, method)(*arguments)
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -21,21 +21,21 @@ def trajectory(reports: Sequence[Report]) -> Trajectory:
     An incumbent counts by its loss after the last step, even if it has not got there.
     """
     best: tuple[int, float] | None = None
-    found: list[tuple[float, float]] = []
-    for each in reports:
-        rank = (-each.step, each.loss)
+    incumbents: list[tuple[float, float]] = []
+    for report in reports:
+        rank = (-report.step, report.loss)
         if best is None or rank < best:
             best = rank
-            found.append((each.seconds, each.final))
-    return found
+            incumbents.append((report.seconds, report.final))
+    return incumbents
 
 
 def quartiles(trajectories: Sequence[Trajectory], seconds: float, least: float) -> tuple[float, float, float] | None:
     """Return the quartiles of the regret after so many seconds; None if a search has no report by then."""
-    places = [bisect_right(each, seconds, key=lambda point: point[0]) - 1 for each in trajectories]
-    if min(places) < 0:
+    indices = [bisect_right(trajectory, seconds, key=lambda point: point[0]) - 1 for trajectory in trajectories]
+    if min(indices) < 0:
         return None
-    regrets = [each[place][1] - least for each, place in zip(trajectories, places, strict=True)]
+    regrets = [trajectory[index][1] - least for trajectory, index in zip(trajectories, indices, strict=True)]
     if len(regrets) == 1:
         return regrets[0], regrets[0], regrets[0]
     low, _, high = quantiles(regrets, n=4, method="inclusive")

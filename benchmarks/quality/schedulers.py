@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, median
 from typing import Any, TypeAlias
 
-from benchmarks.measuring.tables import circumstances, table, write
+from benchmarks.measuring.tables import describe_setup, format_table, publish_section
 from benchmarks.quality import digits
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Decision, Schedule, Scheduler, Stop, TrialReport
@@ -52,7 +52,7 @@ DECIDING: Mapping[str, Scheduler] = {
 }
 
 
-class Listening(Schedule):
+class RecordingSchedule(Schedule):
     """Another schedule, with a record of every call."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -113,20 +113,20 @@ def configs(count: int) -> Iterator[Config]:
     return ({"level": chance.random(), "lr": 0.5} for _ in range(count))
 
 
-def decided(scheduler: Scheduler, trials: int) -> tuple[float, float]:
+def measure_decisions(scheduler: Scheduler, trials: int) -> tuple[float, float]:
     """Return the CPU time per decision in microseconds, and that of replaying all calls in seconds.
 
     The first is of the last tenth of all calls up to the last new trial, questions included: then there are as
     many trials as there will be. The best of three, with the garbage of this script out of the way.
     """
-    listening = Listening(scheduler.begin(LOSS, 0))
+    recording = RecordingSchedule(scheduler.begin(LOSS, 0))
     world = World(slots=SLOTS, max_steps=27 if isinstance(scheduler, PBT) else 82)
-    VirtualRun(listening, Noise(), configs(trials), world).run()
-    end = max(at for at, (name, _) in enumerate(listening.calls) if name == "on_trial_added")
-    changes = [call for call in listening.calls if call[0] in CHANGES]
+    VirtualRun(recording, Noise(), configs(trials), world).run()
+    end = max(index for index, (name, _) in enumerate(recording.calls) if name == "on_trial_added")
+    changes = [call for call in recording.calls if call[0] in CHANGES]
     gc.collect()
     gc.freeze()
-    per_decision = min(_per_decision_us(scheduler, listening.calls[:end]) for _ in range(REPEATS))
+    per_decision = min(_per_decision_us(scheduler, recording.calls[:end]) for _ in range(REPEATS))
     again = min(_seconds(scheduler.begin(LOSS, 0), changes) for _ in range(REPEATS))
     gc.unfreeze()
     return per_decision, again
@@ -140,13 +140,13 @@ def _per_decision_us(scheduler: Scheduler, calls: Sequence[Call]) -> float:
 
 
 def _seconds(schedule: Schedule, calls: Sequence[Call]) -> float:
-    began = time.process_time()
+    start = time.process_time()
     for name, arguments in calls:
         getattr(schedule, name)(*arguments)
-    return time.process_time() - began
+    return time.process_time() - start
 
 
-def searched(scheduler: Scheduler) -> Sequence[Outcome]:
+def run_searches(scheduler: Scheduler) -> Sequence[Outcome]:
     """Return one search over all recorded trainings for each order."""
     world = World(max_steps=digits.EPOCHS)
     return [
@@ -157,44 +157,35 @@ def searched(scheduler: Scheduler) -> Sequence[Outcome]:
 
 def epochs_to_a_good_one(search: Outcome) -> int | None:
     """Return how many epochs were trained until one of the best configurations was trained to the end."""
-    return search.steps_until(
-        lambda each: each.end >= digits.EPOCHS and digits.is_good(search.trials[each.trial].config)
-    )
+    trials = search.trials
+    return search.steps_until(lambda run: run.end >= digits.EPOCHS and digits.is_good(trials[run.trial].config))
 
 
 def _saving_row(name: str, scheduler: Scheduler) -> list[str]:
-    outcomes = searched(scheduler)
-    found = list(map(epochs_to_a_good_one, outcomes))
+    outcomes = run_searches(scheduler)
+    epoch_counts = list(map(epochs_to_a_good_one, outcomes))
     budget = mean(outcome.steps for outcome in outcomes) / (digits.TRIALS * digits.EPOCHS)
-    epochs = median(digits.TRIALS * digits.EPOCHS if each is None else each for each in found)
+    epochs = median(digits.TRIALS * digits.EPOCHS if count is None else count for count in epoch_counts)
     full = mean(len(outcome.trials_reaching(digits.EPOCHS)) for outcome in outcomes)
-    good = mean(each is not None for each in found)
-    return [name, f"{budget:.1%}", f"{good:.2f}", f"{epochs:.0f}", f"{full:.1f}"]
+    found_share = mean(count is not None for count in epoch_counts)
+    return [name, f"{budget:.1%}", f"{found_share:.2f}", f"{epochs:.0f}", f"{full:.1f}"]
 
 
 def _deciding_row(name: str, scheduler: Scheduler) -> list[str]:
-    costs = [decided(scheduler, size) for size in SIZES]
+    costs = [measure_decisions(scheduler, size) for size in SIZES]
     return [name, *(f"{microseconds:.0f}" for microseconds, _ in costs), f"{costs[-1][1]:.2f}"]
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/README.md")
-    asked = parser.parse_args()
-    saving_head = [
-        "scheduler",
-        "share of all epochs",
-        "a good one was found",
-        "epochs until then",
-        "trained to the end",
-    ]
-    saving = table(saving_head, [_saving_row(*each) for each in SAVING.items()])
+    args = parser.parse_args()
+    columns = ["share of all epochs", "a good one was found", "epochs until then", "trained to the end"]
+    saving = format_table(["scheduler", *columns], [_saving_row(*item) for item in SAVING.items()])
     deciding_head = ["scheduler", *(f"µs at {size:,} trials" for size in SIZES), "s to replay it all"]
-    deciding = table(deciding_head, [_deciding_row(*each) for each in DECIDING.items()])
-    text = f"{saving}\n\n{deciding}\n\n{circumstances('pydantic', 'blake3')}"
-    print(text)
-    if asked.write:
-        write("schedulers", text)
+    deciding = format_table(deciding_head, [_deciding_row(*item) for item in DECIDING.items()])
+    text = f"{saving}\n\n{deciding}\n\n{describe_setup('pydantic', 'blake3')}"
+    publish_section("schedulers", text, write=args.write)
 
 
 if __name__ == "__main__":

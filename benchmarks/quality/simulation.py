@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from benchmarks.quality.problems import Curve, Problem
 
-__all__ = ["Answer", "Report", "Start", "Tuner", "simulated"]
+__all__ = ["Answer", "Report", "Start", "Tuner", "simulate"]
 
 
 class Answer(Enum):
@@ -54,7 +54,7 @@ class Report:
     """Its loss after the last step, which only the simulation knows."""
 
 
-def simulated(tuner: Tuner, problem: Problem, seed: int, slots: int, seconds: float) -> Sequence[Report]:
+def simulate(tuner: Tuner, problem: Problem, seed: int, slots: int, seconds: float) -> Sequence[Report]:
     """Return the reports of a search until it has had so many seconds of its slots."""
     curves: dict[int, Curve] = {}
     trained: dict[int, int] = {}

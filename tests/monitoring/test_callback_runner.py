@@ -202,7 +202,7 @@ def run_callbacks(target: LocalTarget, *callbacks: pt.Callback, timeout: timedel
     runner.finish(load_state(target), timeout)
 
 
-def called_hooks(callback: Recorder) -> list[str]:
+def hooks_of(callback: Recorder) -> list[str]:
     return [event[0] for event in callback.events]
 
 
@@ -213,8 +213,8 @@ def test_what_is_in_the_journal_is_told_once_over_all_runs(target: LocalTarget) 
     first, again = Recorder(), Recorder()
     run_callbacks(target, first)
     run_callbacks(target, again)
-    assert called_hooks(first) == ["setup", *ALL_HOOKS, "end"]
-    assert called_hooks(again) == ["setup", "end"]
+    assert hooks_of(first) == ["setup", *ALL_HOOKS, "end"]
+    assert hooks_of(again) == ["setup", "end"]
     assert (first.steps, again.steps) == (2, 2)
 
 
@@ -227,7 +227,7 @@ def test_a_report_is_delivered_once_and_a_repeated_step_again(target: LocalTarge
     for event in (again, StepReported(trial="trial", report=report), end):
         runner.threads[0].on_event(event, state)
     runner.finish(state, TIMEOUT)
-    assert called_hooks(recorder) == ["setup", *ALL_HOOKS, "restore", "start", "result", "complete", "end"]
+    assert hooks_of(recorder) == ["setup", *ALL_HOOKS, "restore", "start", "result", "complete", "end"]
 
 
 def test_who_cannot_use_its_state_is_told_everything_again(target: LocalTarget) -> None:
@@ -239,7 +239,7 @@ def test_who_cannot_use_its_state_is_told_everything_again(target: LocalTarget) 
     run_callbacks(target, Recorder())
     again = OnAnotherMachine()
     run_callbacks(target, again)
-    assert called_hooks(again) == ["setup", *ALL_HOOKS, "end"]
+    assert hooks_of(again) == ["setup", *ALL_HOOKS, "end"]
 
 
 def test_two_of_one_name_have_a_state_each(target: LocalTarget) -> None:
@@ -258,8 +258,8 @@ def test_a_hook_that_hangs_is_left_behind_and_told_in_the_next_run(target: Local
     run_callbacks(target, hung, timeout=timedelta(seconds=0.5))
     run_callbacks(target, successor)
     free.set()
-    assert "complete" not in called_hooks(hung)
-    assert called_hooks(successor) == ["setup", *ALL_HOOKS, "end"]
+    assert "complete" not in hooks_of(hung)
+    assert hooks_of(successor) == ["setup", *ALL_HOOKS, "end"]
 
 
 def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
@@ -272,7 +272,7 @@ def test_events_that_its_queue_has_no_room_for_are_read_from_the_journal(
         runner.threads[0].on_event(AttemptStarted(trial="trial", attempt=9, from_step=0), state)
     runner.start(state)
     runner.finish(state, TIMEOUT)
-    assert called_hooks(slow) == ["setup", *ALL_HOOKS, "end"]
+    assert hooks_of(slow) == ["setup", *ALL_HOOKS, "end"]
 
 
 def test_one_that_cannot_be_set_up_is_told_nothing_and_says_why(
@@ -285,7 +285,7 @@ def test_one_that_cannot_be_set_up_is_told_nothing_and_says_why(
     unready, other = Unready("unready"), Recorder()
     run_callbacks(target, unready, other)
     assert unready.events == []
-    assert called_hooks(other) == ["setup", *ALL_HOOKS, "end"]
+    assert hooks_of(other) == ["setup", *ALL_HOOKS, "end"]
     assert "callback unready: setup failed" in caplog.text
     assert "no room for e" in caplog.text
 

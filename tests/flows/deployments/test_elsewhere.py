@@ -21,7 +21,7 @@ from prefect.task_runners import TaskRunner
 import prefect_tune as pt
 from benchmarks import throughput
 from benchmarks.cluster.clusters import dask_cluster
-from benchmarks.cluster.measure import disturbed
+from benchmarks.cluster.measure import measure_recovery
 from benchmarks.cluster.work import Outcome, Work
 from prefect_tune.blocks import LocalTarget, S3Target
 from prefect_tune.core.errors import InvalidInput
@@ -416,7 +416,7 @@ def search_environment(tmp_path: Path) -> Iterator[Mapping[str, str]]:
     if os.geteuid():
         pytest.skip("control groups take root")
     with postgres_server() as url:
-        settings = {**throughput.surroundings(tmp_path / "prefect"), "PREFECT_API_DATABASE_CONNECTION_URL": url}
+        settings = {**throughput.make_environment(tmp_path / "prefect"), "PREFECT_API_DATABASE_CONNECTION_URL": url}
         with throughput.prefect_server(sys.executable, settings) as served:
             yield served.environment
 
@@ -431,9 +431,9 @@ def test_a_killed_worker_and_a_killed_machine_lose_nothing_of_a_search_on_a_clus
     folder.mkdir()
     work = Work(_TRIALS, _MAX_CONCURRENT, _CLUSTER_STEPS, 0.2, _SAVE_INTERVAL, str(folder))
     with dask_cluster(search_environment, tmp_path) as cluster:
-        result = disturbed(cluster, work)
+        result = measure_recovery(cluster, work)
     committed = _TRIALS * _CLUSTER_STEPS // _SAVE_INTERVAL
     assert result.outcome == Outcome(complete=_TRIALS, reported=_TRIALS, checkpoints=committed, unreadable=0)
-    assert result.most_of_one <= 3, "two kills interrupt a step twice"
+    assert result.max_repeats <= 3, "two kills interrupt a step twice"
     # A worker has a quarter of the trials, the machine all; each repeats what it trained since its newest checkpoint.
     assert result.trained <= _TRIALS * _CLUSTER_STEPS + (_MAX_CONCURRENT // 4 + _MAX_CONCURRENT) * _SAVE_INTERVAL
