@@ -27,7 +27,7 @@ Problems: TypeAlias = Mapping[str, Mapping[int, str]]
 """Messages by the name of the script and the line."""
 
 PYTHON = Path(".environment", "bin", "python")
-"""Of the environment beside the scripts, in which the package is installed as its users have it."""
+"""The Python of the environment in which the package is installed as users have it."""
 NOT_CHECKED = {
     "automations.md": "Prefect's notification block asks for fields that have defaults",
     "integrations.md": "pieces of the scripts in examples/, which are checked",
@@ -176,7 +176,7 @@ assert_type(pt.run_trial(OfAny, Space(0.5), target="./runs", experiment="e"), pt
 
 
 def collect_right_scripts() -> dict[str, str]:
-    """Return the scripts of the pages, of which each is read from top to bottom, and the examples, by name."""
+    """Return the scripts of the pages and the examples, by name."""
     pages = {
         page.name: "\n\n".join(block.code for block in blocks_of(page) if block.language == "python")
         for page in PAGES
@@ -224,7 +224,7 @@ def get_file_name(name: str) -> str:
 
 
 def create_environment(folder: Path) -> None:
-    """Make a Python that finds the package in a folder of packages, and all else where this Python does."""
+    """Create an environment with the package in its own folder, and all else from this Python."""
     venv.create(folder, with_pip=False, symlinks=True)
     package = folder / "installed" / "prefect_tune"
     package.mkdir(parents=True)
@@ -236,7 +236,7 @@ def create_environment(folder: Path) -> None:
 
 
 def find_mypy_problems(folder: Path) -> Problems:
-    """Return what `mypy --strict` reports; it reads no more of other packages than that of this repository does."""
+    """Return the errors of `mypy --strict`, with the overrides of this repository."""
     overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
     skipped = {name for rule in overrides if rule.get("follow_imports") == "skip" for name in rule["module"]}
     settings = {f"{name}.*": "" for name in UNTYPED} | dict.fromkeys(skipped, "follow_imports = skip\n")
@@ -252,7 +252,7 @@ def find_mypy_problems(folder: Path) -> Problems:
 
 
 def find_pyright_problems(folder: Path) -> Problems:
-    """Return what pyright reports in strict mode."""
+    """Return the errors of pyright in strict mode."""
     (folder / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "exclude": [".environment"]}))
     output = run_checker(["basedpyright", "--pythonpath", str(folder / PYTHON), "--outputjson"], folder)
     problems = json.loads(output)["generalDiagnostics"]

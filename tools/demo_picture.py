@@ -1,4 +1,4 @@
-"""Perform the demo, and keep what it showed as docs/demo.svg, the picture in the README."""
+"""Run the demo, and save its output as docs/demo.svg, the picture in the README."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def link_packages(package: Path) -> None:
 
 
 _EXTRA_FILES = {
-    # All that the API has to know of Prefect: that a block is a model, whose fields have descriptions.
+    # The API pages need only this of Prefect: a block is a model whose fields have descriptions.
     "packages/prefect/__init__.py": "",
     "packages/prefect/blocks/__init__.py": "",
     "packages/prefect/blocks/core.py": "from pydantic import BaseModel\n\n\nclass Block(BaseModel): ...\n",

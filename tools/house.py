@@ -24,7 +24,7 @@ FILE_LINES = 700
 # 65,423 and 78,161 when the refactoring began (one journal, one event view): it lowers both after each step.
 PACKAGE_LINES = 54_900
 TESTS_LINES = 69_170
-"""They only go down, or up for an issue that says so: a feature brings its lines from somewhere else."""
+"""The limits only decrease, unless an issue says otherwise."""
 
 NOT_IN_A_CLONE = frozenset({"build/screenshots", "site/", "filesystems.py", "server/collection_blocks_data.json"})
 """Paths in CONTRIBUTING.md that a clone lacks: outputs of commands, and files of Prefect."""
@@ -39,7 +39,7 @@ _REASON_CHARACTERS = 8
 
 
 def swallows_errors(handler: ast.ExceptHandler) -> bool:
-    """Whether the handler catches everything and does not end by raising."""
+    """Return whether the handler catches everything and does not end by raising."""
     caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     names = {kind.id for kind in caught if isinstance(kind, ast.Name)}
     broad = handler.type is None or names & {"Exception", "BaseException"}
@@ -49,7 +49,7 @@ def swallows_errors(handler: ast.ExceptHandler) -> bool:
 def find_exemptions(text: str) -> Iterator[tuple[int, bool]]:
     """Return the line of each `noqa`, `type: ignore` and `pragma: no cover`, and whether it says why."""
     if not _DIRECTIVE.search(text):
-        return  # tokens take most of the time
+        return  # tokenizing takes most of the time
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and _DIRECTIVE.search(token.string):
             reason = _DIRECTIVE.sub("", token.string).strip(" #:-")
@@ -106,7 +106,7 @@ def _find_prefect_imports(source: Source) -> Iterator[ast.ImportFrom]:
 
 
 def _is_private(name: str) -> bool:
-    """Whether the dotted name is Prefect's, and private; `__version__` and the like are not."""
+    """Return whether the dotted name is a private one of Prefect; `__version__` is not."""
     package, *parts = name.split(".")
     return package == "prefect" and any(part.startswith("_") and not part.endswith("__") for part in parts)
 
@@ -143,7 +143,7 @@ def _find_missing_paths(root: Path) -> Iterator[str]:
 
 def main(root: Path) -> int:
     """Print violations and figures; return the exit code."""
-    gc.disable()  # the trees stay until the end: to look through them for garbage takes a third of the time
+    gc.disable()  # the trees stay until the end: their garbage collection takes a third of the time
     checked, others = read_sources(root, CHECKED_FOLDERS), read_sources(root, OTHER_FOLDERS)
     violations = [*chain(*map(find_violations, checked), *map(find_unexplained_exemptions, [*checked, *others]))]
     violations += [

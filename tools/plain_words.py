@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tools.sources import Source
 
-# Words that say less than the noun of the field: in no name of the package; some in no name of a test, either.
+# Words that say less than the noun of the field: VAGUE for the package, VAGUE_IN_TESTS for tests and benchmarks.
 VAGUE = frozenset({"apart", "aside", "happened", "heard", "learned", "outside", "standing", "told"})
 VAGUE_IN_TESTS = frozenset({"happened", "heard", "told"})
 VAGUE_AS_FIELD = frozenset({"go_on", "left", "say"})  # fields are stored, or read far from where they are set

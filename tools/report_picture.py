@@ -1,4 +1,4 @@
-"""Search, be killed, go on, and keep what the report shows as docs/report.png. Needs Chromium.
+"""Run a search, kill and resume it, and save a picture of its report as docs/report.png. Needs Chromium.
 
 python tools/report_picture.py
 """
@@ -59,11 +59,11 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "net.py").write_text(_TRAINABLE)
-        killed = subprocess.Popen([sys.executable, "-c", _SEARCH], cwd=folder)
-        while not Path(folder, _KILLED_AT).exists() and killed.poll() is None:
+        search = subprocess.Popen([sys.executable, "-c", _SEARCH], cwd=folder)
+        while not Path(folder, _KILLED_AT).exists() and search.poll() is None:
             time.sleep(0.2)
-        killed.kill()
-        killed.wait()
+        search.kill()
+        search.wait()
         subprocess.run([sys.executable, "-c", _SEARCH], cwd=folder, check=True)
         report = [str(Path(sys.executable).with_name("prefect-tune")), "report", "runs", "digits", "-o", "page.html"]
         subprocess.run(report, cwd=folder, check=True)

@@ -67,7 +67,7 @@ def check_packages() -> Iterator[str]:
 
 
 def check_locks() -> Iterator[str]:
-    """Yield what a lock names without an exact version and hashes, and what only that of the demo names."""
+    """Yield the requirements of a lock without an exact version and hashes, and those only in the demo's lock."""
     requirement = re.compile(r"[a-z0-9.-]+==\S+( ; [^\\]+)? \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+")
     texts = {name: (ROOT / "requirements" / f"{name}.txt").read_text() for name in ("demo", "dev")}
     for name, text in texts.items():
@@ -78,7 +78,7 @@ def check_locks() -> Iterator[str]:
 
 
 def check_extras() -> Iterator[str]:
-    """Yield the errors of a missing package that name no extra which brings it."""
+    """Yield the errors of missing packages that do not name an extra with that package."""
     source = "\n".join(path.read_text() for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py"))
     named = re.findall(r"""missing_extra_error\(error, "(\w+)"((?:, "\w+")*)\)""", source)
     extra_modules = [(extra, re.findall(r"\w+", modules) or [extra]) for extra, modules in named]
@@ -99,7 +99,7 @@ def check_extras() -> Iterator[str]:
 
 
 def _list_extra_modules(extra: str) -> set[str]:
-    """Return the modules that an extra installs, as far as `pyproject.toml` and `BROUGHT` say."""
+    """Return the modules that an extra installs, according to `pyproject.toml` and `INCLUDED_MODULES`."""
     modules: set[str] = set()
     for requirement in PYPROJECT["project"]["optional-dependencies"][extra]:
         name = re.split(r"[\[<>=]", requirement)[0]
@@ -112,7 +112,7 @@ def _list_extra_modules(extra: str) -> set[str]:
 
 
 def check_deployments() -> Iterator[str]:
-    """Yield the deployments that `prefect.yaml`, for Prefect's own command, describes otherwise than ours."""
+    """Yield the differences between `prefect.yaml`, which Prefect's own command reads, and our deployments."""
     expected: dict[str, tuple[object, ...]] = {}
     for offer in DEPLOYABLE_FLOWS:
         limit = {"limit": offer.concurrency_limit, "collision_strategy": "CANCEL_NEW"}
@@ -137,7 +137,7 @@ def _find_code(page: Path, language: str, part: str = "") -> str:
 
 
 def check_commands() -> Iterator[str]:
-    """Yield what Dask and Prefect do not understand of the commands of the recipes."""
+    """Yield the commands of the recipes that Dask and Prefect cannot parse."""
     from distributed.cli.dask_worker import main as dask_worker
     from prefect.cli._app import _app
 
@@ -154,7 +154,7 @@ def check_commands() -> Iterator[str]:
 
 
 def check_policy() -> Iterator[str]:
-    """Yield what the policy for a bucket permits beyond what is needed, or lacks."""
+    """Yield the differences between the policy for a bucket and the needed permissions."""
     of_bucket, of_objects = json.loads(_find_code(RECIPES / "object-stores.md", "json"))["Statement"]
     needed = {"s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"}
     permitted = {*of_bucket["Action"], *of_objects["Action"]}
@@ -163,7 +163,7 @@ def check_policy() -> Iterator[str]:
 
 
 def check_kubernetes() -> Iterator[str]:
-    """Yield what the template for jobs, the flows and the automations do not take of the recipe for Kubernetes."""
+    """Yield what the job template, the flows and the automations do not accept in the recipe for Kubernetes."""
     template = _make_job_template()
     variables = template["variables"]
     used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
@@ -193,7 +193,7 @@ def check_kubernetes() -> Iterator[str]:
 
 
 def _make_job_template() -> dict[str, Any]:
-    """Return the template for jobs of prefect-kubernetes as the page changes it."""
+    """Return the job template of prefect-kubernetes with the changes of the page."""
     default = json.loads(WORKERS.read_text())["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
     script = next(block for block in blocks_of(KUBERNETES) if block.language == "python")
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +204,7 @@ def _make_job_template() -> dict[str, Any]:
 
 
 def check_spot_instances() -> Iterator[str]:
-    """Yield the options and variables of the recipe that no flow and no worker takes."""
+    """Yield the options and variables of the recipe that no flow and no worker accepts."""
     from prefect.cli import flow_run
 
     namespace: dict[str, Any] = {}

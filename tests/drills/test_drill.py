@@ -425,7 +425,7 @@ def test_a_track_shows_each_step_in_its_place(track: RunProgress, picture: str) 
     assert render_cells(track, 12).plain == picture
 
 
-# Each attempt of a drill has a working directory of its own, in which it finds what was there before the drill.
+# Each attempt of a drill has its own working directory, with the files from before the drill.
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def pack_checkpoint(_: Mapping[str, Any]) -> None:
 
 
 class OwnGenerators(pt.Trainable):
-    """Adds a drawn number in each step, on each rank; `forgets` is a rank that does not save its generator, or None."""
+    """Adds a random number in each step, on each rank; the rank `forgets` does not save its generator."""
 
     def setup(self, config: Mapping[str, Any]) -> None:
         self.rank, self.forgets = pt.get_trial().rank, config["forgets"]

@@ -259,7 +259,7 @@ def test_the_table_of_fields_is_that_of_the_classes() -> None:
     named = {name: getattr(pt, name) for name in OPTION_FIELDS}
     assert {name: " ".join(list_fields(kind)) for name, kind in named.items()} == OPTION_FIELDS
     missing = {name for kind in BUILT_IN_MODULES.values() for name in kind} - OPTION_FIELDS.keys()
-    assert missing == {"FIFO", "TimeBudget"}  # that has no field, and this the one of MaxTime
+    assert missing == {"FIFO", "TimeBudget"}  # FIFO has no field, and TimeBudget that of MaxTime
     assert match_option_class({"low": 0, "high": 1, "scale": "log", "q": None}) == "uniform or randint"
 
 

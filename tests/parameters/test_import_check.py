@@ -1,4 +1,4 @@
-"""The names that a trusted package defines, and the trainables that are accepted by their source."""
+"""The names that a trusted package defines, and the trainables whose source is sufficient."""
 
 from __future__ import annotations
 

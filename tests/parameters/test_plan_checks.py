@@ -61,7 +61,7 @@ REFUSED = {
 def test_who_would_have_two_write_one_journal_is_refused_and_nothing_is_there(
     search: Callable[..., None], message: str, tmp_path: Path, target: FsspecTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DeploymentLauncher, "check_deployment", lambda *_: None)  # there is one
+    monkeypatch.setattr(DeploymentLauncher, "check_deployment", lambda *_: None)  # the deployment exists
     with pytest.raises(pt.InvalidInput, match=rf"{message}.*{target.uri}.*create-if-absent.*Nothing was started"):
         search(tmp_path, target)
     with target.open(timeout=timedelta(seconds=10)) as store:

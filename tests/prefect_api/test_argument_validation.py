@@ -22,7 +22,7 @@ GOOD: Mapping[str, Any] = {"trainable": print, "target": "./runs", "metric": "lo
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # where `./runs` is, should one of these calls go through
+    monkeypatch.chdir(tmp_path)  # the folder of `./runs`, should a call succeed
     monkeypatch.setattr(flow_with_server, "_ensure_server", lambda *_: pytest.fail("a server was started"))
 
 

@@ -1,4 +1,4 @@
-"""The parts of Prefect's *Suspend* that the package needs, and its error where they are missing."""
+"""The parts of Prefect's *Suspend* that the package needs, and its error if they are missing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_oldest_prefect_that_is_tested_is_the_oldest_allowed() -> None:
     assert f'"prefect>={MIN_TESTED_VERSION.removesuffix(".0")},<4"' in pyproject
 
 
-# A flow that ends by an error of this package: it fail, and is retried if it has retries.
+# A flow that ends with an error of this package fails, and is retried if it has retries.
 
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -94,7 +94,7 @@ def test_the_state_is_failed_with_the_error_and_its_message() -> None:
     assert isinstance(state.result(raise_on_failure=False), TrialFailed)
 
 
-# A run goes on when the reader of its log is gone, as after a kill of the worker that started it.
+# A run continues without a reader of its log, for example after a kill of its worker.
 
 
 SCRIPT = """

@@ -122,9 +122,9 @@ def _never_stop() -> None:
 
 
 _COUNTS = {"in_two_threads": 2, "beside_one_in_the_main_thread": 2}
-"""How many searches a program has."""
+"""The number of searches of a program."""
 _READY = {"with_handlers_that_come_later": "installed", "beside_a_forked_process": "child -15"}
-"""What a program prints before it gets the signal."""
+"""The text that a program prints before it receives the signal."""
 _PROGRAMS: Mapping[str, Callable[[], None]] = {
     program.__name__.removeprefix("_search_"): program
     for program in (

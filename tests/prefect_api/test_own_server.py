@@ -1,4 +1,4 @@
-"""Where no API is configured, this user's server at Prefect's default address is used, and no other one."""
+"""Without a configured API, only this user's server at Prefect's default address is used."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_a_release_of_prefect_without_what_it_needs_runs_it_as_an_ordinary_call(
     assert wait_for_task_run(child)[1] == ["Pending", "Running", "Completed"]
 
 
-# The log lines of Prefect about the ends of tasks, and which of them are dropped.
+# Prefect's log lines about the ends of tasks, and those that are dropped.
 
 
 @task(name="ends")
@@ -239,7 +239,7 @@ def test_they_are_those_of_a_materializing_task(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-# Slots of Prefect's concurrency limits while the API fails: an attempt waits for one, and never fails for one.
+# Slots of Prefect's concurrency limits while the API fails: an attempt waits, and does not fail.
 
 
 GRANTED = f'{{"lease_id": "{uuid4()}", "limits": [{{"id": "{uuid4()}", "name": "gpu", "limit": 1}}]}}'.encode()

@@ -1,4 +1,4 @@
-"""Settings that do not lead to a Prefect API: one sentence names the setting, before anything begins."""
+"""Settings that do not lead to a Prefect API: an error names the setting before anything starts."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_the_form_of_a_search_shows_the_samples_that_it_has_wherever_they_are_se
 
 
 class _SelfCountingSearch(pt.Search):
-    """A search that decides itself how many it proposes."""
+    """A search that decides itself how many trials it proposes."""
 
     num_samples = 4
 

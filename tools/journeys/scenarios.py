@@ -31,7 +31,7 @@ class Traced(pt.Trainable):
 
 
 def run_scenario(journey: str, target: str) -> None:
-    """Run the search whose value is traced; `before` is the one that the scenario `resume` resumes."""
+    """Run the search whose value is traced; the scenario `resume` resumes that of `before`."""
     from tools.journeys.sitecustomize import CONFIG_VALUE
 
     with without_server():

@@ -25,7 +25,7 @@ _task_runs = itertools.count()  # unique, unlike addresses of objects
 
 @dataclass
 class Caller:
-    """Calls the public tasks as one flow run, without Prefect around them."""
+    """Calls the public tasks as one flow run, without Prefect."""
 
     target: BucketTarget
     folder: Path
@@ -104,5 +104,5 @@ class _TaskRun:
 
 @pytest.fixture(autouse=True)
 def _no_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No server knows these flow runs: skip setting their task runs to Crashed."""
+    """Do not set task runs to Crashed: no server knows these flow runs."""
     monkeypatch.setattr(journal_access, "set_dead_attempts_crashed", lambda *_: None)

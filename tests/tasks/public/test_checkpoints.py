@@ -330,7 +330,7 @@ def test_a_failed_save_is_still_adopted_if_the_run_ends_there(caller: Caller) ->
 
 
 def test_a_failed_save_that_is_saved_again_is_not_adopted_instead(caller: Caller) -> None:
-    """The run is killed after it retired the failed save, which has other bytes than the repeated one."""
+    """The run is killed after it retired the failed save; the repeated save has other bytes."""
     bucket = caller.bucket
     caller.save_checkpoint(1)
     fail_save(caller, 2)
