@@ -65,13 +65,12 @@ def delete_until(
 
 def iter_interrupted_deletions(scene: Scene) -> Iterator[Scene]:
     """Yield the scene after each write at which the deletion of its experiment may crash."""
-    for nth, failure in (
-        (nth, failure) for nth in itertools.count(1) for failure in (Failure.CRASH_AFTER, Failure.TORN)
-    ):
-        found = scene.copy()
-        if not delete_until(found.store, SEARCH.experiment, nth, failure, found.to_delete):
-            return
-        yield found
+    for nth in itertools.count(1):
+        for failure in (Failure.CRASH_AFTER, Failure.TORN):
+            twin = scene.copy()
+            if not delete_until(twin.store, SEARCH.experiment, nth, failure, twin.to_delete):
+                return
+            yield twin
 
 
 def make_superseded_owner() -> Session:

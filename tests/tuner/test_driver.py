@@ -480,7 +480,7 @@ class LosingExecutor(UnreliableExecutor):
         if len(self.requests) > 1:
             return
         if self._is_taken_over:
-            with spec.target.open(timeout=timedelta(minutes=1)) as store:  # a guest takes nothing over
+            with spec.target.open(timeout=timedelta(minutes=1)) as store:  # a non-owner takes nothing over
                 quarantine = [CheckpointQuarantined(trial=TRIAL, sequence=1)]
                 append_as_non_owner(store, KEY, lambda _: quarantine, new_write_stamp())
             acquire_and_adopt_with_retries(spec.target, KEY, OwnershipRequest(current_owner(), new_write_stamp()))

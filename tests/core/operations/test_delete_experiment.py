@@ -171,12 +171,12 @@ def test_a_retry_that_has_read_it_does_not_open_it_while_it_is_deleted() -> None
     store = MemoryStore()
     loaded = make_search(store).state
 
-    def open_loaded() -> None:
+    def acquire_again() -> None:
         stamp = WriteStamp(write_id="retry", at="")
         with pytest.raises(ResumeFailed, match="experiment 'old' is being deleted by deleter"):
             acquire_ownership(store, loaded.key, OWNER, stamp, loaded=loaded)
 
-    remove(PausingStore(store, is_deletion, open_loaded), "old")
+    remove(PausingStore(store, is_deletion, acquire_again), "old")
     assert remaining_paths(store) == set()
 
 
