@@ -193,18 +193,18 @@ def test_a_trial_holds_no_more_reports_than_its_stopper_looks_at(tmp_path: Path)
     seen: list[int] = []
 
     class HistoryStopper(Stopper):
-        def __init__(self, *, back: bool) -> None:
-            self._back = back
+        def __init__(self, *, needs_history: bool) -> None:
+            self._needs_history = needs_history
 
         @property
         def needs_history(self) -> bool:
-            return self._back
+            return self._needs_history
 
         def stop_reason(self, reports: Sequence[StepReport]) -> None:
             seen.append(len(reports))
 
-    for back in (True, False):
-        session = make_session(tmp_path, HistoryStopper(back=back))
+    for needs_history in (True, False):
+        session = make_session(tmp_path, HistoryStopper(needs_history=needs_history))
         for _ in range(3):
             session.report({"loss": 1.0}, None)
     assert seen == [1, 2, 3, 1, 1, 1]

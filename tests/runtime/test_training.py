@@ -150,9 +150,9 @@ def test_a_function_that_never_saw_its_criterion_has_met_it(trainer: Trainer, tr
 def test_a_trial_that_is_kept_says_what_is_true_now(trainer: Trainer) -> None:
     def read_trial(_config: Config) -> Mapping[str, object]:
         trial = pt.get_trial()
-        before, asked = trial.step, trial.should_checkpoint  # no report yet, so no message was read
+        before, is_asked = trial.step, trial.should_checkpoint  # no report yet, so no message was read
         pt.report({"loss": 1.0})
-        return {"before": before, "step": trial.step, "asked": asked}
+        return {"before": before, "step": trial.step, "asked": is_asked}
 
     assert list_steps(trainer(read_trial, CheckpointAndStop()))[-1].report.metrics == {
         "before": 0,

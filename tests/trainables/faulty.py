@@ -40,36 +40,36 @@ class NoConfig(pt.Trainable):
         pass
 
 
-def of_two(_config: Mapping[str, object], _data: object) -> None:
+def take_two(_config: Mapping[str, object], _data: object) -> None:
     pt.report({"loss": 1.0})
 
 
-def fine(config: Mapping[str, object]) -> None:
+def train_once(config: Mapping[str, object]) -> None:
     """Train one step, and leave a trace of it."""
     if "touch" in config:
         Path(str(config["touch"])).touch()
     pt.report({"loss": 1.0})
 
 
-def nan_metric(_config: Mapping[str, object]) -> None:
+def report_nan(_config: Mapping[str, object]) -> None:
     pt.report({"loss": float("nan")})
 
 
-def array_metric(_config: Mapping[str, object]) -> None:
+def report_array(_config: Mapping[str, object]) -> None:
     import numpy as np  # here: all other trials save the 0.2 s of CPU time that it takes
 
     pt.report({"loss": np.zeros(3)})
 
 
-def text_for_metrics(_config: Mapping[str, object]) -> None:
+def report_text(_config: Mapping[str, object]) -> None:
     pt.report("0.5")  # type: ignore[arg-type]  # that is the fault
 
 
-def remote_checkpoint(_config: Mapping[str, object]) -> None:
+def report_remote_checkpoint(_config: Mapping[str, object]) -> None:
     pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint("s3://bucket/elsewhere"))
 
 
-def dangling_link(_config: Mapping[str, object]) -> None:
+def report_dangling_link(_config: Mapping[str, object]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "weights").symlink_to("/nowhere/at/all")
         pt.report({"loss": 1.0}, checkpoint=pt.Checkpoint.from_directory(directory))

@@ -66,7 +66,7 @@ class Counter(pt.Trainable):
 
     def step(self) -> Mapping[str, Any]:
         record_act(self.config.get("witness"), "begin", self.count + 1)
-        self._maybe_die_of_poison()
+        self._maybe_fail_after_restore()
         self.count += 1
         time.sleep(float(self.config.get("step_seconds", 0)))
         self._maybe_fail("step")
@@ -97,7 +97,7 @@ class Counter(pt.Trainable):
             return {"count": np.int64(self.count), "loss": loss, **done}
         return {"count": self.count, "loss": 1 / self.count, **done}
 
-    def _maybe_die_of_poison(self) -> None:
+    def _maybe_fail_after_restore(self) -> None:
         """Fail after a restore of the step that the file `config["poison"]` names, as the file says."""
         poison = Path(self.config.get("poison", ""))
         if poison.is_file():

@@ -24,7 +24,7 @@ def _capture_generator() -> Callable[[dict[str, object]], None]:
 
     def train(config: dict[str, object]) -> None:
         next(numbers)
-        faulty.fine(config)
+        faulty.train_once(config)
 
     return train
 
@@ -38,7 +38,7 @@ BEFORE_ANYTHING: list[tuple[str, Callable[[], Arguments], type[Exception], tuple
     ("trainable without step", lambda: {"trainable": faulty.Stepless}, InvalidInput, ("Stepless", "no `step`")),
     ("module that is not there", lambda: {"trainable": "no_such_module:Model"}, InvalidInput, ("no_such_module",)),
     ("trainable with a generator", lambda: {"trainable": _capture_generator()}, InvalidInput, ("numbers", "generator")),
-    ("function of two", lambda: {"trainable": faulty.of_two}, InvalidInput, ("of_two(_config: ", "_data: ")),
+    ("function of two", lambda: {"trainable": faulty.take_two}, InvalidInput, ("take_two(_config: ", "_data: ")),
     ("setup without a config", lambda: {"trainable": faulty.NoConfig}, InvalidInput, ("setup(self, config)",)),
     ("stop without metrics", lambda: {"stop": lambda: True}, InvalidInput, ("stop", "one argument", "<lambda>()")),
     ("limit that is text", lambda: {"stop": {"step": "ten"}}, InvalidInput, ("'step'", "'ten'")),
@@ -78,11 +78,11 @@ def test_a_file_in_the_place_of_the_target_is_refused_by_name(tmp_path: Path) ->
 
 # What the trainable does wrong, and what the one error names.
 WHILE_TRAINING: list[tuple[str, Callable[[dict[str, object]], object], tuple[str, ...]]] = [
-    ("NaN metric", faulty.nan_metric, ("step 1", "'loss'", "nan", "diverged")),
-    ("array for a metric", faulty.array_metric, ("step 1", "'loss'", "ndarray", "tolist")),
-    ("text for all metrics", faulty.text_for_metrics, ("dict of metrics", "str")),
-    ("checkpoint on a target", faulty.remote_checkpoint, ("local directory", "from_directory")),
-    ("dangling link", faulty.dangling_link, ("weights", "link")),
+    ("NaN metric", faulty.report_nan, ("step 1", "'loss'", "nan", "diverged")),
+    ("array for a metric", faulty.report_array, ("step 1", "'loss'", "ndarray", "tolist")),
+    ("text for all metrics", faulty.report_text, ("dict of metrics", "str")),
+    ("checkpoint on a target", faulty.report_remote_checkpoint, ("local directory", "from_directory")),
+    ("dangling link", faulty.report_dangling_link, ("weights", "link")),
 ]
 
 
@@ -126,7 +126,7 @@ def test_reporting_where_no_trial_runs_says_where_to_call_it() -> None:
 
 def _run_training(target: Path | S3Target, touch_path: Path, **arguments: Any) -> None:
     options: Arguments = {
-        "trainable": faulty.fine,
+        "trainable": faulty.train_once,
         "target": LocalTarget(path=str(target)) if isinstance(target, Path) else target,
         "experiment": "bad",
         **arguments,

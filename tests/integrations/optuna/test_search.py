@@ -78,7 +78,7 @@ def report(step: int = 1, **metrics: object) -> StepReport:
     return StepReport(step=step, metrics=metrics)
 
 
-def propose_and_get_seen(proposals: SearchState, number: int) -> list[FrozenTrial]:
+def list_seen_trials(proposals: SearchState, number: int) -> list[FrozenTrial]:
     propose(proposals, number)
     return RecordingSampler.seen[-1]
 
@@ -95,7 +95,7 @@ def test_a_sampler_sees_states_values_and_what_was_reported_on_the_way() -> None
     proposals.on_trial_stopped(1)
     proposals.on_trial_ended(1, report(1, loss=5.0), failed=False)
     proposals.on_trial_ended(2, report(1, loss=1.0), failed=True)
-    seen = propose_and_get_seen(proposals, 4)
+    seen = list_seen_trials(proposals, 4)
     assert [trial.state.name for trial in seen] == ["COMPLETE", "PRUNED", "FAIL", "RUNNING"]
     assert [trial.values for trial in seen] == [[2.0], [5.0], None, None]
     assert [trial.intermediate_values for trial in seen] == [{1: 3.0, 2: 2.0}, {1: 5.0}, {}, {}]
@@ -115,7 +115,7 @@ def test_a_sampler_sees_metrics_as_they_were_reported_and_which_way_is_better() 
     proposals.on_report(0, report(1, loss=1.0, score=0.5))
     proposals.on_trial_stopped(0)
     proposals.on_trial_ended(0, report(1, loss=1.0, score=0.5), failed=False)
-    (trial,) = propose_and_get_seen(proposals, 1)
+    (trial,) = list_seen_trials(proposals, 1)
     assert (trial.values, trial.state, trial.intermediate_values) == ([1.0, 0.5], TrialState.COMPLETE, {})
     assert directions[-1] == ["MINIMIZE", "MAXIMIZE"]
 
@@ -127,7 +127,7 @@ def test_a_sampler_sees_how_far_a_trial_is_from_feasible(constraints: Any) -> No
     proposals = begin_search(OptunaSearch(RecordingSampler(), UNLIMITED, constraints=constraints))
     propose(proposals, 0)
     proposals.on_trial_ended(0, report(loss=0.0, size=1.5, cost=-2.0), failed=False)
-    (trial,) = propose_and_get_seen(proposals, 1)
+    (trial,) = list_seen_trials(proposals, 1)
     assert list(trial.constraints.values()) == [1.5, -2.0]
 
 
@@ -154,12 +154,12 @@ def test_a_trial_that_lacks_a_metric_has_failed_for_the_search_which_goes_on_and
     proposals.on_trial_ended(0, report(accuracy=1.0, size=0.0), failed=False)
     proposals.on_trial_ended(1, report(loss=1.0), failed=False)
     proposals.on_trial_ended(2, report(loss=1.0, size=0.0), failed=False)
-    seen = propose_and_get_seen(proposals, 3)
+    seen = list_seen_trials(proposals, 3)
     assert [trial.state for trial in seen] == [TrialState.FAIL, TrialState.FAIL, TrialState.COMPLETE]
     assert "trial 0, step 1: expected a number for metric 'loss'" in caplog.text
     assert "trial 1, step 1: constraints: " in caplog.text
     proposals.on_trial_ended(1, report(2, loss=1.0, size=0.0), failed=False)
-    assert propose_and_get_seen(proposals, 4)[1].state == TrialState.COMPLETE
+    assert list_seen_trials(proposals, 4)[1].state == TrialState.COMPLETE
 
 
 def test_a_trial_that_ended_may_go_on_and_end_again() -> None:
@@ -167,9 +167,9 @@ def test_a_trial_that_ended_may_go_on_and_end_again() -> None:
     propose(proposals, 0)
     proposals.on_trial_ended(0, report(1, loss=3.0), failed=False)
     proposals.on_report(0, report(2, loss=2.5))
-    assert propose_and_get_seen(proposals, 1)[0].state == TrialState.RUNNING
+    assert list_seen_trials(proposals, 1)[0].state == TrialState.RUNNING
     proposals.on_trial_ended(0, report(3, loss=2.0), failed=False)
-    again = propose_and_get_seen(proposals, 2)[0]
+    again = list_seen_trials(proposals, 2)[0]
     assert (again.state, again.values) == (TrialState.COMPLETE, [2.0])
     assert again.intermediate_values == {1: 3.0, 2: 2.5, 3: 2.0}
 
@@ -222,7 +222,7 @@ def test_a_trial_of_another_space_is_data_where_it_lies_in_this_one() -> None:
         {"x": 0.5, "kind": "c", "epochs": 10},  # the option is gone
         {"x": 0.5, "kind": "b", "epochs": 10},  # or is not to be drawn any more
     )
-    assert [trial.values for trial in propose_and_get_seen(proposals, 4)] == [[0.0]]
+    assert [trial.values for trial in list_seen_trials(proposals, 4)] == [[0.0]]
     assert [trial.params for trial in RecordingSampler.seen[-1]] == [{"x": 0.5, "kind": "a"}]
 
 
@@ -235,8 +235,8 @@ def test_only_who_can_use_part_of_a_configuration_sees_it() -> None:
         assert [propose(proposals, number) for number in range(20, 23)] == [
             propose(untouched, number) for number in range(20, 23)
         ]
-    taught = restore_trials(samplers.TPESampler(), space, *old)
-    assert propose(taught, 20) != propose(begin_search(OptunaSearch(None, UNLIMITED), space), 20)
+    restored = restore_trials(samplers.TPESampler(), space, *old)
+    assert propose(restored, 20) != propose(begin_search(OptunaSearch(None, UNLIMITED), space), 20)
 
 
 def test_what_somebody_else_proposed_takes_the_place_of_no_point_of_a_grid() -> None:

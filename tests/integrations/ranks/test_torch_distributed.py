@@ -151,10 +151,10 @@ def test_a_second_save_into_a_directory_is_refused_and_the_first_one_stays(check
 
 
 def test_a_pickle_in_place_of_a_value_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
-    evil = pickle.dumps(DirectoryMaker(tmp_path / "ran"))
+    data = pickle.dumps(DirectoryMaker(tmp_path / "ran"))
     document = json.loads((checkpoint / "checkpoint.json").read_text())
-    (checkpoint / "shard-9.bin").write_bytes(evil)
-    document["objects"]["step"] = {"file": "shard-9.bin", "start": 0, "length": len(evil)}
+    (checkpoint / "shard-9.bin").write_bytes(data)
+    document["objects"]["step"] = {"file": "shard-9.bin", "start": 0, "length": len(data)}
     (checkpoint / "checkpoint.json").write_text(json.dumps(document))
     with pytest.raises(CheckpointException, match="its pickle may run code, so it was not read"):
         load_state(checkpoint)

@@ -38,13 +38,13 @@ def _make_options(case: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dies", ["rank 0", "rank 1", "node 0", "node 1"])
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "node 0", "node 1"])
 def test_after_a_death_the_state_of_each_rank_is_that_of_two_ranks_of_one_machine(
-    case: str, dies: str, cluster: Cluster, tmp_path: Path
+    case: str, victim: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     with without_server():
         _, undisturbed = train_case(tmp_path / "undisturbed", case, 2)
-    kind, number = dies.split()
+    kind, number = victim.split()
     config = {"lr": 0.1, "width": 16, "strike": [int(number), 7] if kind == "rank" else None}
     if kind == "rank":
         first, _ = cluster.train(config=config, **_make_options(case))
@@ -55,7 +55,7 @@ def test_after_a_death_the_state_of_each_rank_is_that_of_two_ranks_of_one_machin
         wait_until(cluster.list_manifests, seconds=300, kind=lambda: "the first checkpoint")
         cluster.kill_node(cluster.nodes[int(number)])
         cluster.wait()
-        if dies == "node 0":
+        if victim == "node 0":
             cluster.end_attempt()
     cluster.train(attempt=2, config=config, **_make_options(case))
     trial = cluster.load_trial()

@@ -446,7 +446,7 @@ def _copy_lent_directory(checkpoint: pt.Checkpoint, copy: Path) -> None:
 def test_every_copy_has_the_metadata_of_its_checkpoint(
     make_copy: Callable[[pt.Checkpoint, Path], object], target: Path, tmp_path: Path
 ) -> None:
-    """So has a copy of the copy, and a checkpoint that is committed from it."""
+    """Also a copy of the copy, and a checkpoint that is committed from it."""
     checkpoint = pt.Checkpoint(target / KEY.folder)
     large = {"note": "x" * 5 * 1024 * 1024}  # more than a chunk
     for number, metadata in enumerate([{}, {"note": "best"}, large, {"more": 1, "note": "best"}]):

@@ -60,7 +60,7 @@ def is_blob_download(request: SinkRequest) -> bool:
 
 
 class Gate:
-    """Blocks the first download of a blob until the gate is opened, then answers with `then`."""
+    """Blocks the first download of a blob until the gate opens, then answers with `fault`."""
 
     def __init__(self, sink: S3Sink, fault: Fault | None) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
@@ -83,7 +83,7 @@ def count_blob_bytes(sink: S3Sink) -> int:
 
 
 def put_object(sink: S3Sink, path: str, data: bytes) -> None:
-    """Write an object as another tool does, over one that is there."""
+    """Write or overwrite an object, like another tool."""
     with closing(http.client.HTTPConnection(sink.endpoint.removeprefix("http://"))) as connection:
         connection.request("PUT", f"/{path}", body=data)
         assert connection.getresponse().status == 200
@@ -219,22 +219,20 @@ def test_altered_bytes_on_the_wire_are_asked_for_again_and_altered_bytes_at_rest
 
 @pytest.fixture
 def plain_uri(sink: S3Sink) -> str:
-    """The URI of a directory that another tool wrote, with the folder markers that some tools create."""
+    """The URI of a directory of another tool, with the folder markers that some tools create."""
     for path, data in {**PLAIN, "": b"", "a folder/": b"", "bare/": b""}.items():
         quoted = path.replace("%", "%25").replace(" ", "%20").replace("?", "%3F").replace("#", "%23")
         put_object(sink, f"bucket/theirs/ckpt/{quoted}", data)
     return f"s3://bucket/theirs/ckpt?endpoint_url={sink.endpoint}"
 
 
-def s3_of_pyarrow(sink: S3Sink) -> arrow.S3FileSystem:
-    return arrow.S3FileSystem(endpoint_override=sink.endpoint.partition("://")[2], scheme="http", region="us-east-1")
-
-
 @pytest.mark.parametrize("how", ["uri", "pyarrow"])
 def test_a_plain_directory_is_read_as_it_is(how: str, plain_uri: str, sink: S3Sink, tmp_path: Path) -> None:
     checkpoint = pt.Checkpoint(plain_uri)
     if how == "pyarrow":
-        checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint("bucket/theirs/ckpt", filesystem=s3_of_pyarrow(sink))))
+        endpoint = sink.endpoint.removeprefix("http://")
+        s3 = arrow.S3FileSystem(endpoint_override=endpoint, scheme="http", region="us-east-1")
+        checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint("bucket/theirs/ckpt", filesystem=s3)))
     with checkpoint.as_directory() as directory:
         assert read_files(directory) == PLAIN
     assert read_files(checkpoint.to_directory(tmp_path / "out")) == PLAIN
@@ -283,7 +281,7 @@ def test_a_read_of_a_committed_file_costs_its_chunks_once_however_it_is_cut(sink
         for start, end in ((10, 3 * half), (3 * half, 4 * half), (4 * half, 5 * half), (2 * half + 1, 4 * half)):
             file.seek(start)
             assert file.read(end - start) == content[start:end]
-    assert count_blob_bytes(sink) == len(content) + CHUNK_BYTES, "each chunk once, but for one that was no longer kept"
+    assert count_blob_bytes(sink) == len(content) + CHUNK_BYTES, "each chunk once, except one that was no longer cached"
 
 
 def test_file_systems_of_fsspec_are_taken_too(tmp_path: Path) -> None:
@@ -334,7 +332,7 @@ def test_a_name_that_is_both_file_and_folder_is_refused(tmp_path: Path) -> None:
 
 
 class _Moving(MemoryStore):
-    """A store that is written to while it is read."""
+    """A store that changes while it is read."""
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> bytes:
         data = super().read(path, offset=offset, length=length)
@@ -344,7 +342,7 @@ class _Moving(MemoryStore):
 
 
 class _Truncating(MemoryStore):
-    """A store whose listing has other sizes than its objects."""
+    """A store whose listing has wrong sizes."""
 
     def list(self, prefix: str, *, after: str = "") -> list[ListedObject]:
         return [ListedObject(entry.path, entry.size_bytes + 1) for entry in super().list(prefix, after=after)]
